@@ -1,9 +1,7 @@
-"""Jobs that hang in one situation after the other, observed from outside: when each was detected, and with which
-verdict.
+"""A job that hangs, observed from outside: when it was detected, and with which verdict.
 
-A job is one repetition of several situations, each in a round of its own, so that one start and one warm-up serve them
-all. Times are those of the scripts' own records and of the event log, by one clock. A hang that is not detected in time
-is counted, and ends its job.
+Times are those of the scripts' own records and of the event log, by one clock. A hang that is not detected in time is
+counted as tried and not detected.
 """
 
 from __future__ import annotations
@@ -12,25 +10,24 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from tests.faults.job import Event, Fault, Job
-from tests.hangs.situations import BY_NAME, SCRIPTS, SESSION, Situation
+from tests.hangs.situations import SCRIPTS, SESSION, Situation
 from tests.multihost.cluster import Cluster
 from tests.multihost.net import Network
 
 DEFAULT: tuple[str, ...] = ()
-FLOOR = ("--hang-floor", "1s")
-TUNED = (*FLOOR, "--stopped-after", "1s")
-CEILINGS = ("8s", "3s")
-"""For a loop and a start without end, above the floors of the default policy and of the tuned one."""
-WARM_UP_STEPS = 220
-"""A job of fewer steps than 200 is given more time than what counts here (learning.YOUNG_STEPS)."""
+FLOOR = ("--hang-floor", "5s")
+TUNED = ("--hang-floor", "1s", "--stopped-after", "1s")
+CEILINGS_S: Mapping[Sequence[str], str] = {DEFAULT: "65s", FLOOR: "6s", TUNED: "3s"}
+"""For a loop and a start without end, above the floor of each policy."""
+WARM_UP_STEPS = 60
 GAP_STEPS = 40
-START_S, FOUND_S, RECOVERED_S = 90.0, 90.0, 30.0
+START_S, FOUND_S, RECOVERED_S = 120.0, 150.0, 60.0
 _LOOK_S = 0.02
 
 T = TypeVar("T")
@@ -42,6 +39,7 @@ class HangOutcome:
 
     situation: str
     policy: str
+    script: str = SESSION
     tried: int = 0
     detected: list[float] = field(default_factory=list)
     recovered: list[float] = field(default_factory=list)
@@ -55,41 +53,16 @@ class Missed(Exception):
     """It did not come in time."""
 
 
-# Those with the same needs share a job; the order keeps one rank from being to blame twice running.
-JOBS: tuple[tuple[str, ...], ...] = (
-    (
-        *("stopped", "sleeps", "dead-locked DataLoader worker", "stopped rank 0", "dead-locked", "holds the GIL"),
-        *("blocked on a FIFO", "checkpoint", "infinite loop", "everyone blocked", "zombie"),
-    ),
-    ("skips a collective", "another collective", "mismatched shapes"),
-    ("stopped of 4",),
-    ("never joins",),
-    ("exit handler",),
-    ("store stopped",),
-)
-
-
-def repetition(names: Sequence[str], policy: Sequence[str], folder: Path, outcomes: dict[str, HangOutcome]) -> None:
-    """One job that goes through these situations. Raises Missed, with what is known, when one is not found."""
-    situations = [BY_NAME[name] for name in names]
-    faults: list[Fault] = []
-    step = WARM_UP_STEPS
-    for number, situation in enumerate(situations, start=1):
-        faults += situation.faults(step, round=number)
-        step += GAP_STEPS
-    args = [arg for situation in situations for arg in situation.args if arg not in ("--steps", "60")]
-    if "exit handler" in names:
-        args += ["--steps", str(step)]
-    ceiling = CEILINGS[bool(policy)]
-    flags = [flag for situation in situations for flag in situation.flags(ceiling)]
-    run = _start(folder, SESSION, args, max(s.workers for s in situations), [*policy, *flags], faults)
+def observe(situation: Situation, script: str, policy: Sequence[str], folder: Path, outcome: HangOutcome) -> None:
+    """One job that hangs in this way, and steps again. What goes wrong is in the outcome."""
+    flags = [*policy, *situation.flags(CEILINGS_S[tuple(policy)])]
+    args = ["--pause", "0.05", *situation.args]
+    run = _start(folder, script, args, situation.workers, flags, situation.faults(WARM_UP_STEPS - 10, situation.rounds))
+    outcome.tried += 1
     try:
-        struck = 0
-        for number, situation in enumerate(situations, start=1):
-            outcome = outcomes[situation.name]
-            outcome.tried += 1
-            struck += len(situation.ranks)
-            _one(run, number, situation, struck, outcome)
+        _one(run, situation, outcome)
+    except Missed as missed:
+        outcome.wrong.append(str(missed))
     finally:
         run.end()
 
@@ -102,25 +75,28 @@ def _start(
     return Job(folder, SCRIPTS / script, *args, workers=str(workers), flags=flags, faults=faults)
 
 
-def _one(run: Job, number: int, situation: Situation, struck: int, outcome: HangOutcome) -> None:
-    where = f"{situation.name}, round {number}"
+def _one(run: Job, situation: Situation, outcome: HangOutcome) -> None:
+    name, number = situation.name, situation.rounds
     if situation.what:
-        at = _until(lambda: fired(run.work, struck), START_S, f"{where}: the fault", run)
+        at = _until(lambda: fired(run.work, len(run.faults)), START_S, f"{name}: the fault", run)
     else:
-        _until(lambda: (number, WARM_UP_STEPS) <= max(run.steps(), default=(0, 0)), START_S, f"{where}: steps", run)
+        _until(lambda: (number, WARM_UP_STEPS) <= max(run.steps(), default=(0, 0)), START_S, f"{name}: steps", run)
         at = time.monotonic()
-        os.kill(run.helper("store"), signal.SIGSTOP)
-    hung = _until(lambda: run.events("hang_detected", round=number), FOUND_S, f"{where}: a verdict", run)[0]
+        os.kill(run.helper(name.split()[0]), signal.SIGSTOP)  # of the store, or of the owner
+    found = "hang_detected" if situation.causes else "group_ended"
+    hung = _until(lambda: run.events(found, round=number), FOUND_S, f"{name}: a verdict", run)[0]
     outcome.detected.append(float(hung["mono"]) - at)
-    outcome.right_cause += hung["cause"] in situation.causes
-    outcome.right_culprit += tuple(hung["ranks"]) == situation.blamed
-    if hung["cause"] not in situation.causes or tuple(hung["ranks"]) != situation.blamed:
-        outcome.wrong.append(f"{hung['cause']} {hung['ranks']}: {hung['reason']}")
-    _until(lambda: run.events("group_ended", round=number), RECOVERED_S, f"{where}: its end", run)
-    exits = run.events("worker_exited", round=number)
-    _see_evidence(outcome, run.work / "log", number, situation.workers, exits)
+    cause, ranks = (hung["cause"], tuple(hung["ranks"])) if situation.causes else ("", ())
+    outcome.right_cause += cause in situation.causes or not situation.causes
+    outcome.right_culprit += ranks == situation.blamed
+    if outcome.right_cause + outcome.right_culprit < 2 * outcome.tried:
+        outcome.wrong.append(f"{cause} {ranks}: {hung.get('reason')}")
+    _until(lambda: run.events("group_ended", round=number), RECOVERED_S, f"{name}: its end", run)
+    if situation.causes:
+        exits = run.events("worker_exited", round=number)
+        _see_evidence(outcome, run.work / "log", number, situation.workers, exits)
     if situation.what != "exit":  # nothing is left to be trained: the next round ends at once
-        first = _until(lambda: stepped(run.work, number, situation.workers), RECOVERED_S, f"{where}: steps again", run)
+        first = _until(lambda: stepped(run.work, number, situation.workers), RECOVERED_S, f"{name}: steps again", run)
         outcome.recovered.append(first - at)
 
 

@@ -1,10 +1,10 @@
-"""Every way to hang, repeatedly: time to the verdict, blamed rank, time to the next step; torchrun too.
+"""Every way to hang, each in a job of its own: time to the verdict, cause, blamed rank, time to the next step.
 
-Each row is a situation of tests/hangs/situations.py: a small DDP script on gloo with steps of 20 ms and an attached
-checkpoint, under the default policy and under `--hang-floor 1s --stopped-after 1s`; `--policies floor` leaves the
-second of them away. `--slow-minutes 15` runs jobs that are only slow, at full length, and counts kills. It prints
-markdown and writes all results as JSON; `--from FILE…` prints one table of several such files, so that an hour of runs
-may be cut into parts.
+Each row is a situation of tests/hangs/situations.py: a small DDP script on gloo with steps of 50 ms, with a session and
+without one, under the default policy and under `--hang-floor 5s`. Several jobs run at a time, because they mostly wait.
+`--slow-minutes 15` runs jobs that are only slow, at full length, and counts kills. It prints markdown, with the goals
+of each class of evidence, and writes all results as JSON; `--from FILE…` prints one table of several such files, so
+that an hour of runs may be cut into parts.
 """
 
 from __future__ import annotations
@@ -17,20 +17,28 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.hang_jobs import DEFAULT, FLOOR, JOBS, TUNED, HangOutcome, Missed, partition, repetition
+from benchmarks.hang_jobs import DEFAULT, FLOOR, TUNED, HangOutcome, observe, partition
 from benchmarks.hang_soak import HangSoak, soak
 from benchmarks.hang_torchrun import torchrun, torchrun_partition
-from benchmarks.processes import adopt_orphans, end_all
+from benchmarks.processes import adopt_orphans, end_all, end_at_once
 from benchmarks.recovery import as_plain, numbered, say
-from tests.hangs.situations import BY_NAME
+from tests.hangs.situations import BY_NAME, CEILING, GIL, PLAIN, PROVEN, SESSION, STOPPED, WEAK, Situation
 from tests.multihost.net import missing
 
 POLICIES: Mapping[str, Sequence[str]] = {"default": DEFAULT, "floor": FLOOR, "tuned": TUNED}
+GOALS_S: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "default": {STOPPED: (2.5, 3.5), PROVEN: (0, 7), GIL: (0, 20), WEAK: (0, 75), CEILING: (0, 75)},
+    "floor": {STOPPED: (2.5, 3.5), PROVEN: (0, 8), GIL: (0, 8), WEAK: (0, 8), CEILING: (0, 8)},
+}
+"""Seconds to the verdict, at least and at most, by policy and class of evidence."""
+RIGHT_CAUSE, RIGHT_RANK = 0.98, 0.95
 _TORCHRUN = "torchrun"
 _TORCHRUN_DEADLINE_S = 120.0
 
@@ -42,21 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.parts:
         outcomes = together(args.parts)
         print(f"{table(outcomes)}\n\n{summary(outcomes)}")
-        return 0 if all_found(outcomes) else 1
+        return 0 if goals_met(outcomes) else 1
     adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, end_at_once)
     facts = report.machine()
     found: dict[str, object] = {"machine": facts, "seed": args.seed, "wall": time.time(), "arguments": vars(args)}
     text = [f"Measured on {report.machine_line(facts)}."]
     ok = True
     try:
         with tempfile.TemporaryDirectory(prefix="elasticd-bench-") as scratch:
-            folders = numbered(Path(scratch))
+            folders = numbered(args.keep or Path(scratch))
             if args.repetitions or args.torchrun:
                 outcomes = hung(args, folders)
                 found["hung"] = outcomes
                 text += [table(outcomes), summary(outcomes)]
-                ok = all_found(outcomes)
+                ok = goals_met(outcomes)
             if args.slow_minutes:
                 quiet = soak(args.slow_minutes, next(folders), random.Random(args.seed), say)
                 found["slow"] = quiet
@@ -73,28 +81,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def hung(args: argparse.Namespace, folders: Iterator[Path]) -> Outcomes:
-    """By policy and situation. A job that loses a situation is given up; the ones after it are not counted."""
-    jobs = [job for job in JOBS if set(job) & set(args.situations)]
-    names = [name for name in BY_NAME if name in {"partition"} & set(args.situations) or name in sum(jobs, ())]
+    """By policy, and then by situation and script."""
+    chosen = [BY_NAME[name] for name in args.situations]
     policies = args.policies if args.repetitions else []
-    outcomes = {policy: {name: HangOutcome(name, policy) for name in names} for policy in policies}
-    for number in range(args.repetitions):
-        for policy, job in itertools.product(args.policies, jobs):
-            start = time.monotonic()
-            try:
-                repetition(job, POLICIES[policy], next(folders), outcomes[policy])
-            except Missed as missed:
-                outcomes[policy][job[0]].wrong.append(str(missed))
-                say(f"LOST: {policy}: {missed}")
-            say(f"{policy} {number + 1}/{args.repetitions}: {', '.join(job)}: {time.monotonic() - start:.0f} s")
-        say(table(outcomes))  # an interrupted run has printed this much
+    outcomes: Outcomes = {policy: {} for policy in policies}
+    for policy, situation, script in itertools.product(policies, chosen, args.scripts):
+        if script in situation.scripts and (situation.name != "partition" or script == SESSION):
+            outcome = HangOutcome(situation.name, policy, script)
+            outcomes[policy][_key(outcome)] = outcome
+    rows = [(BY_NAME[o.situation], o) for by_key in outcomes.values() for o in by_key.values()]
+    tasks = [row for row in rows if row[0].name != "partition"] * args.repetitions
+    again = {id(outcome): threading.Lock() for _, outcome in tasks}  # one run of a row at a time writes to it
+
+    def one(task: tuple[Situation, HangOutcome, Path]) -> None:
+        situation, outcome, folder = task
+        with again[id(outcome)]:
+            observe(situation, outcome.script, POLICIES[outcome.policy], folder, outcome)
+            wrong = outcome.wrong[-1].splitlines()[0] if outcome.wrong else "right"
+            say(f"{outcome.policy}: {_key(outcome)}: {_seconds(outcome.detected)}: {wrong} ({folder.name})")
+
+    with ThreadPoolExecutor(args.at_once) as pool:
+        list(pool.map(one, [(*task, next(folders)) for task in tasks]))
     if "partition" in args.situations and args.repetitions:
         _partitions(args, folders, outcomes)
     if args.torchrun:
-        others = [name for name in names if BY_NAME[name].what or (name == "partition" and not missing())]
+        others = [each.name for each in chosen if each.what or (each.name == "partition" and not missing())]
         outcomes[_TORCHRUN] = {name: HangOutcome(name, _TORCHRUN) for name in others}
         _under_torchrun(args.torchrun, folders, outcomes[_TORCHRUN])
     return outcomes
+
+
+def _key(outcome: HangOutcome) -> str:
+    return outcome.situation if outcome.script == SESSION else f"{outcome.situation}, plain script"
 
 
 def _partitions(args: argparse.Namespace, folders: Iterator[Path], outcomes: Outcomes) -> None:
@@ -120,13 +138,12 @@ def _under_torchrun(repetitions: int, folders: Iterator[Path], outcomes: dict[st
 
 
 def together(paths: Sequence[Path]) -> Outcomes:
-    """What several runs have seen, in the order of the policies and situations."""
-    parts = [json.loads(path.read_text())["hung"] for path in paths]
+    """What several runs have seen, in their order."""
     outcomes: Outcomes = {}
-    for policy in (one for one in (*POLICIES, _TORCHRUN) if any(one in each for each in parts)):
-        outcomes[policy] = {name: HangOutcome(name, policy) for name in BY_NAME}
-        for found in (one for each in parts for one in each.get(policy, {}).values()):
-            into = outcomes[policy][found["situation"]]
+    for policy, by_key in (item for path in paths for item in json.loads(path.read_text())["hung"].items()):
+        for key, found in by_key.items():
+            empty = HangOutcome(found["situation"], policy, found["script"])
+            into = outcomes.setdefault(policy, {}).setdefault(key, empty)
             for count in ("tried", "right_cause", "right_culprit", "evidence_first"):
                 setattr(into, count, getattr(into, count) + found[count])
             for many in ("detected", "recovered", "wrong"):
@@ -144,12 +161,14 @@ def table(outcomes: Outcomes) -> str:
         "| seconds after the injection: median (max) | " + " | ".join(heads) + " |",
         "|---|" + "---|" * columns,
     ]
-    for name in outcomes[policies[0]] if policies else outcomes[_TORCHRUN]:
+    for name in dict.fromkeys(key for by_key in outcomes.values() for key in by_key):
         cells = []
         for policy in policies:
-            one = outcomes[policy][name]
+            one = outcomes[policy].get(name) or HangOutcome(name, policy)
             right = f"{min(one.right_cause, one.right_culprit)}/{one.tried}"
-            again = "–" if BY_NAME[name].what == "exit" else _seconds(one.recovered)  # nothing is left to train
+            again = (
+                "–" if one.tried and BY_NAME[one.situation].what == "exit" else _seconds(one.recovered)
+            )  # nothing is left to train
             cells += [_seconds(one.detected), again, right] if one.tried else ["–"] * 3
         if _TORCHRUN in outcomes:
             other = outcomes[_TORCHRUN].get(name)
@@ -164,23 +183,30 @@ def _seconds(values: Sequence[float]) -> str:
 
 
 def summary(outcomes: Outcomes) -> str:
+    """The goals: verdicts, ranks, seconds by class of evidence; then every wrong one."""
     lines = []
-    for policy, by_name in outcomes.items():
+    for policy, by_key in outcomes.items():
         if policy == _TORCHRUN:
             continue
-        all_of_them = list(by_name.values())
-        single = [o for o in all_of_them if len(BY_NAME[o.situation].blamed) == 1]
+        found = list(by_key.values())
+        single = [o for o in found if len(BY_NAME[o.situation].blamed) == 1]
         lines.append(
-            f"{policy}: {_share(sum(len(o.detected) for o in all_of_them), all_of_them)} found; the right culprit in "
+            f"{policy}: {_share(sum(len(o.detected) for o in found), found)} found; the right cause in "
+            f"{_share(sum(o.right_cause for o in found), found)}; the right rank in "
             f"{_share(sum(o.right_culprit for o in single), single)} of those with a single one; the evidence of all "
-            f"ranks on disk before the kill in {_share(sum(o.evidence_first for o in all_of_them), all_of_them)}."
+            f"ranks on disk before the kill in {_share(sum(o.evidence_first for o in found), found)}."
         )
-        lines += [f"- {o.situation}: {wrong.splitlines()[0]}" for o in all_of_them for wrong in o.wrong]
+        for evidence, (least, most) in GOALS_S.get(policy, {}).items():
+            times = [time_s for o in found if BY_NAME[o.situation].evidence == evidence for time_s in o.detected]
+            met = sum(least <= time_s <= most for time_s in times)
+            lines.append(f"- {evidence}: {_seconds(times)} s, {met} of {len(times)} within {least:g} to {most:g} s")
+        lines += [f"- {_key(o)}: {wrong.splitlines()[0]}" for o in found for wrong in o.wrong]
     return "\n".join(lines)
 
 
 def _share(count: int, outcomes: Sequence[HangOutcome]) -> str:
-    return f"{count} of {sum(o.tried for o in outcomes)}"
+    tried = sum(o.tried for o in outcomes)
+    return f"{count} of {tried} ({count / max(1, tried):.1%})"
 
 
 def slow_line(found: HangSoak) -> str:
@@ -191,28 +217,39 @@ def slow_line(found: HangSoak) -> str:
     return "\n".join([*lines, *(f"- {line}" for line in [*found.kills, *found.broken])])
 
 
-def all_found(outcomes: Outcomes) -> bool:
-    return all(
-        len(outcome.detected) == outcome.tried
-        for policy, by_name in outcomes.items()
-        if policy != _TORCHRUN
-        for outcome in by_name.values()
-    )
+def goals_met(outcomes: Outcomes) -> bool:
+    """The right cause and rank often enough, each verdict in its time, and no hang missed."""
+    for policy, by_key in outcomes.items():
+        found = [outcome for outcome in by_key.values() if outcome.tried]
+        if policy == _TORCHRUN or not found:
+            continue
+        tried, single = sum(o.tried for o in found), [o for o in found if len(BY_NAME[o.situation].blamed) == 1]
+        goals = GOALS_S.get(policy, {})
+        late = [o for o in found if (goal := goals.get(BY_NAME[o.situation].evidence)) and not _within(o, *goal)]
+        ranks, of = sum(o.right_culprit for o in single), sum(o.tried for o in single)
+        if late or sum(o.right_cause for o in found) < RIGHT_CAUSE * tried or ranks < RIGHT_RANK * of:
+            return False
+    return all(len(o.detected) == o.tried for name in outcomes if name != _TORCHRUN for o in outcomes[name].values())
+
+
+def _within(outcome: HangOutcome, least: float, most: float) -> bool:
+    return all(least <= time_s <= most for time_s in outcome.detected)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5, help="of every situation (default %(default)s)")
-    parser.add_argument(
-        "--situations", nargs="+", choices=list(BY_NAME), default=list(BY_NAME), help="and those of their jobs"
-    )
-    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=["default", "tuned"])
+    parser.add_argument("--situations", nargs="+", choices=list(BY_NAME), default=list(BY_NAME), metavar="NAME")
+    parser.add_argument("--scripts", nargs="+", choices=[SESSION, PLAIN], default=[SESSION])
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=["default", "floor"])
+    parser.add_argument("--at-once", type=int, default=6, help="jobs (default %(default)s)")
     parser.add_argument("--torchrun", type=int, default=0, help="repetitions of torchrun beside it, up to 2 min each")
     parser.add_argument("--slow-minutes", type=float, default=0.0, help="of what is only slow; 15 are a fair try")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--from", dest="parts", nargs="+", type=Path, metavar="FILE", help="of earlier runs; runs nothing"
     )
+    parser.add_argument("--keep", type=Path, help="an empty directory for the jobs' files")
     parser.add_argument("--json", type=Path, help="where the figures go (default bench-results/)")
     return parser.parse_args(argv)
 

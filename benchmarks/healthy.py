@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.processes import adopt_orphans, end_all
+from benchmarks.processes import adopt_orphans, end_all, end_at_once
 from benchmarks.recovery import as_plain, numbered, say
 from tests.hangs.healthy import HEALTHY, QUICK, HealthyOutcome, HealthyWait, observe
 
@@ -30,7 +30,7 @@ Run = tuple[HealthyWait, bool]
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, end_at_once)
     waits = [
         wait
         for wait in (QUICK if args.quick else HEALTHY)

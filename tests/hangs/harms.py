@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import socketserver
 import subprocess
 import sys
@@ -158,7 +159,7 @@ class _SlowAnswer(socketserver.BaseRequestHandler):
             time.sleep(0.1)
 
     def _put(self, seconds: float) -> None:
-        while self.request.recv(100_000):
+        while self.request.recv(100_000, socket.MSG_WAITALL):
             time.sleep(0.1)
 
     def _ask(self, seconds: float) -> None:

@@ -13,6 +13,9 @@ from tests.faults.job import Fault
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLAIN, SESSION = "plain.py", "session.py"
+STOPPED, PROVEN, GIL, WEAK, CEILING = "stopped", "proven mismatch", "GIL held", "idle", "ceiling"
+"""Classes of evidence, from the strongest to the weakest; CEILING: as long as an option says."""
+MISMATCH = ("mismatched_collectives", "missed_collective")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,8 @@ class Situation:
     """`what` is one of scripts/mishaps.py, done by `ranks`. `culprits` None: those ranks; (): no single rank.
 
     `causes`: a person would name the first; the others are right, too, and depend on timing. `at`: the step of the
-    faults, -1 for any. `ceiling`: the option that brings the verdict soon.
+    faults, -1 for any. `ceiling`: the option that brings the verdict soon. `evidence`: its class, which says how soon
+    the verdict is due. `first`: an earlier fault, that ends the round before. `scripts`: those that can do it.
     """
 
     name: str
@@ -32,6 +36,14 @@ class Situation:
     at: int = -1
     args: tuple[str, ...] = ()
     ceiling: str = ""
+    evidence: str = WEAK
+    first: str = ""
+    scripts: tuple[str, ...] = (SESSION, PLAIN)
+
+    @property
+    def rounds(self) -> int:
+        """The round that hangs, of a job of its own."""
+        return 2 if self.first else 1
 
     @property
     def blamed(self) -> tuple[int, ...]:
@@ -44,28 +56,59 @@ class Situation:
     def faults(self, step: int, round: int | None = None) -> list[Fault]:
         """At this step, once."""
         at = step if self.at < 0 else self.at
-        return [Fault(rank, at, self.what, round) for rank in self.ranks] if self.what else []
+        if not self.what:
+            return []
+        first = [Fault(rank, step, self.first, 1) for rank in self.ranks] if self.first else []
+        return first + [Fault(rank, at, self.what, 2 if self.first else round) for rank in self.ranks]
 
 
 HUNG = (
-    Situation("stopped", "stop", (1,), ("stopped",)),
-    Situation("stopped rank 0", "stop", (0,), ("stopped",)),
-    Situation("stopped of 4", "stop", (2,), ("stopped",), workers=4),
+    Situation("stopped", "stop", (1,), ("stopped",), evidence=STOPPED),
+    Situation("stopped rank 0", "stop", (0,), ("stopped",), evidence=STOPPED),
+    Situation("stopped of 4", "stop", (2,), ("stopped",), workers=4, evidence=STOPPED),
+    Situation("stopped, 2 of 4", "stop", (1, 3), ("stopped",), workers=4, evidence=STOPPED),
+    Situation("stopped, all", "stop", (0, 1), ("stopped",), evidence=STOPPED),
+    Situation("zombie", "zombie", (1,), ("zombie",), evidence=STOPPED),
+    Situation("skips a collective", "skip", (1,), ("missed_collective",), workers=3, evidence=PROVEN),
+    Situation("another collective", "other", (1,), MISMATCH, workers=3, evidence=PROVEN),
+    Situation("mismatched shapes", "shape", (1,), MISMATCH, workers=3, evidence=PROVEN),
+    Situation("receives instead", "recv", (1,), MISMATCH, workers=3, evidence=PROVEN),
+    Situation("barrier of rank 0 only", "barrier", (0,), MISMATCH, workers=3, evidence=PROVEN),
+    Situation("two groups crossed", "crossed", (1,), MISMATCH, workers=3, args=("--groups",), evidence=PROVEN),
+    Situation("skips in a sub-group", "subgroup", (1,), MISMATCH, workers=3, args=("--groups",), evidence=PROVEN),
+    Situation("holds the GIL", "gil", (0,), ("gil",), evidence=GIL),
     Situation("sleeps", "sleep", (0,), ("blocked",)),
     Situation("dead-locked DataLoader worker", "loader", (1,), ("blocked",), args=("--loaders", "1")),
-    Situation("infinite loop", "spin", (1,), ("spinning",), ceiling="--slow-ceiling"),
+    Situation("stopped DataLoader worker", "loader-stop", (1,), ("blocked", "stopped"), args=("--loaders", "1")),
     Situation("dead-locked", "deadlock", (1,), ("blocked",)),
-    Situation("holds the GIL", "gil", (0,), ("gil",)),
-    Situation("zombie", "zombie", (1,), ("zombie",)),
-    Situation("skips a collective", "skip", (1,), ("missed_collective",), workers=3),
-    Situation("another collective", "other", (1,), ("mismatched_collectives", "missed_collective"), workers=3),
-    Situation("mismatched shapes", "shape", (1,), ("mismatched_collectives", "missed_collective"), workers=3),
-    Situation("never joins", "absent", (1,), ("never_joined",), at=0, ceiling="--startup-ceiling"),
+    Situation("locks twice", "lock", (1,), ("blocked",)),
+    Situation("native call without the GIL", "native", (1,), ("blocked",)),
+    Situation("semaphore of a dead process", "semaphore", (0,), ("blocked",)),
+    Situation("stale lock file", "lockfile", (1,), ("blocked",)),
+    Situation("flock of another process", "flock", (1,), ("blocked",)),
+    Situation("dead socket", "socket", (0,), ("blocked",)),
+    Situation("reads its own pipe", "pipe", (1,), ("blocked",)),
+    Situation("child that does not end", "child", (0,), ("blocked",)),
+    Situation("stopped child", "stopped-child", (1,), ("blocked", "stopped")),
+    Situation("hook in backward", "hook", (0,), ("blocked",)),
+    Situation("thread that does not end", "thread", (0,), ("blocked",)),
+    Situation("empty queue", "queue", (1,), ("blocked",)),
+    Situation("asyncio", "asyncio", (0,), ("blocked",)),
+    Situation("retry that steps", "retry", (0,), ("blocked", "spinning", "missed_collective")),
     Situation("blocked on a FIFO", "fifo", (1,), ("blocked",)),
+    Situation("blocked, 2 of 4", "fifo", (1, 2), ("blocked",), workers=4),
     Situation("everyone blocked", "fifo", (0, 1), ("everyone",), ()),
     Situation("checkpoint", "save", (0,), ("blocked",)),
+    Situation("restore", "restore", (1,), ("blocked",), at=0, first="kill", scripts=(SESSION,)),
     Situation("exit handler", "exit", (1,), ("exiting",), at=0, args=("--steps", "60")),
-    Situation("store stopped", "", (), ("store",)),
+    Situation("infinite loop", "spin", (1,), ("spinning",), ceiling="--slow-ceiling", evidence=CEILING),
+    Situation("regular expression", "regex", (1,), ("spinning",), ceiling="--slow-ceiling", evidence=CEILING),
+    Situation("never joins", "absent", (1,), ("never_joined",), at=0, ceiling="--startup-ceiling", evidence=CEILING),
+    Situation(
+        "init_process_group", "mute-store", (1,), ("never_joined",), at=0, ceiling="--startup-ceiling", evidence=CEILING
+    ),
+    Situation("store stopped", "", (), ("store",), evidence=STOPPED),
+    Situation("owner stopped", "", (), (), evidence=STOPPED),
     Situation("partition", "", (), ("network",)),
 )
 BY_NAME = {situation.name: situation for situation in HUNG}

@@ -48,6 +48,23 @@ PLAIN_ONES = Chain(
 IN_COLLECTIVES = Chain(SESSION, ["skips a collective", "another collective", "mismatched shapes"], workers=3)
 IN_COLLECTIVES_PLAIN = Chain(PLAIN, ["mismatched shapes", "skips a collective", "another collective"], workers=3)
 BEGIN_AND_END = Chain(PLAIN, ["never joins", "exit handler"], args=("--steps", "60"))
+IN_GROUPS = Chain(
+    SESSION, ["two groups crossed", "barrier of rank 0 only", "receives instead"], workers=3, args=("--groups",)
+)
+WAITS = Chain(
+    SESSION,
+    [
+        *(
+            "native call without the GIL",
+            "semaphore of a dead process",
+            "locks twice",
+            "dead socket",
+            "stale lock file",
+        ),
+        *("hook in backward", "flock of another process", "asyncio", "reads its own pipe", "child that does not end"),
+        *("empty queue", "thread that does not end", "stopped child", "retry that steps"),
+    ],
+)
 BEGIN_AND_STORE = Chain(SESSION, ["never joins", "store stopped"])
 
 
@@ -56,6 +73,7 @@ BEGIN_AND_STORE = Chain(SESSION, ["never joins", "store stopped"])
     [
         pytest.param((OUTSIDE, IN_COLLECTIVES), id="with a session"),
         pytest.param((PLAIN_ONES, BEGIN_AND_STORE), id="without"),
+        pytest.param((WAITS, IN_GROUPS), id="other waits", marks=[pytest.mark.system, pytest.mark.timeout(300)]),
         pytest.param((BEGIN_AND_END, IN_COLLECTIVES_PLAIN), id="at the end", marks=pytest.mark.system),
     ],
 )

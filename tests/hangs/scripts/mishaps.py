@@ -6,15 +6,22 @@ place happens there, once, and says so first, with the time. Nothing here import
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import ctypes
+import fcntl
 import json
+import multiprocessing
 import os
+import queue
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 WORK = Path(os.environ["WORK"])
@@ -23,6 +30,8 @@ ROUND = int(os.environ.get("ELASTICD_ROUND") or int(os.environ["TORCHELASTIC_RES
 
 FOREVER_S = 1e9
 _FAULTS = json.loads((WORK / "faults.json").read_text())
+step_again: list[Callable[[], object]] = []
+"""What counts as a step of this script, for a rank that makes them alone."""
 _BURN = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"
 
 
@@ -104,6 +113,107 @@ def hold_gil() -> None:
     library.pthread_mutex_lock(mutex)
 
 
+def lock_in_native_code() -> None:
+    """The same without the GIL: other threads run."""
+    mutex = ctypes.create_string_buffer(64)
+    library = ctypes.CDLL(None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def lock_twice() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def lock_of_a_dead_process() -> None:
+    """A process died with a semaphore; nobody releases it."""
+    lock = multiprocessing.get_context("fork").Lock()
+    if os.fork() == 0:
+        lock.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.wait()
+    lock.acquire()
+
+
+def lock_file() -> None:
+    """A file that a process left behind: each look is a moment of Python, as in torch's FileBaton."""
+    path = WORK / f"stale-{RANK}.lock"
+    path.touch()
+    while path.exists():
+        time.sleep(0.1)
+
+
+def lock_of_another() -> None:
+    """flock(2) of a file whose holder does not end."""
+    path, holder = WORK / f"held-{RANK}.lock", "import fcntl, sys, time; file = open(sys.argv[1], 'w')"
+    holder += "; fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); time.sleep(1e6)"
+    process = subprocess.Popen([sys.executable, "-c", holder, str(path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def receive() -> None:
+    """From a peer that is gone without a word: it was never there."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        client.recv(1)
+
+
+def read_own_pipe() -> None:
+    """A pipe whose only writer is the reader."""
+    reader, _ = os.pipe()
+    os.read(reader, 1)
+
+
+def wait_for_child() -> None:
+    subprocess.run(["sleep", "infinity"], check=True)
+
+
+def wait_for_stopped_child() -> None:
+    subprocess.run([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"], check=True)
+
+
+def wait_in_hook() -> None:
+    """In a backward pass, called by autograd."""
+    import torch
+
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda _: sleep())
+    weight.sum().backward()
+
+
+def wait_for_thread() -> None:
+    thread = threading.Thread(target=sleep, daemon=True)
+    thread.start()
+    thread.join()
+
+
+def backtrack() -> None:
+    """A regular expression that takes years, in native code that computes and keeps the GIL."""
+    re.match("(a+)+$", "a" * 60 + "b")
+
+
+def retry() -> None:
+    """Steps again and again, alone: it never comes to the collective that the others wait in."""
+    while True:
+        step_again[0]()
+        time.sleep(0.05)
+
+
+def mute_store() -> None:
+    """The store that this rank is to join by takes connections and never answers."""
+    server = socket.create_server(("127.0.0.1", 0))
+    os.environ["MASTER_PORT"] = str(server.getsockname()[1])
+    server.detach()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def read_fifo() -> None:
     """Opening a FIFO that nobody writes to blocks like a file on a server that is gone."""
     path = WORK / f"fifo-{RANK}-{time.monotonic_ns()}"
@@ -164,14 +274,37 @@ _ACTIONS = {
     "deadlock": ("step", deadlock),
     "gil": ("step", hold_gil),
     "zombie": ("step", die_leaving_a_thread),
+    "native": ("step", lock_in_native_code),
+    "lock": ("step", lock_twice),
+    "semaphore": ("step", lock_of_a_dead_process),
+    "lockfile": ("step", lock_file),
+    "flock": ("step", lock_of_another),
+    "socket": ("data", receive),
+    "pipe": ("step", read_own_pipe),
+    "child": ("step", wait_for_child),
+    "stopped-child": ("step", wait_for_stopped_child),
+    "hook": ("step", wait_in_hook),
+    "thread": ("step", wait_for_thread),
+    "queue": ("data", lambda: queue.Queue().get()),
+    "asyncio": ("step", lambda: asyncio.run(asyncio.sleep(FOREVER_S))),
+    "regex": ("step", backtrack),
+    "retry": ("step", retry),
+    "kill": ("step", die),
     "sleep": ("data", sleep),
     "fifo": ("data", read_fifo),
     "loader": ("loader", deadlock),
+    "loader-stop": ("loader", stop),
     "skip": ("collective", nothing),
     "other": ("collective", nothing),
     "shape": ("collective", nothing),
     "abort": ("collective", nothing),
+    "recv": ("collective", nothing),
+    "barrier": ("collective", nothing),
+    "crossed": ("collective", nothing),
+    "subgroup": ("collective", nothing),
     "absent": ("start", sleep),
+    "mute-store": ("start", mute_store),
+    "restore": ("restore", read_fifo),
     "save": ("save", read_fifo),
     "exit": ("end", hang_at_exit),
     "compile": ("step", compile_for),

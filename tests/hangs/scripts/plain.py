@@ -17,6 +17,8 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     ddp = DistributedDataParallel(toy.model())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    mishaps.step_again.append(optimizer.step)
+    toy.make_groups(args)
     enough = False
     for step, batch in toy.batches(1, args):
         toy.gradients(ddp, batch, args)

@@ -22,6 +22,7 @@ class Slow:
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        mishaps.at("restore", 0)
         self.step = state["step"]
 
 
@@ -31,6 +32,8 @@ def main() -> None:
     session = elasticd.init(timeout=timedelta(seconds=args.timeout))
     ddp = DistributedDataParallel(toy.model())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    mishaps.step_again.append(session.step)
+    toy.make_groups(args)
     slow = Slow()
     session.attach(model=ddp, optimizer=optimizer, slow=slow)
     session.restore()

@@ -27,6 +27,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--loaders", type=int, default=0, help="DataLoader workers")
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--meet", type=float, default=0.0, help="every tenth step at a barrier of that timeout")
+    parser.add_argument("--groups", action="store_true", help="two more process groups reduce in every step")
     parser.add_argument("--late", action="store_true", help="the metric is reduced after the step is done")
     parser.add_argument("--timeout", type=float, default=1800.0, help="the process group's")
     return parser.parse_args()
@@ -96,9 +97,33 @@ def metric(step: int) -> bool:
         dist.all_reduce(torch.zeros(0))
     elif how == "abort":
         dist.all_reduce(torch.zeros(100))
+    elif how == "recv":
+        dist.recv(figure, src=0)
+    elif how == "barrier":
+        dist.barrier()
+    elif _GROUPS:
+        reduce_in_groups(figure, how)
     else:
         dist.all_reduce(figure)
     return bool(figure)
+
+
+_GROUPS: list[dist.ProcessGroup] = []
+
+
+def make_groups(args: argparse.Namespace) -> None:
+    """One of all ranks, one of ranks 0 and 1."""
+    if args.groups:
+        _GROUPS[:] = dist.new_group(), dist.new_group([0, 1])
+
+
+def reduce_in_groups(figure: torch.Tensor, how: str) -> None:
+    """In the default group and the two others. "crossed": not in that order; "subgroup": without the last one."""
+    everyone, pair = _GROUPS
+    for group in (everyone, None) if how == "crossed" else (None, everyone):
+        dist.all_reduce(torch.zeros(1) if group else figure, group=group)
+    if mishaps.RANK < 2 and how != "subgroup":
+        dist.all_reduce(torch.zeros(1), group=pair)
 
 
 def end() -> None:

@@ -319,7 +319,7 @@ def request(what: str, seconds: float) -> socket.socket:
 def debugger(seconds: float) -> None:
     """A person reads in the debugger, and then continues."""
     with request("continue", seconds) as server, server.makefile("r") as keyboard:
-        pdb.Pdb(stdin=keyboard, nosigint=True, readrc=False).set_trace()
+        pdb.Pdb(stdin=keyboard, stdout=sys.stdout, nosigint=True, readrc=False).set_trace()
         time.sleep(0)
 
 
@@ -381,7 +381,7 @@ def read_slowly(seconds: float) -> None:
 
 def write_output(seconds: float) -> None:
     """More output than a pipe holds; `seconds` is for the reader."""
-    for _ in range(2000):
+    for _ in range(20_000):
         print("x" * 1000, flush=True)
 
 
