@@ -2,182 +2,122 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from elasticd_agent.config.flag import Flag, ValueType
 from elasticd_agent.model.job import Policy
 from elasticd_agent.system.durations import setting_text
 
 _USUAL = Policy()
+_own = partial(Flag, torchrun=False)
 
 ELASTICD_FLAGS: tuple[Flag, ...] = (
-    Flag(
-        ("--checkpoint-dir",),
-        ValueType.TEXT,
-        "Where session.checkpoint() writes; the workers find it in ELASTICD_CHECKPOINT_DIR.",
-        metavar="DIR",
-        env=False,
-    ),
-    Flag(
-        ("--preload",),
-        ValueType.LIST,
+    _own("--checkpoint-dir DIR", "Where session.checkpoint() writes; the workers find it in ELASTICD_CHECKPOINT_DIR."),
+    _own(
+        "--preload MOD,…",
         "Modules imported once, before the workers are forked; may be repeated.",
+        value_type=ValueType.LIST,
         default=(),
-        metavar="MOD,…",
-        env=False,
         repeatable=True,
     ),
-    Flag(
-        ("--event-log",),
-        ValueType.TEXT,
-        "Appends one JSON object per event to FILE (docs/events.md).",
-        metavar="FILE",
-        env=False,
-    ),
-    Flag(
-        ("--metrics-port",),
-        ValueType.INT,
-        "Serves Prometheus metrics on this port; 0 for a free one.",
-        metavar="PORT",
-        env=False,
-    ),
-    Flag(
-        ("--metrics-addr",),
-        ValueType.TEXT,
-        "The address metrics are served on.",
-        default="127.0.0.1",
-        metavar="ADDR",
-        env=False,
-    ),
-    Flag(
-        ("--max-restarts-per-hour",),
-        ValueType.INT,
+    _own("--event-log FILE", "Appends one JSON object per event to FILE (docs/events.md)."),
+    _own("--metrics-port PORT", "Serves Prometheus metrics on this port; 0 for a free one.", value_type=ValueType.INT),
+    _own("--metrics-addr ADDR", "The address metrics are served on.", default="127.0.0.1"),
+    _own(
+        "--max-restarts-per-hour N",
         "Restarts within one hour before the job is given up; without effect when --max-restarts is given.",
+        value_type=ValueType.INT,
         default=_USUAL.max_restarts_per_hour,
-        metavar="N",
-        env=False,
     ),
-    Flag(("--no-live",), ValueType.SWITCH, "Plain log lines, also on a terminal.", default=False, env=False),
-    Flag(
-        ("--run",),
-        ValueType.TEXT,
+    _own("--no-live", "Plain log lines, also on a terminal."),
+    _own(
+        "--run TOKEN",
         "A token of this run of the job: only one run at a time may use a checkpoint directory. "
         "Default: a random one; for several nodes, which must agree on it, SLURM_RESTART_COUNT, else 0.",
-        metavar="TOKEN",
-        env=False,
     ),
-    Flag(
-        ("--node-id",),
-        ValueType.TEXT,
+    _own(
+        "--node-id NAME",
         "This node's unique name within the job. Default: the host name; a job's second agent on a host is HOST-2.",
-        metavar="NAME",
-        env=False,
     ),
-    Flag(
-        ("--replace-timeout",),
-        ValueType.DURATION,
+    _own(
+        "--replace-timeout TIME",
         "How long a job with fewer than MIN nodes left waits for more before it fails; 10m if not given.",
-        metavar="TIME",
-        env=False,
+        value_type=ValueType.DURATION,
     ),
-    Flag(
-        ("--hold-timeout",),
-        ValueType.DURATION,
+    _own(
+        "--hold-timeout TIME",
         "How long the workers pause, right after a checkpoint, for the round with joining nodes, before they continue "
         "without them; 30s if not given.",
-        metavar="TIME",
-        env=False,
+        value_type=ValueType.DURATION,
     ),
-    Flag(
-        ("--grow",),
-        ValueType.TEXT,
+    _own(
+        "--grow WHEN",
         "When joining nodes are added. auto: at once where a checkpoint is attached, so that no step is lost, else at "
         "the next restart; always: at once, even if that loses steps; never: only at a restart.",
         default=_USUAL.grow,
         choices=("auto", "always", "never"),
-        metavar="WHEN",
-        env=False,
     ),
-    Flag(
-        ("--hang-floor",),
-        ValueType.DURATION,
+    _own(
+        "--hang-floor TIME",
         "No group counts as hung before this time without progress, however short the steps; stopped processes have "
         "--stopped-after. Not given: 5s with an attached checkpoint, else 60s, as a wrong restart costs more there.",
-        metavar="TIME",
-        env=False,
+        value_type=ValueType.DURATION,
     ),
-    Flag(
-        ("--hang-factor",),
-        ValueType.FLOAT,
+    _own(
+        "--hang-factor F",
         "A hang is suspected when no rank makes progress for this many times the longest recent step.",
+        value_type=ValueType.FLOAT,
         default=_USUAL.hang_factor,
-        metavar="F",
-        env=False,
     ),
-    Flag(
-        ("--stopped-after",),
-        ValueType.DURATION,
+    _own(
+        "--stopped-after TIME",
         "A worker that has been stopped (state T, as by SIGSTOP; not by a debugger) for this time is hung.",
+        value_type=ValueType.DURATION,
         default=setting_text(_USUAL.stopped_after_s),
-        metavar="TIME",
-        env=False,
     ),
-    Flag(
-        ("--slow-ceiling",),
-        ValueType.DURATION,
+    _own(
+        "--slow-ceiling TIME",
         "A straggler that uses its CPU or disk counts as slow, not hung, until this time has passed "
         "without progress. Not given: the process group's own timeout, 30m where that is unknown.",
-        metavar="TIME",
-        env=False,
+        value_type=ValueType.DURATION,
     ),
-    Flag(
-        ("--slow-factor",),
-        ValueType.FLOAT,
+    _own(
+        "--slow-factor F",
         "A rank whose own work takes more than this many times its peers' is reported as a straggler by a log line, an "
         "event and a metric, and nothing else.",
+        value_type=ValueType.FLOAT,
         default=_USUAL.slow_factor,
-        metavar="F",
-        env=False,
     ),
-    Flag(
-        ("--evidence-timeout",),
-        ValueType.DURATION,
+    _own(
+        "--evidence-timeout TIME",
         "Longest time to gather stacks and logs of a hung group before it is ended.",
+        value_type=ValueType.DURATION,
         default=setting_text(_USUAL.evidence_s),
-        metavar="TIME",
-        env=False,
     ),
-    Flag(
-        ("--on-hang",),
-        ValueType.TEXT,
+    _own(
+        "--on-hang WHAT",
         "The reaction to a hang: restart the group, or only report it (a log line, an event, the evidence).",
         default=_USUAL.on_hang,
         choices=("restart", "report"),
-        metavar="WHAT",
-        env=False,
     ),
-    Flag(
-        ("--startup-ceiling",),
-        ValueType.DURATION,
+    _own(
+        "--startup-ceiling TIME",
         "Longest time without progress before the optimizer exists (imports, loading, init_process_group), for a "
         "script known to train by elasticd.init() or an earlier round.",
+        value_type=ValueType.DURATION,
         default=setting_text(_USUAL.startup_ceiling_s),
-        metavar="TIME",
-        env=False,
     ),
-    Flag(
-        ("--first-step-ceiling",),
-        ValueType.DURATION,
+    _own(
+        "--first-step-ceiling TIME",
         "Longest time without progress of such a script before its first step: a compile, the data of a first epoch.",
+        value_type=ValueType.DURATION,
         default=setting_text(_USUAL.first_step_ceiling_s),
-        metavar="TIME",
-        env=False,
     ),
-    Flag(
-        ("--progress-ceiling",),
-        ValueType.DURATION,
+    _own(
+        "--progress-ceiling TIME",
         "Longest time without progress while there is no history to learn from: after the first steps, and in the "
         "first evaluation and the first checkpoint.",
+        value_type=ValueType.DURATION,
         default=setting_text(_USUAL.progress_ceiling_s),
-        metavar="TIME",
-        env=False,
     ),
 )

@@ -27,37 +27,41 @@ class Treatment(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One option. `default` is torchrun's, unless `differs` says why ours is another (and `default` is ours)."""
+    """One option. `default` is torchrun's, unless `default_reason` says why ours is another."""
 
-    names: tuple[str, ...]
-    value_type: ValueType
+    usage: str  #: as --help shows it, "-t, --tee STREAMS"; without a word for its value it is a switch
     help: str
+    value_type: ValueType = ValueType.TEXT
     default: str | int | float | tuple[str, ...] | bool | None = None
     treatment: Treatment = Treatment.HONORED
     choices: tuple[str, ...] | None = None
-    metavar: str | None = None
     env: bool = True
     default_reason: str | None = None
     repeatable: bool = False
+    torchrun: bool = True  #: torchrun has it, spelled with dashes and with underscores
 
-    @property
-    def dest(self) -> str:
-        """The name argparse would give it: the first long spelling."""
-        long = next(name for name in self.names if name.startswith("--"))
-        return long[2:].replace("-", "_")
-
-    @property
-    def variable(self) -> str | None:
-        """The PET_ environment variable that stands in for the option when it is not given."""
-        return f"PET_{self.dest.upper()}" if self.env else None
+    def __post_init__(self) -> None:
+        if " " not in self.usage.replace(", ", ","):
+            object.__setattr__(self, "value_type", ValueType.SWITCH)
+            object.__setattr__(self, "default", False)
 
     @property
     def spellings(self) -> tuple[str, ...]:
         """What help and docs show; the underscore spellings are understood without being repeated everywhere."""
-        return tuple(name for name in self.names if "_" not in name)
+        return tuple(word.rstrip(",") for word in self.usage.split() if word.startswith("-"))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All spellings."""
+        underscored = f"--{self.dest}"
+        return (*self.spellings, underscored) if self.torchrun and underscored not in self.spellings else self.spellings
 
-def both_spellings(dashed: str, *short: str) -> tuple[str, ...]:
-    """torchrun spells every option of several words with dashes and with underscores."""
-    underscored = "--" + dashed[2:].replace("-", "_")
-    return (*short, dashed) if underscored == dashed else (*short, dashed, underscored)
+    @property
+    def dest(self) -> str:
+        """The name argparse would give it: the first long spelling."""
+        return self.spellings[-1][2:].replace("-", "_")
+
+    @property
+    def variable(self) -> str | None:
+        """The PET_ environment variable that stands in for the option when it is not given."""
+        return f"PET_{self.dest.upper()}" if self.torchrun and self.env else None

@@ -102,11 +102,10 @@ def help_text() -> str:
     from textwrap import fill  # only --help needs it
 
     def entry(flag: Flag) -> str:
-        names = ", ".join(flag.spellings) + (f" {flag.metavar}" if flag.metavar else "")
         says = flag.help
         if flag.default not in (None, "", (), False) and flag.treatment is Treatment.HONORED:
             says += f" Default: {flag.default}."
-        return f"  {names}\n" + fill(says, 108, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        return f"  {flag.usage}\n" + fill(says, 108, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
     def section(title: str, flags: Sequence[Flag]) -> str:
         return "\n".join([f"\n{title}:", *(entry(flag) for flag in flags)])
