@@ -9,8 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.elasticd-ready
 # What exists of these is checked; examples and benchmarks are code, too.
-CODE := $(wildcard elasticd agents tests examples benchmarks)
-TYPED := $(wildcard elasticd agents/elasticd_agent benchmarks)
+CODE := $(wildcard elasticd agents docs tests examples benchmarks)
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -40,7 +39,7 @@ test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, under 8 minutes; skips without
 check: $(READY)  ## style, types, floors
 	@$(BIN)/ruff check --quiet $(CODE)
 	@$(BIN)/ruff format --check --quiet $(CODE)
-	@$(BIN)/mypy $(TYPED)
+	@$(BIN)/mypy
 	@said=$$($(BIN)/lint-imports --no-cache) || { echo "$$said"; exit 1; }
 
 bench: $(READY)  ## recovery time, start time and overhead, side by side with torchrun
