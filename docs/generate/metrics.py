@@ -20,15 +20,25 @@ def job_page() -> str:
 
 
 def node_page() -> str:
-    in_a_job, own, each = job.max_series(8), max_node_series(0), max_node_series(1) - max_node_series(0)
+    in_a_job, own, each = max_series(8), max_node_series(0), max_node_series(1) - max_node_series(0)
     three = 3 * in_a_job + own + each * CHECKS
-    series = NODE_SERIES.format(job=in_a_job, own=own, each=each, checks=CHECKS, three=three)
-    return "\n\n".join([NODE, _table("`node`", (*node.METRICS, *health.METRICS)), series]) + "\n"
+    text = NODE_SERIES.format(job=in_a_job, own=own, each=each, checks=CHECKS, three=three)
+    return "\n\n".join([NODE, _table("`node`", (*node.METRICS, *health.METRICS)), text]) + "\n"
+
+
+def series(spec: MetricSpec, ranks: int) -> int:
+    """How many series it can be on a node with so many ranks of the job, or health checks."""
+    return (len(spec.buckets) + 3 if spec.buckets else 1) * (spec.label_sets or ranks)  # +Inf, _sum and _count
+
+
+def max_series(ranks: int) -> int:
+    """What one job can have on a node with so many of its ranks, whatever happens to it."""
+    return sum(series(spec, ranks) for spec in job.METRICS)
 
 
 def max_node_series(checks: int) -> int:
     """The series of a node with this many health checks, without those of its jobs."""
-    return sum(spec.series(0) for spec in node.METRICS) + sum(spec.series(checks) for spec in health.METRICS)
+    return sum(series(spec, 0) for spec in node.METRICS) + sum(series(spec, checks) for spec in health.METRICS)
 
 
 def _table(labels: str, specs: Iterable[MetricSpec]) -> str:
@@ -53,7 +63,7 @@ def _series_of_a_job() -> str:
         culprits=job.MAX_CULPRITS,
         stragglers=job.MAX_STRAGGLERS,
         reason=job.MAX_REASON_CHARS,
-        most=job.max_series(8),
+        most=max_series(8),
         others=job.OTHER_CULPRITS,
     )
     return text + "\n\n" + "\n".join(rows)

@@ -8,13 +8,12 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from docs.generate.metrics import CHECKS, max_node_series
+from docs.generate.metrics import CHECKS, max_node_series, max_series
 from elasticd_agent.node import metrics as node_metrics
 from elasticd_agent.node.health import metrics as measured
 from elasticd_agent.node.health.result import passed
 from elasticd_agent.node.metrics import NodeMetrics, filter_samples, merge_pages, scrape_runners
 from elasticd_agent.system.control_socket import ControlSocketError
-from elasticd_agent.telemetry.metric_table import max_series
 from elasticd_agent.telemetry.metrics import Metrics
 from tests.node.test_metrics import FACTS, samples
 from tests.telemetry.test_metrics import promtool, worst

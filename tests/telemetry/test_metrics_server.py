@@ -25,8 +25,6 @@ from elasticd_agent.telemetry.metrics_server import (
     HealthProbeResult,
     MetricsServer,
     MonitoringPages,
-    NullMetricsServer,
-    open_metrics_server,
 )
 
 DEADLINE = 10.0
@@ -52,7 +50,6 @@ def server() -> Iterator[MetricsServer]:
 
 
 def ask(server: MetricsServer, path: str, method: str = "GET", **more: Any) -> tuple[int, str, dict[str, str]]:
-    assert server.address is not None
     connection = http.client.HTTPConnection(*server.address, timeout=DEADLINE)
     try:
         connection.request(method, path, **more)
@@ -63,7 +60,6 @@ def ask(server: MetricsServer, path: str, method: str = "GET", **more: Any) -> t
 
 
 def connected(server: MetricsServer) -> socket.socket:
-    assert server.address is not None
     return socket.create_connection(server.address, timeout=DEADLINE)
 
 
@@ -109,27 +105,15 @@ def test_what_is_refused(server: MetricsServer) -> None:
     assert int(headers["Content-Length"]) > 10
 
 
-def test_only_loopback_unless_told(server: MetricsServer) -> None:
-    made = open_metrics_server(None, 0, pages())
-    assert made.address is not None
-    assert made.address[0] == "127.0.0.1"
-    assert made.close()
-    everywhere = open_metrics_server("0.0.0.0", 0, pages())
-    assert everywhere.address is not None
-    assert everywhere.address[0] == "0.0.0.0"
-    assert everywhere.close()
-
-
-def test_without_a_port_there_is_nothing() -> None:
-    made = open_metrics_server(None, None, pages())
-    assert isinstance(made, NullMetricsServer)
-    assert made.address is None
-    assert made.close()
+def test_it_listens_at_its_address_only() -> None:
+    for address in ("127.0.0.1", "0.0.0.0"):
+        made = MetricsServer(address, 0, pages())
+        assert made.address[0] == address
+        assert made.close()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
 def test_a_port_in_use_is_a_usage_error_of_one_line(server: MetricsServer, address: str) -> None:
-    assert server.address is not None
     port = server.address[1]
     with pytest.raises(UsageError, match=rf"--metrics-port {port}: .*in use.*choose another one") as raised:
         MetricsServer(address, port, pages())
@@ -182,7 +166,6 @@ def test_silent_and_trickling_clients_are_cut_and_keep_nobody_else_out() -> None
 def test_who_opens_more_and_more_connections_closes_only_those_of_his_own() -> None:
     server = MetricsServer("127.0.0.1", 0, pages(), connection_s=DEADLINE)
     with contextlib.ExitStack() as stack:
-        assert server.address is not None
         prober = stack.enter_context(socket.create_connection(server.address, DEADLINE, ("127.0.0.2", 0)))
         for _ in range(4 * MAX_CONNECTIONS):
             stack.enter_context(connected(server))
@@ -229,7 +212,6 @@ def test_out_of_file_descriptors_the_port_waits_and_then_answers() -> None:
     sock = socket.socket()
     lowest_free = os.dup(0)
     os.close(lowest_free)
-    assert server.address is not None
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
         sock.settimeout(DEADLINE)

@@ -39,7 +39,7 @@ class JobReporter:
     policy: Policy
     node: str
     events: event_log.EventSink
-    metrics: metrics.MetricsRecorder
+    metrics: metrics.Metrics
     console: Console
     on_group_ended: Callable[[int], None]
     hangs: HangReporter = field(init=False)
@@ -200,9 +200,9 @@ class Reporting(contextlib.ExitStack):
         """Raises UsageError."""
         return event_log.open_event_log(self._settings.event_log, job, node)
 
-    def open_metrics(self, job: str, node: str) -> metrics.MetricsRecorder:
+    def open_metrics(self, job: str, node: str) -> metrics.Metrics:
         if self._settings.metrics_port is None:
-            return metrics.MetricsRecorder()
+            return metrics.Metrics(job, served=False)
         from elasticd_agent.model.version import version
 
         return metrics.Metrics(job, node, version())
@@ -219,7 +219,7 @@ class Reporting(contextlib.ExitStack):
             self._serve_health(self._health_port, loop)
         if self._settings.metrics_port is None:
             return
-        from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages, open_metrics_server
+        from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MetricsServer, MonitoringPages
 
         pages = MonitoringPages(
             metrics=self.metrics.render,
@@ -227,10 +227,9 @@ class Reporting(contextlib.ExitStack):
             healthy=lambda: HealthProbeResult(*liveness(loop)),
             ready=lambda: HealthProbeResult(*readiness(loop)),
         )
-        server = open_metrics_server(self._settings.metrics_addr, self._settings.metrics_port, pages)
+        server = MetricsServer(self._settings.metrics_addr, self._settings.metrics_port, pages)
         self.callback(server.close)
-        if server.url:
-            self.reporter.log(f"metrics at {server.url}/metrics")
+        self.reporter.log(f"metrics at {server.url}/metrics")
 
     def _serve_health(self, port: str, loop: JobLoop) -> None:
         """As under torchrun, a port that cannot be served is a line in the log and ends no job."""

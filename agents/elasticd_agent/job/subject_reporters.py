@@ -19,7 +19,7 @@ from elasticd_agent.telemetry.console import Console, ProgressView
 from elasticd_agent.telemetry.event_log import EventSink
 from elasticd_agent.telemetry.events import LogEvent
 from elasticd_agent.telemetry.goodput import GoodputLedger, GoodputTracker, RecoveryTimer, StepRate
-from elasticd_agent.telemetry.metrics import MetricsRecorder
+from elasticd_agent.telemetry.metrics import Metrics
 from elasticd_agent.workers.launcher.owned_group import STORE_RANK
 from elasticd_agent.workers.manager import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
 
@@ -30,7 +30,7 @@ class JobContext:
     policy: Policy
     node: str
     events: EventSink
-    metrics: MetricsRecorder
+    metrics: Metrics
     console: Console
     recovery: RecoveryTimer = field(default_factory=RecoveryTimer)
     goodput: GoodputTracker = field(init=False)

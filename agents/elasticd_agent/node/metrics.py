@@ -25,58 +25,46 @@ NODE_STATES: tuple[str, ...] = get_args(NodeState)
 RUNNER_STATES: tuple[str, ...] = get_args(RunnerState)
 OUTCOMES = ("succeeded", "failed", "refused", "left", "lost")
 
-INFO = MetricSpec(
-    "elasticd_node_info", "gauge", "Always 1; the label is the version of the node's agent.", ("version",)
-)
-START = MetricSpec("elasticd_node_agent_start_timestamp_seconds", "gauge", "Unix time the agent started.")
-SLOTS = MetricSpec("elasticd_node_slots", "gauge", "Concurrent workers of this node.")
-SLOTS_USED = MetricSpec(
-    "elasticd_node_slots_used", "gauge", "Slots in use by runners, including runners that are leaving."
-)
+INFO = MetricSpec("elasticd_node_info", "Always 1; the label is the version of the node's agent.", ("version",))
+START = MetricSpec("elasticd_node_agent_start_timestamp_seconds", "Unix time the agent started.")
+SLOTS = MetricSpec("elasticd_node_slots", "Concurrent workers of this node.")
+SLOTS_USED = MetricSpec("elasticd_node_slots_used", "Slots in use by runners, including runners that are leaving.")
 STATE = MetricSpec(
     "elasticd_node_state",
-    "gauge",
     f"1 for the state of the node: {', '.join(NODE_STATES)}.",
     ("state",),
     label_sets=len(NODE_STATES),
 )
 REGISTERED = MetricSpec(
-    "elasticd_node_registered", "gauge", "1 while the node's status is in the store, as far as the agent knows."
+    "elasticd_node_registered", "1 while the node's status is in the store, as far as the agent knows."
 )
-IS_SCHEDULER = MetricSpec("elasticd_node_is_scheduler", "gauge", "1 on the one node whose agent is the scheduler.")
+IS_SCHEDULER = MetricSpec("elasticd_node_is_scheduler", "1 on the one node whose agent is the scheduler.")
 RUNNERS = MetricSpec(
     "elasticd_node_runners",
-    "gauge",
     f"Runners on this node, by state: {', '.join(RUNNER_STATES)}.",
     ("state",),
     label_sets=len(RUNNER_STATES),
 )
-JOBS_WAITING = MetricSpec("elasticd_node_jobs_waiting", "gauge", "Pending jobs in the queue, as this node sees it.")
-RUNNER_STARTS = MetricSpec("elasticd_node_runner_starts_total", "counter", "Runners started by this agent.")
+JOBS_WAITING = MetricSpec("elasticd_node_jobs_waiting", "Pending jobs in the queue, as this node sees it.")
+RUNNER_STARTS = MetricSpec("elasticd_node_runner_starts_total", "Runners started by this agent.")
 RUNNER_EXITS = MetricSpec(
     "elasticd_node_runner_exits_total",
-    "counter",
     f"Runners that ended, by outcome: {', '.join(OUTCOMES)}.",
     ("outcome",),
     label_sets=len(OUTCOMES),
 )
-STORE_UP = MetricSpec("elasticd_node_store_up", "gauge", "1 while the store is available to this agent.")
-STORE_OUTAGES = MetricSpec(
-    "elasticd_node_store_outages_total", "counter", "Times the store became unavailable to this agent."
-)
+STORE_UP = MetricSpec("elasticd_node_store_up", "1 while the store is available to this agent.")
+STORE_OUTAGES = MetricSpec("elasticd_node_store_outages_total", "Times the store became unavailable to this agent.")
 LEASE = MetricSpec(
-    "elasticd_node_lease_seconds", "gauge", "Lifetime of the lease of the node's status, as the store granted it."
+    "elasticd_node_lease_seconds", "Lifetime of the lease of the node's status, as the store granted it."
 )
 LEASE_RENEWAL = MetricSpec(
     "elasticd_node_lease_renewal_seconds",
-    "histogram",
     "Duration of a renewal of the lease of the node's status, including failed renewals.",
     buckets=LEASE_BUCKETS,
 )
-LOOP_LAG = MetricSpec("elasticd_node_loop_lag_seconds", "gauge", "Delay of the agent's main loop.")
-EVENT_LOG_LINES_LOST = MetricSpec(
-    "elasticd_node_event_log_lines_lost", "gauge", "Lines lost from the agent's event log."
-)
+LOOP_LAG = MetricSpec("elasticd_node_loop_lag_seconds", "Delay of the agent's main loop.")
+EVENT_LOG_LINES_LOST = MetricSpec("elasticd_node_event_log_lines_lost", "Lines lost from the agent's event log.")
 
 METRICS = (
     INFO, START, SLOTS, SLOTS_USED, STATE, REGISTERED, IS_SCHEDULER, RUNNERS, JOBS_WAITING, RUNNER_STARTS,

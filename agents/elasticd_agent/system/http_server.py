@@ -102,7 +102,7 @@ Handler = Callable[..., HttpResponse]
 
 
 class RouteTable:
-    """Handlers by method and path, as in "GET /v1/jobs/*": a "*" is one word of the path."""
+    """Routes for all: handlers by method and path, as in "GET /v1/jobs/*": a "*" is one word of the path."""
 
     def __init__(self, handlers: Mapping[str, Handler], hidden: str = "\0") -> None:
         """`hidden`: a path prefix that error responses do not list."""
@@ -113,6 +113,12 @@ class RouteTable:
             self._handlers.setdefault(tuple(path.split("/")[1:]), {})[method] = handler
         paths = {route.split(" ")[1] for route in handlers}
         self._listed = " ".join(sorted(path.replace("*", "NAME") for path in paths if not path.startswith(hidden)))
+
+    def is_public(self, method: str, path: str) -> bool:
+        return True
+
+    def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> HttpResponse:
+        return error_response(denied.code, denied.why)
 
     def answer(self, request: HttpRequest) -> HttpResponse:
         """Raises HttpError for a request that no route takes."""

@@ -29,23 +29,17 @@ MAX_REASON_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric. A job's also carry `job_id` and `node`, a node's `node`; Prometheus itself owns the label `job`.
+    """One metric. A job's also carry `job_id` and `node`, a node's `node`; Prometheus itself owns the label `job`."""
 
-    `many`: how many sets of values its labels can have; 0: one for each rank, or
-    health check, that the node has.
-    """
-
-    name: str
-    kind: Literal["gauge", "counter", "histogram"]
+    name: str  #: a counter's ends in "_total"
     help: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-    label_sets: int = 1
+    buckets: tuple[float, ...] = ()  #: of a histogram
+    label_sets: int = 1  #: how many sets of values its labels can have; 0: one for each rank or health check
 
-    def series(self, ranks: int) -> int:
-        """How many series it can be on a node with so many ranks of the job."""
-        each = len(self.buckets) + 3 if self.buckets else 1  # +Inf, _sum and _count
-        return each * (self.label_sets or ranks)
+    @property
+    def kind(self) -> Literal["gauge", "counter", "histogram"]:
+        return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
 
 
 def escape_label(text: str) -> str:
@@ -53,56 +47,43 @@ def escape_label(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-AGENT_UP = MetricSpec(
-    "elasticd_agent_up", "gauge", "1 while the agent runs; the last scrape before it ends still shows 1."
-)
-AGENT_INFO = MetricSpec("elasticd_agent_info", "gauge", "Always 1; the labels say which agent this is.", ("version",))
-AGENT_START = MetricSpec("elasticd_agent_start_timestamp_seconds", "gauge", "Unix time the agent started.")
+AGENT_UP = MetricSpec("elasticd_agent_up", "1 while the agent runs; the last scrape before it ends still shows 1.")
+AGENT_INFO = MetricSpec("elasticd_agent_info", "Always 1; the labels say which agent this is.", ("version",))
+AGENT_START = MetricSpec("elasticd_agent_start_timestamp_seconds", "Unix time the agent started.")
 JOB_PHASE = MetricSpec(
     "elasticd_job_phase",
-    "gauge",
     f"1 for the phase the agent of this node is in, 0 for the others: {', '.join(PHASES)}.",
     ("phase",),
     label_sets=len(PHASES),
 )
 TIME = MetricSpec(
     "elasticd_time_seconds_total",
-    "counter",
     "This node's time: useful (steps beyond the highest one so far), lost (from the last step before a fault until a "
     "step beyond the highest one) or idle (before the job's first step, waiting for nodes, pauses).",
     ("state",),
     label_sets=len(TIME_STATES),
 )
-ROUND = MetricSpec("elasticd_round", "gauge", "Number of the current round.")
+ROUND = MetricSpec("elasticd_round", "Number of the current round.")
 ROUND_INFO = MetricSpec(
     "elasticd_round_info",
-    "gauge",
     "1 for the current round, reported by the leader node: its cause in a word (start, resize, or the fault; for the "
     f"last round the outcome of the job) and its reason in at most {MAX_REASON_CHARS} characters.",
     ("round", "cause", "reason"),
 )
-ROUND_START = MetricSpec(
-    "elasticd_round_start_timestamp_seconds", "gauge", "Unix time this node received the current round."
-)
-WORLD_SIZE = MetricSpec("elasticd_world_size", "gauge", "Workers in the current round, over all nodes.")
+ROUND_START = MetricSpec("elasticd_round_start_timestamp_seconds", "Unix time this node received the current round.")
+WORLD_SIZE = MetricSpec("elasticd_world_size", "Workers in the current round, over all nodes.")
 WORLD_SIZE_TARGET = MetricSpec(
-    "elasticd_world_size_target",
-    "gauge",
-    "Workers of the job at its maximal number of nodes, with no slot quarantined.",
+    "elasticd_world_size_target", "Workers of the job at its maximal number of nodes, with no slot quarantined."
 )
-WORKERS_RUNNING = MetricSpec(
-    "elasticd_workers_running", "gauge", "Worker processes of the current round alive on this node."
-)
+WORKERS_RUNNING = MetricSpec("elasticd_workers_running", "Worker processes of the current round alive on this node.")
 RESTARTS = MetricSpec(
     "elasticd_restarts_total",
-    "counter",
     f"Rounds after the first, by cause: {', '.join(RESTART_CAUSES)}.",
     ("cause",),
     label_sets=len(RESTART_CAUSES),
 )
 FAULTS_TOTAL = MetricSpec(
     "elasticd_faults_total",
-    "counter",
     f"Faults that ended a round, counted once by the node whose agent plans, by cause: {', '.join(FAULT_CAUSES)}; "
     "culprit is the node at fault, empty when no single one is.",
     ("cause", "culprit"),
@@ -110,86 +91,68 @@ FAULTS_TOTAL = MetricSpec(
 )
 BUDGET = MetricSpec(
     "elasticd_restart_budget_remaining",
-    "gauge",
     "Restarts left before the job fails, without progress: in a row, or within the hour if these are fewer; or of "
     "`max_restarts`. Progress and time restore the former. Not every node sees all progress: the highest value over "
     "the nodes is right.",
 )
 EXITS = MetricSpec(
     "elasticd_worker_exits_total",
-    "counter",
     "Worker processes of this node that ended: success, exit_code (non-zero), signal, requested (by the agent).",
     ("kind",),
     label_sets=len(EXIT_KINDS),
 )
-STEP = MetricSpec("elasticd_step", "gauge", "Last optimizer step finished by any worker of this node.")
+STEP = MetricSpec("elasticd_step", "Last optimizer step finished by any worker of this node.")
 WORKER_STEP = MetricSpec(
     "elasticd_worker_step",
-    "gauge",
     "Last optimizer step finished by the rank; only ranks of the current round.",
     ("rank",),
     label_sets=0,
 )
-STEPS_PER_SECOND = MetricSpec("elasticd_steps_per_second", "gauge", "Recent optimizer steps per second.")
+STEPS_PER_SECOND = MetricSpec("elasticd_steps_per_second", "Recent optimizer steps per second.")
 LAST_PROGRESS = MetricSpec(
-    "elasticd_last_progress_timestamp_seconds",
-    "gauge",
-    "Unix time of the last step finished by a worker of this node.",
+    "elasticd_last_progress_timestamp_seconds", "Unix time of the last step finished by a worker of this node."
 )
 FIRST_STEP = MetricSpec(
-    "elasticd_start_to_first_step_seconds", "gauge", "From the start of the round's workers to its first finished step."
+    "elasticd_start_to_first_step_seconds", "From the start of the round's workers to its first finished step."
 )
 RECOVERY = MetricSpec(
     "elasticd_recovery_seconds",
-    "histogram",
     "From a fault to the first step finished by the next round.",
     # A warm restart of 2 workers takes 0.1 s, a cold one 2 s; a big model's checkpoint takes minutes to load.
     buckets=(0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0),
 )
-CHECKPOINTS_SAVED = MetricSpec("elasticd_checkpoints_saved_total", "counter", "Checkpoints written whole.")
-CHECKPOINT_FAILURES = MetricSpec(
-    "elasticd_checkpoint_failures_total", "counter", "Checkpoints that could not be written."
-)
+CHECKPOINTS_SAVED = MetricSpec("elasticd_checkpoints_saved_total", "Checkpoints written whole.")
+CHECKPOINT_FAILURES = MetricSpec("elasticd_checkpoint_failures_total", "Checkpoints that could not be written.")
 CHECKPOINT_FAILED_AT = MetricSpec(
-    "elasticd_checkpoint_last_failure_timestamp_seconds",
-    "gauge",
-    "Unix time of the last checkpoint that could not be written.",
+    "elasticd_checkpoint_last_failure_timestamp_seconds", "Unix time of the last checkpoint that could not be written."
 )
-CHECKPOINTS_SKIPPED = MetricSpec(
-    "elasticd_checkpoints_skipped_total", "counter", "Checkpoints skipped because a check failed."
-)
+CHECKPOINTS_SKIPPED = MetricSpec("elasticd_checkpoints_skipped_total", "Checkpoints skipped because a check failed.")
 CHECKPOINT_STEP = MetricSpec(
-    "elasticd_checkpoint_last_step", "gauge", "Step of the last checkpoint written here, or resumed from."
+    "elasticd_checkpoint_last_step", "Step of the last checkpoint written here, or resumed from."
 )
 CHECKPOINT_TIME = MetricSpec(
     "elasticd_checkpoint_last_timestamp_seconds",
-    "gauge",
     "Unix time the last checkpoint was written here, or another node's was resumed from.",
 )
-CHECKPOINT_BYTES = MetricSpec("elasticd_checkpoint_last_size_bytes", "gauge", "Size of the last checkpoint written.")
+CHECKPOINT_BYTES = MetricSpec("elasticd_checkpoint_last_size_bytes", "Size of the last checkpoint written.")
 CHECKPOINT_SECONDS = MetricSpec(
-    "elasticd_checkpoint_last_write_seconds", "gauge", "How long training paused for the last checkpoint."
+    "elasticd_checkpoint_last_write_seconds", "How long training paused for the last checkpoint."
 )
 CHECKPOINT_INTERVAL = MetricSpec(
     "elasticd_checkpoint_interval_seconds",
-    "gauge",
     "The script's checkpoint interval; absent where the interval is in steps, or the script saves by itself.",
 )
 LAUNCHER_STARTS = MetricSpec(
     "elasticd_launcher_starts_total",
-    "counter",
     "Worker groups started on this node: warm (forked) or cold.",
     ("mode",),
     label_sets=len(START_MODES),
 )
 HANG_SUSPICIONS = MetricSpec(
-    "elasticd_hang_suspicions_total",
-    "counter",
-    "Times this node's agent suspected a hang; most suspicions clear by themselves.",
+    "elasticd_hang_suspicions_total", "Times this node's agent suspected a hang; most suspicions clear by themselves."
 )
 HANGS_TOTAL = MetricSpec(
     "elasticd_hangs_total",
-    "counter",
     f"Hangs detected, counted by the leader node, by cause: {', '.join(HANGS)}; culprit is "
     "the node at fault, empty when no single one is.",
     ("cause", "culprit"),
@@ -197,20 +160,17 @@ HANGS_TOTAL = MetricSpec(
 )
 LAST_HANG = MetricSpec(
     "elasticd_last_hang_timestamp_seconds",
-    "gauge",
     "Unix time of the last such hang: `increase()` does not see the first count of a series of the counter.",
     ("cause", "culprit"),
     label_sets=len(HANGS) + MAX_CULPRITS + len(HANGS),
 )
 HANG_DETECTION = MetricSpec(
     "elasticd_hang_detection_seconds",
-    "histogram",
     "From the last progress of a hung group to the verdict, on the leader node.",
     buckets=(1.0, 1.5, 2.5, 3.5, 5.0, 7.5, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0),
 )
 RECOVERY_PART = MetricSpec(
     "elasticd_recovery_part_seconds",
-    "histogram",
     "The parts of a recovery: until the fault was detected (detect), evidence of a hang, until the next round was "
     "agreed on (agree), until the old group had ended (stop), until the new one had started (start), until its first "
     "step (first_step). A part that overlaps another one counts from the end of that one.",
@@ -220,30 +180,20 @@ RECOVERY_PART = MetricSpec(
 )
 STRAGGLER_RATIO = MetricSpec(
     "elasticd_straggler_ratio",
-    "gauge",
     "Duration of a straggler's own work, relative to its peers', reported by the leader node; absent for other ranks.",
     ("rank",),
     label_sets=MAX_STRAGGLERS,
 )
-STUCK_PROCESSES = MetricSpec(
-    "elasticd_stuck_processes", "gauge", "Processes of this node that survived SIGKILL so far."
-)
-STORE_UP = MetricSpec("elasticd_store_up", "gauge", "1 while the rendezvous store answers this agent, else 0.")
-STORE_OUTAGES = MetricSpec(
-    "elasticd_store_outages_total", "counter", "Times the store became unavailable to this agent."
-)
-LEASE = MetricSpec(
-    "elasticd_lease_seconds",
-    "gauge",
-    "Time to live of this agent's lease, as granted by the store.",
-)
+STUCK_PROCESSES = MetricSpec("elasticd_stuck_processes", "Processes of this node that survived SIGKILL so far.")
+STORE_UP = MetricSpec("elasticd_store_up", "1 while the rendezvous store answers this agent, else 0.")
+STORE_OUTAGES = MetricSpec("elasticd_store_outages_total", "Times the store became unavailable to this agent.")
+LEASE = MetricSpec("elasticd_lease_seconds", "Time to live of this agent's lease, as granted by the store.")
 LEASE_RENEWAL = MetricSpec(
     "elasticd_lease_renewal_seconds",
-    "histogram",
     "How long a renewal of this agent's lease took, also one that failed; absent for a job on one node.",
     buckets=LEASE_BUCKETS,
 )
-LINES_LOST = MetricSpec("elasticd_event_log_lines_lost_total", "counter", "Event-log lines that could not be written.")
+LINES_LOST = MetricSpec("elasticd_event_log_lines_lost_total", "Event-log lines that could not be written.")
 
 METRICS: tuple[MetricSpec, ...] = (
     AGENT_UP, AGENT_INFO, AGENT_START, JOB_PHASE, TIME, ROUND, ROUND_INFO, ROUND_START, WORLD_SIZE, WORLD_SIZE_TARGET,
@@ -254,8 +204,3 @@ METRICS: tuple[MetricSpec, ...] = (
     STORE_UP, STORE_OUTAGES, LEASE,
     LEASE_RENEWAL, LINES_LOST,
 )  # fmt: skip
-
-
-def max_series(ranks: int) -> int:
-    """What one job can have on a node with so many of its ranks, whatever happens to it."""
-    return sum(spec.series(ranks) for spec in METRICS)

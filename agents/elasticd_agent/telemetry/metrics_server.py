@@ -11,20 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticd_agent.system.addresses import format_endpoint
-from elasticd_agent.system.http_auth import AccessDenied
 from elasticd_agent.system.http_server import (
     TEXT,
     Handler,
-    HttpRequest,
     HttpResponse,
     RouteTable,
-    UnauthenticatedRequest,
-    error_response,
     json_response,
     listen_tcp,
 )
 
-DEFAULT_ADDRESS = "127.0.0.1"
 MAX_CONNECTIONS = 16
 """Prometheus, two probes and a person fit many times; a leak in a prober must not cost the agent memory."""
 CONNECTION_SECONDS = 10.0
@@ -71,32 +66,6 @@ def _probe_response(found: HealthProbeResult) -> HttpResponse:
     return HttpResponse(200 if found.ok else 503, found.reason.encode("utf-8", "replace") + b"\n", TEXT)
 
 
-class _PublicRoutes:
-    """Every page without credentials."""
-
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
-        self._table = RouteTable(handlers)
-
-    def is_public(self, method: str, path: str) -> bool:
-        return True
-
-    def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> HttpResponse:
-        return error_response(denied.code, denied.why)
-
-    def answer(self, request: HttpRequest) -> HttpResponse:
-        return self._table.answer(request)
-
-
-class NullMetricsServer:
-    """The server of a runner without --metrics-port."""
-
-    address: tuple[str, int] | None = None
-    url = ""
-
-    def close(self, within: float = 2.0) -> bool:
-        return True
-
-
 class MetricsServer:
     """Serves `pages` until closed. `address` has the real port if 0 was requested."""
 
@@ -114,24 +83,17 @@ class MetricsServer:
         self._listener = listen_tcp(
             address,
             port,
-            _PublicRoutes(pages.handlers()),
+            RouteTable(pages.handlers()),
             option=option,
             advice="choose another one, or 0 for any free port",
             name="the metrics port",
             max_connections=MAX_CONNECTIONS,
             request_timeout_s=connection_s,
         )
-        self.address: tuple[str, int] | None = self._listener.bound
+        self.address = self._listener.bound
         self.url = f"http://{format_endpoint(*self._listener.bound)}"
         self._listener.start()
 
     def close(self, within: float = 2.0) -> bool:
         """Stop listening, cut every connection; True when every thread is gone within `within` seconds."""
         return self._listener.close(within)
-
-
-def open_metrics_server(
-    address: str | None, port: int | None, pages: MonitoringPages
-) -> MetricsServer | NullMetricsServer:
-    """The server at `address`:`port`, or a null one without a port. Raises UsageError."""
-    return NullMetricsServer() if port is None else MetricsServer(address or DEFAULT_ADDRESS, port, pages)

@@ -10,23 +10,20 @@ from collections.abc import Iterable, Sequence
 from elasticd_agent.node.health.result import CheckResult
 from elasticd_agent.telemetry.metric_table import MetricSpec, escape_label
 
-HEALTHY = MetricSpec("elasticd_node_healthy", "gauge", "1 while the node is healthy: it gets work.")
+HEALTHY = MetricSpec("elasticd_node_healthy", "1 while the node is healthy: it gets work.")
 QUARANTINED = MetricSpec(
     "elasticd_node_quarantined",
-    "gauge",
     "1 during the cool-off after a failed check or after job failures that this node caused.",
 )
-QUARANTINE_LEFT = MetricSpec(
-    "elasticd_node_quarantine_left_seconds", "gauge", "Remaining time of the cool-off; 0 without one."
-)
+QUARANTINE_LEFT = MetricSpec("elasticd_node_quarantine_left_seconds", "Remaining time of the cool-off; 0 without one.")
 FAILURE_STREAK = MetricSpec(
-    "elasticd_node_failure_streak", "gauge", "Failures of the node in a row; a day without failures resets it."
+    "elasticd_node_failure_streak", "Failures of the node in a row; a day without failures resets it."
 )
 CHECK_FAILING = MetricSpec(
-    "elasticd_health_check_failing", "gauge", "1 if the check failed in its last run.", ("check",), label_sets=0
+    "elasticd_health_check_failing", "1 if the check failed in its last run.", ("check",), label_sets=0
 )
 CHECK_SECONDS = MetricSpec(
-    "elasticd_health_check_seconds", "gauge", "Duration of the check's last run.", ("check",), label_sets=0
+    "elasticd_health_check_seconds", "Duration of the check's last run.", ("check",), label_sets=0
 )
 
 METRICS = (HEALTHY, QUARANTINED, QUARANTINE_LEFT, FAILURE_STREAK, CHECK_FAILING, CHECK_SECONDS)

@@ -170,7 +170,7 @@ class RunnerReporting(Reporting):
         self._history.log = super().open_events(job, node)
         return self._history
 
-    def open_metrics(self, job: str, node: str) -> metrics.MetricsRecorder:
+    def open_metrics(self, job: str, node: str) -> metrics.Metrics:
         self._metrics = RunnerMetrics(job, node, version())
         return self._metrics
 
