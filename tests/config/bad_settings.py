@@ -262,7 +262,7 @@ BAD: list[tuple[str, str]] = [
     ),
     (
         JOB + JOB_B + JOB_C + "workers=2.5",
-        "job[2].workers: must be a whole number or text, not a number 2.5; write it as in workers = 1",
+        'job[2].workers: must be a whole number or text, not a number 2.5; write it as in workers = "1:8"',
     ),
     ('token="abc"', "token: is not a key here: secrets are in files of their own; write token_file below [http]"),
     ('etcd="x"', 'etcd: is not a key here: write [store] with backend = "etcd"'),

@@ -18,12 +18,13 @@ from docs.generate import settings as pages
 from elasticd.errors import UsageError
 from elasticd_agent.cli.main import main
 from elasticd_agent.config.agent_settings import NodeSettings, StoreSettings
+from elasticd_agent.config.decode import meta_of
 from elasticd_agent.config.documents import parse
 from elasticd_agent.config.env_variables import config_keys, variable_name
-from elasticd_agent.config.job_file import read_job
-from elasticd_agent.config.load import is_reloadable, load, merge_reloaded
+from elasticd_agent.config.job_file import JobFile, read_job
+from elasticd_agent.config.load import load, merge_reloaded
 from elasticd_agent.config.quantities import Seconds, parse_seconds, parse_size
-from elasticd_agent.config.reference import JOB_KEY_HELP, agent_keys, job_keys, template
+from elasticd_agent.config.reference import agent_keys, job_keys, template
 from elasticd_agent.config.run_model import POLICY_FIELDS
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import JobSpec, Mode, Policy, Tls
@@ -306,9 +307,9 @@ def test_new_jobs_and_limits_reload(here: Path) -> None:
 
 
 def test_where_the_daemon_is_found_and_who_it_is_never_reloads() -> None:
-    fixed = {field.encode_name for field in msgspec.structs.fields(NodeSettings) if not is_reloadable(field)}
+    fixed = {field.encode_name for field in msgspec.structs.fields(NodeSettings) if not meta_of(field).reloadable}
     assert fixed >= {"node", "slots", "state_dir", "run_dir", "lease", "renewal"}
-    assert not any(map(is_reloadable, msgspec.structs.fields(StoreSettings)))
+    assert not any(meta_of(field).reloadable for field in msgspec.structs.fields(StoreSettings))
 
 
 # ---- elasticd config
@@ -389,7 +390,8 @@ def test_templates_mean_the_defaults_and_every_line_of_them_is_understood(
 
 
 def test_times_are_documented_with_the_policys_defaults() -> None:
-    times = {key.key: key.default for key in job_keys() if JOB_KEY_HELP.get(key.key, ("", "-"))[1] == ""}
+    documented = {f.encode_name for f in msgspec.structs.fields(JobFile) if meta_of(f).help}
+    times = {key.key: key.default for key in job_keys() if key.key in documented & POLICY_FIELDS.keys()}
     assert len(times) == 11
     for key, default in times.items():
         assert parse_seconds(default.strip('"')) == getattr(Policy(), POLICY_FIELDS[key]), key

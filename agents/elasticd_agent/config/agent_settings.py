@@ -1,4 +1,7 @@
-"""agent.toml as one frozen value; docs/agent.md, `elasticd config example` and the variables are made from it."""
+"""agent.toml as one frozen value; docs/agent.md, `elasticd config example` and the variables are made from it.
+
+A key is Annotated with its help, an example where the default is none, and RELOADABLE if SIGHUP reloads it.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 
+from elasticd_agent.config.decode import RELOADABLE
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.config.quantities import Seconds, Size
 from elasticd_agent.system.devices import cpu_count, visible_gpus
-
-RELOADABLE = {"reload": True}
-"""Of keys that SIGHUP reloads."""
 
 
 def _file_key(name: str) -> str:
@@ -25,157 +25,102 @@ def _file_key(name: str) -> str:
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
     backend: Annotated[
         Literal["local", "etcd"],
-        Meta(
-            description="Where nodes, jobs and their history are kept. local: on this node's disk, for a node that "
-            "works alone; etcd: shared by all nodes whose agents name the same etcd."
-        ),
+        "Where nodes, jobs and their history are kept. local: on this node's disk, for a node that "
+        "works alone; etcd: shared by all nodes whose agents name the same etcd.",
     ] = "local"
     endpoints: Annotated[
         tuple[str, ...],
-        Meta(
-            description="etcd's addresses, HOST[:PORT]; https:// in front means TLS. Port 2379 if none is given.",
-            examples=['["https://10.0.0.1:2379"]'],
-        ),
+        "etcd's addresses, HOST[:PORT]; https:// in front means TLS. Port 2379 if none is given.",
+        '["https://10.0.0.1:2379"]',
     ] = ()
-    user: Annotated[str | None, Meta(description="etcd's user, with password_file.", examples=['"elasticd"'])] = None
+    user: Annotated[str | None, "etcd's user, with password_file.", '"elasticd"'] = None
     password_file: Annotated[
         Path | None,
-        Meta(
-            description="A file with etcd's password in one line; only its owner and group may read it.",
-            examples=['"/etc/elasticd/etcd.password"'],
-        ),
+        "A file with etcd's password in one line; only its owner and group may read it.",
+        '"/etc/elasticd/etcd.password"',
     ] = None
     ca: Annotated[
         Path | None,
-        Meta(
-            description="The certificate authority of etcd's certificate, PEM; without it, the system's.",
-            examples=['"/etc/elasticd/ca.pem"'],
-        ),
+        "The certificate authority of etcd's certificate, PEM; without it, the system's.",
+        '"/etc/elasticd/ca.pem"',
     ] = None
-    cert: Annotated[
-        Path | None,
-        Meta(description="This node's certificate for etcd (mTLS), PEM.", examples=['"/etc/elasticd/node.pem"']),
-    ] = None
+    cert: Annotated[Path | None, "This node's certificate for etcd (mTLS), PEM.", '"/etc/elasticd/node.pem"'] = None
     key: Annotated[
         Path | None,
-        Meta(
-            description="The key of cert, PEM, without a passphrase; only its owner and group may read it.",
-            examples=['"/etc/elasticd/node.key"'],
-        ),
+        "The key of cert, PEM, without a passphrase; only its owner and group may read it.",
+        '"/etc/elasticd/node.key"',
     ] = None
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
     bind: Annotated[
         str,
-        Meta(
-            description="The address to listen on. Without the token only /metrics, /healthz and /readyz are open, on "
-            "any address. Other nodes' agents, and `elasticd logs` from other machines, need one that they can reach."
-        ),
+        "The address to listen on. Without the token only /metrics, /healthz and /readyz are open, on "
+        "any address. Other nodes' agents, and `elasticd logs` from other machines, need one that they can reach.",
     ] = "127.0.0.1"
-    port: Annotated[int, Meta(description="The port to listen on; 0 for a free one.")] = 9411
+    port: Annotated[int, "The port to listen on; 0 for a free one."] = 9411
     token_file: Annotated[
         Path | None,
-        Meta(
-            description="A file with the token in one line, the same on all nodes; only its owner and group may read "
-            "it. Without it, only the local socket grants access.",
-            examples=['"/etc/elasticd/token"'],
-        ),
+        "A file with the token in one line, the same on all nodes; only its owner and group may read "
+        "it. Without it, only the local socket grants access.",
+        '"/etc/elasticd/token"',
     ] = None
-    tls_cert: Annotated[
-        Path | None,
-        Meta(description="The server's certificate, PEM; it enables HTTPS.", examples=['"/etc/elasticd/x.pem"']),
-    ] = None
+    tls_cert: Annotated[Path | None, "The server's certificate, PEM; it enables HTTPS.", '"/etc/elasticd/x.pem"'] = None
     tls_key: Annotated[
-        Path | None,
-        Meta(
-            description="The key of tls_cert, PEM; only its owner and group may read it.",
-            examples=['"/etc/elasticd/x.key"'],
-        ),
+        Path | None, "The key of tls_cert, PEM; only its owner and group may read it.", '"/etc/elasticd/x.key"'
     ] = None
     socket: Annotated[
         Path | None,
-        Meta(
-            description="The local socket; the kernel identifies its clients. Not given: agent.sock in run_dir.",
-            examples=['"/run/elasticd/agent.sock"'],
-        ),
+        "The local socket; the kernel identifies its clients. Not given: agent.sock in run_dir.",
+        '"/run/elasticd/agent.sock"',
     ] = None
     tls_ca: Annotated[
         Path | None,
-        Meta(
-            description="The authority of the other nodes' certificates, PEM; without it, the system's authorities.",
-            examples=['"/etc/elasticd/ca.pem"'],
-        ),
+        "The authority of the other nodes' certificates, PEM; without it, the system's authorities.",
+        '"/etc/elasticd/ca.pem"',
     ] = None
     tls_name: Annotated[
         str | None,
-        Meta(
-            description="The common name in the other nodes' certificates: for pods, whose addresses change. Without "
-            "it, each certificate must be for the address in its node's status.",
-            examples=['"elasticd-agent"'],
-        ),
+        "The common name in the other nodes' certificates: for pods, whose addresses change. Without "
+        "it, each certificate must be for the address in its node's status.",
+        '"elasticd-agent"',
     ] = None
     users: Annotated[
         tuple[str, ...],
-        Meta(
-            description="Users with access to the local socket besides root and the agent's own user. They can submit "
-            "jobs, and so run anything that [limits] allows, as any user that it names.",
-            examples=['["alice"]'],
-        ),
+        "Users with access to the local socket besides root and the agent's own user. They can submit "
+        "jobs, and so run anything that [limits] allows, as any user that it names.",
+        '["alice"]',
     ] = ()
-    groups: Annotated[
-        tuple[str, ...],
-        Meta(description="Groups with the same access.", examples=['["elasticd"]']),
-    ] = ()
+    groups: Annotated[tuple[str, ...], "Groups with the same access.", '["elasticd"]'] = ()
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
-    every_s: Annotated[Seconds, Meta(description="Interval of the health checks.", extra=RELOADABLE)] = Seconds(60)
+    every_s: Annotated[Seconds, "Interval of the health checks.", RELOADABLE] = Seconds(60)
     disk_free_min_bytes: Annotated[
-        Size,
-        Meta(
-            description="The node is unhealthy with less free space in directories, state_dir or log_dir.",
-            extra=RELOADABLE,
-        ),
+        Size, "The node is unhealthy with less free space in directories, state_dir or log_dir.", RELOADABLE
     ] = Size(1 << 30)
     directories: Annotated[
         tuple[Path, ...],
-        Meta(
-            description="More directories that must be writable and have free space, such as those of checkpoints.",
-            examples=['["/checkpoints"]'],
-            extra=RELOADABLE,
-        ),
+        "More directories that must be writable and have free space, such as those of checkpoints.",
+        '["/checkpoints"]',
+        RELOADABLE,
     ] = ()
     gpus: Annotated[
-        int | None,
-        Meta(
-            description="Expected number of GPUs. Not given: the highest number ever seen here.",
-            examples=["8"],
-            extra=RELOADABLE,
-        ),
+        int | None, "Expected number of GPUs. Not given: the highest number ever seen here.", "8", RELOADABLE
     ] = None
     plugins_dir: Annotated[
         Path,
-        Meta(
-            description="Executables in it are run as health checks: exit code 0 is healthy, otherwise the first line "
-            "of output is the reason. It need not exist.",
-            extra=RELOADABLE,
-        ),
+        "Executables in it are run as health checks: exit code 0 is healthy, otherwise the first line "
+        "of output is the reason. It need not exist.",
+        RELOADABLE,
     ] = Path("/etc/elasticd/health.d")
-    plugin_timeout_s: Annotated[
-        Seconds, Meta(description="A plugin that takes longer counts as failed.", extra=RELOADABLE)
-    ] = Seconds(10)
+    plugin_timeout_s: Annotated[Seconds, "A plugin that takes longer counts as failed.", RELOADABLE] = Seconds(10)
     all_reduce: Annotated[
-        bool,
-        Meta(description="Test a short all-reduce among the slots before the node is registered.", extra=RELOADABLE),
+        bool, "Test a short all-reduce among the slots before the node is registered.", RELOADABLE
     ] = True
-    strikes: Annotated[
-        int, Meta(description="The node is quarantined after this many consecutive failures.", extra=RELOADABLE)
-    ] = 2
-    cooloff_s: Annotated[
-        Seconds, Meta(description="Duration of the first quarantine; it doubles each time.", extra=RELOADABLE)
-    ] = Seconds(60)
-    cooloff_max_s: Annotated[Seconds, Meta(description="Longest quarantine.", extra=RELOADABLE)] = Seconds(3600)
+    strikes: Annotated[int, "The node is quarantined after this many consecutive failures.", RELOADABLE] = 2
+    cooloff_s: Annotated[Seconds, "Duration of the first quarantine; it doubles each time.", RELOADABLE] = Seconds(60)
+    cooloff_max_s: Annotated[Seconds, "Longest quarantine.", RELOADABLE] = Seconds(3600)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
@@ -183,103 +128,66 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     commands: Annotated[
         tuple[str, ...] | None,
-        Meta(
-            description="Scripts and programs that jobs may start: absolute paths; one that ends in / stands for "
-            "everything below it. Not given: any.",
-            examples=['["/srv/train/"]'],
-            extra=RELOADABLE,
-        ),
+        "Scripts and programs that jobs may start: absolute paths; one that ends in / stands for "
+        "everything below it. Not given: any.",
+        '["/srv/train/"]',
+        RELOADABLE,
     ] = None
     users: Annotated[
-        tuple[str, ...] | None,
-        Meta(description="Users that jobs may run as. Not given: any.", examples=['["trainer"]'], extra=RELOADABLE),
+        tuple[str, ...] | None, "Users that jobs may run as. Not given: any.", '["trainer"]', RELOADABLE
     ] = None
     directories: Annotated[
         tuple[Path, ...] | None,
-        Meta(
-            description="Where a job's workdir and checkpoint_dir may be: these directories and what is below them. "
-            "Not given: anywhere.",
-            examples=['["/home", "/checkpoints"]'],
-            extra=RELOADABLE,
-        ),
+        "Where a job's workdir and checkpoint_dir may be: these directories and what is below them. "
+        "Not given: anywhere.",
+        '["/home", "/checkpoints"]',
+        RELOADABLE,
     ] = None
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
     """One node's settings, all of them."""
 
-    node: Annotated[str, Meta(description="The node's unique name. Not given: the host name.", examples=['"node-17"'])]
+    node: Annotated[str, "The node's unique name. Not given: the host name.", '"node-17"']
     slots: Annotated[
-        int | Literal["auto"],
-        Meta(description="Workers this node takes at once. auto: one per GPU, or per CPU where there is no GPU."),
+        int | Literal["auto"], "Workers this node takes at once. auto: one per GPU, or per CPU where there is no GPU."
     ] = "auto"
     labels: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Labels of the node, shown by elasticd nodes.",
-            examples=['["rack=7", "a100"]'],
-            extra=RELOADABLE,
-        ),
+        tuple[str, ...], "Labels of the node, shown by elasticd nodes.", '["rack=7", "a100"]', RELOADABLE
     ] = ()
-    user: Annotated[
-        str | None,
-        Meta(
-            description="The user of jobs that name none. Not given: the agent's own user.",
-            examples=['"elasticd"'],
-        ),
-    ] = None
+    user: Annotated[str | None, "The user of jobs that name none. Not given: the agent's own user.", '"elasticd"'] = (
+        None
+    )
     local_addr: Annotated[
         str | None,
-        Meta(
-            description="The address of this machine for other nodes. Not given: that of the interface that reaches "
-            "the store.",
-            examples=['"10.0.0.17"'],
-        ),
+        "The address of this machine for other nodes. Not given: that of the interface that reaches the store.",
+        '"10.0.0.17"',
     ] = None
     state_dir: Annotated[
-        Path, Meta(description="State that outlives the agent: jobs, their logs and events, a local store. Mode 0700.")
+        Path, "State that outlives the agent: jobs, their logs and events, a local store. Mode 0700."
     ] = Path("/var/lib/elasticd")
-    run_dir: Annotated[Path, Meta(description="Sockets and other files that need not outlive a reboot.")] = Path(
-        "/run/elasticd"
-    )
+    run_dir: Annotated[Path, "Sockets and other files that need not outlive a reboot."] = Path("/run/elasticd")
     log_dir: Annotated[
-        Path | None,
-        Meta(
-            description="Directory of the agent's own event log. Not given: logs in state_dir.",
-            examples=['"/var/log/elasticd"'],
-        ),
+        Path | None, "Directory of the agent's own event log. Not given: logs in state_dir.", '"/var/log/elasticd"'
     ] = None
     drain_timeout_s: Annotated[
         Seconds,
-        Meta(
-            description="Time for jobs to leave this node (pause, checkpoint, end) when the agent is stopped or the "
-            "node drained, before they are killed.",
-            extra=RELOADABLE,
-        ),
+        "Time for jobs to leave this node (pause, checkpoint, end) when the agent is stopped or the "
+        "node drained, before they are killed.",
+        RELOADABLE,
     ] = Seconds(60)
     adopt_timeout_s: Annotated[
-        Seconds,
-        Meta(
-            description="How long jobs on this node continue without an agent before they leave by themselves.",
-            extra=RELOADABLE,
-        ),
+        Seconds, "How long jobs on this node continue without an agent before they leave by themselves.", RELOADABLE
     ] = Seconds(60)
-    keep_ended_s: Annotated[
-        Seconds, Meta(description="Retention of records and logs of ended jobs.", extra=RELOADABLE)
-    ] = Seconds(7 * 86400)
-    lease_s: Annotated[
-        Seconds, Meta(description="A node counts as lost when it has not renewed its lease for this long.")
-    ] = Seconds(3)
-    renewal_s: Annotated[Seconds, Meta(description="Interval between two renewals of the lease.")] = Seconds(1)
+    keep_ended_s: Annotated[Seconds, "Retention of records and logs of ended jobs.", RELOADABLE] = Seconds(7 * 86400)
+    lease_s: Annotated[Seconds, "A node counts as lost when it has not renewed its lease for this long."] = Seconds(3)
+    renewal_s: Annotated[Seconds, "Interval between two renewals of the lease."] = Seconds(1)
     store: StoreSettings = StoreSettings()
     http: HttpSettings = HttpSettings()
     health: HealthSettings = HealthSettings()
     limits: Limits = Limits()
     jobs: Annotated[
-        tuple[JobFile, ...],
-        Meta(
-            description="Jobs that this node submits by itself, [[job]], with the keys of job files.", extra=RELOADABLE
-        ),
+        tuple[JobFile, ...], "Jobs that this node submits by itself, [[job]], with the keys of job files.", RELOADABLE
     ] = ()
 
     @property

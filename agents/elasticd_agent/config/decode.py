@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -84,9 +84,8 @@ def _unknown_key(name: str, struct: type | None, words: KeyHints) -> str:
 
 
 def _missing_key(name: str, struct: type | None) -> str:
-    meta = meta_of(_field(struct, name)) if struct else None
-    example = f"; write it, as in {name} = {meta.examples[0]}" if meta and meta.examples else ""
-    return f"is missing{example}"
+    example = meta_of(_field(struct, name)).example if struct else ""
+    return f"is missing; write it, as in {name} = {example}" if example else "is missing"
 
 
 _TYPE_NAMES = {
@@ -130,8 +129,7 @@ def _correction(path: str, value: Any, expected: str, field: msgspec.structs.Fie
     literal = _literal(name, value, expected) if not is_secret(path) or expected in ("int", "bool") else ""
     if literal:
         return f"; write {literal}"
-    meta = meta_of(field)
-    example = meta.examples[0] if meta and meta.examples else default_toml(field)
+    example = meta_of(field).example or default_toml(field)
     return f"; write it as in {name} = {example}" if example else ""
 
 
@@ -247,10 +245,22 @@ def _struct_in(kind: Any) -> type | None:
     return next(filter(None, map(_struct_in, typing.get_args(kind))), None)
 
 
-def meta_of(field: msgspec.structs.FieldInfo | None) -> msgspec.Meta | None:
-    if field is None:
-        return None
-    return next((part for part in typing.get_args(field.type)[1:] if isinstance(part, msgspec.Meta)), None)
+RELOADABLE = object()
+"""In the annotation of a key: SIGHUP reloads it."""
+
+
+class KeyMeta(NamedTuple):
+    """What the annotation of a key says."""
+
+    help: str
+    example: str
+    reloadable: bool
+
+
+def meta_of(field: msgspec.structs.FieldInfo | None) -> KeyMeta:
+    said = () if field is None else getattr(field.type, "__metadata__", ())
+    text, example, *_ = [*(part for part in said if isinstance(part, str)), "", ""]
+    return KeyMeta(text, example, RELOADABLE in said)
 
 
 def _has_literal(kind: Any) -> bool:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 from elasticd.errors import UsageError
 from elasticd_agent.config.decode import ConfigError, decode
@@ -60,27 +59,68 @@ def job_environment(daemon_env: Mapping[str, str], job_env: Mapping[str, str], u
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One job as written. None: not given, so the default of the flag counts."""
+    """One job as written. None: not given, so the default of the flag counts.
 
-    id: str | None = None
-    command: Annotated[tuple[str, ...], Meta(examples=['["train.py", "--epochs", "3"]'])]
-    workdir: Annotated[Path, Meta(examples=['"/home/me/project"'])]
-    module: bool = False
-    no_python: bool = False
-    python: str | None = None
-    env: dict[str, str] = {}
-    user: str | None = None
-    nodes: int | str = 1
-    workers: int | str = 1
+    A key without help here is a flag of the same name; without an example, its example is Policy's default.
+    """
+
+    id: Annotated[
+        str | None,
+        "The job's name, unique among jobs that have not ended. Not given: elasticd submit generates one; a [[job]] "
+        "in agent.toml needs one.",
+        '"llm-7b"',
+    ] = None
+    command: Annotated[
+        tuple[str, ...],
+        "The script and its arguments. A relative script is looked up in workdir.",
+        '["train.py", "--epochs", "3"]',
+    ]
+    workdir: Annotated[Path, "The working directory of the job, on every node.", '"/home/me/project"']
+    module: Annotated[bool, "The command is a module's name and its arguments, run as python -m does."] = False
+    no_python: Annotated[bool, "The command is a program and its arguments, started as it is; not with module."] = False
+    python: Annotated[
+        str | None,
+        "The interpreter, an absolute path or a name on the job's PATH: that of any virtual environment that has "
+        "torch, with or without elasticd. Not given: the agent's own.",
+        '"/home/me/venv/bin/python"',
+    ] = None
+    env: Annotated[
+        dict[str, str],
+        "Variables of the job's processes, beside those of the agent that describe the machine. The agent's own "
+        "ELASTICD_, PYTHON and systemd variables are not passed on.",
+        '{ OMP_NUM_THREADS = "4" }',
+    ] = {}
+    user: Annotated[str | None, "The user the job runs as. Not given: user in the node's agent.toml.", '"me"'] = None
+    nodes: Annotated[
+        int | str,
+        "Number of nodes, N or MIN:MAX: the job starts with MIN, grows to MAX, and continues while MIN are left.",
+        '"2:8"',
+    ] = 1
+    workers: Annotated[int | str, "Number of slots, one worker each, on each node, N or MIN:MAX.", '"1:8"'] = 1
     role: str | None = None
-    checkpoint_dir: Path | None = None
-    preload: tuple[str, ...] = ()
+    checkpoint_dir: Annotated[
+        Path | None,
+        "The directory of session.checkpoint(), shared by all nodes of the job; workers find it in "
+        "ELASTICD_CHECKPOINT_DIR.",
+        '"/checkpoints/llm-7b"',
+    ] = None
+    preload: Annotated[
+        tuple[str, ...], "Modules imported once, before the workers are forked.", '["transformers"]'
+    ] = ()
     virtual_local_rank: bool = False
-    duplicate_stdout_filters: tuple[str, ...] = ()
-    duplicate_stderr_filters: tuple[str, ...] = ()
+    duplicate_stdout_filters: Annotated[
+        tuple[str, ...], "Stdout lines that contain one of these words go to filtered_stdout.log as well.", '["loss"]'
+    ] = ()
+    duplicate_stderr_filters: Annotated[
+        tuple[str, ...], "Stderr lines that contain one of these words go to filtered_stderr.log as well.", '["WARN"]'
+    ] = ()
     max_restarts: int | None = None
     max_restarts_per_hour: int | None = None
-    shutdown_timeout: Seconds | None = None
+    shutdown_timeout: Annotated[
+        Seconds | None,
+        "Time between SIGTERM and SIGKILL for a stopped worker. The survivors of a broken group get none: they can "
+        "only wait for the dead.",
+    ] = None
     grow: Literal["auto", "always", "never"] | None = None
     replace_timeout: Seconds | None = None
     hold_timeout: Seconds | None = None
@@ -94,16 +134,22 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     startup_ceiling: Seconds | None = None
     first_step_ceiling: Seconds | None = None
     progress_ceiling: Seconds | None = None
-    join_timeout: Seconds | None = None
-    last_call_timeout: Seconds | None = None
-    lease: Seconds | None = None
-    renewal: Seconds | None = None
-    store_timeout: Seconds | None = None
-    seen_timeout: Seconds | None = None
-    adopt_timeout: Seconds | None = None
-    store_away: Seconds | None = None
-    grow_debounce: Seconds | None = None
-    node_cooloff: Seconds | None = None
+    join_timeout: Annotated[Seconds | None, "How long the job waits for MIN nodes before it fails."] = None
+    last_call_timeout: Annotated[Seconds | None, "How long the job waits for more nodes once MIN have joined."] = None
+    lease: Annotated[Seconds | None, "A node counts as lost when it has not renewed its lease for this long."] = None
+    renewal: Annotated[Seconds | None, "Interval between two renewals of the lease."] = None
+    store_timeout: Annotated[Seconds | None, "Time limit of one request to the store."] = None
+    seen_timeout: Annotated[
+        Seconds | None, "A node that has not acknowledged a new round for this long is checked again."
+    ] = None
+    adopt_timeout: Annotated[
+        Seconds | None, "How long a node without a lease stays a member while its workers train."
+    ] = None
+    store_away: Annotated[Seconds | None, "How long the job continues while the store is unavailable."] = None
+    grow_debounce: Annotated[Seconds | None, "Nodes that join within this time enter the same round."] = None
+    node_cooloff: Annotated[
+        Seconds | None, "How long a node that was lost repeatedly waits before it may rejoin; it doubles each time."
+    ] = None
 
     @property
     def node_range(self) -> tuple[int, int]:

@@ -129,7 +129,7 @@ def _merge_structs(old: Any, new: Any) -> Any:
         before, now = getattr(old, field.name), getattr(new, field.name)
         if isinstance(before, msgspec.Struct):
             kept[field.name] = _merge_structs(before, now)
-        elif not is_reloadable(field):
+        elif not meta_of(field).reloadable:
             kept[field.name] = before
     return msgspec.structs.replace(new, **kept)
 
@@ -141,14 +141,8 @@ def _differences(old: msgspec.Struct, new: msgspec.Struct, outer: str) -> list[t
         if isinstance(before, msgspec.Struct):
             found += _differences(before, now, f"{key}.")
         elif before != now:
-            found.append((key, _value_text(key, before), _value_text(key, now), is_reloadable(field)))
+            found.append((key, _value_text(key, before), _value_text(key, now), meta_of(field).reloadable))
     return found
-
-
-def is_reloadable(field: msgspec.structs.FieldInfo) -> bool:
-    """Whether SIGHUP reloads this key."""
-    meta = meta_of(field)
-    return bool(meta and meta.extra and meta.extra.get("reload"))
 
 
 def _value_text(key: str, value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import fill
 from typing import Literal
@@ -21,64 +21,6 @@ from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 from elasticd_agent.model.job import Policy
 from elasticd_agent.system.durations import setting_text
 
-JOB_KEY_HELP: Mapping[str, tuple[str, str]] = {
-    "id": (
-        "The job's name, unique among jobs that have not ended. Not given: elasticd submit generates one; a [[job]] "
-        "in agent.toml needs one.",
-        '"llm-7b"',
-    ),
-    "command": ("The script and its arguments. A relative script is looked up in workdir.", '["train.py", "--lr=0.1"]'),
-    "workdir": ("The working directory of the job, on every node.", '"/home/me/project"'),
-    "module": ("The command is a module's name and its arguments, run as python -m does.", "false"),
-    "no_python": ("The command is a program and its arguments, started as it is; not with module.", "false"),
-    "python": (
-        "The interpreter, an absolute path or a name on the job's PATH: that of any virtual environment that has "
-        "torch, with or without elasticd. Not given: the agent's own.",
-        '"/home/me/venv/bin/python"',
-    ),
-    "env": (
-        "Variables of the job's processes, beside those of the agent that describe the machine. The agent's own "
-        "ELASTICD_, PYTHON and systemd variables are not passed on.",
-        '{ OMP_NUM_THREADS = "4" }',
-    ),
-    "user": ("The user the job runs as. Not given: user in the node's agent.toml.", '"me"'),
-    "nodes": (
-        "Number of nodes, N or MIN:MAX: the job starts with MIN, grows to MAX, and continues while MIN are left.",
-        '"2:8"',
-    ),
-    "workers": ("Number of slots, one worker each, on each node, N or MIN:MAX.", '"1:8"'),
-    "checkpoint_dir": (
-        "The directory of session.checkpoint(), shared by all nodes of the job; workers find it in "
-        "ELASTICD_CHECKPOINT_DIR.",
-        '"/checkpoints/llm-7b"',
-    ),
-    "preload": ("Modules imported once, before the workers are forked.", '["transformers"]'),
-    "duplicate_stdout_filters": (
-        "Stdout lines that contain one of these words go to filtered_stdout.log as well.",
-        '["loss"]',
-    ),
-    "duplicate_stderr_filters": (
-        "Stderr lines that contain one of these words go to filtered_stderr.log as well.",
-        '["WARN"]',
-    ),
-    "shutdown_timeout": (
-        "Time between SIGTERM and SIGKILL for a stopped worker. The survivors of a broken group get none: they can "
-        "only wait for the dead.",
-        "",
-    ),
-    "join_timeout": ("How long the job waits for MIN nodes before it fails.", ""),
-    "last_call_timeout": ("How long the job waits for more nodes once MIN have joined.", ""),
-    "lease": ("A node counts as lost when it has not renewed its lease for this long.", ""),
-    "renewal": ("Interval between two renewals of the lease.", ""),
-    "store_timeout": ("Time limit of one request to the store.", ""),
-    "seen_timeout": ("A node that has not acknowledged a new round for this long is checked again.", ""),
-    "adopt_timeout": ("How long a node without a lease stays a member while its workers train.", ""),
-    "store_away": ("How long the job continues while the store is unavailable.", ""),
-    "grow_debounce": ("Nodes that join within this time enter the same round.", ""),
-    "node_cooloff": ("How long a node that was lost repeatedly waits before it may rejoin; it doubles each time.", ""),
-}
-"""The help and an example of the keys that are no flags; "" where the default of Policy is the example."""
-
 
 @dataclass(frozen=True, slots=True)
 class KeyDoc:
@@ -95,20 +37,17 @@ def agent_keys() -> Iterator[KeyDoc]:
     for key, field in config_keys(NodeSettings):
         meta = meta_of(field)
         default = default_toml(field)
-        example = str(meta.examples[0]) if meta and meta.examples else default
-        reloaded = bool(meta and meta.extra and meta.extra.get("reload"))
-        yield KeyDoc(key, meta.description or "" if meta else "", "" if default == "[]" else default, example, reloaded)
+        yield KeyDoc(key, meta.help, "" if default == "[]" else default, meta.example or default, meta.reloadable)
 
 
 def job_keys() -> Iterator[KeyDoc]:
     flags = {flag.dest: flag for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS)}
     for field in msgspec.structs.fields(JobFile):
-        name, default = field.encode_name, default_toml(field)
-        if name in JOB_KEY_HELP:
-            text, example = JOB_KEY_HELP[name]
-            if not example:
-                default = example = f'"{setting_text(getattr(Policy(), POLICY_FIELDS[name]))}"'
-            yield KeyDoc(name, text, "" if default in ("[]", "{}") else default, example)
+        name, default, meta = field.encode_name, default_toml(field), meta_of(field)
+        if meta.help:
+            if name in POLICY_FIELDS:
+                default = f'"{setting_text(getattr(Policy(), POLICY_FIELDS[name]))}"'
+            yield KeyDoc(name, meta.help, "" if default in ("[]", "{}") else default, meta.example or default)
         else:
             flag = flags[name]
             text = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), flag.help)
@@ -144,8 +83,9 @@ def _agent_template() -> Iterator[str]:
             yield f"\n[{outer}]\n"
         yield f"\n{_comment(row.help)}#{name} = {row.example}\n"
     yield "\n# Jobs that this node submits by itself; docs/jobs.md has the keys.\n#[[job]]\n"
-    for name in ("id", "command", "workdir"):
-        yield f"#{name} = {JOB_KEY_HELP[name][1]}\n"
+    for row in job_keys():
+        if row.key in ("id", "command", "workdir"):
+            yield f"#{row.key} = {row.example}\n"
 
 
 def _job_template() -> Iterator[str]:
