@@ -148,12 +148,12 @@ TOML: list[tuple[str, str]] = [
         ABOUT + 'stopped_after="0.2s"',
         "stopped_after: 0.2 s must be at least 0.5 s, two looks at the workers, and at most a year",
     ),
-    (ABOUT + "startup_ceiling=0", "startup_ceiling: 0.0 must be more than 0 seconds"),
+    (ABOUT + "startup_ceiling=0", "startup_ceiling: 0 s must be more than 0 seconds"),
     (
         ABOUT + 'startup_ceiling="0.3s"',
         "startup_ceiling: 0.3 s must exceed user_error_wait 0.5 s, a part of it; raise it by more than 0.2 s",
     ),
-    (ABOUT + "first_step_ceiling=0", "first_step_ceiling: 0.0 must be more than 0 seconds"),
+    (ABOUT + "first_step_ceiling=0", "first_step_ceiling: 0 s must be more than 0 seconds"),
     (
         ABOUT + 'lease="3s"\nrenewal="2s"\nstore_timeout="0.9s"',
         "lease: 3 s must exceed renewal 2 s + 2 × store_timeout 0.9 s, so that a renewal that fails "

@@ -16,9 +16,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"backoff_s": ()}, "a growing list of seconds"),
     ({"backoff_s": (0, 4, 2)}, "a growing list of seconds"),
     ({"backoff_s": (-1, 0)}, "a growing list of seconds"),
-    ({"progress_ceiling_s": 0}, "progress_ceiling 0 must be more than 0"),
-    ({"first_step_ceiling_s": float("nan")}, "first_step_ceiling nan must be more than 0"),
-    ({"stop_grace_s": -1}, "shutdown_timeout -1 cannot be negative"),
+    ({"progress_ceiling_s": 0}, "progress_ceiling 0 s must be more than 0"),
+    ({"first_step_ceiling_s": float("nan")}, "first_step_ceiling nan s must be more than 0"),
+    ({"stop_grace_s": -1}, "shutdown_timeout -1 s cannot be negative"),
     ({"no_progress_limit": 0}, "no_progress_limit 0 must be at least 1"),
     ({"lease_s": 2}, r"lease 2 s must exceed renewal 1 s \+ 2 × store_timeout 0.9 s, .*; raise it by more than 0.8 s"),
     (

@@ -13,7 +13,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -153,33 +153,24 @@ def _decoder(hint: Any) -> _Decoder:
         return lambda v: None if v is None else read(v)
     if origin is Literal:
         return functools.partial(_decode_choice, args)
-    if origin is tuple and args[-1] is Ellipsis:
-        return functools.partial(_decode_list, _decoder(args[0]))
     if origin is tuple:
-        return functools.partial(_decode_tuple, [_decoder(a) for a in args])
+        return functools.partial(_decode_items, [_decoder(a) for a in args if a is not Ellipsis])
     if origin is Mapping:
         return _decode_texts_by_name
     if isinstance(hint, type) and issubclass(hint, Record):
         return _record_decoder(hint)  # type: ignore[arg-type]
-    return {str: _decode_str, int: _decode_int, float: _decode_float, bool: _decode_bool}[hint]
+    return functools.partial(_decode_scalar, hint)
 
 
-def _decode_list(read: _Decoder, value: Any) -> tuple[Any, ...]:
+def _decode_items(readers: Sequence[_Decoder], value: Any) -> tuple[Any, ...]:
+    """A list: one reader for any number of items, else one reader for each."""
     if not isinstance(value, list):
         raise _Mismatch(f"expected a list, got {_json_type(value)}")
-    return _decode_items(itertools.repeat(read), value)
-
-
-def _decode_tuple(readers: list[_Decoder], value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list) or len(value) != len(readers):
+    if len(readers) > 1 and len(value) != len(readers):
         raise _Mismatch(f"expected a list of {len(readers)}, got {_shortened(value)}")
-    return _decode_items(readers, value)
-
-
-def _decode_items(readers: Iterable[_Decoder], values: list[Any]) -> tuple[Any, ...]:
     found: list[Any] = []
     try:
-        for read, item in zip(readers, values, strict=False):
+        for read, item in zip(itertools.cycle(readers), value, strict=False):
             found.append(read(item))
     except _Mismatch as mismatch:
         raise mismatch.prefixed(f"[{len(found)}]") from None
@@ -189,7 +180,7 @@ def _decode_items(readers: Iterable[_Decoder], values: list[Any]) -> tuple[Any, 
 def _decode_texts_by_name(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise _Mismatch(f"expected an object, got {_json_type(value)}")
-    return {_decode_str(name): _decode_str(text) for name, text in value.items()}
+    return {_decode_scalar(str, name): _decode_scalar(str, text) for name, text in value.items()}
 
 
 def _decode_choice(allowed: tuple[Any, ...], value: Any) -> Any:
@@ -198,35 +189,21 @@ def _decode_choice(allowed: tuple[Any, ...], value: Any) -> Any:
     return value
 
 
-def _decode_str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _Mismatch(f"expected a string, got {_json_type(value)}")
-    if not value.isascii():
+_SCALARS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _decode_scalar(kind: type, value: Any) -> Any:
+    given = type(value)
+    if given is not kind and not (kind is float and given is int):
+        raise _Mismatch(f"expected {_SCALARS[kind]}, got {_json_type(value)}")
+    if given is int and not -(2**63) <= value < 2**63:
+        raise _Mismatch("a number that does not fit 64 bits")
+    if kind is str and not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
             raise _Mismatch("a string with half a surrogate pair cannot be written anywhere") from None
-    return value
-
-
-def _decode_int(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise _Mismatch(f"expected a whole number, got {_json_type(value)}")
-    if not -(2**63) <= value < 2**63:
-        raise _Mismatch("a number that does not fit 64 bits")
-    return value
-
-
-def _decode_float(value: Any) -> float:
-    if isinstance(value, float):
-        return value
-    return float(_decode_int(value))
-
-
-def _decode_bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _Mismatch(f"expected true or false, got {_json_type(value)}")
-    return value
+    return float(value) if kind is float else value
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

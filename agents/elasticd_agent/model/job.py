@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum, IntFlag
 from pathlib import Path
 from typing import Literal
@@ -195,12 +195,6 @@ class Policy:
         for name, least in (("max_restarts_per_hour", 1), ("no_progress_limit", 1), ("slot_strikes", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{option_name(name)} {getattr(self, name)} must be at least {least}")
-        for name in ("startup_ceiling_s", "first_step_ceiling_s", "progress_ceiling_s", "slot_cooloff_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{option_name(name)} {getattr(self, name)} must be more than 0 seconds")
-        for name in ("stop_grace_s", "user_error_wait_s"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"{option_name(name)} {getattr(self, name)} cannot be negative")
         if not self.backoff_s or self.backoff_s[0] < 0 or list(self.backoff_s) != sorted(self.backoff_s):
             raise UsageError(f"backoff_s {self.backoff_s} must be a growing list of seconds, not empty, not negative")
         if self.slot_strikes > self.no_progress_limit:
@@ -214,16 +208,8 @@ class Policy:
                 f"startup_ceiling {self.startup_ceiling_s:g} s must exceed user_error_wait "
                 f"{self.user_error_wait_s:g} s, a part of it; raise it by more than {short:g} s"
             )
-        for name in _RENDEZVOUS_TIMES:
-            value = getattr(self, name)
-            if name in _ZERO_ALLOWED and not value >= 0:
-                raise UsageError(f"{option_name(name)} {value:g} s cannot be negative")
-            if name not in _ZERO_ALLOWED and not value > 0:
-                raise UsageError(f"{option_name(name)} {value:g} s must be more than 0 seconds")
-            if value > MAX_WAIT_S:
-                raise UsageError(f"{option_name(name)} {value:g} s is longer than a year")
-        self._check_times()
         self._check_hang_times()
+        self._check_times()
 
     def effective_hang_floor_s(self, attached: bool) -> float:
         """How long a group may make no progress, however short its steps; longer where a wrong restart costs more."""
@@ -232,7 +218,13 @@ class Policy:
         return ATTACHED_HANG_FLOOR_S if attached else min(HANG_FLOOR_S, self.progress_ceiling_s)
 
     def _check_times(self) -> None:
-        """Every wait leaves room for what it waits for, the store's time limits included."""
+        """Every time is possible, and every wait leaves room for what it waits for, the store's limits included."""
+        for name, value in ((each.name, getattr(self, each.name)) for each in fields(self) if each.type == "float"):
+            if name.endswith("_s") and name not in _ZERO_ALLOWED and not value > 0:
+                raise UsageError(f"{option_name(name)} {value:g} s must be more than 0 seconds")
+            if name.endswith("_s") and not 0 <= value <= MAX_WAIT_S:
+                why = "is longer than a year" if value > 0 else "cannot be negative"
+                raise UsageError(f"{option_name(name)} {value:g} s {why}")
         for name, terms, note, so_that in _TIMES_THAT_FIT:
             least = sum(factor * getattr(self, term) for factor, term in terms)
             words = (
@@ -306,21 +298,14 @@ TWO_OBSERVATIONS_S = 0.5
 """The workers are observed four times a second."""
 MAX_WAIT_S = 365 * 86400.0
 """Every wait has a deadline, and the system's own timers overflow at a few centuries."""
-_RENDEZVOUS_TIMES = (
-    "lease_s",
-    "renewal_s",
-    "store_timeout_s",
-    "seen_timeout_s",
-    "join_timeout_s",
-    "adopt_timeout_s",
-    "hold_timeout_s",
-    "store_away_s",
+_ZERO_ALLOWED = (
     "last_call_s",
     "replace_timeout_s",
     "grow_debounce_s",
     "node_cooloff_s",
+    "stop_grace_s",
+    "user_error_wait_s",
 )
-_ZERO_ALLOWED = frozenset({"last_call_s", "replace_timeout_s", "grow_debounce_s", "node_cooloff_s"})
 _NEXT_ROUND = "the round that a group holds for can come"
 _REJUDGED = "leases are judged again before anybody is given up"
 _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] = (
@@ -328,12 +313,7 @@ _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] =
     ("lease_s", ((3, "store_timeout_s"),), "", "an unanswered request costs less than a third of it"),
     ("seen_timeout_s", ((1, "store_timeout_s"),), "", "a node that only waits for the store is not taken for dead"),
     ("join_timeout_s", ((1, "last_call_s"),), ", a part of it", "a job that has enough nodes begins"),
-    (
-        "hold_timeout_s",
-        ((1, "grow_debounce_s"), (1, "seen_timeout_s")),
-        "",
-        _NEXT_ROUND,
-    ),
+    ("hold_timeout_s", ((1, "grow_debounce_s"), (1, "seen_timeout_s")), "", _NEXT_ROUND),
     ("adopt_timeout_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
     ("store_away_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
 )
