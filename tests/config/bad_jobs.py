@@ -151,7 +151,8 @@ TOML: list[tuple[str, str]] = [
     (ABOUT + "startup_ceiling=0", "startup_ceiling: 0 s must be more than 0 seconds"),
     (
         ABOUT + 'startup_ceiling="0.3s"',
-        "startup_ceiling: 0.3 s must exceed user_error_wait 0.5 s, a part of it; raise it by more than 0.2 s",
+        "startup_ceiling: 0.3 s must exceed user_error_wait 0.5 s, a part of it, so that "
+        "an error of all ranks is seen as one; raise it by more than 0.2 s",
     ),
     (ABOUT + "first_step_ceiling=0", "first_step_ceiling: 0 s must be more than 0 seconds"),
     (

@@ -12,7 +12,11 @@ from elasticd_agent.model.job import JobSpec, Mode, Policy, Rendezvous, Tls
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"slot_strikes": 5}, "slot_strikes 5 must not exceed no_progress_limit 3, .* lower it by 2"),
-    ({"startup_ceiling_s": 0.4}, "must exceed user_error_wait 0.5 s, a part of it; raise it by more than 0.1 s"),
+    (
+        {"startup_ceiling_s": 0.4},
+        "must exceed user_error_wait 0.5 s, a part of it, so that an error of all ranks is seen as one; raise "
+        "it by more than 0.1 s",
+    ),
     ({"backoff_s": ()}, "a growing list of seconds"),
     ({"backoff_s": (0, 4, 2)}, "a growing list of seconds"),
     ({"backoff_s": (-1, 0)}, "a growing list of seconds"),

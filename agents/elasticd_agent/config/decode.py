@@ -122,7 +122,7 @@ def _type_problem(what: str, path: str, value: Any, field: msgspec.structs.Field
 
 def _correction(path: str, value: Any, expected: str, field: msgspec.structs.FieldInfo | None) -> str:
     name = path.rpartition(".")[2]
-    struct = _struct_in(field.type) if field else None
+    struct = struct_in(field.type) if field else None
     if expected == "object" or struct is not None:
         table = f"[[{name}]]" if expected == "array" else f"[{name}]" if struct else ""
         return f"; write {table}" if table else ""
@@ -223,10 +223,10 @@ def _bad_entry(table: Mapping[str, Any], path: str) -> tuple[str, Any]:
 def _struct_at(kind: Any, path: str) -> type | None:
     """The struct whose keys stand at `path`."""
     for step in _steps(path):
-        struct = _struct_in(kind)
+        struct = struct_in(kind)
         field = None if struct is None or isinstance(step, int) else _field(struct, step)
         kind = kind if isinstance(step, int) else None if field is None else field.type
-    return _struct_in(kind)
+    return struct_in(kind)
 
 
 def _field_at(kind: Any, path: str) -> msgspec.structs.FieldInfo | None:
@@ -239,10 +239,11 @@ def _field(struct: type, name: str) -> msgspec.structs.FieldInfo | None:
     return next((field for field in msgspec.structs.fields(struct) if field.encode_name == name), None)
 
 
-def _struct_in(kind: Any) -> type | None:
+def struct_in(kind: Any) -> type | None:
+    """The struct that is this type, or a part of it."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return kind
-    return next(filter(None, map(_struct_in, typing.get_args(kind))), None)
+    return next(filter(None, map(struct_in, typing.get_args(kind))), None)
 
 
 RELOADABLE = object()

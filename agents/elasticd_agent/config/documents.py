@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from elasticd.errors import UsageError
@@ -102,10 +104,6 @@ def _check_text(text: str) -> None:
 # ---- each language
 
 
-def _json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-
-
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in pairs:
@@ -117,10 +115,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> Any:
     raise _DocumentError(f"{name} is not a number JSON knows")
-
-
-def _toml(text: str) -> Any:
-    return tomllib.loads(text)
 
 
 def _yaml(text: str) -> Any:
@@ -174,4 +168,8 @@ def _scalar(text: str) -> Any:
     return float(text) if _FLOAT.fullmatch(text) else text
 
 
-_PARSERS = {"toml": _toml, "yaml": _yaml, "json": _json}
+_PARSERS: Mapping[FileFormat, Callable[[str], Any]] = {
+    "toml": tomllib.loads,
+    "yaml": _yaml,
+    "json": partial(json.loads, object_pairs_hook=_unique_keys, parse_constant=_no_constant),
+}

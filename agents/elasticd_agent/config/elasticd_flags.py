@@ -42,13 +42,11 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     _own(
         "--replace-timeout TIME",
         "How long a job with fewer than MIN nodes left waits for more before it fails; 10m if not given.",
-        value_type=ValueType.DURATION,
     ),
     _own(
         "--hold-timeout TIME",
         "How long the workers pause, right after a checkpoint, for the round with joining nodes, before they continue "
         "without them; 30s if not given.",
-        value_type=ValueType.DURATION,
     ),
     _own(
         "--grow WHEN",
@@ -61,7 +59,6 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         "--hang-floor TIME",
         "No group counts as hung before this time without progress, however short the steps; stopped processes have "
         "--stopped-after. Not given: 5s with an attached checkpoint, else 60s, as a wrong restart costs more there.",
-        value_type=ValueType.DURATION,
     ),
     _own(
         "--hang-factor F",
@@ -72,14 +69,12 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     _own(
         "--stopped-after TIME",
         "A worker that has been stopped (state T, as by SIGSTOP; not by a debugger) for this time is hung.",
-        value_type=ValueType.DURATION,
         default=setting_text(_USUAL.stopped_after_s),
     ),
     _own(
         "--slow-ceiling TIME",
         "A straggler that uses its CPU or disk counts as slow, not hung, until this time has passed "
         "without progress. Not given: the process group's own timeout, 30m where that is unknown.",
-        value_type=ValueType.DURATION,
     ),
     _own(
         "--slow-factor F",
@@ -91,7 +86,6 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     _own(
         "--evidence-timeout TIME",
         "Longest time to gather stacks and logs of a hung group before it is ended.",
-        value_type=ValueType.DURATION,
         default=setting_text(_USUAL.evidence_s),
     ),
     _own(
@@ -104,20 +98,17 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         "--startup-ceiling TIME",
         "Longest time without progress before the optimizer exists (imports, loading, init_process_group), for a "
         "script known to train by elasticd.init() or an earlier round.",
-        value_type=ValueType.DURATION,
         default=setting_text(_USUAL.startup_ceiling_s),
     ),
     _own(
         "--first-step-ceiling TIME",
         "Longest time without progress of such a script before its first step: a compile, the data of a first epoch.",
-        value_type=ValueType.DURATION,
         default=setting_text(_USUAL.first_step_ceiling_s),
     ),
     _own(
         "--progress-ceiling TIME",
         "Longest time without progress while there is no history to learn from: after the first steps, and in the "
         "first evaluation and the first checkpoint.",
-        value_type=ValueType.DURATION,
         default=setting_text(_USUAL.progress_ceiling_s),
     ),
 )

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from elasticd.errors import UsageError
+from elasticd_agent.config.decode import struct_in
 
 PREFIX = "ELASTICD_"
 AGENT_FLAGS: Mapping[str, str] = {"--bind": "http.bind", "--port": "http.port", "--drain-timeout": "drain_timeout"}
@@ -32,7 +33,7 @@ def config_keys(kind: type[msgspec.Struct], outer: str = "") -> Iterator[tuple[s
         inner = _struct_type(field.type)
         if inner is not None:
             yield from config_keys(inner, f"{outer}{field.encode_name}.")
-        elif not _contains_struct(field.type):
+        elif struct_in(field.type) is None:
             yield f"{outer}{field.encode_name}", field
 
 
@@ -104,13 +105,3 @@ def _member_types(kind: Any) -> Iterator[Any]:
 
 def _struct_type(kind: Any) -> type[msgspec.Struct] | None:
     return next((k for k in _member_types(kind) if isinstance(k, type) and issubclass(k, msgspec.Struct)), None)
-
-
-def _contains_struct(kind: Any) -> bool:
-    return any(isinstance(part, type) and issubclass(part, msgspec.Struct) for part in _nested_types(kind))
-
-
-def _nested_types(kind: Any) -> Iterator[Any]:
-    yield kind
-    for part in typing.get_args(kind):
-        yield from _nested_types(part)

@@ -29,7 +29,8 @@ class Treatment(Enum):
 class Flag:
     """One option. `default` is torchrun's, unless `default_reason` says why ours is another."""
 
-    usage: str  #: as --help shows it, "-t, --tee STREAMS"; without a word for its value it is a switch
+    usage: str
+    """As --help shows it, "-t, --tee STREAMS". Without a word for its value it is a switch; TIME is a duration."""
     help: str
     value_type: ValueType = ValueType.TEXT
     default: str | int | float | tuple[str, ...] | bool | None = None
@@ -41,7 +42,9 @@ class Flag:
     torchrun: bool = True  #: torchrun has it, spelled with dashes and with underscores
 
     def __post_init__(self) -> None:
-        if " " not in self.usage.replace(", ", ","):
+        if self.usage.endswith(" TIME"):
+            object.__setattr__(self, "value_type", ValueType.DURATION)
+        elif " " not in self.usage.replace(", ", ","):
             object.__setattr__(self, "value_type", ValueType.SWITCH)
             object.__setattr__(self, "default", False)
 

@@ -61,7 +61,12 @@ def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]
     Raises UsageError in one line, FILE: KEY: the error; its correction; or VARIABLE: …, or FLAG: ….
     """
     where = str(path) if path is not None else "the environment"
-    table = {} if path is None else parse(_read(path), format_of(path.name), where, MAX_BYTES)
+    table: dict[str, Any] = {}
+    if path is not None:
+        data, mode = read_config(path)
+        if mode & 0o002:
+            raise UsageError(f"{path}: anybody can write it, and so have this node run anything; chmod o-w {path}")
+        table = parse(data, format_of(path.name), where, MAX_BYTES)
     overrides = read_overrides(NodeSettings, environ, flags or {})
     try:
         merged = _merge(table, overrides)
@@ -88,13 +93,6 @@ def _merge(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
         elif isinstance(merged.get(outer, {}), dict):
             merged[outer] = {**merged.get(outer, {}), name: variable.value}
     return merged
-
-
-def _read(path: Path) -> bytes:
-    data, mode = read_config(path)
-    if mode & 0o002:
-        raise UsageError(f"{path}: anybody can write it, and so have this node run anything; chmod o-w {path}")
-    return data
 
 
 def read_config(path: Path) -> tuple[bytes, int]:

@@ -202,12 +202,6 @@ class Policy:
                 f"slot_strikes {self.slot_strikes} must not exceed no_progress_limit {self.no_progress_limit}, or the "
                 f"job ends before a slot is quarantined; lower it by {self.slot_strikes - self.no_progress_limit}"
             )
-        if self.startup_ceiling_s <= self.user_error_wait_s:
-            short = self.user_error_wait_s - self.startup_ceiling_s
-            raise UsageError(
-                f"startup_ceiling {self.startup_ceiling_s:g} s must exceed user_error_wait "
-                f"{self.user_error_wait_s:g} s, a part of it; raise it by more than {short:g} s"
-            )
         self._check_hang_times()
         self._check_times()
 
@@ -313,6 +307,7 @@ _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] =
     ("lease_s", ((3, "store_timeout_s"),), "", "an unanswered request costs less than a third of it"),
     ("seen_timeout_s", ((1, "store_timeout_s"),), "", "a node that only waits for the store is not taken for dead"),
     ("join_timeout_s", ((1, "last_call_s"),), ", a part of it", "a job that has enough nodes begins"),
+    ("startup_ceiling_s", ((1, "user_error_wait_s"),), ", a part of it", "an error of all ranks is seen as one"),
     ("hold_timeout_s", ((1, "grow_debounce_s"), (1, "seen_timeout_s")), "", _NEXT_ROUND),
     ("adopt_timeout_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
     ("store_away_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),

@@ -27,22 +27,18 @@ class Lease(Protocol):
     @property
     def ttl_s(self) -> float:
         """Granted by the store; it may differ from the request."""
-        ...
 
     def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         """Set `key` if its version is `expected` (None: if it does not exist), to live as long as this lease.
 
         Returns its version; None: the race was lost, nothing has changed.
         """
-        ...
 
     def renew(self) -> bool:
         """Live another `ttl_s`. False: the lease has ended, and its keys with it."""
-        ...
 
     def withdraw(self) -> None:
         """End the lease and delete its keys. Withdrawing an ended lease does nothing."""
-        ...
 
 
 @dataclass(slots=True)
@@ -57,7 +53,6 @@ class Traffic:
 class Watch(Protocol):
     def close(self) -> None:
         """No call begins after this returns. Closing twice does nothing."""
-        ...
 
 
 class Store(Protocol):
@@ -66,11 +61,9 @@ class Store(Protocol):
 
     def read(self, key: str) -> Versioned | None:
         """None: the key does not exist."""
-        ...
 
     def list(self, prefix: str) -> dict[str, Versioned]:
         """Every key that begins with `prefix`, sorted, with its value."""
-        ...
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
@@ -81,15 +74,12 @@ class Store(Protocol):
         (c10d) reads it first: a process that takes the guard key rewrites `key`, so that a writer that read the guard
         before finds another version. A leased key keeps its lease.
         """
-        ...
 
     def delete(self, key: str) -> bool:
         """False: the key did not exist."""
-        ...
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         """Create `key` for as long as the lease is renewed. None: the key exists already."""
-        ...
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
         """Call `callback(key)` soon after a key that begins with `prefix` was written or deleted.
@@ -97,8 +87,6 @@ class Store(Protocol):
         A hint: calls may repeat, come from any thread, or be missing after an outage. A call with `prefix` itself
         stands for all keys below it. The callback must return at once, must not raise and must not call the store.
         """
-        ...
 
     def close(self) -> None:
         """End every watch; leases expire. The store must not be used after this."""
-        ...

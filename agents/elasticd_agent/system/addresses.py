@@ -38,7 +38,7 @@ def local_address(endpoints: Sequence[tuple[str, int]], given: str | None = None
     route to an endpoint. Loopback only when all endpoints are on loopback. Raises StoreUnavailable while no endpoint's
     name is known or no route leads to it, UsageError for what cannot become right by itself.
     """
-    return _text(_address_towards(endpoints) if given is None else _check_given(given, endpoints))
+    return str(_address_towards(endpoints) if given is None else _check_given(given, endpoints))
 
 
 def is_local(host: str) -> bool:
@@ -129,9 +129,9 @@ def _check_given(given: str, towards: Sequence[tuple[str, int]]) -> Ip:
     if not found:
         raise UsageError(f"--local-addr {given}: no such name or address; {_suggestion(towards)}")
     if not own:
-        listed = ", ".join(map(_text, found))
+        listed = ", ".join(map(str, found))
         which = f"{listed} is" if listed == given else f"it means {listed}, which is"
-        if any(ip.is_link_local and ip.version == 6 and "%" not in _text(ip) for ip in found):
+        if any(ip.is_link_local and ip.version == 6 and "%" not in str(ip) for ip in found):
             raise UsageError(f"--local-addr {given}: add the interface, as in fe80::1%eth0; {_suggestion(towards)}")
         raise UsageError(f"--local-addr {given}: {which} not an address of this machine; {_suggestion(towards)}")
     if not _means_loopback(given) and towards:
@@ -143,7 +143,7 @@ def _check_given(given: str, towards: Sequence[tuple[str, int]]) -> Ip:
 
 def _suggestion(towards: Sequence[tuple[str, int]]) -> str:
     try:
-        right = _text(_address_towards(towards))
+        right = str(_address_towards(towards))
     except (UsageError, StoreUnavailable):
         return "leave it out to use the address the endpoint is reached from"
     return f"leave it out to use {right}, from which the endpoint is reached"
@@ -220,10 +220,6 @@ def _full_name() -> str:
 
 def _name(host: str) -> str:
     return host.rstrip(".").lower()
-
-
-def _text(ip: Ip) -> str:
-    return str(ip)
 
 
 def _is_ipv6(text: str) -> bool:

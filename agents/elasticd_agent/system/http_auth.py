@@ -42,7 +42,6 @@ class AccessDenied:
 class Authenticator(Protocol):
     def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> str | AccessDenied:
         """The caller, as `by` in records, or the denial. `authorization`: those headers, as received."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

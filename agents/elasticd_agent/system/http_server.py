@@ -88,11 +88,9 @@ class Routes(Protocol):
 
     def is_public(self, method: str, path: str) -> bool:
         """True for paths that need no credentials."""
-        ...
 
     def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> str | HttpResponse:
         """The response; or the sender in words, if other credentials are valid."""
-        ...
 
     def answer(self, request: HttpRequest) -> HttpResponse: ...
 

@@ -34,7 +34,6 @@ class EventSink(Protocol):
     @property
     def lost(self) -> int:
         """Lines that could not be written."""
-        ...
 
     def write(self, record: LogEvent) -> None: ...
 

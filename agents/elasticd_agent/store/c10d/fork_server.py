@@ -14,7 +14,6 @@ This process and its children end with the control socket or with the agent. It 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import importlib
@@ -32,18 +31,17 @@ sys.path[0] = str(Path(__file__).parents[3])  # where elasticd_agent is: the job
 from elasticd_agent.store.c10d.client_process import C10dClient  # noqa: E402
 from elasticd_agent.store.c10d.server_process import serve  # noqa: E402
 from elasticd_agent.store.c10d.tcp_store import TcpStoreConnection, set_host_lookup  # noqa: E402
-from elasticd_agent.system.process import IGNORED_SIGNALS  # noqa: E402
+from elasticd_agent.system.process import IGNORED_SIGNALS, PR_SET_PDEATHSIG, prctl  # noqa: E402
 
 del sys.path[0]
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+PR_SET_NAME = 15
 PACKET = 1 << 16
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    libc = ctypes.CDLL(None, use_errno=True)
-    die_with(libc, int(sys.argv[2]))
+    die_with(int(sys.argv[2]))
     # Both must be final before the import: a second thread would make a fork unsafe.
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
     for number in IGNORED_SIGNALS:  # a terminal signals its process group, a batch system every process of a job
@@ -55,21 +53,20 @@ def main() -> None:
         return
     gc.freeze()
     control.send(json.dumps({"ready": os.getpid()}).encode())
-    ForkServer(tcp_store, control, libc).serve()
+    ForkServer(tcp_store, control).serve()
 
 
-def die_with(libc: ctypes.CDLL, parent: int) -> None:
+def die_with(parent: int) -> None:
     """End with `parent`, also if it has ended already."""
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 class ForkServer:
-    def __init__(self, tcp_store: Callable[..., Any], control: socket.socket, libc: ctypes.CDLL) -> None:
+    def __init__(self, tcp_store: Callable[..., Any], control: socket.socket) -> None:
         self._tcp_store = tcp_store
         self._control = control
-        self._libc = libc
         self._children: set[int] = set()
 
     def serve(self) -> None:
@@ -107,7 +104,7 @@ class ForkServer:
     def _child(self, parent: int, run: Callable[[], None]) -> NoReturn:
         status = 1
         try:
-            die_with(self._libc, parent)
+            die_with(parent)
             self._control.close()
             run()
             status = 0
@@ -117,7 +114,7 @@ class ForkServer:
             os._exit(status)
 
     def _connect(self, request: dict[str, Any], channel: socket.socket) -> None:
-        self._libc.prctl(PR_SET_NAME, b"elasticd-c10d-c", 0, 0, 0)
+        prctl(PR_SET_NAME, b"elasticd-c10d-c")
         port, timeout_s = request["port"], request["timeout_s"]
         address = ""
 
@@ -134,7 +131,7 @@ class ForkServer:
         C10dClient(connect, channel).serve()
 
     def _host(self, listener: socket.socket, channel: socket.socket, standalone: bool) -> None:
-        self._libc.prctl(PR_SET_NAME, b"elasticd-c10d-h", 0, 0, 0)
+        prctl(PR_SET_NAME, b"elasticd-c10d-h")
         set_host_lookup(b"files")
         # A connection for each agent and each watch of an agent: thousands in a large job.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
