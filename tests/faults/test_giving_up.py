@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.faults.conftest import StartJob
-from tests.faults.job import Fault
+from tests.faults.job import Fault, until
+from tests.faults.nodes import Nodes
 
 COLD = "${local_rank}"
 
 MISTAKES = {
     "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
-    "import math\nmath.sqrt(-1)": "ValueError: math domain error",
+    "print(undefined)": "NameError: name 'undefined' is not defined",
     "def main(:\n    pass": "SyntaxError: invalid syntax",
     "import argparse\nargparse.ArgumentParser().parse_args(['--wrong'])": "exited with code 2",
 }
@@ -36,12 +38,91 @@ def test_user_error_is_not_restarted(job: StartJob, tmp_path: Path, source: str)
 
 def test_a_mistake_under_the_warm_launcher(job: StartJob, tmp_path: Path) -> None:
     script = tmp_path / "mistake.py"
-    script.write_text("import torch\ntorch.zeros(2) @ torch.zeros(3)")
+    script.write_text("import torch\ntorch.zeros(2) @ tensor")
     run = job(script)
     assert run.wait() == 1
-    assert "RuntimeError" in run.event("job_ended", outcome="failed", restarts=0)["reason"]
+    assert "NameError" in run.event("job_ended", outcome="failed", restarts=0)["reason"]
     assert "mistake.py" in run.err.partition("the traceback of the rank that failed first")[2]
     assert run.event("group_started")["warm"]
+
+
+ATTEMPT = """
+import os, sys
+from urllib.error import URLError
+number = int(os.environ["ELASTICD_ROUND"])
+if number <= int(sys.argv[2]):
+    raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "failing", "flags", "code", "restarts", "why"),
+    [
+        ("FileNotFoundError(2, 'No such file', '/data/train')", 3, [], 0, 3, ""),
+        ("URLError('[Errno -3] Temporary failure in name resolution')", 2, [], 0, 2, ""),
+        ("RuntimeError('No CUDA GPUs are available')", 4, [], 1, 3, "3 restarts without progress"),
+        ("ValueError('bad')", 1, [], 0, 1, ""),
+        ("ValueError('bad')", 2, [], 1, 1, "an error in the script, twice before the first step: all 2 ranks"),
+        ("ValueError(f'bad {number}')", 2, [], 0, 2, ""),
+        ("ValueError('bad')", 2, ["--max-restarts", "2"], 0, 2, ""),
+        ("ValueError('bad')", 3, ["--max-restarts", "2"], 1, 2, "2 of 2 restarts used (--max-restarts)"),
+        ("NameError('bad')", 1, ["--max-restarts", "1"], 0, 1, ""),
+    ],
+)
+def test_error_of_all_ranks_before_the_first_step(
+    job: StartJob, tmp_path: Path, error: str, failing: int, flags: list[str], code: int, restarts: int, why: str
+) -> None:
+    """In the first `failing` rounds all ranks raise it."""
+    script = tmp_path / "attempt.py"
+    script.write_text(ATTEMPT.format(error=error))
+    run = job(script, COLD, str(failing), flags=["--no-live", *flags])
+    assert run.wait() == code
+    ended = run.event("job_ended", restarts=restarts)
+    assert ended["reason"].startswith(why or "2 workers ended with code 0"), ended["reason"]
+
+
+def test_missing_file_on_all_ranks_in_round_2(job: StartJob) -> None:
+    """The job has trained, so the file was there before and may be there again."""
+    gone = [Fault(rank, 0, "raise FileNotFoundError", round=2) for rank in (0, 1)]
+    run = job("train.py", "6", faults=[Fault(1, 3, "SIGKILL"), *gone])
+    assert run.wait() == 0
+    assert run.event("job_ended", outcome="succeeded", restarts=2)
+
+
+def test_out_of_gpu_memory_twice_at_one_step(job: StartJob) -> None:
+    run = job("train.py", "9", faults=[Fault(1, 4, "raise torch.OutOfMemoryError", times=2)])
+    assert run.wait() == 1
+    reason = run.event("job_ended", outcome="failed", restarts=1)["reason"]
+    assert reason.startswith("an error in the script, twice after step 3: rank 1 exited with code 1 (torch.OutOfMemory")
+
+
+def test_crash_of_a_plain_script_always_at_one_step(job: StartJob) -> None:
+    """A script without a session counts its steps from 1 in each round: to come there again is no progress."""
+    run = job("train.py", "9", faults=[Fault(1, 5, "exit 3", times=4)])
+    assert run.wait() == 1
+    reason = run.event("job_ended", outcome="failed", restarts=3)["reason"]
+    assert reason == "3 restarts without progress beyond step 4: rank 1 exited with code 3"
+
+
+def test_script_that_refuses_a_smaller_world(nodes: Callable[[str], Nodes]) -> None:
+    """After one refused round the job waits for the old size: until a node joins, or for --replace-timeout."""
+    both = nodes("1:2")
+    flags = ["--replace-timeout", "30s", "--rdzv-conf", "last_call_timeout=30"]
+    agents = [both.agent(name, "fixed.py", "2", "400", flags=flags, warm=True) for name in "ab"]
+    lost, kept = agents
+    kept.event("first_step", round=1)
+    lost.process.kill()
+    waiting = "the script has refused to start with less than 2 workers, and there is room for 1"
+    until(lambda: waiting in kept.err, lambda: kept.err)
+    assert "this script needs 2 ranks, not 1" in kept.err
+    assert kept.event("round_published", round=2)["world_size"] == 1
+    third = both.agent("c", "fixed.py", "2", "400", flags=flags, warm=True)
+    again = kept.event("round_published", round=3)
+    assert (again["world_size"], again["cause"]) == (2, "resize")
+    kept.event("first_step", round=3)
+    third.process.kill()
+    until(lambda: kept.err.count(waiting) > 1, lambda: kept.err)
+    assert not kept.events("round_published", round=4, world_size=1), "it is known by now"
 
 
 def test_crash_without_progress_ends_the_job(job: StartJob) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from elasticd_agent.job.exit_cause import describe_exception as raised_words
-from elasticd_agent.job.exit_cause import describe_exit, describe_peer_loss, is_secondary, may_be_secondary, user_error
+from elasticd_agent.job.exit_cause import (
+    describe_exit,
+    describe_peer_loss,
+    is_secondary,
+    is_user_error,
+    may_be_secondary,
+    repeat_key,
+    shared_error,
+)
 from elasticd_agent.model.messages import ExitReport, ExitStatus, WorkerExited
 
 # As torch 2.13 raised it in a survivor whose gloo peer was killed.
@@ -19,8 +27,28 @@ def ended(code: int, words: ExitReport | None) -> WorkerExited:
     return WorkerExited(1, 0, 0, 0, ExitStatus.of(code), words, 0.0)
 
 
-def raised(type_: str, message: str = "", bases: tuple[str, ...] = ()) -> WorkerExited:
-    return ended(1, ExitReport("exception", type_, message, "Traceback …", bases=bases))
+def raised(type_: str, message: str = "", bases: tuple[str, ...] = (), traceback: str = "Traceback …") -> WorkerExited:
+    return ended(1, ExitReport("exception", type_, message, traceback, bases=bases))
+
+
+def imports(*files: str) -> str:
+    """The traceback of an import statement in the last of these files."""
+    lines = (f'  File "{file}", line 1, in <module>\n    import x\n' for file in files)
+    return f"Traceback (most recent call last):\n{''.join(lines)}ImportError: x"
+
+
+IMPORT_ERROR = ("ImportError", "Exception", "BaseException")
+LIBRARY = "/venv/lib/python3.12/site-packages/lib/__init__.py"
+CHAINED = """Traceback (most recent call last):
+  File "/job/data.py", line 3, in load
+FileNotFoundError: [Errno 2] No such file or directory: '/data/train'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/job/train.py", line 9, in <module>
+RuntimeError: no data
+"""
 
 
 @pytest.mark.parametrize(
@@ -52,10 +80,76 @@ def raised(type_: str, message: str = "", bases: tuple[str, ...] = ()) -> Worker
         (ended(-6, ExitReport("exception", "ValueError", "", "")), None, False),
     ],
 )
-def test_user_error_and_own_failure(exit: WorkerExited, is_mistake: str | None, is_victim: bool) -> None:
+def test_shared_error_and_secondary_failure(exit: WorkerExited, is_mistake: str | None, is_victim: bool) -> None:
     """Whose fault."""
-    assert user_error(exit) == is_mistake
+    assert shared_error(exit) == is_mistake
     assert is_secondary(exit) is is_victim
+
+
+@pytest.mark.parametrize(
+    ("exit", "kind"),
+    [
+        (raised("SyntaxError", "invalid syntax"), "user"),
+        (raised("IndentationError", "unexpected indent", ("SyntaxError", "Exception")), "user"),
+        (raised("NameError", "name 'x' is not defined"), "user"),
+        (raised("UnboundLocalError", "x", ("NameError", "Exception")), "user"),
+        (raised("NameError", "x", (), CHAINED.replace("RuntimeError: no data", "NameError: x")), "user"),
+        (raised("ModuleNotFoundError", "No module named 'x'", IMPORT_ERROR, imports("/job/train.py")), "user"),
+        (raised("ModuleNotFoundError", "No module named 'x'", IMPORT_ERROR, imports(LIBRARY, "/job/x.py")), "user"),
+        (raised("ImportError", "cannot import name 'a' from 'b'", (), imports("/job/train.py")), "user"),
+        (ended(2, ExitReport("exit", "SystemExit", "2", "")), "user"),
+        (
+            raised("ModuleNotFoundError", "No module named 'x'", IMPORT_ERROR, imports("/job/train.py", LIBRARY)),
+            "shared",
+        ),
+        (raised("ImportError", "undefined symbol: f", (), imports("/job/train.py")), "shared"),
+        (raised("ValueError", "world size 4, not 2"), "shared"),
+        (raised("KeyError", "'lr'"), "shared"),
+        (raised("RuntimeError", "mat1 and mat2 shapes cannot be multiplied"), "shared"),
+        (raised("AssertionError"), "shared"),
+        (raised("OSError", "[Errno 5] Input/output error"), "environment"),
+        (raised("FileNotFoundError", "[Errno 2]", ("OSError", "Exception")), "environment"),
+        (raised("PermissionError", "[Errno 13]", ("OSError",)), "environment"),
+        (raised("socket.gaierror", "[Errno -3] Temporary failure in name resolution", ("OSError",)), "environment"),
+        (raised("urllib.error.HTTPError", "HTTP Error 503", ("urllib.error.URLError", "OSError")), "environment"),
+        (raised("requests.exceptions.HTTPError", "429", ("requests.exceptions.RequestException",)), "environment"),
+        (raised("httpx.ConnectError", "[Errno -2] Name or service not known"), "environment"),
+        (raised("botocore.exceptions.ClientError", "SlowDown"), "environment"),
+        (raised("job.FetchError", "no data", ("urllib3.exceptions.HTTPError",)), "environment"),
+        (raised("subprocess.CalledProcessError", "exit status 1"), "environment"),
+        (raised("EOFError", "Ran out of input"), "environment"),
+        (raised("RuntimeError", "no data", ("Exception",), CHAINED), "environment"),
+        (raised("RuntimeError", "No CUDA GPUs are available"), "environment"),
+        (raised("RuntimeError", "CUDA driver initialization failed, you might not have a CUDA gpu."), "environment"),
+        (raised("RuntimeError", "Unexpected error from cudaGetDeviceCount(). Error 802"), "environment"),
+        (raised("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed."), "environment"),
+        (raised("ImportError", "libcuda.so.1: cannot open shared object file"), "environment"),
+        (raised("torch.OutOfMemoryError", "CUDA out of memory"), "environment"),
+        (ended(1, ExitReport("exit", "SystemExit", "1", "")), "environment"),
+        (ended(-6, ExitReport("exception", "NameError", "x", "")), "environment"),
+        (ended(-9, None), "environment"),
+    ],
+)
+def test_which_errors_a_restart_may_mend(exit: WorkerExited, kind: str) -> None:
+    """ "user": none; "shared": the script's if it comes twice; "environment": any."""
+    error = shared_error(exit)
+    assert (error is not None) is (kind != "environment")
+    if error is not None:
+        assert is_user_error(exit) is (kind == "user")
+
+
+@pytest.mark.parametrize(
+    ("exit", "shared", "key"),
+    [
+        (raised("ValueError", "bad\nmore"), True, "ValueError: bad"),
+        (raised("ValueError", "bad"), False, ""),
+        (raised("torch.OutOfMemoryError", "Tried to allocate 2.00 GiB"), False, "torch.OutOfMemoryError"),
+        (raised("MemoryError"), False, ""),
+    ],
+)
+def test_repeat_key(exit: WorkerExited, shared: bool, key: str) -> None:
+    assert exit.exit_report is not None
+    assert repeat_key(exit.exit_report, shared=shared) == key
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_every_rank_must_make_the_same_mistake_in_time() -> None:
     phase, actions = step(Running(R3), RAISED0, RULES)
     assert (phase, actions) == (Settling(R3, (RAISED0,), 10.5), [SetTimer(10.5)])
     cases: list[tuple[Event, str, tuple[tuple[int, int], ...]]] = [
-        (exited(1, 1, MISTAKE), "user_error", ((0, 4),)),
+        (exited(1, 1, MISTAKE), "shared_error", ((0, 4),)),
         (exited(1, 1, ExitReport("exception", "OSError", "", "")), "crash", ((0, 4),)),
         (exited(1, 0), "crash", ((0, 4),)),
         (exited(1, -11), "crash", ((1, 5),)),

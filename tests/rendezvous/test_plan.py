@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.records import BudgetState, Failure, Member, NodeRecord, QuarantinedSlot, Round
@@ -22,8 +24,17 @@ def crash(why: str = "rank 1 was killed by SIGKILL", *, node: str = "a", slot: i
     return Failure(1, node, "crash", ((slot, slot),), why, high_water=step)
 
 
-def mistake(node: str = "a", error: str = "ValueError") -> Failure:
-    return Failure(1, node, "user_error", ((0, 0),), f"all ranks on {node} raised", error=error)
+def mistake(node: str = "a", error: str = "NameError", kind: str = "user_error") -> Failure:
+    key = f"{error}: x"
+    return Failure(1, node, kind, ((0, 0),), f"all ranks on {node} raised", error=error, step=0, repeat_key=key)
+
+
+def shared(node: str = "a", error: str = "ValueError") -> Failure:
+    return mistake(node, error, "shared_error")
+
+
+def out_of_memory(step: int, node: str = "a") -> Failure:
+    return Failure(1, node, "crash", (), "rank 0 is out of memory", step=step, repeat_key="torch.OutOfMemoryError")
 
 
 def first(*nodes: PresentNode, fewest: int = 2, most: int = 2, at_least: int = 1) -> View:
@@ -117,6 +128,126 @@ def test_user_error_ends_the_job_if_every_node_reports_it() -> None:
     end = decided(replace(view, failures=(mistake("a"), mistake("b"))), 10.0)
     assert (end.outcome, end.exit_code) == ("failed", 1)
     assert end.reason == "an error in the script, not restarted: all ranks on a raised"
+
+
+HARD = Policy(max_restarts=9)
+ONCE = BudgetState(counted=1, step=0, repeat_key="ValueError: x")
+TWICE = "an error in the script, twice before the first step: all ranks on a raised"
+OUT = BudgetState(counted=1, step=4, repeat_key="torch.OutOfMemoryError", high_water=4)
+
+
+@pytest.mark.parametrize(
+    ("budget", "high_water", "failures", "policy", "ends"),
+    [
+        (BudgetState(), 0, (mistake("a"), mistake("b")), POLICY, "an error in the script, not restarted"),
+        (BudgetState(), 1, (mistake("a"), mistake("b")), POLICY, None),
+        (BudgetState(high_water=1), 1, (mistake("a"), mistake("b")), POLICY, None),
+        (BudgetState(), 0, (mistake("a"), mistake("b")), HARD, None),
+        (BudgetState(), 0, (mistake("a"), shared("b", "NameError")), POLICY, "an error in the script, not restarted"),
+        (BudgetState(), 0, (shared("a"), shared("b")), POLICY, None),
+        (ONCE, 0, (shared("a"), shared("b")), POLICY, TWICE),
+        (ONCE, 7, (shared("a"), shared("b")), POLICY, TWICE),
+        (ONCE, 0, (shared("a"), shared("b")), HARD, None),
+        (ONCE, 0, (shared("a", "KeyError"), shared("b", "KeyError")), POLICY, None),
+        (ONCE, 0, (shared("a"), crash(node="b")), POLICY, None),
+        (replace(ONCE, step=None), 0, (shared("a"), shared("b")), POLICY, None),
+        (BudgetState(), 4, (out_of_memory(4),), POLICY, None),
+        (OUT, 4, (out_of_memory(4),), POLICY, "an error in the script, twice after step 4: rank 0 is out of memory"),
+        (
+            OUT,
+            4,
+            (replace(crash(node="a"), culprits=()), out_of_memory(4, "b")),
+            POLICY,
+            "an error in the script, twice",
+        ),
+        (OUT, 5, (out_of_memory(5),), POLICY, None),
+        (OUT, 4, (out_of_memory(4),), HARD, None),
+        (replace(OUT, repeat_key=""), 4, (out_of_memory(4),), POLICY, None),
+    ],
+)
+def test_what_shows_an_error_of_the_script(
+    budget: BudgetState, high_water: int, failures: tuple[Failure, ...], policy: Policy, ends: str | None
+) -> None:
+    """`budget`: after the failure before. Everything else costs a restart."""
+    view = running(first(node("a"), node("b")))
+    assert view.current is not None
+    view = replace(view, current=replace(view.current, budget=budget), failures=failures, high_water=high_water)
+    r = decided(replace(view, failed_at=-99.0), policy=policy)
+    assert r.terminal is (ends is not None), r.reason
+    if ends is not None:
+        assert (r.outcome, r.exit_code) == ("failed", 1)
+        assert r.reason.startswith(ends), r.reason
+    else:
+        assert r.budget.counted == budget.counted + 1
+        assert r.cause == "crash"
+        named = next((f for f in failures if f.culprits), failures[0])
+        assert (r.budget.step, r.budget.repeat_key) == (named.step, named.repeat_key)
+
+
+def refused(*present: PresentNode, size: int = 2, nodes: int = 1, error: Failure | None = None) -> View:
+    """Round 1 of nodes a, b ... has stepped with `size` workers; then `nodes` of them shared this error."""
+    view = running(first(*(node(name) for name in "abc"[:nodes]), at_least=1))
+    assert view.current is not None
+    here = replace(view.current, stepped_size=size)
+    failures = tuple(replace(error or shared(m.node), node=m.node) for m in here.members)
+    asked = replace(view.requirements, max_nodes=3)
+    others = tuple(replace(p, record=replace(p.record, seen_round=1, ready_round=0)) for p in present[nodes:])
+    found = (*_far(present[:nodes], 1), *others)
+    return replace(view, current=here, requirements=asked, nodes=found, failures=failures, high_water=9)
+
+
+def test_script_that_refuses_fewer_workers() -> None:
+    """One refused round; then the job waits for as many as have trained, and never tries fewer again."""
+    alone = refused(node("a"), size=4)
+    wait = waiting(alone)
+    why = "the script has refused to start with less than 4 workers, and there is room for 2"
+    assert wait == Wait(f"all ranks on a raised; {why}", None, too_few_nodes=True, notable=True)
+    assert waiting(replace(alone, short_since=0.0), 599.0).until == 600.0
+    end = decided(replace(alone, short_since=0.0), 600.0)
+    assert end.reason == f"all ranks on a raised; {why}, and no more joined within 600 s (--replace-timeout)"
+    r = decided(refused(node("a"), node("b", joined_at=1), size=4))
+    assert (r.world_size, r.required_size, r.budget, r.cause) == (4, 4, BudgetState(high_water=9), "resize")
+    gone = replace(running(first(node("a"))), current=r, nodes=_far((node("a"),), 2), absent_since=(("b", -99.0),))
+    assert waiting(replace(gone, store_up_since=-99.0)).why == f"b is lost: its lease has expired; {why}"
+    drain = replace(gone, absent_since=(), nodes=_far((node("a"), _leaving(node("b"))), 2))
+    assert waiting(drain) == Wait(f"b leaves; {why}", None, notable=True), "a group that trains goes on"
+
+
+def _leaving(p: PresentNode) -> PresentNode:
+    return replace(p, record=replace(p.record, leaving=f"{p.record.id} leaves"))
+
+
+def test_script_that_needs_its_quarantined_slot() -> None:
+    """One node of two slots: the one that failed twice is used again, since one worker is refused."""
+    view = running(first(node("a"), fewest=1))
+    assert view.current is not None
+    one = replace(view.current.members[0], slots=(0,))
+    out = (QuarantinedSlot("a", 1, strikes=2, times=1, left_s=60.0),)
+    current = replace(view.current, members=(one,), stepped_size=2, quarantined_slots=out)
+    assert decided(replace(view, current=current, failures=(shared(),))).world_size == 2
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        refused(node("a"), size=2),
+        refused(node("a"), size=0),
+        refused(node("a"), size=4, error=crash(node="a")),
+    ],
+)
+def test_failure_that_is_no_refusal(view: View) -> None:
+    """The size is the one that has trained; none has; or the error is not shared."""
+    assert decided(view).required_size == 0
+
+
+def test_smallest_size_that_has_stepped() -> None:
+    view = running(first(node("a"), node("b"), at_least=1))
+    assert view.current is not None
+    for known, stepped, expected in ((0, 0, 0), (0, 1, 4), (2, 1, 2), (6, 1, 4)):
+        current = replace(view.current, stepped_size=known)
+        here = tuple(replace(p, record=replace(p.record, stepped_round=stepped)) for p in view.nodes)
+        r = decided(replace(view, current=current, nodes=here, failures=(crash(),)))
+        assert r.stepped_size == expected
 
 
 def test_lost_node_costs_no_restart() -> None:

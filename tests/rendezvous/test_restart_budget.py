@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elasticd_agent.model.job import Policy
@@ -121,7 +123,23 @@ def test_progress() -> None:
     assert not round_progressed(resumed, saved(11, number=1), 15), "an older round's is no progress of this one"
 
 
+@pytest.mark.parametrize(
+    ("before", "step", "progressed"),
+    [(40, 40, False), (40, 41, True), (40, 39, True), (None, 40, True), (40, None, True)],
+)
+def test_crash_after_the_same_step_is_no_progress(before: int | None, step: int | None, progressed: bool) -> None:
+    """The steps of a plain script all count as new, so its high water grows in any case."""
+    plain = Round(2, (Member("a", "i", (0,)),), budget=BudgetState(high_water=40, step=before))
+    failures = (Failure(2, "a", "crash", ((0, 0),), "why", high_water=80, step=step),)
+    assert round_progressed(plain, failures, 80, step) is progressed
+    saved = (replace(failures[0], checkpoint=(2, 1)),)
+    assert round_progressed(plain, saved, 80, step), "but it has saved a checkpoint"
+
+
 def test_uncounted_restart_keeps_the_high_water() -> None:
     state = BudgetState(counted=2, streak=2, high_water=5)
     assert carry_over(state, progress=True, high_water=9) == BudgetState(counted=2, streak=0, high_water=9)
     assert carry_over(state, progress=False, high_water=5) == state
+    failed = replace(state, step=4, repeat_key="ValueError: x")
+    assert carry_over(failed, progress=False, high_water=5) == failed
+    assert carry_over(failed, progress=True, high_water=5) == replace(state, streak=0)

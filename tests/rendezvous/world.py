@@ -40,8 +40,15 @@ class World:
     """One agent, one planner, one node. `alive` is the round whose group still has processes."""
 
     def __init__(
-        self, slots: tuple[int, ...], asked: Requirements, policy: Policy, first_number: int = 1, now: float = 1000.0
+        self,
+        slots: tuple[int, ...],
+        asked: Requirements,
+        policy: Policy,
+        first_number: int = 1,
+        now: float = 1000.0,
+        plain: bool = False,
     ) -> None:
+        """`plain`: each round counts its steps from 1, as those of a script without a Session."""
         self.now = now
         self.policy = policy
         self.rules = StepRules(NODE, policy.user_error_wait_s, policy.stop_grace_s)
@@ -56,6 +63,8 @@ class World:
         self.look_at: float | None = None
         self.left: Leave | None = None
         self.lines: list[str] = []
+        self._plain = plain
+        self._steps_before = self._step = 0
         self._saved: dict[int, tuple[int, int]] = {}
 
     # ---- what drives it calls these
@@ -106,6 +115,7 @@ class World:
             for p in self.view.nodes
         )
         self.view = replace(self.view, current=verdict, nodes=here, failures=(), done=frozenset(), round_at=self.now)
+        self._steps_before, self._step = self.view.high_water, 0
         self.publish(verdict)
 
     def pass_time(self, until: float) -> None:
@@ -120,7 +130,11 @@ class World:
         self.now = until
 
     def trained(self, step: int) -> None:
-        self.view = replace(self.view, high_water=max(step, self.view.high_water))
+        self._step = step
+        done = self._steps_before + step if self._plain else step
+        self.view = replace(self.view, high_water=max(done, self.view.high_water))
+        stepped = [replace(p, record=replace(p.record, stepped_round=self.alive or 0)) for p in self.view.nodes]
+        self.view = replace(self.view, nodes=tuple(stepped))
 
     def saved(self, number: int, step: int) -> None:
         self._saved[number] = (number, step)
@@ -155,7 +169,7 @@ class World:
                 if not self.view.failures:
                     self.view = replace(self.view, failed_at=self.now)
                 saved = self._saved.get(failure.round)
-                failure = replace(failure, high_water=self.view.high_water, checkpoint=saved)
+                failure = replace(failure, high_water=self.view.high_water, checkpoint=saved, step=self._step)
                 self.view = replace(self.view, failures=(*self.view.failures, failure))
             case ReportDone(number):
                 assert self.view.current is not None

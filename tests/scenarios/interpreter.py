@@ -1,6 +1,6 @@
 """Runs a scenario: lines that begin with '>' are what happens, the lines below each are what the agent then did.
 
-    > job slots=0-3 workers=2:4        first line: the node's slots, workers asked for; also max-restarts=N first=N
+    > job slots=0-3 workers=2:4        first line: the node's slots, workers asked for; max-restarts=N first=N plain=1
     > exit rank=1 SIGKILL              a worker ended: a signal's name, or code=N, or code=N and its last words:
     > exit rank=0 code=1 ValueError: bad learning rate         an uncaught exception
     > exit rank=0 code=2 exit                                  sys.exit
@@ -91,6 +91,7 @@ def _job(words: list[str]) -> ScriptedWorld:
         Requirements(int(fewest), int(most or fewest)),
         Policy(max_restarts=None if restarts is None else int(restarts)),
         first_number=int(options.get("first", 1)),
+        plain=bool(options.get("plain")),
     )
 
 

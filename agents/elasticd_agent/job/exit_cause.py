@@ -7,6 +7,9 @@ costs the job.
 
 from __future__ import annotations
 
+import builtins
+import re
+
 from elasticd.heartbeat.exit_report import ExitReport
 from elasticd_agent.model.messages import WorkerExited
 
@@ -32,6 +35,23 @@ _EXTERNAL_TEXTS = (
     "/gloo/", "Connection closed by peer", "Connection reset by peer", "Application timeout caused pair closure",
     "NCCL", "CUDA error", "Timed out",
 )  # fmt: skip
+
+_PROGRAM_ERRORS = frozenset({"SyntaxError", "NameError"})
+"""An interpreter's verdict on the source, which is the same at every start."""
+_SERVICE_PACKAGES = frozenset({
+    "aiohttp", "botocore", "google", "grpc", "http", "httpcore", "httpx", "huggingface_hub", "requests", "subprocess",
+    "urllib", "urllib3",
+})  # fmt: skip
+"""Their exceptions tell of a service, a network or another program."""
+_ENVIRONMENT_TEXTS = (
+    "CUDA driver", "CUDA initialization", "CUDA unknown error", "NVIDIA driver", "No CUDA GPUs", "No HIP GPUs",
+    "HIP error", "cudaGetDeviceCount", "cuDNN error", "DataLoader worker", "cannot open shared object file",
+)  # fmt: skip
+"""Of a RuntimeError or ImportError: a device that does not start, a killed helper process, a missing mount."""
+_RAISED = re.compile(r"^([\w.]+)(?=:|$)", re.MULTILINE)
+"""In a traceback, the type of each exception of the chain."""
+_FRAME = re.compile(r'^  File "([^<"][^"]*)"', re.MULTILINE)
+_LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python3")
 
 # A peer has closed its end of a connection: it has died, or is about to. As gloo, NCCL and the kernel spell it.
 _CONNECTION_LOST_TYPES = frozenset({"ConnectionResetError", "ConnectionAbortedError", "BrokenPipeError"})
@@ -107,17 +127,60 @@ def _is_rank_0_failure(report: ExitReport) -> bool:
     return report.type.rpartition(".")[2] == "ElasticdError" and report.message.startswith(_RANK_0_PREFIX)
 
 
-def user_error(exit: WorkerExited) -> str | None:
-    """The kind of user error that this exit may be a part of, which is the same on every rank; otherwise None.
+def shared_error(exit: WorkerExited) -> str | None:
+    """The error, by its type, that all ranks of the script may share; None where it is not the script's.
 
-    An exception counts by its type, sys.exit only with code 2, argparse's answer to a bad argument.
+    sys.exit counts only with code 2, argparse's answer to a bad argument.
     """
     report = exit.exit_report
     if report is None or exit.status.signal is not None or not is_own_failure(report):
         return None
     if report.kind == "exit":
         return "SystemExit" if exit.status.code == 2 else None
-    return report.type
+    return report.type if _is_user_error(report) or not _is_environment_error(report) else None
+
+
+def is_user_error(exit: WorkerExited) -> bool:
+    """True if every start of this program raises this `shared_error`."""
+    return exit.exit_report is not None and (exit.exit_report.kind == "exit" or _is_user_error(exit.exit_report))
+
+
+def repeat_key(report: ExitReport, *, shared: bool) -> str:
+    """Equal for two reports, of two rounds, that show an error of the script; "" where a repetition proves nothing.
+
+    `shared`: all ranks of the node reported the same.
+    """
+    if report.type.rpartition(".")[2] == "OutOfMemoryError":  # its message has sizes and pids
+        return report.type
+    return _one_line(report) if shared else ""
+
+
+def _is_user_error(report: ExitReport) -> bool:
+    """SyntaxError, NameError, or a module that the script's own files import and that is not there."""
+    names = {report.type, *report.bases}
+    if names & _PROGRAM_ERRORS:
+        return True
+    missing = "ImportError" in names and report.message.startswith("cannot import name")
+    files = _FRAME.findall(report.traceback)
+    own = not files or not any(part in files[-1] for part in _LIBRARY_PATHS)
+    return own and (missing or "ModuleNotFoundError" in names)
+
+
+def _is_environment_error(report: ExitReport) -> bool:
+    """Files, devices, services and networks may be there at the next start: theirs, or raised in their consequence."""
+    names = {report.type, *report.bases, *_RAISED.findall(report.traceback)}
+    return (
+        any(_is_os_error(name) or name.partition(".")[0] in _SERVICE_PACKAGES for name in names)
+        or "EOFError" in names
+        or (
+            bool(names & {"RuntimeError", "ImportError"}) and any(text in report.message for text in _ENVIRONMENT_TEXTS)
+        )
+    )
+
+
+def _is_os_error(name: str) -> bool:
+    found = getattr(builtins, name, None)
+    return isinstance(found, type) and issubclass(found, OSError)
 
 
 def describe_exit(exit: WorkerExited) -> str:

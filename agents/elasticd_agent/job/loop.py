@@ -366,7 +366,8 @@ class JobLoop:
         if self._monitor.number == failure.round:
             self._observe(now)
         facts = self._rendezvous.facts
-        failure = replace(failure, high_water=facts.high_water, checkpoint=facts.checkpoint)
+        step = self._monitor.last_step({rank for rank, _ in failure.culprits})
+        failure = replace(failure, high_water=facts.high_water, checkpoint=facts.checkpoint, step=step)
         self._listener.on(failure, now)
         self._rendezvous.report_failure(failure, now)
 

@@ -7,6 +7,7 @@ the rendezvous, the observation to the listener, and a round's first step to the
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -159,6 +160,14 @@ class GroupMonitor:
         calm = number == self._stepped_round or now > self._eager_until
         self._at = now + (INTERVAL_S if calm and now > self._hastened_until else EAGER_INTERVAL_S)
         return first
+
+    def last_step(self, ranks: Collection[int]) -> int | None:
+        """The last step that all of `ranks` have finished, or all ranks here; None if that is unknown."""
+        seen = self._observation
+        if seen is None:
+            return None
+        steps = {rank.rank: beat.step for rank, beat in zip(seen.ranks, seen.heartbeats, strict=True)}
+        return min((steps[rank] for rank in steps.keys() & ranks or steps), default=None)
 
     def _find_pending_exception(self, seen: Observation) -> None:
         """A rank that raised may still write its last files: its peers fail before it exits, and the leader must not

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticd_agent.job.exit_cause import describe_exit, describe_peer_loss, is_secondary, may_be_secondary, user_error
+from elasticd_agent.job.exit_cause import (
+    describe_exit,
+    describe_peer_loss,
+    is_secondary,
+    is_user_error,
+    may_be_secondary,
+    repeat_key,
+    shared_error,
+)
 from elasticd_agent.model.exit_codes import REQUEUE
 from elasticd_agent.model.messages import (
     Action,
@@ -41,7 +49,7 @@ from elasticd_agent.model.messages import (
     TimerExpired,
     WorkerExited,
 )
-from elasticd_agent.model.records import Failure, Round
+from elasticd_agent.model.records import SHARED_ERRORS, Failure, Round
 
 Transition = tuple[Phase, list[Action]]
 
@@ -162,10 +170,10 @@ def _worker_exited(phase: Running, exit: WorkerExited, rules: StepRules) -> Tran
         until = exit.at + wait_s
         return _await_root_cause(Settling(round_, exits, until), rules, [SetTimer(until)])
     if not exit.status.ok:
-        if phase.first_step or phase.exits or phase.stop or user_error(exit) is None:
+        if phase.first_step or phase.exits or phase.stop or shared_error(exit) is None:
             return _crash(round_, exit, rules, ended=phase.exits)
         until = exit.at + rules.user_error_wait_s
-        return _await_user_errors(Settling(round_, exits, until), rules, [SetTimer(until)])
+        return _await_shared_error(Settling(round_, exits, until), rules, [SetTimer(until)])
     if len(exits) < _workers(round_, rules):
         return replace(phase, exits=exits), []
     return Stopping(round_), [ReportDone(round_.number)]
@@ -180,9 +188,9 @@ def _settling(phase: Settling, event: Event, rules: StepRules) -> Transition:
             after = Settling(round_, (*phase.exits, event), phase.until)
             if may_be_secondary(first):
                 return _await_root_cause(after, rules, [])
-            if user_error(event) != user_error(first):
+            if shared_error(event) != shared_error(first):
                 return _crash(round_, _root_cause(first, event), rules)
-            return _await_user_errors(after, rules, [])
+            return _await_shared_error(after, rules, [])
         case TimerExpired(at) if at >= phase.until:
             return _crash(round_, first, rules, phase.exits)
         case FirstStep(number) if number == round_.number and not may_be_secondary(first):
@@ -197,15 +205,16 @@ def _settling(phase: Settling, event: Event, rules: StepRules) -> Transition:
             return phase, []
 
 
-def _await_user_errors(phase: Settling, rules: StepRules, actions: list[Action]) -> Transition:
-    """A user error once every worker of this node has made the same one."""
+def _await_shared_error(phase: Settling, rules: StepRules, actions: list[Action]) -> Transition:
+    """A shared error once every worker of this node has raised the same one."""
     workers = _workers(phase.round, rules)
     if len(phase.exits) < workers:
         return phase, actions
     first = phase.exits[0]
     who = f"rank {first.rank}" if workers == 1 else f"all {workers} ranks on {rules.node}"
     why = f"{who} failed by themselves before the first step: rank {first.rank} {describe_exit(first)}"
-    return _fail(phase.round, rules, "user_error", (first,), why.replace("themselves", "itself", workers == 1))
+    kind = "user_error" if is_user_error(first) else "shared_error"
+    return _fail(phase.round, rules, kind, (first,), why.replace("themselves", "itself", workers == 1))
 
 
 def _await_root_cause(phase: Settling, rules: StepRules, actions: list[Action]) -> Transition:
@@ -315,6 +324,7 @@ def _fail(
         why=why,
         error=report.type if report else None,
         detail=report.traceback if report else None,
+        repeat_key=repeat_key(report, shared=kind in SHARED_ERRORS) if report else "",
     )
     return Stopping(round_), [KillGroup(round_.number, why), ReportFailure(failure)]
 

@@ -259,7 +259,7 @@ class StopGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReportFailure:
-    """Report `failure` to the leader. The performer fills in `high_water` and `checkpoint`."""
+    """Report `failure` to the leader. The performer fills in `high_water`, `checkpoint` and `step`."""
 
     failure: Failure
 

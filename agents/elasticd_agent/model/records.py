@@ -12,6 +12,9 @@ from elasticd_agent.model.codec import Document, Record
 Outcome = Literal["succeeded", "failed", "stopped"]
 Identity = tuple[str, str]
 """(node, incarnation)."""
+SHARED_ERRORS = ("user_error", "shared_error")
+"""Kinds of failures before the first step: all ranks of the node raised the same error of the script. Every start
+raises a user_error again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class BudgetState(Record):
     streak: int = 0  #: of them, those since the last progress
     tokens: float | None = None  #: left of the hourly allowance; None: all of it
     high_water: int = 0  #: the highest step that any round has committed
+    step: int | None = None  #: of the last failure that counted, as in Failure; None where progress followed it
+    repeat_key: str = ""  #: the same
 
     def check(self) -> None:
         if min(self.counted, self.streak, self.high_water, self.tokens or 0) < 0:
@@ -94,6 +99,8 @@ class Round(Document):
     excluded: tuple[Exclusion, ...] = ()
     directory: str = ""  #: the checkpoint directory of rank 0's node, named as in its NodeRecord
     run: str = ""  #: tells two runs of one job id apart
+    stepped_size: int = 0  #: the smallest world size with which a round has stepped
+    required_size: int = 0  #: the same, once the script has refused a smaller one
     reason: str = ""  #: why this Round follows the last one, in a sentence
     cause: str = ""  #: the same in a word: "start", "resize", or the kind of the Failure it answers
     outcome: Outcome | None = None
@@ -196,7 +203,7 @@ class Failure(Document):
 
     round: int
     node: str
-    kind: str  #: "crash", "user_error", "store_lost", "hung", "start_failed" or newer
+    kind: str  #: "crash", "store_lost", "hung", "start_failed", one of SHARED_ERRORS, or newer
     culprits: tuple[tuple[int, int], ...]  #: (rank, slot); none where no rank of this node is to blame
     why: str
     high_water: int = 0  #: the highest step seen by this round
@@ -204,3 +211,5 @@ class Failure(Document):
     error: str | None = None  #: the exception's type
     detail: str | None = None  #: its traceback
     cause: str = ""  #: the kind of hang
+    step: int | None = None  #: the last one that the culprits finished, as the script counts; None: unknown
+    repeat_key: str = ""  #: equal where two rounds end by the same error of the script; "" where that proves nothing

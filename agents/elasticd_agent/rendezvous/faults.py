@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.records import Failure
+from elasticd_agent.model.records import SHARED_ERRORS, Failure
 from elasticd_agent.rendezvous.membership import losses
 from elasticd_agent.rendezvous.plan import ROOT_CAUSE_WAIT_S
 from elasticd_agent.rendezvous.view import View
@@ -30,9 +30,9 @@ def find_faults(view: View, policy: Policy, now: float) -> tuple[Fault, ...]:
     failures = [f for f in view.failures if f.round == current.number and current.member(f.node) is not None]
     if not failures and all(member.node in view.done for member in current.members):
         return ()
-    blamed = next((f for f in failures if f.culprits or f.kind in ("user_error", "start_failed")), None)
+    blamed = next((f for f in failures if f.culprits or f.kind == "start_failed"), None)
     if blamed is not None:
-        return (Fault("crash" if blamed.kind == "user_error" else blamed.kind, blamed.node),)
+        return (Fault("crash" if blamed.kind in SHARED_ERRORS else blamed.kind, blamed.node),)
     lost = losses(view, current, policy, now)
     if lost.nodes:
         return tuple(Fault("node_lost", node) for node in sorted(lost.nodes))

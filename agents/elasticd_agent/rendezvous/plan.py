@@ -16,7 +16,17 @@ from types import MappingProxyType
 from elasticd_agent.model.exit_codes import TERMINATED
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.phrases import count
-from elasticd_agent.model.records import BudgetState, Failure, Member, NodeRecord, Outcome, QuarantinedSlot, Round
+from elasticd_agent.model.records import (
+    SHARED_ERRORS,
+    BudgetState,
+    Exclusion,
+    Failure,
+    Member,
+    NodeRecord,
+    Outcome,
+    QuarantinedSlot,
+    Round,
+)
 from elasticd_agent.rendezvous.membership import (
     RETURN_S,
     Losses,
@@ -69,12 +79,33 @@ class _Running:
 
     @property
     def first_failure(self) -> Failure:
-        """The first one that names a culprit, else the first."""
-        return next((f for f in self.failures if f.culprits), self.failures[0])
+        """The first one that names a culprit, else one whose repetition would show an error of the script."""
+        return next(
+            (f for f in self.failures if f.culprits), next((f for f in self.failures if f.repeat_key), self.failures[0])
+        )
 
     @property
     def all_secondary(self) -> bool:
         return all(f.kind == "crash" and not f.culprits for f in self.failures)
+
+    @property
+    def shared_error(self) -> bool:
+        """All failures are of ranks that raised the same error before the first step."""
+        return all(f.kind in SHARED_ERRORS for f in self.failures) and len({f.error for f in self.failures}) == 1
+
+    @property
+    def missing_failures(self) -> int:
+        return len(self.current.members) - len({f.node for f in self.failures})
+
+    @property
+    def stepped(self) -> bool:
+        """This round has made a step."""
+        return any(r is not None and r.stepped_round == self.current.number for r in self.records)
+
+    @property
+    def ever_stepped(self) -> bool:
+        """A round of this run has made a step."""
+        return self.stepped or max(self.view.high_water, self.current.stepped_size) > 0
 
     @cached_property
     def leaving(self) -> list[str]:
@@ -229,11 +260,14 @@ def _resized(running: _Running) -> Verdict:
     current, why = running.current, running.resize_reason
     if len(current.members) - len(running.leaving) + len(running.joining) < running.view.requirements.min_nodes:
         return Wait(f"{why}; too few nodes would remain", None, notable=True)
+    resized = _uncounted_round(running, "; ".join(running.leaving))
+    if isinstance(resized, Wait):  # a group that trains is never ended for it
+        return replace(resized, too_few_nodes=False, notable=True)
     if _can_pause(running):
         return Pause(current.number, why)
     paused = running.rank_0 is not None and running.rank_0.paused == current.number
     if running.leaving or running.policy.grow == "always" or paused:
-        return _uncounted_round(running, "; ".join(running.leaving))
+        return resized
     cannot = "the script cannot pause at a checkpoint, so this waits for the next restart"
     return Wait(f"{why}; {cannot}", None, notable=True)
 
@@ -268,9 +302,9 @@ def _names(nodes: list[PresentNode]) -> str:
 def _after_failure(running: _Running) -> Round | Wait | None:
     """The group failed. Where nodes are lost and no failure names a cause of its own, the loss is the cause."""
     failures = running.failures
-    if not failures or (running.losses.nodes and not any(f.culprits or f.kind == "user_error" for f in failures)):
+    if not failures or (running.losses.nodes and not any(f.culprits for f in failures)):
         return None
-    return _await_root_cause(running) or _user_error(running) or _restart(running)
+    return _await_root_cause(running) or _shared_error(running) or _repeated_error(running) or _restart(running)
 
 
 def _await_root_cause(running: _Running) -> Wait | None:
@@ -281,19 +315,32 @@ def _await_root_cause(running: _Running) -> Wait | None:
     return None
 
 
-def _user_error(running: _Running) -> Round | Wait | None:
-    """All nodes report the same error of the script, so a restart would repeat it."""
-    errors = [f for f in running.failures if f.kind == "user_error"]
-    if len(errors) < len(running.failures) or len({f.error for f in errors}) > 1:
+def _shared_error(running: _Running) -> Round | Wait | None:
+    """The script's error on all ranks of all nodes before the first step: it refuses this world size, or cannot run."""
+    current, first = running.current, running.first_failure
+    if not running.shared_error:
         return None
-    first = running.first_failure
-    missing = len(running.current.members) - len({f.node for f in errors})
-    if not missing:
+    if running.missing_failures:
+        settled = running.view.failed_at + running.policy.user_error_wait_s
+        why = f"{first.why}; waiting for the same error from {count(running.missing_failures, 'more node')}"
+        return Wait(why, settled) if running.now < settled else None
+    if current.world_size < current.stepped_size:
+        refused = replace(running, current=replace(current, required_size=current.stepped_size))
+        return _uncounted_round(refused, first.why, running.losses.nodes)
+    if running.policy.max_restarts is None and first.kind == "user_error" and not running.ever_stepped:
         return _final_round(running.view, "failed", 1, f"an error in the script, not restarted: {first.why}")
-    settled = running.view.failed_at + running.policy.user_error_wait_s
-    if running.now < settled:
-        return Wait(f"{first.why}; waiting for the same error from {count(missing, 'more node')}", settled)
     return None
+
+
+def _repeated_error(running: _Running) -> Round | None:
+    """The error that ended the round before, after the same step: out of GPU memory, or one that all ranks share."""
+    before, first = running.current.budget, running.first_failure
+    again = first.repeat_key and (first.repeat_key, first.step) == (before.repeat_key, before.step)
+    alone = first.kind in SHARED_ERRORS and not (running.shared_error and not running.missing_failures)
+    if not again or alone or running.policy.max_restarts is not None:
+        return None
+    where = f"after step {first.step}" if first.step else "before the first step"
+    return _final_round(running.view, "failed", 1, f"an error in the script, twice {where}: {first.why}")
 
 
 def _restart(running: _Running) -> Round | Wait:
@@ -301,7 +348,7 @@ def _restart(running: _Running) -> Round | Wait:
     view, current, failures = running.view, running.current, running.failures
     first = _with_pending_exception(running)
     high_water = max(view.high_water, *(f.high_water for f in failures))
-    progress = round_progressed(current, failures, high_water)
+    progress = round_progressed(current, failures, high_water, first.step)
     quarantined, new = _update_strikes(running, failures, progress)
     verdict = spend(
         current.budget,
@@ -310,6 +357,7 @@ def _restart(running: _Running) -> Round | Wait:
         high_water=high_water,
         elapsed_s=running.now - view.round_at,
         forgiven=bool(new),
+        failure=first,
     )
     if isinstance(verdict, str):
         return _final_round(view, "failed", 1, f"{verdict}: {first.why}")
@@ -319,7 +367,9 @@ def _restart(running: _Running) -> Round | Wait:
         return Wait(f"{first.why}; restart {delay_s:g} s after the failure (backoff)", until, notable=True)
     lost = running.losses.nodes
     why = "; ".join([first.why, *map(_quarantine_phrase, new), *lost.values()])
-    return _next_round(running, state, quarantined, why, lost, cause=first.kind)
+    return _next_round(
+        running, state, quarantined, why, lost, cause="crash" if first.kind in SHARED_ERRORS else first.kind
+    )
 
 
 def _with_pending_exception(running: _Running) -> Failure:
@@ -424,18 +474,22 @@ def _next_round(
 ) -> Round | Wait:
     view, current = running.view, running.current
     excluded = exclusions(view, current, lost, running.now)
-    chosen = select_members(view, running.policy, running.now, lost, excluded, quarantined)
-    if isinstance(chosen, Wait):
-        return replace(chosen, why="; ".join(filter(None, [why, chosen.why])))
-    found = assign_slots(view, chosen, quarantined)
+    found = _members(running, lost, excluded, quarantined)
+    if not isinstance(found, Wait) and _size(found) < current.required_size:  # what failed before is better than none
+        found = _members(running, lost, (), ())
     if isinstance(found, Wait):
-        return found
+        return replace(found, why="; ".join(filter(None, [why, found.why])))
+    if _size(found) < current.required_size:
+        refused = f"the script has refused to start with less than {count(current.required_size, 'worker')}"
+        return Wait(f"{why}; {refused}, and there is room for {_size(found)}", None, too_few_nodes=True, notable=True)
+    first = view.record(found[0].node)
+    assert first is not None
     restarts = current.restarts + 1
     came = ", ".join(m.node for m in found if current.member(m.node) is None)
     why = "; ".join(filter(None, [why, came and f"{came} joined"]))
     reason = f"{why}; restart {restarts}: {_size_phrase(view, found)}"
-    if chosen[0].directory != current.directory:
-        reason += f"; {chosen[0].id} has its own checkpoint directory and starts from the checkpoints in it"
+    if first.directory != current.directory:
+        reason += f"; {first.id} has its own checkpoint directory and starts from the checkpoints in it"
     return replace(
         current,
         number=max(current.number + 1, view.first_number),
@@ -445,14 +499,34 @@ def _next_round(
         budget=budget,
         quarantined_slots=quarantined,
         excluded=excluded,
-        directory=chosen[0].directory,
+        directory=first.directory,
+        stepped_size=_smallest_stepped_size(running),
         reason=reason,
         cause=cause,
     )
 
 
+def _members(
+    running: _Running,
+    lost: dict[str, str],
+    excluded: tuple[Exclusion, ...],
+    quarantined: tuple[QuarantinedSlot, ...],
+) -> tuple[Member, ...] | Wait:
+    chosen = select_members(running.view, running.policy, running.now, lost, excluded, quarantined)
+    return chosen if isinstance(chosen, Wait) else assign_slots(running.view, chosen, quarantined)
+
+
+def _size(members: tuple[Member, ...]) -> int:
+    return sum(len(m.slots) for m in members)
+
+
+def _smallest_stepped_size(running: _Running) -> int:
+    known, size = running.current.stepped_size, running.current.world_size
+    return known if not running.stepped else min(known or size, size)
+
+
 def _size_phrase(view: View, members: tuple[Member, ...]) -> str:
-    world_size = sum(len(m.slots) for m in members)
+    world_size = _size(members)
     where = members[0].node if len(members) == 1 else count(len(members), "node")
     start = "from the beginning" if view.checkpoint is None else "from checkpoint r{}-s{}".format(*view.checkpoint)
     return f"{count(world_size, 'worker')} on {where}, {start}"

@@ -16,12 +16,19 @@ from elasticd_agent.model.records import BudgetState, Failure, Round
 HOUR_S = 3600.0
 
 
-def round_progressed(round_: Round, failures: tuple[Failure, ...], high_water: int) -> bool:
+def round_progressed(
+    round_: Round, failures: tuple[Failure, ...], high_water: int, failed_step: int | None = None
+) -> bool:
     """True if `round_` committed a step that no round had, or saved a checkpoint beyond the one it resumed from.
 
-    `high_water` is the highest step seen by now. A resumed round's copy of its parent has the parent's step.
+    `high_water` is the highest step seen by now. A resumed round's copy of its parent has the parent's step. Every step
+    of a plain script is new, since only the script knows where it resumed, unless it fails again after the same
+    `failed_step`.
     """
-    return any(is_progress(round_, at, high_water) for at in (None, *(f.checkpoint for f in failures)))
+    repeated = failed_step is not None and failed_step == round_.budget.step
+    return any(
+        is_progress(round_, at, 0 if repeated else high_water) for at in (None, *(f.checkpoint for f in failures))
+    )
 
 
 def is_progress(round_: Round, checkpoint: tuple[int, int] | None, high_water: int) -> bool:
@@ -32,7 +39,14 @@ def is_progress(round_: Round, checkpoint: tuple[int, int] | None, high_water: i
 
 
 def spend(
-    state: BudgetState, policy: Policy, *, progress: bool, high_water: int, elapsed_s: float, forgiven: bool = False
+    state: BudgetState,
+    policy: Policy,
+    *,
+    progress: bool,
+    high_water: int,
+    elapsed_s: float,
+    forgiven: bool = False,
+    failure: Failure | None = None,
 ) -> tuple[BudgetState, float] | str:
     """Take one restart from the budget: (the next Round's state, seconds after the failure), or why none is left.
 
@@ -46,19 +60,30 @@ def spend(
         if state.counted >= policy.max_restarts:
             return f"{state.counted} of {policy.max_restarts} restarts used (--max-restarts)"
     elif streak >= policy.no_progress_limit and not forgiven:
-        beyond = f"beyond step {high_water}" if high_water else "before any step was done"
+        step = (failure.step if failure is not None and failure.step == state.step else None) or high_water
+        beyond = f"beyond step {step}" if step else "before any step was done"
         return f"{count(streak, 'restart')} without progress {beyond}"
     elif tokens < 1:
         most = policy.max_restarts_per_hour
         return f"more than {count(most, 'restart')} an hour, {state.counted} in all (--max-restarts-per-hour)"
     delay = policy.backoff_s[min(streak, len(policy.backoff_s) - 1)]
     streak += not forgiven
-    return BudgetState(state.counted + 1, streak, max(0.0, tokens - 1), high_water, unknown=state.unknown), delay
+    return replace(
+        state,
+        counted=state.counted + 1,
+        streak=streak,
+        tokens=max(0.0, tokens - 1),
+        high_water=high_water,
+        step=failure.step if failure is not None else None,
+        repeat_key=failure.repeat_key if failure is not None else "",
+    ), delay
 
 
 def carry_over(state: BudgetState, *, progress: bool, high_water: int) -> BudgetState:
     """The state for a restart that does not count: a lost node, a join, a drain."""
-    return replace(state, streak=0 if progress else state.streak, high_water=max(high_water, state.high_water))
+    if progress:
+        state = replace(state, streak=0, step=None, repeat_key="")
+    return replace(state, high_water=max(high_water, state.high_water))
 
 
 def restarts_left(state: BudgetState, policy: Policy, *, progress: bool, elapsed_s: float) -> int:

@@ -5,7 +5,7 @@ Standard library only, so that scripts without torch can use it.
 
 from __future__ import annotations
 
-import builtins
+import importlib
 import json
 import os
 import signal
@@ -51,6 +51,7 @@ def happen(what: str) -> None:
     elif kind == "sys.exit":
         sys.exit(int(how))
     elif kind == "raise":
-        raise getattr(builtins, how)("a fault")
+        module, _, name = how.rpartition(".")
+        raise getattr(importlib.import_module(module or "builtins"), name)("a fault")
     assert kind == "stop" or kind.startswith("SIG"), what
     time.sleep(3600)
