@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system test-gpu check bench soak fmt docs clean
+.PHONY: help demo test test-system test-upstream test-gpu check bench soak fmt docs clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,6 +31,10 @@ test: check  ## everything CI runs: check, then the whole test suite
 test-system: $(READY)  ## jobs on several hosts under every fault there is, the service under a booted systemd: slow, needs root
 	@tests/install-servers system
 	@$(BIN)/python -m pytest -q -m system
+
+test-upstream: $(READY)  ## PyTorch's own launcher and agent tests, fetched from Debian's source package, on elasticd; W='…' selects by name
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[upstream]'
+	@folder=$$($(BIN)/python -m tests.upstream.sources $(VENV)/upstream) && $(BIN)/python -m tests.upstream.run "$$folder" $(W)
 
 test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, under 8 minutes; skips without one; ON=cpu tries the tests themselves over gloo
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'

@@ -103,6 +103,7 @@ TIMES = [
     ("replace_timeout=0,hold_timeout=9", {"replace_timeout_s": 0, "hold_timeout_s": 9}),
     ("adopt_timeout=7,store_away=8", {"adopt_timeout_s": 7, "store_away_s": 8}),
     ("grow_debounce=0,node_cooloff=0", {"grow_debounce_s": 0, "node_cooloff_s": 0}),
+    (r"\'join_timeout=5,last_call_timeout=1\'", {"join_timeout_s": 5, "last_call_s": 1}),
     ("close_timeout=30,read_timeout=60,heartbeat_timeout=5,use_libuv=1", {"lease_s": 3, "store_timeout_s": 0.9}),
 ]
 

@@ -221,7 +221,8 @@ def _is_address(family: socket.AddressFamily, text: str) -> bool:
 
 def _conf(text: str) -> dict[str, str]:
     conf: dict[str, str] = {}
-    for pair in filter(None, text.strip().split(",")):
+    # Quotes that a shell has left around the whole: torchrun ignores the keys that they spoil.
+    for pair in filter(None, text.strip().strip("\"'").split(",")):
         key, _, value = (part.strip() for part in pair.partition("="))
         if not key or not value:
             raise UsageError(f"--rdzv-conf: {pair!r} is not KEY=VALUE")
