@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 
+import pytest
+
 from tests.faults.conftest import StartJob
 from tests.faults.job import Job, until
 from tests.faults.nodes import COLD
@@ -44,6 +46,8 @@ def test_refused_agent_that_would_have_hosted_the_store(job: StartJob) -> None:
     agents[0].event("launcher_ready")  # it has claimed its name, and waits for a store that nobody hosts
     agents.append(start(job, port, "--node-id", "a"))
     agents[1].event("launcher_ready")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 20)
     host = start(job, port, "--node-id", "b")
     refused = until(lambda: next((agent for agent in agents if agent.process.poll() is not None), None), "a refusal")
     assert refused is not None

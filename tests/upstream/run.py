@@ -7,6 +7,7 @@ there as well, it does not fit the installed torch, and says nothing about elast
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import signal
@@ -37,14 +38,15 @@ NOT_OURS = {
 
 def tests(folder: Path, module: str) -> Iterator[str]:
     """CLASS.TEST; of variants that differ in the backend only, the first."""
-    seen = set()
-    for node in ast.parse((folder / f"{module}.py").read_text()).body:
-        for part in node.body if isinstance(node, ast.ClassDef) else ():
+    groups = [node for node in ast.parse((folder / f"{module}.py").read_text()).body if isinstance(node, ast.ClassDef)]
+    for group in groups:
+        seen = set()
+        for part in group.body:
             if isinstance(part, ast.FunctionDef) and part.name.startswith("test"):
                 name = re.sub("_(c10d|etcd|etcd_v2)$", "", part.name)
-                if (node.name, name) not in seen:  # type: ignore[attr-defined]
-                    seen.add((node.name, name))  # type: ignore[attr-defined]
-                    yield f"{node.name}.{part.name}"  # type: ignore[attr-defined]
+                if name not in seen:
+                    seen.add(name)
+                    yield f"{group.name}.{part.name}"
 
 
 def run(folder: Path, module: str, test: str, side: str) -> tuple[int | None, str]:
@@ -57,8 +59,11 @@ def run(folder: Path, module: str, test: str, side: str) -> tuple[int | None, st
         output, _ = process.communicate(timeout=DEADLINE_S)
         return process.returncode, output
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return None, f"{process.communicate()[0]}\nnot ended within {DEADLINE_S} s"
+        return None, f"not ended within {DEADLINE_S} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what a test has left
+        process.wait()
 
 
 def verdict(folder: Path, module: str, test: str) -> tuple[str, str]:

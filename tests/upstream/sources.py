@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,11 +50,14 @@ def fetch(folder: Path, torch: tuple[int, ...]) -> Path:
         found = folder / f"pytorch-{version.partition('+')[0].partition('-')[0]}"
         try:
             apt.run("apt-get", "source", "-q", "--download-only", "--tar-only", f"pytorch={version}")
-            found.mkdir(exist_ok=True)
+            part = folder / "unpacking"
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
             archive = next(apt.folder.glob("pytorch_*.orig.tar.*"))
             wanted = ["--wildcards", *PARTS]
-            subprocess.run(["tar", "-xf", archive, "-C", found, "--strip-components=1", *wanted], check=True)
+            subprocess.run(["tar", "-xf", archive, "-C", part, "--strip-components=1", *wanted], check=True)
             archive.unlink()
+            part.rename(found)
             return found / "test" / "distributed"
         except subprocess.SubprocessError as error:
             print(f"tests/upstream: pytorch {version} cannot be fetched: {error}", file=sys.stderr)
