@@ -136,7 +136,8 @@ class ScriptedCluster:
             record = json.loads(text)
             news = sorted(name for name in record if name.startswith("news_of"))
             number = [f"number {record['number']}"] if "number" in record else []
-            text = ", ".join([*number, f"version {record['version']}", *news])
+            run = [f"run {record['run']}"] if record.get("run") else []
+            text = ", ".join([*number, *run, f"version {record['version']}", *news])
         return [f"  {key}: {text}"]
 
     def _key(self, name: str) -> str:

@@ -17,6 +17,14 @@ SHARED_ERRORS = ("user_error", "shared_error")
 raises a user_error again."""
 
 
+def is_later_run(run: str, than: str) -> bool:
+    """True if both runs are numbered, and `run` is the later one: then the other is over.
+
+    The service and Slurm number runs so: they start a job again only after it has ended.
+    """
+    return all(name.isascii() and name.isdecimal() for name in (run, than)) and int(run) > int(than)
+
+
 @dataclass(frozen=True, slots=True)
 class Member(Record):
     """One node's part in a Round."""
@@ -126,6 +134,12 @@ class Round(Document):
     def terminal(self) -> bool:
         """True for the Round that ends the job."""
         return self.outcome is not None
+
+    def precedes(self, other: Round) -> bool:
+        """True if `other` replaces this Round: it is of a later run, or of no other known order and numbered above."""
+        if is_later_run(self.run, than=other.run):
+            return False
+        return is_later_run(other.run, than=self.run) or self.number < other.number
 
     def member(self, node: str) -> Member | None:
         return next((m for m in self.members if m.node == node), None)

@@ -88,7 +88,7 @@ class RendezvousMember:
         self._registration = NodeRegistration(
             store, keys.node(record.id), policy, record, self._observations.probe_node, attentive, renewed
         )
-        self._follower = RoundFollower(store, keys, me, requirements.run)
+        self._follower = RoundFollower(store, keys, me, requirements.run, self._agreement.restore)
         self._outbox = Outbox(store)
         self._hang_report = HangReportPublisher(store, keys, record.id)
         self._reachability = ReachabilityMonitor(store, keys, policy, me, self._observations)
@@ -186,13 +186,15 @@ class RendezvousMember:
             self._notices.append(LeadershipChanged(self.leads))
         return self._notices, until
 
-    def _turn(self, now: float) -> float | None:
+    def _turn(self, now: float) -> float:
         if self._follower.is_replaced():
-            return None
+            return now + REREAD_S
         reread = now >= self._reread_at
         if reread:
             self._reread_at = now + REREAD_S
             self._follower.invalidate_all()
+            if self._follower.is_non_member:
+                self._agreement.check_again()
             # After the group's first step nothing connects to its store any more.
             stepped = self._registration.record.stepped_round
             number = self._follower.round.number if self._follower.round is not None else 0
@@ -200,12 +202,12 @@ class RendezvousMember:
         if not self._agreement.is_reached(now):
             return now + NAME_RETRY_S
         self._watch_keys()
-        if not self._register(now, check=reread and not self.leads):
+        self._read_round()  # first: a Round without this node ends its group, also where its name is another agent's
+        if self._follower.is_replaced():
+            return now + REREAD_S
+        if not self._agreement.is_reached(now) or not self._register(now, check=reread and not self.leads):
             return now + NAME_RETRY_S
         self._send()
-        self._read_round()
-        if self._follower.is_replaced():
-            return None
         self._notices += self._follower.read_requests()
         reachability_at = self._check_reachability(now)
         self._send()
@@ -280,6 +282,8 @@ class RendezvousMember:
 
     def _followed(self, round: Round) -> None:
         self._waiting_for = ""
+        if self._follower.is_non_member:
+            self._agreement.check_again()
         self._election.round_published()
         self._registration.update(seen_round=round.number, paused=0)
         self._notices.append(RoundPublished(round))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from elasticd.errors import StoreUnavailable
@@ -15,7 +16,10 @@ from elasticd_agent.store import Store, Versioned
 class RoundFollower:
     """One node's. It belongs to the thread that talks to the store; `invalidate` may be called from any."""
 
-    def __init__(self, store: Store, keys: Keys, me: Identity, run: str) -> None:
+    def __init__(
+        self, store: Store, keys: Keys, me: Identity, run: str, restore_spec: Callable[[], None] = lambda: None
+    ) -> None:
+        self._restore_spec = restore_spec
         self._store = store
         self._keys = keys
         self._me = me
@@ -86,16 +90,16 @@ class RoundFollower:
                 self._restore(known, None)  # the store came back empty
             return None
         round = decode_record(Round, self._keys.round, found.value)
-        if known is not None and round.number < known.number:
+        if known is not None and round.precedes(known):
             self._restore(known, found.version)
             return None
         self._accepted = found
-        if self.round is not None and round.number <= self.round.number:
+        if self.round is not None and not self.round.precedes(round):
             return None
         if self.round is not None and round.run != self.round.run == self._run:
             self._replaced = True
             why = f"a later run of this job, {round.run}, has begun"
-            return stopped_round(replace(round, number=round.number - 1), why)
+            return stopped_round(replace(round, number=self.round.number + 1), why)
         other_run = round.run != self._run or (self.round is None and round.outcome == "stopped")
         return None if round.terminal and other_run else round
 
@@ -150,7 +154,8 @@ class RoundFollower:
         return notices
 
     def _restore(self, round: Round, version: int | None) -> None:
-        """Every member of a Round writes it again where the store has lost it; the highest number wins."""
+        """Every member of a Round writes it again where the store has lost it, its spec first; the last Round wins."""
+        self._restore_spec()
         self._store.compare_and_swap(self._keys.round, version, round.to_json())
         self._stale.add(self._keys.round)
 

@@ -19,7 +19,7 @@ from elasticd_agent.model.codec import VERSION
 from elasticd_agent.model.exit_codes import TERMINATED
 from elasticd_agent.model.job import JobSpec, Mode, Policy
 from elasticd_agent.model.keys import Keys, decode_record
-from elasticd_agent.model.records import Round
+from elasticd_agent.model.records import Round, is_later_run
 from elasticd_agent.store import Store
 
 _ABANDONED_RUN = "a later run of this job has begun and no node of this run is left"
@@ -102,16 +102,11 @@ def mismatch(mine: bytes, theirs: bytes, log: Callable[[str], None]) -> str | No
         return "the spec written by its first node cannot be decoded"
 
 
-def is_later_run(mine: bytes, theirs: bytes) -> bool:
-    """True if both runs are numbered, and `mine` is the later one: then `theirs` is over.
-
-    The service and Slurm number runs so: they start a job again only after it has ended.
-    """
+def _begins_later_run(mine: bytes, theirs: bytes) -> bool:
     try:
-        runs = [str(json.loads(document).get("run")) for document in (mine, theirs)]
+        return is_later_run(*(str(json.loads(document).get("run")) for document in (mine, theirs)))
     except (ValueError, AttributeError, RecursionError):
         return False
-    return all(run.isascii() and run.isdecimal() for run in runs) and int(runs[0]) > int(runs[1])
 
 
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
@@ -180,6 +175,7 @@ class SpecAgreement:
         self._within_s = within_s
         self._log = log
         self._until: float | None = None
+        self._accepted = spec
         self.done = False
 
     def is_reached(self, now: float) -> bool:
@@ -196,18 +192,31 @@ class SpecAgreement:
             raise StoreRefused(f"{why}, for {self._within_s:g} s (join_timeout)")
         return self.done
 
+    def check_again(self) -> None:
+        """The store may have come back empty, and another job may have written its spec first."""
+        self.done = False
+
+    def restore(self) -> None:
+        """Write this node's spec, that of the Round that runs, into a store that has lost it. Raises StoreUnavailable."""
+        found = self._store.read(self._keys.spec)
+        if found is None or (found.value != self._spec and self._mismatch(self._spec, found.value) is not None):
+            self._store.compare_and_swap(self._keys.spec, found and found.version, self._spec)
+
     def _compare(self) -> str:
         """Write or compare the spec; the nodes of an earlier run that must leave first, in words, or ""."""
         store, keys = self._store, self._keys
         found = store.read(keys.spec)
         if found is None:
             return "" if store.compare_and_swap(keys.spec, None, self._spec) else self._compare()
-        if found.value == self._spec or (why := self._mismatch(self._spec, found.value)) is None:
+        if found.value in (self._spec, self._accepted):
+            return ""
+        if (why := self._mismatch(self._spec, found.value)) is None:
+            self._accepted = found.value
             return ""
         stored = store.read(keys.round)
         last = None if stored is None else decode_record(Round, keys.round, stored.value)
         if last is None or not last.terminal:
-            if not is_later_run(self._spec, found.value):
+            if not _begins_later_run(self._spec, found.value):
                 raise StoreRefused(f"job {keys.job!r} runs with a different command: {why}")
             if left := sorted(key.removeprefix(keys.nodes) for key in store.list(keys.nodes)):
                 return f"nodes of an earlier run of this job have not left: {', '.join(left)}"
