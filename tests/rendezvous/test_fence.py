@@ -1,9 +1,10 @@
-"""A leader that was held up cannot publish once another one has the key, also where one key is compared at a time."""
+"""Where one agent hosts the store: a leader that was held up cannot publish, and a host that does not lead is left."""
 
 from __future__ import annotations
 
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.messages import StoreAbandoned
 from elasticd_agent.model.records import NodeRecord
 from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
@@ -21,7 +22,7 @@ class SingleKeyStore(MemoryStore):
         return super().compare_and_swap(key, expected, value)
 
 
-def agent(store: MemoryStore, name: str) -> RendezvousMember:
+def agent(store: MemoryStore, name: str, may_lead: bool = True) -> RendezvousMember:
     record = NodeRecord(name, f"{name}1", "", (0,), "", 0, warm=1)
     return RendezvousMember(
         store,
@@ -34,6 +35,7 @@ def agent(store: MemoryStore, name: str) -> RendezvousMember:
         lambda mine, theirs: None,
         lambda nodes: {},
         lambda sentence: None,
+        may_lead=lambda: may_lead,
         single_key_cas=True,
     )
 
@@ -60,3 +62,24 @@ def test_new_leader_fences_the_round_key() -> None:
     found = store.read(KEYS.round)
     assert found is not None
     assert found.value == planned_from.value, "nobody has said anything else"
+
+
+def test_host_that_does_not_lead_is_abandoned() -> None:
+    """Its server process answers, its agent is stuck: the others give up after store_away, and not while it leads."""
+    store = SingleKeyStore(lambda: now)
+    now, host, other = 100.0, agent(store, "a"), agent(store, "b", may_lead=False)
+    abandoned: list[StoreAbandoned] = []
+
+    def turns(until: float, *agents: RendezvousMember) -> None:
+        nonlocal now
+        while now < until:
+            for one in agents:
+                abandoned.extend(n for n in one.turn(now)[0] if isinstance(n, StoreAbandoned))
+            now += 0.5
+
+    turns(500.0, host, other)
+    assert host.leads
+    turns(500.0 + Policy().lease_s + Policy().store_away_s - 1, other)
+    assert not abandoned
+    turns(500.0 + Policy().lease_s + Policy().store_away_s + 11, other)
+    assert "has not led the job for 30" in abandoned[0].why

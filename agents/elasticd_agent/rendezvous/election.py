@@ -46,7 +46,7 @@ class LeaderElection:
         self.preempt_at: float | None = None  #: when the leader is probed next
         self._other: tuple[NodeRecord, int] | None = None
         self._answered: str | None = None  # the incarnation of the leader that has answered a probe
-        self._free_since: float | None = None
+        self.free_since: float | None = None  #: since when no agent holds the key, as far as this one has read it
         self._unanswered_since: float | None = None
         self._abstain_until = float("-inf")
 
@@ -73,9 +73,9 @@ class LeaderElection:
         found = self._store.read(self._key)
         if found is None:
             self.key_lost(reread=False)
-            self._free_since = now if self._free_since is None else self._free_since
+            self.free_since = now if self.free_since is None else self.free_since
             return
-        self._free_since = None
+        self.free_since = None
         record = decode_record(NodeRecord, self._key, found.value)
         if record.incarnation == self._registration.record.incarnation:
             self._key_taken(found.version)
@@ -93,9 +93,9 @@ class LeaderElection:
         """
         if now < self._abstain_until:
             return self._abstain_until
-        if self._free_since is not None:
-            if non_member and now < self._free_since + MEMBERS_FIRST_S:
-                return self._free_since + MEMBERS_FIRST_S
+        if self.free_since is not None:
+            if non_member and now < self.free_since + MEMBERS_FIRST_S:
+                return self.free_since + MEMBERS_FIRST_S
             return self._take(None, now)
         if self._other is None:
             return None
@@ -142,7 +142,7 @@ class LeaderElection:
     def _key_taken(self, version: int) -> None:
         elected = self.key_version is None
         self.key_version = version
-        self._free_since = None
+        self.free_since = None
         self._other = None
         if elected:
             self._changed()

@@ -320,10 +320,12 @@ class RendezvousMember:
     def _lead(self, now: float) -> float | None:
         if self._registration.lease is None:
             return now
-        if not self._may_lead() or self._is_over():
+        if self._is_over():
             return None
         if self._follower.take(self._keys.planner):
             self._election.read_leader(now)
+        if not self._may_lead():
+            return self._await_leader(now)
         led = self.leads
         claim_at = None if led else self._election.claim(now, non_member=self._follower.is_non_member)
         if not self.leads:
@@ -333,6 +335,16 @@ class RendezvousMember:
         elif self._a_member_should_lead():
             return self._election.resign(now, 0.0)
         return self._plan(now)
+
+    def _await_leader(self, now: float) -> float | None:
+        """The host of the store leads alone: its agent may be stuck while its store answers."""
+        since = self._election.free_since
+        if since is None:
+            return None
+        if (silent_s := now - since) >= self._policy.store_away_s:
+            why = f"the agent that hosts the store has not led the job for {silent_s:.0f} s, although its store answers"
+            self._notices.append(StoreAbandoned(why, now))
+        return max(since + self._policy.store_away_s, now + self._policy.renewal_s)
 
     def _begin_to_lead(self) -> None:
         self._read_round()

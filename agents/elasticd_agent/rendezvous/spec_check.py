@@ -197,7 +197,7 @@ class SpecAgreement:
         self.done = False
 
     def restore(self) -> None:
-        """Write this node's spec, that of the Round that runs, into a store that has lost it. Raises StoreUnavailable."""
+        """Write the spec of the Round that runs into a store that has lost it. Raises StoreUnavailable."""
         found = self._store.read(self._keys.spec)
         if found is None or (found.value != self._spec and self._mismatch(self._spec, found.value) is not None):
             self._store.compare_and_swap(self._keys.spec, found and found.version, self._spec)
