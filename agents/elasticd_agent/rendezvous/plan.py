@@ -229,8 +229,20 @@ def _resize(running: _Running) -> Verdict:
     verdict = _unchanged(running) or _all_leave(running) or _resized(running)
     if isinstance(verdict, Round):
         return verdict
+    if isinstance(verdict, Wait) and not verdict.notable:
+        verdict = _absent_members(running) or verdict
     until = min((at for at in (running.losses.until, verdict.until) if at is not None), default=None)
     return replace(verdict, until=until)
+
+
+def _absent_members(running: _Running) -> Wait | None:
+    """Members' leases have expired, and this node does not see whether their workers still train."""
+    absent = [node for node, _ in running.view.absent_since if node not in running.view.done]
+    if running.view.next_step_due is not None or running.losses.until is None or not absent:
+        return None
+    after = f"{running.policy.adopt_timeout_s:g} s"
+    why = f"the leases of {', '.join(absent)} have expired; their workers may still train"
+    return Wait(f"{why}, so they count as lost after {after} (adopt_timeout)", None, notable=True)
 
 
 def _unchanged(running: _Running) -> Wait | None:
