@@ -200,7 +200,7 @@ class SpecAgreement:
         """Write the spec of the Round that runs into a store that has lost it. Raises StoreUnavailable."""
         found = self._store.read(self._keys.spec)
         if found is None or (found.value != self._spec and self._mismatch(self._spec, found.value) is not None):
-            self._store.compare_and_swap(self._keys.spec, found and found.version, self._spec)
+            self._store.compare_and_swap(self._keys.spec, None if found is None else found.version, self._spec)
 
     def _compare(self) -> str:
         """Write or compare the spec; the nodes of an earlier run that must leave first, in words, or ""."""
