@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from elasticd.errors import WireError
 
@@ -53,6 +53,7 @@ class Record:
 class Document(Record):
     """A record that is stored or sent on its own, with the version that wrote it."""
 
+    NAMED_BY: ClassVar[str] = ""  #: the field that the last part of its key repeats
     version: str = VERSION
 
     def to_json(self) -> bytes:

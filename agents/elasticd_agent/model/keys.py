@@ -18,9 +18,12 @@ D = TypeVar("D", bound=Document)
 def decode_record(kind: type[D], key: str, value: bytes) -> D:
     """The record under `key`. Raises WireError: a whole sentence with the key."""
     try:
-        return kind.from_json(value)
+        record = kind.from_json(value)
+        if kind.NAMED_BY and (name := getattr(record, kind.NAMED_BY)) != key.rpartition("/")[2]:
+            raise WireError(f"it is of another {kind.NAMED_BY}, {name!r}")
     except WireError as error:
         raise WireError(f"{key} in the store cannot be decoded and is left alone: {error}") from None
+    return record
 
 
 def decode_address(key: str, value: bytes) -> tuple[str, int]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from elasticd.errors import WireError
+from elasticd.errors import UsageError, WireError
 from elasticd_agent.model.codec import Document, Record
+from elasticd_agent.model.job import check_identifier
 
 JobOutcome = Literal["succeeded", "failed", "cancelled"]
 NodeState = Literal["starting", "ready", "cordoned", "draining", "quarantined"]
@@ -20,9 +21,19 @@ MAX_PREVIOUS_NODES = 8
 """Nodes that a job has left: they have its older rounds, and perhaps its checkpoints."""
 
 
+def _check_name(what: str, name: str) -> None:
+    """Names become paths and keys, and anyone who may write to the store chooses them."""
+    try:
+        check_identifier(what, name)
+    except UsageError as error:
+        raise WireError(str(error)) from None
+
+
 @dataclass(frozen=True, slots=True)
 class Submission(Document):
     """A submitted job."""
+
+    NAMED_BY: ClassVar[str] = "job"
 
     job: str
     number: int
@@ -44,8 +55,9 @@ class Submission(Document):
     """The job has ended, and its records are being removed."""
 
     def check(self) -> None:
-        if not self.job or self.number < 1:
-            raise WireError(f"submission of {self.job!r}: it needs a name and a number from 1")
+        _check_name("job id", self.job)
+        if self.number < 1:
+            raise WireError(f"submission of {self.job!r}: it needs a number from 1")
         if not 1 <= self.min_nodes <= self.max_nodes or not 1 <= self.min_slots <= self.max_slots:
             raise WireError(f"submission of {self.job!r}: invalid range of {self.min_nodes}:{self.max_nodes} nodes")
 
@@ -58,7 +70,8 @@ class SlotAssignment(Record):
     slots: tuple[int, ...]
 
     def check(self) -> None:
-        if not self.node or not self.slots or min(self.slots) < 0 or len(set(self.slots)) != len(self.slots):
+        _check_name("node", self.node)
+        if not self.slots or min(self.slots) < 0 or len(set(self.slots)) != len(self.slots):
             raise WireError(
                 f"assignment on {self.node!r}: slots must be distinct and not negative, got {list(self.slots)}"
             )
@@ -76,6 +89,7 @@ class Refusal(Record):
 class Placement(Document):
     """Where a submitted job runs, or, without assignments, why it is pending. Only the scheduler writes it."""
 
+    NAMED_BY: ClassVar[str] = "job"
     job: str
     number: int
     assignments: tuple[SlotAssignment, ...]
@@ -85,6 +99,11 @@ class Placement(Document):
     """Nodes that it ran on before, the newest first."""
     ended_s: float | None = None
     """When the scheduler first saw its result, by the schedulers' clock (keys.CLOCK)."""
+
+    def check(self) -> None:
+        _check_name("job id", self.job)
+        if self.number < 1:
+            raise WireError(f"placement of {self.job!r}: it needs a number from 1")
 
     def assignment(self, node: str) -> SlotAssignment | None:
         return next((one for one in self.assignments if one.node == node), None)
@@ -109,6 +128,7 @@ class RoundSummary(Record):
 class JobResult(Document):
     """How a submitted job ended. The first node with the result creates it; then all other nodes stop the job."""
 
+    NAMED_BY: ClassVar[str] = "job"
     job: str
     number: int
     outcome: JobOutcome
@@ -118,6 +138,11 @@ class JobResult(Document):
     nodes: tuple[str, ...] = ()
     rounds: tuple[RoundSummary, ...] = ()
     step: int = 0
+
+    def check(self) -> None:
+        _check_name("job id", self.job)
+        if self.number < 1:
+            raise WireError(f"result of {self.job!r}: it needs a number from 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +155,15 @@ class RunnerStatus(Record):
     state: RunnerState
     why: str = ""
 
+    def check(self) -> None:
+        _check_name("job id", self.job)
+
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus(Document):
     """An agent's report about its node, under a lease."""
 
+    NAMED_BY: ClassVar[str] = "node"
     node: str
     incarnation: str
     slots: int
@@ -154,19 +183,24 @@ class NodeStatus(Document):
     runners: tuple[RunnerStatus, ...] = ()
 
     def check(self) -> None:
-        if not self.node or self.slots < 0:
-            raise WireError(f"node {self.node!r} needs a name and a number of slots that is not negative")
+        _check_name("node", self.node)
+        if self.slots < 0:
+            raise WireError(f"node {self.node!r} needs a number of slots that is not negative")
 
 
 @dataclass(frozen=True, slots=True)
 class Cordon(Document):
     """No new jobs for a node; with `drain`, its jobs leave it, too. It outlives every agent."""
 
+    NAMED_BY: ClassVar[str] = "node"
     node: str
     drain: bool
     reason: str
     cordoned_by: str = ""
     cordoned_at: float = 0.0
+
+    def check(self) -> None:
+        _check_name("node", self.node)
 
     @property
     def text(self) -> str:

@@ -53,10 +53,13 @@ def _as_somebody(command: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+WORKS = "import sys; print('works', sys.version_info[:2])"
+
+
 def usable_by_others(node: AgentNode) -> None:
     """Where the environment's interpreter lies in somebody's home, the machine's own does as well."""
     for python in (sys.executable, "/usr/bin/python3"):
-        if "works" in asks_as_somebody("import sys; print('works', sys.version_info[:2])", python=python):
+        if "works" in asks_as_somebody(WORKS, python=python):
             node.python = python
             node.path += [path for path in sys.path if path.endswith("site-packages")]
             return
@@ -158,6 +161,55 @@ def test_failed_start_leaves_no_empty_log(tmp_path: Path, open_place: Path, monk
     with open(files.lock, "w") as lock, pytest.raises(spawning.NotAllowed, match="user 'nobody' may not execute"):
         spawning.spawn(files, lock.fileno(), spawning.Account.of("nobody"), StoreSecrets())
     assert not files.output.exists()
+
+
+ATTACK = """
+import os, time
+print("looking", flush=True)
+until = time.monotonic() + 20
+while time.monotonic() < until:
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                if "memfd:elasticd" in os.readlink(f"/proc/{pid}/fd/{fd}"):
+                    print("found", open(f"/proc/{pid}/fd/{fd}").read(), flush=True)
+        except OSError:
+            pass
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
+def test_jobs_user_cannot_read_secrets_as_the_runner_starts(open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of the same user looks at every file that the runner has open, from its first moment on."""
+    python = next((p for p in (sys.executable, "/usr/bin/python3") if "works" in asks_as_somebody(WORKS, python=p)), "")
+    if not python:
+        pytest.skip("no Python on this machine that others than root may execute")
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    attack = subprocess.Popen(
+        ["/usr/bin/python3", "-c", ATTACK],
+        user=SOMEBODY.pw_uid,
+        group=SOMEBODY.pw_gid,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert attack.stdout is not None
+    try:
+        assert attack.stdout.readline() == "looking\n"
+        for number in range(5):
+            files = JobFiles(open_place / str(number))
+            files.root.mkdir()
+            os.chown(files.root, SOMEBODY.pw_uid, SOMEBODY.pw_gid)
+            with open(files.lock, "w") as lock:
+                runner = spawning.spawn(
+                    files, lock.fileno(), spawning.Account.of("nobody"), StoreSecrets("a-secret-word")
+                )
+            assert runner.wait(30) != 0, "it has no spec"
+            assert "No such file" in files.output.read_text(), "it has read its secrets, and became that user"
+    finally:
+        attack.kill()
+        found, _ = attack.communicate()
+    assert "a-secret-word" not in found
 
 
 BECOMES = """

@@ -32,8 +32,10 @@ from elasticd_agent.model.version import version
 from elasticd_agent.node.keys import RUNNER_COMM
 from elasticd_agent.node.runners import liveness
 from elasticd_agent.node.runners.history import RoundHistory, RunnerMetrics
+from elasticd_agent.node.runners.spawn import Account, become
 from elasticd_agent.node.runners.spec import (
     MAX_WHY_CHARS,
+    PR_SET_DUMPABLE,
     RunnerSpec,
     StoreSecrets,
     exit_for,
@@ -56,22 +58,25 @@ MAX_WAKE_DELAY_S = 2.0
 def job(argv: Sequence[str]) -> int:
     """Run the job of the folder `argv[0]` to its end. Returns the exit code, which is also written to the folder.
 
-    The other arguments are file descriptors: the folder's lock, the store's secrets and, where the runner was started
-    from a copy of the code, the lock of that copy.
+    The other arguments are the user to run as, if this process runs as root for another one, and file descriptors: the
+    folder's lock, the store's secrets and, where the runner was started from a copy of the code, the lock of that copy.
     """
-    if len(argv) not in (3, 4) or not all(text.isdecimal() for text in argv[1:]):
+    if len(argv) not in (4, 5) or not all(text.isdecimal() for text in argv[2:]):
         raise UsageError("job is an internal command: use elasticd agent --config FILE")
     os.umask(0o077)
     prctl(PR_SET_NAME, RUNNER_COMM)
     _reset_oom_score()
     files = JobFiles(Path(argv[0]))
-    lock, secrets_fd, *code_lock = map(int, argv[1:])
+    lock, secrets_fd, *code_lock = map(int, argv[2:])
     for fd in (lock, *code_lock):
         os.set_inheritable(fd, False)
     liveness.write_owner(lock)
     try:
-        spec = read_spec(files)
         secrets = StoreSecrets.from_fd(secrets_fd)
+        if argv[1]:  # only now: processes of that user may read the memory and the files of one that is theirs
+            become(Account.of(argv[1]))
+            prctl(PR_SET_DUMPABLE, 0)  # the kernel resets it
+        spec = read_spec(files)
     except (OSError, WireError) as error:
         raise UsageError(f"{files.runner_spec}: {error}") from None
     return _run_to_end(spec, secrets, files, (lock, *code_lock))

@@ -212,11 +212,19 @@ class RunnerManager:
 
     def _folder(self, spec: RunnerSpec, account: Account | None) -> JobFiles:
         files = job_files(self._state, spec.job, spec.number)
-        files.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files.root.parent.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            files.root.mkdir(mode=0o700)
         if account is not None and account.uid != os.geteuid():
             for above in (self._state, files.root.parent):
                 above.chmod(0o711)  # its user can reach its own folder, and list no other
-            os.chown(files.root, account.uid, account.gid)
+            folder = os.open(files.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(folder).st_uid not in (os.geteuid(), account.uid):
+                    raise UsageError(f"{files.root} belongs to another user")
+                os.fchown(folder, account.uid, account.gid)
+            finally:
+                os.close(folder)
         return files
 
     # --- ending -----------------------------------------------------------------------------------------------------

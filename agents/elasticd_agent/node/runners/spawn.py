@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pwd
 import stat
@@ -71,16 +72,18 @@ def spawn(
     output = open_plain(files.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     secrets_fd = secrets.to_fd()
     fds = [lock, secrets_fd]
-    elasticd = ["-m", "elasticd_agent"]
+    # No file of the job's user is imported: neither its site directory, nor what PYTHONPATH names, unless we use that.
+    elasticd = ["-s" if "PYTHONPATH" in os.environ else "-I", "-m", "elasticd_agent"]
     if code is not None:
         with contextlib.suppress(OSError):
             fds.append(versions.lock(code))
-            elasticd = [str(code)]
+            elasticd[1:] = [str(code)]
     try:
         if other:
             os.fchown(output, account.uid, account.gid)
+            _start_as(account)
         return subprocess.Popen(
-            [sys.executable, *elasticd, "job", str(files.root), *map(str, fds)],
+            [sys.executable, *elasticd, "job", str(files.root), account.name if other else "", *map(str, fds)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -88,9 +91,6 @@ def spawn(
             env=runner_environment(account),
             pass_fds=fds,
             start_new_session=True,
-            user=account.uid if other else None,
-            group=account.gid if other else None,
-            extra_groups=os.getgrouplist(account.name, account.gid) if other else None,
         )
     except PermissionError as error:
         executes = error.filename == sys.executable
@@ -110,6 +110,33 @@ def spawn(
         os.close(output)
         for fd in fds[1:]:
             os.close(fd)
+
+
+def _start_as(account: Account) -> None:
+    """Start an interpreter as this user, with nothing to read: it tells whether that is possible.
+
+    The runner itself is started as root, and gives root up only once no other process can inspect it. Raises
+    PermissionError.
+    """
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", ""],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        cwd="/",
+        env={},
+        user=account.uid,
+        group=account.gid,
+        extra_groups=os.getgrouplist(account.name, account.gid),
+    )
+    if done.returncode != 0:
+        raise PermissionError(errno.EACCES, "it does not start", sys.executable)
+
+
+def become(account: Account) -> None:
+    """Give root up for good. Raises OSError."""
+    os.setgroups(os.getgrouplist(account.name, account.gid))
+    os.setgid(account.gid)
+    os.setuid(account.uid)
 
 
 def blocked_directory(account: Account, program: Path) -> str:

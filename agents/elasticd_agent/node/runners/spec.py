@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from elasticd.errors import WireError
+from elasticd.errors import UsageError, WireError
 from elasticd_agent.model.codec import Document
-from elasticd_agent.model.job import Rendezvous, Tls
+from elasticd_agent.model.job import Rendezvous, Tls, check_identifier
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.records import RoundSummary
 from elasticd_agent.system.files import open_plain, read_plain
@@ -106,8 +106,12 @@ class RunnerSpec(Document):
     max_nodes: int = 1
 
     def check(self) -> None:
-        if not self.job or self.number < 1 or not self.node or not self.slots:
-            raise WireError(f"runner spec of {self.job!r}: it needs a job, a number from 1, a node and slots")
+        try:
+            check_identifier("job id", self.job)
+        except UsageError as error:
+            raise WireError(f"runner spec: {error}") from None
+        if self.number < 1 or not self.node or not self.slots:
+            raise WireError(f"runner spec of {self.job!r}: it needs a number from 1, a node and slots")
 
     def rendezvous(self, secrets: StoreSecrets) -> Rendezvous:
         """The rendezvous of this job's runners, for this node."""
