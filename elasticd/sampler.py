@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sized
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 from elasticd.errors import SamplerError
 from elasticd.shuffle import ALGORITHM, LARGEST, Permutation
@@ -24,6 +26,11 @@ from elasticd.shuffle import ALGORITHM, LARGEST, Permutation
 # chunk is small so that the first batch after a restart does not wait for later ones.
 _FIRST_CHUNK = 128
 _LARGEST_CHUNK = 8192
+# Frames between a DataLoader's iterator and this sampler: none, or those of a wrapper's generators.
+_WRAPPER_FRAMES = 8
+# A thread that fetches ahead of the loop may fetch more than a step a commit, until its queue is full: not so many.
+_CERTAIN_COMMITS = 1000
+_LOADER_MODULES = ("torch.utils.data.", "torchdata.")
 
 
 class _Slice(NamedTuple):
@@ -31,6 +38,48 @@ class _Slice(NamedTuple):
 
     start: int
     stop: int
+
+
+class _Loader(NamedTuple):
+    """The DataLoader that iterates over a sampler, as far as it is known."""
+
+    unordered: bool = False
+    """Its batches arrive in another order than the sampler's."""
+    wrapped: bool = False
+    """Another batch sampler is between them."""
+
+
+@dataclass(slots=True)
+class _Consumption:
+    """What one iteration fetched, and what was committed meanwhile."""
+
+    loader: _Loader
+    steps: int = 0
+    """At its beginning, until the end of the epoch."""
+    exhausted: bool = False
+    commits: int = 0
+    fetched: int = 0
+    """The position at the last commit."""
+    least: int | None = None
+    """The fewest positions fetched between two commits, before the last step was fetched."""
+
+    def on_commit(self, fetched: int, end: int) -> None:
+        self.commits += 1
+        if self.commits > 1 and fetched < end:  # before the first commit the DataLoader fills its queues
+            new = fetched - self.fetched
+            self.least = new if self.least is None else min(self.least, new)
+        self.fetched = fetched
+
+    def skips(self, global_batch: int) -> bool:
+        """More than one step is fetched for each commit, beyond what a DataLoader prefetches."""
+        certain = self.exhausted or self.commits >= _CERTAIN_COMMITS
+        return certain and self.least is not None and self.least > global_batch
+
+    def skipped(self, global_batch: int, world_size: int) -> bool:
+        """The same after the loop; also where all steps were prefetched, and a wrapper took every world_size-th one."""
+        if self.least is not None or not self.exhausted:
+            return self.skips(global_batch)
+        return self.loader.wrapped and world_size > 1 and abs(self.steps - self.commits * world_size) < world_size
 
 
 class ElasticBatchSampler:
@@ -103,6 +152,7 @@ class ElasticBatchSampler:
         self._generation = 0
         self._restored = False
         self._finished_here = False
+        self._consumption = _Consumption(_Loader())
 
     @property
     def epoch(self) -> int:
@@ -171,6 +221,14 @@ class ElasticBatchSampler:
                 f"each optimizer step, after all of its micro-batches ({self._accumulate}); session.step() already "
                 "commits an attached sampler, so do not call both"
             )
+        if self._consumption.loader.unordered:
+            raise SamplerError(
+                "DataLoader(in_order=False) with several workers yields batches in the order in which the workers "
+                "finish, and commit() counts them in the order of the epoch: a resume would repeat some samples and "
+                "lose others. Leave in_order at its default, True"
+            )
+        self._consumption.on_commit(self._fetched, self._end)
+        self._refuse_skipped_steps(self._consumption.skips(self._global_batch))
         # The samples that drop_last leaves out belong to the last step, so that offset == length always means "over".
         self._offset = self._size if step.stop == self._end else step.stop
         self._restored = False
@@ -191,6 +249,7 @@ class ElasticBatchSampler:
             )
         self._finished_here = False
         if epoch != self._epoch:
+            self._refuse_skipped_steps(self._consumption.skipped(self._global_batch, self._world_size))
             self._place_cursor(epoch, 0)
 
     def state_dict(self) -> dict[str, int | bool | str]:
@@ -222,12 +281,15 @@ class ElasticBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's micro-batches from the committed cursor to the end of the epoch, `accumulate` of them a step.
 
-        Raises SamplerError when the epoch was finished by this process and `set_epoch` has not been called since.
+        Raises SamplerError when the epoch was finished by this process and `set_epoch` has not been called since; also,
+        as do `commit()` and `set_epoch()`, when the loop fetches several steps for each commit: it skips samples.
         """
         if self._finished_here:
             raise SamplerError(
                 f"epoch {self._epoch} is finished; call sampler.set_epoch({self._epoch + 1}) before the next iteration"
             )
+        self._refuse_skipped_steps(self._consumption.skipped(self._global_batch, self._world_size))
+        self._consumption = _Consumption(_calling_loader(self), steps=len(self._starts_left()))
         # Not a generator itself: it starts at the cursor of iter(), not of the first next().
         return self._micro_batches(self._starts_left(), self._generation)
 
@@ -251,6 +313,23 @@ class ElasticBatchSampler:
                 taken += stop - start
             done += len(steps)
             chunk = min(2 * chunk, _LARGEST_CHUNK)
+        if generation == self._generation:
+            self._consumption.exhausted = True
+            self._refuse_skipped_steps(self._consumption.skips(self._global_batch))
+
+    def _refuse_skipped_steps(self, skipped: bool) -> None:
+        """SamplerError for an iteration that commits only some of the steps it fetches.
+
+        One that is left early has fetched ahead by what its DataLoader prefetches, and then one step for each commit.
+        """
+        if not skipped or not 0 < self._offset < self._size:
+            return
+        raise SamplerError(
+            f"the cursor is at {self._position()}, but all samples before {self._fetched} were fetched, more than one "
+            "step for each commit(). If this DataLoader went through Accelerate's prepare(), leave it out: "
+            "the sampler already gives each rank its share. If each step trains on several micro-batches, give "
+            "ElasticBatchSampler(accumulate=...)"
+        )
 
     def _refuse_stale(self, step: _Slice, generation: int, epoch: int) -> None:
         if generation != self._generation or step.start < self._offset:
@@ -293,6 +372,7 @@ class ElasticBatchSampler:
         self._fetched = offset
         self._generation += 1
         self._restored = False
+        self._consumption = _Consumption(_Loader())
 
     @property
     def _end(self) -> int:
@@ -300,6 +380,23 @@ class ElasticBatchSampler:
 
     def _position(self) -> str:
         return f"epoch {self._epoch}, sample {self._offset} of {self._size}"
+
+
+def _calling_loader(sampler: object) -> _Loader:
+    """The DataLoader whose iterator is asking for indices: it names neither itself nor its options to a sampler."""
+    frame = sys._getframe(2)
+    for _ in range(_WRAPPER_FRAMES):
+        names = frame.f_locals if frame.f_globals.get("__name__", "").startswith(_LOADER_MODULES) else {}
+        iterator: Any = names.get("self")
+        if hasattr(iterator, "_index_sampler"):
+            # While the iterator is being made only the DataLoader has the option.
+            in_order = getattr(names.get("loader"), "in_order", getattr(iterator, "_in_order", True))
+            unordered = not in_order and getattr(iterator, "_num_workers", 0) > 1
+            return _Loader(unordered, getattr(iterator, "_index_sampler", sampler) is not sampler)
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return _Loader()
 
 
 def _length(dataset: Sized | int) -> int:

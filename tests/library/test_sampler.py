@@ -414,3 +414,121 @@ def test_even_division_matches_distributed_sampler(drop_last: bool) -> None:
             dataset, batch_size=4, sampler=DistributedSampler(dataset, num_replicas=3, rank=rank), drop_last=drop_last
         )
         assert len(ours) == len(theirs) == len(list(ours)) == len(list(theirs))
+
+
+class SecondDivision:
+    """Gives this rank every second batch of a batch sampler, as Accelerate's BatchSamplerShard does."""
+
+    def __init__(self, sampler: ElasticBatchSampler) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler) // 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, batch in enumerate(self.sampler):
+            if number % 2 == 1:
+                yield batch
+
+
+class Unchanged(SecondDivision):
+    """A wrapper that takes no batch away."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self.sampler
+
+
+def shared(n: int, **options: int) -> ElasticBatchSampler:
+    """Rank 0 of 2."""
+    return ElasticBatchSampler(n, 8, rank=0, world_size=2, **options)
+
+
+def epoch_of(
+    sampler: ElasticBatchSampler, wrapper: type[SecondDivision] | None, workers: int, take: int = 1, limit: int = 10**6
+) -> None:
+    """Train on at most `limit` steps of `take` batches from a DataLoader."""
+    batches = wrapper(sampler) if wrapper else sampler
+    loader = DataLoader(range(100_000), batch_sampler=batches, num_workers=workers)  # type: ignore[arg-type, var-annotated]
+    for number, _ in enumerate(loader, 1):
+        if number % take == 0:
+            sampler.commit()
+        if number == limit * take:
+            break
+
+
+@pytest.mark.parametrize(
+    ("n", "wrapper", "workers", "take", "at"),
+    [
+        (64, SecondDivision, 0, 1, 32),
+        (64, SecondDivision, 2, 1, 32),  # all are prefetched
+        (400, SecondDivision, 2, 1, 168),  # at the end of the sampler, with batches still in the DataLoader's queues
+        (400, None, 0, 2, 200),  # accumulate= is not given
+        (100_000, None, 0, 2, 7992),
+    ],
+)
+@pytest.mark.parametrize("again", [lambda sampler: sampler.set_epoch(1), iter], ids=["set_epoch", "iter"])
+def test_more_than_one_step_fetched_for_each_commit_raises(
+    n: int,
+    wrapper: type[SecondDivision] | None,
+    workers: int,
+    take: int,
+    at: int,
+    again: Callable[[ElasticBatchSampler], object],
+) -> None:
+    sampler = shared(n)
+
+    def train_on_epoch() -> None:
+        epoch_of(sampler, wrapper, workers, take)
+        again(sampler)
+
+    with pytest.raises(SamplerError, match=rf"sample \d+ of {n}, but .*leave it out"):
+        train_on_epoch()
+    assert sampler.epoch == 0
+    assert sampler.offset == at
+
+
+@pytest.mark.parametrize(
+    ("n", "wrapper", "workers", "accumulate", "limit"),
+    [
+        (64, None, 0, 1, 4),
+        (64, None, 2, 1, 4),
+        (64, None, 2, 1, 7),
+        (400, None, 2, 1, 48),
+        (400, None, 1, 1, 49),
+        (64, Unchanged, 2, 1, 7),
+        (400, Unchanged, 0, 1, 25),
+        (400, None, 2, 2, 1000),
+        (400, Unchanged, 2, 1, 1000),
+    ],
+)
+def test_epoch_that_is_left_early_may_be_followed(
+    n: int, wrapper: type[SecondDivision] | None, workers: int, accumulate: int, limit: int
+) -> None:
+    sampler = shared(n, accumulate=accumulate)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        epoch_of(sampler, wrapper, workers, accumulate, limit)
+    assert sampler.epoch == 1
+    assert sampler.offset == min(8 * limit, n)
+
+
+def test_list_of_batches_may_be_trained_on_in_part() -> None:
+    sampler = shared(400)
+    for _ in list(sampler)[:25]:
+        sampler.commit()
+    sampler.set_epoch(1)
+
+
+@pytest.mark.parametrize("wrapper", [None, Unchanged])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_commit_of_unordered_batches_raises(workers: int, wrapper: type[SecondDivision] | None) -> None:
+    sampler = shared(64)
+    batches = wrapper(sampler) if wrapper else sampler
+    loader = DataLoader(range(64), batch_sampler=batches, num_workers=workers, in_order=False)  # type: ignore[arg-type, var-annotated]
+    fetched = iter(loader)
+    next(fetched)
+    if workers < 2:
+        sampler.commit()
+        return
+    with pytest.raises(SamplerError, match="in_order at its default"):
+        sampler.commit()
