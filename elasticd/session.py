@@ -202,7 +202,7 @@ class Session:
         `torch.load(weights_only=True)` would not open, naming the key.
         """
         self._saver.open(None, "save")
-        self._save("requested by the script")
+        self._save("requested by the script", wait=True)
 
     def step(self) -> None:
         """End an optimizer step: count it, commit the sampler, write the heartbeat, decide with all ranks, save if due.
@@ -228,9 +228,9 @@ class Session:
         action: Action = decision.action if decision else "continue"
         saved = False
         if self._saver.due_by_steps(self._steps):
-            saved = self._save(str(self._saver.every))
+            saved = self._save(str(self._saver.every), wait=action != "continue")
         elif decision and (action in ("save", "pause") or (action == "stop" and self._saver.every)):
-            saved = self._save(decision.reason)
+            saved = self._save(decision.reason, wait=action != "save")
         if action == "pause":
             action = self._pause(saved)
         if action == "stop":
@@ -297,10 +297,10 @@ class Session:
             return RankStatus(self._steps, "barrier", name[:64])
         return RankStatus(self._steps, "pause" if phase == Phase.BARRIER else phase.name.lower())
 
-    def _save(self, why: str) -> bool:
+    def _save(self, why: str, wait: bool) -> bool:
         if self._barrier_s is not None:
             self.barrier(f"checkpoint at step {self._steps}", self._barrier_s)
-        return self._saver.save(self._steps, self._attached, why)
+        return self._saver.save(self._steps, self._attached, why, wait)
 
     def _propose(self) -> tuple[Action, str]:
         """Rank 0: what all ranks should do at this decision point, and why."""

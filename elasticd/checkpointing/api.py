@@ -10,23 +10,24 @@ process saves one checkpoint at a time. docs/checkpoints.md lists the guarantees
 from __future__ import annotations
 
 import errno
-import io
 import os
 import pickle
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing.atomic_write import HashingFile, Staging, sweep
 from elasticd.checkpointing.directory_lock import DirectoryLock
+from elasticd.checkpointing.layout import UNPICKLABLE, Layout
 from elasticd.checkpointing.lineage import (
     Entry,
     examine,
     highest_round,
     lineage,
     names,
-    read_state,
+    open_verified,
 )
 from elasticd.checkpointing.manifest import MANIFEST, STATE, Manifest, Unreadable, parse
 from elasticd.checkpointing.retention import retain
@@ -34,9 +35,6 @@ from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.errors import CheckpointCorrupt, CheckpointRefused
 
 __all__ = ["DirectoryLock", "Entry", "highest_round", "lineage", "load", "relink", "retain", "save"]
-
-# What pickle and torch raise for a value that passed our own list of types.
-_UNPICKLABLE = (pickle.PicklingError, RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
 
 
 def save(
@@ -57,49 +55,57 @@ def save(
     parent counts. Raises CheckpointRefused, before writing, for a state that would not load again; OSError when the
     disk is full or the directory cannot be written, and then leaves no checkpoint; ValueError for invalid numbers.
     """
-    import torch
-
-    base = Path(directory)
     check_loadable(state)
-    draft = Manifest(round, step, _parent(base, round, parent), world_size, 0, "", job, run, cursor, time.time())
+    draft = Manifest(round, step, parent, world_size, 0, "", job, run, cursor, time.time())
+    check_cursor(draft)
+    layout = Layout(state)
+    return write(directory, draft, lambda file: layout.write(file.write))
+
+
+def check_cursor(draft: Manifest) -> None:
+    """Raises CheckpointRefused for a sampler's position that is not JSON."""
     try:
         draft.to_json()
     except (TypeError, ValueError) as error:
         raise CheckpointRefused(f"cursor: a sampler's state must be JSON, and this is not: {error}") from error
+
+
+def write(directory: str | os.PathLike[str], draft: Manifest, fill: Callable[[HashingFile], None]) -> Entry:
+    """Write the checkpoint that `draft` describes, without its size and checksum; `fill` writes state.pt.
+
+    `save` describes what is raised.
+    """
+    base = Path(directory)
+    draft = replace(draft, parent=_parent(base, draft.round, draft.parent))
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    sweep(base, round)
-
-    def write(file: HashingFile) -> None:
-        try:
-            torch.save(state, file)  # type: ignore[arg-type]  # it asks for write() and flush() only
-        except _UNPICKLABLE as error:
-            raise CheckpointRefused(f"torch.save cannot write this state: {error}. Nothing was saved") from error
-
-    with Staging(base, round, step) as staging:
-        size, checksum = staging.write_state(write)
+    sweep(base, draft.round)
+    with Staging(base, draft.round, draft.step) as staging:
+        size, checksum = staging.write_state(fill)
         manifest = replace(draft, bytes=size, checksum=checksum)
         return Entry(staging.publish(manifest), manifest)
 
 
 def load(entry: Entry, map_location: Any = "cpu") -> dict[str, Any]:
-    """The state that `save` wrote. Reads the file once, into memory, and checks it before anything is unpickled.
+    """The state that `save` wrote, checked as a whole before anything is unpickled. On the CPU its tensors are mapped
+    from the file: memory is used for what is touched, and whatever changes them changes a private copy of the page.
 
     Raises CheckpointCorrupt for a checkpoint that cannot be used (the next one of the lineage may be good), OSError if
     it cannot be opened.
     """
+    fd = open_verified(entry)
+    try:
+        return load_mapped(fd, map_location)
+    finally:
+        os.close(fd)
+
+
+def load_mapped(fd: int, map_location: Any = "cpu") -> dict[str, Any]:
+    """The state in the file or the memory `fd`, which is whole. Raises CheckpointCorrupt."""
     import torch
 
-    buffer = io.BytesIO()
-    if entry.manifest.bytes:
-        # Memory is committed only as it is filled; a wrong size is found before.
-        buffer.seek(entry.manifest.bytes - 1)
-        buffer.write(b"\0")
-    with buffer.getbuffer() as into:
-        read_state(entry, into)
-    buffer.seek(0)
     try:
-        state = torch.load(buffer, map_location=map_location, weights_only=True)
-    except (*_UNPICKLABLE, pickle.UnpicklingError, EOFError, KeyError) as error:
+        state = torch.load(f"/proc/self/fd/{fd}", map_location=map_location, weights_only=True, mmap=True)
+    except (*UNPICKLABLE, pickle.UnpicklingError, EOFError, KeyError) as error:
         raise CheckpointCorrupt(f"{STATE} is undamaged, but this torch cannot load it: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointCorrupt(f"{STATE} holds {type(state).__name__}, not a dict")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import secrets
 import shutil
@@ -18,43 +17,27 @@ from pathlib import Path
 from types import TracebackType
 
 from elasticd.checkpointing.lineage import CheckpointName, names
-from elasticd.checkpointing.manifest import ALGORITHM, MANIFEST, STATE, Manifest
+from elasticd.checkpointing.manifest import MANIFEST, STATE, Checksum, Manifest
 
 _COPY_BYTES = 1 << 20
 
 
 class HashingFile:
-    """The file for `torch.save`: each byte goes to the descriptor and into the checksum, once.
-
-    After an OSError it keeps the error and ignores further bytes: an exception must not pass through torch's C++
-    writer, whose own clean-up then fails, too, with a message that hides the cause.
-    """
+    """Each byte goes to the descriptor and into the checksum, once."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._digest = hashlib.new(ALGORITHM)
+        self.checksum = Checksum()
         self.bytes = 0
-        self.error: OSError | None = None
 
-    @property
-    def checksum(self) -> str:
-        return f"{ALGORITHM}:{self._digest.hexdigest()}"
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        view = memoryview(data).cast("B")
-        whole = len(view)
-        try:
-            while self.error is None and len(view):
-                count = os.write(self._fd, view)
-                self._digest.update(view[:count])
-                self.bytes += count
-                view = view[count:]
-        except OSError as error:
-            self.error = error
-        return whole
-
-    def flush(self) -> None:
-        """Nothing is buffered here."""
+    def write(self, data: bytes | memoryview) -> None:
+        """Raises OSError."""
+        view = memoryview(data)
+        while len(view):
+            count = os.write(self._fd, view[:_COPY_BYTES])
+            self.checksum.update(view[:count])
+            self.bytes += count
+            view = view[count:]
 
 
 class Staging:
@@ -93,15 +76,11 @@ class Staging:
         fd = os.open(self.path / STATE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             file = HashingFile(fd)
-            try:
-                writer(file)
-            finally:
-                if file.error is not None:
-                    raise file.error
+            writer(file)
             os.fsync(fd)
         finally:
             os.close(fd)
-        return file.bytes, file.checksum
+        return file.bytes, str(file.checksum)
 
     def link_state(self, source: int) -> tuple[int, str] | None:
         """Hard-link state.pt from the directory with descriptor `source`, or copy it: then its size and checksum."""

@@ -9,7 +9,6 @@ parent.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import stat
@@ -17,14 +16,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd.checkpointing.manifest import ALGORITHM, STATE, Manifest, Unreadable, read
-from elasticd.errors import CheckpointCorrupt
+from elasticd.checkpointing.manifest import STATE, Checksum, Manifest, Unreadable, read
+from elasticd.errors import CheckpointCorrupt, CheckpointError
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
 _NAME = re.compile(rf"r{_NUMBER}-s{_NUMBER}(\.again)?")
 # Not checkpoints, but they show that a round was here: being written, being deleted.
 _HIDDEN = re.compile(rf"\.r{_NUMBER}-s{_NUMBER}\.[0-9a-f]+\.(staging|trash)")
 _READ_BYTES = 1 << 20
+_DAMAGE = (errno.ENOENT, errno.EIO, errno.ENODATA, errno.EBADMSG, errno.ESTALE, errno.EISDIR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,40 +157,56 @@ def examine(named: CheckpointName) -> Manifest | Unreadable:
 
 
 def find_damage(entry: Entry) -> str | None:
-    """Why the state cannot be used, after reading all of it; None if it is whole."""
+    """Why the state cannot be used, after reading all of it from the disk; None if it is whole."""
     try:
-        read_state(entry, None)
+        os.close(open_verified(entry, from_disk=True))
     except (CheckpointCorrupt, OSError) as error:
         return str(error)
     return None
 
 
-def read_state(entry: Entry, into: memoryview | None) -> None:
-    """Read state.pt once, into a buffer of `manifest.bytes` if one is given, checking while reading.
+def open_verified(entry: Entry, from_disk: bool = False) -> int:
+    """Open state.pt, read all of it and compare the checksum; returns its descriptor. `from_disk`: not from the cache.
 
-    Raises CheckpointCorrupt if it is damaged, OSError if it cannot be opened."""
-    path, expected = entry.path / STATE, entry.manifest
-    digest = hashlib.new(ALGORITHM)
-    scratch = memoryview(bytearray(_READ_BYTES)) if into is None else None
-    done = 0
+    Raises CheckpointCorrupt if it is damaged, CheckpointError if its checksum cannot be computed here, OSError if it
+    cannot be opened.
+    """
+    expected = entry.manifest
+    algorithm = expected.checksum.partition(":")[0]
     try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != expected.bytes:
-                raise CheckpointCorrupt(_wrong_size(size, expected))
-            while done < size:
-                part = min(_READ_BYTES, size - done)
-                piece = scratch[:part] if scratch is not None else into[done : done + part]  # type: ignore[index]
-                count = file.readinto(piece)
-                if not count:
-                    raise CheckpointCorrupt(f"{STATE} ended early while being read")
-                digest.update(piece[:count])
-                done += count
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.EIO, errno.ENODATA, errno.EBADMSG, errno.ESTALE, errno.EISDIR):
+        checksum = Checksum(algorithm)
+    except LookupError:
+        raise CheckpointError(
+            f"{entry.path}: this interpreter cannot compute its checksum, {algorithm}; `pip install xxhash`"
+        ) from None
+    fd = -1
+    try:
+        fd = os.open(entry.path / STATE, os.O_RDONLY | os.O_CLOEXEC)
+        if from_disk:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        _check(fd, expected, checksum)
+    except BaseException as error:
+        if fd >= 0:
+            os.close(fd)
+        if isinstance(error, OSError) and error.errno in _DAMAGE:
             raise CheckpointCorrupt(f"{STATE} cannot be read: {error.strerror}") from error
         raise
-    if f"{ALGORITHM}:{digest.hexdigest()}" != expected.checksum:
+    return fd
+
+
+def _check(fd: int, expected: Manifest, checksum: Checksum) -> None:
+    size = os.fstat(fd).st_size
+    if size != expected.bytes:
+        raise CheckpointCorrupt(_wrong_size(size, expected))
+    buffer = memoryview(bytearray(_READ_BYTES))
+    done = 0
+    while done < size:
+        count = os.preadv(fd, [buffer], done)
+        if not count:
+            raise CheckpointCorrupt(f"{STATE} ended early while being read")
+        checksum.update(buffer[:count])
+        done += count
+    if str(checksum) != expected.checksum:
         raise CheckpointCorrupt(f"{STATE} does not match its checksum: it was damaged after it was written")
 
 

@@ -21,9 +21,17 @@ VERSION = "1.0"
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 
-# sha256 and not a faster hash: hashlib runs it on the processor's own instructions (1.3 GB/s, blake2b 0.5 GB/s on the
-# same core), and `sha256sum state.pt` checks a file by hand.
-ALGORITHM = "sha256"
+try:
+    import xxhash
+
+    _ALGORITHMS: dict[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+except ImportError:  # an interpreter of the job's own that has this library, but not what it depends on
+    _ALGORITHMS = {"sha256": hashlib.sha256}
+ALGORITHM = next(iter(_ALGORITHMS))
+"""Of new checkpoints. The checksum finds damage, not forgery, and xxh3 takes a tenth of sha256's time (0.04 s instead
+of 0.57 s a gigabyte); `xxhsum -H2 state.pt` checks a file by hand."""
+NO_CHECKSUM = "none:"
+"""Of a state in memory."""
 _MAX_BYTES = 1 << 20
 _LARGEST = 1 << 63
 
@@ -41,7 +49,7 @@ class Manifest:
     bytes: int
     """Of state.pt, as is `checksum`."""
     checksum: str
-    """sha256:<hex>"""
+    """The algorithm and the digits, "xxh3_128:…"; older checkpoints have sha256."""
     job: str
     run: str
     cursor: dict[str, Any] | None = None
@@ -130,9 +138,23 @@ def parse(data: bytes) -> Manifest | Unreadable:
         return Unreadable(f"{MANIFEST}: {error}")
 
 
+class Checksum:
+    """A checksum that is computed piece by piece. Raises LookupError for an algorithm that this interpreter lacks."""
+
+    def __init__(self, algorithm: str = ALGORITHM) -> None:
+        self._algorithm = algorithm
+        self._digest = _ALGORITHMS[algorithm]()
+
+    def update(self, data: builtins.bytes | memoryview) -> None:
+        self._digest.update(data)
+
+    def __str__(self) -> str:
+        return f"{self._algorithm}:{self._digest.hexdigest()}"
+
+
 def _seal(content: Mapping[str, Any]) -> str:
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return f"{ALGORITHM}:{hashlib.new(ALGORITHM, canonical.encode()).hexdigest()}"
+    return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"
 
 
 def _is_digits(text: str) -> bool:
@@ -152,7 +174,7 @@ def _is_parent(value: Any) -> bool:
 
 
 def _is_checksum(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith(f"{ALGORITHM}:")
+    return isinstance(value, str) and ":" in value
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {

@@ -18,9 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import state
+from elasticd.checkpointing import state, writer_client
+from elasticd.checkpointing.buffers import WriteTask
 from elasticd.checkpointing.directory_lock import DirectoryLock
+from elasticd.checkpointing.layout import Layout
+from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
 from elasticd.checkpointing.safe_types import check_loadable
+from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import UsageError
 from elasticd.heartbeat.record import HeartbeatWriter, Phase
@@ -79,7 +83,12 @@ class Saver:
     keep: int = DEFAULT_KEEP
     _lock: DirectoryLock | None = None
     _last_at: float = field(default_factory=time.monotonic)
+    writer: WriterClient | None = field(default_factory=writer_client.from_environment)
+    """None: there is no writer on this node, and rank 0 writes checkpoints itself."""
     _saves: int = 0
+    _pending: bool = False
+    """The writer has a checkpoint of this process to write, or has written it."""
+    _refusal: str = ""
 
     def open(self, directory: str | os.PathLike[str] | None, caller: str) -> Path:
         """Choose the directory (the argument, else ELASTICD_CHECKPOINT_DIR) and lock it; a second call only checks."""
@@ -128,8 +137,12 @@ class Saver:
         seconds = self.every.seconds if self.every else None
         return seconds is not None and time.monotonic() - self._last_at >= seconds
 
-    def save(self, step: int, attached: Mapping[str, Any], why: str) -> bool:
-        """Save the attached objects and all ranks' random states; True on rank 0 if the checkpoint is on the disk."""
+    def save(self, step: int, attached: Mapping[str, Any], why: str, wait: bool = False) -> bool:
+        """Save the attached objects and all ranks' random states; True on rank 0 if the checkpoint is on the disk.
+
+        Where the launcher runs a writer, training is blocked only by a copy into memory: without `wait` the result then
+        says whether that copy was made, and the writer reports what became of it.
+        """
         if not attached:
             raise UsageError("nothing is attached: call session.attach(model=..., optimizer=...) before saving")
         self._saves += 1
@@ -139,7 +152,15 @@ class Saver:
         if self._saves == 1:
             what = f"whether the state of step {step} can be loaded again"
             self.channel.on_rank0("first save", what, lambda: self._check(step, attached, every_rank))
-        return self.group.rank == 0 and self._write(step, attached, every_rank, why)
+        if self.group.rank != 0 and self.writer is None:
+            return False
+        before = self.heartbeat.current_phase
+        self.heartbeat.set_phase(Phase.CHECKPOINT)
+        try:
+            return self._save(step, attached, every_rank, why, wait)
+        finally:
+            self.heartbeat.set_phase(before)
+            self._last_at = time.monotonic()
 
     def _check(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes]) -> dict[str, Any]:
         check_loadable(self._content(step, attached, every_rank))
@@ -150,45 +171,90 @@ class Saver:
         streams = [state.from_bytes(each) for each in every_rank]
         return {**state.gather(attached), state.RESERVED: {**own, "rng": streams}}
 
-    def _write(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes], why: str) -> bool:
-        assert self.directory is not None
-        saved = False
-        before = self.heartbeat.current_phase
-        self.heartbeat.set_phase(Phase.CHECKPOINT)
+    def _save(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes], why: str, wait: bool) -> bool:
         start = time.monotonic()
-        path = self.directory / f"r{self.round}-s{step}"
+        content = self._content(step, attached, every_rank)
+        if self.group.rank == 0:
+            check_loadable(content)
+        layout = Layout(content, state.replicated(attached, self.group.world_size))
+        whose = (self.group.world_size, layout.bytes, NO_CHECKSUM, self.environment.job, self.environment.run)
+        draft = Manifest(self.round, step, self.parent, *whose, _cursor(attached), time.time())
+        if self.group.rank == 0:
+            checkpoint.check_cursor(draft)
+        copied = self._copy(draft, layout, why, start)
+        if self.group.rank != 0:
+            return False
+        if not copied:
+            return self._write(draft, layout, why, start)
+        return self.wait() if wait else True
+
+    def _copy(self, draft: Manifest, layout: Layout, why: str, start: float) -> bool:
+        """Copy this rank's share into the writer's memory; False where rank 0 has to write the checkpoint itself."""
+        if self.writer is None:
+            return False
+        directory, events = str(self.directory), str(self.events.path or "")
+
+        def task() -> WriteTask:
+            blocked_s = time.monotonic() - start
+            return WriteTask(directory, self.keep, why, self._next_try, events, self.group.rank, blocked_s)
+
+        try:
+            self.writer.copy(draft, self._saves, layout, task if self.group.rank == 0 else None)
+        except (OSError, SnapshotRefused) as error:
+            if self.group.rank == 0 and self._refusal != str(error):
+                self._refusal = str(error)
+                reason = f"checkpoints are written while training waits: {error}"
+                logger.warning(reason)
+                self.events.write("message", reason, draft.step, path=directory)
+            return False
+        self._pending = self.group.rank == 0
+        return True
+
+    def wait(self) -> bool:
+        """On rank 0: wait until the writer has finished with the last save; True if it is on the disk."""
+        if self.writer is None or not self._pending:
+            return False
+        self._pending = False
+        try:
+            result = self.writer.wait(self.round, self._saves, self.channel.timeout_s)
+        except OSError as error:
+            result = {"saved": False, "why": f"the writer does not answer: {error}"}
+        if not result["saved"]:
+            logger.warning("a checkpoint failed: %s", result["why"])
+        return bool(result["saved"])
+
+    @property
+    def _next_try(self) -> str:
+        return f"it is tried again {self.every}" if self.every else "it is not tried again"
+
+    def _write(self, draft: Manifest, layout: Layout, why: str, start: float) -> bool:
+        """Write the checkpoint here and now."""
+        assert self.directory is not None
+        path = self.directory / f"r{draft.round}-s{draft.step}"
         try:
             if self._lock is None:
                 self._take_lock(self.directory)
-            entry = checkpoint.save(
-                self.directory,
-                round=self.round,
-                step=step,
-                parent=self.parent,
-                world_size=self.group.world_size,
-                job=self.environment.job,
-                run=self.environment.run,
-                cursor=_cursor(attached),
-                state=self._content(step, attached, every_rank),
+            entry = checkpoint.write(self.directory, draft, lambda file: layout.write(file.write))
+            fields = {"path": str(path), "bytes": entry.manifest.bytes, "seconds": time.monotonic() - start}
+            self.events.write(
+                "checkpoint_saved", f"checkpoint of step {draft.step} saved ({why})", draft.step, **fields
             )
-            saved = True
-            seconds, size = time.monotonic() - start, entry.manifest.bytes
-            reason = f"checkpoint of step {step} saved ({why})"
-            self.events.write("checkpoint_saved", reason, step, path=str(entry.path), bytes=size, seconds=seconds)
             checkpoint.retain(self.directory, self.round, self.keep)
         except OSError as error:
-            again = f"it is tried again {self.every}" if self.every else "it is not tried again"
-            self._warn("checkpoint_failed", f"checkpoint of step {step} failed ({error}); {again}", path, step)
-        finally:
-            self.heartbeat.set_phase(before)
-        return saved
+            reason = f"checkpoint of step {draft.step} failed ({error}); {self._next_try}"
+            self._warn("checkpoint_failed", reason, path, draft.step)
+            return False
+        return True
 
     def _warn(self, kind: str, reason: str, path: Path, step: int | None = None) -> None:
         logger.warning(reason)
         self.events.write(kind, reason, step, path=str(path))
 
     def close(self) -> None:
-        """Release the lock."""
+        """Wait for the last checkpoint and release the lock."""
+        self.wait()
+        if self.writer is not None:
+            self.writer.close()
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -51,6 +51,30 @@ def gather(attached: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _bare(unwrap(obj).state_dict()) for name, obj in attached.items()}
 
 
+def replicated(attached: Mapping[str, Any], world_size: int) -> frozenset[int]:
+    """The addresses of the storages that are bit for bit equal on all ranks: parameters of modules in
+    DistributedDataParallel, and what an optimizer of such parameters keeps for them.
+
+    Buffers are not: each rank's BatchNorm has seen its own batches.
+    """
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
+
+    parameters: dict[int, torch.Tensor] = {}
+    for obj in attached.values():
+        if isinstance(obj, DistributedDataParallel) and obj.process_group.size() == world_size:
+            parameters |= {id(parameter): parameter for parameter in obj.parameters()}
+    tensors = list(parameters.values())
+    for obj in attached.values():
+        # ZeroRedundancyOptimizer shards its state and has a state_dict() of its own.
+        if isinstance(obj, Optimizer) and type(obj).state_dict is Optimizer.state_dict:
+            for parameter, values in obj.state.items():
+                if id(parameter) in parameters and isinstance(values, dict):
+                    tensors += [value for value in values.values() if isinstance(value, torch.Tensor)]
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+
 def scatter(attached: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
     """Load every attached object; returns sentences about the parts of the checkpoint that were not used."""
     missing = [name for name in attached if name not in state]

@@ -242,7 +242,7 @@ def test_every_key_has_a_variable_and_words() -> None:
 def test_what_workers_get_is_never_read_as_settings() -> None:
     round = Round(number=1, members=(Member("n", "i", (0,)),), reason="")
     spec = JobSpec("python", Mode.SCRIPT, "train.py", (), ROOT, "j", "r", checkpoint_dir=Path("/c"))
-    told = worker_environment(round, "n", 0, WorkerPaths("b", "n", "e"), spec, 3, "x")
+    told = worker_environment(round, "n", 0, WorkerPaths("b", "n", "e", "w"), spec, 3, "x")
     sources = "".join(path.read_text() for tree in ("elasticd", "agents") for path in (ROOT / tree).rglob("*.py"))
     mentioned = set(re.findall(r'"(ELASTICD_[A-Z_]+)"', sources)) | {n for n in told if n.startswith("ELASTICD_")}
     mentioned -= {"ELASTICD_NODE", "ELASTICD_SLOTS"}  # health plugins are told these two settings as what they are

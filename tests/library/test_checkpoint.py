@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -17,8 +18,8 @@ import torch
 
 from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing.api import Entry
-from elasticd.checkpointing.lineage import read_state
-from elasticd.errors import CheckpointCorrupt
+from elasticd.checkpointing.lineage import open_verified
+from elasticd.errors import CheckpointCorrupt, CheckpointError
 from tests.library.verified import verified_lineage
 
 WHO: dict[str, Any] = {"world_size": 2, "job": "job", "run": "run"}
@@ -70,13 +71,17 @@ def test_save_and_load_round_trip(tmp_path: Path) -> None:
     assert loaded["model"]._metadata == state["model"]._metadata
 
 
-def test_state_opens_with_torch_load_and_sha256sum(tmp_path: Path) -> None:
+def test_state_opens_with_torch_load_and_has_its_checksum(tmp_path: Path) -> None:
     entry = save(tmp_path, 3, 120)
     assert entry.path == tmp_path / "r3-s120"
     assert present(entry.path) == ["manifest.json", "state.pt"]
     assert torch.load(entry.path / "state.pt", weights_only=True)["mark"] == "r3-s120"
-    done = subprocess.run(["sha256sum", entry.path / "state.pt"], capture_output=True, text=True, check=True).stdout
-    assert entry.manifest.checksum == f"sha256:{done.split()[0]}"
+    algorithm, _, digits = entry.manifest.checksum.partition(":")
+    if algorithm == "xxh3_128":
+        from xxhash import xxh3_128 as new
+    else:
+        new = hashlib.sha256
+    assert digits == new((entry.path / "state.pt").read_bytes()).hexdigest()
     assert entry.manifest.bytes == (entry.path / "state.pt").stat().st_size
 
 
@@ -208,7 +213,7 @@ def test_load_verifies_while_reading(tmp_path: Path) -> None:
     entry = save(tmp_path, 1, 10)
     flip_a_bit(entry.path / "state.pt")
     assert checkpoint.lineage(tmp_path)[0] == [entry]  # the size is right
-    for use in (checkpoint.load, lambda entry: read_state(entry, None)):
+    for use in (checkpoint.load, open_verified):
         with pytest.raises(CheckpointCorrupt, match="does not match its checksum"):
             use(entry)
     truncate(entry.path)
@@ -217,6 +222,25 @@ def test_load_verifies_while_reading(tmp_path: Path) -> None:
     (entry.path / "state.pt").unlink()
     with pytest.raises(CheckpointCorrupt, match="cannot be read"):
         checkpoint.load(entry)
+
+
+def test_checkpoint_with_sha256_is_read_and_verified(tmp_path: Path) -> None:
+    """The checksum of older checkpoints; one that this interpreter cannot compute is no reason to skip a checkpoint."""
+    from elasticd.checkpointing import manifest
+
+    entry = save(tmp_path, 1, 10)
+    raw = json.loads((entry.path / "manifest.json").read_text())
+    del raw["seal"]
+    for checksum in (f"sha256:{hashlib.sha256((entry.path / 'state.pt').read_bytes()).hexdigest()}", "xxh9:00"):
+        raw["checksum"] = checksum
+        (entry.path / "manifest.json").write_text(json.dumps({**raw, "seal": manifest._seal(raw)}))
+        (found,), _ = checkpoint.lineage(tmp_path)
+        if checksum.startswith("sha256"):
+            assert checkpoint.load(found)["mark"] == "r1-s10"
+            flip_a_bit(entry.path / "state.pt")
+            assert "does not match its checksum" in whys(tmp_path)["r1-s10"]
+    with pytest.raises(CheckpointError, match="pip install xxhash"):
+        checkpoint.load(found)
 
 
 def test_manifest_keeps_fields_of_newer_minor_version(tmp_path: Path) -> None:

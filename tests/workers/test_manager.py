@@ -73,7 +73,7 @@ class Node:
         for local_rank in range(len(round.ranks(self.name))):
             directory = self.directory / f"{round.number}-{local_rank}"
             directory.mkdir()
-            paths = WorkerPaths(str(directory / "beat"), str(directory / "notes"), str(directory / "error"))
+            paths = WorkerPaths(str(directory / "beat"), str(directory / "notes"), str(directory / "error"), "")
             beat.create(paths.heartbeat)
             env = worker_environment(round, self.name, local_rank, paths, self.spec, 0, master_addr)
             workers.append(WorkerSpec(env, str(directory / "out"), str(directory / "out"), paths.heartbeat))

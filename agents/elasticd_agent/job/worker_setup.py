@@ -24,6 +24,7 @@ from elasticd_agent.workers.environment import (
     worker_environment,
 )
 from elasticd_agent.workers.launcher.requests import WorkerSpec
+from elasticd_agent.workers.launcher.writer_process import SOCKET
 from elasticd_agent.workers.logs import JobLogs
 
 
@@ -58,7 +59,12 @@ class WorkerSetup:
         inherited = spec.base_environment(os.environ)
         for local_rank, rank in enumerate(round.ranks(self._node)):
             files = self._logs.worker(round.number, local_rank, rank)
-            paths = WorkerPaths(str(directory / f"beat-{rank}"), str(directory / f"notes-{rank}.jsonl"), files.error)
+            paths = WorkerPaths(
+                heartbeat=str(directory / f"beat-{rank}"),
+                events=str(directory / f"notes-{rank}.jsonl"),
+                error_file=files.error,
+                writer=str(self._runtime / SOCKET),
+            )
             beat.create(paths.heartbeat)
             env = worker_environment(round, self._node, local_rank, paths, spec, max_restarts, address)
             if spec.rendezvous.backend != "memory":

@@ -34,6 +34,8 @@ class WorkerPaths:
     heartbeat: str
     events: str
     error_file: str
+    writer: str
+    """The socket of the process that writes checkpoints."""
 
 
 def worker_environment(
@@ -73,6 +75,7 @@ def worker_environment(
         "ELASTICD_RUN": spec.run,
         "ELASTICD_BEAT": paths.heartbeat,
         "ELASTICD_NOTES": paths.events,
+        "ELASTICD_WRITER": f"{local_rank}/{len(ranks)}:{paths.writer}",
     }
     if spec.checkpoint_dir is not None:
         env["ELASTICD_CHECKPOINT_DIR"] = spec.checkpoint_dir

@@ -204,6 +204,7 @@ class WorkerManager:
         self._groups: dict[int, WorkerGroup] = {}
         self._stores: list[int] = []
         """Groups that have ended except for their store."""
+        self._owner.send(do="writer", **self._requests.writer())
         if self._cold_reason is None:
             self._begin_template()
         else:

@@ -9,7 +9,7 @@ nothing.
 Runs as `python -I -S owner.py FD RUNTIME_DIR [KEPT_FD ...]`, in one thread, with the standard library and a few modules
 of ours that need no more. It keeps each KEPT_FD open for as long as it has a process to end: a lock on one shows that.
 
-Messages are one JSON object a packet. Requests of the agent ("do"): template, park, release, exec, signal,
+Messages are one JSON object a packet. Requests of the agent ("do"): writer, template, park, release, exec, signal,
 end_template. Reports to the agent ("kind"): template_ready, template_ended, parked, refused, store_ready, started,
 exited, ended, reaped. `ended` lists the processes that survive SIGKILL (`unkillable`); `reaped` follows when one of
 them has died.
@@ -44,6 +44,7 @@ from elasticd_agent.system.process import (
 )
 from elasticd_agent.workers.launcher.owned_group import LEFTOVER_GRACE_S, STORE_RANK, OwnedGroup
 from elasticd_agent.workers.launcher.sockets import PACKET, encode, listen, pair
+from elasticd_agent.workers.launcher.writer_process import WriterProcess
 
 PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 36, 15
 Message = dict[str, Any]
@@ -58,6 +59,7 @@ class Owner:
         self.groups: dict[int, OwnedGroup] = {}
         self.template: socket.socket | None = None
         self.template_pid = 0
+        self.writer: WriterProcess | None = None
         self.early_exits: dict[int, tuple[int, float]] = {}
         """Exits of children that the template has not reported yet: pid -> status, time."""
         self.unkillable: set[int] = set()
@@ -93,6 +95,9 @@ class Owner:
                     self.receive_from_agent()
                 elif self.template is not None and fd == self.template.fileno():
                     self.receive_from_template()
+                elif self.writer is not None:
+                    self.poll.unregister(fd)  # the writer itself listens until it ends
+                    self.writer.start()
             self.reap()
             for group in list(self.groups.values()):
                 self.finish(group)
@@ -116,6 +121,11 @@ class Owner:
             if group is not None and not group.running:
                 self.drop(group)
             self.send("refused", group=message.get("group"), why=f"{message['do']}: {error}")
+
+    def do_writer(self, message: Message) -> None:
+        """Hold memory for saved states, and start the writer when a rank connects to its socket: {argv}."""
+        self.writer = WriterProcess(message["argv"], self.runtime_dir)
+        self.poll.register(self.writer.listener.fileno(), select.POLLIN)
 
     # --- the template -------------------------------------------------------------------------------------------
 
@@ -325,6 +335,9 @@ class Owner:
             elif dead in self.unkillable:
                 self.unkillable.discard(dead)
                 self.send("reaped", pid=dead)
+            elif self.writer is not None and dead == self.writer.pid:
+                if self.writer.ended():
+                    self.poll.register(self.writer.listener.fileno(), select.POLLIN)
             elif dead == self.template_pid:
                 self.template_pid = 0
                 why = describe_status(status)
@@ -394,11 +407,21 @@ class Owner:
 
     def leftovers(self) -> list[int]:
         """Our children that are neither the template nor in a group: orphans of ended workers."""
-        known = {self.template_pid, *self.unkillable, *(pid for group in self.groups.values() for pid in group.alive)}
+        writer = self.writer.pid if self.writer is not None else 0
+        known = {
+            self.template_pid,
+            writer,
+            *self.unkillable,
+            *(pid for group in self.groups.values() for pid in group.alive),
+        }
         return [pid for pid in children() if pid not in known]
 
     def end_everything(self) -> None:
         """Kill every descendant: each death makes more of them our children, until none is left. Bounded."""
+        if self.writer is not None:
+            for group in list(self.groups.values()):
+                self.drop(group)
+            self.writer.end()
         end_children(2 * LEFTOVER_GRACE_S, except_pids=self.unkillable)
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
 

@@ -10,6 +10,7 @@ import ast
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +161,10 @@ class LaunchRequests:
     def __init__(self, spec: JobSpec, base_env: dict[str, str], preload: Preload) -> None:
         self._spec, self._preload = spec, preload
         self._base_env = {**base_env, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals)}
+
+    def writer(self) -> dict[str, Any]:
+        """The fields of "writer"."""
+        return {"argv": [sys.executable, "-I", library_file("elasticd.checkpointing.writer")]}
 
     def template(self) -> dict[str, Any]:
         """The fields of "template"."""

@@ -1,0 +1,72 @@
+"""The owner's part of saving: the memory that states are copied into, and the process that writes them to disk.
+
+The owner holds the memory, so it outlives every worker and every writer. It listens on the writer's socket until a rank
+connects, and only then starts the writer (elasticd/checkpointing/writer.py); when the writer has died, the next
+connection starts another one, which finds the states in the same memory. A job that saves nothing has no writer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+from elasticd_agent.system.process import signal_child, spawn
+
+SOCKET = "writer"
+"""The socket's name in the runtime directory."""
+BUFFERS = 2
+END_GRACE_S = 6.0
+"""For the writer to finish what it writes when the job has ended."""
+
+
+_SHORT_LIFE_S = 2.0
+_MAX_SHORT_LIVES = 3
+"""A writer that ends at its start will do so again: then ranks find no writer, and write checkpoints themselves."""
+
+
+class WriterProcess:
+    """Raises OSError if the socket or the memory cannot be made."""
+
+    def __init__(self, argv: list[str], runtime_dir: str) -> None:
+        self._argv = argv
+        self.pid = 0
+        self._started_at = 0.0
+        self._short_lives = 0
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(os.path.join(runtime_dir, SOCKET))
+        self.listener.listen(4096)
+        self._memory = [os.memfd_create(f"elasticd-{number}", os.MFD_CLOEXEC) for number in range(1 + BUFFERS)]
+
+    def start(self) -> None:
+        """A rank connects."""
+        self._started_at = time.monotonic()
+        fds = [self.listener.fileno(), *self._memory]
+        for fd in fds:
+            os.set_inheritable(fd, True)
+        try:
+            self.pid = spawn([*self._argv, *map(str, fds)], dict(os.environ), "/", None, None)
+        finally:
+            for fd in fds:
+                os.set_inheritable(fd, False)
+
+    def ended(self) -> bool:
+        """It was reaped; True if another one may be started."""
+        self.pid = 0
+        short = time.monotonic() - self._started_at < _SHORT_LIFE_S
+        self._short_lives = self._short_lives + 1 if short else 0
+        if self._short_lives < _MAX_SHORT_LIVES:
+            return True
+        self.listener.close()
+        return False
+
+    def end(self) -> None:
+        """Let it finish, and return within END_GRACE_S. It is reaped here or later."""
+        if self.pid:
+            signal_child(self.pid, signal.SIGTERM)
+        deadline = time.monotonic() + END_GRACE_S
+        while self.pid and time.monotonic() < deadline:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG) is not None:
+                self.pid = 0
+            time.sleep(0.005)

@@ -1,0 +1,121 @@
+"""States in the host's memory: two buffers that outlive the processes which fill them, each with a header.
+
+A buffer is an anonymous file (memfd) that holds `state.pt` byte for byte. The launcher's owner keeps the descriptors,
+so a state survives the death of every worker and of the writer. A header says which state a buffer holds; it is erased
+before the first byte is copied and written after the last one, so a buffer with a header is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from elasticd.checkpointing.atomic_write import HashingFile
+from elasticd.checkpointing.manifest import Manifest, parse
+
+COUNT = 2
+_HEADER_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WriteTask:
+    """What the writer does with a state: it writes a checkpoint and appends worker events about it."""
+
+    directory: str
+    keep: int
+    why: str
+    again: str
+    """When the next try is, should this one fail."""
+    events: str
+    """The worker event file of the rank that saved it, "" for none; so are `rank` and `blocked_s`."""
+    rank: int
+    blocked_s: float
+    """How long training was blocked by the copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A whole state in a buffer."""
+
+    draft: Manifest
+    """Without a checksum."""
+    number: int
+    """Which save of its round it is, from 1: a step may be saved twice."""
+    task: WriteTask | None
+    """None: it is not to be written to disk, or that has been done."""
+    path: str = ""
+    """The checkpoint that it was written to."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The round and the number of the save."""
+        return self.draft.round, self.number
+
+    def written(self, path: Path | None) -> Snapshot:
+        """This state once its task is over; None: without success."""
+        return replace(self, task=None, path=str(path or ""))
+
+    def to_json(self) -> bytes:
+        fields: dict[str, Any] = {"number": self.number, "task": self.task and asdict(self.task), "path": self.path}
+        return json.dumps({**fields, "draft": self.draft.to_json().decode()}).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Snapshot:
+        """Raises ValueError, KeyError or TypeError for anything else than `to_json` wrote."""
+        found = json.loads(data)
+        draft = parse(found["draft"].encode())
+        if not isinstance(draft, Manifest):
+            raise ValueError(draft.why)
+        return cls(draft, found["number"], found["task"] and WriteTask(**found["task"]), found["path"])
+
+
+class Buffers:
+    """The descriptors of the header file and of the buffers; `held` is what each buffer holds, None for nothing."""
+
+    def __init__(self, headers: int, buffers: list[int]) -> None:
+        self._headers = headers
+        self.fds = buffers
+        self.held: list[Snapshot | None] = [self._read(number) for number in range(len(buffers))]
+
+    def newest(self) -> int | None:
+        """The buffer with the newest state."""
+        held = [(each.draft.round, each.draft.step, each.number, at) for at, each in enumerate(self.held) if each]
+        return max(held, default=(0, 0, 0, None))[3]
+
+    def erase(self, number: int) -> None:
+        """Before the buffer is filled."""
+        self.held[number] = None
+        os.pwrite(self._headers, bytes(8), number * _HEADER_BYTES)
+
+    def describe(self, number: int, snapshot: Snapshot) -> None:
+        """After the buffer is filled, and again when its task is over. Raises ValueError for too long a description."""
+        data = snapshot.to_json()
+        if len(data) > _HEADER_BYTES - 64:
+            raise ValueError(f"the sampler's position takes {len(data)} bytes; at most {_HEADER_BYTES - 64} fit")
+        record = len(data).to_bytes(8, "little") + hashlib.sha256(data).digest() + data
+        os.pwrite(self._headers, record, number * _HEADER_BYTES)
+        self.held[number] = snapshot
+
+    def _read(self, number: int) -> Snapshot | None:
+        record = os.pread(self._headers, _HEADER_BYTES, number * _HEADER_BYTES)
+        size = int.from_bytes(record[:8], "little")
+        data = record[40 : 40 + size]
+        if not size or hashlib.sha256(data).digest() != record[8:40]:
+            return None  # empty, or the writer died while it wrote the header
+        try:
+            return Snapshot.from_json(data)
+        except (ValueError, KeyError, TypeError):
+            return None  # of another version
+
+    def copy_to(self, number: int, file: HashingFile) -> None:
+        """Write a buffer's content into a checkpoint."""
+        scratch = memoryview(bytearray(_READ_BYTES))
+        at = 0
+        while count := os.preadv(self.fds[number], [scratch], at):
+            file.write(scratch[:count])
+            at += count

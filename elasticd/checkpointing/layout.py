@@ -1,0 +1,196 @@
+"""Where each byte of `state.pt` lies, known before a byte is copied, so that several processes can fill one file.
+
+`state.pt` is the archive that `torch.save` writes and `torch.load` reads: a zip file with one stored record for each
+storage and a pickle that refers to them. The records of the storages come first here. Their offsets then depend on
+their sizes only and not on the pickle, in which numbers change from step to step, so that a second save into the same
+memory touches the same pages. The records carry no crc32: the manifest has a checksum of the whole file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import os
+import pickle
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elasticd.errors import CheckpointRefused
+
+if TYPE_CHECKING:
+    import torch
+
+_ALIGNMENT = 64
+"""As torch's own writer aligns records."""
+_CHUNK_BYTES = 64 << 20
+"""The most that is copied at once from a device: the host memory that a copy needs."""
+_ROOT = "archive/"
+_OVER = 0xFFFFFFFF
+# What pickle and torch raise for a value that passed our own list of types.
+UNPICKLABLE = (pickle.PicklingError, RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A file in the archive."""
+
+    name: bytes
+    header: int
+    """Offset of its local header, as `data` is of its content."""
+    data: int
+    bytes: int
+
+
+class Layout:
+    """The bytes of `state.pt` for one state: every storage at an offset, headers and pickle between and after them.
+
+    `shared` holds the addresses of storages that are equal on all ranks: any rank may copy them. Raises
+    CheckpointRefused for a state that cannot be pickled. The object keeps the state's storages alive.
+    """
+
+    def __init__(self, state: dict[str, Any], shared: frozenset[int] = frozenset()) -> None:
+        pickled, storages = _pickle(state)
+        self._records: list[_Record] = []
+        self._end = 0
+        self._own: list[tuple[int, torch.UntypedStorage]] = []
+        self._shared: list[tuple[int, torch.UntypedStorage]] = []
+        for key, storage in enumerate(storages):
+            offset = self._place(f"data/{key}", storage.nbytes())
+            (self._shared if storage.data_ptr() in shared else self._own).append((offset, storage))
+        small = {
+            "data.pkl": pickled,
+            ".format_version": b"1",
+            ".storage_alignment": str(_ALIGNMENT).encode(),
+            "byteorder": sys.byteorder.encode(),
+            "version": b"3\n",
+        }
+        self._small = [(self._place(name, len(data)), data) for name, data in small.items()]
+        self._small += [(record.header, _local_header(record)) for record in self._records]
+        directory = _central_directory(self._records, self._end)
+        self._small.append((self._end, directory))
+        self.bytes = self._end + len(directory)
+
+    def _place(self, name: str, size: int) -> int:
+        record_name = (_ROOT + name).encode()
+        data = -(-(self._end + 50 + len(record_name) + 4) // _ALIGNMENT) * _ALIGNMENT
+        self._records.append(_Record(record_name, self._end, data, size))
+        self._end = data + size
+        return data
+
+    @property
+    def shared_digest(self) -> str:
+        """Equal on two processes that place all shared storages alike."""
+        places = [(offset, storage.nbytes()) for offset, storage in self._shared]
+        return hashlib.sha256(repr(places).encode()).hexdigest()
+
+    def copy_shared(self, fd: int, share: int, shares: int) -> None:
+        """Copy one of `shares` equal shares of the shared storages into the file `fd`."""
+        whole = sum(storage.nbytes() for _, storage in self._shared)
+        first, last = (whole * number // shares // 4096 * 4096 for number in (share, share + 1))
+        last = whole if share + 1 == shares else last
+        before = 0
+        for offset, storage in self._shared:
+            start, stop = max(first - before, 0), min(last - before, storage.nbytes())
+            if start < stop:
+                _copy(fd, offset, storage, start, stop)
+            before += storage.nbytes()
+
+    def copy_own(self, fd: int) -> None:
+        """Copy everything else: storages of this rank only, headers, the pickle and the directory."""
+        for offset, storage in self._own:
+            _copy(fd, offset, storage, 0, storage.nbytes())
+        for offset, data in self._small:
+            _write_at(fd, offset, memoryview(data))
+
+    def write(self, write: Callable[[memoryview], Any]) -> None:
+        """Pass the whole file to `write`, from its beginning to its end."""
+        at = 0
+        storages = [(offset, storage.nbytes(), storage) for offset, storage in (*self._own, *self._shared)]
+        parts: list[tuple[int, int, Any]] = [*storages, *((offset, len(data), data) for offset, data in self._small)]
+        for offset, size, part in sorted(parts, key=lambda each: each[:2]):
+            write(memoryview(bytes(offset - at)))
+            for _, piece in [(0, memoryview(part))] if isinstance(part, bytes) else _pieces(part, 0, size):
+                write(piece)
+            at = offset + size
+
+
+def _pickle(state: dict[str, Any]) -> tuple[bytes, list[torch.UntypedStorage]]:
+    """The pickle, and the storages in the order of their first appearance: number n has the key str(n)."""
+    import torch
+
+    storages: list[torch.UntypedStorage] = []
+    keys: dict[int, str] = {}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+            if isinstance(value, torch.storage.TypedStorage):
+                storage, kind = value._untyped_storage, value._pickle_storage_type()  # type: ignore[no-untyped-call]
+                count = value._size()  # type: ignore[no-untyped-call]
+            elif isinstance(value, torch.UntypedStorage):
+                storage, kind, count = value, "ByteStorage", value.nbytes()
+            else:
+                return None
+            if storage._cdata not in keys:
+                keys[storage._cdata] = str(len(storages))
+                storages.append(storage)
+            location = torch.serialization.location_tag(storage)
+            return ("storage", getattr(torch, kind), keys[storage._cdata], location, count)
+
+    buffer = io.BytesIO()
+    try:
+        Pickler(buffer, protocol=2).dump(state)
+    except UNPICKLABLE as error:
+        raise CheckpointRefused(f"the state cannot be pickled: {error}. Nothing was saved") from error
+    return buffer.getvalue(), storages
+
+
+def _local_header(record: _Record) -> bytes:
+    """Sizes as zip64, so that one form serves records of any size; padded up to the record's data."""
+    sizes = struct.pack("<HHQQ", 1, 16, record.bytes, record.bytes)
+    padding = record.data - record.header - 30 - len(record.name) - len(sizes) - 4
+    extra = sizes + struct.pack("<HH", 0x4246, padding) + bytes(padding)  # "FB", as torch pads
+    fixed = struct.pack("<4s5HIIIHH", b"PK\3\4", 45, 0, 0, 0, 0, 0, _OVER, _OVER, len(record.name), len(extra))
+    return fixed + record.name + extra
+
+
+def _central_directory(records: list[_Record], start: int) -> bytes:
+    entries = bytearray()
+    for record in records:
+        extra = struct.pack("<HHQQQ", 1, 24, record.bytes, record.bytes, record.header)
+        sizes = (0, _OVER, _OVER, len(record.name), len(extra), 0, 0, 0, 0, _OVER)
+        entries += struct.pack("<4s6H", b"PK\1\2", 45, 45, 0, 0, 0, 0)
+        entries += struct.pack("<IIIHHHHHII", *sizes) + record.name + extra
+    size, end = len(entries), start + len(entries)
+    counts = (len(records), len(records), size, start)
+    entries += struct.pack("<4sQHHII4Q", b"PK\6\6", 44, 45, 45, 0, 0, *counts)
+    entries += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
+    entries += struct.pack("<4s4HIIH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, _OVER, _OVER, 0)
+    return bytes(entries)
+
+
+def _pieces(storage: torch.UntypedStorage, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+    """The bytes from `start` to `stop` in the host's memory, each piece with its place; valid until the next one."""
+    import torch
+
+    on_host = storage.device.type == "cpu"
+    while start < stop:
+        size = stop - start if on_host else min(_CHUNK_BYTES, stop - start)
+        part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + size].cpu()
+        yield start, memoryview((ctypes.c_char * size).from_address(part.data_ptr())).cast("B")
+        start += size
+
+
+def _copy(fd: int, offset: int, storage: torch.UntypedStorage, start: int, stop: int) -> None:
+    for at, piece in _pieces(storage, start, stop):
+        _write_at(fd, offset + at, piece)
+
+
+def _write_at(fd: int, offset: int, data: memoryview) -> None:
+    while len(data):
+        count = os.pwrite(fd, data, offset)
+        data = data[count:]
+        offset += count

@@ -1,0 +1,329 @@
+"""The writer: a process on each node that holds the newest states in memory and writes them as checkpoints.
+
+    rank        begin {round, number, share, shares, size, digest}  ->  {buffer}, with the buffer's descriptor,
+                                                                        or {refused: why}
+    rank        copied {round, number, share [, draft, task]}           the rank's share is in the buffer
+    rank        wait {round, number}                                ->  {saved, path, why}, once that is known
+
+Each local rank copies a share into the buffer of a save. When all shares are in it, the header is written, from then on
+the state survives its processes, and a thread writes it to disk. Training goes on meanwhile, also in the next round.
+
+Two buffers: a save never goes into the one that is being written, and into the newest state only if the other buffer is
+being written. Then the state that it replaces is not written at all: if the disk is slower than the saves, some are
+left out, and the newest waits.
+
+Started by the launcher's owner when a rank connects first: `python -I writer.py LISTENER HEADERS BUFFER BUFFER`. It
+needs no torch. SIGTERM lets it finish what is to be written. docs/adr/0009 has the reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a file, isolated: the package of this copy comes before an installed one
+    _PLACE = next((at for at, path in enumerate(sys.path) if path.endswith("-packages")), len(sys.path))
+    sys.path.insert(_PLACE, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")))
+
+from elasticd.checkpointing import api
+from elasticd.checkpointing.buffers import Buffers, Snapshot, WriteTask
+from elasticd.checkpointing.directory_lock import DirectoryLock
+from elasticd.checkpointing.manifest import Manifest, parse
+from elasticd.checkpointing.memory_limit import available_bytes
+from elasticd.checkpointing.retention import retain
+from elasticd.errors import CheckpointError
+from elasticd.heartbeat.worker_events import WorkerEventWriter
+
+PACKET = 1 << 20
+NICE = 10
+"""Of the writing thread: where cores are scarce, training comes first."""
+SPARE_BYTES = 64 << 20
+"""Memory that the buffers leave for everything else."""
+RESULTS = 16
+"""How many results are remembered for ranks that ask later."""
+
+Key = tuple[int, int]
+"""The round, and the number of the save in it."""
+Message = dict[str, Any]
+
+
+@dataclass
+class Fill:
+    """A buffer being filled."""
+
+    key: Key
+    shares: int
+    buffer: int
+    digest: str
+    refused: str = ""
+    copying: set[socket.socket] = field(default_factory=set)
+    copied: set[int] = field(default_factory=set)
+    failed: str = ""
+    snapshot: Snapshot | None = None
+
+
+class Writer:
+    """The main thread answers the ranks; another one writes. `_changed` guards what both use."""
+
+    def __init__(self, listener: socket.socket, buffers: Buffers) -> None:
+        self._listener = listener
+        self._buffers = buffers
+        self._fills: list[Fill] = []
+        """The last one first; an older one only while a rank still copies into it."""
+        self._results: dict[Key, Message] = {}
+        self._waiting: list[tuple[Key, socket.socket]] = []
+        self._locks: dict[tuple[str, str, str], DirectoryLock] = {}
+        self._changed = threading.Condition()
+        self._writing: int | None = None
+        self._ending = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._write_all, name="checkpoint-writer")
+
+    def run(self) -> None:
+        """Until SIGTERM and the end of the last write."""
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_ending", True))
+        self._thread.start()
+        while not self._ending:
+            for ready, _ in self._selector.select():
+                if ready.fileobj is self._listener:
+                    self._accept()
+                elif ready.fileobj == self._wake_read:
+                    os.read(self._wake_read, 4096)
+                else:
+                    assert isinstance(ready.fileobj, socket.socket)
+                    self._receive(ready.fileobj)
+            self._answer_waiting()
+        with self._changed:
+            self._changed.notify()
+        self._thread.join()
+        self._answer_waiting()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _receive(self, rank: socket.socket) -> None:
+        try:
+            packet = rank.recv(PACKET)
+        except OSError:
+            packet = b""
+        if not packet:
+            self._lost(rank)
+            return
+        message = json.loads(packet)
+        verb = getattr(self, f"_do_{message['do']}")
+        try:
+            with self._changed:
+                verb(rank, message)
+        except OSError:
+            self._lost(rank)
+
+    def _lost(self, rank: socket.socket) -> None:
+        """The rank has died or closed its session: what it was copying will never be whole."""
+        with self._changed:
+            for fill in self._fills:
+                if rank in fill.copying:
+                    fill.copying.discard(rank)
+                    self._fail(fill, "a rank ended while it copied its share of the state")
+        self._waiting = [(key, other) for key, other in self._waiting if other is not rank]
+        self._selector.unregister(rank)
+        rank.close()
+
+    # --- filling a buffer -----------------------------------------------------------------------------------------
+
+    def _do_begin(self, rank: socket.socket, message: Message) -> None:
+        key = (message["round"], message["number"])
+        fill = next((fill for fill in self._fills if fill.key == key), None) or self._begin(key, message)
+        if fill.refused:
+            _send(rank, {"refused": fill.refused})
+            return
+        if (fill.digest, fill.shares) != (message["digest"], message["shares"]):
+            self._fail(fill, "the ranks of this node hold states of different shapes")
+        fill.copying.add(rank)
+        fd = self._buffers.fds[fill.buffer]
+        if message["share"] == 0:
+            os.ftruncate(fd, message["size"])
+        socket.send_fds(rank, [json.dumps({"buffer": fill.buffer}).encode()], [fd])
+
+    def _begin(self, key: Key, message: Message) -> Fill:
+        fill = Fill(key, message["shares"], -1, message["digest"])
+        if self._fills and key < self._fills[0].key:
+            fill.refused = "a later save has begun"
+            return fill
+        for older in self._fills:
+            self._fail(older, "a later save began before every rank had copied its share")
+        self._fills = [fill, *(older for older in self._fills if older.copying)]
+        fill.buffer = self._free_buffer()
+        if fill.buffer < 0:
+            fill.refused = "an earlier save is still being copied"
+        else:
+            fill.refused = self._refusal(message["size"])
+        if not fill.refused:
+            held = self._buffers.held[fill.buffer]
+            self._buffers.erase(fill.buffer)
+            if held is not None and held.task is not None:
+                why = "the disk is slower than the saves: a newer state took its place in memory"
+                self._finish(held, None, why, kind="message")
+        return fill
+
+    def _free_buffer(self) -> int:
+        """One that no rank fills and that is not being written; rather not the newest state. -1 if there is none."""
+        busy = {self._writing, *(fill.buffer for fill in self._fills)}
+        free = [number for number in range(len(self._buffers.fds)) if number not in busy]
+        newest = self._buffers.newest()
+        return min(free, key=lambda number: (number == newest, number), default=-1)
+
+    def _refusal(self, size: int) -> str:
+        """Why two copies of the state cannot be kept in memory, "" if they can."""
+        held = [os.fstat(fd).st_blocks * 512 for fd in self._buffers.fds]
+        need = sum(max(size - each, 0) for each in held) + SPARE_BYTES
+        left, where = available_bytes()
+        if need <= left:
+            return ""
+        return (
+            f"two copies of a state of {size >> 20} MB take {need >> 20} MB more, and {max(left, 0) >> 20} MB are left "
+            f"{where}"
+        )
+
+    def _do_copied(self, rank: socket.socket, message: Message) -> None:
+        key = (message["round"], message["number"])
+        fill = next((fill for fill in self._fills if fill.key == key), None)
+        if fill is None or rank not in fill.copying:
+            return
+        fill.copying.discard(rank)
+        fill.copied.add(message["share"])
+        if message["share"] == 0:
+            draft = parse(message["draft"].encode())
+            assert isinstance(draft, Manifest)
+            fill.snapshot = Snapshot(draft, message["number"], message["task"] and WriteTask(**message["task"]))
+        if fill.failed:
+            self._fail(fill, fill.failed)
+        elif fill.snapshot is not None and len(fill.copied) == fill.shares and not fill.copying:
+            try:
+                self._buffers.describe(fill.buffer, fill.snapshot)
+            except ValueError as error:
+                self._fail(fill, str(error))
+            fill.snapshot = None
+            self._changed.notify()
+
+    def _fail(self, fill: Fill, why: str) -> None:
+        """The buffer stays without a header. Reported once the rank that has the task is known."""
+        fill.failed = why
+        if fill.snapshot is not None:
+            self._finish(fill.snapshot, None, why)
+            fill.snapshot = None
+
+    # --- results --------------------------------------------------------------------------------------------------
+
+    def _do_wait(self, rank: socket.socket, message: Message) -> None:
+        self._waiting.append(((message["round"], message["number"]), rank))
+
+    def _answer_waiting(self) -> None:
+        with self._changed:
+            pending = {held.key for held in self._buffers.held if held is not None and held.task is not None}
+            pending |= {fill.key for fill in self._fills if fill.snapshot is not None}
+            for key, rank in list(self._waiting):
+                if key in self._results or key not in pending:
+                    self._waiting.remove((key, rank))
+                    with contextlib.suppress(OSError):
+                        _send(rank, self._results.get(key) or self._result_in_header(key))
+
+    def _result_in_header(self, key: Key) -> Message:
+        """What an earlier writer process made of this save."""
+        path = next((held.path for held in self._buffers.held if held is not None and held.key == key), "")
+        return {"saved": bool(path), "path": path, "why": "" if path else "the writer was killed meanwhile"}
+
+    def _finish(self, snapshot: Snapshot, entry: api.Entry | None, why: str, kind: str = "checkpoint_failed") -> None:
+        """The end of a task, for the ranks and, as a worker event, for the agent."""
+        self._results[snapshot.key] = {"saved": entry is not None, "path": str(entry.path) if entry else "", "why": why}
+        while len(self._results) > RESULTS:
+            self._results.pop(next(iter(self._results)))
+        task, draft = snapshot.task, snapshot.draft
+        if task is None:
+            return
+        events = WorkerEventWriter(task.events or None, draft.round, task.rank)
+        if entry is not None:
+            reason = f"checkpoint of step {draft.step} saved ({task.why})"
+            fields = {"path": str(entry.path), "bytes": entry.manifest.bytes, "seconds": task.blocked_s}
+            events.write("checkpoint_saved", reason, draft.step, **fields)
+            return
+        reason = f"checkpoint of step {draft.step} failed ({why}); {task.again}"
+        events.write(kind, reason, draft.step, path=str(Path(task.directory, f"r{draft.round}-s{draft.step}")))
+
+    # --- the writing thread ---------------------------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        while (number := self._next()) is not None:
+            snapshot = self._buffers.held[number]
+            assert snapshot is not None
+            entry, why = self._write(number, snapshot)
+            with self._changed:
+                self._writing = None
+                self._buffers.describe(number, snapshot.written(entry.path if entry else None))
+                self._finish(snapshot, entry, why)
+            os.write(self._wake_write, b"\0")
+            if entry is not None:
+                self._retain(snapshot)
+
+    def _next(self) -> int | None:
+        """Wait for the buffer with the newest state that is to be written, and mark it; None at the end."""
+        with self._changed:
+            while True:
+                tasks = [(held.key, at) for at, held in enumerate(self._buffers.held) if held and held.task]
+                if tasks:
+                    self._writing = max(tasks)[1]
+                    return self._writing
+                if self._ending:
+                    return None
+                self._changed.wait()
+
+    def _write(self, number: int, snapshot: Snapshot) -> tuple[api.Entry | None, str]:
+        task, draft = snapshot.task, snapshot.draft
+        assert task is not None
+        try:
+            lock = self._locks.setdefault(
+                (task.directory, draft.job, draft.run), DirectoryLock(task.directory, draft.job, draft.run)
+            )
+            lock.acquire()
+            return api.write(task.directory, draft, lambda file: self._buffers.copy_to(number, file)), ""
+        except (OSError, CheckpointError) as error:
+            return None, str(error)
+
+    def _retain(self, snapshot: Snapshot) -> None:
+        assert snapshot.task is not None
+        try:
+            retain(snapshot.task.directory, snapshot.draft.round, snapshot.task.keep)
+        except OSError as error:
+            events = WorkerEventWriter(snapshot.task.events or None, snapshot.draft.round, snapshot.task.rank)
+            events.write("message", f"old checkpoints could not be deleted: {error}", snapshot.draft.step)
+
+
+def _send(rank: socket.socket, message: Message) -> None:
+    rank.send(json.dumps(message).encode())
+
+
+def main() -> None:
+    listener, headers, *buffers = map(int, sys.argv[1:])
+    for fd in (listener, headers, *buffers):
+        os.set_inheritable(fd, False)
+    Writer(socket.socket(fileno=listener), Buffers(headers, buffers)).run()
+
+
+if __name__ == "__main__":
+    main()

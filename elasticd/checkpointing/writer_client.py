@@ -1,0 +1,104 @@
+"""A rank's connection to its node's writer: it borrows a buffer, copies its share of the state, and may wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from elasticd.checkpointing.buffers import WriteTask
+from elasticd.checkpointing.layout import Layout
+from elasticd.checkpointing.manifest import Manifest
+
+VARIABLE = "ELASTICD_WRITER"
+"""share/shares:path, the path of the writer's socket; set by the launcher."""
+_PACKET = 1 << 20
+_ANSWER_S = 30.0
+"""The writer answers within milliseconds; it, or the machine, may be stopped for a while."""
+
+
+class SnapshotRefused(Exception):
+    """The writer takes no copy of this state; the reason is the message."""
+
+
+@dataclass
+class WriterClient:
+    """Share `share` of `shares` of this node's copies is this rank's. Connects when it is used first."""
+
+    path: str
+    share: int
+    shares: int
+    _socket: socket.socket | None = field(default=None, repr=False)
+
+    def copy(self, draft: Manifest, number: int, layout: Layout, task: Callable[[], WriteTask] | None = None) -> None:
+        """Copy this rank's share of the state into the writer's memory; share 0 adds all that is not shared.
+
+        The draft's checksum is none. `task` is called after the copy. Raises SnapshotRefused, and OSError when there
+        is no writer.
+        """
+        key = {"round": draft.round, "number": number, "share": self.share}
+        plan = {"shares": self.shares, "size": layout.bytes, "digest": layout.shared_digest}
+        answer, fds = self._request({"do": "begin", **key, **plan})
+        if "refused" in answer:
+            raise SnapshotRefused(answer["refused"])
+        try:
+            layout.copy_shared(fds[0], self.share, self.shares)
+            if self.share == 0:
+                layout.copy_own(fds[0])
+        finally:
+            os.close(fds[0])
+        described = {"draft": draft.to_json().decode(), "task": asdict(task()) if task else None}
+        self._send({"do": "copied", **key, **(described if self.share == 0 else {})})
+
+    def wait(self, round: int, number: int, timeout_s: float) -> dict[str, Any]:
+        """What became of a save: {saved, path, why}. A writer that was killed meanwhile is asked again.
+
+        Raises OSError: TimeoutError, or when there is no writer.
+        """
+        request = {"do": "wait", "round": round, "number": number}
+        try:
+            return self._request(request, timeout_s)[0]
+        except ConnectionError:
+            return self._request(request, timeout_s)[0]
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _send(self, message: Mapping[str, Any]) -> socket.socket:
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket.settimeout(_ANSWER_S)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET)
+            self._socket.connect(self.path)
+        try:
+            self._socket.send(json.dumps(message).encode())
+        except OSError:
+            self.close()
+            raise
+        return self._socket
+
+    def _request(self, message: Mapping[str, Any], timeout_s: float = _ANSWER_S) -> tuple[dict[str, Any], list[int]]:
+        connection = self._send(message)
+        connection.settimeout(timeout_s)
+        try:
+            packet, fds, _, _ = socket.recv_fds(connection, _PACKET, 1)
+            if not packet:
+                raise ConnectionResetError("the writer ended")
+        except OSError:
+            self.close()
+            raise
+        return json.loads(packet), fds
+
+
+def from_environment() -> WriterClient | None:
+    """This rank's client; None where no launcher of ours runs a writer."""
+    shares, colon, path = os.environ.get(VARIABLE, "").partition(":")
+    if not colon or os.environ.get("GROUP_RANK") != "0":
+        return None
+    share, _, count = shares.partition("/")
+    return WriterClient(path, int(share), int(count))
