@@ -36,6 +36,8 @@ class WorkerEnvironment:
     job: str
     run: str
     """The token of one run of the job."""
+    nodes: int = 1
+    """In this round, as far as the launcher says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> WorkerEnvir
         job=environment.get("ELASTICD_JOB") or environment.get("TORCHELASTIC_RUN_ID") or "python",
         # A plain `python` script is one process, so no other one needs the random token.
         run=environment.get("ELASTICD_RUN") or environment.get("TORCHELASTIC_RUN_ID") or secrets.token_hex(8),
+        nodes=_number(environment, "GROUP_WORLD_SIZE") or 1,
     )
 
 

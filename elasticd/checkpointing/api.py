@@ -127,9 +127,7 @@ def relink(directory: str | os.PathLike[str], entry: Entry, round: int) -> Entry
             there = examine(own)
             if isinstance(there, Manifest) and there.checksum == source.checksum:
                 return Entry(own.path, there)
-    # The parent is the round that trained it, so that re-linked checkpoints in between may be deleted.
-    parent = source.parent if source.relinked else (source.round, source.step)
-    manifest = replace(source, round=round, parent=parent, relinked=True, wall=time.time())
+    manifest = source.relinked_to(round)
     sweep(base, round)
     fd = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

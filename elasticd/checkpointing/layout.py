@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import io
+import json
 import os
 import pickle
 import struct
@@ -101,10 +102,24 @@ class Layout:
 
     def copy_own(self, fd: int) -> None:
         """Copy everything else: storages of this rank only, headers, the pickle and the directory."""
+        for offset, piece in self._own_parts():
+            write_at(fd, offset, piece)
+
+    def pack_own(self, most: int) -> bytes:
+        """The same as one message, for `write_packed` on another node; empty if it is larger than `most` bytes."""
+        size = sum(storage.nbytes() for _, storage in self._own) + sum(len(data) for _, data in self._small)
+        if size > most:
+            return b""
+        parts = [(offset, bytes(piece)) for offset, piece in self._own_parts()]
+        places = json.dumps([(offset, len(data)) for offset, data in parts]).encode()
+        return b"".join([places, b"\n", *(data for _, data in parts)])
+
+    def _own_parts(self) -> Iterator[tuple[int, memoryview]]:
         for offset, storage in self._own:
-            _copy(fd, offset, storage, 0, storage.nbytes())
+            for at, piece in _pieces(storage, 0, storage.nbytes()):
+                yield offset + at, piece
         for offset, data in self._small:
-            _write_at(fd, offset, memoryview(data))
+            yield offset, memoryview(data)
 
     def write(self, write: Callable[[memoryview], Any]) -> None:
         """Pass the whole file to `write`, from its beginning to its end."""
@@ -116,6 +131,15 @@ class Layout:
             for _, piece in [(0, memoryview(part))] if isinstance(part, bytes) else _pieces(part, 0, size):
                 write(piece)
             at = offset + size
+
+
+def write_packed(fd: int, packed: bytes) -> None:
+    """Write what `pack_own` made on another node."""
+    places, _, rest = packed.partition(b"\n")
+    data = memoryview(rest)
+    for offset, size in json.loads(places):
+        write_at(fd, offset, data[:size])
+        data = data[size:]
 
 
 def _pickle(state: dict[str, Any]) -> tuple[bytes, list[torch.UntypedStorage]]:
@@ -186,10 +210,11 @@ def _pieces(storage: torch.UntypedStorage, start: int, stop: int) -> Iterator[tu
 
 def _copy(fd: int, offset: int, storage: torch.UntypedStorage, start: int, stop: int) -> None:
     for at, piece in _pieces(storage, start, stop):
-        _write_at(fd, offset + at, piece)
+        write_at(fd, offset + at, piece)
 
 
-def _write_at(fd: int, offset: int, data: memoryview) -> None:
+def write_at(fd: int, offset: int, data: memoryview) -> None:
+    """Write all of it. Raises OSError."""
     while len(data):
         count = os.pwrite(fd, data, offset)
         data = data[count:]

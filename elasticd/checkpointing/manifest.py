@@ -12,8 +12,9 @@ import errno
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,14 @@ class Manifest:
         content = json.loads(json.dumps(content, allow_nan=False))  # as a reader gets it: lists, and names as strings
         content["seal"] = _seal(content)
         return json.dumps(content, indent=1).encode() + b"\n"
+
+    def relinked_to(self, round: int) -> Manifest:
+        """As the first checkpoint of `round`, which resumed from this one.
+
+        The parent is the round that trained it, so that re-linked checkpoints in between may be deleted.
+        """
+        parent = self.parent if self.relinked else (self.round, self.step)
+        return replace(self, round=round, parent=parent, relinked=True, wall=time.time())
 
 
 @dataclass(frozen=True, slots=True)

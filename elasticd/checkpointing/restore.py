@@ -1,14 +1,18 @@
-"""How the ranks load a checkpoint together: rank 0 chooses, all load the same one, all succeed or all raise.
+"""How the ranks load a state together: rank 0 chooses, all load the same one, all succeed or all raise.
 
-Rank 0 walks the lineage from the newest checkpoint, checks each while reading it and reports which it skipped and why.
-The other ranks read the same file where they can, and get rank 0's copy over the process group where they cannot. The
-re-link then makes the chosen checkpoint this round's own.
+The newest state wins: one in the memory of any node, or a checkpoint in the directory. Rank 0 walks the lineage from
+the newest checkpoint, checks each while reading it and reports which it skipped and why. Every rank maps the state that
+its node has, and copies it into the model in place; ranks without one get it over the process group. The chosen state
+then becomes this round's own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +20,12 @@ from typing import Any
 
 from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing import state
-from elasticd.checkpointing.lineage import Entry
+from elasticd.checkpointing.buffers import Snapshot
+from elasticd.checkpointing.layout import write_at
+from elasticd.checkpointing.lineage import Entry, open_verified
+from elasticd.checkpointing.manifest import STATE, Manifest
 from elasticd.checkpointing.saver import Saver
+from elasticd.checkpointing.writer_client import SnapshotRefused
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 from elasticd.heartbeat.worker_events import WorkerEventWriter
@@ -58,86 +66,142 @@ class _Restore:
     channel: StoreChannel
     events: WorkerEventWriter
     _entry: Entry | None = None
-    _content: dict[str, Any] | None = None
+    """Rank 0: the chosen checkpoint; None for a state in memory."""
+    _held: Snapshot | None = None
+    """The newest state in this node's memory."""
+    _fd: int = -1
+    """The chosen state."""
 
     def run(self) -> Resumed | None:
-        chosen = self.channel.on_rank0("restore", "which checkpoint it restores", self._choose)
+        try:
+            return self._run()
+        finally:
+            if self._fd >= 0:
+                os.close(self._fd)
+
+    def _run(self) -> Resumed | None:
+        self._held = self._find_held()
+        own = self._held.to_json() if self._held is not None else b""
+        held = self.channel.collect("held", own, "what its node has in memory")
+        chosen = self.channel.on_rank0("restore", "which state it restores", lambda: self._choose(held))
         if chosen["step"] is None:
             return None
-        self._read_everywhere(chosen)
+        self._open_everywhere(chosen)
         notes: list[str] = []
         error: Exception | None = None
         try:
-            assert self._content is not None
-            notes += state.scatter(self.attached, self._content)
-            notes += self._restore_random_state(self._content[state.RESERVED]["rng"])
+            content = checkpoint.load_mapped(self._fd)
+            notes += state.scatter(self.attached, content)
+            notes += self._restore_random_state(content[state.RESERVED]["rng"])
         except Exception as raised:  # noqa: BLE001 - all ranks must learn of any error of a load_state_dict
             error = raised
         resumed = self._agree(chosen, error, notes)
         self.saver.parent = (resumed.round, resumed.step)
-        if self._entry is not None:
-            self._relink(self._entry, resumed)
+        self._take_over(chosen, resumed)
         return resumed
 
-    def _choose(self) -> dict[str, Any]:
-        entries, skipped = checkpoint.lineage(self.directory)
+    def _find_held(self) -> Snapshot | None:
+        writer, who = self.saver.writer, self.saver.environment
+        if writer is None:
+            return None
+        try:
+            held = writer.find()
+        except OSError:
+            return None
+        return held if held is not None and (held.draft.job, held.draft.run) == (who.job, who.run) else None
+
+    def _choose(self, held: list[bytes]) -> dict[str, Any]:
+        """The newest state: in the memory of any node, unless the directory has one of a newer round, or a later step.
+
+        A round that has left anything in the directory has superseded what older rounds have in memory.
+        """
+        in_memory = [Snapshot.from_json(each) for each in held if each]
+        newest = max(in_memory, key=lambda each: (*each.key, each.draft.step), default=None)
+        on_disk, skipped = checkpoint.lineage(self.directory)
+        if newest is not None and newest.draft.round >= checkpoint.highest_round(self.directory):
+            first = on_disk[0].manifest if on_disk else None
+            if first is None or (first.round, first.step) <= (newest.draft.round, newest.draft.step):
+                return self._describe(newest.draft, newest.number, f"r{newest.draft.round}-s{newest.draft.step}")
         for each in skipped:
             self._skip(each.path, each.why)
-        for entry in entries:
+        for entry in on_disk:
             try:
-                self._content = checkpoint.load(entry)
+                fd = open_verified(entry)
+                try:
+                    checkpoint.load_mapped(fd)
+                except BaseException:
+                    os.close(fd)
+                    raise
             except (CheckpointCorrupt, OSError) as error:
                 self._skip(entry.path, str(error))
                 continue
-            self._entry = entry
-            found = entry.manifest
-            return {
-                "round": found.round,
-                "step": found.step,
-                "world_size": found.world_size,
-                "checksum": found.checksum,
-                "name": entry.path.name,
-            }
+            self._entry, self._fd = entry, fd
+            return self._describe(entry.manifest, None, entry.path.name)
         return {"step": None}
+
+    def _describe(self, found: Manifest, number: int | None, name: str) -> dict[str, Any]:
+        described = {"round": found.round, "step": found.step, "world_size": found.world_size, "bytes": found.bytes}
+        return {**described, "checksum": found.checksum, "number": number, "name": name}
 
     def _skip(self, path: Path, why: str) -> None:
         reason = f"checkpoint {path.name} skipped: {why}"
         logger.warning(reason)
         self.events.write("checkpoint_skipped", reason, None, path=str(path))
 
-    def _read_everywhere(self, chosen: Mapping[str, Any]) -> None:
-        """Load the content on every rank: from its own file system, else from rank 0."""
-        if self.group.world_size == 1:
+    def _open_everywhere(self, chosen: Mapping[str, Any]) -> None:
+        """Open the chosen state on every rank: its own node's, else a copy that the first rank with the state sends."""
+        if self.group.world_size == 1 and self._fd >= 0:
             return
-        error = "" if self.group.rank == 0 else self._read_here(chosen)
-        answers = self.channel.collect("read", error.encode(), "whether it can read the checkpoint")
-        unable = [rank for rank, answer in enumerate(answers) if answer]
-        size = 0
-        packed = b""
-        if unable:
-            packed = state.to_bytes(self._content)
-            size = len(packed)
+        error = "" if self._fd >= 0 else self._open_here(chosen)
+        own = json.dumps({"host": socket.gethostname(), "error": error}).encode()
+        answers = [json.loads(each) for each in self.channel.collect("read", own, "whether it can read the state")]
+        plan = self.channel.on_rank0("send", "which ranks need the state", lambda: self._plan_sending(chosen, answers))
+        if not plan["receivers"]:
+            return
+        receives = self.group.rank in plan["receivers"]
+        if receives:
+            self._fd = os.memfd_create("elasticd-received", os.MFD_CLOEXEC)
+        _broadcast(
+            self._fd if receives or self.group.rank == plan["sender"] else None,
+            plan["sender"],
+            chosen["bytes"],
+            self.group,
+        )
+
+    def _plan_sending(self, chosen: Mapping[str, Any], answers: list[dict[str, str]]) -> dict[str, Any]:
+        """Rank 0: who sends the state, and to whom: all ranks of a host where one cannot read it."""
+        errors = {answer["host"]: answer["error"] for answer in answers if answer["error"]}
+        receivers = [rank for rank, answer in enumerate(answers) if answer["error"] or answer["host"] in errors]
+        senders = [rank for rank, answer in enumerate(answers) if not answer["error"]]
+        if not senders:
+            raise CheckpointError(f"{chosen['name']} cannot be read by any rank any more: {answers[0]['error']}")
+        receivers = [rank for rank in receivers if rank != senders[0]]
+        if receivers and chosen["number"] is None:
             reason = (
-                f"rank {', '.join(map(str, unable))} cannot read {self.directory / chosen['name']} "
-                f"({answers[unable[0]].decode()}); rank 0 sends it. Is the checkpoint directory shared by all nodes?"
+                f"rank {', '.join(map(str, receivers))} cannot read {self.directory / chosen['name']} "
+                f"({answers[receivers[0]]['error']}); rank 0 sends it. Is the checkpoint directory shared by all nodes?"
             )
             logger.warning(reason)
             self.events.write("message", reason, chosen["step"], path=str(self.directory))
-        size = self.channel.on_rank0("send", "whether it sends the checkpoint", lambda: {"size": size})["size"]
-        if size:
-            data = _broadcast(packed, size, self.group)
-            if self._content is None:
-                self._content = state.from_bytes(data)
+        return {"receivers": receivers, "sender": senders[0]}
 
-    def _read_here(self, chosen: Mapping[str, Any]) -> str:
-        """On other ranks than 0: load the same checkpoint; returns the error, "" for none."""
+    def _open_here(self, chosen: Mapping[str, Any]) -> str:
+        """Open the chosen state; returns the error, "" for none. On each node one rank reads a file as a whole."""
         try:
+            if chosen["number"] is not None:
+                if self.saver.writer is None:
+                    return "no copy in memory"
+                self._fd = self.saver.writer.open((chosen["round"], chosen["number"]))
+                return ""
             for entry in checkpoint.lineage(self.directory)[0]:
                 found = entry.manifest
                 if (found.round, found.step, found.checksum) == (chosen["round"], chosen["step"], chosen["checksum"]):
-                    self._content = checkpoint.load(entry)
+                    if self.saver.environment.local_rank == 0:
+                        self._fd = open_verified(entry)
+                    else:
+                        self._fd = os.open(entry.path / STATE, os.O_RDONLY | os.O_CLOEXEC)
                     return ""
-        except (CheckpointCorrupt, OSError) as error:
+        except (CheckpointCorrupt, SnapshotRefused, OSError) as error:
             return str(error)
         return f"there is no {chosen['name']} with rank 0's checksum"
 
@@ -167,32 +231,49 @@ class _Restore:
         merged = tuple(dict.fromkeys(note for answer in every for note in answer["notes"]))
         return Resumed(chosen["round"], chosen["step"], chosen["world_size"], merged)
 
-    def _relink(self, entry: Entry, resumed: Resumed) -> None:
-        """Rank 0: the chosen checkpoint becomes this round's first, so later writes of older rounds are not loaded."""
+    def _take_over(self, chosen: Mapping[str, Any], resumed: Resumed) -> None:
+        """The chosen state becomes this round's first, so that what older rounds write later is not loaded."""
         where = f"resumed from step {resumed.step} of round {resumed.round}"
-        reason = "; ".join([where, *resumed.notes])
-        origin = {"from_round": resumed.round, "from_step": resumed.step}
-        self.events.write("resumed", reason, resumed.step, path=str(entry.path), **origin)
-        for note in resumed.notes:
-            logger.warning("%s: %s", where, note)
+        if self.group.rank == 0:
+            reason = "; ".join([where + (", in memory" if chosen["number"] is not None else ""), *resumed.notes])
+            origin = {"from_round": resumed.round, "from_step": resumed.step}
+            self.events.write("resumed", reason, resumed.step, path=str(self.directory / chosen["name"]), **origin)
+            for note in resumed.notes:
+                logger.warning("%s: %s", where, note)
         try:
-            checkpoint.relink(self.directory, entry, self.saver.round)
+            if self._entry is not None:
+                checkpoint.relink(self.directory, self._entry, self.saver.round)
+            elif chosen["number"] is not None:
+                self._adopt((chosen["round"], chosen["number"]))
         except OSError as error:
-            reason = f"{entry.path.name} could not become round {self.saver.round}'s first checkpoint: {error}"
+            reason = f"{chosen['name']} could not become round {self.saver.round}'s first checkpoint: {error}"
             logger.warning(reason)
-            self.events.write("checkpoint_failed", reason, resumed.step, path=str(entry.path))
+            self.events.write("checkpoint_failed", reason, resumed.step, path=str(self.directory / chosen["name"]))
+
+    def _adopt(self, key: tuple[int, int]) -> None:
+        """The state in memory is this round's from now on, and rank 0's writer makes it a checkpoint of this round."""
+        writer, held = self.saver.writer, self._held
+        if writer is None or writer.share != 0 or held is None or held.key != key:
+            return
+        task = self.saver.task("resumed from memory", 0.0) if self.group.rank == 0 else None
+        writer.adopt(key, held.draft.relinked_to(self.saver.round), task)
 
 
-def _broadcast(packed: bytes, size: int, group: DefaultGroup) -> bytearray:
-    """Rank 0's bytes on every rank, piece by piece, by the process group."""
+def _broadcast(fd: int | None, sender: int, size: int, group: DefaultGroup) -> None:
+    """Send the file `fd` of one rank to all, piece by piece, by the process group; None: this rank does not keep it."""
     import torch
     import torch.distributed as dist
 
-    data = bytearray(packed) if group.rank == 0 else bytearray(size)
-    whole = torch.frombuffer(data, dtype=torch.uint8)
+    host = torch.empty(min(_PIECE_BYTES, size), dtype=torch.uint8)
+    view = memoryview((ctypes.c_char * host.numel()).from_address(host.data_ptr())).cast("B")
     for start in range(0, size, _PIECE_BYTES):
-        part = whole[start : start + _PIECE_BYTES]
-        piece = part.to(group.device)
-        dist.broadcast(piece, src=0)
-        part.copy_(piece)
-    return data
+        count = min(_PIECE_BYTES, size - start)
+        if group.rank == sender and fd is not None:
+            done = 0
+            while done < count:
+                done += os.preadv(fd, [view[done:count]], start + done)
+        piece = host[:count].to(group.device)
+        dist.broadcast(piece, src=sender)
+        if group.rank != sender and fd is not None:
+            host[:count].copy_(piece)
+            write_at(fd, start, view[:count])

@@ -7,11 +7,12 @@ training continues, and the save is tried again when the next one is due.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +22,8 @@ from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing import state, writer_client
 from elasticd.checkpointing.buffers import WriteTask
 from elasticd.checkpointing.directory_lock import DirectoryLock
-from elasticd.checkpointing.layout import Layout
-from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
+from elasticd.checkpointing.layout import Layout, write_packed
+from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest, parse
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
 from elasticd.coordination.store_channel import StoreChannel
@@ -36,6 +37,9 @@ logger = logging.getLogger("elasticd")
 
 DEFAULT_KEEP = 3
 """Checkpoints that stay, unless the script says otherwise."""
+MOST_SENT_BYTES = 8 << 20
+"""The most that rank 0 sends to every node at a save: buffers, random states, numbers. A larger part that is not equal
+on all ranks, such as averaged weights, is kept on rank 0's node only."""
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
@@ -181,34 +185,69 @@ class Saver:
         draft = Manifest(self.round, step, self.parent, *whose, _cursor(attached), time.time())
         if self.group.rank == 0:
             checkpoint.check_cursor(draft)
-        copied = self._copy(draft, layout, why, start)
+        draft, copy_own = self._exchange_own(draft, layout)
+        copied = self._copy(draft, layout, copy_own, why, start)
         if self.group.rank != 0:
             return False
         if not copied:
             return self._write(draft, layout, why, start)
         return self.wait() if wait else True
 
-    def _copy(self, draft: Manifest, layout: Layout, why: str, start: float) -> bool:
+    def _exchange_own(self, draft: Manifest, layout: Layout) -> tuple[Manifest, Callable[[int], None]]:
+        """What only rank 0 has, on every node that keeps a copy: equal copies, so that any of them may be resumed from.
+
+        Returns rank 0's draft, and what writes rank 0's part of the state into a file.
+        """
+        writer = self.writer
+        if self.group.rank == 0:
+            if self.environment.nodes > 1 and self.environment.round:
+                header = json.dumps({"draft": draft.to_json().decode(), "digest": layout.shared_digest})
+                packed = layout.pack_own(MOST_SENT_BYTES)
+                self.channel.put(f"own/{self._saves}", header.encode() + b"\n" + packed if packed else b"")
+                if self._saves > 1:
+                    self.channel.delete(f"own/{self._saves - 1}")
+        elif writer is not None and writer.share == 0 and not writer.first_node:
+            sent = self.channel.read(f"own/{self._saves}", f"rank 0's part of the state of step {draft.step}")
+            described, _, packed = sent.partition(b"\n")
+            of_rank0 = json.loads(described) if packed else {}
+            found = parse(of_rank0.get("draft", "").encode())
+            if isinstance(found, Manifest) and of_rank0["digest"] == layout.shared_digest:
+                return found, lambda fd: write_packed(fd, packed)
+            self.writer = None
+            reason = "this node keeps no copy of the state in memory: " + (
+                "its shape differs from rank 0's"
+                if packed
+                else f"more than {MOST_SENT_BYTES >> 20} MB of it are not equal on all ranks"
+            )
+            logger.warning(reason)
+            self.events.write("message", reason, draft.step)
+        return draft, layout.copy_own
+
+    def _copy(self, draft: Manifest, layout: Layout, copy_own: Callable[[int], None], why: str, start: float) -> bool:
         """Copy this rank's share into the writer's memory; False where rank 0 has to write the checkpoint itself."""
         if self.writer is None:
             return False
-        directory, events = str(self.directory), str(self.events.path or "")
 
         def task() -> WriteTask:
-            blocked_s = time.monotonic() - start
-            return WriteTask(directory, self.keep, why, self._next_try, events, self.group.rank, blocked_s)
+            return self.task(why, time.monotonic() - start)
 
         try:
-            self.writer.copy(draft, self._saves, layout, task if self.group.rank == 0 else None)
+            self.writer.copy(draft, self._saves, layout, copy_own, task if self.group.rank == 0 else None)
         except (OSError, SnapshotRefused) as error:
             if self.group.rank == 0 and self._refusal != str(error):
                 self._refusal = str(error)
                 reason = f"checkpoints are written while training waits: {error}"
                 logger.warning(reason)
-                self.events.write("message", reason, draft.step, path=directory)
+                self.events.write("message", reason, draft.step)
             return False
         self._pending = self.group.rank == 0
         return True
+
+    def task(self, why: str, blocked_s: float) -> WriteTask:
+        """What the writer does with a state of this session."""
+        assert self.directory is not None
+        events = str(self.events.path or "")
+        return WriteTask(str(self.directory), self.keep, why, self._next_try, events, self.group.rank, blocked_s)
 
     def wait(self) -> bool:
         """On rank 0: wait until the writer has finished with the last save; True if it is on the disk."""

@@ -6,6 +6,7 @@ round. Random states are plain tensors, lists and numbers, so that `torch.load(w
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 import sys
@@ -85,10 +86,37 @@ def scatter(attached: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
             "with, or start in another directory"
         )
     for name, obj in attached.items():
-        target = unwrap(obj)
-        target.load_state_dict(_wrapped(state[name], target))
+        _load(unwrap(obj), state[name])
     extra = [name for name in state if name not in attached and name != RESERVED]
     return [f"nothing is attached as {name}: that part of the checkpoint was not used" for name in extra]
+
+
+def _load(target: Any, state: Any) -> None:
+    """Load a state whose tensors are mapped from a file: a module copies them in place; other objects may keep what
+    they get, such as an optimizer, and get copies.
+    """
+    from torch.nn import Module
+
+    if isinstance(target, Module):
+        target.load_state_dict(_wrapped(state, target))
+        mapped = _addresses(state)
+        if mapped.isdisjoint(_addresses(target.state_dict())):
+            return
+    # A deep copy keeps tensors that share memory together.
+    target.load_state_dict(_wrapped(copy.deepcopy(state), target))
+
+
+def _addresses(state: Any) -> set[int]:
+    """The storages of the tensors in nested containers."""
+    import torch
+
+    if isinstance(state, torch.Tensor):
+        return {state.untyped_storage().data_ptr()} - {0} if state.layout is torch.strided else set()
+    if isinstance(state, Mapping):
+        state = state.values()
+    elif not isinstance(state, (list, tuple, set)):
+        return set()
+    return {address for value in state for address in _addresses(value)}
 
 
 def _plain(key: str) -> str:

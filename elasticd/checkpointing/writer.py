@@ -4,6 +4,9 @@
                                                                         or {refused: why}
     rank        copied {round, number, share [, draft, task]}           the rank's share is in the buffer
     rank        wait {round, number}                                ->  {saved, path, why}, once that is known
+    rank        find                                                ->  {snapshot}: the newest whole state here, or null
+    rank        open {round, number}                                ->  {buffer} with its descriptor, or {refused: why}
+    rank        adopt {round, number, draft, task}                  ->  {}: the round that resumed from it owns it now
 
 Each local rank copies a share into the buffer of a save. When all shares are in it, the header is written, from then on
 the state survives its processes, and a thread writes it to disk. Training goes on meanwhile, also in the next round.
@@ -26,7 +29,7 @@ import signal
 import socket
 import sys
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ if __name__ == "__main__":  # run as a file, isolated: the package of this copy 
 from elasticd.checkpointing import api
 from elasticd.checkpointing.buffers import Buffers, Snapshot, WriteTask
 from elasticd.checkpointing.directory_lock import DirectoryLock
-from elasticd.checkpointing.manifest import Manifest, parse
+from elasticd.checkpointing.manifest import Manifest, parse, read
 from elasticd.checkpointing.memory_limit import available_bytes
 from elasticd.checkpointing.retention import retain
 from elasticd.errors import CheckpointError
@@ -228,6 +231,33 @@ class Writer:
             self._finish(fill.snapshot, None, why)
             fill.snapshot = None
 
+    # --- resuming from a buffer -----------------------------------------------------------------------------------
+
+    def _do_find(self, rank: socket.socket, message: Message) -> None:
+        newest = self._buffers.newest()
+        held = None if newest is None else self._buffers.held[newest]
+        _send(rank, {"snapshot": held and held.to_json().decode()})
+
+    def _do_open(self, rank: socket.socket, message: Message) -> None:
+        number = self._buffer_of((message["round"], message["number"]))
+        if number is None:
+            _send(rank, {"refused": "that state is no longer in this node's memory"})
+        else:
+            socket.send_fds(rank, [json.dumps({"buffer": number}).encode()], [self._buffers.fds[number]])
+
+    def _do_adopt(self, rank: socket.socket, message: Message) -> None:
+        number = self._buffer_of((message["round"], message["number"]))
+        draft = parse(message["draft"].encode())
+        held = self._buffers.held[number] if number is not None else None
+        if number is not None and held is not None and isinstance(draft, Manifest):
+            task = message["task"] and WriteTask(**message["task"])
+            self._buffers.describe(number, Snapshot(draft, 0, task, held.path))
+            self._changed.notify()
+        _send(rank, {})
+
+    def _buffer_of(self, key: Key) -> int | None:
+        return next((at for at, held in enumerate(self._buffers.held) if held is not None and held.key == key), None)
+
     # --- results --------------------------------------------------------------------------------------------------
 
     def _do_wait(self, rank: socket.socket, message: Message) -> None:
@@ -275,7 +305,8 @@ class Writer:
             entry, why = self._write(number, snapshot)
             with self._changed:
                 self._writing = None
-                self._buffers.describe(number, snapshot.written(entry.path if entry else None))
+                if self._buffers.held[number] is snapshot:  # no later round has adopted it meanwhile
+                    self._buffers.describe(number, snapshot.written(entry.path if entry else None))
                 self._finish(snapshot, entry, why)
             os.write(self._wake_write, b"\0")
             if entry is not None:
@@ -301,8 +332,12 @@ class Writer:
                 (task.directory, draft.job, draft.run), DirectoryLock(task.directory, draft.job, draft.run)
             )
             lock.acquire()
+            if snapshot.path:  # an older round's checkpoint is this state
+                return api.relink(task.directory, _entry(snapshot.path), draft.round), ""
             return api.write(task.directory, draft, lambda file: self._buffers.copy_to(number, file)), ""
         except (OSError, CheckpointError) as error:
+            if snapshot.path:
+                return self._write(number, replace(snapshot, path=""))
             return None, str(error)
 
     def _retain(self, snapshot: Snapshot) -> None:
@@ -312,6 +347,13 @@ class Writer:
         except OSError as error:
             events = WorkerEventWriter(snapshot.task.events or None, snapshot.draft.round, snapshot.task.rank)
             events.write("message", f"old checkpoints could not be deleted: {error}", snapshot.draft.step)
+
+
+def _entry(path: str) -> api.Entry:
+    manifest = read(Path(path))
+    if not isinstance(manifest, Manifest):
+        raise CheckpointError(manifest.why)
+    return api.Entry(Path(path), manifest)
 
 
 def _send(rank: socket.socket, message: Message) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from elasticd.checkpointing.buffers import WriteTask
+from elasticd.checkpointing.buffers import Snapshot, WriteTask
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import Manifest
 
@@ -31,27 +31,63 @@ class WriterClient:
     path: str
     share: int
     shares: int
+    first_node: bool
+    """Rank 0 is on this node."""
     _socket: socket.socket | None = field(default=None, repr=False)
 
-    def copy(self, draft: Manifest, number: int, layout: Layout, task: Callable[[], WriteTask] | None = None) -> None:
+    def copy(
+        self,
+        draft: Manifest,
+        number: int,
+        layout: Layout,
+        copy_own: Callable[[int], None],
+        task: Callable[[], WriteTask] | None = None,
+    ) -> None:
         """Copy this rank's share of the state into the writer's memory; share 0 adds all that is not shared.
 
         The draft's checksum is none. `task` is called after the copy. Raises SnapshotRefused, and OSError when there
         is no writer.
         """
-        key = {"round": draft.round, "number": number, "share": self.share}
-        plan = {"shares": self.shares, "size": layout.bytes, "digest": layout.shared_digest}
-        answer, fds = self._request({"do": "begin", **key, **plan})
-        if "refused" in answer:
-            raise SnapshotRefused(answer["refused"])
-        try:
-            layout.copy_shared(fds[0], self.share, self.shares)
+
+        def copy(fd: int) -> None:
+            layout.copy_shared(fd, self.share, self.shares)
             if self.share == 0:
-                layout.copy_own(fds[0])
+                copy_own(fd)
+
+        self.fill(draft, number, (self.share, self.shares), layout.shared_digest, copy, task)
+
+    def fill(
+        self,
+        draft: Manifest,
+        number: int,
+        share: tuple[int, int],
+        digest: str,
+        fill: Callable[[int], None],
+        task: Callable[[], WriteTask] | None = None,
+    ) -> None:
+        """Let `fill` write a share of the state into a buffer."""
+        key = {"round": draft.round, "number": number, "share": share[0]}
+        fd = self._borrow({"do": "begin", **key, "shares": share[1], "size": draft.bytes, "digest": digest})
+        try:
+            fill(fd)
         finally:
-            os.close(fds[0])
+            os.close(fd)
         described = {"draft": draft.to_json().decode(), "task": asdict(task()) if task else None}
-        self._send({"do": "copied", **key, **(described if self.share == 0 else {})})
+        self._send({"do": "copied", **key, **(described if share[0] == 0 else {})})
+
+    def find(self) -> Snapshot | None:
+        """The newest whole state in this node's memory. Raises OSError when there is no writer."""
+        found = self._request({"do": "find"})[0]["snapshot"]
+        return Snapshot.from_json(found.encode()) if found else None
+
+    def open(self, key: tuple[int, int]) -> int:
+        """A descriptor of the buffer with this state. Raises SnapshotRefused, OSError."""
+        return self._borrow({"do": "open", "round": key[0], "number": key[1]})
+
+    def adopt(self, key: tuple[int, int], draft: Manifest, task: WriteTask | None) -> None:
+        """The round of `draft` has resumed from this state, and owns it from now on. Raises OSError."""
+        described = {"draft": draft.to_json().decode(), "task": task and asdict(task)}
+        self._request({"do": "adopt", "round": key[0], "number": key[1], **described})
 
     def wait(self, round: int, number: int, timeout_s: float) -> dict[str, Any]:
         """What became of a save: {saved, path, why}. A writer that was killed meanwhile is asked again.
@@ -82,6 +118,12 @@ class WriterClient:
             raise
         return self._socket
 
+    def _borrow(self, message: Mapping[str, Any]) -> int:
+        answer, fds = self._request(message)
+        if "refused" in answer:
+            raise SnapshotRefused(answer["refused"])
+        return fds[0]
+
     def _request(self, message: Mapping[str, Any], timeout_s: float = _ANSWER_S) -> tuple[dict[str, Any], list[int]]:
         connection = self._send(message)
         connection.settimeout(timeout_s)
@@ -98,7 +140,7 @@ class WriterClient:
 def from_environment() -> WriterClient | None:
     """This rank's client; None where no launcher of ours runs a writer."""
     shares, colon, path = os.environ.get(VARIABLE, "").partition(":")
-    if not colon or os.environ.get("GROUP_RANK") != "0":
+    if not colon:
         return None
     share, _, count = shares.partition("/")
-    return WriterClient(path, int(share), int(count))
+    return WriterClient(path, int(share), int(count), os.environ.get("GROUP_RANK") == "0")
