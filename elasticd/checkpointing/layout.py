@@ -55,6 +55,7 @@ class Layout:
 
     def __init__(self, state: dict[str, Any], shared: frozenset[int] = frozenset()) -> None:
         pickled, storages = _pickle(state)
+        self._state = state
         self._records: list[_Record] = []
         self._end = 0
         self._own: list[tuple[int, torch.UntypedStorage]] = []
@@ -84,9 +85,14 @@ class Layout:
 
     @property
     def shared_digest(self) -> str:
-        """Equal on two processes that place all shared storages alike."""
-        places = [(offset, storage.nbytes()) for offset, storage in self._shared]
-        return hashlib.sha256(repr(places).encode()).hexdigest()
+        """Equal on two processes that place all shared storages alike, under the same names."""
+        places = {storage.data_ptr(): (offset, storage.nbytes()) for offset, storage in self._shared}
+        named = [
+            (path, tensor.dtype, tensor.shape, tensor.stride(), places[tensor.untyped_storage().data_ptr()])
+            for path, tensor in _tensors(self._state, "")
+            if tensor.untyped_storage().data_ptr() in places
+        ]
+        return hashlib.sha256(repr((list(places.values()), named)).encode()).hexdigest()
 
     def copy_shared(self, fd: int, share: int, shares: int) -> None:
         """Copy one of `shares` equal shares of the shared storages into the file `fd`."""
@@ -170,6 +176,21 @@ def _pickle(state: dict[str, Any]) -> tuple[bytes, list[torch.UntypedStorage]]:
     except UNPICKLABLE as error:
         raise CheckpointRefused(f"the state cannot be pickled: {error}. Nothing was saved") from error
     return buffer.getvalue(), storages
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The dense tensors in nested containers, each with its keys."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _tensors(item, f"{path}.{number}")
 
 
 def _local_header(record: _Record) -> bytes:

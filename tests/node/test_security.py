@@ -298,6 +298,7 @@ def test_state_directory_is_private(node: MakeNode) -> None:
 FORBIDDEN = {"marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
 PICKLE = {
     "elasticd/checkpointing/api.py": "names its errors",
+    "elasticd/checkpointing/layout.py": "writes what torch.load(weights_only=True) reads",
     "agents/elasticd_agent/hangs/collector/flight_recorder.py": "NCCL writes pickles: reads plain values only",
 }
 CALLS = {"eval", "exec", "__import__"}
