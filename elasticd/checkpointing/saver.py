@@ -7,10 +7,12 @@ training continues, and the save is tried again when the next one is due.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -240,7 +242,10 @@ class Saver:
                 logger.warning(reason)
                 self.events.write("message", reason, draft.step)
             return False
-        self._pending = self.group.rank == 0
+        if self.group.rank == 0:
+            if not self._pending:
+                atexit.register(self._wait_at_exit)
+            self._pending = True
         return True
 
     def task(self, why: str, blocked_s: float) -> WriteTask:
@@ -254,6 +259,7 @@ class Saver:
         if self.writer is None or not self._pending:
             return False
         self._pending = False
+        atexit.unregister(self._wait_at_exit)
         try:
             result = self.writer.wait(self.round, self._saves, self.channel.timeout_s)
         except OSError as error:
@@ -261,6 +267,11 @@ class Saver:
         if not result["saved"]:
             logger.warning("a checkpoint failed: %s", result["why"])
         return bool(result["saved"])
+
+    def _wait_at_exit(self) -> None:
+        """A script that ends without `close()` has its last checkpoint; one that fails is not held up."""
+        if not hasattr(sys, "last_value"):
+            self.wait()
 
     @property
     def _next_try(self) -> str:

@@ -9,9 +9,9 @@
     rank        adopt {round, number, draft, task}                  ->  {}: the round that resumed from it owns it now
 
 Each local rank copies a share into the buffer of a save. When all shares are in it, the header is written, from then on
-the state survives its processes, and a thread writes it to disk. Training goes on meanwhile, also in the next round.
+the state survives its processes, and a thread writes it to disk. Training continues, also in the next round.
 
-Two buffers: a save never goes into the one that is being written, and into the newest state only if the other buffer is
+Two buffers: a save is never copied into the one that is being written, and into the newest state only if the other buffer is
 being written. Then the state that it replaces is not written at all: if the disk is slower than the saves, some are
 left out, and the newest waits.
 
@@ -362,6 +362,8 @@ def _send(rank: socket.socket, message: Message) -> None:
 
 def main() -> None:
     listener, headers, *buffers = map(int, sys.argv[1:])
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_bytes(b"elasticd-writer")
     for fd in (listener, headers, *buffers):
         os.set_inheritable(fd, False)
     Writer(socket.socket(fileno=listener), Buffers(headers, buffers)).run()
