@@ -11,8 +11,8 @@
 Each local rank copies a share into the buffer of a save. When all shares are in it, the header is written, from then on
 the state survives its processes, and a thread writes it to disk. Training continues, also in the next round.
 
-Two buffers: a save is never copied into the one that is being written, and into the newest state only if the other buffer is
-being written. Then the state that it replaces is not written at all: if the disk is slower than the saves, some are
+Two buffers: a save is never copied into the one that is being written, and into the newest state only if the other one
+is being written. Then the state that it replaces is not written at all: if the disk is slower than the saves, some are
 left out, and the newest waits.
 
 Started by the launcher's owner when a rank connects first: `python -I writer.py LISTENER HEADERS BUFFER BUFFER`. It
