@@ -159,8 +159,6 @@ class Writer:
             self._fail(fill, "the ranks of this node hold states of different shapes")
         fill.copying.add(rank)
         fd = self._buffers.fds[fill.buffer]
-        if message["share"] == 0:
-            os.ftruncate(fd, message["size"])
         socket.send_fds(rank, [json.dumps({"buffer": fill.buffer}).encode()], [fd])
 
     def _begin(self, key: Key, message: Message) -> Fill:

@@ -69,6 +69,8 @@ class WriterClient:
         key = {"round": draft.round, "number": number, "share": share[0]}
         fd = self._borrow({"do": "begin", **key, "shares": share[1], "size": draft.bytes, "digest": digest})
         try:
+            if share[0] == 0:
+                os.ftruncate(fd, draft.bytes)
             fill(fd)
         finally:
             os.close(fd)
@@ -97,7 +99,9 @@ class WriterClient:
         request = {"do": "wait", "round": round, "number": number}
         try:
             return self._request(request, timeout_s)[0]
-        except ConnectionError:
+        except TimeoutError:
+            raise
+        except OSError:
             return self._request(request, timeout_s)[0]
 
     def close(self) -> None:

@@ -1,0 +1,327 @@
+"""The writer process: what becomes of a state when ranks, the writer, the disk or the memory fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elasticd.checkpointing import api as checkpoint
+from elasticd.checkpointing.buffers import WriteTask
+from elasticd.checkpointing.layout import Layout
+from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
+from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
+from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader
+from tests.library.conftest import wait_for
+from tests.library.verified import verified_lineage
+from tests.library.writers import Node
+
+SIZE = 1000
+GONE = "writer ended|not connected|Broken pipe|reset by peer|refused|No such file"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    one = Node(tmp_path / "node")
+    yield one
+    one.close()
+
+
+def state(step: int, size: int = SIZE) -> dict[str, Any]:
+    return {"weights": torch.full((size,), float(step)), "own": torch.full((7,), -float(step)), "step": step}
+
+
+class Saves:
+    """A job of two local ranks that saves through a node's writer."""
+
+    def __init__(self, node: Node, tmp_path: Path, shares: int = 2) -> None:
+        self.node = node
+        self.directory = tmp_path / "checkpoints"
+        self.notes = tmp_path / "notes"
+        self.ranks = [node.client(share, shares) for share in range(shares)]
+        self.number = 0
+
+    def layout(self, step: int, size: int = SIZE) -> Layout:
+        content = state(step, size)
+        return Layout(content, frozenset([content["weights"].untyped_storage().data_ptr()]))
+
+    def draft(self, layout: Layout, step: int, round: int = 1) -> Manifest:
+        return Manifest(round, step, None, 2, layout.bytes, NO_CHECKSUM, "job", "run", None, 0.0)
+
+    def task(self) -> WriteTask:
+        return WriteTask(str(self.directory), 3, "by a test", "it is tried again", str(self.notes), 0, 0.01)
+
+    def copy(self, rank: WriterClient, step: int, size: int = SIZE, round: int = 1) -> None:
+        layout = self.layout(step, size)
+        task = self.task if rank.share == 0 else None
+        rank.copy(self.draft(layout, step, round), self.number, layout, layout.copy_own, task)
+
+    def save(self, step: int, size: int = SIZE, round: int = 1) -> None:
+        self.number += 1
+        for rank in self.ranks:
+            self.copy(rank, step, size, round)
+
+    def wait(self, round: int = 1) -> dict[str, Any]:
+        return self.ranks[0].wait(round, self.number, 60)
+
+    def held(self) -> int:
+        """The step of the newest state in memory, verified; 0 for none."""
+        found = self.ranks[0].find()
+        if found is None:
+            return 0
+        fd = self.ranks[0].open(found.key)
+        try:
+            loaded = checkpoint.load_mapped(fd)
+        finally:
+            os.close(fd)
+        assert_whole(loaded, found.draft.step)
+        return found.draft.step
+
+    def on_disk(self) -> list[int]:
+        entries = verified_lineage(self.directory)[0]
+        for entry in entries:
+            assert_whole(checkpoint.load(entry), entry.manifest.step)
+        return [entry.manifest.step for entry in entries]
+
+    def events(self) -> list[WorkerEvent]:
+        found, wrong = WorkerEventReader(self.notes).read()
+        assert wrong == []
+        return found
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+def assert_whole(loaded: dict[str, Any], step: int) -> None:
+    assert loaded["step"] == step
+    assert bool((loaded["weights"] == step).all()) and bool((loaded["own"] == -step).all())
+
+
+@pytest.fixture
+def saves(node: Node, tmp_path: Path) -> Iterator[Saves]:
+    made = Saves(node, tmp_path)
+    yield made
+    made.close()
+
+
+def test_shares_of_ranks_become_a_checkpoint(saves: Saves) -> None:
+    saves.save(5)
+    assert saves.wait() == {"saved": True, "path": str(saves.directory / "r1-s5"), "why": ""}
+    assert (saves.held(), saves.on_disk()) == (5, [5])
+    (event,) = saves.events()
+    assert (event.kind, event.step, event.extra["seconds"]) == ("checkpoint_saved", 5, 0.01)
+    for step in range(6, 12):
+        saves.save(step)
+        assert saves.wait()["saved"]
+    assert saves.held() == 11
+    saves.node.end()  # retention follows the last save
+    assert saves.on_disk() == [11, 10, 9]
+
+
+def test_state_that_grows_and_shrinks(saves: Saves) -> None:
+    for step, size in enumerate((1000, 100_000, 10, 2_000_000, 1), start=1):
+        saves.save(step, size)
+        assert saves.wait()["saved"]
+        assert saves.held() == step
+    saves.node.end()
+    assert saves.on_disk() == [5, 4, 3]
+
+
+@pytest.mark.parametrize("moment", ["before its copy", "between copy and report"])
+@pytest.mark.parametrize("dies", [0, 1])
+def test_rank_killed_during_its_copy(saves: Saves, dies: int, moment: str) -> None:
+    """The state of the last save stays whole, and the next save works."""
+    saves.save(1)
+    assert saves.wait()["saved"]
+    saves.number += 1
+    layout = saves.layout(2)
+    begin = {"do": "begin", "round": 1, "number": saves.number, "share": dies, "shares": 2, "size": layout.bytes}
+    fd = saves.ranks[dies]._borrow({**begin, "digest": layout.shared_digest})
+    if moment == "between copy and report":
+        layout.copy_shared(fd, dies, 2)
+        layout.copy_own(fd)
+    os.close(fd)
+    saves.ranks[dies].close()
+    saves.copy(saves.ranks[1 - dies], 2)
+    assert saves.held() == 1
+    saves.save(3)
+    assert saves.wait()["saved"]
+    assert (saves.held(), saves.on_disk()) == (3, [3, 1])
+    assert [event.step for event in saves.events() if event.kind == "checkpoint_failed"] == ([2] if dies else [])
+
+
+def test_ranks_with_other_shapes_are_not_mixed(saves: Saves) -> None:
+    saves.number += 1
+    saves.copy(saves.ranks[1], 1, SIZE + 1)
+    saves.copy(saves.ranks[0], 1)
+    assert not saves.wait()["saved"]
+    assert saves.held() == 0
+    assert "states of different shapes" in saves.events()[0].reason
+
+
+def test_rank_that_comes_to_an_older_save_is_refused(saves: Saves) -> None:
+    saves.number += 1
+    saves.copy(saves.ranks[0], 1)
+    saves.number += 1
+    saves.copy(saves.ranks[0], 2)
+    saves.number -= 1
+    with pytest.raises(SnapshotRefused, match="a later save has begun"):
+        saves.copy(saves.ranks[1], 1)
+    saves.number += 1
+    saves.copy(saves.ranks[1], 2)
+    assert saves.wait()["saved"]
+    assert saves.on_disk() == [2]
+    assert "before every rank had copied" in saves.events()[0].reason
+
+
+def unfinished(directory: Path) -> list[str]:
+    return [name for name in os.listdir(directory) if "staging" in name] if directory.exists() else []
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_successor_of_killed_writer_finishes_the_write(saves: Saves, times: int) -> None:
+    saves.save(1, 30_000_000)
+    for _ in range(times):
+        wait_for(lambda: unfinished(saves.directory), "a checkpoint being written")
+        assert saves.node.end(signal.SIGKILL) == -signal.SIGKILL
+        assert saves.on_disk() == []  # it was killed while it wrote
+        for name in unfinished(saves.directory):
+            (saves.directory / name).rename(saves.directory / name.replace("staging", "trash"))
+        saves.node.start()
+    assert saves.wait()["saved"]
+    assert (saves.held(), saves.on_disk()) == (1, [1])
+    assert not unfinished(saves.directory)
+
+
+def test_killed_writer_costs_the_save_in_progress_only(saves: Saves) -> None:
+    saves.save(1)
+    assert saves.wait()["saved"]
+    saves.number += 1
+    saves.copy(saves.ranks[0], 2)
+    saves.node.end(signal.SIGKILL)
+    saves.node.start()
+    with pytest.raises(OSError, match=GONE):
+        saves.copy(saves.ranks[1], 2)
+    saves.ranks[0].close()
+    assert (saves.held(), saves.on_disk()) == (1, [1])
+    saves.save(3)
+    assert saves.wait()["saved"]
+    assert (saves.held(), saves.on_disk()) == (3, [3, 1])
+
+
+def test_writer_without_successor_is_an_error(saves: Saves) -> None:
+    saves.save(1)
+    assert saves.wait()["saved"]
+    saves.node.end(signal.SIGKILL)
+    saves.node.listener.close()
+    with pytest.raises(OSError, match=GONE):
+        saves.save(2)
+    with pytest.raises(OSError, match=GONE):
+        saves.wait()
+
+
+def test_full_disk_is_reported_and_works_again(saves: Saves) -> None:
+    unshare = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        return  # without the right to mount: the test of a directory that cannot be written is the same path
+    saves.directory.mkdir()
+    saves.node.end()
+    mount = f'mount -t tmpfs -o size=2m none {saves.directory} && exec "$@"'
+    saves.node.start(*unshare, "sh", "-c", mount, "sh")
+    for step, size in ((1, SIZE), (2, 1_000_000), (3, SIZE)):
+        saves.save(step, size)
+        result = saves.wait()
+        assert result["saved"] == (step != 2)
+        assert saves.held() == step
+        assert step != 2 or "No space left on device" in result["why"]
+    assert [event.kind for event in saves.events()] == ["checkpoint_saved", "checkpoint_failed", "checkpoint_saved"]
+
+
+def test_directory_that_cannot_be_written_is_reported(saves: Saves) -> None:
+    saves.directory.write_text("a file where a directory should be")
+    saves.save(1)
+    assert not saves.wait()["saved"]
+    assert (saves.held(), saves.events()[0].kind) == (1, "checkpoint_failed")
+    saves.directory.unlink()
+    saves.save(2)
+    assert saves.wait()["saved"]
+
+
+def test_directory_of_another_run_is_not_written(saves: Saves) -> None:
+    other = checkpoint.DirectoryLock(saves.directory, "job", "another run")
+    other.acquire()
+    saves.save(1)
+    assert "another run" in saves.wait()["why"]
+    other.release()
+    saves.save(2)
+    assert saves.wait()["saved"]
+
+
+def test_disk_slower_than_saves_leaves_states_out(saves: Saves) -> None:
+    deadline = time.monotonic() + 60
+    step = 0
+    while not any("slower than the saves" in event.reason for event in saves.events()):
+        assert time.monotonic() < deadline
+        step += 1
+        saves.save(step, 5_000_000)
+    assert saves.wait()["saved"], "the newest state waits for the disk and is never left out"
+    assert saves.held() == step
+    saves.node.end()
+    assert saves.on_disk()[0] == step
+    assert all(event.kind in ("checkpoint_saved", "message") for event in saves.events())
+
+
+def test_state_too_large_for_memory_is_refused_with_figures(saves: Saves) -> None:
+    layout = saves.layout(1)
+    draft = replace(saves.draft(layout, 1), bytes=1 << 50)
+    with pytest.raises(SnapshotRefused, match=r"two copies of a state of \d+ MB take \d+ MB more, and \d+ MB are left"):
+        saves.ranks[0].copy(draft, 1, layout, layout.copy_own, saves.task)
+    saves.number = 1
+    saves.save(2)
+    assert saves.wait()["saved"]
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 40, b"\xff" * 8, b'{"version": "9"'])
+def test_damaged_header_is_no_state(saves: Saves, damage: bytes) -> None:
+    """Torn by the death of a writer, or of another version."""
+    saves.save(1)
+    assert saves.wait()["saved"]
+    saves.node.end(signal.SIGKILL)
+    for number in range(2):
+        os.pwrite(saves.node.memory[0], damage, (number << 20) + (40 if damage.startswith(b"{") else 0))
+    saves.node.start()
+    saves.close()
+    assert saves.held() == 0
+    saves.save(2)
+    assert saves.wait()["saved"]
+
+
+def test_round_that_resumed_adopts_the_state(saves: Saves) -> None:
+    """Also while an older round's checkpoint of it is written: a re-link, or a file of its own."""
+    saves.save(5)
+    assert saves.wait()["saved"]
+    found = saves.ranks[0].find()
+    assert found is not None
+    saves.ranks[0].adopt(found.key, found.draft.relinked_to(2), saves.task())
+    saves.number = 0
+    assert saves.wait(round=2)["saved"]
+    newest, parent = verified_lineage(saves.directory)[0]
+    assert (newest.manifest.round, newest.manifest.relinked, newest.manifest.parent) == (2, True, (1, 5))
+    assert os.path.samefile(newest.path / "state.pt", parent.path / "state.pt")
+    again = saves.ranks[0].find()
+    assert again is not None and (again.draft.round, again.draft.step) == (2, 5)
+
+
+def test_sigterm_lets_the_writer_finish(saves: Saves) -> None:
+    saves.save(1, 10_000_000)
+    assert saves.node.end(signal.SIGTERM) == 0
+    assert saves.on_disk() == [1]
