@@ -18,7 +18,7 @@ PATH = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'agents'}"}
 
 ASK = """
 import json, sys
-from elasticd.errors import UsageError
+from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.system.addresses import is_local, local_address
 
 def answer(what):
@@ -27,7 +27,7 @@ def answer(what):
     towards, given = what
     try:
         return local_address([(host, 2379) for host in towards], given)
-    except UsageError as error:
+    except (StoreUnavailable, UsageError) as error:
         return str(error)
 
 print(json.dumps([answer(what) for what in json.loads(sys.argv[1])]))

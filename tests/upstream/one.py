@@ -25,7 +25,7 @@ SKIPPED = 77
 
 def elasticd_run(args: list[str] | None = None) -> None:
     """torch.distributed.run.main: returns at success, and raises what torchrun raises."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     command = [sys.executable, "-m", "elasticd_agent", "run", *(sys.argv[1:] if args is None else args)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -33,7 +33,7 @@ def elasticd_run(args: list[str] | None = None) -> None:
     if done.returncode == 2:
         raise ValueError("elasticd run refuses the command line")
     if done.returncode == 1:
-        raise ChildFailedError("the script", {})
+        raise ChildFailedError("the script", {0: ProcessFailure(local_rank=0, pid=0, exitcode=1, error_file="")})
     if done.returncode:
         raise RuntimeError(f"elasticd run ended with {done.returncode}")
 

@@ -29,6 +29,7 @@ DEADLINE_S = 240
 PASSED, SKIPPED, FAILED, OTHER, LEFT_OUT = "passed", "skipped by itself", "FAILED", "fails with torch's own", "left out"
 NOT_OURS = {
     "test_launch_elastic_agent_raise_exception": "replaces torchrun's agent by a mock",
+    "test_launch_elastic_worker_raise_exception": "counts the events inside torchrun's process",
     "test_launch_shutdown": "replaces torchrun's agent by a mock",
     "test_nproc_gpu_launch_configurations": "pretends to have GPUs inside torchrun's process",
     "test_is_torchelastic_launched_with_logs_spec_defined": "loads a plug-in for logs, which elasticd run refuses",
