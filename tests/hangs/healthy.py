@@ -23,7 +23,7 @@ from tests.hangs.situations import SCRIPTS
 SCRIPT = SCRIPTS / "waits.py"
 WAIT_AT = 220
 """As in the script."""
-AROUND_S = 60.0
+AROUND_S = 180.0
 """What a job takes beside its wait, on a busy machine; as long again for every kill that is allowed."""
 QUICK_S = 20.0
 
@@ -31,7 +31,9 @@ QUICK_S = 20.0
 @dataclass(frozen=True, slots=True)
 class HealthyWait:
     """`place`, `use` and `seconds` are waits.py's. `kills`: so many may happen, of a wait that nobody could tell from a
-    hang. `in_all_s`: of a wait that happens several times. `busy`: it needs a processor for most of the time."""
+    hang. `in_all_s`: of a wait that happens several times. `busy`: it needs a processor for most of the time. `harm`:
+    what is done from outside, or must be there.
+    """
 
     name: str
     place: str
@@ -106,6 +108,21 @@ HEALTHY = (
     HealthyWait("retries with backoff for 50 s", "rank0", "backoff", 50),
     HealthyWait("asyncio for 40 s on all", "all", "asyncio", 40),
     HealthyWait("checkpoint to a slow disk, 40 s, others in a barrier", "barrier", "fsync", 40),
+    HealthyWait("checkpoint uploaded by rank 0, others wait in the store", "store", "send", 45),
+    HealthyWait("evaluation of 50 s on rank 0 only, 30 ms of CPU in 100", "rank0", "trickle", 50),
+    HealthyWait("a request of 40 s, then a child of 40 s", "rank0", "two", 80),
+    HealthyWait("upload by a thread, main thread joins it", "rank0", "thread-sends", 45),
+    HealthyWait("shuffling in one call of native code on all, 15 s", "all", "gil", 15, busy=True),
+    HealthyWait("DataLoader workers idle for 25 s a batch", "slow-items", "idle", 25, in_all_s=75),
+    HealthyWait(
+        "uneven inputs: rank 1 is done, rank 0 takes 20 s a step", "join", "matmul", 20, in_all_s=60, busy=True
+    ),
+    HealthyWait("uneven inputs: rank 1 is done, rank 0 waits 20 s a step", "join", "idle", 20, in_all_s=60),
+    HealthyWait("monitored_barrier of 45 s, idle", "monitored", "idle", 45),
+    HealthyWait("metrics gathered as objects after 40 s on rank 0", "objects", "ask", 40),
+    HealthyWait("pool of processes computes, rank 0 waits", "barrier", "pool", 30, busy=True),
+    HealthyWait("pause of 55 s on all", "all", "idle", 55),
+    HealthyWait("torch.compile in the first step", "first", "inductor", 30, busy=True, harm="inductor"),
 )
 BY_NAME = {wait.name: wait for wait in HEALTHY}
 QUICK = [wait for wait in HEALTHY if wait.wait_s <= QUICK_S and not wait.busy]
@@ -150,9 +167,9 @@ def observe(wait: HealthyWait, session: bool, folder: Path, flags: Sequence[str]
         stack.callback(job.end)
         try:
             if (harm := _HARMS.get(wait.harm)) is not None:
-                job.step(WAIT_AT)
+                _trains(job, WAIT_AT)
                 harm(job, wait.seconds)
-                job.step(max(job.steps())[1] + 20)
+                _trains(job, max(job.steps())[1] + 20)
                 (job.work / "enough").touch()
             until(lambda: _ended(job.pid), wait.name, AROUND_S + (2 + wait.kills) * wait.wait_s)
             outcome.cpu_s = _cpu_s(job.pid)
@@ -167,10 +184,14 @@ def observe(wait: HealthyWait, session: bool, folder: Path, flags: Sequence[str]
 
 
 def _start(wait: HealthyWait, session: bool, folder: Path, flags: Sequence[str], env: dict[str, str]) -> Job:
-    flags = ["--log-dir", str(folder / "log"), *flags]
-    flags += ["--checkpoint-dir", str(folder / "checkpoints")] if session else []
+    logs = [] if wait.harm == "stdout" else ["--log-dir", str(folder / "log")]  # or the output would go to files
+    flags = [*flags, *logs, *(["--checkpoint-dir", str(folder / "checkpoints")] if session else [])]
     args = [wait.place, wait.use, f"{wait.seconds:g}", *wait.args, *(["--session"] if session else [])]
     return Job(folder, SCRIPT, *args, workers=str(wait.workers), flags=flags, env=env)
+
+
+def _trains(job: Job, step: int) -> None:
+    until(lambda: step <= max((done for _, done in job.steps()), default=0), f"step {step}", AROUND_S)
 
 
 def _ended(pid: int) -> bool:
@@ -242,5 +263,6 @@ _MISSING: dict[str, Callable[[], str]] = {
     "quota": _no_quota,
     "throttle": _no_quota,
     "swap": _no_swap,
+    "inductor": lambda: "" if shutil.which("g++") else "g++ is not installed",
     "gdb": lambda: "" if shutil.which("gdb") else "gdb is not installed",
 }

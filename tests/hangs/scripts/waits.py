@@ -14,11 +14,13 @@ import concurrent.futures
 import ctypes
 import fcntl
 import gc
+import multiprocessing
 import os
 import pdb
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -198,6 +200,34 @@ def exit_handler(t: Training, use: Use, seconds: float) -> None:
         atexit.register(use, seconds)
 
 
+def slow_items(t: Training, use: Use, seconds: float) -> None:
+    """The workers of a DataLoader wait, for three batches."""
+    t.until(WAIT_AT)
+    for _ in DataLoader(Items(3, lambda: use(seconds)), num_workers=1):
+        t.step()
+
+
+def uneven_inputs(t: Training, use: Use, seconds: float) -> None:
+    """Rank 0 has three batches more than the others, whose DDP takes part in its collectives."""
+    t.until(WAIT_AT)
+    assert t.ddp is not None
+    with t.ddp.join():
+        for _ in range(3 if t.rank == 0 else 0):
+            use(seconds)
+            t.ddp(torch.ones(4, 16)).square().mean().backward()
+
+
+def monitored_barrier(t: Training, use: Use, seconds: float) -> None:
+    rank_0(t, use, seconds)
+    dist.monitored_barrier(timeout=timedelta(minutes=5))
+
+
+def gathered_objects(t: Training, use: Use, seconds: float) -> None:
+    rank_0(t, use, seconds)
+    found: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, {"rank": t.rank})
+
+
 def nowhere(t: Training, use: Use, seconds: float) -> None:
     """Something happens from outside; it trains until the file `enough` is there."""
     enough = torch.zeros(1)
@@ -236,6 +266,10 @@ PLACES: dict[str, Callable[[Training, Use, float], None]] = {
     "communicator": communicator,
     "loader": loader_start,
     "items": loader_items,
+    "slow-items": slow_items,
+    "join": uneven_inputs,
+    "monitored": monitored_barrier,
+    "objects": gathered_objects,
     "end": end,
     "atexit": exit_handler,
     "nowhere": nowhere,
@@ -348,6 +382,30 @@ def thread(seconds: float) -> None:
         pool.submit(matmul, seconds).result()
 
 
+def thread_sends(seconds: float) -> None:
+    thread = threading.Thread(target=send, args=[seconds])
+    thread.start()
+    thread.join()
+
+
+def pool(seconds: float) -> None:
+    with multiprocessing.get_context("spawn").Pool(2) as processes:
+        processes.map(mishaps.burn, [str(seconds)] * 2)
+
+
+def two_waits(seconds: float) -> None:
+    answer(seconds / 2)
+    child(seconds / 2)
+
+
+def inductor(_: float) -> None:
+    """torch.compile with empty caches; takes as long as it takes."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(mishaps.WORK / f"inductor-{mishaps.RANK}")
+    torch.compile(torch.nn.Sequential(*[torch.nn.Linear(64, 64), torch.nn.GELU()] * 8))(
+        torch.ones(4, 64)
+    ).sum().backward()
+
+
 def event_loop(seconds: float) -> None:
     asyncio.run(asyncio.sleep(seconds))
 
@@ -404,6 +462,10 @@ USES: dict[str, Use] = {
     "compile": lambda seconds: mishaps.compile_for(str(seconds)),
     "fsync": lambda seconds: mishaps.write_for(str(seconds)),
     "thread": thread,
+    "thread-sends": thread_sends,
+    "pool": pool,
+    "two": two_waits,
+    "inductor": inductor,
     "asyncio": event_loop,
     "poll": poll,
     "backoff": backoff,
