@@ -37,11 +37,30 @@ class HelperCancelled(HelperError):
     """The caller's `cancel` descriptor became readable first."""
 
 
-class HelperProcess:
-    """One helper, the leader of a session of its own. Only `kill` may be called from another thread.
+class LineReader:
+    """The lines that a helper writes to `fd`. Every deadline is a time on time.monotonic()."""
 
-    Every deadline is a time on time.monotonic().
-    """
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._unread = b""
+
+    def next(self, deadline: float, cancel: int | None = None) -> bytes:
+        """Raises HelperExited at the end, HelperTimeout, or HelperCancelled once the descriptor `cancel` is readable."""
+        while b"\n" not in self._unread:
+            _wait(self._fd, select.POLLIN, deadline, cancel)
+            try:
+                data = os.read(self._fd, _CHUNK)
+            except ConnectionError:
+                data = b""
+            if not data:
+                raise HelperExited("it has ended")
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+
+class HelperProcess:
+    """One helper, the leader of a session of its own. Only `kill` may be called from another thread."""
 
     def __init__(
         self,
@@ -69,7 +88,7 @@ class HelperProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
         os.set_blocking(self._input.fileno(), False)
-        self._unread = b""
+        self._lines = LineReader(self._output.fileno())
 
     @property
     def pid(self) -> int:
@@ -85,19 +104,16 @@ class HelperProcess:
             try:
                 left = left[os.write(self._input.fileno(), left) :]
             except BlockingIOError:
-                self._wait(self._input.fileno(), select.POLLOUT, deadline, None)
+                _wait(self._input.fileno(), select.POLLOUT, deadline, None)
             except OSError:
                 raise HelperExited(self._exit_reason()) from None
 
     def receive(self, deadline: float, cancel: int | None = None) -> dict[str, Any]:
         """The next line. Raises HelperError, as HelperCancelled as soon as the descriptor `cancel` is readable."""
-        while b"\n" not in self._unread:
-            self._wait(self._output.fileno(), select.POLLIN, deadline, cancel)
-            data = os.read(self._output.fileno(), _CHUNK)
-            if not data:
-                raise HelperExited(self._exit_reason())
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
+        try:
+            line = self._lines.next(deadline, cancel)
+        except HelperExited:
+            raise HelperExited(self._exit_reason()) from None
         try:
             return dict(json.loads(line))
         except (ValueError, TypeError):
@@ -126,18 +142,6 @@ class HelperProcess:
         self._close_errors()
         return "" if gone else f"process {self.pid} does not die of SIGKILL"
 
-    def _wait(self, fd: int, events: int, deadline: float, cancel: int | None) -> None:
-        poll = select.poll()  # which takes no descriptor, and any number of them
-        poll.register(fd, events)
-        if cancel is not None:
-            poll.register(cancel, select.POLLIN)
-        timeout_ms = None if deadline == math.inf else max(0.0, deadline - time.monotonic()) * 1000
-        ready = {fd for fd, _ in poll.poll(timeout_ms)}
-        if cancel in ready:
-            raise HelperCancelled("cancelled")
-        if not ready:
-            raise HelperTimeout("it did not answer in time")
-
     def _exit_reason(self) -> str:
         end_process(self._process, within_s=CLOSE_S)
         lines = os.pread(self._errors, _CHUNK, 0).decode("utf-8", "replace").split("\n") if self._errors >= 0 else []
@@ -148,6 +152,19 @@ class HelperProcess:
         if self._errors >= 0:
             os.close(self._errors)
             self._errors = -1
+
+
+def _wait(fd: int, events: int, deadline: float, cancel: int | None) -> None:
+    poll = select.poll()  # which takes no descriptor, and any number of them
+    poll.register(fd, events)
+    if cancel is not None:
+        poll.register(cancel, select.POLLIN)
+    timeout_ms = None if deadline == math.inf else max(0.0, deadline - time.monotonic()) * 1000
+    ready = {fd for fd, _ in poll.poll(timeout_ms)}
+    if cancel in ready:
+        raise HelperCancelled("cancelled")
+    if not ready:
+        raise HelperTimeout("it did not answer in time")
 
 
 def end_process(process: subprocess.Popen[bytes], grace_s: float = 0.0, within_s: float = CLOSE_S) -> bool:

@@ -8,6 +8,7 @@ end. torch is never imported here.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import select
@@ -16,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store import Traffic
 from elasticd_agent.store.c10d.tcp_store import STANDALONE
 from elasticd_agent.system.addresses import format_endpoint
-from elasticd_agent.system.helper_process import end_process
+from elasticd_agent.system.helper_process import HelperError, LineReader, end_process
 from elasticd_agent.system.installation import program
 
 CONNECT_DEADLINE_S = 8.0
@@ -36,7 +36,7 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 0.8
 """Between two attempts, doubling, jittered; the longest is below a third of the lease's 3 s."""
 MAX_RESTART_PAUSE_S = 8.0
 """Before another helper is started: importing torch takes a second of a core that the workers need."""
-CHUNK = PACKET = 1 << 16
+PACKET = 1 << 16
 IMPORT_DEADLINE_S = 120.0
 """torch from a cold network file system; the callers have their own, shorter deadlines."""
 REQUEST_DEADLINE_S = 5.0
@@ -393,9 +393,13 @@ class C10dConnection:
         """Handle the client's messages until its end. True if it became ready."""
         ready = False
         deadline = time.monotonic() + CONNECT_DEADLINE_S
-        lines = _LineReader(channel, self._server_channel)
-        while (text := lines.next(None if ready else deadline - time.monotonic())) is not None:
-            message: dict[str, Any] = json.loads(text)
+        lines = LineReader(channel.fileno())
+        server = None if self._server_channel is None else self._server_channel.fileno()  # readable: it has ended
+        while True:
+            try:
+                message: dict[str, Any] = json.loads(lines.next(math.inf if ready else deadline, server))
+            except HelperError:
+                break
             self._count(message.get("counts", (0, 0, 0)))
             match message:
                 case {"ready": start}:
@@ -440,37 +444,6 @@ class C10dConnection:
         self.traffic.requests += counts[0]
         self.traffic.sent_bytes += counts[1]
         self.traffic.received_bytes += counts[2]
-
-
-class _LineReader:
-    """The lines of a stream, which also ends with `other`, a channel without messages."""
-
-    def __init__(self, channel: socket.socket, other: socket.socket | None) -> None:
-        self._channel = channel
-        self._poll = select.poll()
-        self._poll.register(channel, select.POLLIN)
-        if other is not None:
-            self._poll.register(other, select.POLLIN)
-        self._complete: deque[bytes] = deque()
-        self._rest = b""
-
-    def next(self, seconds: float | None) -> bytes | None:
-        """None: the stream has ended, or the time has passed."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while not self._complete:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-            ready = self._poll.poll(left)
-            if not any(fd == self._channel.fileno() for fd, _ in ready):
-                return None
-            try:
-                data = self._channel.recv(CHUNK)
-            except OSError:
-                return None
-            if not data:
-                return None
-            *complete, self._rest = (self._rest + data).split(b"\n")
-            self._complete.extend(complete)
-        return self._complete.popleft()
 
 
 def listen(port: int) -> socket.socket:
