@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from elasticd_agent.config.run_model import POLICY_FIELDS
 from elasticd_agent.model.job import Policy
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def test_events_of_assumptions_exist() -> None:
 
 def test_times_of_assumptions_are_the_defaults() -> None:
     policy, usual = Policy(), {"lease": 3, "store_timeout": 0.9, "store_away": 300, "adopt_timeout": 60}
-    assert {name: getattr(policy, f"{name}_s") for name in usual} == usual
+    assert {name: getattr(policy, POLICY_FIELDS[name]) for name in usual} == usual
     for words in ("`lease` (3 s)", "`store_timeout` (0.9 s)", "`store_away` (5 min)", "`adopt_timeout` (60 s)"):
         assert words in PAGE
     keys = (ROOT / "docs" / "agent.md").read_text()

@@ -13,7 +13,11 @@ from elasticd_agent.system.files import read_secret
 
 def store_policy(settings: NodeSettings) -> Policy:
     """The times by which this agent uses the store. Raises ConfigError."""
-    times = {"lease_s": settings.lease_s, "renewal_s": settings.renewal_s, "adopt_timeout_s": settings.adopt_timeout_s}
+    times = {
+        "lease_s": settings.lease_s,
+        "renewal_s": settings.renewal_s,
+        "absent_member_timeout_s": settings.adopt_timeout_s,
+    }
     try:
         return policy_with({field: float(value) for field, value in times.items()})
     except UsageError as error:

@@ -182,7 +182,7 @@ class Policy:
     last_call_s: float = 5.0
     join_timeout_s: float = 600.0
     replace_timeout_s: float = 600.0
-    adopt_timeout_s: float = 60.0
+    absent_member_timeout_s: float = 60.0
     hold_timeout_s: float = 30.0
     grow: Literal["auto", "always", "never"] = "auto"
     grow_debounce_s: float = 1.0
@@ -309,7 +309,7 @@ _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] =
     ("join_timeout_s", ((1, "last_call_s"),), ", a part of it", "a job that has enough nodes begins"),
     ("startup_ceiling_s", ((1, "user_error_wait_s"),), ", a part of it", "an error of all ranks is seen as one"),
     ("hold_timeout_s", ((1, "grow_debounce_s"), (1, "seen_timeout_s")), "", _NEXT_ROUND),
-    ("adopt_timeout_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
+    ("absent_member_timeout_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
     ("store_away_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
 )
 """(time, the terms of the sum that it must exceed, a note, so that ...)."""
@@ -317,8 +317,16 @@ _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] =
 
 def option_name(name: str) -> str:
     """How flags and keys call this field of Policy; all of Policy's errors begin with it."""
-    names = {"last_call_s": "last_call_timeout", "evidence_s": "evidence_timeout", "stop_grace_s": "shutdown_timeout"}
-    return names.get(name, name.removesuffix("_s"))
+    return _OPTION_NAMES.get(name, name.removesuffix("_s"))
+
+
+_OPTION_NAMES = {
+    "last_call_s": "last_call_timeout",
+    "evidence_s": "evidence_timeout",
+    "stop_grace_s": "shutdown_timeout",
+    "absent_member_timeout_s": "adopt_timeout",
+}
+"""Where the option is not named as the field is."""
 
 
 def _check_port(what: str, port: int, *, lowest: int) -> None:

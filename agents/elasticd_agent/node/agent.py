@@ -147,7 +147,7 @@ def _run(
     def reload(old: NodeSettings) -> tuple[NodeSettings, list[str]]:
         new, changes = merge_reloaded(old, read())
         health.update(monitor_settings(new, os.environ))
-        scheduler.adopt_timeout_s = float(new.adopt_timeout_s)
+        scheduler.absent_node_timeout_s = float(new.adopt_timeout_s)
         scheduler.retention_s = float(new.keep_ended_s)
         return new, changes
 

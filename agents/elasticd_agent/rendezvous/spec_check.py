@@ -17,7 +17,7 @@ from typing import Any
 from elasticd.errors import StoreRefused
 from elasticd_agent.model.codec import VERSION
 from elasticd_agent.model.exit_codes import TERMINATED
-from elasticd_agent.model.job import JobSpec, Mode, Policy
+from elasticd_agent.model.job import JobSpec, Mode, Policy, option_name
 from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.records import Round, is_later_run
 from elasticd_agent.store import Store
@@ -36,7 +36,6 @@ _LABELS = {
     "max_restarts_per_hour": "--max-restarts-per-hour",
     "grow": "--grow",
     "on_hang": "--on-hang",
-    "last_call_s": "last_call_timeout",
 }
 _SHARED_POLICY = (
     "max_restarts",
@@ -48,7 +47,7 @@ _SHARED_POLICY = (
     "last_call_s",
     "join_timeout_s",
     "replace_timeout_s",
-    "adopt_timeout_s",
+    "absent_member_timeout_s",
     "node_cooloff_s",
     "on_hang",
     "hang_floor_s",
@@ -127,7 +126,7 @@ def _difference(name: str, mine: Any, theirs: Any) -> str:
         parted = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
         texts = [repr(_cut(text, parted)) for text in texts]
     shown = [_SHOWN_AS.get(text, text) if text is None or isinstance(text, bool) else text for text in texts]
-    label = _LABELS.get(name, name.removesuffix("_s"))
+    label = _LABELS.get(name, option_name(name))
     return f"{label} {'are' if name == 'args' else 'is'} {shown[0]} here, {shown[1]} there"
 
 

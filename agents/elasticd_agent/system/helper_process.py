@@ -45,7 +45,7 @@ class LineReader:
         self._unread = b""
 
     def next(self, deadline: float, cancel: int | None = None) -> bytes:
-        """Raises HelperExited at the end, HelperTimeout, or HelperCancelled once the descriptor `cancel` is readable."""
+        """Raises HelperExited at the end, HelperTimeout, or HelperCancelled once `cancel` is readable."""
         while b"\n" not in self._unread:
             _wait(self._fd, select.POLLIN, deadline, cancel)
             try:
