@@ -73,7 +73,7 @@ def _absence(view: View, policy: Policy, node: str, probe: ProbeResult | None, s
     """From when on a member without a record is lost.
 
     After a failure, what matters is who can be in the next group: a short wait. While the group may still train, not
-    before it has stopped, nor soon after a store outage, nor before `absent_member_timeout_s` where that cannot be seen.
+    before it has stopped, nor soon after a store outage, nor before `absent_member_timeout_s` where that is unseen.
     """
     why = f"{node} is lost: its lease has expired"
     if view.failures:
