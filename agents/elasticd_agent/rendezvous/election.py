@@ -7,8 +7,9 @@ probe is preempted at once; a leader that is merely silent keeps the key until i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from elasticd_agent.model.keys import Keys, decode_record
+from elasticd_agent.model.keys import decode_record
 from elasticd_agent.model.records import NodeRecord
 from elasticd_agent.rendezvous.observations import PeerObservations
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeRefused
@@ -21,34 +22,24 @@ MEMBERS_FIRST_S = 1.0
 """How long the members of a Round have a free leader key to themselves."""
 
 
+@dataclass
 class LeaderElection:
     """One agent's view of one job's leader key. Times are monotonic seconds; everything may raise StoreUnavailable."""
 
-    def __init__(
-        self,
-        store: Store,
-        keys: Keys,
-        registration: NodeRegistration,
-        observations: PeerObservations,
-        renewal_s: float,
-        changed: Callable[[], None],
-        reread: Callable[[], None],
-    ) -> None:
-        """`changed`: this agent becomes leader or ceases to be. `reread`: the key and the round must be read again."""
-        self._store = store
-        self._key = keys.planner
-        self._registration = registration
-        self._observations = observations
-        self._renewal_s = renewal_s
-        self._changed = changed
-        self._reread = reread
-        self.key_version: int | None = None  #: while this agent holds the key
-        self.preempt_at: float | None = None  #: when the leader is probed next
-        self._other: tuple[NodeRecord, int] | None = None
-        self._answered: str | None = None  # the incarnation of the leader that has answered a probe
-        self.free_since: float | None = None  #: since when no agent holds the key, as far as this one has read it
-        self._unanswered_since: float | None = None
-        self._abstain_until = float("-inf")
+    _store: Store
+    _key: str
+    _registration: NodeRegistration
+    _observations: PeerObservations
+    _renewal_s: float
+    _changed: Callable[[], None]  #: this agent becomes leader or ceases to be
+    _reread: Callable[[], None]  #: the key and the round must be read again
+    key_version: int | None = None  #: while this agent holds the key
+    preempt_at: float | None = None  #: when the leader is probed next
+    _other: tuple[NodeRecord, int] | None = None
+    _answered: str | None = None  #: the incarnation of the leader that has answered a probe
+    free_since: float | None = None  #: since when no agent holds the key, as far as this one has read it
+    _unanswered_since: float | None = None
+    _abstain_until: float = float("-inf")
 
     @property
     def other_leader(self) -> NodeRecord | None:

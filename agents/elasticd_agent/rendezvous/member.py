@@ -94,7 +94,7 @@ class RendezvousMember:
         self._reachability = ReachabilityMonitor(store, keys, policy, me, self._observations)
         self._election = LeaderElection(
             store,
-            keys,
+            keys.planner,
             self._registration,
             self._observations,
             policy.renewal_s,

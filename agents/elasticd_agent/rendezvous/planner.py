@@ -38,31 +38,24 @@ class HandOver:
     why: str
 
 
+@dataclass
 class Planner:
     """One job's planner; it takes turns while its agent holds the leader key. Times are monotonic seconds."""
 
-    def __init__(
-        self,
-        store: Store,
-        keys: Keys,
-        policy: Policy,
-        requirements: Requirements,
-        node: str,
-        observations: PeerObservations,
-        log: Callable[[str], None],
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._policy = policy
-        self._requirements = requirements
-        self._node = node
-        self._log = log
-        self._cache = StoreCache(store, log)
-        self._reader = ViewReader(self._cache, keys, requirements, observations)
-        self._liveness = LivenessProber(node, policy, observations)
-        self._observations = observations
-        self._judge = HangJudge(policy)
-        self._faults = FaultLog(policy)
+    _store: Store
+    _keys: Keys
+    _policy: Policy
+    _requirements: Requirements
+    _node: str
+    _observations: PeerObservations
+    _log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._cache = StoreCache(self._store, self._log)
+        self._reader = ViewReader(self._cache, self._keys, self._requirements, self._observations)
+        self._liveness = LivenessProber(self._node, self._policy, self._observations)
+        self._judge = HangJudge(self._policy)
+        self._faults = FaultLog(self._policy)
         self._stragglers: tuple[tuple[int, float], ...] = ()
         self._notices: list[Notice] = []
         self._garbage: list[str] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -151,6 +151,7 @@ def stopped_round(round: Round, why: str) -> Round:
     )
 
 
+@dataclass
 class SpecAgreement:
     """The first agent of a job writes the job's spec to the store; every other one compares its own with it.
 
@@ -158,24 +159,17 @@ class SpecAgreement:
     it to another one. Then a later run records it. The wait for an earlier run's nodes is bounded.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        keys: Keys,
-        spec: bytes,
-        mismatch: Callable[[bytes, bytes], str | None],
-        within_s: float,
-        log: Callable[[str], None],
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._spec = spec
-        self._mismatch = mismatch
-        self._within_s = within_s
-        self._log = log
-        self._until: float | None = None
-        self._accepted = spec
-        self.done = False
+    _store: Store
+    _keys: Keys
+    _spec: bytes
+    _mismatch: Callable[[bytes, bytes], str | None]
+    _within_s: float
+    _log: Callable[[str], None]
+    _until: float | None = None
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        self._accepted = self._spec
 
     def is_reached(self, now: float) -> bool:
         """True once this node's spec is the job's. Raises StoreRefused for another job, and StoreUnavailable."""

@@ -360,17 +360,14 @@ class EtcdConnection:
         return member
 
 
+@dataclass(eq=False, frozen=True, slots=True)
 class WatchStream:
     """Watch responses, until the stream is cancelled or breaks; both end the iteration."""
 
-    def __init__(
-        self, connection: EtcdConnection, stream: Any, requests: queue.SimpleQueue[Any], on_end: Callable[[], None]
-    ) -> None:
-        """`stream` is gRPC's, which takes its requests out of `requests`. `on_end` may be called twice."""
-        self._connection = connection
-        self._stream = stream
-        self._requests = requests
-        self._on_end = on_end
+    _connection: EtcdConnection
+    _stream: Any  #: gRPC's, which takes its requests out of `_requests`
+    _requests: queue.SimpleQueue[Any]
+    _on_end: Callable[[], None]  #: may be called twice
 
     def send(self, request: Any) -> None:
         """Never waits, and does nothing after the end."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import StoreUnavailable, UsageError
@@ -154,11 +155,11 @@ class EtcdStore:
             return self._connection
 
 
+@dataclass(eq=False, frozen=True, slots=True)
 class _EtcdLease:
-    def __init__(self, store: EtcdStore, number: int, ttl_s: float) -> None:
-        self._store = store
-        self._number = number
-        self.ttl_s = ttl_s
+    _store: EtcdStore
+    _number: int
+    ttl_s: float
 
     def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
         return self._store._put(key, value, [(key, expected)], lease=self._number) or None
