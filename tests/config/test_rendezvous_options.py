@@ -141,9 +141,9 @@ def test_tls_and_credentials(tmp_path: Path) -> None:
 
 H = "--rdzv-endpoint h"
 WRONG = [
-    ("--nnodes 0", "MIN must be at least 1"),
-    ("--nnodes -1", "MIN must be at least 1"),
-    ("--nnodes 0:2", "MIN must be at least 1"),
+    ("--nnodes 0", "at least 1 is needed"),
+    ("--nnodes -1", "at least 1 is needed"),
+    ("--nnodes 0:2", "at least 1 is needed"),
     ("--nnodes 4:2", "MIN 4 exceeds MAX 2; write 2:4"),
     ("--nnodes x", "neither a number nor MIN:MAX"),
     ("--nnodes 1:2:3", "neither a number nor MIN:MAX"),

@@ -163,34 +163,17 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
-_LOGS_BY_DAEMON = "the daemon keeps every worker's output; elasticd logs JOB --rank K shows it"
-_RENDEZVOUS_BY_DAEMON = "the daemons know where their nodes meet"
 JOB_KEY_HINTS: Mapping[str, str] = {
     "nnodes": 'write nodes, as in nodes = "2:8"',
     "nproc_per_node": 'write workers, as in workers = "1:8"',
-    "rdzv_id": "write id",
-    "rdzv_backend": _RENDEZVOUS_BY_DAEMON,
-    "rdzv_endpoint": _RENDEZVOUS_BY_DAEMON,
     "rdzv_conf": "its times are keys by themselves, as in join_timeout and lease",
-    "standalone": _RENDEZVOUS_BY_DAEMON,
     "monitor_interval": "the end of a worker is seen when it happens",
     "start_method": "it has no effect under torchrun either",
-    "event_log_handler": "the daemon keeps every job's events",
     "run_path": "command is a script unless module or no_python say otherwise",
-    "log_dir": _LOGS_BY_DAEMON,
-    "redirects": _LOGS_BY_DAEMON,
-    "tee": _LOGS_BY_DAEMON,
-    "local_ranks_filter": _LOGS_BY_DAEMON,
     "node_rank": "nodes find their ranks by themselves",
-    "master_addr": _RENDEZVOUS_BY_DAEMON,
-    "master_port": _RENDEZVOUS_BY_DAEMON,
     "local_addr": "it is a key of the node's agent.toml",
-    "logs_specs": _LOGS_BY_DAEMON,
     "numa_binding": "call os.sched_setaffinity in the script",
     "signals_to_handle": "elasticd cancel and drain stop a job",
-    "event_log": "the daemon keeps every job's events",
-    "metrics_port": "the daemon serves every job's metrics on its own port",
-    "metrics_addr": "the daemon serves every job's metrics on its own port",
     "no_live": "a daemon has no terminal",
     "run": "the daemon counts the runs of a job",
     "node_id": "it is node in the node's agent.toml",
@@ -198,7 +181,17 @@ JOB_KEY_HINTS: Mapping[str, str] = {
     "args": 'they are part of command, as in command = ["train.py", "--epochs", "3"]',
     "script": 'write command, as in command = ["train.py"]',
     "environment": "write env",
-    "name": "write id",
+    **dict.fromkeys(("rdzv_id", "name"), "write id"),
+    **dict.fromkeys(("event_log_handler", "event_log"), "the daemon keeps every job's events"),
+    **dict.fromkeys(("metrics_port", "metrics_addr"), "the daemon serves every job's metrics on its own port"),
+    **dict.fromkeys(
+        ("rdzv_backend", "rdzv_endpoint", "standalone", "master_addr", "master_port"),
+        "the daemons know where their nodes meet",
+    ),
+    **dict.fromkeys(
+        ("log_dir", "redirects", "tee", "local_ranks_filter", "logs_specs"),
+        "the daemon keeps every worker's output; elasticd logs JOB --rank K shows it",
+    ),
 }
 """Flags of `elasticd run` that are no keys, and other likely words: the reason, or what to write instead."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from elasticd.errors import UsageError
+from elasticd_agent.config.quantities import parse_count_range
 from elasticd_agent.model.job import Policy, Rendezvous, Tls
 
 BACKENDS = ("static", "c10d", "etcd")
@@ -70,7 +71,10 @@ class RendezvousOptions:
 
 def read_rendezvous(parsed: Namespace, environ: Mapping[str, str], cwd: Path) -> RendezvousOptions:
     """Raises UsageError."""
-    low, high = _nodes(parsed.nnodes)
+    try:
+        low, high = parse_count_range(parsed.nnodes)
+    except ValueError as error:
+        raise UsageError(f"--nnodes {error}") from None
     conf = _conf(parsed.rdzv_conf)
     numbers = _policy_fields(conf, parsed)
     backend = _backend(parsed, high)
@@ -114,19 +118,7 @@ def read_rendezvous(parsed: Namespace, environ: Mapping[str, str], cwd: Path) ->
     )
 
 
-# ---- how many, and by which backend
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    counts = [count.strip() for count in text.split(":")]
-    if not all(re.fullmatch("-?[0-9]{1,6}", count) for count in counts) or len(counts) > 2:
-        raise UsageError(f"--nnodes {text!r} is neither a number nor MIN:MAX")
-    low, high = int(counts[0]), int(counts[-1])
-    if low < 1:
-        raise UsageError(f"--nnodes {text}: MIN must be at least 1")
-    if low > high:
-        raise UsageError(f"--nnodes {text}: MIN {low} exceeds MAX {high}; write {high}:{low}")
-    return low, high
+# ---- by which backend
 
 
 def _backend(parsed: Namespace, high: int) -> Literal["memory", "c10d", "etcd"]:

@@ -14,7 +14,7 @@ import pwd
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -169,15 +169,12 @@ def _groups(sock: socket.socket) -> tuple[int, ...]:
     return struct.unpack(f"{len(data) // 4}I", data)
 
 
-def _lookup_id(name: str, key: str, known: object) -> int:
+def _lookup_id(name: str, key: str, known: Callable[[str], int]) -> int:
     if name.isascii() and name.isdigit():
         return int(name)
-    assert callable(known)
     try:
-        number = known(name)
+        return known(name)
     except KeyError:
         raise UsageError(
             f"http.{key}: there is no {name!r} on this machine; give an existing name, or a number"
         ) from None
-    assert isinstance(number, int)
-    return number

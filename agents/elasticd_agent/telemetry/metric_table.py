@@ -36,6 +36,10 @@ class MetricSpec:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  #: of a histogram
     label_sets: int = 1  #: how many sets of values its labels can have; 0: one for each rank or health check
+    values: tuple[str, ...] = ()  #: of its only label, if there is a series for each from the start
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label_sets", len(self.values) or self.label_sets)
 
     @property
     def kind(self) -> Literal["gauge", "counter", "histogram"]:
@@ -61,7 +65,7 @@ TIME = MetricSpec(
     "This node's time: useful (steps beyond the highest one so far), lost (from the last step before a fault until a "
     "step beyond the highest one) or idle (before the job's first step, waiting for nodes, pauses).",
     ("state",),
-    label_sets=len(TIME_STATES),
+    values=TIME_STATES,
 )
 ROUND = MetricSpec("elasticd_round", "Number of the current round.")
 ROUND_INFO = MetricSpec(
@@ -80,7 +84,7 @@ RESTARTS = MetricSpec(
     "elasticd_restarts_total",
     f"Rounds after the first, by cause: {', '.join(RESTART_CAUSES)}.",
     ("cause",),
-    label_sets=len(RESTART_CAUSES),
+    values=RESTART_CAUSES,
 )
 FAULTS_TOTAL = MetricSpec(
     "elasticd_faults_total",
@@ -99,7 +103,7 @@ EXITS = MetricSpec(
     "elasticd_worker_exits_total",
     "Worker processes of this node that ended: success, exit_code (non-zero), signal, requested (by the agent).",
     ("kind",),
-    label_sets=len(EXIT_KINDS),
+    values=EXIT_KINDS,
 )
 STEP = MetricSpec("elasticd_step", "Last optimizer step finished by any worker of this node.")
 WORKER_STEP = MetricSpec(
@@ -146,7 +150,7 @@ LAUNCHER_STARTS = MetricSpec(
     "elasticd_launcher_starts_total",
     "Worker groups started on this node: warm (forked) or cold.",
     ("mode",),
-    label_sets=len(START_MODES),
+    values=START_MODES,
 )
 HANG_SUSPICIONS = MetricSpec(
     "elasticd_hang_suspicions_total", "Times this node's agent suspected a hang; most suspicions clear by themselves."
@@ -175,7 +179,7 @@ RECOVERY_PART = MetricSpec(
     "agreed on (agree), until the old group had ended (stop), until the new one had started (start), until its first "
     "step (first_step). A part that overlaps another one counts from the end of that one.",
     ("part",),
-    label_sets=len(RECOVERY_PARTS),
+    values=RECOVERY_PARTS,
     buckets=(0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0),
 )
 STRAGGLER_RATIO = MetricSpec(

@@ -56,21 +56,13 @@ class Metrics:
         self._series(names.AGENT_UP).set(1)
         self._series(names.AGENT_INFO, version).set(1)
         self._series(names.AGENT_START).set(time.time())
-        labels = (
-            (names.RESTARTS, names.RESTART_CAUSES),
-            (names.EXITS, names.EXIT_KINDS),
-            (names.LAUNCHER_STARTS, names.START_MODES),
-            (names.RECOVERY_PART, names.RECOVERY_PARTS),
-            (names.TIME, names.TIME_STATES),
-        )
-        for spec, values in labels:
-            for value in values:
-                self._series(spec, value)
         for cause in HANGS:
             self._series(names.HANGS_TOTAL, cause, "")
         for cause in names.FAULT_CAUSES:
             self._series(names.FAULTS_TOTAL, cause, "")
         for spec in names.METRICS:
+            for value in spec.values:
+                self._series(spec, value)
             if spec.kind != "gauge" and not spec.labels and spec is not names.LEASE_RENEWAL:
                 self._series(spec)
 

@@ -125,10 +125,9 @@ class Envelope:
     lease: str
     """"" for none."""
     value: bytes
-    nonce: str = ""
-    """Makes any two envelopes differ, so that a lost compare-and-set never looks like a success."""
 
     def encode(self) -> bytes:
+        """With a nonce, so that any two envelopes differ and a lost compare-and-set never looks like a success."""
         head = (
             _MAGIC,
             self.state.value,
@@ -148,11 +147,11 @@ def decode(raw: bytes | None) -> Envelope | None:
         return None
     head, newline, value = raw.partition(b"\n")
     try:
-        name, state, version, nonce, lease = head.split(b" ")
+        name, state, version, _, lease = head.split(b" ")
         if name != _MAGIC or not newline:
             raise ValueError
         owner = "" if lease == b"-" else lease.decode("ascii")
-        return Envelope(KeyState(state), int(version), owner, value, nonce.decode("ascii"))
+        return Envelope(KeyState(state), int(version), owner, value)
     except ValueError:
         return Envelope(KeyState.PRESENT, 0, "", raw)
 
