@@ -113,34 +113,23 @@ _AFTER_RESTART = "takes effect at the next start (SIGUSR2, which disturbs no job
 
 def merge_reloaded(old: NodeSettings, new: NodeSettings) -> tuple[NodeSettings, list[str]]:
     """The settings after SIGHUP, and a sentence for each key that differs."""
-    differ = _differences(old, new, "")
-    sentences = [
-        f"{key}: {now} instead of {before} {'from now on' if at_once else _AFTER_RESTART}"
-        for key, before, now, at_once in differ
-    ]
-    return _merge_structs(old, new), sentences
+    sentences: list[str] = []
+    return _merge_structs(old, new, "", sentences), sentences
 
 
-def _merge_structs(old: Any, new: Any) -> Any:
+def _merge_structs(old: Any, new: Any, outer: str, sentences: list[str]) -> Any:
     kept: dict[str, Any] = {}
-    for field in msgspec.structs.fields(type(old)):
-        before, now = getattr(old, field.name), getattr(new, field.name)
-        if isinstance(before, msgspec.Struct):
-            kept[field.name] = _merge_structs(before, now)
-        elif not meta_of(field).reloadable:
-            kept[field.name] = before
-    return msgspec.structs.replace(new, **kept)
-
-
-def _differences(old: msgspec.Struct, new: msgspec.Struct, outer: str) -> list[tuple[str, str, str, bool]]:
-    found: list[tuple[str, str, str, bool]] = []
     for field in msgspec.structs.fields(type(old)):
         before, now, key = getattr(old, field.name), getattr(new, field.name), outer + field.encode_name
         if isinstance(before, msgspec.Struct):
-            found += _differences(before, now, f"{key}.")
+            kept[field.name] = _merge_structs(before, now, f"{key}.", sentences)
         elif before != now:
-            found.append((key, _value_text(key, before), _value_text(key, now), meta_of(field).reloadable))
-    return found
+            at_once = meta_of(field).reloadable
+            when = "from now on" if at_once else _AFTER_RESTART
+            sentences.append(f"{key}: {_value_text(key, now)} instead of {_value_text(key, before)} {when}")
+            if not at_once:
+                kept[field.name] = before
+    return msgspec.structs.replace(new, **kept)
 
 
 def _value_text(key: str, value: Any) -> str:

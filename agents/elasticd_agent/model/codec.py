@@ -64,7 +64,26 @@ class Document(Record):
     @classmethod
     def from_json(cls: type[_R], text: bytes | str) -> _R:
         """Raises WireError, with the field, for anything but a valid record."""
-        return _decode_document(cls, text)
+        name = cls.__name__
+        try:
+            raw = json.loads(
+                text, object_pairs_hook=_unique_fields, parse_constant=_reject_constant, parse_float=_finite_float
+            )
+            _check_depth(raw)
+        except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+            raise WireError(f"{name}: not JSON: {e}") from None
+        if not isinstance(raw, dict):
+            raise WireError(f"{name}: expected an object, got {_json_type(raw)}")
+        version = raw.get("version")
+        major, dot, minor = version.partition(".") if isinstance(version, str) else ("", "", "")
+        if not dot or not all(part.isascii() and part.isdigit() for part in (major, minor)):
+            raise WireError(f"{name}.version: expected 'major.minor', got {_shortened(version)}")
+        if major != VERSION.partition(".")[0]:
+            raise WireError(
+                f"{name}: version {version} cannot be read by this elasticd, which speaks {VERSION}; "
+                "run the same major version everywhere"
+            )
+        return cls.from_dict(raw)
 
 
 def _json_value(value: Any) -> Any:
@@ -73,29 +92,6 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_json_value(v) for v in value]
     return value
-
-
-def _decode_document(cls: type[_R], text: bytes | str) -> _R:
-    name = cls.__name__
-    try:
-        raw = json.loads(
-            text, object_pairs_hook=_unique_fields, parse_constant=_reject_constant, parse_float=_finite_float
-        )
-        _check_depth(raw)
-    except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise WireError(f"{name}: not JSON: {e}") from None
-    if not isinstance(raw, dict):
-        raise WireError(f"{name}: expected an object, got {_json_type(raw)}")
-    version = raw.get("version")
-    major, dot, minor = version.partition(".") if isinstance(version, str) else ("", "", "")
-    if not dot or not all(part.isascii() and part.isdigit() for part in (major, minor)):
-        raise WireError(f"{name}.version: expected 'major.minor', got {_shortened(version)}")
-    if major != VERSION.partition(".")[0]:
-        raise WireError(
-            f"{name}: version {version} cannot be read by this elasticd, which speaks {VERSION}; "
-            "run the same major version everywhere"
-        )
-    return cls.from_dict(raw)
 
 
 class _Mismatch(Exception):

@@ -33,8 +33,7 @@ class RoundFollower:
         self.ended_before_joining = False  #: the first Round this node read was terminal
         self._master_of = 0  # the newest round whose store a watch has named
         self._master_known = 0
-        self._pause_of = 0
-        self._reports_of = 0
+        self._requested = {keys.pause: 0, keys.hang_report_request: 0}  # the round of which something is requested
         self._replaced = False
 
     @property
@@ -64,7 +63,9 @@ class RoundFollower:
         A missed request for hang reports costs nothing: a node whose group stands still reports unasked. A missed end
         of that request does: the node would report for ever.
         """
-        self._stale |= set(self.keys) - (set() if self._reports_of else {self._keys.hang_report_request})
+        self._stale |= set(self.keys) - (
+            set() if self._requested[self._keys.hang_report_request] else {self._keys.hang_report_request}
+        )
 
     def take(self, key: str) -> bool:
         """True once after `key` was invalidated."""
@@ -134,11 +135,8 @@ class RoundFollower:
         if round is None or round.member(self._me[0]) is None:
             return []
         notices: list[Notice] = []
-        if self.take(keys.hang_report_request):
-            requested = self._requested(keys.hang_report_request, round)
-            if requested != self._reports_of:
-                self._reports_of = requested
-                notices.append(HangReportRequested(round.number, bool(requested)))
+        if self.take(keys.hang_report_request) and self._is_changed(keys.hang_report_request, round):
+            notices.append(HangReportRequested(round.number, bool(self._requested[keys.hang_report_request])))
         rank_0_here = round.group_rank(self._me[0]) == 0
         if not rank_0_here and self._master_known != round.number and self.take(keys.master()):
             found = self._store.read(keys.master(round.number))
@@ -146,11 +144,8 @@ class RoundFollower:
                 host, port = decode_address(keys.master(round.number), found.value)
                 self._master_known = round.number
                 notices.append(MasterKnown(round.number, host, port))
-        if rank_0_here and self.take(keys.pause):
-            requested = self._requested(keys.pause, round)
-            if requested != self._pause_of:
-                self._pause_of = requested
-                notices.append(PauseRequested(round.number, bool(requested)))
+        if rank_0_here and self.take(keys.pause) and self._is_changed(keys.pause, round):
+            notices.append(PauseRequested(round.number, bool(self._requested[keys.pause])))
         return notices
 
     def _restore(self, round: Round, version: int | None) -> None:
@@ -159,7 +154,9 @@ class RoundFollower:
         self._store.compare_and_swap(self._keys.round, version, round.to_json())
         self._stale.add(self._keys.round)
 
-    def _requested(self, key: str, round: Round) -> int:
-        """The round's number if `key` requests something of it, else 0."""
-        found = self._store.read(key)
-        return round.number if found is not None and found.value == str(round.number).encode() else 0
+    def _is_changed(self, key: str, round: Round) -> bool:
+        """Read a request; True if it begins or ends."""
+        found, before = self._store.read(key), self._requested[key]
+        requested = found is not None and found.value == str(round.number).encode()
+        self._requested[key] = round.number if requested else 0
+        return self._requested[key] != before
