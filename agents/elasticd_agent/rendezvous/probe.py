@@ -137,21 +137,20 @@ class ProbeServer:
 
 
 def _listening(address: str, port: int) -> socket.socket:
+    listener: socket.socket | None = None
     try:
         family, where = _numeric_address(address, port)
         listener = socket.socket(family, socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot listen for other agents on {address!r} port {port}: {_error_text(error)}") from error
-    try:
         # Answered callers of the previous agent are in TIME_WAIT: without this a restart could not bind its port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
         listener.listen(BACKLOG)
         listener.setblocking(False)
-    except OSError as error:
-        listener.close()
+        return listener
+    except (OSError, ValueError) as error:
+        if listener is not None:
+            listener.close()
         raise UsageError(f"cannot listen for other agents on {address} port {port}: {_error_text(error)}") from error
-    return listener
 
 
 def probe_nodes(

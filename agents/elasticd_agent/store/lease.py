@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elasticd_agent.store import Lease, Store
 
 TAKEOVERS = 2
 """Attempts to create a key again after its obsolete record was deleted; each may lose against another process."""
 
+Announce = Callable[[str, bytes, float], Lease | None]
 RenewalListener = Callable[[float, float | None], None]
 """Receives a lease's lifetime in seconds and how long its renewal took; None: the lease was just granted."""
 
@@ -28,33 +29,21 @@ def ignore_renewals(ttl_s: float, took_s: float | None) -> None:
     """For a lease that no metric shows."""
 
 
+@dataclass(eq=False, slots=True)
 class LeasedKey:
     """Belongs to one thread. Times are monotonic seconds. Every method may raise StoreUnavailable."""
 
-    def __init__(
-        self,
-        store: Store,
-        key: str,
-        lease_s: float,
-        renewal_s: float,
-        *,
-        is_own: Callable[[bytes], bool],
-        on_renewal: RenewalListener = ignore_renewals,
-        announce: Callable[[str, bytes, float], Lease | None] | None = None,
-    ) -> None:
-        """`is_own`: whether a value is this process's. `announce` replaces `store.announce`, for a shared lease."""
-        self.key = key
-        self.lease: Lease | None = None
-        """None: the key is not in the store, as far as known here."""
-        self.renew_at = 0.0
-        self._store = store
-        self._lease_s = lease_s
-        self._renewal_s = renewal_s
-        self._is_own = is_own
-        self._on_renewal = on_renewal
-        self._announce = announce or store.announce
-        self._written = b""
-        self._version: int | None = None
+    _store: Store
+    key: str
+    _lease_s: float
+    _renewal_s: float
+    is_own: Callable[[bytes], bool] = field(kw_only=True)  #: whether a value is this process's
+    on_renewal: RenewalListener = field(default=ignore_renewals, kw_only=True)
+    announce: Announce | None = field(default=None, kw_only=True)  #: replaces `Store.announce`, for a shared lease
+    lease: Lease | None = None  #: None: the key is not in the store, as far as known here
+    renew_at: float = 0.0
+    _written: bytes = b""
+    _version: int | None = None
 
     def renew(self, now: float) -> bool:
         """Renew the lease if that is due. False: there is no lease, or it has ended, and the key with it."""
@@ -64,7 +53,7 @@ class LeasedKey:
             try:
                 alive = lease.renew()
             finally:
-                self._on_renewal(lease.ttl_s, time.monotonic() - began)
+                self.on_renewal(lease.ttl_s, time.monotonic() - began)
             if alive:
                 self._schedule(now, lease)
             else:
@@ -108,7 +97,7 @@ class LeasedKey:
     def read_version(self) -> int | None:
         """The version of the key in the store; None: it is not there, or it is another process's."""
         found = self._store.read(self.key)
-        self._version = found.version if found is not None and self._is_own(found.value) else None
+        self._version = found.version if found is not None and self.is_own(found.value) else None
         return self._version
 
     def check(self) -> None:
@@ -133,12 +122,12 @@ class LeasedKey:
         return _SharedLease(self._store, key, lease, lambda: self.lease is lease)
 
     def _create(self, value: bytes, now: float) -> bool:
-        lease = self.lease = self._announce(self.key, value, self._lease_s)
+        lease = self.lease = (self.announce or self._store.announce)(self.key, value, self._lease_s)
         if lease is None:
             return False
         self._written = value
         self._version = None
-        self._on_renewal(lease.ttl_s, None)
+        self.on_renewal(lease.ttl_s, None)
         self._schedule(now, lease)
         return True
 
