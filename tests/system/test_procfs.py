@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.system import procfs
-from elasticd_agent.system.procfs import Stat, Usage
+from elasticd_agent.system.procfs import Stat, Usage, UsageReader
 
 Until = Callable[[Callable[[], object], float], object]
 
@@ -133,15 +133,15 @@ def test_zombie_with_a_live_thread(until: Until) -> None:
 
 def test_a_childs_work_counts_even_if_its_parent_has_ended(until: Until, tmp_path: Path) -> None:
     with running(ORPHANED, str(tmp_path / "out")) as busy, running(IDLE) as idle:
-        first = procfs.usage([busy.pid, idle.pid])
+        first = UsageReader().read([busy.pid, idle.pid])
 
         def grown() -> bool:
-            now = procfs.usage([busy.pid, idle.pid])
+            now = UsageReader().read([busy.pid, idle.pid])
             more = now[busy.pid].cpu_s - first[busy.pid].cpu_s, now[busy.pid].io_bytes - first[busy.pid].io_bytes
             return more[0] >= 0.1 and more[1] > 1 << 20
 
         until(grown, 20)
-        after = procfs.usage([idle.pid])[idle.pid]
+        after = UsageReader().read([idle.pid])[idle.pid]
         assert after.cpu_s - first[idle.pid].cpu_s <= 2 * procfs.TICK_S
         assert after.io_bytes == first[idle.pid].io_bytes
 
@@ -164,5 +164,5 @@ def test_usage_reader_finds_new_processes(until: Until, tmp_path: Path) -> None:
 def test_ended_processes_are_left_out() -> None:
     """Who is gone is left out."""
     with running(IDLE) as process:
-        assert isinstance(procfs.usage([process.pid])[process.pid], Usage)
-    assert procfs.usage([process.pid]) == {}
+        assert isinstance(UsageReader().read([process.pid])[process.pid], Usage)
+    assert UsageReader().read([process.pid]) == {}

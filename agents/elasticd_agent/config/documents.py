@@ -53,7 +53,8 @@ def parse(data: bytes, kind: FileFormat, where: str, largest: int = MAX_JOB_FILE
     except ValueError as error:  # the parsers' own
         raise UsageError(f"{where}: is not {kind.upper()}: {_describe(error)}") from None
     if not isinstance(table, dict):
-        raise UsageError(f"{where}: must be a table of keys and values, not {_type_name(table)}")
+        given = "a list" if isinstance(table, list) else "nothing" if table is None else "a single value"
+        raise UsageError(f"{where}: must be a table of keys and values, not {given}")
     return table
 
 
@@ -72,10 +73,6 @@ def _describe(error: ValueError) -> str:
 def _one_line(error: object) -> str:
     text = " ".join(str(error).split())[:200]
     return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def _type_name(value: object) -> str:
-    return "a list" if isinstance(value, list) else "nothing" if value is None else "a single value"
 
 
 def _check_depth(value: Any, depth: int) -> None:

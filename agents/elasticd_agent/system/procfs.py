@@ -95,13 +95,8 @@ def stat(pid: int) -> Stat | None:
         return None
 
 
-def usage(pids: Sequence[int]) -> dict[int, Usage]:
-    """What the trees of these processes have used so far; ended processes are left out."""
-    return UsageReader().read(pids)
-
-
 class UsageReader:
-    """`usage`, again and again for the same processes: unrelated processes are read once.
+    """What the trees of processes have used so far, again and again for the same ones: unrelated ones are read once.
 
     Reading costs 6 µs a process, and a machine with many cores has thousands. A process that is neither below another
     one nor in its session never gets there later. A process id that is reused between two calls may be missed.
@@ -112,6 +107,7 @@ class UsageReader:
         self._unrelated: set[int] = set()
 
     def read(self, pids: Sequence[int]) -> dict[int, Usage]:
+        """By process; ended ones are left out."""
         if tuple(pids) != self._pids:
             self._pids, self._unrelated = tuple(pids), set()
         everyone = all_pids()
