@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from elasticd_agent.node import metrics as node
-from elasticd_agent.node.health import metrics as health
 from elasticd_agent.telemetry import metric_table as job
 from elasticd_agent.telemetry.goodput import AGREEMENT_S
 from elasticd_agent.telemetry.metric_table import MetricSpec
@@ -23,7 +22,7 @@ def node_page() -> str:
     in_a_job, own, each = max_series(8), max_node_series(0), max_node_series(1) - max_node_series(0)
     three = 3 * in_a_job + own + each * CHECKS
     text = NODE_SERIES.format(job=in_a_job, own=own, each=each, checks=CHECKS, three=three)
-    return "\n\n".join([NODE, _table("`node`", (*node.METRICS, *health.METRICS)), text]) + "\n"
+    return "\n\n".join([NODE, _table("`node`", node.METRICS), text]) + "\n"
 
 
 def series(spec: MetricSpec, ranks: int) -> int:
@@ -38,7 +37,7 @@ def max_series(ranks: int) -> int:
 
 def max_node_series(checks: int) -> int:
     """The series of a node with this many health checks, without those of its jobs."""
-    return sum(series(spec, 0) for spec in node.METRICS) + sum(series(spec, checks) for spec in health.METRICS)
+    return sum(series(spec, checks) for spec in node.METRICS)
 
 
 def _table(labels: str, specs: Iterable[MetricSpec]) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from elasticd_agent.cli import log_follower as following
-from elasticd_agent.cli.log_follower import LogFollower, LogQuery, LogUnavailable
+from elasticd_agent.cli.log_follower import LogFollower, LogQuery
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable
+from elasticd_agent.node.api.client import AgentClient, Reply, RequestFailed, Unreachable
 from elasticd_agent.node.records import JobResult, RunnerStatus
 from tests.node.served import Served
 
@@ -53,7 +53,7 @@ class FollowerThread:
     def _run(self) -> None:
         try:
             self._follower.run()
-        except (LogUnavailable, Unreachable) as error:
+        except (RequestFailed, Unreachable) as error:
             self.error = str(error)
         except KeyboardInterrupt:
             self.error = "interrupted"
@@ -92,14 +92,14 @@ def test_long_log_is_printed_once(one: Served) -> None:
 
 
 def test_missing_log_gives_the_agents_sentence(one: Served) -> None:
-    with pytest.raises(LogUnavailable, match=r"no log of rank 0 .* on n1"):
+    with pytest.raises(RequestFailed, match=r"no log of rank 0 .* on n1"):
         read(one)
     one.log(1, 0, "stdout", "x")
-    with pytest.raises(LogUnavailable, match="no log of rank 3"):
+    with pytest.raises(RequestFailed, match="no log of rank 3"):
         read(one, rank=3)
-    with pytest.raises(LogUnavailable, match="there is no job 'nope'"):
+    with pytest.raises(RequestFailed, match="there is no job 'nope'"):
         read(one, job="nope")
-    with pytest.raises(LogUnavailable, match="there is no job 'nope'"):
+    with pytest.raises(RequestFailed, match="there is no job 'nope'"):
         read(one, job="nope", follow=True)
 
 

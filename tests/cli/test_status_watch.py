@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elasticd_agent.cli import status_watch
-from elasticd_agent.node.api.client import Reply, Unreachable
+from elasticd_agent.node.api.client import Reply, RequestFailed, Unreachable
 from elasticd_agent.node.api.schema import JobStatus
 from tests.node.dashboard.hostile_texts import WICKED
 from tests.node.dashboard.samples import NOW, a_job, a_rank
@@ -54,9 +54,9 @@ def test_continues_through_a_restart_and_ends_with_the_job() -> None:
 
 
 def test_ends_on_refusal_and_without_any_answer() -> None:
-    with pytest.raises(status_watch.WatchFailed, match="no, 404"):
+    with pytest.raises(RequestFailed, match="no, 404"):
         Agent(iter([404])).watched()
-    with pytest.raises(status_watch.WatchFailed, match="no, 404"):
+    with pytest.raises(RequestFailed, match="no, 404"):
         Agent(iter([a_job(), 404])).watched()
     with pytest.raises(Unreachable):
         Agent(iter([Unreachable("no answer")])).watched()
@@ -75,7 +75,7 @@ def test_watch_of_all_jobs_and_nodes() -> None:
     row = {k: v for k, v in a_job().items() if k not in ("assignments", "progress")}
     node = {"node": "a", "state": "ready", "used": 2, "slots": 4, "jobs": ["llama"], "reason": ""}
     agent = Agent(iter([{"jobs": [row]}, {"nodes": [node]}, {"jobs": []}, 403]))
-    with pytest.raises(status_watch.WatchFailed):
+    with pytest.raises(RequestFailed):
         agent.watched(None)
     assert "llama  running" in agent.shown[0] and "ready  2/4" in agent.shown[0]
 
@@ -96,7 +96,7 @@ _SLOW = """
 import sys
 from elasticd_agent.cli import job_commands, status_watch
 from tests.node.dashboard.samples import a_job
-status_watch._fetch = lambda client, job: a_job()
+status_watch.fetch_status = lambda client, job: a_job()
 sys.exit(job_commands.run_command("status", ["llama", "--watch", "--every", "0.2", "--agent", "unix:/nowhere"]))
 """
 

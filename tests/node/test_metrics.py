@@ -8,20 +8,25 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generate import metrics
-from elasticd_agent.node.metrics import NodeFacts, NodeMetrics
+from elasticd_agent.node import metrics as specs
+from elasticd_agent.node.metrics import NodeMetrics, Samples
 
-FACTS = NodeFacts(
-    slots=8,
-    slots_used=3,
-    state="draining",
-    registered=True,
-    is_scheduler=False,
-    runners={"running": 2, "refused": 1},
-    jobs_waiting=4,
-    store_up=True,
-    loop_lag_s=0.5,
-    event_log_lines_lost=0,
-)
+GAUGES: Samples = {
+    (specs.SLOTS, ()): 8,
+    (specs.SLOTS_USED, ()): 3,
+    **{(specs.STATE, (state,)): state == "draining" for state in specs.NODE_STATES},
+    **{(specs.RUNNERS, (state,)): state == "running" for state in specs.RUNNER_STATES},
+    (specs.REGISTERED, ()): True,
+    (specs.IS_SCHEDULER, ()): False,
+    (specs.JOBS_WAITING, ()): 4,
+    (specs.STORE_UP, ()): True,
+    (specs.LOOP_LAG, ()): 0.5,
+    (specs.EVENT_LOG_LINES_LOST, ()): 0,
+    (specs.HEALTHY, ()): True,
+    (specs.QUARANTINED, ()): False,
+    (specs.QUARANTINE_LEFT, ()): 0.0,
+    (specs.FAILURE_STREAK, ()): 0,
+}
 
 
 def samples(page: bytes) -> dict[tuple[str, ...], float]:
@@ -34,29 +39,29 @@ def samples(page: bytes) -> dict[tuple[str, ...], float]:
 
 def test_page_of_a_node() -> None:
     node = NodeMetrics('n"1\\', "1.0")
-    node.runner_started()
-    node.runner_ended("lost")
-    node.store_lost()
-    found = samples(node.render(FACTS))
+    node.count(specs.RUNNER_STARTS)
+    node.count(specs.RUNNER_EXITS, "lost")
+    node.count(specs.STORE_OUTAGES)
+    found = samples(node.render(GAUGES))
     assert found["elasticd_node_slots",] == 8
     assert found["elasticd_node_slots_used",] == 3
     assert found["elasticd_node_state", "state=draining"] == 1
     assert found["elasticd_node_state", "state=ready"] == 0
-    assert found["elasticd_node_runners", "state=running"] == 2
+    assert found["elasticd_node_runners", "state=running"] == 1
     assert found["elasticd_node_runner_starts_total",] == 1
     assert found["elasticd_node_runner_exits_total", "outcome=lost"] == 1
     assert found["elasticd_node_runner_exits_total", "outcome=succeeded"] == 0
     assert found["elasticd_node_store_outages_total",] == 1
     with pytest.raises(KeyError):
-        node.runner_ended("elsewhere")
+        node.count(specs.RUNNER_EXITS, "elsewhere")
 
 
 def test_lease_of_the_node_status() -> None:
     node = NodeMetrics("n1", "1.0")
-    assert ("elasticd_node_lease_seconds",) not in samples(node.render(FACTS)), "it has none yet"
+    assert ("elasticd_node_lease_seconds",) not in samples(node.render(GAUGES)), "it has none yet"
     for renewal_s in (None, 0.001, 0.003, 7.0):
         node.lease(3.0, renewal_s)
-    found = samples(node.render(FACTS))
+    found = samples(node.render(GAUGES))
     assert found["elasticd_node_lease_seconds",] == 3
     buckets = {key[1]: value for key, value in found.items() if key[0] == "elasticd_node_lease_renewal_seconds_bucket"}
     assert (buckets["le=0.001"], buckets["le=0.0025"], buckets["le=0.005"], buckets["le=+Inf"]) == (1, 1, 2, 3)

@@ -10,12 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generate.metrics import CHECKS, max_node_series, max_series
 from elasticd_agent.node import metrics as node_metrics
-from elasticd_agent.node.health import metrics as measured
-from elasticd_agent.node.health.result import passed
 from elasticd_agent.node.metrics import NodeMetrics, filter_samples, merge_pages, scrape_runners
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.telemetry.metrics import Metrics
-from tests.node.test_metrics import FACTS, samples
+from tests.node.test_metrics import GAUGES, samples
 from tests.telemetry.test_metrics import promtool, worst
 
 
@@ -26,7 +24,7 @@ def job_page(job: str, step: int, node: str = "n1") -> bytes:
 
 
 def test_merge_of_pages() -> None:
-    page = merge_pages([NodeMetrics("n1", "1.0").render(FACTS), job_page("a", 7), job_page("b", 9)])
+    page = merge_pages([NodeMetrics("n1", "1.0").render(GAUGES), job_page("a", 7), job_page("b", 9)])
     heads = [line for line in page.splitlines() if line.startswith(b"# TYPE")]
     assert len(heads) == len(set(heads))
     found = samples(page)
@@ -124,10 +122,13 @@ def test_node_with_3_jobs_of_8_ranks_has_at_most_1000_series() -> None:
     pages = {job: worst(job, 8).render() for job in ("a", "b", "c")}
     node = NodeMetrics("n1", "1.0")
     node.lease(3.0, 0.01)
-    readings = [passed(f"plugin {number}", "it is well", 0.1) for number in range(CHECKS)]
-    health = measured.render_health("n1", "healthy", 0.0, 0, readings)
+    checks = {
+        (spec, (f"plugin {number}",)): 0.1
+        for spec in (node_metrics.CHECK_FAILING, node_metrics.CHECK_SECONDS)
+        for number in range(CHECKS)
+    }
     jobs = scrape_runners("node-a", [(job, 1) for job in pages], lambda job, number, within_s: pages[job])
-    page = merge_pages([node.render(FACTS), health, *jobs])
+    page = merge_pages([node.render({**GAUGES, **checks}), *jobs])
     series = [line for line in page.splitlines() if not line.startswith(b"#")]
     assert len(series) == len(set(series)) == 3 * max_series(8) + max_node_series(CHECKS)
     assert len(series) <= 1000

@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from elasticd.errors import UsageError
 from elasticd_agent.cli.explain import READ_S, show
+from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.hangs.explain import load as reading
 from elasticd_agent.hangs.explain import locate as finding
 from elasticd_agent.system import bounded_io as files
@@ -114,19 +114,13 @@ def _failed(why: str) -> int:
     return 1
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="elasticd dump",
-        description="Takes stacks, /proc facts and last log lines of every rank of a job that runs on this machine, "
+    parser = CommandParser(
+        "dump",
+        "Takes stacks, /proc facts and last log lines of every rank of a job that runs on this machine, "
         "without disturbing it, and explains them. This finds `elasticd run`; of a daemon's job, wherever it runs: "
         "elasticd dump JOB [--node NODE] [--json] [--agent URL].",
-        epilog="Exit codes: 0 taken, 1 not taken, 2 usage, or several jobs run here. More: docs/hangs.md.",
-        allow_abbrev=False,
+        "Exit codes: 0 taken, 1 not taken, 2 usage, or several jobs run here. More: docs/hangs.md.",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--job", metavar="ID", help="of the job with this id (--rdzv-id)")

@@ -10,9 +10,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from elasticd.errors import UsageError
+from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.hangs.explain import load as reading
 from elasticd_agent.hangs.explain import locate as finding
 from elasticd_agent.hangs.explain.json_report import document
@@ -116,21 +116,13 @@ def _event_log(place: finding.EvidenceFolder, directory: Path) -> Path | None:
     return None
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports errors as every command does: in one line, without a copy of the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="elasticd explain",
-        description="Explains on one page which rank made a group hang and why, from the evidence on disk. A name "
+    parser = CommandParser(
+        "explain",
+        "Explains on one page which rank made a group hang and why, from the evidence on disk. A name "
         "without a slash that does not exist here is the id of a daemon's job, if `elasticd agent` runs on this node: "
         "elasticd explain JOB [--round N] [--node NODE] [--json] [--agent URL].",
-        epilog="Exit codes: 0 explained, 1 nothing found, 2 usage. The page and its parts: docs/hangs.md.",
-        allow_abbrev=False,
+        "Exit codes: 0 explained, 1 nothing found, 2 usage. The page and its parts: docs/hangs.md.",
     )
     parser.add_argument("logdir", metavar="LOGDIR", help="the job's --log-dir, or a folder of evidence")
     parser.add_argument("--round", type=int, metavar="N", help="explain this round; default: the newest that hung")

@@ -13,15 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import quote
 
 from elasticd.errors import UsageError, WireError
 from elasticd_agent.cli import tables
 from elasticd_agent.cli.main import AGENT_VARIABLE
+from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.model.exit_codes import INTERRUPTED
 from elasticd_agent.model.phrases import is_are
-from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable, open_client
+from elasticd_agent.node.api.client import AgentClient, RequestFailed, Unreachable, fetch_status, job_path, open_client
 from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
 
 TOKEN_FILE = "ELASTICD_TOKEN_FILE"
@@ -34,10 +35,6 @@ _CONTENT_TYPES = {"toml": "application/toml", "yaml": "application/yaml", "json"
 _SUBMIT_TRIES = 3
 
 
-class _RequestFailed(Exception):
-    """The agent refused; the text is its sentence."""
-
-
 def run_command(name: str, argv: Sequence[str]) -> int:
     """Returns the exit code; raises UsageError."""
     options = _parser(name).parse_args(argv)
@@ -48,7 +45,7 @@ def run_command(name: str, argv: Sequence[str]) -> int:
     )
     try:
         return _COMMANDS[name](client, options)
-    except (_RequestFailed, Unreachable) as error:
+    except (RequestFailed, Unreachable) as error:
         print(f"elasticd {name}: {tables.visible(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:
@@ -79,33 +76,29 @@ def _submit(client: AgentClient, options: argparse.Namespace) -> int:
             reply = client.post("/v1/jobs", data, kind, query=query)
     if reply.code == 400:
         raise UsageError(reply.why.replace("the job: ", f"{path}: ", 1))
-    return _show(options, _document(reply), lambda made: f"{made['job']}\n")
+    return _show(options, reply.result(), lambda made: f"{made['job']}\n")
 
 
 def _jobs(client: AgentClient, options: argparse.Namespace) -> int:
-    found = _document(client.get("/v1/jobs"))
+    found = client.get("/v1/jobs").result()
     _print_problems(found)
     return _show(options, found, lambda it: tables.jobs([JobSummary.from_dict(row) for row in it["jobs"]]))
 
 
 def _status(client: AgentClient, options: argparse.Namespace) -> int:
     if options.watch:
-        from elasticd_agent.cli.status_watch import WatchFailed, watch
+        from elasticd_agent.cli.status_watch import watch
 
-        try:
-            return watch(client, options.job, options.every, as_json=options.json)
-        except WatchFailed as error:
-            raise _RequestFailed(str(error)) from None
+        return watch(client, options.job, options.every, as_json=options.json)
+    found = fetch_status(client, options.job)
     if options.job is None:
-        both = {**_document(client.get("/v1/jobs")), "nodes": _document(client.get("/v1/nodes"))["nodes"]}
-        _print_problems(both)
-        return _show(options, both, tables.overview)
-    found = _document(client.get(_job(options.job)))
+        _print_problems(found)
+        return _show(options, found, tables.overview)
     return _show(options, found, lambda it: tables.status(JobStatus.from_dict(it)))
 
 
 def _logs(client: AgentClient, options: argparse.Namespace) -> int:
-    from elasticd_agent.cli.log_follower import LogFollower, LogQuery, LogUnavailable
+    from elasticd_agent.cli.log_follower import LogFollower, LogQuery
 
     streams = ("stdout", "stderr") if options.stream == "both" else (options.stream,)
     query = LogQuery(
@@ -119,26 +112,23 @@ def _logs(client: AgentClient, options: argparse.Namespace) -> int:
         as_json=options.json,
     )
     log = lambda sentence: print(f"elasticd logs: {tables.visible(sentence)}", file=sys.stderr)  # noqa: E731
-    try:
-        LogFollower(client, query, sys.stdout.buffer, sys.stderr.buffer, log).run()
-    except LogUnavailable as error:
-        raise _RequestFailed(str(error)) from None
+    LogFollower(client, query, sys.stdout.buffer, sys.stderr.buffer, log).run()
     return 0
 
 
 def _cancel(client: AgentClient, options: argparse.Namespace) -> int:
-    return _show(options, _document(client.post(f"{_job(options.job)}/cancel")), tables.cancelled)
+    return _show(options, client.post(f"{job_path(options.job)}/cancel").result(), tables.cancelled)
 
 
 def _nodes(client: AgentClient, options: argparse.Namespace) -> int:
-    found = _document(client.get("/v1/nodes"))
+    found = client.get("/v1/nodes").result()
     _print_problems(found)
     return _show(options, found, lambda it: tables.nodes([NodeSummary.from_dict(row) for row in it["nodes"]]))
 
 
 def _cordon(client: AgentClient, options: argparse.Namespace, what: str = "cordon") -> int:
     body = json.dumps({"reason": options.reason or ""}).encode()
-    row = _document(client.post(f"/v1/nodes/{quote(options.name, safe='')}/{what}", body))
+    row = client.post(f"/v1/nodes/{quote(options.name, safe='')}/{what}", body).result()
     if getattr(options, "wait", False):
         row = _wait_until_drained(client, options.name, options.timeout)
     return _show(options, row, lambda it: tables.nodes([NodeSummary.from_dict(it)]))
@@ -149,18 +139,18 @@ def _drain(client: AgentClient, options: argparse.Namespace) -> int:
 
 
 def _uncordon(client: AgentClient, options: argparse.Namespace) -> int:
-    found = _document(client.post(f"/v1/nodes/{quote(options.name, safe='')}/uncordon"))
+    found = client.post(f"/v1/nodes/{quote(options.name, safe='')}/uncordon").result()
     return _show(options, found, lambda it: f"{it['node']} takes work again\n")
 
 
 def _dump(client: AgentClient, options: argparse.Namespace) -> int:
-    reply = client.post(f"{_job(options.job)}/dump", within_s=EVIDENCE_TIMEOUT_S)
-    return _evidence(options, _document(reply))
+    reply = client.post(f"{job_path(options.job)}/dump", within_s=EVIDENCE_TIMEOUT_S)
+    return _evidence(options, reply.result())
 
 
 def _explain(client: AgentClient, options: argparse.Namespace) -> int:
-    reply = client.get(f"{_job(options.job)}/explain", {"round": options.round}, EVIDENCE_TIMEOUT_S)
-    return _evidence(options, _document(reply))
+    reply = client.get(f"{job_path(options.job)}/explain", {"round": options.round}, EVIDENCE_TIMEOUT_S)
+    return _evidence(options, reply.result())
 
 
 _COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
@@ -176,28 +166,15 @@ _COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
     "dump": _dump,
     "explain": _explain,
 }
-AGENT_COMMANDS = tuple(name for name in _COMMANDS if name not in ("dump", "explain"))
-"""Those that always use an agent."""
 
-
-# ---- requests and output
-
-
-def _document(reply: Reply) -> dict[str, Any]:
-    if reply.code == 400:
-        raise UsageError(reply.why)
-    if reply.code == 401 and "a token is needed" in reply.why:
-        raise _RequestFailed("a token is needed: --token-file FILE, with the token in the agent's http.token_file")
-    if not 200 <= reply.code < 300:
-        raise _RequestFailed(reply.why)
-    return reply.document()
+# ---- output
 
 
 def _show(options: argparse.Namespace, found: dict[str, Any], page: Callable[[dict[str, Any]], str]) -> int:
     try:
         text = json.dumps(found, indent=2, ensure_ascii=False) + "\n" if options.json else page(found)
     except (WireError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _RequestFailed(f"the answer of the agent makes no sense ({error!r}); is it another version?") from None
+        raise RequestFailed(f"the answer of the agent makes no sense ({error!r}); is it another version?") from None
     print(text, end="", flush=True)
     return 0
 
@@ -228,13 +205,13 @@ def _evidence(options: argparse.Namespace, found: dict[str, Any]) -> int:
 
 
 def _wait_until_drained(client: AgentClient, node: str, within_s: float) -> dict[str, Any]:
-    """Wait until nothing runs on the node. Raises _RequestFailed after the timeout."""
+    """Wait until nothing runs on the node. Raises RequestFailed after the timeout."""
     until = time.monotonic() + within_s
     while True:
         try:
-            rows = {row["node"]: row for row in _document(client.get("/v1/nodes"))["nodes"]}
+            rows = {row["node"]: row for row in client.get("/v1/nodes").result()["nodes"]}
             why = ""
-        except (Unreachable, _RequestFailed) as error:  # the agent may be restarting
+        except (Unreachable, RequestFailed) as error:  # the agent may be restarting
             rows, why = {}, str(error)
         row = rows.get(node)
         if row is not None and not row["jobs"]:
@@ -244,12 +221,8 @@ def _wait_until_drained(client: AgentClient, node: str, within_s: float) -> dict
             if row is not None:
                 why = f"{', '.join(row['jobs'])} {is_are(row['jobs'])} still there"
         if time.monotonic() >= until:
-            raise _RequestFailed(f"{node} is being drained, but {why} after {within_s:g} s")
+            raise RequestFailed(f"{node} is being drained, but {why} after {within_s:g} s")
         time.sleep(POLL_S)
-
-
-def _job(name: str) -> str:
-    return f"/v1/jobs/{quote(name, safe='')}"
 
 
 def _content(path: Path) -> bytes:
@@ -276,11 +249,6 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 _DESCRIPTIONS = {
     "submit": "Submits a job and prints its id. FILE is TOML, YAML or JSON, by its name; - is standard input.",
     "jobs": "Lists the jobs: the unfinished ones in the order of their submission, then the ended ones.",
@@ -303,7 +271,7 @@ _EPILOG = (
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"elasticd {name}", description=_DESCRIPTIONS[name], epilog=_EPILOG, allow_abbrev=False)
+    parser = CommandParser(name, _DESCRIPTIONS[name], _EPILOG)
     if name == "submit":
         parser.add_argument("file", type=Path, metavar="FILE", help="the job file")
         parser.add_argument("--id", metavar="JOB", help="the job's id; default: the file's, or job-NUMBER")

@@ -11,19 +11,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
-from urllib.parse import quote, unquote
 
-from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable
+from elasticd.errors import WireError
+from elasticd_agent.node.api.client import AgentClient, Reply, RequestFailed, Unreachable, job_path
+from elasticd_agent.node.api.schema import LogChunk
 
 POLL_S = 0.5
 RETRY_S = 120.0
 """How long -f waits for an agent that is being restarted or upgraded, or for its store."""
 _MAX_LINE_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 20
-
-
-class LogUnavailable(Exception):
-    """There is no such log, or its node does not answer; the text is the agent's sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,7 @@ class LogFollower:
         self._last_error = ""
 
     def run(self) -> None:
-        """Until everything is printed, or, with follow, until the log is final. Raises LogUnavailable, Unreachable."""
+        """Until everything is printed, or, with follow, until the log is final. Raises RequestFailed, Unreachable."""
         if self._query.follow:
             self._await_start()
         while True:
@@ -85,7 +82,7 @@ class LogFollower:
             if any(moved):
                 continue
             if not any(stream.started for stream in self._streams) and not self._query.follow:
-                raise LogUnavailable(self._last_error)
+                raise RequestFailed(self._last_error)
             if not self._query.follow:
                 break
             # Only if it existed before the last read: then nothing is added to this round any more.
@@ -98,13 +95,10 @@ class LogFollower:
             self._put(stream, b"", last=True)
 
     def _await_start(self) -> None:
-        """Raises LogUnavailable for a job that does not exist."""
+        """Raises RequestFailed for a job that does not exist."""
         waiting = ""
         while True:
-            job = self._retry(lambda: self._client.get(_path(self._query.job)))
-            if job.code != 200:
-                raise LogUnavailable(job.why)
-            found = job.document()
+            found = self._retry(lambda: self._client.get(job_path(self._query.job))).result()
             if found.get("ended_at") is not None or found.get("progress"):
                 return
             if found.get("reason") != waiting:
@@ -124,31 +118,30 @@ class LogFollower:
             "node": self._node,
             "offset": -_TAIL_BYTES if tail else stream.offset,
         }
-        reply = self._retry(lambda: self._client.get(_path(self._query.job) + "/logs", query))
+        reply = self._retry(lambda: self._client.get(f"{job_path(self._query.job)}/logs", query))
         if reply.code == 404:
             self._last_error, stream.ended = reply.why, True
             if stream.started:  # it has nothing in this round
                 stream.is_final = self._has_ended()
             return False
         if reply.code != 200:
-            raise LogUnavailable(reply.why)
-        number = _number(reply, "round")
-        if self._round is None and number:
-            self._round = number
-        if stream.started is False or self._node is None:
-            self._node = unquote(reply.headers.get("elasticd-node", "")) or self._node
-        data, first = reply.body, not stream.started
-        if first and not self._query.follow:
-            stream.stop_at = _number(reply, "size")  # lines that are added meanwhile are not awaited
+            raise RequestFailed(reply.why)
+        try:
+            chunk = LogChunk.from_reply(reply.body, reply.headers)
+        except WireError as error:
+            raise RequestFailed(str(error)) from None
+        self._round = self._round or chunk.round or None
+        if not stream.started or self._node is None:
+            self._node = chunk.node
+        if not stream.started and not self._query.follow:
+            stream.stop_at = chunk.size  # lines that are added meanwhile are not awaited
         stream.started = True
-        stream.offset = _number(reply, "next")
-        stream.ended = stream.offset >= _number(reply, "size")
-        self._newest = max(self._newest, _number(reply, "newest"))
-        stream.is_final = reply.headers.get("elasticd-over") == "1"
-        if tail and first:
-            data = _last_lines(data, self._query.tail or 0)
-        self._put(stream, data)
-        return bool(reply.body)
+        stream.offset = chunk.next
+        stream.ended = chunk.next >= chunk.size
+        stream.is_final = chunk.over
+        self._newest = max(self._newest, chunk.newest)
+        self._put(stream, _last_lines(chunk.data, self._query.tail or 0) if tail else chunk.data)
+        return bool(chunk.data)
 
     def _next_round(self, newest: int) -> bool:
         """Continue with the next round once this one is read; True if there is one."""
@@ -169,7 +162,7 @@ class LogFollower:
         return self._has_ended()
 
     def _has_ended(self) -> bool:
-        job = self._retry(lambda: self._client.get(_path(self._query.job)))
+        job = self._retry(lambda: self._client.get(job_path(self._query.job)))
         found = job.document() if job.code == 200 else {}
         return job.code != 200 or (found.get("ended_at") is not None and not found.get("leaving"))
 
@@ -221,12 +214,3 @@ def _last_lines(data: bytes, count: int) -> bytes:
         return b""
     lines = data.splitlines(keepends=True)
     return b"".join(lines[-count:])
-
-
-def _number(reply: Reply, name: str) -> int:
-    text = reply.headers.get(f"elasticd-{name}", "")
-    return int(text) if text.isascii() and text.isdigit() else 0
-
-
-def _path(job: str) -> str:
-    return f"/v1/jobs/{quote(job, safe='')}"

@@ -49,7 +49,8 @@ _COMMANDS = {
     "config": "elasticd_agent.cli.config_command:config",
     "job": "elasticd_agent.node.runners.main:job",  # not in the help: the agent starts its runners with it
 }
-_AGENT_COMMANDS = ("submit", "jobs", "status", "logs", "cancel", "nodes", "cordon", "uncordon", "drain")
+AGENT_COMMANDS = ("submit", "jobs", "status", "logs", "cancel", "nodes", "cordon", "uncordon", "drain")
+"""Those that always use an agent."""
 _AGENT_FLAGS = {"--agent", "--token-file", "--ca", "--node"}
 _LOCAL_FLAGS = {"--list", "--event-log", "--pid", "--job", "--out", "-h", "--help"}
 
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command == "run":
             return _run(rest)
-        if command in _AGENT_COMMANDS or (command in ("dump", "explain") and refers_to_job(command, rest, os.environ)):
+        if command in AGENT_COMMANDS or (command in ("dump", "explain") and refers_to_job(command, rest, os.environ)):
             from elasticd_agent.cli.job_commands import run_command
 
             return run_command(command, rest)
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, StoreUnavailable) as error:
         return _error(f"elasticd {command}", str(error), REQUEUE if isinstance(error, StoreUnavailable) else 2)
     wrong = f"unknown command {command!r}" if command else "a command is missing"
-    known = ", ".join((*(name for name in _COMMANDS if name != "job"), *_AGENT_COMMANDS))
+    known = ", ".join((*(name for name in _COMMANDS if name != "job"), *AGENT_COMMANDS))
     return _error("elasticd", f"{wrong}; there are {known}, as in: elasticd run train.py")
 
 

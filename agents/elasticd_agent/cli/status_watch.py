@@ -6,16 +6,15 @@ Ctrl-C.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
-from urllib.parse import quote
+from collections.abc import Callable, Iterator
 
 from elasticd.errors import WireError
 from elasticd_agent.cli import tables
-from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable
+from elasticd_agent.node.api.client import AgentClient, RequestFailed, Unreachable, fetch_status
 from elasticd_agent.node.api.schema import JobStatus
 from elasticd_agent.node.dashboard import chart
 from elasticd_agent.node.dashboard.status import problem
@@ -31,63 +30,41 @@ _STYLES = {
 }
 
 
-class Screen(Protocol):
-    def show(self, page: str) -> None: ...
-    def __enter__(self) -> Screen: ...
-    def __exit__(self, *error: Any) -> None: ...
+@contextlib.contextmanager
+def _terminal() -> Iterator[Callable[[str], None]]:
+    """Shows pages on the whole terminal, which is restored at the end; the last page stays on it."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
+    last = ""
 
-class PlainScreen:
-    """One page after another, each below the time of day."""
-
-    def __init__(self, write: Callable[[str], object]) -> None:
-        self._write = write
-
-    def show(self, page: str) -> None:
-        self._write(f"--- {time.strftime('%H:%M:%S')}\n{page}\n")
-
-    def __enter__(self) -> PlainScreen:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-class TerminalScreen:
-    """The whole terminal, restored at the end; the last page stays on it."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.live import Live
-        from rich.text import Text
-
-        self._text = Text
-        self._last = ""
-        self._console = Console()
-        self._live = Live(console=self._console, screen=True, auto_refresh=False)
-
-    def show(self, page: str) -> None:
-        text = self._text(page, no_wrap=True, overflow="ellipsis")
+    def show(page: str) -> None:
+        nonlocal last
+        last, text = page, Text(page, no_wrap=True, overflow="ellipsis")
         for pattern, style in _STYLES.items():
             text.highlight_regex(pattern, style)
-        self._last = page
-        self._live.update(text, refresh=True)
+        live.update(text, refresh=True)
 
-    def __enter__(self) -> TerminalScreen:
-        self._live.__enter__()
-        return self
+    try:
+        with Live(console=Console(), screen=True, auto_refresh=False) as live:
+            yield show
+    finally:
+        _print(last)
 
-    def __exit__(self, *error: Any) -> None:
-        self._live.__exit__(*error)
-        print(self._last, end="", flush=True)
+
+def _show_below(page: str) -> None:
+    """One page after another, each below the time of day."""
+    _print(f"--- {time.strftime('%H:%M:%S')}\n{page}\n")
 
 
 def watch(client: AgentClient, job: str | None, every_s: float, *, as_json: bool) -> int:
-    """Returns the exit code. Raises Unreachable, Refused."""
-    screen: Screen = TerminalScreen() if sys.stdout.isatty() and not as_json else PlainScreen(_print)
+    """Returns the exit code. Raises Unreachable, RequestFailed."""
     try:
-        with screen:
-            return follow(client, job, every_s, screen.show, as_json=as_json)
+        if as_json or not sys.stdout.isatty():
+            return follow(client, job, every_s, _show_below, as_json=as_json)
+        with _terminal() as show:
+            return follow(client, job, every_s, show)
     except KeyboardInterrupt:
         return 0
 
@@ -102,13 +79,13 @@ def follow(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Until the job has ended. Raises WatchFailed, and Unreachable without any answer so far."""
+    """Until the job has ended. Raises RequestFailed, and Unreachable without any answer so far."""
     page = ""
     answered_at = clock()
     while True:
         ended = False
         try:
-            answer = _fetch(client, job)
+            answer = fetch_status(client, job)
             if as_json:
                 _print(json.dumps(answer, ensure_ascii=False) + "\n")
             if job is None:
@@ -121,7 +98,7 @@ def follow(
             if not as_json:
                 show(page)
         except WireError as error:
-            raise WatchFailed(f"the answer of the agent makes no sense ({error}); is it another version?") from None
+            raise RequestFailed(f"the answer of the agent makes no sense ({error}); is it another version?") from None
         except Unreachable as error:
             if not page:
                 raise
@@ -150,25 +127,6 @@ def sparks(found: list[float | None]) -> str:
     """One character each; a dot where nothing is known."""
     most = max((one for one in found if one is not None), default=0.0) or 1.0
     return "".join("·" if one is None else SPARKS[round(one / most * (len(SPARKS) - 1))] for one in found)
-
-
-class WatchFailed(Exception):
-    """The agent refuses or its answer makes no sense; the text says why."""
-
-
-def _fetch(client: AgentClient, job: str | None) -> dict[str, Any]:
-    """Raises WatchFailed; Unreachable also if the agent's store or another node does not answer."""
-    if job is not None:
-        return _document(client.get(f"/v1/jobs/{quote(job, safe='')}"))
-    return {**_document(client.get("/v1/jobs")), "nodes": _document(client.get("/v1/nodes"))["nodes"]}
-
-
-def _document(reply: Reply) -> dict[str, Any]:
-    if reply.code >= 500:
-        raise Unreachable(reply.why)
-    if reply.code != 200:
-        raise WatchFailed(reply.why)
-    return reply.document()
 
 
 def _print(text: str) -> None:

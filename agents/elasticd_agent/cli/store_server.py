@@ -11,9 +11,9 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError
+from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.config.rendezvous_options import DEFAULT_PORTS
 from elasticd_agent.store.c10d.store import C10dStore
 
@@ -63,18 +63,12 @@ def _say(sentence: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} elasticd store: {sentence}", file=sys.stderr, flush=True)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="elasticd store",
-        description="Hosts a c10d store on all addresses of this machine, for jobs without an etcd. It has no "
+    parser = CommandParser(
+        "store",
+        "Hosts a c10d store on all addresses of this machine, for jobs without an etcd. It has no "
         "password: every client that reaches the port can stop the jobs (docs/security.md). Exit codes: 0 ended "
         "by a signal, 1 the store failed, 2 usage.",
-        allow_abbrev=False,
     )
     port = DEFAULT_PORTS["c10d"]
     parser.add_argument("--port", type=_port, default=port, metavar="PORT", help=f"where to listen ({port})")

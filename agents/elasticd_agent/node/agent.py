@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import NodeSettings
+from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.config.env_variables import AGENT_FLAGS
 from elasticd_agent.config.load import load, merge_reloaded
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
@@ -206,9 +206,8 @@ def _prepare_code(state: Path, journal: AgentJournal) -> Path | None:
 
 def _pages(loop: NodeLoop, service: JobService, metrics: NodeMetrics, health: HealthMonitor) -> MonitoringPages:
     def page() -> bytes:
-        node = loop.status.node
-        jobs = scrape_runners(node, loop.jobs(), service.local.metrics)
-        return merge_pages([metrics.render(loop.facts()), health.metrics(node), *jobs])
+        jobs = scrape_runners(loop.status.node, loop.jobs(), service.local.metrics)
+        return merge_pages([metrics.render({**loop.gauges(), **health.gauges()}), *jobs])
 
     def healthy() -> HealthProbeResult:
         lag_s = loop.lag_s()
@@ -307,18 +306,12 @@ def _own_command(without: str = "") -> list[str]:
     return [sys.executable, *(word for word in sys.orig_argv[1:] if word != without)]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="elasticd agent",
-        description="Runs for months on one node: registers it, runs the jobs scheduled there, drains on request.",
-        epilog="SIGTERM drains the node and ends the agent, SIGHUP reloads its configuration, SIGUSR2 replaces it by "
+    parser = CommandParser(
+        "agent",
+        "Runs for months on one node: registers it, runs the jobs scheduled there, drains on request.",
+        "SIGTERM drains the node and ends the agent, SIGHUP reloads its configuration, SIGUSR2 replaces it by "
         "the installed version while jobs continue. Exit codes: 0 left on request, 2 usage. More: docs/agent.md.",
-        allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="agent.toml; otherwise defaults and ELASTICD_…")
     for flag, key in AGENT_FLAGS.items():

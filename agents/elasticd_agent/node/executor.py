@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from elasticd.errors import UsageError
 from elasticd_agent.node.journal import AgentJournal
-from elasticd_agent.node.metrics import NodeMetrics
+from elasticd_agent.node.metrics import RUNNER_EXITS, RUNNER_STARTS, NodeMetrics
 from elasticd_agent.node.reconcile import NodePlan, RunnerEnd, RunnerStart, RunOutcomes
 from elasticd_agent.node.runners.manager import RunnerManager
 from elasticd_agent.node.runners.spawn import NotAllowed, SpecBuilder
@@ -68,7 +68,7 @@ class Executor:
         if pid is None:
             return
         self._started_at[key] = now
-        self._metrics.runner_started()
+        self._metrics.count(RUNNER_STARTS)
         slots = ", ".join(map(str, spec.slots))
         sentence = f"job {spec.job}: runner started as pid {pid} on slots {slots}"
         self._journal.event(
@@ -94,7 +94,7 @@ class Executor:
         sentence = self._outcomes.add(end, ran_s, now)
         outcome = "lost" if end.exit is None else end.exit.outcome
         code = None if end.exit is None else end.exit.exit_code
-        self._metrics.runner_ended(outcome)
+        self._metrics.count(RUNNER_EXITS, outcome)
         self._journal.event(
             events.RunnerEndedEvent, sentence, name=spec.job, number=spec.number, outcome=outcome, exit_code=code
         )

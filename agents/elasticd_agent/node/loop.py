@@ -15,14 +15,14 @@ from typing import Literal
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.config.agent_settings import NodeSettings
-from elasticd_agent.node import keys
+from elasticd_agent.node import keys, metrics
 from elasticd_agent.node.configured_jobs import ConfiguredJobs
 from elasticd_agent.node.executor import Executor
 from elasticd_agent.node.health.job_failures import JobFailures
 from elasticd_agent.node.health.monitor import HealthMonitor
 from elasticd_agent.node.health.policy import NOT_CHECKED_YET
 from elasticd_agent.node.journal import AgentJournal
-from elasticd_agent.node.metrics import NodeFacts, NodeMetrics
+from elasticd_agent.node.metrics import NodeMetrics
 from elasticd_agent.node.reconcile import NodePlan, RunOutcomes, reconcile
 from elasticd_agent.node.records import NodeState, NodeStatus, RunnerStatus
 from elasticd_agent.node.registration import NameTaken, NodeStatusPublisher
@@ -136,24 +136,24 @@ class NodeLoop:
             return True, f"registered; {outage}, and running jobs continue without it"
         return False, f"not registered yet: {outage}"
 
-    def facts(self) -> NodeFacts:
-        """For the node's metrics."""
+    def gauges(self) -> metrics.Samples:
+        """The node's metrics at this moment, without its health."""
         view = self._cluster_view
         states = [one.state for one in self.status.runners]
         ended = {(one.job, one.number) for one in view.results}
         pending = [p for p in view.placements if not p.assignments and (p.job, p.number) not in ended]
-        return NodeFacts(
-            slots=self.status.slots,
-            slots_used=sum(len(one.spec.slots) for one in self._parts.runners.alive()),
-            state=self.status.state,
-            registered=self.registered,
-            is_scheduler=self._parts.scheduler.is_leader,
-            runners={state: states.count(state) for state in states},
-            jobs_waiting=len(pending),
-            store_up=not self.store_down,
-            loop_lag_s=self.lag_s(),
-            event_log_lines_lost=self._parts.journal.lost,
-        )
+        return {
+            (metrics.SLOTS, ()): self.status.slots,
+            (metrics.SLOTS_USED, ()): sum(len(one.spec.slots) for one in self._parts.runners.alive()),
+            **{(metrics.STATE, (state,)): state == self.status.state for state in metrics.NODE_STATES},
+            (metrics.REGISTERED, ()): self.registered,
+            (metrics.IS_SCHEDULER, ()): self._parts.scheduler.is_leader,
+            **{(metrics.RUNNERS, (state,)): states.count(state) for state in metrics.RUNNER_STATES},
+            (metrics.JOBS_WAITING, ()): len(pending),
+            (metrics.STORE_UP, ()): not self.store_down,
+            (metrics.LOOP_LAG, ()): self.lag_s(),
+            (metrics.EVENT_LOG_LINES_LOST, ()): self._parts.journal.lost,
+        }
 
     def jobs(self) -> tuple[tuple[str, int], ...]:
         """(job, number) of the runners here."""
@@ -318,7 +318,7 @@ class NodeLoop:
         self._cache.clear()
         if self._store_down_since is None:
             self._store_down_since = now
-            self._parts.metrics.store_lost()
+            self._parts.metrics.count(metrics.STORE_OUTAGES)
             self._parts.journal.event(events.StoreUnavailableEvent, f"running jobs continue without the store: {why}")
         self._missing_since = None
 

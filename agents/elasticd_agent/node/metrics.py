@@ -1,5 +1,7 @@
 """The metrics of a node: names, help and labels in one table, their page, and docs/node-metrics.md.
 
+A skipped health check has no series, so that an alert on a failing check stays honest.
+
 `scrape_runners` adds the metrics of jobs. Runners are queried in parallel, so a scrape takes as long as the slowest
 runner. A runner belongs to its job's user and must not corrupt the page: one that does not answer in time is left out,
 and its reply is reduced to a bounded number of well-formed samples of its own job.
@@ -13,7 +15,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import get_args
 
@@ -21,8 +22,8 @@ from elasticd_agent.node.records import NodeState, RunnerState
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, MetricSpec, escape_label
 
-NODE_STATES: tuple[str, ...] = get_args(NodeState)
-RUNNER_STATES: tuple[str, ...] = get_args(RunnerState)
+NODE_STATES: tuple[NodeState, ...] = get_args(NodeState)
+RUNNER_STATES: tuple[RunnerState, ...] = get_args(RunnerState)
 OUTCOMES = ("succeeded", "failed", "refused", "left", "lost")
 
 INFO = MetricSpec("elasticd_node_info", "Always 1; the label is the version of the node's agent.", ("version",))
@@ -66,109 +67,90 @@ LEASE_RENEWAL = MetricSpec(
 LOOP_LAG = MetricSpec("elasticd_node_loop_lag_seconds", "Delay of the agent's main loop.")
 EVENT_LOG_LINES_LOST = MetricSpec("elasticd_node_event_log_lines_lost", "Lines lost from the agent's event log.")
 
+HEALTHY = MetricSpec("elasticd_node_healthy", "1 while the node is healthy: it gets work.")
+QUARANTINED = MetricSpec(
+    "elasticd_node_quarantined",
+    "1 during the cool-off after a failed check or after job failures that this node caused.",
+)
+QUARANTINE_LEFT = MetricSpec("elasticd_node_quarantine_left_seconds", "Remaining time of the cool-off; 0 without one.")
+FAILURE_STREAK = MetricSpec(
+    "elasticd_node_failure_streak", "Failures of the node in a row; a day without failures resets it."
+)
+CHECK_FAILING = MetricSpec(
+    "elasticd_health_check_failing", "1 if the check failed in its last run.", ("check",), label_sets=0
+)
+CHECK_SECONDS = MetricSpec(
+    "elasticd_health_check_seconds", "Duration of the check's last run.", ("check",), label_sets=0
+)
+
 METRICS = (
     INFO, START, SLOTS, SLOTS_USED, STATE, REGISTERED, IS_SCHEDULER, RUNNERS, JOBS_WAITING, RUNNER_STARTS,
-    RUNNER_EXITS, STORE_UP, STORE_OUTAGES, LEASE, LEASE_RENEWAL, LOOP_LAG, EVENT_LOG_LINES_LOST,
+    RUNNER_EXITS, STORE_UP, STORE_OUTAGES, LEASE, LEASE_RENEWAL, LOOP_LAG, EVENT_LOG_LINES_LOST, HEALTHY, QUARANTINED,
+    QUARANTINE_LEFT, FAILURE_STREAK, CHECK_FAILING, CHECK_SECONDS,
 )  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """The node's gauges at one moment."""
-
-    slots: int
-    slots_used: int
-    state: str
-    registered: bool
-    is_scheduler: bool
-    runners: Mapping[str, int]
-    jobs_waiting: int
-    store_up: bool
-    loop_lag_s: float
-    event_log_lines_lost: int
+Labels = tuple[str, ...]
+"""The values of a metric's labels."""
+Samples = Mapping[tuple[MetricSpec, Labels], float]
 
 
-@dataclass(slots=True)
 class NodeMetrics:
-    """Safe to call from one thread while others render."""
+    """What is counted, and the page. Thread-safe."""
 
-    node: str
-    version: str
-    _starts: int = 0
-    _exits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
-    _outages: int = 0
-    _lease_s: float | None = None
-    _renewals: list[int] = field(default_factory=lambda: [0] * (len(LEASE_BUCKETS) + 1))
-    _renewals_s: float = 0.0
-    _started_at: float = field(default_factory=time.time)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, node: str, version: str) -> None:
+        self._node = node
+        self._lock = threading.Lock()
+        self._samples: dict[tuple[MetricSpec, Labels], float] = {
+            (INFO, (version,)): 1,
+            (START, ()): time.time(),
+            (RUNNER_STARTS, ()): 0,
+            **{(RUNNER_EXITS, (outcome,)): 0 for outcome in OUTCOMES},
+            (STORE_OUTAGES, ()): 0,
+        }
+        self._renewals = [0] * (len(LEASE_BUCKETS) + 1)
+        self._renewals_s = 0.0
 
-    def runner_started(self) -> None:
+    def count(self, counter: MetricSpec, *labels: str) -> None:
+        """KeyError for labels that the metric cannot have."""
         with self._lock:
-            self._starts += 1
-
-    def runner_ended(self, outcome: str) -> None:
-        """`outcome` is one of OUTCOMES; KeyError otherwise."""
-        with self._lock:
-            self._exits[outcome] += 1
-
-    def store_lost(self) -> None:
-        with self._lock:
-            self._outages += 1
+            self._samples[counter, labels] += 1
 
     def lease(self, ttl_s: float, renewal_s: float | None) -> None:
         """The store granted a lease of `ttl_s`; `renewal_s`: how long its renewal took, also a failed one."""
         with self._lock:
-            self._lease_s = ttl_s
+            self._samples[LEASE, ()] = ttl_s
             if renewal_s is not None:
                 self._renewals[bisect_left(LEASE_BUCKETS, renewal_s)] += 1
                 self._renewals_s += renewal_s
 
-    def render(self, facts: NodeFacts) -> bytes:
-        """The text format, version 0.0.4."""
+    def render(self, gauges: Samples) -> bytes:
+        """The text format, version 0.0.4. `gauges`: the other metrics' present values."""
         with self._lock:
-            samples: list[tuple[MetricSpec, tuple[str, ...], float]] = [
-                (INFO, (self.version,), 1),
-                (START, (), self._started_at),
-                (RUNNER_STARTS, (), self._starts),
-                *((RUNNER_EXITS, (outcome,), count) for outcome, count in self._exits.items()),
-                (STORE_OUTAGES, (), self._outages),
-            ]
-            if self._lease_s is not None:
-                samples.append((LEASE, (), self._lease_s))
+            samples = self._samples | dict(gauges)
             renewals = list(accumulate(self._renewals))
             renewals_s = self._renewals_s
-        samples += [
-            (SLOTS, (), facts.slots),
-            (SLOTS_USED, (), facts.slots_used),
-            *((STATE, (state,), facts.state == state) for state in NODE_STATES),
-            (REGISTERED, (), facts.registered),
-            (IS_SCHEDULER, (), facts.is_scheduler),
-            *((RUNNERS, (state,), facts.runners.get(state, 0)) for state in RUNNER_STATES),
-            (JOBS_WAITING, (), facts.jobs_waiting),
-            (STORE_UP, (), facts.store_up),
-            (LOOP_LAG, (), facts.loop_lag_s),
-            (EVENT_LOG_LINES_LOST, (), facts.event_log_lines_lost),
-        ]
-        page = "".join(self._family(spec, samples) for spec in METRICS if spec is not LEASE_RENEWAL)
-        return (page + self._histogram(LEASE_RENEWAL, renewals, renewals_s)).encode()
+        lines = []
+        for spec in METRICS:
+            is_histogram = spec is LEASE_RENEWAL
+            shown = self._histogram(spec, renewals, renewals_s) if is_histogram else self._family(spec, samples)
+            if shown:
+                lines += [f"# HELP {spec.name} {spec.help}", f"# TYPE {spec.name} {spec.kind}", *shown]
+        return "".join(f"{line}\n" for line in lines).encode()
 
-    def _histogram(self, spec: MetricSpec, counts: Sequence[int], total: float) -> str:
-        node = f'node="{escape_label(self.node)}"'
+    def _histogram(self, spec: MetricSpec, counts: Sequence[int], total: float) -> list[str]:
+        node = f'node="{escape_label(self._node)}"'
         bounds = [*(repr(bound) for bound in spec.buckets), "+Inf"]
-        lines = [f"# HELP {spec.name} {spec.help}", f"# TYPE {spec.name} {spec.kind}"]
-        lines += [f'{spec.name}_bucket{{{node},le="{le}"}} {n}' for le, n in zip(bounds, counts, strict=True)]
-        lines += [f"{spec.name}_count{{{node}}} {counts[-1]}", f"{spec.name}_sum{{{node}}} {total!r}"]
-        return "\n".join(lines) + "\n"
+        lines = [f'{spec.name}_bucket{{{node},le="{le}"}} {n}' for le, n in zip(bounds, counts, strict=True)]
+        return [*lines, f"{spec.name}_count{{{node}}} {counts[-1]}", f"{spec.name}_sum{{{node}}} {total!r}"]
 
-    def _family(self, spec: MetricSpec, samples: Iterable[tuple[MetricSpec, tuple[str, ...], float]]) -> str:
-        lines = [f"# HELP {spec.name} {spec.help}", f"# TYPE {spec.name} {spec.kind}"]
-        for family, values, value in samples:
+    def _family(self, spec: MetricSpec, samples: Samples) -> list[str]:
+        lines = []
+        for (family, values), value in samples.items():
             if family is spec:
-                labels = [("node", self.node), *zip(spec.labels, values, strict=True)]
+                labels = [("node", self._node), *zip(spec.labels, values, strict=True)]
                 text = ",".join(f'{name}="{escape_label(value)}"' for name, value in labels)
                 lines.append(f"{spec.name}{{{text}}} {float(value)!r}")
-        return "\n".join(lines) + "\n"
+        return lines
 
 
 Query = Callable[[str, int, float], bytes]

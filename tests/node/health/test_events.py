@@ -1,4 +1,4 @@
-"""The node's health in events and metrics, and the job failures that count against it."""
+"""The node's health in events, and the job failures that count against it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from elasticd_agent.node.health.job_failures import JobFailures
-from elasticd_agent.node.health.metrics import METRICS, render_health
 from elasticd_agent.node.health.monitor import report_change
 from elasticd_agent.node.health.policy import HealthVerdict
-from elasticd_agent.node.health.result import failed, passed, skipped
 from elasticd_agent.telemetry import events
 
 
@@ -40,30 +38,6 @@ def test_each_change_is_an_event(change: HealthVerdict, kind: str, reason: str) 
     report_change(change, happened)
     assert [(record.kind, record.reason) for record in recorded] == [(kind, reason)]
     assert type(recorded[0]) in events.EVENT_TYPES
-
-
-def test_metrics_of_the_current_state() -> None:
-    from prometheus_client.parser import text_string_to_metric_families
-
-    readings = [passed("gpus", "8", 0.5), failed('disk /"odd"\n', "full", 0.01), skipped("memory", "a job runs")]
-    text = render_health("node-1", "quarantined", 12.5, 3, readings).decode()
-    found = {
-        (sample.name, sample.labels.get("check", "")): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-    assert found == {
-        ("elasticd_node_healthy", ""): 0,
-        ("elasticd_node_quarantined", ""): 1,
-        ("elasticd_node_quarantine_left_seconds", ""): 12.5,
-        ("elasticd_node_failure_streak", ""): 3,
-        ("elasticd_health_check_failing", "gpus"): 0,
-        ("elasticd_health_check_failing", 'disk /"odd"\n'): 1,
-        ("elasticd_health_check_seconds", "gpus"): 0.5,
-        ("elasticd_health_check_seconds", 'disk /"odd"\n'): 0.01,
-    }
-    assert all("|" not in spec.help for spec in METRICS)
-    assert b"check=" not in render_health("n", "healthy", 0.0, 0, ())
 
 
 def status(*quarantined: dict[str, Any], number: int = 3) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from elasticd_agent.node.health import monitor
 from elasticd_agent.node.health.checks import CheckTargets
 from elasticd_agent.node.health.monitor import HealthMonitor, MonitorSettings
 from elasticd_agent.node.health.persistence import HealthFile
 from elasticd_agent.node.health.policy import HealthRules, HealthVerdict
-from elasticd_agent.node.health.result import CheckResult, failed, passed
+from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
+from elasticd_agent.node.metrics import METRICS, NodeMetrics
 from tests.node.health.conftest import PATIENCE_S, until
 
 
@@ -105,6 +107,29 @@ def opened(looks: ScriptedCheckSuite, inbox: Inbox, tmp_path: Path) -> Iterator[
 
 def states(inbox: Inbox, count: int) -> list[str]:
     return [inbox.get(timeout=PATIENCE_S).state for _ in range(count)]
+
+
+def test_metrics_of_the_current_state(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
+    looks.finds = [passed("gpus", "8", 0.5), failed('disk /"odd"\n', "full", 0.01), skipped("memory", "a job runs")]
+    health = opened()
+    until(lambda: health.results, "first run of the checks")
+    page = NodeMetrics("node-1", "1.0").render(health.gauges()).decode()
+    found = {
+        (sample.name, sample.labels.get("check", "")): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if "health" in sample.name or sample.name in ("elasticd_node_quarantined", "elasticd_node_failure_streak")
+    }
+    assert found == {
+        ("elasticd_node_healthy", ""): 0,
+        ("elasticd_node_quarantined", ""): 0,
+        ("elasticd_node_failure_streak", ""): 0,
+        ("elasticd_health_check_failing", "gpus"): 0,
+        ("elasticd_health_check_failing", 'disk /"odd"\n'): 1,
+        ("elasticd_health_check_seconds", "gpus"): 0.5,
+        ("elasticd_health_check_seconds", 'disk /"odd"\n'): 0.01,
+    }
+    assert all("|" not in spec.help for spec in METRICS)
 
 
 def test_node_is_healthy_after_the_first_run(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:

@@ -38,6 +38,10 @@ class Unreachable(ElasticdError):
     """No valid answer in time. The text says why, and from where."""
 
 
+class RequestFailed(ElasticdError):
+    """The agent refused; the text is its sentence."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """An answer with any status."""
@@ -55,6 +59,20 @@ class Reply:
         if not isinstance(found, dict):
             raise Unreachable(f"the answer is not from an elasticd agent: {self.body[:60]!r}")
         return found
+
+    def result(self) -> dict[str, Any]:
+        """The JSON object of a request that succeeded. Raises RequestFailed, UsageError for a request that is invalid,
+        Unreachable where the agent's store or another node does not answer.
+        """
+        if self.code == 400:
+            raise UsageError(self.why)
+        if self.code == 401 and "a token is needed" in self.why:
+            raise RequestFailed("a token is needed: --token-file FILE, with the token in the agent's http.token_file")
+        if self.code >= 500:
+            raise Unreachable(self.why)
+        if not 200 <= self.code < 300:
+            raise RequestFailed(self.why)
+        return self.document()
 
     @property
     def why(self) -> str:
@@ -187,6 +205,17 @@ def _read_body(sock: socket.socket, answer: http.client.HTTPResponse, until: flo
     if answer.length:  # read1 does not report an answer that ends early
         raise Unreachable("the answer was truncated")
     return b"".join(parts)
+
+
+def job_path(job: str) -> str:
+    return f"/v1/jobs/{quote(job, safe='')}"
+
+
+def fetch_status(client: AgentClient, job: str | None) -> dict[str, Any]:
+    """One job's status; without `job` all jobs and nodes. Raises what `Reply.result` raises."""
+    if job is not None:
+        return client.get(job_path(job)).result()
+    return {**client.get("/v1/jobs").result(), "nodes": client.get("/v1/nodes").result()["nodes"]}
 
 
 def open_client(where: str | None, token_file: Path | None, ca: Path | None) -> AgentClient:

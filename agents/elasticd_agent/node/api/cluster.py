@@ -17,11 +17,11 @@ from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.phrases import listing
 from elasticd_agent.model.records import Round
 from elasticd_agent.node.api import rank_logs, views
-from elasticd_agent.node.api.client import Reply, Unreachable
+from elasticd_agent.node.api.client import Unreachable
 from elasticd_agent.node.api.local import LocalJobs
 from elasticd_agent.node.api.peers import Peers
-from elasticd_agent.node.api.rank_logs import FileSlice, LogRequest
-from elasticd_agent.node.api.schema import JobProgress, RankProgress, RoundStatus
+from elasticd_agent.node.api.rank_logs import LogRequest
+from elasticd_agent.node.api.schema import JobProgress, LogChunk, RankProgress, RoundStatus
 from elasticd_agent.node.records import Submission
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.system.bounded_io import DeadlineExceeded
@@ -44,46 +44,6 @@ class NotFound(ElasticdError):
 
 class NodesUnavailable(ElasticdError):
     """The nodes that may have it do not answer; the sentence names them and says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogChunk:
-    """A piece of a log."""
-
-    data: bytes
-    node: str
-    round: int
-    start: int
-    next: int
-    size: int
-    newest: int = 0
-    """The newest known round of the job."""
-    over: bool = False
-    """Nothing will be added any more."""
-
-    def headers(self) -> tuple[tuple[str, str], ...]:
-        """All but the data, as HTTP headers."""
-        return (
-            ("Elasticd-Node", quote(self.node)),
-            *((f"Elasticd-{name.capitalize()}", str(getattr(self, name))) for name in _NUMBER_HEADERS),
-            ("Elasticd-Over", str(int(self.over))),
-        )
-
-    @classmethod
-    def from_reply(cls, reply: Reply, node: str) -> LogChunk:
-        """Raises Unreachable for a reply without these headers."""
-        try:
-            numbers = {name: int(reply.headers[f"elasticd-{name}"]) for name in _NUMBER_HEADERS}
-        except (KeyError, ValueError):
-            raise Unreachable("its answer is not a log") from None
-        return cls(reply.body, node, over=reply.headers.get("elasticd-over") == "1", **numbers)
-
-    @classmethod
-    def from_local(cls, node: str, piece: FileSlice, round: int) -> LogChunk:
-        return cls(piece.data, node, round, piece.start, piece.next, piece.size, round)
-
-
-_NUMBER_HEADERS = ("round", "start", "next", "size", "newest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +114,7 @@ class ClusterReader:
         for node in nodes:
             try:
                 found = self._logs_of(node, view, job, request)
-            except (Unreachable, DeadlineExceeded) as error:
+            except (Unreachable, DeadlineExceeded, WireError) as error:
                 problems[node] = str(error) or "its disk does not answer"
                 continue
             if found is not None and (best is None or found.round > best.round):
@@ -172,10 +132,9 @@ class ClusterReader:
         return replace(best, newest=newest, over=over)
 
     def _logs_of(self, node: str, view: ClusterView, job: Submission, request: LogRequest) -> LogChunk | None:
-        """Raises Unreachable, DeadlineExceeded."""
+        """Raises Unreachable, DeadlineExceeded, WireError."""
         if node == self.local.node:
-            found = self.local.logs(job.job, job.number, request)
-            return None if found is None else LogChunk.from_local(node, *found)
+            return self.local.logs(job.job, job.number, request)
         address = addresses(view, [node]).get(node)
         if address is None:
             raise Unreachable(_NOT_REGISTERED)
@@ -186,7 +145,7 @@ class ClusterReader:
             return None
         if reply.code != 200:
             raise Unreachable(reply.why)
-        return LogChunk.from_reply(reply, node)
+        return LogChunk.from_reply(reply.body, reply.headers)
 
     def _log_error(
         self, job: Submission, request: LogRequest, nodes: list[str], problems: Mapping[str, str]

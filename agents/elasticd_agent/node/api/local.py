@@ -23,8 +23,8 @@ from elasticd_agent.model.job import check_identifier
 from elasticd_agent.model.job_dir import JobFiles, job_files
 from elasticd_agent.node.api import rank_logs
 from elasticd_agent.node.api.progress import JobTimeline, RoundCost, RoundTimeline
-from elasticd_agent.node.api.rank_logs import FileSlice, LogRequest
-from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, RoundStatus, RunnerAnswer
+from elasticd_agent.node.api.rank_logs import LogRequest
+from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, LogChunk, RoundStatus, RunnerAnswer
 from elasticd_agent.node.runners.poller import ask_runner
 from elasticd_agent.system import control_socket
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
@@ -91,21 +91,10 @@ class LocalJobs:
             runner_problem=problem,
         )
 
-    def logs(self, job: str, number: int, request: LogRequest) -> tuple[FileSlice, int] | None:
-        """A piece and its round; None if there is no such log here."""
+    def logs(self, job: str, number: int, request: LogRequest) -> LogChunk | None:
+        """None if there is no such log here."""
         files = self.files(job, number)
-
-        def read() -> tuple[FileSlice, int] | None:
-            if request.stream == rank_logs.RUNNER_LOG:
-                piece = rank_logs.read_runner_log(files, request.offset, request.limit)
-                return None if piece is None else (piece, 0)
-            round = rank_logs.newest_round_of(files, request.rank) if request.round is None else request.round
-            if round is None:
-                return None
-            piece = rank_logs.read_rank_log(files, round, request.rank, request.stream, request.offset, request.limit)
-            return None if piece is None else (piece, round)
-
-        return run_within(READ_TIMEOUT_S, read)
+        return run_within(READ_TIMEOUT_S, lambda: rank_logs.read_log(files, self.node, request))
 
     def dump(self, job: str, number: int) -> dict[str, Any]:
         """Evidence of the running group, taken now; {"error"} if there is none."""

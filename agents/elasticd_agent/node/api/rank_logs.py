@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd_agent.model.job_dir import JobFiles
+from elasticd_agent.node.api.schema import LogChunk
 from elasticd_agent.system.files import open_plain
 
 STREAMS = ("stdout", "stderr")
@@ -55,19 +56,6 @@ class LogRequest:
         return f"of rank {self.rank}" + ("" if self.round is None else f" in round {self.round}") + f" ({self.stream})"
 
 
-@dataclass(frozen=True, slots=True)
-class FileSlice:
-    data: bytes
-    start: int
-    """Where `data` begins in the file."""
-    size: int
-    """The whole file's."""
-
-    @property
-    def next(self) -> int:
-        return self.start + len(self.data)
-
-
 def rounds_with_logs(files: JobFiles, rank: int | None = None) -> list[int]:
     """The rounds that have logs here, ascending; with `rank`, logs of that rank."""
     found = sorted(_numbered_entries(files, (), _ROUND))
@@ -87,28 +75,29 @@ def newest_round_of(files: JobFiles, rank: int) -> int | None:
     return None
 
 
-def read_rank_log(files: JobFiles, number: int, rank: int, stream: str, offset: int, limit: int) -> FileSlice | None:
-    """At most `limit` bytes from `offset`; None if there is no such file.
+def read_log(files: JobFiles, node: str, request: LogRequest) -> LogChunk | None:
+    """The requested piece; None if there is no such file. `node` is this node.
 
-    A negative `offset` counts from the end. One beyond the end means that the file was rotated: it is read from its
+    A negative offset counts from the end. One beyond the end means that the file was rotated: it is read from its
     start.
     """
-    return _read_slice(files.logs, (f"round-{number}", f"rank-{rank}", f"{stream}.log"), offset, limit)
-
-
-def read_runner_log(files: JobFiles, offset: int, limit: int) -> FileSlice | None:
-    """The same of the runner's own output."""
-    return _read_slice(files.root, (files.output.name,), offset, limit)
-
-
-def _read_slice(root: Path, parts: tuple[str, ...], offset: int, limit: int) -> FileSlice | None:
+    root, round = files.root, 0
+    parts: tuple[str, ...] = (files.output.name,)
+    if request.stream != RUNNER_LOG:
+        found = newest_round_of(files, request.rank) if request.round is None else request.round
+        if found is None:
+            return None
+        root, round = files.logs, found
+        parts = (f"round-{round}", f"rank-{request.rank}", f"{request.stream}.log")
+    offset = request.offset
     try:
         with open_below(root, parts) as fd:
             size = os.fstat(fd).st_size
             start = max(0, size + offset) if offset < 0 else offset if offset <= size else 0
-            return FileSlice(os.pread(fd, max(0, min(limit, MAX_BYTES, size - start)), start), start, size)
+            data = os.pread(fd, max(0, min(request.limit, MAX_BYTES, size - start)), start)
     except (OSError, ValueError):
         return None
+    return LogChunk(data, node, round, start, start + len(data), size, round)
 
 
 @contextlib.contextmanager

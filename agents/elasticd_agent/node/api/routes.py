@@ -13,9 +13,9 @@ from urllib.parse import parse_qsl
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.config.documents import FileFormat
-from elasticd_agent.node.api.cluster import LogChunk, NodesUnavailable, NotFound
+from elasticd_agent.node.api.cluster import NodesUnavailable, NotFound
 from elasticd_agent.node.api.rank_logs import MAX_BYTES, LogRequest
-from elasticd_agent.node.api.schema import JobSummary, NodeSummary
+from elasticd_agent.node.api.schema import JobSummary, LogChunk, NodeSummary
 from elasticd_agent.node.api.service import Conflict, JobService
 from elasticd_agent.system.bounded_io import DeadlineExceeded
 from elasticd_agent.system.http_auth import AccessDenied
@@ -131,7 +131,7 @@ class ApiRoutes:
         found = local.logs(job, number, log_request)
         if found is None:
             raise NotFound(f"{local.node} has no log {log_request} of job {job!r} number {number}")
-        return _log_response(LogChunk.from_local(local.node, *found))
+        return _log_response(found)
 
     def _local_dump(self, request: HttpRequest, job: str) -> HttpResponse:
         return json_response(self.service.local.dump(job, _job_number(request)))

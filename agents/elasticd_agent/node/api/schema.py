@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from urllib.parse import quote, unquote
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Record
@@ -209,3 +210,40 @@ class NodeSummary(_Answer):
     labels: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     cordoned_by: str | None = None
+
+
+_LOG_NUMBERS = ("round", "start", "next", "size", "newest")
+
+
+@dataclass(frozen=True, slots=True)
+class LogChunk:
+    """A piece of a log: the body of an answer, and the rest as its headers."""
+
+    data: bytes
+    node: str
+    round: int
+    start: int
+    """Where `data` begins in the file."""
+    next: int
+    size: int
+    """The whole file's."""
+    newest: int = 0
+    """The newest known round of the job."""
+    over: bool = False
+    """Nothing will be added any more."""
+
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        return (
+            ("Elasticd-Node", quote(self.node)),
+            *((f"Elasticd-{name.capitalize()}", str(getattr(self, name))) for name in _LOG_NUMBERS),
+            ("Elasticd-Over", str(int(self.over))),
+        )
+
+    @classmethod
+    def from_reply(cls, body: bytes, headers: Mapping[str, str]) -> LogChunk:
+        """`headers`: by name in lower case. Raises WireError where one is missing."""
+        try:
+            numbers = {name: int(headers[f"elasticd-{name}"]) for name in _LOG_NUMBERS}
+            return cls(body, unquote(headers["elasticd-node"]), over=headers["elasticd-over"] == "1", **numbers)
+        except (KeyError, ValueError):
+            raise WireError("its answer is not a log") from None

@@ -19,11 +19,11 @@ from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.phrases import is_are, listing
 from elasticd_agent.model.records import Round
 from elasticd_agent.node.api import views
-from elasticd_agent.node.api.cluster import ClusterReader, LogChunk, NotFound
+from elasticd_agent.node.api.cluster import ClusterReader, NotFound
 from elasticd_agent.node.api.local import DUMP_TIMEOUT_S, READ_TIMEOUT_S, LocalJobs
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.rank_logs import LogRequest
-from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, NodeSummary, RoundStatus
+from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, LogChunk, NodeSummary, RoundStatus
 from elasticd_agent.node.records import JobResult, Submission
 from elasticd_agent.node.scheduler import job_queue
 from elasticd_agent.node.scheduler.policy import ClusterView

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from elasticd_agent.config.agent_settings import NodeSettings
-from elasticd_agent.node.health import metrics
+from elasticd_agent.node import metrics
 from elasticd_agent.node.health.checks import CheckTargets, NodeChecks
 from elasticd_agent.node.health.persistence import HealthFile, boot_id
 from elasticd_agent.node.health.policy import (
@@ -115,9 +115,17 @@ class HealthMonitor:
         """A job failed or hung, and this node was the root cause."""
         self._inbox.put(why or "no reason was given")
 
-    def metrics(self, node: str) -> bytes:
-        now = self.current()
-        return metrics.render_health(node, now.state, now.left_s, self._history.streak, self.results)
+    def gauges(self) -> metrics.Samples:
+        """The metrics of the node's health at this moment."""
+        now, shown = self.current(), [one for one in self.results if one.outcome != "skipped"]
+        return {
+            (metrics.HEALTHY, ()): now.state == "healthy",
+            (metrics.QUARANTINED, ()): now.state == "quarantined",
+            (metrics.QUARANTINE_LEFT, ()): now.left_s,
+            (metrics.FAILURE_STREAK, ()): self._history.streak,
+            **{(metrics.CHECK_FAILING, (one.check,)): one.outcome == "failed" for one in shown},
+            **{(metrics.CHECK_SECONDS, (one.check,)): one.seconds for one in shown},
+        }
 
     def close(self) -> None:
         """Bounded."""
