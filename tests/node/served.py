@@ -8,18 +8,19 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from elasticd.errors import StoreUnavailable
+from elasticd_agent.config.agent_settings import HttpSettings
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node import keys as names
 from elasticd_agent.node.api.client import AgentClient, client_context
 from elasticd_agent.node.api.local import LocalJobs
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.routes import ApiRoutes
-from elasticd_agent.node.api.server import REQUEST_TIMEOUT_S, ApiServer, ListenOptions
+from elasticd_agent.node.api.server import REQUEST_TIMEOUT_S, ApiServer
 from elasticd_agent.node.api.service import JobService
 from elasticd_agent.node.records import NodeStatus, Placement, RunnerStatus, SlotAssignment
 from elasticd_agent.store import Versioned
@@ -75,15 +76,14 @@ class Served:
             self.token_file.write_text(self.token + "\n")
             self.token_file.chmod(0o600)
         here = LocalJobs(self.node, self.root / "state", self._ask)
-        tls = "tls_cert" in self.where
-        peers = Peers(TokenAuth(token_file).token, tls=tls, ca=self.where.pop("tls_ca", None))
-        peers = replace(peers, tls_name=self.where.pop("tls_name", None))
+        http = HttpSettings(port=0, token_file=token_file, **self.where)
+        tls = http.tls_cert is not None
+        peers = Peers(TokenAuth(token_file).token, tls, http.tls_ca, http.tls_name)
         self.service = JobService(self.store, here, peers, clock=self.now)
         well, absent = HealthProbeResult(True, "well"), HealthProbeResult(False, "not in")
         pages = MonitoringPages(lambda: b"up 1.0\n", lambda: {"node": self.node}, lambda: well, lambda: absent)
-        where = ListenOptions(self.root / "run" / "agent.sock", port=0, token_file=token_file)
         routes = self.front(ApiRoutes(self.service, pages), TokenAuth(token_file), tls)
-        self.server = ApiServer(replace(where, **self.where), routes, self.connection_s)
+        self.server = ApiServer(self.root / "run" / "agent.sock", http, routes, self.connection_s)
 
     @property
     def token_file(self) -> Path:
@@ -91,7 +91,6 @@ class Served:
 
     @property
     def address(self) -> tuple[str, int]:
-        assert self.server.address is not None
         return self.server.address
 
     def unix(self) -> AgentClient:

@@ -15,6 +15,7 @@ import msgspec
 
 from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import NodeSettings
+from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.config.decode import to_toml
 from elasticd_agent.config.documents import format_of, parse
 from elasticd_agent.config.env_variables import config_keys, read_overrides
@@ -24,43 +25,39 @@ from elasticd_agent.config.quantities import Seconds
 from elasticd_agent.config.run_model import POLICY_FIELDS
 from elasticd_agent.model.job import Policy
 
-_HELP = f"""\
-usage: elasticd config check [FILE] [--job | --agent] [--json]
-       elasticd config example [--job]
-
-check reads FILE (default: {DEFAULT_FILE}), an agent's configuration or a job file, and shows the effective settings, or
-one line with the error. The content tells the kind of file, unless --job or --agent is given. --json is for machines.
-example prints a file with every key in it. Exit code: 0 valid, 2 invalid.
-"""
 _HIDDEN = "…"
 
 
 def config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """Returns the exit code. Raises UsageError."""
-    environ = os.environ if environ is None else environ
-    verb, *rest = list(argv) or [""]
-    if verb in ("-h", "--help") or "-h" in rest or "--help" in rest:
-        print(_HELP, end="")
-        return 0
-    allowed = {"check": {"--job", "--agent", "--json"}, "example": {"--job", "--agent"}}.get(verb)
-    if allowed is None:
-        raise UsageError(f"{verb!r} is neither check nor example, as in: elasticd config check {DEFAULT_FILE}")
-    options = {word for word in rest if word.startswith("-") and word != "-"}
-    files = [word for word in rest if word not in options]
-    if options - allowed:
-        raise UsageError(f"unknown option {sorted(options - allowed)[0]}; elasticd config --help lists them")
-    if {"--job", "--agent"} <= options:
-        raise UsageError("--job and --agent contradict each other: a file is one of them")
-    if len(files) > (verb == "check"):
-        raise UsageError(f"one file at a time, not {files[-1]!r} as well")
-    if verb == "example":
+    options = _parser().parse_intermixed_args(argv)
+    if options.verb == "example":
         from elasticd_agent.config.reference import template
 
-        print(template("job" if "--job" in options else "agent"), end="")
-        return 0
-    given = "job" if "--job" in options else "agent" if "--agent" in options else None
-    print(_check(Path(files[0]) if files else DEFAULT_FILE, given, "--json" in options, environ), end="")
+        if options.file is not None:
+            raise UsageError("example reads no file; it prints one")
+        print(template(options.kind or "agent"), end="")
+    else:
+        environ = os.environ if environ is None else environ
+        print(_check(options.file or DEFAULT_FILE, options.kind, options.json, environ), end="")
     return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "config",
+        "check reads FILE, an agent's configuration or a job file, and shows the effective settings, or one line with "
+        "the error. example prints a file with every key in it.",
+        "Exit codes: 0 valid, 2 invalid. More: docs/agent.md, docs/jobs.md.",
+    )
+    parser.add_argument("verb", choices=("check", "example"))
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=f"default: {DEFAULT_FILE}")
+    kind = parser.add_mutually_exclusive_group()
+    for name, what in (("job", "a job file"), ("agent", "an agent's configuration")):
+        text = f"it is {what}; otherwise the content tells the kind of file"
+        kind.add_argument(f"--{name}", dest="kind", action="store_const", const=name, help=text)
+    parser.add_argument("--json", action="store_true", help="with check: the settings for machines")
+    return parser
 
 
 def _check(file: Path, given: str | None, as_json: bool, environ: Mapping[str, str]) -> str:

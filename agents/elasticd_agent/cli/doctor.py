@@ -14,7 +14,7 @@ from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.config.load import DEFAULT_FILE, load
 from elasticd_agent.node.health.all_reduce import CHECK
 from elasticd_agent.node.health.checks import NodeChecks
-from elasticd_agent.node.health.monitor import check_targets, max_gpus_seen
+from elasticd_agent.node.health.monitor import max_gpus_seen
 from elasticd_agent.node.health.result import CheckResult, skipped
 
 
@@ -35,7 +35,7 @@ def doctor(argv: Sequence[str]) -> int:
 
 def run_checks(settings: NodeSettings, environ: Mapping[str, str], all_reduce: bool) -> list[CheckResult]:
     """A result for each check; bounded, whatever hangs."""
-    checks = NodeChecks(check_targets(settings, environ), environ, lambda: None)
+    checks = NodeChecks(settings, environ, lambda: None)
     try:
         results = checks.run(True, max_gpus_seen(settings))
         skip = skipped(CHECK, "jobs may be running here; --all-reduce runs it")

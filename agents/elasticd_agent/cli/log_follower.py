@@ -49,48 +49,46 @@ class _Stream:
     partial_line: bytes = field(default=b"", repr=False)
 
 
+@dataclass(slots=True)
 class LogFollower:
-    """`log` gets a sentence whenever the follower waits. `sleep` and `clock` are time's."""
+    """`log` gets a sentence whenever the follower waits."""
 
-    def __init__(
-        self,
-        client: AgentClient,
-        query: LogQuery,
-        out: BinaryIO,
-        err: BinaryIO,
-        log: Callable[[str], None],
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._client = client
-        self._query = query
-        self._log = log
-        self._sleep = sleep
-        self._clock = clock
-        self._streams = [_Stream(name, err if name == "stderr" else out) for name in query.streams]
-        self._round, self._node = query.round, query.node
-        self._newest = 0
-        self._last_error = ""
+    client: AgentClient
+    query: LogQuery
+    out: BinaryIO
+    err: BinaryIO
+    log: Callable[[str], None]
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+    _streams: list[_Stream] = field(init=False)
+    _round: int | None = field(init=False)
+    _node: str | None = field(init=False)
+    _newest: int = 0
+    _last_error: str = ""
+
+    def __post_init__(self) -> None:
+        self._streams = [_Stream(name, self.err if name == "stderr" else self.out) for name in self.query.streams]
+        self._round, self._node = self.query.round, self.query.node
 
     def run(self) -> None:
         """Until everything is printed, or, with follow, until the log is final. Raises RequestFailed, Unreachable."""
-        if self._query.follow:
+        if self.query.follow:
             self._await_start()
         while True:
             newest = self._newest
             moved = [self._read_piece(stream) for stream in self._streams]
             if any(moved):
                 continue
-            if not any(stream.started for stream in self._streams) and not self._query.follow:
+            if not any(stream.started for stream in self._streams) and not self.query.follow:
                 raise RequestFailed(self._last_error)
-            if not self._query.follow:
+            if not self.query.follow:
                 break
             # Only if it existed before the last read: then nothing is added to this round any more.
             if self._next_round(newest):
                 continue
             if self._is_over():
                 break
-            self._sleep(POLL_S)
+            self.sleep(POLL_S)
         for stream in self._streams:
             self._put(stream, b"", last=True)
 
@@ -98,27 +96,27 @@ class LogFollower:
         """Raises RequestFailed for a job that does not exist."""
         waiting = ""
         while True:
-            found = self._retry(lambda: self._client.get(job_path(self._query.job))).result()
+            found = self._retry(lambda: self.client.get(job_path(self.query.job))).result()
             if found.get("ended_at") is not None or found.get("progress"):
                 return
             if found.get("reason") != waiting:
                 waiting = str(found.get("reason"))
-                self._log(f"{found.get('state')}: {waiting}")
-            self._sleep(2 * POLL_S)
+                self.log(f"{found.get('state')}: {waiting}")
+            self.sleep(2 * POLL_S)
 
     def _read_piece(self, stream: _Stream) -> bool:
         """Print what was added to this stream; True if there was something."""
         if stream.stop_at is not None and stream.offset >= stream.stop_at:
             return False
-        tail = self._query.tail is not None and not stream.started
+        tail = self.query.tail is not None and not stream.started
         query = {
-            "rank": self._query.rank,
+            "rank": self.query.rank,
             "stream": stream.name,
             "round": self._round,
             "node": self._node,
             "offset": -_TAIL_BYTES if tail else stream.offset,
         }
-        reply = self._retry(lambda: self._client.get(f"{job_path(self._query.job)}/logs", query))
+        reply = self._retry(lambda: self.client.get(f"{job_path(self.query.job)}/logs", query))
         if reply.code == 404:
             self._last_error, stream.ended = reply.why, True
             if stream.started:  # it has nothing in this round
@@ -133,22 +131,22 @@ class LogFollower:
         self._round = self._round or chunk.round or None
         if not stream.started or self._node is None:
             self._node = chunk.node
-        if not stream.started and not self._query.follow:
+        if not stream.started and not self.query.follow:
             stream.stop_at = chunk.size  # lines that are added meanwhile are not awaited
         stream.started = True
         stream.offset = chunk.next
         stream.ended = chunk.next >= chunk.size
         stream.is_final = chunk.over
         self._newest = max(self._newest, chunk.newest)
-        self._put(stream, _last_lines(chunk.data, self._query.tail or 0) if tail else chunk.data)
+        self._put(stream, _last_lines(chunk.data, self.query.tail or 0) if tail else chunk.data)
         return bool(chunk.data)
 
     def _next_round(self, newest: int) -> bool:
         """Continue with the next round once this one is read; True if there is one."""
-        if self._query.round is not None or self._round is None or newest <= self._round:
+        if self.query.round is not None or self._round is None or newest <= self._round:
             return False
         self._round += 1
-        self._node = self._query.node
+        self._node = self.query.node
         for stream in self._streams:
             self._put(stream, b"", last=True)
             stream.offset, stream.ended = 0, False
@@ -162,32 +160,32 @@ class LogFollower:
         return self._has_ended()
 
     def _has_ended(self) -> bool:
-        job = self._retry(lambda: self._client.get(job_path(self._query.job)))
+        job = self._retry(lambda: self.client.get(job_path(self.query.job)))
         found = job.document() if job.code == 200 else {}
         return job.code != 200 or (found.get("ended_at") is not None and not found.get("leaving"))
 
     def _retry(self, ask: Callable[[], Reply]) -> Reply:
         """The reply; with follow an outage is waited out. Raises Unreachable."""
-        until, logged = self._clock() + RETRY_S, False
+        until, logged = self.clock() + RETRY_S, False
         while True:
             try:
                 reply = ask()
-                if reply.code < 500 or not self._query.follow:
+                if reply.code < 500 or not self.query.follow:
                     return reply
                 why = reply.why
             except Unreachable as error:
-                if not self._query.follow:
+                if not self.query.follow:
                     raise
                 why = str(error)
-            if self._clock() >= until:
+            if self.clock() >= until:
                 raise Unreachable(f"{why}; gave up after {RETRY_S:.0f} s")
             if not logged:
-                self._log(f"{why}; retrying for {RETRY_S:.0f} s")
+                self.log(f"{why}; retrying for {RETRY_S:.0f} s")
                 logged = True
-            self._sleep(POLL_S)
+            self.sleep(POLL_S)
 
     def _put(self, stream: _Stream, data: bytes, *, last: bool = False) -> None:
-        if not self._query.as_json:
+        if not self.query.as_json:
             if data:
                 stream.out.write(data)
                 stream.out.flush()
@@ -197,10 +195,10 @@ class LogFollower:
             lines, stream.partial_line = [*lines, stream.partial_line], b""
         for line in lines:
             row: dict[str, Any] = {
-                "job": self._query.job,
+                "job": self.query.job,
                 "node": self._node,
                 "round": self._round,
-                "rank": None if stream.name == "elasticd" else self._query.rank,
+                "rank": None if stream.name == "elasticd" else self.query.rank,
                 "stream": stream.name,
                 "line": line.decode("utf-8", "replace"),
             }

@@ -15,6 +15,7 @@ import queue
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -23,15 +24,22 @@ from typing import Any, NoReturn
 from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.config.env_variables import AGENT_FLAGS
+from elasticd_agent.config.job_file import JobFile
+from elasticd_agent.config.limits import refusal
 from elasticd_agent.config.load import load, merge_reloaded
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.model.version import version
 from elasticd_agent.node import state_dir
+from elasticd_agent.node.api.local import LocalJobs
+from elasticd_agent.node.api.peers import Peers
+from elasticd_agent.node.api.routes import ApiRoutes
+from elasticd_agent.node.api.server import ApiServer
 from elasticd_agent.node.api.service import JobService
-from elasticd_agent.node.api.setup import open_api
-from elasticd_agent.node.dashboard.routes import dashboard_routes
-from elasticd_agent.node.health.monitor import HealthMonitor, monitor_settings, open_health, report_change
+from elasticd_agent.node.dashboard.login import LoginCookies
+from elasticd_agent.node.dashboard.routes import DashboardRoutes
+from elasticd_agent.node.health.checks import NodeChecks
+from elasticd_agent.node.health.monitor import HealthMonitor, health_file, report_change
 from elasticd_agent.node.health.policy import HealthVerdict
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.loop import LoopDependencies, Message, NodeLoop, SignalRequest, Wakeup
@@ -49,6 +57,7 @@ from elasticd_agent.store.file import FileStore
 from elasticd_agent.store.open import open_store
 from elasticd_agent.system import installation
 from elasticd_agent.system.addresses import format_endpoint, local_address
+from elasticd_agent.system.http_auth import TokenAuth
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.telemetry import events
 from elasticd_agent.telemetry.console import PlainConsole
@@ -105,11 +114,7 @@ def _run(
 ) -> bool:
     """Builds the agent and runs it. True: the process must replace itself."""
 
-    def wake() -> None:
-        inbox.put(Wakeup())
-
     state = settings.state_dir
-    lease_s, renewal_s = float(settings.lease_s), float(settings.renewal_s)
     stack.enter_context(state_dir.exclusive(state))
     os.umask(0o077)
     output = NonBlockingWriter(2)
@@ -117,12 +122,37 @@ def _run(
     journal = AgentJournal(PlainConsole(output, settings.node), settings.logs / "events.jsonl", settings.node)
     stack.callback(journal.close)
     code = _prepare_code(state, journal)
+    parts = _open_parts(settings, code, journal, inbox, notifier, stack)
     rendezvous = store_rendezvous(settings)
+    specs = SpecBuilder(settings, rendezvous, settings.devices(os.environ))
+    loop = NodeLoop(parts, specs, lambda old: _reload(parts, old, read()), replacement_error)
+    serving = _open_api(loop, parts)
+    stack.callback(serving.close)
+    cleaner = DiskCleaner(state, loop.jobs_with_files_in_use, lambda: float(loop.settings.keep_ended_s), journal.log)
+    stack.callback(cleaner.close)
+    loop.set_address(_advertised_address(settings, rendezvous, serving.address))
+    return _run_loop(loop, parts, code)
+
+
+def _open_parts(
+    settings: NodeSettings,
+    code: Path | None,
+    journal: AgentJournal,
+    inbox: queue.SimpleQueue[Message],
+    notifier: Notifier,
+    stack: contextlib.ExitStack,
+) -> LoopDependencies:
+    """What the main loop works with; `stack` closes it."""
+
+    def wake() -> None:
+        inbox.put(Wakeup())
+
+    lease_s, renewal_s = float(settings.lease_s), float(settings.renewal_s)
     store = _open_store(settings, journal)
     stack.callback(store.close)
     cache = StoreCache(store, journal.warn, wake)
-    status = inventory(settings, state_dir.incarnation(state, settings.node), os.environ)
-    runners = RunnerManager(state, wake, journal.log, code)
+    status = inventory(settings, state_dir.incarnation(settings.state_dir, settings.node), os.environ)
+    runners = RunnerManager(settings.state_dir, wake, journal.log, code)
     stack.callback(runners.close)
     metrics = NodeMetrics(settings.node, version())
     registration = NodeStatusPublisher(store, status, lease_s, renewal_s, metrics.lease)
@@ -138,41 +168,38 @@ def _run(
         retention_s=float(settings.keep_ended_s),
         cache=cache,
     )
-    health = open_health(settings, os.environ, idle=lambda: not runners.alive())
+    file = health_file(settings)
+    file.max_gpus = len(settings.devices(os.environ))
+    health = HealthMonitor(
+        lambda on_event: NodeChecks(settings, os.environ, on_event), settings, file, idle=lambda: not runners.alive()
+    )
     stack.callback(health.close)
-    parts = LoopDependencies(
+    return LoopDependencies(
         store, cache, registration, runners, scheduler, health, notifier, journal, inbox, status, metrics
     )
 
-    def reload(old: NodeSettings) -> tuple[NodeSettings, list[str]]:
-        new, changes = merge_reloaded(old, read())
-        health.update(monitor_settings(new, os.environ))
-        scheduler.absent_node_timeout_s = float(new.adopt_timeout_s)
-        scheduler.retention_s = float(new.keep_ended_s)
-        return new, changes
+
+def _reload(parts: LoopDependencies, old: NodeSettings, read: NodeSettings) -> tuple[NodeSettings, list[str]]:
+    new, changes = merge_reloaded(old, read)
+    parts.health.update(new)
+    parts.scheduler.absent_node_timeout_s = float(new.adopt_timeout_s)
+    parts.scheduler.retention_s = float(new.keep_ended_s)
+    return new, changes
+
+
+def _run_loop(loop: NodeLoop, parts: LoopDependencies, code: Path | None) -> bool:
+    """Take over the runners of an earlier agent, and run the main loop to its end."""
+    journal = parts.journal
 
     def health_changed(change: HealthVerdict) -> None:
         report_change(change, journal.event)
-        wake()
+        parts.inbox.put(Wakeup())
 
-    specs = SpecBuilder(settings, rendezvous, settings.devices(os.environ))
-    loop = NodeLoop(parts, specs, reload, replacement_error)
-    serving = open_api(
-        lambda: loop.settings,
-        store,
-        cache,
-        lambda service: _pages(loop, service, metrics, health),
-        lambda api, token, tls: dashboard_routes(api, token, version(), tls=tls),
-    )
-    stack.callback(serving.close)
-    cleaner = DiskCleaner(state, loop.jobs_with_files_in_use, lambda: float(loop.settings.keep_ended_s), journal.log)
-    stack.callback(cleaner.close)
-    loop.set_address(_advertised_address(settings, rendezvous, serving.address))
     adopted = loop.adopt()
     if code is not None:
-        versions.remove_unused(state, code)
-    health.start(health_changed)
-    me = f"elasticd {version()}, pid {os.getpid()}: the agent of node {status.node}"
+        versions.remove_unused(loop.settings.state_dir, code)
+    parts.health.start(health_changed)
+    me = f"elasticd {version()}, pid {os.getpid()}: the agent of node {loop.status.node}"
     journal.event(
         events.AgentStartedEvent,
         f"{me} starts" + (f" and adopts {adopted} runner(s)" if adopted else ""),
@@ -204,10 +231,27 @@ def _prepare_code(state: Path, journal: AgentJournal) -> Path | None:
     return code
 
 
-def _pages(loop: NodeLoop, service: JobService, metrics: NodeMetrics, health: HealthMonitor) -> MonitoringPages:
+def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
+    """The HTTP API with the dashboard; its listeners keep the settings of the start. Raises UsageError."""
+    settings, http = loop.settings, loop.settings.http
+    token, tls = TokenAuth(http.token_file), http.tls_cert is not None
+
+    def check(job: JobFile) -> None:
+        if (wrong := refusal(loop.settings.limits, job, loop.settings.user)) is not None:
+            raise wrong
+
+    local = LocalJobs(settings.node, settings.state_dir)
+    peers = Peers(token.token, tls, http.tls_ca, http.tls_name)
+    service = JobService(parts.store, local, peers, check, cache=parts.cache)
+    cookies = LoginCookies(token, time.time, tls=tls)
+    routes = DashboardRoutes(ApiRoutes(service, _pages(loop, parts, local)), token, cookies, version())
+    return ApiServer(settings.socket_path, http, routes)
+
+
+def _pages(loop: NodeLoop, parts: LoopDependencies, local: LocalJobs) -> MonitoringPages:
     def page() -> bytes:
-        jobs = scrape_runners(loop.status.node, loop.jobs(), service.local.metrics)
-        return merge_pages([metrics.render({**loop.gauges(), **health.gauges()}), *jobs])
+        jobs = scrape_runners(loop.status.node, loop.jobs(), local.metrics)
+        return merge_pages([parts.metrics.render({**loop.gauges(), **parts.health.gauges()}), *jobs])
 
     def healthy() -> HealthProbeResult:
         lag_s = loop.lag_s()
@@ -218,15 +262,11 @@ def _pages(loop: NodeLoop, service: JobService, metrics: NodeMetrics, health: He
     def status() -> Mapping[str, Any]:
         return {**loop.status.to_dict(), "registered": loop.registered, "store_unavailable": loop.store_down}
 
-    return MonitoringPages(
-        metrics=page, status=status, healthy=healthy, ready=lambda: HealthProbeResult(*loop.readiness())
-    )
+    return MonitoringPages(page, status, healthy, ready=lambda: HealthProbeResult(*loop.readiness()))
 
 
-def _advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to: tuple[str, int] | None) -> str:
-    """HOST:PORT of this agent for other nodes; "" if it has no port."""
-    if bound_to is None:
-        return ""
+def _advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to: tuple[str, int]) -> str:
+    """HOST:PORT of this agent for other nodes."""
     host, port = bound_to
     if host in ("0.0.0.0", "::"):
         endpoints = rendezvous.endpoints

@@ -6,6 +6,8 @@ the main loop's thread.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from elasticd.errors import UsageError
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.metrics import RUNNER_EXITS, RUNNER_STARTS, NodeMetrics
@@ -19,24 +21,17 @@ RETRY_S = 10.0
 """Before a job whose folder could not be created is started again: a full disk stays full for a while."""
 
 
+@dataclass(slots=True)
 class Executor:
     """`now` is monotonic seconds; `specs` is replaced when the configuration changes."""
 
-    def __init__(
-        self,
-        runners: RunnerManager,
-        journal: AgentJournal,
-        metrics: NodeMetrics,
-        specs: SpecBuilder,
-        outcomes: RunOutcomes,
-    ) -> None:
-        self.specs = specs
-        self._runners = runners
-        self._journal = journal
-        self._metrics = metrics
-        self._outcomes = outcomes
-        self._retry_at: dict[tuple[str, int], float] = {}
-        self._started_at: dict[tuple[str, int], float] = {}
+    runners: RunnerManager
+    journal: AgentJournal
+    metrics: NodeMetrics
+    specs: SpecBuilder
+    outcomes: RunOutcomes
+    _retry_at: dict[tuple[str, int], float] = field(default_factory=dict)
+    _started_at: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def has_started(self, key: tuple[str, int]) -> bool:
         """True if this process started the runner of (job, number), and it has not ended."""
@@ -46,9 +41,9 @@ class Executor:
         for stop in plan.stop:
             spec = stop.spec
             grace_s = float(self.specs.settings.drain_timeout_s)
-            if self._runners.request_stop(spec.job, spec.number, stop.why, grace_s):
+            if self.runners.request_stop(spec.job, spec.number, stop.why, grace_s):
                 sentence = f"job {spec.job}: stopping its runner: {stop.why}"
-                self._journal.event(events.RunnerStopRequestedEvent, sentence, name=spec.job, number=spec.number)
+                self.journal.event(events.RunnerStopRequestedEvent, sentence, name=spec.job, number=spec.number)
         for start in plan.start:
             key = (start.submission.job, start.submission.number)
             if now >= self._retry_at.get(key, now):
@@ -63,15 +58,15 @@ class Executor:
         except (OSError, UsageError) as error:
             why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
             self._retry_at[key] = now + RETRY_S
-            self._journal.warn(f"job {spec.job} cannot be started: {why}; retrying in {RETRY_S:g} s")
+            self.journal.warn(f"job {spec.job} cannot be started: {why}; retrying in {RETRY_S:g} s")
             return
         if pid is None:
             return
         self._started_at[key] = now
-        self._metrics.count(RUNNER_STARTS)
+        self.metrics.count(RUNNER_STARTS)
         slots = ", ".join(map(str, spec.slots))
         sentence = f"job {spec.job}: runner started as pid {pid} on slots {slots}"
-        self._journal.event(
+        self.journal.event(
             events.RunnerStartedEvent, sentence, name=spec.job, number=spec.number, slots=spec.slots, pid=pid
         )
 
@@ -80,21 +75,21 @@ class Executor:
         try:
             account = self.specs.account(spec)
         except UsageError as error:
-            self.record_end(self._runners.refuse(spec, None, str(error)), now)
+            self.record_end(self.runners.refuse(spec, None, str(error)), now)
             return None
         try:
-            return self._runners.start(spec, account, self.specs.secrets())
+            return self.runners.start(spec, account, self.specs.secrets())
         except NotAllowed as error:
-            self.record_end(self._runners.refuse(spec, account, str(error)), now)
+            self.record_end(self.runners.refuse(spec, account, str(error)), now)
             return None
 
     def record_end(self, end: RunnerEnd, now: float) -> None:
         spec = end.spec
         ran_s = now - self._started_at.pop(end.key, now)
-        sentence = self._outcomes.add(end, ran_s, now)
+        sentence = self.outcomes.add(end, ran_s, now)
         outcome = "lost" if end.exit is None else end.exit.outcome
         code = None if end.exit is None else end.exit.exit_code
-        self._metrics.count(RUNNER_EXITS, outcome)
-        self._journal.event(
+        self.metrics.count(RUNNER_EXITS, outcome)
+        self.journal.event(
             events.RunnerEndedEvent, sentence, name=spec.job, number=spec.number, outcome=outcome, exit_code=code
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticd_agent.node.api.cluster import MAX_ROUNDS, merge_progress
+from elasticd_agent.node.api.cluster import MAX_SHOWN_ROUNDS, merge_progress
 from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, RankProgress, RoundStatus
 
 
@@ -36,4 +36,4 @@ def test_ranks_of_an_older_round_are_dropped() -> None:
 
 def test_newest_rounds_are_kept() -> None:
     one = merge_progress([JobProgress("a", 3, rounds=rounds(*range(1, 200)))], {})
-    assert one is not None and len(one.rounds) == MAX_ROUNDS and one.rounds[-1].round == 199
+    assert one is not None and len(one.rounds) == MAX_SHOWN_ROUNDS and one.rounds[-1].round == 199

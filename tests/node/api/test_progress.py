@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.node.api.progress import MAX_ROUNDS, JobTimeline, RoundCost
+from elasticd_agent.node.api.progress import MAX_ROUNDS, JobTimeline
+from elasticd_agent.node.api.schema import CheckpointStatus
 
 Line = dict[str, object]
 
@@ -86,12 +87,12 @@ def test_newest_step_rounds_and_checkpoint_are_kept() -> None:
         line("round_published", 132.0, 2, world_size=1, nodes=["b"], restarts=1, reason="rank 1 was killed"),
         line("job_ended", 150.0, 2, outcome="failed", step=40, restarts=1, reason="no progress"),
     )
-    assert (progress.step, progress.checkpoint_step, progress.checkpoint_round, progress.restarts) == (40, 6, 1, 1)
-    assert [(one.number, one.nodes, one.reason) for one in progress.rounds.values()] == [
+    assert (progress.step, progress.checkpoint, progress.restarts) == (40, CheckpointStatus(6, 1, 115.0), 1)
+    assert [(one.round, one.nodes, one.reason) for one in progress.rounds.values()] == [
         (1, ("a",), "first round"),
         (2, ("b",), "rank 1 was killed"),
     ]
-    assert (progress.outcome, progress.ended_at) == ("failed", 150.0)
+    assert progress.ended_at == 150.0
     progress.feed(line("round_published", 160.0, 3, world_size=1, nodes=["b"], restarts=2, reason="another runner"))
     assert progress.ended_at is None, "the job went on"
 
@@ -145,44 +146,49 @@ def test_torn_log_raises_nothing_and_counts_no_extra_time(log: list[Line]) -> No
     assert goodput is None or 0 <= goodput <= 1
 
 
+def costs(timeline: JobTimeline, now: float) -> dict[int, tuple[float, int | None]]:
+    rounds = timeline.history(now)
+    return {one.round: (one.lost_seconds, one.lost_steps) for one in rounds if one.lost_seconds is not None}
+
+
 def test_cost_of_each_round() -> None:
     second = (
         line("round_published", 131.5, 2),
         line("resumed", 139.0, 2, step=11),
         line("first_step", 140.0, 2, step=12),
     )
-    assert reported(*STARTED, *CRASHED, *second).costs(200.0) == {2: RoundCost(10.0, 10)}
+    assert costs(reported(*STARTED, *CRASHED, *second), 200.0) == {2: (10.0, 10)}
     # Not a step yet: so far. A script that counts from 1 in every process does not say where it went on.
-    assert reported(*STARTED, *CRASHED, second[0]).costs(150.0) == {2: RoundCost(20.0, None)}
+    assert costs(reported(*STARTED, *CRASHED, second[0]), 150.0) == {2: (20.0, None)}
     again = line("first_step", 140.0, 2, step=1)
-    assert reported(*STARTED, *CRASHED, second[0], again).costs(0.0) == {2: RoundCost(10.0, None)}
+    assert costs(reported(*STARTED, *CRASHED, second[0], again), 0.0) == {2: (10.0, None)}
     # A round that made no step is a part of what the next one cost.
     third = (line("round_published", 145.0, 3), line("first_step", 150.0, 3, step=22))
-    assert reported(*STARTED, *CRASHED, second[0], *third).costs(0.0) == {3: RoundCost(20.0, 0)}
-    assert reported(*STARTED).costs(200.0) == {}
+    assert costs(reported(*STARTED, *CRASHED, second[0], *third), 0.0) == {3: (20.0, 0)}
+    assert costs(reported(*STARTED), 200.0) == {}
 
 
 def test_cost_of_a_hang_judged_elsewhere_counts_from_its_start() -> None:
     second = (line("round_published", 130.0, 2, cause="hung"), line("worker_exited", 130.1, step=21, requested=True))
     trains = line("first_step", 131.0, 2, step=12, recovery_seconds=6.0)
     seen = reported(*STARTED, *second, line("resumed", 130.8, 2, step=11), trains)
-    assert seen.rounds[1].last_step_at == 125.0
-    assert seen.costs(200.0) == {2: RoundCost(6.0, 10)}
+    assert seen.rounds[1].ended_at == 125.0
+    assert costs(seen, 200.0) == {2: (6.0, 10)}
     # What follows is another round's: one that has begun to train is not over because of it.
-    assert reported(*STARTED, line("first_step", 131.0, recovery_seconds=6.0)).rounds[1].last_step_at is None
+    assert reported(*STARTED, line("first_step", 131.0, recovery_seconds=6.0)).rounds[1].ended_at is None
 
 
 def test_checkpoint_of_another_node_counts_after_resume() -> None:
     resumed = line("resumed", 139.0, 2, step=11)
     seen = reported(*STARTED, *CRASHED, resumed)
-    assert (seen.checkpoint_step, seen.checkpoint_round, seen.checkpoint_at) == (11, 2, 139.0)
+    assert seen.checkpoint == CheckpointStatus(11, 2, 139.0)
     # Its own stays what was saved, when it was saved.
     seen = reported(*STARTED, line("checkpoint_saved", 125.0, step=11), *CRASHED, resumed)
-    assert (seen.checkpoint_step, seen.checkpoint_round, seen.checkpoint_at) == (11, 1, 125.0)
+    assert seen.checkpoint == CheckpointStatus(11, 1, 125.0)
 
 
 def test_lost_nodes_belong_to_the_round_after() -> None:
     progress = JobTimeline()
     for one in (*STARTED, line("round_published", 130.0, 2, cause="resize", nodes=["a"], lost=["b"])):
         progress.feed(one)
-    assert [one.lost for one in progress.rounds.values()] == [(), ("b",)]
+    assert [one.lost_nodes for one in progress.rounds.values()] == [(), ("b",)]

@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 from elasticd.errors import UsageError
+from elasticd_agent.config.agent_settings import HttpSettings
 from elasticd_agent.node.api.client import AgentClient, Unreachable
-from elasticd_agent.node.api.server import MAX_CONNECTIONS, ApiServer, ListenOptions
+from elasticd_agent.node.api.server import MAX_CONNECTIONS, ApiServer
 from elasticd_agent.system.http_server import MAX_BODY_BYTES, MAX_HEAD_BYTES
 from tests.etcd import Authority
 from tests.node.served import DEADLINE, JOB, TOKEN, Served, ended, fds
@@ -415,21 +416,18 @@ def test_listen_error_is_one_line_with_the_key(serve: Serve, tmp_path: Path) -> 
     one = serve()
     free = tmp_path / "other.sock"
     (tmp_path / "file").write_text("")
-    for where, answer in [
-        (ListenOptions(one.root / "run" / "agent.sock"), "http.socket .*another agent listens there"),
-        (ListenOptions(tmp_path / "file"), "http.socket .*not a socket"),
-        (ListenOptions(free, port=one.address[1]), "http.port .*in use"),
-        (ListenOptions(free, bind="203.0.113.7", port=0), "http.port .*203.0.113.7"),
-        (ListenOptions(free, port=0, tls_cert=tmp_path / "file"), "tls_cert and http.tls_key: give both"),
-        (
-            ListenOptions(free, port=0, tls_cert=tmp_path / "file", tls_key=tmp_path / "no"),
-            "http.tls_cert .*no certificate",
-        ),
-        (ListenOptions(free, users=("no-such-user-here",)), "http.users: there is no 'no-such-user-here'"),
-        (ListenOptions(free, groups=("no-such-group-here",)), "http.groups: there is no"),
+    for where, options, answer in [
+        (one.root / "run" / "agent.sock", {}, "http.socket .*another agent listens there"),
+        (tmp_path / "file", {}, "http.socket .*not a socket"),
+        (free, {"port": one.address[1]}, "http.port .*in use"),
+        (free, {"bind": "203.0.113.7"}, "http.port .*203.0.113.7"),
+        (free, {"tls_cert": tmp_path / "file"}, "tls_cert and http.tls_key: give both"),
+        (free, {"tls_cert": tmp_path / "file", "tls_key": tmp_path / "no"}, "http.tls_cert .*no certificate"),
+        (free, {"users": ("no-such-user-here",)}, "http.users: there is no 'no-such-user-here'"),
+        (free, {"groups": ("no-such-group-here",)}, "http.groups: there is no"),
     ]:
         with pytest.raises(UsageError, match=answer) as raised:
-            ApiServer(where, one.server._listeners[0].routes)  # type: ignore[attr-defined]
+            ApiServer(where, HttpSettings(**{"port": 0, **options}), one.server._listeners[0].routes)  # type: ignore
         assert "\n" not in str(raised.value)
     assert one.unix().get("/v1/jobs").code == 200
     assert not free.exists()

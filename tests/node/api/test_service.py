@@ -187,7 +187,7 @@ def test_limits_apply_to_submitted_jobs(serve: Serve) -> None:
         raise ConfigError("user", "is not one of this node's [limits] users")
 
     one = serve()
-    one.service._check = check
+    one.service.check = check
     reply = one.unix().post("/v1/jobs", JOB, "application/toml")
     assert (reply.code, reply.why) == (400, "user: is not one of this node's [limits] users")
     assert not one.store.list("/")

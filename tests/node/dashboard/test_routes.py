@@ -16,9 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticd_agent.node.api.client import Reply
-from elasticd_agent.node.dashboard.login import BURST, COOKIE
-from elasticd_agent.node.dashboard.routes import dashboard_routes
+from elasticd_agent.node.api.routes import ApiRoutes
+from elasticd_agent.node.dashboard.login import BURST, COOKIE, LoginCookies
+from elasticd_agent.node.dashboard.routes import DashboardRoutes
 from elasticd_agent.node.records import RunnerStatus
+from elasticd_agent.system.http_auth import TokenAuth
 from tests.faults.job import until
 from tests.node.dashboard.hostile_texts import WICKED, read
 from tests.node.served import TOKEN, Served
@@ -33,7 +35,9 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def start(**how: Any) -> Served:
-            routes = lambda api, token, tls: dashboard_routes(api, token, "0.1.0", tls=tls, clock=lambda: NOW)  # noqa: E731
+            def routes(api: ApiRoutes, token: TokenAuth, tls: bool) -> DashboardRoutes:
+                return DashboardRoutes(api, token, LoginCookies(token, lambda: NOW, tls=tls), "0.1.0")
+
             made = Served(tmp_path / f"n-{len(os.listdir(tmp_path))}", now=lambda: NOW, front=routes, **how)
             stack.callback(made.close)
             return made

@@ -6,14 +6,16 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from msgspec.structs import replace
 
-from elasticd_agent.node.health.checks import CheckTargets, NodeChecks
+from elasticd_agent.config.agent_settings import HealthSettings, NodeSettings
+from elasticd_agent.config.quantities import Size
+from elasticd_agent.node.health.checks import NodeChecks
 from elasticd_agent.node.health.result import CheckResult
 
 PATIENCE_S = 30.0
@@ -27,6 +29,15 @@ def until(condition: Callable[[], Any], what: str) -> Any:
     return found
 
 
+class TestedSettings(NodeSettings, frozen=True, kw_only=True):
+    """`gpus_of_slots`: the GPU of each slot, whatever this machine has."""
+
+    gpus_of_slots: tuple[str, ...] = ()
+
+    def devices(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+        return self.gpus_of_slots
+
+
 class Node:
     """What is looked at; `look` looks."""
 
@@ -35,7 +46,9 @@ class Node:
         self.directory, self.plugins = tmp / "state", tmp / "health.d"
         for path in (self.directory, self.plugins):
             path.mkdir(mode=0o755)
-        self.targets = CheckTargets("node-1", 2, (), (self.directory,), (), 1.0, self.plugins, 10.0)
+        health = HealthSettings(disk_free_min_bytes=Size(1), plugins_dir=self.plugins)
+        self.settings = TestedSettings(node="node-1", slots=2, state_dir=self.directory, health=health)
+        self.environ: dict[str, str] = {}
         self.received: list[None] = []
         self._checks: list[NodeChecks] = []
 
@@ -45,13 +58,18 @@ class Node:
         path.chmod(mode)
         return path
 
-    def with_targets(self, **places: Any) -> Node:
-        self.targets = replace(self.targets, **places)
+    def with_settings(self, **settings: Any) -> Node:
+        self.settings = replace(self.settings, **settings)
         return self
+
+    def with_health(self, **health: Any) -> Node:
+        return self.with_settings(health=replace(self.settings.health, **health))
 
     def checks(self) -> NodeChecks:
         if not self._checks:
-            self._checks.append(NodeChecks(self.targets, os.environ, lambda: self.received.append(None)))
+            self._checks.append(
+                NodeChecks(self.settings, {**os.environ, **self.environ}, lambda: self.received.append(None))
+            )
         return self._checks[0]
 
     def run(self, most_gpus: int = 0) -> dict[str, CheckResult]:

@@ -41,7 +41,7 @@ def test_good_directory_is_left_unchanged(node: Node) -> None:
 
 def test_missing_own_directory_is_judged_by_its_parent(node: Node) -> None:
     path = node.tmp / "not" / "there" / "yet"
-    found = node.with_targets(own_directories=(path,), directories=(path.parent,)).run()
+    found = node.with_settings(state_dir=path).with_health(directories=(path.parent,)).run()
     assert (found[f"disk {path}"].outcome, found[f"disk {path.parent}"].outcome) == ("passed", "failed")
     assert not (node.tmp / "not").exists()
 
@@ -78,19 +78,19 @@ def test_missing_directory(node: Node, make: str, why: str) -> None:
     path = node.tmp / make
     if make == "file":
         path.touch()
-    found = node.with_targets(directories=(path,)).run()[f"disk {path}"]
+    found = node.with_health(directories=(path,)).run()[f"disk {path}"]
     assert (found.outcome, found.why) == ("failed", f"{path} {why}")
 
 
 @needs_root
 def test_full_directory(node: Node, tmpfs: Path) -> None:
-    node.with_targets(directories=(tmpfs,), disk_free_min_bytes=64 << 10)
+    node.with_health(directories=(tmpfs,), disk_free_min_bytes=64 << 10)
     assert node.run()[f"disk {tmpfs}"].outcome == "passed"
     (tmpfs / "big").write_bytes(b"x" * (200 << 10))
     assert node.run()[f"disk {tmpfs}"].why == f"{tmpfs} has 56 KiB free, less than 64 KiB"
     with pytest.raises(OSError, match="No space"):
         (tmpfs / "more").write_bytes(b"x" * (200 << 10))
-    found = node.with_targets(disk_free_min_bytes=0)
+    found = node.with_health(disk_free_min_bytes=0)
     assert found.checks() is not None
     assert directories.check_directory("d", str(tmpfs), 0).why == f"{tmpfs} is not writable: No space left on device"
 
@@ -99,14 +99,14 @@ def test_full_directory(node: Node, tmpfs: Path) -> None:
 def test_directory_without_free_inodes(node: Node, tmpfs: Path) -> None:
     for number in range(25):
         (tmpfs / str(number)).touch()
-    why = node.with_targets(directories=(tmpfs,)).run()[f"disk {tmpfs}"].why
+    why = node.with_health(directories=(tmpfs,)).run()[f"disk {tmpfs}"].why
     assert why == f"{tmpfs} has 14 of 40 inodes left: too many files"
 
 
 @needs_root
 def test_read_only_directory(node: Node, tmpfs: Path) -> None:
     assert LIBC.mount(None, os.fsencode(tmpfs), None, 32 | MS_RDONLY, None) == 0  # MS_REMOUNT
-    assert "is mounted read-only" in node.with_targets(directories=(tmpfs,)).run()[f"disk {tmpfs}"].why
+    assert "is mounted read-only" in node.with_health(directories=(tmpfs,)).run()[f"disk {tmpfs}"].why
 
 
 class DeadMount:
@@ -173,7 +173,7 @@ def test_dead_mount_costs_one_process_over_many_runs(
     node: Node, dead: DeadMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elasticd_agent.node.health.checks.DIRECTORY_TIMEOUT_S", 0.3)
-    node.with_targets(directories=(dead.path, node.directory))
+    node.with_health(directories=(dead.path, node.directory))
     began = time.monotonic()
     found = node.run()
     assert time.monotonic() - began < 5

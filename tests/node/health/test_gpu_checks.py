@@ -21,7 +21,7 @@ from tests.node.health.conftest import Node, Says, until
 
 @pytest.fixture
 def gpu_node(node: Node, nvml: Says) -> Node:
-    return node.with_targets(devices=("0", "1"))
+    return node.with_settings(gpus_of_slots=("0", "1"))
 
 
 def test_healthy_gpus(gpu_node: Node) -> None:
@@ -71,16 +71,17 @@ def test_gpu_off_the_bus(gpu_node: Node, nvml: Says) -> None:
 def test_gpu_lost_in_a_reboot_is_missed(gpu_node: Node, nvml: Says) -> None:
     nvml([])
     why = "1 GPUs found, 2 expected (health.gpus sets the number)"
-    assert gpu_node.with_targets(devices=("0",)).run(most_gpus=2)["gpus"].why == why
+    assert gpu_node.with_settings(gpus_of_slots=("0",)).run(most_gpus=2)["gpus"].why == why
 
 
 def test_configured_gpu_count_wins(gpu_node: Node) -> None:
-    assert gpu_node.with_targets(expected_gpus=2).run(most_gpus=8)["gpus"].outcome == "passed"
+    assert gpu_node.with_health(gpus=2).run(most_gpus=8)["gpus"].outcome == "passed"
 
 
 def test_only_visible_gpus_are_judged(gpu_node: Node, nvml: Says) -> None:
     nvml([], [], [], facts={"1": {"ecc": 1}})
-    gpu_node.with_targets(devices=("0", "2"), visible_gpus=("0", "2"))
+    gpu_node.environ["CUDA_VISIBLE_DEVICES"] = "0,2"
+    gpu_node.with_settings(gpus_of_slots=("0", "2"))
     assert not [reading for reading in gpu_node.run(most_gpus=3).values() if reading.outcome == "failed"]
 
 
@@ -182,6 +183,6 @@ def test_machine_without_gpus_starts_no_nvml_process(node: Node, monkeypatch: py
 
 def test_missing_pynvml_names_the_package(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "pynvml.py").exists()])
-    found = node.with_targets(devices=("0",)).run()["gpus"]
+    found = node.with_settings(gpus_of_slots=("0",)).run()["gpus"]
     assert found.outcome == "skipped"
     assert "pip install 'elasticd[gpu]'" in found.why

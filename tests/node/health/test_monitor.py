@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from elasticd_agent.config.agent_settings import HealthSettings, NodeSettings
+from elasticd_agent.config.quantities import Seconds
 from elasticd_agent.node.health import monitor
-from elasticd_agent.node.health.checks import CheckTargets
-from elasticd_agent.node.health.monitor import HealthMonitor, MonitorSettings
+from elasticd_agent.node.health.monitor import HealthMonitor
 from elasticd_agent.node.health.persistence import HealthFile
-from elasticd_agent.node.health.policy import HealthRules, HealthVerdict
+from elasticd_agent.node.health.policy import HealthVerdict
 from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
 from elasticd_agent.node.metrics import METRICS, NodeMetrics
 from tests.node.health.conftest import PATIENCE_S, until
@@ -30,7 +31,7 @@ class ScriptedCheckSuite:
         self.sum = passed("all-reduce", "")
         self.looks, self.sums, self.gpus, self.closed = 0, 0, 0, False
         self.hangs, self.stopped = False, threading.Event()
-        self.targets: CheckTargets | None = None
+        self.settings: NodeSettings | None = None
         self.fails: OSError | None = None
         self.received: Callable[[], None] = lambda: None
 
@@ -43,8 +44,8 @@ class ScriptedCheckSuite:
         self.gpus = most_gpus
         return list(self.finds)
 
-    def update(self, targets: CheckTargets) -> None:
-        self.targets = targets
+    def update(self, settings: NodeSettings) -> None:
+        self.settings = settings
 
     def all_reduce(self) -> CheckResult:
         self.sums += 1
@@ -55,6 +56,19 @@ class ScriptedCheckSuite:
 
     def close(self) -> None:
         self.closed = True
+
+
+def settings(
+    every_s: float, all_reduce: bool, strikes: int = 2, cooloff_s: float = 60.0, cooloff_max_s: float = 3600.0
+) -> NodeSettings:
+    health = HealthSettings(
+        every_s=Seconds(every_s),
+        all_reduce=all_reduce,
+        strikes=strikes,
+        cooloff_s=Seconds(cooloff_s),
+        cooloff_max_s=Seconds(cooloff_max_s),
+    )
+    return NodeSettings(node="n", health=health)
 
 
 Inbox = queue.SimpleQueue[HealthVerdict]
@@ -78,12 +92,13 @@ def opened(looks: ScriptedCheckSuite, inbox: Inbox, tmp_path: Path) -> Iterator[
 
     def start(
         every_s: float = 0.05,
-        rules: HealthRules | None = None,
+        rules: tuple[int, float, float] = (2, 0.3, 0.6),
         all_reduce: bool = False,
         idle: bool = True,
         boot: str = "boot",
     ) -> HealthMonitor:
-        targets = CheckTargets("n", 2, ("0", "1"), (), (), 1.0, tmp_path, 1.0)
+        file = HealthFile(tmp_path / "health.json", boot)
+        file.max_gpus = 2
 
         def checks(received: Callable[[], None]) -> ScriptedCheckSuite:
             looks.received = received
@@ -92,8 +107,8 @@ def opened(looks: ScriptedCheckSuite, inbox: Inbox, tmp_path: Path) -> Iterator[
         made.append(
             HealthMonitor(
                 checks,
-                MonitorSettings(targets, rules or HealthRules(2, 0.3, 0.6), every_s, all_reduce),
-                HealthFile(tmp_path / "health.json", boot),
+                settings(every_s, all_reduce, *rules),
+                file,
                 idle=lambda: idle,
             )
         )
@@ -212,7 +227,7 @@ def test_all_reduce_before_registration_and_after_failures(
 
 
 def test_restarted_agent_keeps_the_history(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
-    rules = HealthRules(2, 30.0, 60.0)
+    rules = (2, 30.0, 60.0)
     first = opened(rules=rules, all_reduce=True)
     assert states(inbox, 1) == ["healthy"]
     first.close()
@@ -246,20 +261,20 @@ def test_running_jobs_survive_a_lost_history(opened: Opened, looks: ScriptedChec
     assert (looks.sums, inbox.empty(), health.verdict()) == (0, True, (True, ""))
 
 
-def test_new_settings_count_at_once(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox, tmp_path: Path) -> None:
+def test_new_settings_count_at_once(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
     health = opened(every_s=3600.0)
     assert states(inbox, 1) == ["healthy"]
-    places = CheckTargets("n", 1, (), (), (), 1.0, tmp_path, 1.0)
+    new = settings(0.05, False, 1, 9.0)
     looks.finds = [failed("a", "full")]
-    health.update(MonitorSettings(places, HealthRules(strikes=1, cooloff_s=9.0), 0.05, False))
+    health.update(new)
     assert states(inbox, 1) == ["unhealthy"]
-    assert (looks.looks, looks.targets) == (2, places)
+    assert (looks.looks, looks.settings) == (2, new)
 
 
 def test_deleted_file_resets_the_history(
     opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox, tmp_path: Path
 ) -> None:
-    health = opened(rules=HealthRules(1, 3600.0, 3600.0))
+    health = opened(rules=(1, 3600.0, 3600.0))
     assert states(inbox, 1) == ["healthy"]
     health.record_job_failure("x")
     assert states(inbox, 1) == ["quarantined"]

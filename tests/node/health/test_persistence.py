@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd_agent.node.health.persistence import HealthFile, boot_id
+from elasticd_agent.node.health.persistence import HealthFile
 from elasticd_agent.node.health.policy import (
     HealthHistory,
     HealthRules,
@@ -95,8 +95,3 @@ def test_history_round_trips(
     assert found.last_failure_at == pytest.approx(past.last_failure_at)
     assert found.job_failures == pytest.approx(past.job_failures)
     assert "wall" not in json.loads(path.read_bytes())
-
-
-def test_the_kernel_names_this_boot() -> None:
-    assert len(boot_id()) == 36
-    assert boot_id() == boot_id()

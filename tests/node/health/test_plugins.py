@@ -42,7 +42,7 @@ def test_hanging_plugin_is_killed_at_its_deadline(node: Node, script: str) -> No
     node.plugin("10-hangs", script)
     node.plugin("20-well", "echo well")
     began = time.monotonic()
-    found = node.with_targets(plugin_timeout_s=0.3).run()
+    found = node.with_health(plugin_timeout_s=0.3).run()
     assert found["plugin 10-hangs"].why == "no result within 0.3 s"
     assert 0.3 <= found["plugin 10-hangs"].seconds < 1.5
     assert found["plugin 20-well"].why == "well"

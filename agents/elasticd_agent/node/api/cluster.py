@@ -20,6 +20,7 @@ from elasticd_agent.node.api import rank_logs, views
 from elasticd_agent.node.api.client import Unreachable
 from elasticd_agent.node.api.local import LocalJobs
 from elasticd_agent.node.api.peers import Peers
+from elasticd_agent.node.api.progress import MAX_SHOWN_ROUNDS
 from elasticd_agent.node.api.rank_logs import LogRequest
 from elasticd_agent.node.api.schema import JobProgress, LogChunk, RankProgress, RoundStatus
 from elasticd_agent.node.records import Submission
@@ -34,7 +35,6 @@ MAX_HISTORY_NODES = 16
 """Nodes that are asked for the history of a job without a placement."""
 MAX_FULL_HISTORY_NODES = 3
 """Nodes, besides this one and those that the job has left, that are asked for a job's whole history."""
-MAX_ROUNDS = 100
 _NOT_REGISTERED = "its agent is not registered"
 
 
@@ -244,7 +244,7 @@ def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) 
         rows[0],
         step=max((row.step for row in rows if row.step is not None), default=None),
         checkpoint=max(checkpoints, key=lambda one: (one.round, one.step), default=None),
-        rounds=tuple(rounds[number] for number in sorted(rounds)[-MAX_ROUNDS:]),
+        rounds=tuple(rounds[number] for number in sorted(rounds)[-MAX_SHOWN_ROUNDS:]),
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         step_samples=min(samples, key=lambda one: one[0], default=()),
         unreachable=dict(unreachable),

@@ -22,9 +22,9 @@ from elasticd_agent.hangs.explain.text import page
 from elasticd_agent.model.job import check_identifier
 from elasticd_agent.model.job_dir import JobFiles, job_files
 from elasticd_agent.node.api import rank_logs
-from elasticd_agent.node.api.progress import JobTimeline, RoundCost, RoundTimeline
+from elasticd_agent.node.api.progress import JobTimeline
 from elasticd_agent.node.api.rank_logs import LogRequest
-from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, LogChunk, RoundStatus, RunnerAnswer
+from elasticd_agent.node.api.schema import JobProgress, LogChunk, RunnerAnswer
 from elasticd_agent.node.runners.poller import ask_runner
 from elasticd_agent.system import control_socket
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
@@ -34,7 +34,6 @@ DUMP_TIMEOUT_S = control_socket.ANSWER_S
 READ_TIMEOUT_S = 20.0
 MAX_CACHED_LOGS = 64
 """Event logs that are read on from where they were read last."""
-MAX_ROUNDS = 100
 _CHUNK = 1 << 20
 _MAX_LINE_BYTES = 1 << 20
 
@@ -172,45 +171,7 @@ class LocalJobs:
                     _feed(cursor, fd)
             except (OSError, ValueError):
                 pass  # no event log yet: the lines read so far count
-            return progress_of(cursor.timeline, self.node, now)
-
-
-def progress_of(timeline: JobTimeline, node: str, now: float) -> JobProgress:
-    newest, goodput, costs = timeline.newest(), timeline.goodput(now), timeline.costs(now)
-    step, saved_at = timeline.checkpoint_step, timeline.checkpoint_at
-    saved = None
-    if saved_at is not None and step is not None:
-        saved = CheckpointStatus(step, timeline.checkpoint_round or 0, saved_at, round(max(0.0, now - saved_at), 1))
-    return JobProgress(
-        node=node,
-        round=None if newest is None else newest.number,
-        world_size=None if newest is None else newest.world_size,
-        step=timeline.step,
-        restarts=timeline.restarts,
-        checkpoint=saved,
-        goodput=None if goodput is None else round(goodput, 4),
-        started_at=timeline.began_at,
-        rounds=tuple(_round_status(one, costs.get(one.number)) for one in list(timeline.rounds.values())[-MAX_ROUNDS:]),
-    )
-
-
-def _round_status(one: RoundTimeline, cost: RoundCost | None) -> RoundStatus:
-    has_step = one.first_step_at is not None
-    return RoundStatus(
-        round=one.number,
-        at=one.at,
-        world_size=one.world_size,
-        nodes=one.nodes,
-        cause=one.cause,
-        reason=one.reason,
-        lost_nodes=one.lost,
-        first_step=one.first_step if has_step else None,
-        first_step_at=one.first_step_at,
-        last_step=one.last_step if has_step else None,
-        ended_at=one.last_step_at,
-        lost_seconds=None if cost is None else round(cost.seconds, 3),
-        lost_steps=None if cost is None else cost.steps,
-    )
+            return cursor.timeline.progress(self.node, now)
 
 
 def _feed(cursor: _LogCursor, fd: int) -> None:

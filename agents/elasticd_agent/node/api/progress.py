@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, RoundStatus
 from elasticd_agent.telemetry import events
 from elasticd_agent.telemetry.goodput import GoodputLedger
 
@@ -18,6 +19,7 @@ CLOCK_STEP_S = 2.0
 """A clock that is only slewed (by 500 ppm) differs from a monotonic one by less than this within an hour."""
 MAX_ROUNDS = 1000
 """Of more rounds only the newest are kept; sums cover all."""
+MAX_SHOWN_ROUNDS = 100
 _GROUP_EVENTS = frozenset(
     event.kind
     for event in (
@@ -31,35 +33,6 @@ _GROUP_EVENTS = frozenset(
     )
 )
 """Their `mono` is one process's monotonic clock."""
-
-
-@dataclass(slots=True)
-class RoundTimeline:
-    """One round, as this node's log has it. Times are unix seconds."""
-
-    number: int
-    world_size: int = 0
-    nodes: tuple[str, ...] = ()
-    reason: str = ""
-    cause: str = ""
-    lost: tuple[str, ...] = ()
-    restarts: int = 0
-    at: float = 0.0
-    ranks: tuple[int, ...] = ()
-    """Those on this node."""
-    first_step_at: float | None = None
-    first_step: int = 0
-    last_step_at: float | None = None
-    last_step: int = 0
-    resumed_step: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RoundCost:
-    seconds: float
-    """From the last step of the round before to this round's first one."""
-    steps: int | None
-    """Steps that were trained again; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +58,14 @@ class _Line:
 class JobTimeline:
     """The sum of the lines so far."""
 
-    rounds: OrderedDict[int, RoundTimeline] = field(default_factory=OrderedDict)
+    rounds: OrderedDict[int, RoundStatus] = field(default_factory=OrderedDict)
     began_at: float | None = None
     ended_at: float | None = None
-    outcome: str = ""
-    reason: str = ""
     restarts: int = 0
     step: int | None = None
-    checkpoint_step: int | None = None
-    checkpoint_round: int | None = None
-    checkpoint_at: float | None = None
+    checkpoint: CheckpointStatus | None = None
+    _resumed_steps: dict[int, int | None] = field(default_factory=dict)
+    """By round."""
     _ledger: GoodputLedger = field(default_factory=lambda: GoodputLedger(0.0))
     _lost_before_fault_s: float = 0.0
     """Lost time up to the fault whose work is being recovered."""
@@ -130,27 +101,49 @@ class JobTimeline:
             (self.ended_at if self.ended_at is not None else now) - self._clock_offset_s
         ).goodput
 
-    def costs(self, now: float) -> dict[int, RoundCost]:
-        """The cost of each round that followed another. The newest round without a step costs until `now`."""
-        found: dict[int, RoundCost] = {}
-        before: RoundTimeline | None = None
+    def history(self, now: float) -> list[RoundStatus]:
+        """The rounds with what each of them cost. The newest round without a step costs until `now`."""
+        found: list[RoundStatus] = []
+        before: RoundStatus | None = None
         newest = self.newest()
         for one in self.rounds.values():
             until = one.first_step_at
             if until is None and one is newest:
                 until = self.ended_at if self.ended_at is not None else now
-            if before is not None and before.last_step_at is not None and until is not None:
-                # A script that counts its steps from 1 in every process does not report the step it resumed from.
-                resumed = one.resumed_step if one.resumed_step is not None else one.first_step - 1 or None
-                known = one.first_step_at is not None and resumed is not None
-                steps = max(0, before.last_step - resumed) if known and resumed is not None else None
-                found[one.number] = RoundCost(max(0.0, until - before.last_step_at), steps)
+            if before is not None and before.ended_at is not None and until is not None:
+                steps = None
+                if one.first_step is not None and before.last_step is not None:
+                    # A script that counts its steps from 1 in every process does not report the step it resumed from.
+                    resumed = self._resumed_steps.get(one.round)
+                    resumed = resumed if resumed is not None else one.first_step - 1 or None
+                    steps = None if resumed is None else max(0, before.last_step - resumed)
+                lost_s = round(max(0.0, until - before.ended_at), 3)
+                found.append(replace(one, lost_seconds=lost_s, lost_steps=steps))
+            else:
+                found.append(one)
             if one.first_step_at is not None:
                 before = one
         return found
 
-    def newest(self) -> RoundTimeline | None:
+    def newest(self) -> RoundStatus | None:
         return next(reversed(self.rounds.values()), None)
+
+    def progress(self, node: str, now: float) -> JobProgress:
+        """What the log of `node` tells of the job."""
+        newest, goodput, saved = self.newest(), self.goodput(now), self.checkpoint
+        if saved is not None and saved.at is not None:
+            saved = replace(saved, age_seconds=round(max(0.0, now - saved.at), 1))
+        return JobProgress(
+            node=node,
+            round=None if newest is None else newest.round,
+            world_size=None if newest is None else newest.world_size,
+            step=self.step,
+            restarts=self.restarts,
+            checkpoint=saved,
+            goodput=None if goodput is None else round(goodput, 4),
+            started_at=self.began_at,
+            rounds=tuple(self.history(now)[-MAX_SHOWN_ROUNDS:]),
+        )
 
     # ---- one method for each kind of event: the ledger first, since it needs the state before the event
 
@@ -166,22 +159,23 @@ class JobTimeline:
         self._ledger = ledger.on_resume(line.ledger_at) if is_member else ledger.on_wait(line.ledger_at)
 
         self._end_training(self._training_round, line.at)
-        self.ended_at, self.outcome = None, ""  # a later runner of the same job continues it
-        one = self._round(line)
-        one.at = line.at
-        one.world_size = _whole(fields.get("world_size")) or 0
-        one.nodes = nodes
-        one.reason, one.cause = str(fields.get("reason", "")), str(fields.get("cause", ""))
-        one.lost = lost
-        one.restarts = self.restarts = max(self.restarts, _whole(fields.get("restarts")) or 0)
-
-    def _on_group_started(self, line: _Line) -> None:
-        self._round(line).ranks = tuple(rank for rank in _list(line.fields.get("ranks")) if isinstance(rank, int))
+        self.ended_at = None  # a later runner of the same job continues it
+        self.rounds[line.round] = replace(
+            self._round(line),
+            at=line.at,
+            world_size=_whole(fields.get("world_size")) or 0,
+            nodes=nodes,
+            reason=str(fields.get("reason", "")),
+            cause=str(fields.get("cause", "")),
+            lost_nodes=lost,
+        )
+        self.restarts = max(self.restarts, _whole(fields.get("restarts")) or 0)
 
     def _on_resumed(self, line: _Line) -> None:
-        step = self._round(line).resumed_step = line.step
-        if step is not None and (self.checkpoint_step is None or step > self.checkpoint_step):
-            self._checkpoint(step, line)  # another node saved it
+        self._round(line)
+        step = self._resumed_steps[line.round] = line.step
+        if step is not None and (self.checkpoint is None or step > self.checkpoint.step):
+            self.checkpoint = CheckpointStatus(step, line.round, line.at)  # another node saved it
 
     def _on_first_step(self, line: _Line) -> None:
         step = line.step or 1
@@ -191,8 +185,8 @@ class JobTimeline:
             self._end_training(self._training_round, line.at - ago)
         one = self._round(line)
         if one.first_step_at is None:
-            one.first_step_at = line.at
-            one.first_step = one.last_step = self.step = step
+            self.rounds[line.round] = replace(one, first_step_at=line.at, first_step=step, last_step=step)
+            self.step = step
             self._training_round = line.round
 
     def _on_work_recovered(self, line: _Line) -> None:
@@ -204,10 +198,11 @@ class JobTimeline:
         step, ledger = line.step, self._ledger
         if step and ledger.high_water and step > ledger.high_water:
             one = self.rounds.get(self._training_round) if self._training_round is not None else None
-            is_training = one is not None and one.number == line.round and one.last_step_at is None
+            is_training = one is not None and one.round == line.round and one.ended_at is None
             at = line.ledger_at
             self._ledger = ledger.on_step(step, at) if is_training else ledger.on_late_step(step, at)
-        self._checkpoint(step, line)
+        if step is not None:
+            self.checkpoint = CheckpointStatus(step, line.round, line.at)
         self._on_step(line)
 
     def _on_worker_exited(self, line: _Line) -> None:
@@ -240,16 +235,14 @@ class JobTimeline:
         self._end_training(line.round, line.at)
 
     def _on_pause_ended(self, line: _Line) -> None:
-        if line.round in self.rounds:
-            self.rounds[line.round].last_step_at = None
+        if (one := self.rounds.get(line.round)) is not None:
+            self.rounds[line.round] = replace(one, ended_at=None)
 
     def _on_job_ended(self, line: _Line) -> None:
         self._on_pause(line)
         self._on_step(line)
         self._end_training(self._training_round, line.at)
         self.ended_at = line.at
-        self.outcome = str(line.fields.get("outcome", ""))
-        self.reason = str(line.fields.get("reason", ""))
         self.restarts = max(self.restarts, _whole(line.fields.get("restarts")) or 0)
 
     # ---- what they share
@@ -274,31 +267,27 @@ class JobTimeline:
     def _on_step(self, line: _Line) -> None:
         one, step = self.rounds.get(line.round), line.step
         if one is not None and step is not None:
-            one.last_step = max(one.last_step, step)
+            if one.last_step is not None:
+                self.rounds[line.round] = replace(one, last_step=max(one.last_step, step))
             self.step = step if self.step is None else max(step, self.step)
-
-    def _checkpoint(self, step: int | None, line: _Line) -> None:
-        self.checkpoint_step = step
-        self.checkpoint_round = line.round
-        self.checkpoint_at = line.at
 
     def _end_training(self, number: int | None, at: float) -> None:
         """Whatever this round still does after `at` is no training."""
         one = self.rounds.get(number) if number is not None else None
-        if one is not None and one.first_step_at is not None and (one.last_step_at is None or at < one.last_step_at):
-            one.last_step_at = max(at, one.first_step_at)
+        if one is not None and one.first_step_at is not None and (one.ended_at is None or at < one.ended_at):
+            self.rounds[one.round] = replace(one, ended_at=max(at, one.first_step_at))
 
-    def _round(self, line: _Line) -> RoundTimeline:
+    def _round(self, line: _Line) -> RoundStatus:
         if line.round not in self.rounds:
-            self.rounds[line.round] = RoundTimeline(line.round, at=line.at)
+            self.rounds[line.round] = RoundStatus(line.round, at=line.at)
             while len(self.rounds) > MAX_ROUNDS:
-                self.rounds.popitem(last=False)
+                self._resumed_steps.pop(self.rounds.popitem(last=False)[0], None)
         return self.rounds[line.round]
 
 
-_HANDLERS: dict[str, Callable[[JobTimeline, _Line], None]] = {
+_HANDLERS: dict[str, Callable[[JobTimeline, _Line], object]] = {
     events.RoundPublishedEvent.kind: JobTimeline._on_round_published,
-    events.GroupStartedEvent.kind: JobTimeline._on_group_started,
+    events.GroupStartedEvent.kind: JobTimeline._round,
     events.ResumedEvent.kind: JobTimeline._on_resumed,
     events.FirstStepEvent.kind: JobTimeline._on_first_step,
     events.WorkRecoveredEvent.kind: JobTimeline._on_work_recovered,

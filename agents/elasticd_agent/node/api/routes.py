@@ -124,7 +124,7 @@ class ApiRoutes:
         if not local.has_job(job, number):
             raise NotFound(f"{local.node} has nothing of job {job!r} number {number}")
         brief = _query(request).get("brief") == "1"
-        return json_response(local.progress(job, number, self.service.now(), brief=brief).to_dict())
+        return json_response(local.progress(job, number, self.service.clock(), brief=brief).to_dict())
 
     def _local_logs(self, request: HttpRequest, job: str) -> HttpResponse:
         local, number, log_request = self.service.local, _job_number(request), _log_request(_query(request))

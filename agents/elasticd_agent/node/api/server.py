@@ -10,10 +10,10 @@ import ssl
 import stat
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd.errors import UsageError
+from elasticd_agent.config.agent_settings import HttpSettings
 from elasticd_agent.system.control_socket import short_path
 from elasticd_agent.system.http_auth import PeerCredentialAuth, TokenAuth
 from elasticd_agent.system.http_server import HttpServer, Routes, listen_tcp
@@ -27,38 +27,23 @@ RESPONSE_TIMEOUT_S = 60.0
 _log = logging.getLogger("elasticd.http")
 
 
-@dataclass(frozen=True, slots=True)
-class ListenOptions:
-    """Where to listen, and for whom."""
-
-    socket: Path
-    bind: str = "127.0.0.1"
-    port: int | None = None
-    """None: no TCP; 0: any free port."""
-    token_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    users: tuple[str, ...] = ()
-    groups: tuple[str, ...] = ()
-
-
 class ApiServer:
-    """Serves `routes` until closed. `address` is the TCP listener's host and port, None without one."""
+    """Serves `routes` until closed. `address` is the TCP listener's host and port."""
 
-    def __init__(self, options: ListenOptions, routes: Routes, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
-        """Raises UsageError, naming the key in agent.toml, for a listener that cannot be opened."""
-        self.address: tuple[str, int] | None = None
+    def __init__(
+        self, path: Path, options: HttpSettings, routes: Routes, request_timeout_s: float = REQUEST_TIMEOUT_S
+    ) -> None:
+        """`path`: the unix socket. Raises UsageError, naming the key in agent.toml, for a listener that cannot open."""
         self._listeners: list[HttpServer] = []
-        self._socket = options.socket
-        self.token_auth = TokenAuth(options.token_file)
-        if problem := self.token_auth.problem():
+        self._socket = path
+        token_auth = TokenAuth(options.token_file)
+        if problem := token_auth.problem():
             _log.warning("%s; until this is fixed access over TCP is denied", problem)
         try:
-            self._start(_listen_unix(options, routes, request_timeout_s))
-            if options.port is not None:
-                server = _listen_tcp(options, options.port, routes, request_timeout_s, self.token_auth)
-                self.address = server.bound
-                self._start(server)
+            self._start(_listen_unix(path, options, routes, request_timeout_s))
+            server = _listen_tcp(options, routes, request_timeout_s, token_auth)
+            self.address = server.bound
+            self._start(server)
         except BaseException:
             self.close()
             raise
@@ -96,9 +81,8 @@ class _UnixServer(HttpServer):
         self.server_port = 0
 
 
-def _listen_unix(options: ListenOptions, routes: Routes, request_timeout_s: float) -> HttpServer:
+def _listen_unix(path: Path, options: HttpSettings, routes: Routes, request_timeout_s: float) -> HttpServer:
     authenticator = PeerCredentialAuth.from_names(options.users, options.groups)
-    path = options.socket
     try:
         if not path.parent.is_dir():
             path.parent.mkdir(parents=True)
@@ -138,7 +122,7 @@ def _remove_stale_socket(path: Path) -> None:
 
 
 def _listen_tcp(
-    options: ListenOptions, port: int, routes: Routes, request_timeout_s: float, authenticator: TokenAuth
+    options: HttpSettings, routes: Routes, request_timeout_s: float, authenticator: TokenAuth
 ) -> HttpServer:
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("http.tls_cert and http.tls_key: give both or neither")
@@ -147,7 +131,7 @@ def _listen_tcp(
         tls_context = Certificates(options.tls_cert, options.tls_key).context
     return listen_tcp(
         options.bind,
-        port,
+        options.port,
         routes,
         option="http.port",
         advice="give another http.bind or http.port",

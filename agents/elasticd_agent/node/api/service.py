@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -35,29 +36,21 @@ class Conflict(ElasticdError):
     """The request conflicts with the present state; the sentence says with what."""
 
 
+@dataclass(slots=True)
 class JobService:
     """Methods that need the store raise StoreUnavailable during an outage."""
 
-    def __init__(
-        self,
-        store: Store,
-        local: LocalJobs,
-        peers: Peers,
-        check: Callable[[JobFile], None] = lambda job: None,
-        clock: Callable[[], float] = time.time,
-        cache: StoreCache | None = None,
-    ) -> None:
-        """`check` applies this node's limits to a job before it is submitted: it raises UsageError."""
-        self.local = local
-        self._cluster = ClusterReader(local, peers)
-        self._store = store
-        self._check = check
-        self._clock = clock
-        self._cache = cache or StoreCache(store, job_queue.ignore)
+    store: Store
+    local: LocalJobs
+    peers: Peers
+    check: Callable[[JobFile], None] = lambda job: None
+    """Applies this node's limits to a job before it is submitted: it raises UsageError."""
+    clock: Callable[[], float] = time.time
+    cache: StoreCache | None = None
+    _cluster: ClusterReader = field(init=False)
 
-    def now(self) -> float:
-        """Unix seconds."""
-        return self._clock()
+    def __post_init__(self) -> None:
+        self._cluster = ClusterReader(self.local, self.peers)
 
     # ---- jobs
 
@@ -65,12 +58,12 @@ class JobService:
         """Every job, and a sentence for each record in the store that cannot be read."""
         problems: list[str] = []
         view = self._view(problems.append)
-        return views.jobs(view, self._clock()), problems
+        return views.jobs(view, self.clock()), problems
 
     def job(self, name: str) -> JobStatus:
         """Raises NotFound."""
         view, submission = self._find_job(name)
-        now = self._clock()
+        now = self.clock()
         summary = views.job(view, submission, now)
         assigned = () if summary.ended else views.assignments(view, submission)
         progress = self._cluster.progress(view, submission, summary.nodes, now)
@@ -80,20 +73,20 @@ class JobService:
     def submit(self, data: bytes, kind: FileFormat, name: str | None, by: str, token: str = "") -> dict[str, Any]:
         """Raises UsageError for an invalid job, Conflict for an id whose job has not ended."""
         job = job_file.read_job(data, kind, "the job")
-        self._check(job)
+        self.check(job)
         job_id = name or job.id
         try:
             made = job_queue.submit(
-                self._store,
+                self.store,
                 job_file.to_json(job),
                 job=job_id,
                 nodes=job.node_range,
                 slots=job.slot_range,
                 submitted_by=by,
-                submitted_at=self._clock(),
+                submitted_at=self.clock(),
                 token=token,
                 grow=job.grow != "never",
-                cache=self._cache,
+                cache=self.cache,
             )
         except UsageError as error:
             if job_id is not None and any(one.job == job_id for one in self._view().unfinished()):
@@ -104,7 +97,7 @@ class JobService:
     def cancel(self, name: str, by: str) -> dict[str, Any]:
         """Raises NotFound, or Conflict for a job that has ended by itself."""
         self._find_job(name)
-        result = job_queue.cancel(self._store, name, by, self._clock())
+        result = job_queue.cancel(self.store, name, by, self.clock())
         if result.outcome != "cancelled":
             raise Conflict(f"job {name!r} has {result.outcome} already: {result.reason}")
         runners = views.runners_of(self._view(), result.job, result.number)
@@ -126,13 +119,13 @@ class JobService:
     def cordon(self, node: str, *, drain: bool, reason: str, by: str) -> NodeSummary:
         """Raises NotFound."""
         self._node(node)
-        job_queue.cordon(self._store, node, drain, reason, by, self._clock())
+        job_queue.cordon(self.store, node, drain, reason, by, self.clock())
         return self._node(node)
 
     def uncordon(self, node: str) -> dict[str, Any]:
         """Raises NotFound, Conflict for a node that is not cordoned."""
         self._node(node)
-        if not job_queue.uncordon(self._store, node):
+        if not job_queue.uncordon(self.store, node):
             raise Conflict(f"node {node!r} is not cordoned")
         return {"node": node}
 
@@ -149,7 +142,7 @@ class JobService:
         runners = views.runners_of(view, submission.job, submission.number)
         nodes = [node for node, one in runners.items() if one.state in ("starting", "running")]
         if not nodes:
-            row = views.job(view, submission, self._clock())
+            row = views.job(view, submission, self.clock())
             raise Conflict(f"job {name!r} runs on no node, so there is no evidence to take: {row.state}: {row.reason}")
         question = ("POST", f"/v1/local/jobs/{quote(name, safe='')}/dump", {"number": submission.number})
         own = lambda: self.local.dump(name, submission.number)  # noqa: E731
@@ -167,7 +160,7 @@ class JobService:
     # ---- inside
 
     def _view(self, log: Callable[[str], None] = job_queue.ignore) -> ClusterView:
-        return job_queue.read_view(self._store, log, self._cache)
+        return job_queue.read_view(self.store, log, self.cache)
 
     def _find_job(self, name: str) -> tuple[ClusterView, Submission]:
         view = self._view()
@@ -189,7 +182,7 @@ class JobService:
     def _current_round(self, job: Submission) -> Round | None:
         """The job's current Round; None if its runners do not meet in this store."""
         try:
-            found = self._store.read(Keys(job.job).round)
+            found = self.store.read(Keys(job.job).round)
             agreed = None if found is None else Round.from_json(found.value)
         except WireError:
             return None

@@ -11,8 +11,10 @@ import hmac
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
-from typing import Protocol
+
+from elasticd_agent.system.http_auth import TokenAuth
 
 COOKIE = "elasticd"
 COOKIE_LIFETIME_S = 12 * 3600
@@ -26,27 +28,20 @@ MAX_ADDRESSES = 1024
 _PURPOSE = b"elasticd page 1\0"
 
 
-class TokenVerifier(Protocol):
-    """http_auth.TokenAuth."""
-
-    def matches(self, given: str) -> bool: ...
-    def signing_key(self) -> bytes | None: ...
-
-
+@dataclass(frozen=True, slots=True)
 class LoginCookies:
     """`clock` is unix seconds, since other agents and restarts check the cookies, too."""
 
-    def __init__(self, token: TokenVerifier, clock: Callable[[], float], *, tls: bool) -> None:
-        self._token = token
-        self._clock = clock
-        self._tls = tls
+    token: TokenAuth
+    clock: Callable[[], float]
+    tls: bool
 
     def issue(self) -> str | None:
         """The Set-Cookie header's value; None without a token."""
-        key = self._token.signing_key()
+        key = self.token.signing_key()
         if key is None:
             return None
-        until = int(self._clock()) + COOKIE_LIFETIME_S
+        until = int(self.clock()) + COOKIE_LIFETIME_S
         return self._header(f"{until}.{_signature(key, until)}", COOKIE_LIFETIME_S)
 
     def expire(self) -> str:
@@ -55,7 +50,7 @@ class LoginCookies:
 
     def has_valid(self, cookies: str) -> bool:
         """Whether a Cookie header's value has a valid cookie."""
-        key = self._token.signing_key()
+        key = self.token.signing_key()
         return key is not None and any(self._is_valid(value, key) for value in _cookie_values(cookies))
 
     def _is_valid(self, value: str, key: bytes) -> bool:
@@ -65,11 +60,11 @@ class LoginCookies:
         until = int(expiry)
         return (
             hmac.compare_digest(signature, _signature(key, until))
-            and self._clock() < until <= self._clock() + COOKIE_LIFETIME_S
+            and self.clock() < until <= self.clock() + COOKIE_LIFETIME_S
         )
 
     def _header(self, value: str, seconds: int) -> str:
-        secure = "; Secure" if self._tls else ""
+        secure = "; Secure" if self.tls else ""
         return f"{COOKIE}={value}; Max-Age={seconds}; Path=/; HttpOnly; SameSite=Strict{secure}"
 
 

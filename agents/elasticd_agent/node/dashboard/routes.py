@@ -24,13 +24,13 @@ from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, N
 from elasticd_agent.node.dashboard import format as words
 from elasticd_agent.node.dashboard import job_page, layout
 from elasticd_agent.node.dashboard.job_page import STREAMS, WINDOWS, LogTail, PageQuery
-from elasticd_agent.node.dashboard.login import LoginCookies, LoginRateLimit, TokenVerifier
+from elasticd_agent.node.dashboard.login import LoginCookies, LoginRateLimit
 from elasticd_agent.node.dashboard.markup import Child, tag
 from elasticd_agent.node.dashboard.overview import overview
 from elasticd_agent.node.dashboard.status import problem
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.durations import in_words
-from elasticd_agent.system.http_auth import AccessDenied
+from elasticd_agent.system.http_auth import AccessDenied, TokenAuth
 from elasticd_agent.system.http_server import HttpRequest, HttpResponse, UnauthenticatedRequest
 
 CACHE_S = 0.9
@@ -95,7 +95,7 @@ class DashboardRoutes:
     """Safe to call from many threads at once."""
 
     api: ApiRoutes
-    token: TokenVerifier
+    token: TokenAuth
     cookies: LoginCookies
     version: str
     rate_limit: LoginRateLimit = field(default_factory=lambda: LoginRateLimit(time.monotonic))
@@ -179,12 +179,12 @@ class DashboardRoutes:
     def _local_job(self, row: JobSummary) -> JobProgress:
         service = self.api.service
         return self._progress.get(
-            (row.job, row.number), lambda: service.local.progress(row.job, row.number, service.now())
+            (row.job, row.number), lambda: service.local.progress(row.job, row.number, service.clock())
         )
 
     def _job(self, request: HttpRequest, name: str, view: PageQuery) -> HttpResponse:
         job = self._job_status(name)
-        now = self.api.service.now()
+        now = self.api.service.clock()
         content = job_page.job_page(job, view, now, self._tail(job, view), self._explanation(job))
         mark = "▲ " if problem(job) else ""
         every_s = max(layout.REFRESH_S, len(job.nodes) / NODES_PER_SECOND)
@@ -237,7 +237,7 @@ class DashboardRoutes:
         code: int = 200,
     ) -> HttpResponse:
         service, logout = self.api.service, bool(request.host)
-        node, now = service.local.node, service.now()
+        node, now = service.local.node, service.clock()
         page = layout.page(title, node, self.version, *content, now=now, logout=logout, every_s=every_s)
         return layout.html_response(code, page)
 
@@ -263,12 +263,6 @@ class DashboardRoutes:
             return layout.html_response(401, page, layout.PUBLIC_POLICY)
         self.rate_limit.reset(request.host)
         return _redirect(target, cookie)
-
-
-def dashboard_routes(
-    api: ApiRoutes, token: TokenVerifier, version: str, *, tls: bool, clock: Callable[[], float] = time.time
-) -> DashboardRoutes:
-    return DashboardRoutes(api, token, LoginCookies(token, clock, tls=tls), version)
 
 
 def _is_dashboard_path(path: str) -> bool:

@@ -12,10 +12,9 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.node.health import gpu_checks, plugins
 from elasticd_agent.node.health.all_reduce import check_all_reduce
 from elasticd_agent.node.health.directories import format_size
@@ -38,29 +37,10 @@ MIN_FREE_BYTES = 1 << 30
 """Of a large machine; a worker that has imported torch takes a quarter of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckTargets:
-    node: str
-    slots: int
-    devices: tuple[str, ...]
-    """CUDA_VISIBLE_DEVICES of each slot; () if slots are not GPUs."""
-    own_directories: tuple[Path, ...]
-    """The agent creates these if they are missing."""
-    directories: tuple[Path, ...]
-    disk_free_min_bytes: float
-    plugins_dir: Path
-    plugin_timeout_s: float
-    visible_gpus: tuple[str, ...] | None = None
-    """The GPUs that the agent may use; None: all."""
-    expected_gpus: int | None = None
-    """None: unknown."""
-    python: str = sys.executable
-
-
 class NodeChecks:
-    def __init__(self, targets: CheckTargets, environ: Mapping[str, str], on_event: Callable[[], None]) -> None:
+    def __init__(self, settings: NodeSettings, environ: Mapping[str, str], on_event: Callable[[], None]) -> None:
         """`on_event` is called from another thread when a run would find something new."""
-        self._targets = targets
+        self._settings = settings
         self._environ = environ
         self._on_event = on_event
         self._nvml = NvmlClient("events", self._on_nvml_event)
@@ -73,8 +53,8 @@ class NodeChecks:
         self._stop.wake()
         self._nvml.stop()
 
-    def update(self, targets: CheckTargets) -> None:
-        self._targets = targets
+    def update(self, settings: NodeSettings) -> None:
+        self._settings = settings
 
     def close(self) -> None:
         self._nvml.close()
@@ -85,17 +65,18 @@ class NodeChecks:
         return [check_memory(idle), *self._gpus(most_gpus), *self._directories_and_plugins()]
 
     def all_reduce(self) -> CheckResult:
-        targets = self._targets
-        slots, devices = range(targets.slots), targets.devices[: targets.slots]
-        return check_all_reduce(targets.python, slots, devices, self._environ, stop=self._stop.fileno())
+        slots = self._settings.slot_count(self._environ)
+        devices = self._settings.devices(self._environ)[:slots]
+        return check_all_reduce(sys.executable, range(slots), devices, self._environ, stop=self._stop.fileno())
 
     # ---- GPUs
 
     def _gpus(self, most: int) -> list[CheckResult]:
-        targets = self._targets
-        expected = len(targets.devices) if targets.visible_gpus is not None else max(most, len(targets.devices))
-        expected = targets.expected_gpus if targets.expected_gpus is not None else expected
-        if not expected and not targets.devices:
+        devices, visible = self._settings.devices(self._environ), self._visible_gpus()
+        expected = self._settings.health.gpus
+        if expected is None:
+            expected = len(devices) if visible is not None else max(most, len(devices))
+        if not expected and not devices:
             return [skipped(gpu_checks.PRESENT, "this machine has no GPUs")]
         if not find_pynvml():
             why = f"{expected} GPUs, unchecked: pynvml is not installed (pip install 'elasticd[gpu]')"
@@ -103,12 +84,16 @@ class NodeChecks:
         began = time.monotonic()
         answer = self._nvml.request({"do": "gpus"}, NVML_TIMEOUT_S)
         return [
-            *gpu_checks.gpu_results(answer, expected, targets.visible_gpus, time.monotonic() - began),
+            *gpu_checks.gpu_results(answer, expected, visible, time.monotonic() - began),
             *self._xid_result(),
         ]
 
+    def _visible_gpus(self) -> tuple[str, ...] | None:
+        """The GPUs that the agent may use; None: all."""
+        return self._settings.devices(self._environ) if "CUDA_VISIBLE_DEVICES" in self._environ else None
+
     def _on_nvml_event(self, what: Mapping[str, Any]) -> None:
-        result = gpu_checks.event_result(what, self._targets.visible_gpus)
+        result = gpu_checks.event_result(what, self._visible_gpus())
         if result is not None:
             self._events.put(result)
             self._on_event()
@@ -125,15 +110,13 @@ class NodeChecks:
     # ---- directories and plugins
 
     def _directories_and_plugins(self) -> list[CheckResult]:
-        targets = self._targets
-        found = plugins.find(targets.plugins_dir)
+        settings, health = self._settings, self._settings.health
+        own = [path for path in (settings.state_dir, settings.log_dir) if path is not None]  # the agent makes them
+        found = plugins.find(health.plugins_dir)
         results = [*found.refused]
         requested: dict[str, list[dict[str, Any]]] = {"directories": [], "plugins": []}
-        for path, made in {
-            **dict.fromkeys(targets.own_directories, True),
-            **dict.fromkeys(targets.directories, False),
-        }.items():
-            one = {"check": f"disk {path}", "path": str(path), "free_min_bytes": targets.disk_free_min_bytes}
+        for path, made in {**dict.fromkeys(own, True), **dict.fromkeys(health.directories, False)}.items():
+            one = {"check": f"disk {path}", "path": str(path), "free_min_bytes": health.disk_free_min_bytes}
             requested["directories"].append({**one, "made": made})
         for path in found.run:
             requested["plugins"].append({"check": plugins.check_name(path), "path": str(path)})
@@ -156,16 +139,16 @@ class NodeChecks:
         return f"{why}; it still hangs"
 
     def _run_check_process(self, requested: Mapping[str, Any], names: Sequence[str]) -> list[CheckResult]:
-        targets = self._targets
+        settings, plugin_s = self._settings, float(self._settings.health.plugin_timeout_s)
         request = {
             **requested,
             "at_once": MAX_PARALLEL,
             "directory_s": DIRECTORY_TIMEOUT_S,
-            "plugin_s": targets.plugin_timeout_s,
-            "environment": plugins.environment(targets.node, targets.slots),
+            "plugin_s": plugin_s,
+            "environment": plugins.environment(settings.node, settings.slot_count(self._environ)),
         }
         turns = -(-len(names) // MAX_PARALLEL)
-        within_s = turns * (max(DIRECTORY_TIMEOUT_S, targets.plugin_timeout_s) + 1.0) + CLOSE_S
+        within_s = turns * (max(DIRECTORY_TIMEOUT_S, plugin_s) + 1.0) + CLOSE_S
         deadline = time.monotonic() + within_s
         helper = HelperProcess(
             [sys.executable, "-S", "-m", "elasticd_agent.node.health.check_process"],

@@ -9,14 +9,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import replace
 
 from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.node import metrics
-from elasticd_agent.node.health.checks import CheckTargets, NodeChecks
-from elasticd_agent.node.health.persistence import HealthFile, boot_id
+from elasticd_agent.node.health.checks import NodeChecks
+from elasticd_agent.node.health.persistence import HealthFile
 from elasticd_agent.node.health.policy import (
     HealthHistory,
     HealthRules,
@@ -27,6 +26,7 @@ from elasticd_agent.node.health.policy import (
     health_verdict,
 )
 from elasticd_agent.node.health.result import CheckResult, failed
+from elasticd_agent.node.runners.liveness import boot_id
 from elasticd_agent.telemetry import events
 
 RECHECK_S = 5.0
@@ -39,45 +39,26 @@ CLOSE_S = 10.0
 FILE = "health.json"
 
 
-@dataclass(frozen=True, slots=True)
-class MonitorSettings:
-    targets: CheckTargets
-    rules: HealthRules
-    every_s: float
-    all_reduce: bool
-
-
-class CheckSuite(Protocol):
-    """checks.NodeChecks."""
-
-    def run(self, idle: bool, most_gpus: int) -> list[CheckResult]: ...
-    def update(self, targets: CheckTargets) -> None: ...
-    def all_reduce(self) -> CheckResult: ...
-    def stop(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class HealthMonitor:
     """Checks the node every `every_s`, sooner while a failure is unconfirmed. Methods may be called from any thread."""
 
     def __init__(
         self,
-        checks: Callable[[Callable[[], None]], CheckSuite],
-        settings: MonitorSettings,
+        checks: Callable[[Callable[[], None]], NodeChecks],
+        settings: NodeSettings,
         file: HealthFile,
         *,
         idle: Callable[[], bool],
     ) -> None:
-        """`checks` is given a callback for new events; `idle`: no job runs on this node, called from this thread."""
+        """`checks` is given a callback for new events; `idle`: no runner is alive here, called from this thread."""
         self._settings = settings
         self._file = file
         self._idle = idle
-        self._inbox: queue.SimpleQueue[str | MonitorSettings | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[str | NodeSettings | None] = queue.SimpleQueue()
         self._checks = checks(lambda: self._inbox.put(""))
         self._post: Callable[[HealthVerdict], None] = lambda change: None
         self._history = file.load(time.monotonic())
-        file.max_gpus = max(file.max_gpus, len(settings.targets.devices))
-        self._all_reduce_passed = self._history.fit_since_boot or not settings.all_reduce
+        self._all_reduce_passed = self._history.fit_since_boot or not settings.health.all_reduce
         self.results: tuple[CheckResult, ...] = ()
         self._checked_at = time.monotonic()
         self._closing = False
@@ -92,7 +73,7 @@ class HealthMonitor:
             self._all_reduce_passed = True
         self._thread.start()
 
-    def update(self, settings: MonitorSettings) -> None:
+    def update(self, settings: NodeSettings) -> None:
         """These settings count from the next run on, which is now."""
         self._inbox.put(settings)
 
@@ -106,7 +87,7 @@ class HealthMonitor:
         if now - self._queried_at > ATTENTIVE_S:
             self._queried_since = now
         self._queried_at = now
-        overdue_s = now - max(self._checked_at, self._queried_since) - self._settings.every_s
+        overdue_s = now - max(self._checked_at, self._queried_since) - self._settings.health.every_s
         if overdue_s > OVERDUE_S:
             return HealthVerdict("unhealthy", f"the checks that were due {overdue_s:.0f} s ago hang")
         return health_verdict(self._history, now)
@@ -156,12 +137,12 @@ class HealthMonitor:
             if message is None:
                 return
             if isinstance(message, str) and message:
-                self._save(after_job_failure(self._history, message, time.monotonic(), self._settings.rules))
+                self._save(after_job_failure(self._history, message, time.monotonic(), self._rules))
                 continue
-            if isinstance(message, MonitorSettings):
-                self._checks.update(message.targets)
+            if isinstance(message, NodeSettings):
+                self._checks.update(message)
                 self._settings = message
-                self._all_reduce_passed = self._all_reduce_passed or not message.all_reduce
+                self._all_reduce_passed = self._all_reduce_passed or not message.health.all_reduce
             check_at = time.monotonic()
 
     def _check(self) -> None:
@@ -176,7 +157,7 @@ class HealthMonitor:
         self._checked_at = time.monotonic()
         if self._file.was_deleted():
             self._history = after_reset(self._history)
-        self._save(after_checks(self._history, results, self._checked_at, self._settings.rules))
+        self._save(after_checks(self._history, results, self._checked_at, self._rules))
 
     def _run_checks(self, idle: bool) -> list[CheckResult]:
         results = self._checks.run(idle, self._file.max_gpus)
@@ -186,14 +167,20 @@ class HealthMonitor:
         return results
 
     def _save(self, history: HealthHistory) -> None:
-        if history.streak > self._history.streak and self._settings.all_reduce:
+        if history.streak > self._history.streak and self._settings.health.all_reduce:
             self._all_reduce_passed = False  # it has to pass once more before the node is given work
         self._history = history
         self._file.save(history, time.monotonic())
 
     def _pause_s(self) -> float:
         soon = self._history.is_unconfirmed or not self._history.fit_since_boot
-        return min(RECHECK_S, self._settings.every_s) if soon else self._settings.every_s
+        every_s = float(self._settings.health.every_s)
+        return min(RECHECK_S, every_s) if soon else every_s
+
+    @property
+    def _rules(self) -> HealthRules:
+        health = self._settings.health
+        return HealthRules(health.strikes, float(health.cooloff_s), float(health.cooloff_max_s))
 
     def _next_wakeup(self, check_at: float) -> float:
         """The end of a quarantine is a change, too."""
@@ -212,39 +199,8 @@ def report_change(now: HealthVerdict, record: Callable[..., None]) -> None:
         record(events.NodeQuarantinedEvent, sentence, seconds=round(now.left_s, 1))
 
 
-def check_targets(settings: NodeSettings, environ: Mapping[str, str]) -> CheckTargets:
-    health, devices = settings.health, settings.devices(environ)
-    own = (settings.state_dir, *([settings.log_dir] if settings.log_dir is not None else []))
-    return CheckTargets(
-        node=settings.node,
-        slots=settings.slot_count(environ),
-        devices=devices,
-        own_directories=own,
-        directories=health.directories,
-        disk_free_min_bytes=health.disk_free_min_bytes,
-        plugins_dir=health.plugins_dir,
-        plugin_timeout_s=health.plugin_timeout_s,
-        visible_gpus=devices if "CUDA_VISIBLE_DEVICES" in environ else None,
-        expected_gpus=health.gpus,
-    )
-
-
 def health_file(settings: NodeSettings) -> HealthFile:
     return HealthFile(settings.state_dir / FILE, boot_id())
-
-
-def open_health(settings: NodeSettings, environ: Mapping[str, str], idle: Callable[[], bool]) -> HealthMonitor:
-    """`idle`: no runner lives on this node; called from another thread, so it must be cheap."""
-    chosen = monitor_settings(settings, environ)
-    return HealthMonitor(
-        lambda on_event: NodeChecks(chosen.targets, environ, on_event), chosen, health_file(settings), idle=idle
-    )
-
-
-def monitor_settings(settings: NodeSettings, environ: Mapping[str, str]) -> MonitorSettings:
-    health = settings.health
-    rules = HealthRules(health.strikes, float(health.cooloff_s), float(health.cooloff_max_s))
-    return MonitorSettings(check_targets(settings, environ), rules, float(health.every_s), health.all_reduce)
 
 
 def max_gpus_seen(settings: NodeSettings) -> int:

@@ -15,7 +15,6 @@ from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document, Record
 from elasticd_agent.node.health.policy import CheckHistory, HealthHistory, after_reboot
 from elasticd_agent.system.files import replace_file
-from elasticd_agent.system.procfs import read
 
 _log = logging.getLogger("elasticd.health")
 
@@ -42,7 +41,7 @@ class HealthRecord(Document):
 
 
 class HealthFile:
-    def __init__(self, path: Path | None, boot: str) -> None:
+    def __init__(self, path: Path, boot: str) -> None:
         self._path = path
         self._boot = boot
         self._warned = False
@@ -51,8 +50,6 @@ class HealthFile:
         """The most that were ever seen here, so that a GPU that is lost in a reboot is missed."""
 
     def load(self, now: float) -> HealthHistory:
-        if self._path is None:
-            return HealthHistory()
         try:
             kept = HealthRecord.from_json(self._path.read_bytes())
         except FileNotFoundError:
@@ -60,7 +57,7 @@ class HealthFile:
         except (OSError, WireError) as error:
             _log.warning("the health history of this node is lost: %s: %s", self._path, error)
             return HealthHistory()
-        self.max_gpus = kept.gpus
+        self.max_gpus = max(self.max_gpus, kept.gpus)
         self._exists = True
         same = kept.boot_id == self._boot and kept.at <= now
         then = kept.at if same else now
@@ -76,8 +73,6 @@ class HealthFile:
         return history if same else after_reboot(history)
 
     def save(self, history: HealthHistory, now: float) -> None:
-        if self._path is None:
-            return
         kept = HealthRecord(
             boot_id=self._boot,
             at=now,
@@ -104,9 +99,4 @@ class HealthFile:
 
     def was_deleted(self) -> bool:
         """A person deletes the file to reset the history."""
-        return self._path is not None and self._exists and not os.path.lexists(self._path)
-
-
-def boot_id() -> str:
-    """Different after each reboot; "" if the kernel does not report it."""
-    return read("/proc/sys/kernel/random/boot_id").decode("ascii", "replace").strip()
+        return self._exists and not os.path.lexists(self._path)

@@ -1,4 +1,4 @@
-"""The history of a runner's job for status requests: rounds, last checkpoint, step rate and steps over time.
+"""The history of a runner's job: its rounds for its exit, step rate and steps over time for status requests.
 
 Recorded where events and metrics pass through, by the loop's thread; read by the control socket's thread. Bounded.
 """
@@ -76,8 +76,6 @@ class RoundHistory:
         self.log: EventSink | None = None
         self.ended: events.JobEndedEvent | None = None
         self._rounds: deque[RoundSummary] = deque(maxlen=MAX_EXIT_ROUNDS)
-        self._started_at = time.monotonic()
-        self._checkpoint: dict[str, Any] | None = None
 
     @property
     def lost(self) -> int:
@@ -88,12 +86,10 @@ class RoundHistory:
         return tuple(self._rounds)
 
     def write(self, record: events.LogEvent) -> None:
-        wall = time.time() - (time.monotonic() - record.mono)
         match record:
             case events.RoundPublishedEvent(round=number, world_size=size, reason=reason):
+                wall = time.time() - (time.monotonic() - record.mono)
                 self._rounds.append(RoundSummary(number, size, reason, wall))
-            case events.CheckpointSavedEvent(round=number, step=step):
-                self._checkpoint = {"round": number, "step": step, "at": wall, "bytes": record.bytes}
             case events.JobEndedEvent():
                 self.ended = record
         if self.log is not None:
@@ -102,17 +98,6 @@ class RoundHistory:
     def close(self) -> None:
         if self.log is not None:
             self.log.close()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Plain values, for /status."""
-        return {
-            "age_seconds": round(time.monotonic() - self._started_at, 3),
-            "checkpoint": self._checkpoint,
-            "rounds": [
-                {"round": one.number, "world_size": one.world_size, "reason": one.reason, "at": one.at}
-                for one in self.rounds
-            ],
-        }
 
 
 class RunnerMetrics(metrics.Metrics):

@@ -202,11 +202,8 @@ class RunnerReporting(Reporting):
             return {
                 **status(),
                 **self._about,
-                "pid": os.getpid(),
                 "steps_per_second": self._metrics.steps_per_second,
                 "step_samples": self._metrics.step_track.points(),
-                "goodput": round(self.reporter.spent().goodput, 4),
-                **self._history.snapshot(),
             }
 
         def leave(request: Mapping[str, Any]) -> Mapping[str, Any]:
