@@ -25,7 +25,7 @@ from elasticd.errors import DirectoryInUse, UsageError
 from elasticd_agent.hangs.deadlines import StepHistory
 from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceCollector
-from elasticd_agent.job.join import join_job, listening_address, wait_for_route
+from elasticd_agent.job.join import JobMembership, join_job, listening_address, wait_for_route
 from elasticd_agent.job.loop import JobLoop, Message
 from elasticd_agent.job.monitor import GroupMonitor
 from elasticd_agent.job.node_name import claim_node_name
@@ -91,24 +91,12 @@ def _run(
     context.on_runtime_dir(runtime)
     claimed = claim_node_name(spec, stack)
     node = claimed.name
-    inherited = spec.base_environment(os.environ)
-    if inherited.get(ENABLE_VARIABLE) == "1":
-        timer_file = spec.cwd / (inherited.get(FILE_VARIABLE) or runtime / "file-timer")
-        stack.callback(FileTimerServer(timer_file, inbox.put, _log.warning).close)
-        inherited = {**inherited, FILE_VARIABLE: str(timer_file)}
-    base_env = worker_base_environment(inherited, spec.max_workers)
-    gpus = bool(visible_gpus(inherited))
-    preload = preload_for(spec)
-
-    memory = open_gpu_memory(gpus, inbox.put)
-    stack.callback(memory.close)
+    gpus = bool(visible_gpus(spec.base_environment(os.environ)))
 
     def start_owner() -> OwnerClient:
         return OwnerClient(runtime, inbox.put, context.kept_fds)
 
-    def make_workers(owner: OwnerClient) -> WorkerManager:
-        return WorkerManager(spec, node, base_env, preload, owner, listening_address(spec), memory)
-
+    make_workers = _worker_factory(spec, node, runtime, gpus, inbox, stack)
     owner = start_owner()
     copy_error = "" if context.own_code else use_private_code(runtime)  # takes no time: the owner's interpreter starts
     running = [make_workers(owner)]
@@ -134,31 +122,13 @@ def _run(
     )
     evidence = EvidenceCollector(runtime, inbox.put, policy.evidence_s, job=spec.job_id)
     stack.callback(evidence.close)
-    detector = HangDetector(
-        node,
-        policy,
-        evidence,
-        membership.rendezvous.report_hang,
-        reporting.reporter.hangs,
-        report_every_look=not membership.shared,
-    )
     loop = JobLoop(
         node=node,
-        rules=StepRules(
-            node,
-            policy.user_error_wait_s,
-            policy.stop_grace_s,
-            membership.incarnation,
-            multi_node=membership.shared,
-            leave_grace_s=context.leave_within_s,
-            leave_on_stop=membership.shared or context.pauses_before_stop,
-        ),
+        rules=_step_rules(policy, membership, context),
         rendezvous=membership.rendezvous,
         turn_rendezvous=membership.turn,
         address=membership.address,
-        monitor=GroupMonitor(
-            membership.rendezvous, StepHistory(policy), detector, reporting.reporter, shared=membership.shared
-        ),
+        monitor=_group_monitor(policy, membership, evidence, reporting),
         workers=running[0],
         make_workers=lambda: make_workers(start_owner()),
         prepare=WorkerSetup(spec, policy, node, runtime, reporting.logs, gpus=gpus).prepare,
@@ -174,6 +144,49 @@ def _run(
         return loop.run()
     finally:
         running[0] = loop.workers
+
+
+def _worker_factory(
+    spec: JobSpec,
+    node: str,
+    runtime: Path,
+    gpus: bool,
+    inbox: queue.SimpleQueue[Message],
+    stack: contextlib.ExitStack,
+) -> Callable[[OwnerClient], WorkerManager]:
+    """Makes the manager of an owner's workers: for the first owner, and for each that follows a killed one."""
+    inherited = spec.base_environment(os.environ)
+    if inherited.get(ENABLE_VARIABLE) == "1":
+        timer_file = spec.cwd / (inherited.get(FILE_VARIABLE) or runtime / "file-timer")
+        stack.callback(FileTimerServer(timer_file, inbox.put, _log.warning).close)
+        inherited = {**inherited, FILE_VARIABLE: str(timer_file)}
+    base_env = worker_base_environment(inherited, spec.max_workers)
+    preload = preload_for(spec)
+    memory = open_gpu_memory(gpus, inbox.put)
+    stack.callback(memory.close)
+    return lambda owner: WorkerManager(spec, node, base_env, preload, owner, listening_address(spec), memory)
+
+
+def _step_rules(policy: Policy, membership: JobMembership, context: RunContext) -> StepRules:
+    return StepRules(
+        membership.node,
+        policy.user_error_wait_s,
+        policy.stop_grace_s,
+        membership.incarnation,
+        multi_node=membership.shared,
+        leave_grace_s=context.leave_within_s,
+        leave_on_stop=membership.shared or context.pauses_before_stop,
+    )
+
+
+def _group_monitor(
+    policy: Policy, membership: JobMembership, evidence: EvidenceCollector, reporting: Reporting
+) -> GroupMonitor:
+    member, reporter, shared = membership.rendezvous, reporting.reporter, membership.shared
+    detector = HangDetector(
+        membership.node, policy, evidence, member.report_hang, reporter.hangs, report_every_look=not shared
+    )
+    return GroupMonitor(member, StepHistory(policy), detector, reporter, shared=shared)
 
 
 def use_private_code(runtime: Path) -> str:
