@@ -86,9 +86,6 @@ def _has(table: Mapping[str, Any], key: str) -> bool:
     return name in table.get(outer, {}) if dot else outer in table
 
 
-# ---- the values that count
-
-
 def settings_values(settings: NodeSettings) -> dict[str, Any]:
     """By key, as a file would have them, tables inside; None where nothing is given."""
     return {

@@ -167,8 +167,6 @@ _COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
     "explain": _explain,
 }
 
-# ---- output
-
 
 def _show(options: argparse.Namespace, found: dict[str, Any], page: Callable[[dict[str, Any]], str]) -> int:
     try:
@@ -237,9 +235,6 @@ def _content(path: Path) -> bytes:
 
 def _path(text: str | None) -> Path | None:
     return Path(text) if text else None
-
-
-# ---- the command line
 
 
 def _seconds(text: str) -> float:

@@ -281,9 +281,6 @@ def _open_store(settings: NodeSettings, journal: AgentJournal) -> Store:
     return open_store(store_rendezvous(settings), sys.executable, store_policy(settings), journal.warn)[0]
 
 
-# --- the process -----------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def signals_to_inbox(inbox: queue.SimpleQueue[Message]) -> Iterator[None]:
     """Signals become messages, also those that arrived while this process was replacing itself."""

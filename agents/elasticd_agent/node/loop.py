@@ -108,7 +108,7 @@ class NodeLoop:
         self._next_at = 0.0
         self._started_at = time.monotonic()
 
-    # --- for other threads ------------------------------------------------------------------------------------------
+    # For other threads:
 
     @property
     def settings(self) -> NodeSettings:
@@ -170,8 +170,6 @@ class NodeLoop:
     def lag_s(self) -> float:
         """How late the next turn is."""
         return max(0.0, time.monotonic() - max(self._next_at, self._last_turn_at))
-
-    # --- the loop ---------------------------------------------------------------------------------------------------
 
     def adopt(self) -> int:
         """Take over the runners of an earlier agent. Returns how many are alive."""
@@ -273,8 +271,6 @@ class NodeLoop:
         runners = self._parts.runners.alive()
         return reconcile(self._cluster_view, self.status.node, runners, self._outcomes, self._draining, now)
 
-    # --- the store --------------------------------------------------------------------------------------------------
-
     def _sync_with_store(self, now: float) -> None:
         """Read the store's records and write this node's. Without the store the last known records apply."""
         try:
@@ -354,8 +350,6 @@ class NodeLoop:
                 self._cache.invalidate(keys.SUBMISSIONS + spec.job)
         self._missing_since = None
 
-    # --- the node's status ------------------------------------------------------------------------------------------
-
     def _update_status(self, runners: tuple[RunnerStatus, ...]) -> bool:
         """True if the status has changed."""
         state, why = self._state()
@@ -377,8 +371,6 @@ class NodeLoop:
         if cordon is not None:
             return "cordoned", cordon.reason
         return "ready", ""
-
-    # --- the end ----------------------------------------------------------------------------------------------------
 
     def close(self, *, leaves: bool) -> None:
         """Give up the scheduler's role; `leaves`: also delete the node's status. Raises nothing."""

@@ -107,7 +107,7 @@ class Participant:
         self._since: dict[tuple[str, int, int], float] = {}
         self._undecodable: set[str] = set()
 
-    # ---- for torchrun's thread
+    # For torchrun's thread:
 
     def join(self, member: TorchrunMember, deadline: float) -> TorchrunRound | JobClosed | JoinTimedOut:
         """Wait for a round with this member. Raises StoreUnavailable after a long outage, StoreRefused, WireError.
@@ -213,7 +213,7 @@ class Participant:
         self._urgent = True
         self._wake.set()
 
-    # ---- the thread
+    # The thread:
 
     def _run(self) -> None:
         while not self._stopping:

@@ -53,8 +53,6 @@ class ClusterReader:
     local: LocalJobs
     peers: Peers
 
-    # ---- progress
-
     def progress(self, view: ClusterView, job: Submission, nodes: Collection[str], now: float) -> JobProgress | None:
         """The merged knowledge of the job's nodes, this node's first; None if no node has any."""
         own = self._own_progress(job, now)
@@ -101,8 +99,6 @@ class ClusterReader:
 
         ask(True, meanwhile=lambda: ask(False))
         return {node: one if isinstance(one, str) else _decoded(one) for node, one in found.items()}
-
-    # ---- logs
 
     def logs(self, view: ClusterView, job: Submission, current: Round | None, request: LogRequest) -> LogChunk:
         """`current`: the job's current Round, if known. Raises NotFound, NodesUnavailable."""
@@ -161,8 +157,6 @@ class ClusterReader:
             ranks = listing(rank_logs.ranks_with_logs(self._files(job), rounds[-1]))
             there = f"; {self.local.node} has rounds {rounds[0]} to {rounds[-1]}, of the last one ranks {ranks}"
         return NotFound(f"job {job.job!r} has no log {request} on {listing(nodes) if nodes else 'any node'}{there}")
-
-    # ---- both
 
     def gather(
         self,

@@ -145,7 +145,7 @@ class JobTimeline:
             rounds=tuple(self.history(now)[-MAX_SHOWN_ROUNDS:]),
         )
 
-    # ---- one method for each kind of event: the ledger first, since it needs the state before the event
+    # One method for each kind of event: the ledger first, since it needs the state before the event.
 
     def _on_round_published(self, line: _Line) -> None:
         fields = line.fields
@@ -244,8 +244,6 @@ class JobTimeline:
         self._end_training(self._training_round, line.at)
         self.ended_at = line.at
         self.restarts = max(self.restarts, _whole(line.fields.get("restarts")) or 0)
-
-    # ---- what they share
 
     def _detect_clock_step(self, at: float, number: int, line: Mapping[str, Any]) -> None:
         """A clock that is set is no time that has passed. Two lines of one round are compared: between rounds the node

@@ -52,8 +52,6 @@ class JobService:
     def __post_init__(self) -> None:
         self._cluster = ClusterReader(self.local, self.peers)
 
-    # ---- jobs
-
     def jobs(self) -> tuple[list[JobSummary], list[str]]:
         """Every job, and a sentence for each record in the store that cannot be read."""
         problems: list[str] = []
@@ -109,8 +107,6 @@ class JobService:
             "leaving": sorted(views.nodes_still_running(runners)),
         }
 
-    # ---- nodes
-
     def nodes(self) -> tuple[list[NodeSummary], list[str]]:
         """Every node, and a sentence for each record in the store that cannot be read."""
         problems: list[str] = []
@@ -128,8 +124,6 @@ class JobService:
         if not job_queue.uncordon(self.store, node):
             raise Conflict(f"node {node!r} is not cordoned")
         return {"node": node}
-
-    # ---- data on the nodes
 
     def logs(self, name: str, request: LogRequest) -> LogChunk:
         """A piece of a rank's output, from the node that has it. Raises NotFound, NodesUnavailable."""
@@ -156,8 +150,6 @@ class JobService:
         own = lambda: self.local.explain(name, submission.number, round)  # noqa: E731
         nodes = self._cluster.candidate_nodes(view, submission)
         return {"job": name, "nodes": self._cluster.gather(view, nodes, own, question, READ_TIMEOUT_S)}
-
-    # ---- inside
 
     def _view(self, log: Callable[[str], None] = job_queue.ignore) -> ClusterView:
         return job_queue.read_view(self.store, log, self.cache)

@@ -137,8 +137,6 @@ class DashboardRoutes:
         except (NodesUnavailable, DeadlineExceeded) as error:
             return self._error_page(504, "No answer", str(error) or "the disk does not answer", request)
 
-    # ---- the pages
-
     def _page(self, request: HttpRequest) -> HttpResponse:
         match [unquote(word, errors="replace") for word in request.path.split("/")[1:]]:
             case [""]:
@@ -244,8 +242,6 @@ class DashboardRoutes:
     def _error_page(self, code: int, title: str, why: str, request: HttpRequest) -> HttpResponse:
         content = [tag("h1", title), layout.banner("bad", why), tag("p", tag("a", "Jobs and nodes", href="/"))]
         return self._render(request, f"{title} · elasticd", *content, code=code)
-
-    # ---- login
 
     def _login(self, request: HttpRequest) -> HttpResponse:
         form = _form(request)

@@ -74,8 +74,6 @@ class CheckRunner:
             self._turn()
         self._kill_descendants()
 
-    # ---- starting
-
     def _directory(self, one: dict[str, Any], request: dict[str, Any]) -> Callable[[], None]:
         def ask() -> None:
             found = directories.check_directory(one["check"], one["path"], one["free_min_bytes"], one["made"])
@@ -106,8 +104,6 @@ class CheckRunner:
         now = time.monotonic()
         self._children[pid] = CheckChild(check, pid, ours, now, now + within_s, read)
         self._selector.register(ours, selectors.EVENT_READ, self._children[pid])
-
-    # ---- waiting
 
     def _turn(self) -> None:
         until = min(child.until for child in self._children.values())

@@ -69,8 +69,6 @@ class NodeChecks:
         devices = self._settings.devices(self._environ)[:slots]
         return check_all_reduce(sys.executable, range(slots), devices, self._environ, stop=self._stop.fileno())
 
-    # ---- GPUs
-
     def _gpus(self, most: int) -> list[CheckResult]:
         devices, visible = self._settings.devices(self._environ), self._visible_gpus()
         expected = self._settings.health.gpus
@@ -106,8 +104,6 @@ class NodeChecks:
             return [CheckResult(gpu_checks.XIDS, "passed", "none since the last check")]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         return [CheckResult(gpu_checks.XIDS, "failed", found[0].why + more, certain=True)]
-
-    # ---- directories and plugins
 
     def _directories_and_plugins(self) -> list[CheckResult]:
         settings, health = self._settings, self._settings.health

@@ -118,7 +118,7 @@ class HealthMonitor:
         if not self._thread.is_alive():
             self._checks.close()
 
-    # ---- the thread
+    # The thread:
 
     def _run(self) -> None:
         check_at, posted = time.monotonic(), self.current()

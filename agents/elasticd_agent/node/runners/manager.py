@@ -125,8 +125,6 @@ class RunnerManager:
         for runner in self._runners.values():
             runner.close()
 
-    # --- current state ----------------------------------------------------------------------------------------------
-
     def alive(self) -> tuple[LocalRunner, ...]:
         """Safe from any thread."""
         return tuple(runner.summary for runner in list(self._runners.values()))
@@ -179,8 +177,6 @@ class RunnerManager:
         except FileNotFoundError:
             return []
 
-    # --- starting ---------------------------------------------------------------------------------------------------
-
     def start(self, spec: RunnerSpec, account: Account, secrets: StoreSecrets) -> int:
         """Start a runner; its pid. Raises OSError if its folder or process cannot be created, UsageError."""
         files = self._folder(spec, account)
@@ -226,8 +222,6 @@ class RunnerManager:
             finally:
                 os.close(folder)
         return files
-
-    # --- ending -----------------------------------------------------------------------------------------------------
 
     def request_stop(self, job: str, number: int, why: str, within_s: float) -> bool:
         """SIGTERM; `poll` escalates after `within_s`. False: there is no such runner, or its stop was requested."""
@@ -343,8 +337,6 @@ class RunnerManager:
         trees = procfs.trees(found, procfs.scan().values())
         pids = {pid for tree in trees.values() for pid in tree if own(pid)}
         return [process for process in map(ProcessIdentity.of, pids) if process is not None]
-
-    # --- identity ---------------------------------------------------------------------------------------------------
 
     def _identify(self, runner: ManagedRunner) -> None:
         """Open a pidfd for the process that has the lock, which can never refer to another process."""

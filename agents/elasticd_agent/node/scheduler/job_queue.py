@@ -36,9 +36,6 @@ def ignore(sentence: str) -> None:
     """For callers that do not report undecodable records."""
 
 
-# ---- reading
-
-
 def cached_view(cache: StoreCache) -> ClusterView:
     """The records that `cache` keeps current, without node statuses."""
     return ClusterView(
@@ -59,9 +56,6 @@ def read_view(store: Store, log: Callable[[str], None] = ignore, cache: StoreCac
         placements=tuple(cache.read_records(names.PLACEMENTS, Placement, log)),
         results=tuple(cache.read_records(names.RESULTS, JobResult, log)),
     )
-
-
-# ---- requests
 
 
 def submit(
@@ -155,9 +149,6 @@ def uncordon(store: Store, node: str) -> bool:
     """The node takes jobs again. False: it was not cordoned."""
     check_identifier("node", node)
     return store.delete(names.CORDONS + node)
-
-
-# ---- steps
 
 
 def _next_number(store: Store) -> int:

@@ -90,9 +90,6 @@ def head_of_queue(view: ClusterView) -> Submission | None:
     return None
 
 
-# ---- nodes
-
-
 @dataclass(slots=True)
 class _Node:
     status: NodeStatus
@@ -155,9 +152,6 @@ def _absent(node: str) -> str:
 
 def _with_reason(what: str, why: str) -> str:
     return f"{what}: {why}" if why else what
-
-
-# ---- jobs
 
 
 @dataclass(slots=True)
@@ -249,9 +243,6 @@ def _lost_reason(assignment: SlotAssignment, job: _Job, node: _Node, view: Clust
     return f"{name} has {count(node.status.slots, 'slot')} now"
 
 
-# ---- the rules
-
-
 def _restore_minimum(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
     """Rule 2. The youngest job short of nodes releases its slots first: what it frees may help the others."""
     while True:
@@ -333,9 +324,6 @@ def _fits_empty(job: _Job, node: _Node) -> bool:
     name = node.status.node
     usable = not node.unschedulable or (node.absent and node.unschedulable == _absent(name))
     return usable and name not in job.refusals and node.status.slots >= job.submission.min_slots
-
-
-# ---- sentences
 
 
 def _request(submission: Submission) -> str:

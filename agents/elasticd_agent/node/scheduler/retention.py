@@ -162,9 +162,6 @@ def _move(store: Store, lease: Lease, key: str, kind: type[Placement] | type[Job
     return lease.put(key, found.value, found.version) is not None
 
 
-# ---- files
-
-
 def remove_files(
     state: Path,
     needed: Collection[tuple[str, int]],

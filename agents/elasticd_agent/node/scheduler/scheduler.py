@@ -100,8 +100,6 @@ class Scheduler:
             self._key_watch = None
         self._key.withdraw()
 
-    # ---- the key
-
     def _hold_key(self, now: float) -> bool:
         if not self._key.renew(now):
             if now < self._try_at:
@@ -143,8 +141,6 @@ class Scheduler:
     def _key_changed(self, key: str) -> None:
         self._try_at = 0.0
         self.changed()
-
-    # ---- scheduling
 
     def _schedule(self, now: float) -> None:
         self._records.refresh(now, REFRESH_S)
@@ -203,8 +199,6 @@ class Scheduler:
                 self._sentences.append(f"the records of job {result.job}, number {result.number}, were removed")
             else:
                 self._not_removed[result.job, result.number] = now + RETRY_REMOVAL_S
-
-    # ---- the view
 
     def _view(self, now: float) -> ClusterView:
         nodes, undecodable = self._records.decoded(names.NODES, NodeStatus)
