@@ -19,7 +19,7 @@ class PublishingAgent:
         self.card = NodeStatus(node, incarnation or f"i-{node}", 4)
         self.store = InterruptedStore(memory)
         self.announcement = NodeStatusPublisher(self.store, self.card, 3.0, 1.0)
-        self.placer = Scheduler(self.store, node, self.card.incarnation, announce=self.announcement.announce_with_node)
+        self.placer = Scheduler(self.store, node, self.card.incarnation, announce=self.announcement.key.announce_beside)
 
     def turn(self, clock: Clock) -> list[str]:
         self.announcement.turn(self.card, clock.now)
@@ -27,7 +27,7 @@ class PublishingAgent:
 
     def close(self) -> None:
         self.placer.close()
-        self.announcement.withdraw()
+        self.announcement.key.withdraw()
 
 
 @pytest.fixture

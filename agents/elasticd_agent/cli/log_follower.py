@@ -37,8 +37,6 @@ class LogQuery:
 
 @dataclass(slots=True)
 class _Stream:
-    """The read position in one of a rank's streams."""
-
     name: str
     out: BinaryIO
     offset: int = 0

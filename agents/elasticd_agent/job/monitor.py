@@ -10,7 +10,6 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from elasticd.heartbeat.worker_events import WorkerEvent
 from elasticd_agent.hangs.deadlines import StepHistory
@@ -19,6 +18,7 @@ from elasticd_agent.hangs.evidence import EvidenceTarget
 from elasticd_agent.hangs.observer import GroupObserver, Observation
 from elasticd_agent.hangs.stragglers import WaitCounter
 from elasticd_agent.job import exit_cause
+from elasticd_agent.job.listener import JobListener
 from elasticd_agent.model.messages import FirstStep
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous.member import RendezvousMember
@@ -34,10 +34,6 @@ HASTENED_S = 0.3
 """After another agent has probed this one, which is a sign of a failure."""
 REPORT_CHECKPOINT_S = 10.0
 """How often other nodes are informed of a new checkpoint: a Round only proposes one, and rank 0 looks itself."""
-
-
-class ObservationListener(Protocol):
-    def on(self, event: Observation, now: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ class GroupMonitor:
         rendezvous: RendezvousMember,
         history: StepHistory,
         detector: HangDetector,
-        listener: ObservationListener,
+        listener: JobListener,
         *,
         shared: bool,
     ) -> None:

@@ -228,7 +228,6 @@ def preload_for(spec: JobSpec) -> Preload:
 
 
 def status(spec: JobSpec, loop: JobLoop) -> dict[str, Any]:
-    """The content of /status."""
     round, seen = loop.round, loop.observation
     return {
         "job": spec.job_id,

@@ -164,7 +164,7 @@ def _open_parts(
         renewal_s,
         float(settings.adopt_timeout_s),
         changed=wake,
-        announce=registration.announce_with_node,
+        announce=registration.key.announce_beside,
         retention_s=float(settings.keep_ended_s),
         cache=cache,
     )
@@ -339,7 +339,6 @@ def _exec_replacement(notifier: Notifier, inbox: queue.SimpleQueue[Message]) -> 
 
 
 def _own_command(without: str = "") -> list[str]:
-    """The command line of this process."""
     return [sys.executable, *(word for word in sys.orig_argv[1:] if word != without)]
 
 

@@ -283,7 +283,7 @@ class NodeLoop:
                     )
             self._cache.watch(self, job_queue.CACHED)
             if self._cache.refresh(now, REREAD_S):
-                self._registration.check()
+                self._registration.key.check()
             self._cluster_view = job_queue.cached_view(self._cache)
             self._publish_results()
             self._resubmit_missing(now)
@@ -351,7 +351,6 @@ class NodeLoop:
         self._missing_since = None
 
     def _update_status(self, runners: tuple[RunnerStatus, ...]) -> bool:
-        """True if the status has changed."""
         state, why = self._state()
         if state != self.status.state and state != "draining":
             self._parts.journal.event(
@@ -375,7 +374,7 @@ class NodeLoop:
     def close(self, *, leaves: bool) -> None:
         """Give up the scheduler's role; `leaves`: also delete the node's status. Raises nothing."""
         self._cache.unwatch(self)
-        for release in (self._parts.scheduler.close, *([self._registration.withdraw] if leaves else [])):
+        for release in (self._parts.scheduler.close, *([self._registration.key.withdraw] if leaves else [])):
             try:
                 release()
             except (StoreUnavailable, StoreRefused):

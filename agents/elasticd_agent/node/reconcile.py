@@ -38,8 +38,6 @@ class LocalRunner:
 
 @dataclass(frozen=True, slots=True)
 class RunnerEnd:
-    """A runner that has ended."""
-
     spec: RunnerSpec
     exit: RunnerExit | None
     """None: it was killed or crashed before it could write its exit."""

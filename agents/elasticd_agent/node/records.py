@@ -31,8 +31,6 @@ def _check_name(what: str, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Submission(Document):
-    """A submitted job."""
-
     NAMED_BY: ClassVar[str] = "job"
 
     job: str
@@ -64,8 +62,6 @@ class Submission(Document):
 
 @dataclass(frozen=True, slots=True)
 class SlotAssignment(Record):
-    """A job's slots on one node."""
-
     node: str
     slots: tuple[int, ...]
 

@@ -19,7 +19,7 @@ from elasticd_agent.model.keys import decode_record
 from elasticd_agent.model.version import version
 from elasticd_agent.node import keys
 from elasticd_agent.node.records import NodeStatus
-from elasticd_agent.store import Lease, Store
+from elasticd_agent.store import Store
 from elasticd_agent.store.lease import LeasedKey, RenewalListener, ignore_renewals
 from elasticd_agent.system import procfs
 from elasticd_agent.system.devices import cpu_count
@@ -30,7 +30,7 @@ class NameTaken(ElasticdError):
 
 
 class NodeStatusPublisher:
-    """Belongs to one thread. Every method may raise StoreUnavailable."""
+    """Belongs to one thread. Every method, and those of `key`, the status in the store, may raise StoreUnavailable."""
 
     def __init__(
         self,
@@ -41,36 +41,24 @@ class NodeStatusPublisher:
         on_renewal: RenewalListener = ignore_renewals,
     ) -> None:
         self._status = status
-        self._key = LeasedKey(
+        self.key = LeasedKey(
             store, keys.NODES + status.node, lease_s, renewal_s, is_own=self._is_own, on_renewal=on_renewal
         )
 
     @property
     def registered(self) -> bool:
-        return self._key.lease is not None
+        return self.key.lease is not None
 
     def turn(self, status: NodeStatus, now: float) -> bool:
         """Have `status` in the store. True if the node was registered anew. Raises NameTaken."""
-        alive = self._key.renew(now)
-        if alive and (status == self._status or self._key.replace(status.to_json())):
+        alive = self.key.renew(now)
+        if alive and (status == self._status or self.key.replace(status.to_json())):
             self._status = status
             return False
-        if not self._key.create(status.to_json(), now, self._may_replace):
-            raise StoreUnavailable(f"{self._key.key}: other agents write it as fast as this one")
+        if not self.key.create(status.to_json(), now, self._may_replace):
+            raise StoreUnavailable(f"{self.key.key}: other agents write it as fast as this one")
         self._status = status
         return True
-
-    def check(self) -> None:
-        """Give the lease up if the status was deleted; the next turn registers the node again."""
-        self._key.check()
-
-    def withdraw(self) -> None:
-        """Delete the status. On StoreUnavailable it expires by itself."""
-        self._key.withdraw()
-
-    def announce_with_node(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
-        """See LeasedKey.announce_beside."""
-        return self._key.announce_beside(key, value, ttl_s)
 
     def _may_replace(self, value: bytes) -> bool:
         other = self._decode(value)
@@ -88,7 +76,7 @@ class NodeStatusPublisher:
 
     def _decode(self, value: bytes) -> NodeStatus | None:
         try:
-            return decode_record(NodeStatus, self._key.key, value)
+            return decode_record(NodeStatus, self.key.key, value)
         except WireError:
             return None
 

@@ -54,7 +54,6 @@ class WatchdogMonitor:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The variables for the monitored process."""
         return {"NOTIFY_SOCKET": f"@{self._address}", "WATCHDOG_USEC": str(round(self.timeout_s * 1e6))}
 
     def reset(self) -> None:

@@ -48,8 +48,6 @@ MAX_LEASE_FACTOR = 8
 
 @dataclass(frozen=True, slots=True)
 class JobClosed(Document):
-    """The job has ended for all nodes."""
-
     closed_by: str
 
 

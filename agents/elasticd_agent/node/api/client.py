@@ -76,7 +76,6 @@ class Reply:
 
     @property
     def why(self) -> str:
-        """The sentence of an error."""
         try:
             return str(self.document().get("error", f"HTTP {self.code}"))
         except Unreachable:

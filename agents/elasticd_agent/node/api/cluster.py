@@ -7,7 +7,7 @@ its result say where to look first; a node that does not answer is named.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
@@ -79,9 +79,8 @@ class ClusterReader:
     def _peer_progress(
         self, view: ClusterView, job: Submission, nodes: Collection[str], is_member: bool
     ) -> dict[str, JobProgress | str]:
-        """By node: its answer, or why there is none."""
         # A job that is pending again after it ran has its history on the nodes that had it.
-        past = [] if nodes or is_member else list(self._candidates(view, job, None))[:MAX_HISTORY_NODES]
+        past = [] if nodes or is_member else self.candidate_nodes(view, job)[:MAX_HISTORY_NODES]
         placement = views.placement_of(view, job)
         left = () if placement is None else placement.previous_nodes  # they have its older rounds
         known = addresses(view, dict.fromkeys([*nodes, *past, *left]))
@@ -103,7 +102,8 @@ class ClusterReader:
     def logs(self, view: ClusterView, job: Submission, current: Round | None, request: LogRequest) -> LogChunk:
         """`current`: the job's current Round, if known. Raises NotFound, NodesUnavailable."""
         owner = _node_of_rank(current, request)
-        nodes = [request.node] if request.node else list(dict.fromkeys([*owner, *self._candidates(view, job, current)]))
+        candidates = [*owner, *self.candidate_nodes(view, job, current)]
+        nodes = [request.node] if request.node else list(dict.fromkeys(candidates))
         best: LogChunk | None = None
         problems: dict[str, str] = {}
         until = time.monotonic() + LOG_SEARCH_TIMEOUT_S
@@ -180,19 +180,15 @@ class ClusterReader:
             rows[self.local.node] = own[0]
         return [{**rows.get(node, {"error": _NOT_REGISTERED}), "node": node} for node in names]
 
-    def candidate_nodes(self, view: ClusterView, job: Submission) -> list[str]:
-        """Every node that may have data of the job."""
-        return list(self._candidates(view, job, None))
-
-    def _candidates(self, view: ClusterView, job: Submission, current: Round | None) -> Iterator[str]:
-        yield self.local.node
+    def candidate_nodes(self, view: ClusterView, job: Submission, current: Round | None = None) -> list[str]:
+        """Every node that may have data of the job, this one first. `current`: the job's current Round, if known."""
         placement = views.placement_of(view, job)
         result = view.result(job.job, job.number)
         named = [] if placement is None else [one.node for one in placement.assignments]
         named += [] if current is None else [member.node for member in current.members]
         named += [] if result is None else list(result.nodes)
         named += [one.node for one in view.nodes]  # nodes that the job has left have its older rounds
-        yield from (node for node in dict.fromkeys(named) if node != self.local.node)
+        return list(dict.fromkeys([self.local.node, *named]))
 
     def _files(self, job: Submission) -> JobFiles:
         return self.local.files(job.job, job.number)

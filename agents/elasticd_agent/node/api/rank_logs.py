@@ -28,8 +28,6 @@ _MAX_ENTRIES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class LogRequest:
-    """Which piece of which log."""
-
     rank: int = 0
     round: int | None = None
     """None: the rank's newest."""
@@ -56,14 +54,12 @@ class LogRequest:
         return f"of rank {self.rank}" + ("" if self.round is None else f" in round {self.round}") + f" ({self.stream})"
 
 
-def rounds_with_logs(files: JobFiles, rank: int | None = None) -> list[int]:
-    """The rounds that have logs here, ascending; with `rank`, logs of that rank."""
-    found = sorted(_numbered_entries(files, (), _ROUND))
-    return found if rank is None else [number for number in found if rank in ranks_with_logs(files, number)]
+def rounds_with_logs(files: JobFiles) -> list[int]:
+    """The rounds that have logs here, ascending."""
+    return sorted(_numbered_entries(files, (), _ROUND))
 
 
 def ranks_with_logs(files: JobFiles, number: int) -> list[int]:
-    """The ranks whose logs of a round are here."""
     return sorted(_numbered_entries(files, (f"round-{number}",), _RANK))
 
 

@@ -54,15 +54,15 @@ class ApiRoutes:
     """Safe to call from many threads at once."""
 
     def __init__(self, service: JobService, pages: MonitoringPages) -> None:
-        self.service = service
+        self.service, local = service, service.local
         self.table = RouteTable(
             {
                 **pages.handlers(),
                 "GET /v1/jobs": lambda request: _listing("jobs", *service.jobs()),
                 "POST /v1/jobs": self._submit,
                 "GET /v1/jobs/*": lambda request, job: json_response(service.job(job).to_dict()),
-                "POST /v1/jobs/*/cancel": self._cancel,
-                "GET /v1/jobs/*/logs": self._logs,
+                "POST /v1/jobs/*/cancel": lambda request, job: json_response(service.cancel(job, request.requested_by)),
+                "GET /v1/jobs/*/logs": lambda request, job: _log_response(service.logs(job, _log_request(request))),
                 "POST /v1/jobs/*/dump": lambda request, job: json_response(service.dump(job)),
                 "GET /v1/jobs/*/explain": self._explain,
                 "GET /v1/nodes": lambda request: _listing("nodes", *service.nodes()),
@@ -72,7 +72,7 @@ class ApiRoutes:
                 # For other agents: what this node has itself, without the store.
                 "GET /v1/local/jobs/*": self._local_progress,
                 "GET /v1/local/jobs/*/logs": self._local_logs,
-                "POST /v1/local/jobs/*/dump": self._local_dump,
+                "POST /v1/local/jobs/*/dump": lambda request, job: json_response(local.dump(job, _job_number(request))),
                 "GET /v1/local/jobs/*/explain": self._local_explain,
             },
             hidden="/v1/local",
@@ -106,12 +106,6 @@ class ApiRoutes:
         name, token = query.get("id") or None, query.get("token", "")
         return json_response(self.service.submit(request.body, kind, name, request.requested_by, token), 201)
 
-    def _cancel(self, request: HttpRequest, job: str) -> HttpResponse:
-        return json_response(self.service.cancel(job, request.requested_by))
-
-    def _logs(self, request: HttpRequest, job: str) -> HttpResponse:
-        return _log_response(self.service.logs(job, _log_request(_query(request))))
-
     def _explain(self, request: HttpRequest, job: str) -> HttpResponse:
         return json_response(self.service.explain(job, _integer(_query(request), "round")))
 
@@ -127,14 +121,11 @@ class ApiRoutes:
         return json_response(local.progress(job, number, self.service.clock(), brief=brief).to_dict())
 
     def _local_logs(self, request: HttpRequest, job: str) -> HttpResponse:
-        local, number, log_request = self.service.local, _job_number(request), _log_request(_query(request))
+        local, number, log_request = self.service.local, _job_number(request), _log_request(request)
         found = local.logs(job, number, log_request)
         if found is None:
             raise NotFound(f"{local.node} has no log {log_request} of job {job!r} number {number}")
         return _log_response(found)
-
-    def _local_dump(self, request: HttpRequest, job: str) -> HttpResponse:
-        return json_response(self.service.local.dump(job, _job_number(request)))
 
     def _local_explain(self, request: HttpRequest, job: str) -> HttpResponse:
         round = _integer(_query(request), "round")
@@ -171,7 +162,8 @@ def _job_number(request: HttpRequest) -> int:
     return number
 
 
-def _log_request(query: Mapping[str, str]) -> LogRequest:
+def _log_request(request: HttpRequest) -> LogRequest:
+    query = _query(request)
     stream = query.get("stream", "stdout")
     if stream not in get_args(LogStream):
         raise HttpError(400, f"stream={stream[:40]!r}: one of {', '.join(get_args(LogStream))}")

@@ -108,13 +108,12 @@ class NodeChecks:
     def _directories_and_plugins(self) -> list[CheckResult]:
         settings, health = self._settings, self._settings.health
         own = [path for path in (settings.state_dir, settings.log_dir) if path is not None]  # the agent makes them
-        found = plugins.find(health.plugins_dir)
-        results = [*found.refused]
+        found, results = plugins.find(health.plugins_dir)
         requested: dict[str, list[dict[str, Any]]] = {"directories": [], "plugins": []}
         for path, made in {**dict.fromkeys(own, True), **dict.fromkeys(health.directories, False)}.items():
             one = {"check": f"disk {path}", "path": str(path), "free_min_bytes": health.disk_free_min_bytes}
             requested["directories"].append({**one, "made": made})
-        for path in found.run:
+        for path in found:
             requested["plugins"].append({"check": plugins.check_name(path), "path": str(path)})
         for kind, ones in requested.items():
             hanging = {one["check"]: why for one in ones if (why := self._hang_reason(one["check"]))}

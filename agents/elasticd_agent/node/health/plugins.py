@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd_agent.node.health.result import CheckResult, skipped
@@ -31,28 +30,21 @@ MAX_PLUGINS = 64
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-@dataclass(frozen=True, slots=True)
-class PluginList:
-    run: tuple[Path, ...]
-    refused: tuple[CheckResult, ...]
-    """A skipped result for each one that is not run."""
-
-
 def check_name(plugin: Path) -> str:
     return f"plugin {plugin.name}"
 
 
-def find(directory: Path) -> PluginList:
-    """Sorted by name; none in a missing directory."""
+def find(directory: Path) -> tuple[list[Path], list[CheckResult]]:
+    """The plugins by name, none in a missing directory; and a skipped result for each one that is not run."""
     try:
         why = _unsafe(directory, directory.stat())
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
-        return PluginList((), ())
+        return [], []
     except OSError as error:
-        return PluginList((), (skipped("plugins", f"{directory} cannot be read: {error.strerror}"),))
+        return [], [skipped("plugins", f"{directory} cannot be read: {error.strerror}")]
     if why:
-        return PluginList((), (skipped("plugins", f"none is run: {directory} {why}"),))
+        return [], [skipped("plugins", f"none is run: {directory} {why}")]
     run: list[Path] = []
     refused: list[CheckResult] = []
     for path in (directory / name for name in names if _NAME.fullmatch(name) and not name.endswith(_BACKUP_SUFFIXES)):
@@ -70,7 +62,7 @@ def find(directory: Path) -> PluginList:
             refused.append(skipped(check_name(path), f"not run: {path} {why}"))
         else:
             run.append(path)
-    return PluginList(tuple(run), tuple(refused))
+    return run, refused
 
 
 def environment(node: str, slots: int) -> dict[str, str]:

@@ -81,18 +81,16 @@ def write_owner(fd: int, pid: int | None = None) -> None:
         os.pwrite(fd, f"{named}\n".ljust(OWNER_BYTES).encode(), 0)
 
 
-def is_locked(path: Path) -> bool:
-    """True while a process has the lock at `path`, or if that cannot be determined."""
+def is_locked(path: Path, *, exclusive: bool = False) -> bool:
+    """True while a process has the lock, with `exclusive` also a shared one, or if that cannot be determined."""
     try:
-        fd = open_plain(path, os.O_RDONLY)
+        fd = open_plain(path, os.O_RDWR if exclusive else os.O_RDONLY)
     except FileNotFoundError:
         return False
     except OSError:
         return True
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:

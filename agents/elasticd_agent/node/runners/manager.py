@@ -49,8 +49,6 @@ SIGN_GRACE_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class ManagedRunner:
-    """A runner with at least one process, its own or one that it started."""
-
     spec: RunnerSpec
     files: JobFiles
     state: Literal["starting", "running", "leaving"] = "starting"

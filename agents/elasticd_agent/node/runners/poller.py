@@ -43,7 +43,6 @@ class RunnerPoller:
         self._thread.start()
 
     def set_targets(self, runners: Mapping[Key, tuple[JobFiles, ProcessIdentity]]) -> None:
-        """Poll exactly these runners from now on."""
         with self._lock:
             self._targets = dict(runners)
             self._changed = True

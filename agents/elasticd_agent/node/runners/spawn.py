@@ -38,8 +38,6 @@ class NotAllowed(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The user of a runner."""
-
     name: str
     uid: int
     gid: int

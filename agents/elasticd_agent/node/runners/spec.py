@@ -81,8 +81,6 @@ def _unnamed_file(text: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class RunnerSpec(Document):
-    """One run of one job on one node."""
-
     job: str
     number: int
     node: str
@@ -184,7 +182,6 @@ def reserve_exit_space(files: JobFiles) -> None:
 
 
 def exit_for(spec: RunnerSpec, exit_code: int, reason: str, rounds: Sequence[RoundSummary], step: int) -> RunnerExit:
-    """The exit for this exit code."""
     outcomes: dict[int, Outcome] = {0: "succeeded", 1: "failed", 2: "refused"}
     outcome = outcomes.get(exit_code, "left")
     kept = tuple(rounds)[-MAX_EXIT_ROUNDS:]

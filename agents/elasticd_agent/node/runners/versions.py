@@ -12,6 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
+from elasticd_agent.node.runners import liveness
 from elasticd_agent.system import installation
 
 _LOCK = "lock"
@@ -49,21 +50,5 @@ def remove_unused(state: Path, own: Path) -> None:
     """Remove the copies of other versions that no process uses."""
     with contextlib.suppress(OSError):
         for copy in (state / "versions").iterdir():
-            if copy != own and not _in_use(copy):
+            if copy != own and not liveness.is_locked(copy / _LOCK, exclusive=True):
                 shutil.rmtree(copy, ignore_errors=True)
-
-
-def _in_use(copy: Path) -> bool:
-    try:
-        fd = os.open(copy / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False

@@ -46,7 +46,6 @@ class ClusterView:
         return next((r for r in self.results if (r.job, r.number) == (job, number)), None)
 
     def unfinished(self) -> tuple[Submission, ...]:
-        """In the order of submission."""
         finished = {r.job: r.number for r in self.results}
         found = [s for s in self.submissions if s.number > finished.get(s.job, 0) and not s.removed]
         return tuple(sorted(found, key=lambda s: (s.number, s.job)))

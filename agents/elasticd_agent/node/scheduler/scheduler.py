@@ -73,7 +73,6 @@ class Scheduler:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this agent is the scheduler."""
         return self.version is not None
 
     def turn(self, now: float) -> list[str]:
