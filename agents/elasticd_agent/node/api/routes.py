@@ -54,7 +54,7 @@ class ApiRoutes:
     """Safe to call from many threads at once."""
 
     def __init__(self, service: JobService, pages: MonitoringPages) -> None:
-        self.service, local = service, service.local
+        self.service = service
         self.table = RouteTable(
             {
                 **pages.handlers(),
@@ -72,7 +72,7 @@ class ApiRoutes:
                 # For other agents: what this node has itself, without the store.
                 "GET /v1/local/jobs/*": self._local_progress,
                 "GET /v1/local/jobs/*/logs": self._local_logs,
-                "POST /v1/local/jobs/*/dump": lambda request, job: json_response(local.dump(job, _job_number(request))),
+                "POST /v1/local/jobs/*/dump": self._local_dump,
                 "GET /v1/local/jobs/*/explain": self._local_explain,
             },
             hidden="/v1/local",
@@ -126,6 +126,9 @@ class ApiRoutes:
         if found is None:
             raise NotFound(f"{local.node} has no log {log_request} of job {job!r} number {number}")
         return _log_response(found)
+
+    def _local_dump(self, request: HttpRequest, job: str) -> HttpResponse:
+        return json_response(self.service.local.dump(job, _job_number(request)))
 
     def _local_explain(self, request: HttpRequest, job: str) -> HttpResponse:
         round = _integer(_query(request), "round")
