@@ -36,7 +36,7 @@ def after_visits(learned: LearnedDurations, seconds: float, times: int) -> Learn
 
 
 def deadline(learned: LearnedDurations, phase: str = "step", policy: Policy = SHARP, *, stepped: bool = True) -> float:
-    return learning.deadline_s(learned, phase, stepped, has_checkpoint=True, policy=policy)
+    return learning.deadline_s(learned, phase, stepped, policy)
 
 
 def margins(steps: Iterable[float], policy: Policy = SHARP) -> list[float]:
@@ -60,7 +60,6 @@ def test_deadline_of_equal_steps() -> None:
     assert deadline(after([60, 9] + [0.02] * 500)) == 0.5, "the floor"
     assert deadline(after([60, 9] + [0.2] * 500)) == pytest.approx(1.0), "five times a step"
     assert deadline(after([0.2] * 500), policy=Policy()) == 5
-    assert learning.deadline_s(after([0.2] * 500), "step", True, has_checkpoint=False, policy=Policy()) == 60
 
 
 def test_young_job_gets_more_time() -> None:
@@ -68,6 +67,14 @@ def test_young_job_gets_more_time() -> None:
     assert deadline(after([1] * (learning.YOUNG_STEPS + learning.EXCLUDED_STEPS))) == pytest.approx(5)
     assert deadline(after([0.02] * 100)) == pytest.approx(0.5), "the floor decides where steps are short"
     assert deadline(after([0.02] * 100 + [0.3])) < 2, "a single long step is not the usual one"
+
+
+@pytest.mark.parametrize(
+    ("startup_s", "expected"), [(None, 600.0), (0.5, 30.0), (6.0, 30.0), (20.0, 100.0), (300.0, 600.0)]
+)
+def test_startup_is_learned(startup_s: float | None, expected: float) -> None:
+    learned = LearnedDurations(startup_s=startup_s)
+    assert deadline(learned, "starting", Policy(), stepped=False) == expected
 
 
 def test_new_round_excludes_its_first_steps() -> None:
@@ -97,13 +104,11 @@ def test_phases_have_their_own_deadlines() -> None:
     small = after_visits(learned, 1.0, 10)
     assert deadline(small, "checkpoint") == pytest.approx(50), "the longest one is forgotten by half in ten"
     quick = learning.record_duration(learned, "eval", 0.1)
-    assert deadline(quick, "eval", Policy()) == 60, "disks pause, unless --hang-floor excludes it"
     assert deadline(quick, "eval") == pytest.approx(0.5)
 
 
 def test_exit_deadline_floor() -> None:
     assert deadline(LearnedDurations(), "exit", stepped=False) == 5
-    assert deadline(LearnedDurations(), "exit", Policy(), stepped=False) == 60, "no checkpoint restores their work"
     assert deadline(LearnedDurations(), "exit", Policy(hang_floor_s=9)) == 9
 
 
@@ -133,11 +138,11 @@ def test_longer_step_never_shortens_deadline(steps: list[float], last: float) ->
 
 
 @settings(deadline=None)
-@given(st.lists(st.floats(0, 1e6), max_size=60), st.booleans(), st.sampled_from(["step", "eval", "exit", "barrier"]))
-def test_deadline_bounds(steps: list[float], attached: bool, phase: str) -> None:
+@given(st.lists(st.floats(0, 1e6), max_size=60), st.sampled_from(["step", "eval", "exit", "barrier"]))
+def test_deadline_bounds(steps: list[float], phase: str) -> None:
     learned, policy = after(steps), Policy()
-    found = learning.deadline_s(learned, phase, True, attached, policy)
-    assert policy.effective_hang_floor_s(attached) <= found <= max(policy.progress_ceiling_s, 2 * max(steps, default=0))
+    found = learning.deadline_s(learned, phase, True, policy)
+    assert policy.least_deadline_s <= found <= max(policy.progress_ceiling_s, 2 * max(steps, default=0))
 
 
 # ---- StepHistory
@@ -175,12 +180,25 @@ def test_history_averages_steps_between_looks() -> None:
     assert found[-1] == POLICY.hang_floor_s, "12 steps in 0.25 s: the floor decides"
 
 
-def test_history_new_group_gets_startup_ceiling() -> None:
+def test_history_new_group_gets_learned_startup() -> None:
     history = StepHistory(POLICY)
-    trained(history, 300, 0.01)
-    history.begin()
     start = Heartbeat(phase=Phase.STARTING)
-    assert history.deadline_s(observation(0.0, 0, beat=start, phase="starting")) == POLICY.startup_ceiling_s
+    assert history.deadline_s(observation(0.0, 0, beat=start, phase="starting")) == 0.0
+    trained(history, 300, 0.01, from_s=8.0)
+    history.begin()
+    assert history.deadline_s(observation(0.0, 0, beat=start, phase="starting")) == 40.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"), [({}, 21.0), ({"cpu_s": 2.0}, 0.0), ({"phase": "eval"}, 0.0), ({"quiet_s": 1.0}, 0.0)]
+)
+def test_history_learns_idle_pauses(changes: dict[str, object], expected: float) -> None:
+    history = StepHistory(POLICY)
+    trained(history, 10, 0.1)
+    rank = replace(RankReport(0, 0, phase="step", step=10, idle_s=21.0, window_s=3.0), **changes)  # type: ignore[arg-type]
+    for idle_s, step in ((21.0, 10), (0.0, 11)):
+        history.deadline_s(replace(observation(22.0, step), idle_s=idle_s, ranks=(replace(rank, step=step),)))
+    assert history.pause_s == expected
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,9 @@ class FakePeers:
     def hang_suspected(self, number: int, why: str) -> None:
         self.log.append("suspected")
 
+    def suspicion_lasts(self, number: int, why: str) -> None:
+        self.log.append("lasts")
+
     def hang_cleared(self, number: int, seconds: float) -> None:
         self.log.append("over")
 

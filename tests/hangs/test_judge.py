@@ -31,7 +31,7 @@ def report(node: str, rank: int, slot: int, *, behind: bool, idle_s: float = 6.0
         state="S",
         window_s=3.0,
         where="elsewhere" if behind else "collective",
-        function="load (data.py:8)" if behind else "all_reduce (ddp.py:1)",
+        function="data.py:8 load" if behind else "all_reduce (ddp.py:1)",
         stack="x" if behind else "y",
         evidence=True,
     )
@@ -141,37 +141,23 @@ def test_failures_of_a_verdict(
     }
 
 
-def test_repeated_wait_gets_more_time() -> None:
-    """A restart does not cure an intended wait; if it is a hang after all, a minute is lost."""
-    policy = Policy()
-
-    def turn(judge: HangJudge, number: int, idle_s: float, **more: object) -> HangVerdict | None:
-        reports = [report(node, rank, rank, behind=node == "b", idle_s=idle_s) for rank, node in enumerate("ab")]
-        seen = tuple(replace(one.ranks[0], **more) for one in reports)  # type: ignore[arg-type]
-        again = [replace(r, round=number, ranks=(one,)) for r, one in zip(reports, seen, strict=True)]
-        return judge.turn(replace(ROUND, number=number), again, NOBODY, NOW + 100 * number + idle_s)
-
-    judge = HangJudge(policy)
-    assert turn(judge, 3, 6.0) is not None
-    assert turn(judge, 3, 7.0) is not None, "until it has been obeyed"
-    assert turn(judge, 4, 59.0) is None
-    found = turn(judge, 4, 60.0)
-    assert found is not None
-    assert found.why.endswith(
-        "without using CPU, for 60.0 s; 1 rank waits in all_reduce (ddp.py:1) for it, as in the previous hang"
-    )
-    assert turn(judge, 5, 119.0) is None
-    assert turn(judge, 5, 120.0) is not None, "no pause that is meant costs more than a few restarts"
-    assert turn(judge, 6, 6.0, step=31) is not None
-    assert turn(judge, 7, 6.0, step=31) is None
-    given = HangJudge(replace(policy, hang_floor_s=5.0))
-    assert turn(given, 3, 6.0) is not None
-    assert turn(given, 4, 11.9) is None
-    assert turn(given, 4, 12.0) is not None, "who gives a floor means it, as far as that goes"
-    assert turn(given, 5, 6.0, step=31) is not None, "it is another place"
-    done = HangJudge(replace(policy, hang_floor_s=5.0))
-    assert turn(done, 3, 6.0, phase="exit") is not None
-    assert turn(done, 4, 11.9, phase="exit") is None, "what comes last is trained for again by nobody's wish"
-    ceiling = HangJudge(replace(policy, hang_floor_s=5.0, slow_ceiling_s=8.0))
-    assert turn(ceiling, 3, 6.0) is not None
-    assert turn(ceiling, 4, 8.0) is not None
+@pytest.mark.parametrize(
+    ("floor", "kills", "limit_s"),
+    [(None, 0, 60.0), (None, 1, 120.0), (None, 2, 1800.0), (5.0, 0, 5.0), (5.0, 1, 10.0), (5.0, 2, 1800.0)],
+)
+@pytest.mark.parametrize("place", ["elsewhere in data.py load", "elsewhere in other.py f", ""])
+def test_killed_wait_gets_more_time(floor: float | None, kills: int, limit_s: float, place: str) -> None:
+    """In any later round, at any step and line; a rank without a stack may be in the same wait."""
+    function = {"elsewhere in data.py load": "data.py:99 load", "": ""}.get(place, "x.py:1 g")
+    b = replace(B.ranks[0], function=function, where="elsewhere" if function else "")
+    policy = Policy(hang_floor_s=floor)
+    expected = limit_s if "load" in place or not place else (floor or 60.0)
+    for idle_s, hung in ((expected - 1.0, False), (expected, True)):
+        judge = HangJudge(policy)
+        reports = [replace(r, ranks=(replace(one, idle_s=idle_s),)) for r, one in ((A, A.ranks[0]), (B, b))]
+        found = judge.turn(replace(ROUND, hang_places=(("elsewhere in data.py load", kills),)), reports, NOBODY, NOW)
+        assert (found is not None) is hung, idle_s
+        if found is not None and function:
+            assert [one.places for one in failures(found, "a", 0, None)] == [
+                ("elsewhere in " + function.replace(":99", "").replace(":1", ""),)
+            ]

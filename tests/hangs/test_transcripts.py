@@ -31,6 +31,7 @@ def test_slow_transcripts_have_no_hang() -> None:
         "another_node_has_time",
         "debugger",
         "independent",
+        "no_stacks",
     }
     for path in SCENARIOS:
         hung = "=> HUNG" in path.read_text()

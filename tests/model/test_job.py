@@ -63,10 +63,8 @@ def test_contradictory_policy_is_refused_with_the_arithmetic(numbers: dict[str, 
         Policy(**numbers)
 
 
-def test_hang_floor_is_higher_without_a_checkpoint() -> None:
-    assert (Policy().effective_hang_floor_s(attached=True), Policy().effective_hang_floor_s(attached=False)) == (5, 60)
-    assert Policy(progress_ceiling_s=20).effective_hang_floor_s(attached=False) == 20
-    assert {Policy(hang_floor_s=9).effective_hang_floor_s(attached) for attached in (True, False)} == {9}
+def test_hang_floor_is_the_least_deadline() -> None:
+    assert (Policy().least_deadline_s, Policy(hang_floor_s=9).least_deadline_s) == (5, 9)
 
 
 def test_quarantine_doubles_up_to_an_hour() -> None:

@@ -90,6 +90,9 @@ class _HangListener:
     def hang_suspected(self, number: int, why: str) -> None:
         self.cluster.tell(self.label, f"suspects: {why}")
 
+    def suspicion_lasts(self, number: int, why: str) -> None:
+        self.cluster.tell(self.label, f"still suspects: {why}")
+
     def hang_cleared(self, number: int, seconds: float) -> None:
         self.cluster.tell(self.label, f"suspected it for {seconds:.1f} s, and it goes on")
 

@@ -206,7 +206,7 @@ def _as(round: Round, node: str) -> str:
 def _number(kind: object, text: str) -> int | float | str:
     if "int" in str(kind):
         return int(text)
-    return float(text) if kind == "float" else text
+    return float(text) if "float" in str(kind) else text
 
 
 def _end(words: list[str]) -> tuple[ExitStatus, ExitReport | None]:

@@ -58,7 +58,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     _own(
         "--hang-floor TIME",
         "No group counts as hung before this time without progress, however short the steps; stopped processes have "
-        "--stopped-after. Not given: 5s with an attached checkpoint, else 60s, as a wrong restart costs more there.",
+        "--stopped-after. Not given: 5s to 60s, by the evidence (hangs.md).",
     ),
     _own(
         "--hang-factor F",
@@ -74,7 +74,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     _own(
         "--slow-ceiling TIME",
         "A straggler that uses its CPU or disk counts as slow, not hung, until this time has passed "
-        "without progress. Not given: the process group's own timeout, 30m where that is unknown.",
+        "without progress. Not given: 30m, or the process group's own timeout if that is longer.",
     ),
     _own(
         "--slow-factor F",

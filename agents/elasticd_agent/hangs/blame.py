@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP
+from elasticd_agent.hangs.patience import Evidence
 from elasticd_agent.hangs.rank import RankState, describe_waits, labels
 from elasticd_agent.model.phrases import has_have
 
-LONG_KERNEL_S = 60.0
-"""A rank that others wait for, and that waits for its device, may run a long kernel or evaluate: it gets this long."""
+MOST_PLACES = 4
+"""Of one hang: ranks that wait in more places than this have no wait that could be told again."""
 _WORST_FIRST = ("stopped", "zombie", "gil", "blocked", "spinning")
 """Of several culprits the worst names the cause: one that works may still finish by itself."""
 
@@ -29,8 +30,9 @@ class Blame:
     culprits: tuple[RankState, ...]
     cause: str
     why: str
-    patience_s: float = 0.0
-    """Until no rank has made progress for this long, the group may be healthy."""
+    evidence: Evidence = "alike"
+    places: tuple[str, ...] = ()
+    """What the ranks wait in that no other rank could end, or all ranks if each waits for another. Empty: unknown."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,18 @@ class _Group:
         stuck = [rank for rank in self.live if rank.holds_gil]
         if len(stuck) == len(self.live) > 1:  # that is the machine, or the heartbeat thread
             stuck = []
-        return [rank for rank in self.live if not rank.waits or rank in stuck]
+        return [rank for rank in self.live if rank in stuck or not (rank.waits or rank in self.unknown)]
+
+    @cached_property
+    def unknown(self) -> list[RankState]:
+        """The live ranks without a stack, of which nothing else says that the others wait for them.
+
+        A heartbeat says so where the others wait at a barrier of the session, or make a process group. A stopped
+        process, or one that holds the GIL, has no stack because of that.
+        """
+        if any(rank.at_barrier or rank.is_joining for rank in self.live):
+            return []
+        return [rank for rank in self.live if rank.lacks_stack]
 
     @cached_property
     def suspects(self) -> list[RankState]:
@@ -74,7 +87,25 @@ class _Group:
 def blame(live: Sequence[RankState], exited: Sequence[RankState], nodes: int) -> Blame:
     """Which of `live`, not empty, hold up the group on that many nodes. `exited`: ranks that ended with code 0."""
     group = _Group(live, exited, nodes)
-    return next(found for rule in RULES if (found := rule(group)) is not None)
+    found = next(found for rule in RULES if (found := rule(group)) is not None)
+    culprits = [rank for rank in found.culprits if rank in live]
+    return replace(found, places=_places(culprits or group.outside or live))
+
+
+def blame_overdue(waiting: Sequence[RankState], others: Sequence[RankState]) -> Blame:
+    """Which of `others`, which make progress or work, `waiting` have waited for in vain."""
+    most = max(rank.report.collectives for rank in waiting)
+    behind = [rank for rank in others if 0 <= rank.report.collectives < most] or others
+    cause = "missed_collective" if any(rank.report.collectives < most for rank in behind) else "spinning"
+    waits = f"{_held_up(waiting, behind)} for {max(rank.waiting_s for rank in waiting):.1f} s"
+    why = f"{labels(behind)} {_issued(behind, waiting)}{_activity(behind)}{waits}"
+    return Blame(tuple(behind), cause, why, "overdue", _places(behind))
+
+
+def _places(ranks: Iterable[RankState]) -> tuple[str, ...]:
+    """Empty if the place of one is unknown."""
+    places = {rank.place for rank in ranks}
+    return () if "" in places else tuple(sorted(places))[:MOST_PLACES]
 
 
 # ---- rules: some ranks do not wait for others
@@ -89,10 +120,12 @@ def _exiting(group: _Group) -> Blame | None:
             return None
     culprits = group.outside or (list(group.live) if group.exited else [])
     if not culprits:
-        return Blame((), "exiting", f"all ranks wait for each other while they exit: {describe_waits(group.live)}")
+        why = f"all ranks wait for each other while they exit: {describe_waits(group.live)}"
+        return Blame((), "exiting", why)
     gone = len(group.exited)
     others = f"; {gone} of the others ha{'s' if gone == 1 else 've'} exited" if gone else ""
-    return Blame(tuple(culprits), "exiting", f"{labels(culprits)} {_activity(culprits)} after training is done{others}")
+    why = f"{labels(culprits)} {_activity(culprits)} after training is done{others}"
+    return Blame(tuple(culprits), "exiting", why, _strength(culprits, "exiting"))
 
 
 def _all_idle(group: _Group) -> Blame | None:
@@ -101,7 +134,8 @@ def _all_idle(group: _Group) -> Blame | None:
         return None
     each = "; ".join(f"{rank.label()} {rank.activity()}" for rank in group.live[:3])
     more = "; …" if len(group.live) > 3 else ""
-    return Blame((), "everyone", f"all {len(group.live)} ranks are idle and none waits for another: {each}{more}")
+    why = f"all {len(group.live)} ranks are idle and none waits for another: {each}{more}"
+    return Blame((), "everyone", why, _strength(group.live, "everyone"))
 
 
 def _not_joined(group: _Group) -> Blame | None:
@@ -112,7 +146,8 @@ def _not_joined(group: _Group) -> Blame | None:
         return None
     call = min(rank.report.function or INIT_PROCESS_GROUP for rank in joining)
     why = f"{labels(suspects)} {has_have(suspects)} not reached {call}{_namely(suspects)}{_activity(suspects)}"
-    return Blame(tuple(suspects), "never_joined", why + _held_up(group.others(suspects), suspects))
+    why += _held_up(group.others(suspects), suspects)
+    return Blame(tuple(suspects), "never_joined", why, _strength(suspects, "never_joined"))
 
 
 def _outside_a_wait(group: _Group) -> Blame | None:
@@ -124,8 +159,20 @@ def _outside_a_wait(group: _Group) -> Blame | None:
     cause = min((rank.likely_cause for rank in suspects), key=_WORST_FIRST.index)
     if cause == "blocked" and all(rank.report.phase == "exit" for rank in suspects):
         cause = "missed_collective"
-    why = f"{labels(suspects)} {_issued(suspects, others)}{_activity(suspects)}"
-    return Blame(tuple(suspects), cause, why + _held_up(others, suspects))
+    why = f"{labels(suspects)} {_issued(suspects, others)}{_activity(suspects)}{_held_up(others, suspects)}"
+    left = cause == "missed_collective" and bool(_issued(suspects, others))
+    return Blame(tuple(suspects), cause, why, "proven" if left else _strength(suspects, cause))
+
+
+def _strength(culprits: Sequence[RankState], cause: str) -> Evidence:
+    """The evidence against ranks outside of a wait: as weak as against the one that is most likely healthy."""
+    if any(rank.is_busy for rank in culprits):
+        return "working"
+    if cause == "gil":
+        return "gil"
+    if any(rank.report.where == "device" for rank in culprits):
+        return "device"
+    return "idle"
 
 
 # ---- rules: all live ranks wait
@@ -136,19 +183,31 @@ def _exited_early(group: _Group) -> Blame | None:
     live, exited = group.live, group.exited
     if not exited:
         return None
+    fewer = _issued(exited, live)
+    evidence: Evidence = "proven" if fewer else "alike"
     if len(exited) > len(live):
         why = f"{labels(live)} {_activity(live)} for ranks that have all exited with code 0"
-        return Blame(tuple(live), "missed_collective", why)
-    fewer = _issued(exited, live)
+        return Blame(tuple(live), "missed_collective", why, evidence)
     done = f"{fewer}{_activity(exited)}" if fewer else f"{has_have(exited)} exited with code 0"
-    return Blame(tuple(exited), "missed_collective", f"{labels(exited)} {done}{_held_up(live, exited)}")
+    return Blame(tuple(exited), "missed_collective", f"{labels(exited)} {done}{_held_up(live, exited)}", evidence)
 
 
 def _single_rank(group: _Group) -> Blame | None:
     if len(group.live) > 1:
         return None
     rank = group.live[0]
-    return Blame((rank,), "blocked", f"{rank.label()} {rank.activity()}, and there is no other rank", LONG_KERNEL_S)
+    why = f"{rank.label()} {rank.activity()}, and there is no other rank"
+    return Blame((rank,), "blocked", why, "no_stack" if group.unknown else "device")
+
+
+def _behind_without_stack(group: _Group) -> Blame | None:
+    """All that is known of the ranks that are behind is that they are."""
+    behind = group.behind
+    if not behind or any(rank not in group.unknown for rank in behind):
+        return None
+    others = group.others(behind)
+    why = f"{labels(behind)} {_issued(behind, others)}{_activity(behind)}{_held_up(others, behind)}"
+    return Blame(tuple(behind), "blocked", why, "idle" if any(rank.waits for rank in others) else "no_stack")
 
 
 def _skipped_in_last_step(group: _Group) -> Blame | None:
@@ -187,7 +246,7 @@ def _mismatched(group: _Group) -> Blame | None:
     others = group.others(at_barriers)
     if at_barriers and len(at_barriers) <= len(others) and (fewer := _issued(at_barriers, others)):
         why = f"{labels(at_barriers)} {fewer}{_activity(at_barriers)}"
-        return Blame(tuple(at_barriers), "missed_collective", why + _held_up(others, at_barriers))
+        return Blame(tuple(at_barriers), "missed_collective", why + _held_up(others, at_barriers), "proven")
     (common, most), (_, next_most) = kinds.most_common(2)
     why = f"ranks wait in different collectives: {describe_waits(live)}"
     if most == next_most:
@@ -202,10 +261,11 @@ def _minority_behind(group: _Group) -> Blame | None:
     behind = group.behind
     if not behind or 2 * len(behind) >= len(group.live):
         return None
-    long = behind[0].report.where == "device"
     others = group.others(behind)
     why = f"{labels(behind)} {_issued(behind, others)}{_activity(behind)}{_held_up(others, behind)}"
-    return Blame(tuple(behind), "blocked" if long else "missed_collective", why, LONG_KERNEL_S if long else 0.0)
+    if behind[0].report.where == "device":
+        return Blame(tuple(behind), "blocked", why, "device")
+    return Blame(tuple(behind), "missed_collective", why)
 
 
 def _ahead_in_steps(group: _Group) -> Blame | None:
@@ -232,7 +292,10 @@ def _no_culprit(group: _Group, finding: str) -> Blame:
     what = "the backend, or tensors that differ"
     if group.nodes > 1:
         what = f"the network between {group.nodes} nodes, or the backend"
-    return Blame((), "network", f"{describe_waits(group.live)} {idle}, {finding}: {what}")
+    device = any(rank.report.where == "device" for rank in group.live)
+    waits = describe_waits(group.live) or f"{len(group.live)} ranks make no progress"
+    evidence: Evidence = "no_stack" if group.unknown else "device" if device else "alike"
+    return Blame((), "network", f"{waits} {idle}, {finding}: {what}", evidence)
 
 
 RULES: tuple[Callable[[_Group], Blame | None], ...] = (
@@ -240,9 +303,10 @@ RULES: tuple[Callable[[_Group], Blame | None], ...] = (
     _all_idle,
     _not_joined,
     _outside_a_wait,
-    # From here on all live ranks wait.
+    # From here on all live ranks of which a stack is known wait.
     _exited_early,
     _single_rank,
+    _behind_without_stack,
     _skipped_in_last_step,
     _split_by_node,
     _mismatched,

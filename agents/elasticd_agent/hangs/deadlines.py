@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP, Source
 from elasticd_agent.hangs.observer import Observation
-from elasticd_agent.model.job import HANG_FLOOR_S, Policy
+from elasticd_agent.hangs.rank import RankState
+from elasticd_agent.model.job import Policy
 
 EXCLUDED_STEPS = 2
 """The first steps of a round compile, allocate and fill caches: the others take less."""
@@ -25,6 +26,8 @@ YOUNG_STEPS, YOUNG_FACTOR = 200, 5.0
 may take the hang factor times this many usual ones."""
 EXIT_FLOOR_S = 5.0
 """Exit handlers have no past to learn from: this is their least deadline."""
+LEAST_STARTUP_S = 30.0
+"""A start-up that was quick once may be slower in another round, by a restore for example."""
 MOST_STEPS_PER_LOOK = 64
 """Of more steps between two looks, this many are learned: their average is settled by then."""
 
@@ -38,6 +41,10 @@ class LearnedDurations:
     counted: int = 0
     """All steps that counted, which took `total_s`."""
     total_s: float = 0.0
+    startup_s: float | None = None
+    """The longest start-up so far: from the start of a group to its first step."""
+    pause_s: float = 0.0
+    """The longest pause without any sign of work that the job has survived, outside of declared phases."""
 
 
 def begin_round(learned: LearnedDurations) -> LearnedDurations:
@@ -52,24 +59,23 @@ def record_duration(learned: LearnedDurations, phase: str, seconds: float) -> Le
         return replace(learned, steps=learned.steps + 1)
     decay = 0.5 ** (1 / (HALF_LIFE_STEPS if step else HALF_LIFE_VISITS))
     longest = max(seconds, learned.longest_s.get(phase, 0.0) * decay)
-    longest_s = {**learned.longest_s, phase: longest}
+    learned = replace(learned, longest_s={**learned.longest_s, phase: longest})
     if not step:
-        return replace(learned, longest_s=longest_s)
-    return LearnedDurations(longest_s, learned.steps + 1, learned.counted + 1, learned.total_s + seconds)
+        return learned
+    return replace(learned, steps=learned.steps + 1, counted=learned.counted + 1, total_s=learned.total_s + seconds)
 
 
-def deadline_s(learned: LearnedDurations, phase: str, has_stepped: bool, has_checkpoint: bool, policy: Policy) -> float:
+def deadline_s(learned: LearnedDurations, phase: str, has_stepped: bool, policy: Policy) -> float:
     """Seconds without progress after which the group is suspicious in `phase`. `has_stepped`: in this round."""
-    if phase == "exit":  # no checkpoint restores the last actions of a script
-        return max(policy.effective_hang_floor_s(attached=False), EXIT_FLOOR_S)
-    floor = policy.effective_hang_floor_s(has_checkpoint)
+    floor = policy.least_deadline_s
+    if phase == "exit":
+        return max(floor, EXIT_FLOOR_S)
     if not has_stepped:
-        return policy.startup_ceiling_s if phase == "starting" else policy.first_step_ceiling_s
-    if phase in ("checkpoint", "eval"):
-        if policy.hang_floor_s is None:  # disks and shared storage pause for longer than steps do
-            floor = max(floor, min(HANG_FLOOR_S, policy.progress_ceiling_s))
-    else:
-        phase = "step"
+        ceiling_s = policy.startup_ceiling_s if phase == "starting" else policy.first_step_ceiling_s
+        if learned.startup_s is None:
+            return ceiling_s
+        return min(ceiling_s, max(LEAST_STARTUP_S, policy.hang_factor * learned.startup_s))
+    phase = phase if phase in ("checkpoint", "eval") else "step"
     longest = learned.longest_s.get(phase)
     if longest is None:
         return max(floor, policy.progress_ceiling_s)
@@ -83,7 +89,6 @@ class StepHistory:
     """One job's steps and phases on this node. The high water of a plain script is the sum over its rounds."""
 
     policy: Policy
-    has_checkpoint: bool = False
     _durations: LearnedDurations = field(default_factory=LearnedDurations)
     _steps_before: int = 0
     _high_water: int = 0
@@ -91,7 +96,13 @@ class StepHistory:
     _step: int = 0
     _step_at: float = 0.0
     _looked_at: float = 0.0
+    _idle_s: float = 0.0
     _phases: dict[int, tuple[str, float]] = field(default_factory=dict)
+
+    @property
+    def pause_s(self) -> float:
+        """The longest idle pause that this job has survived here."""
+        return self._durations.pause_s
 
     def begin(self) -> None:
         """A new group starts; the steps of the last one count as done."""
@@ -99,7 +110,7 @@ class StepHistory:
         self._durations = begin_round(self._durations)
         self._step = 0
         self._step_at = 0.0
-        self._looked_at = 0.0
+        self._looked_at = self._idle_s = 0.0
         self._phases = {}
 
     def high_water(self, seen: Observation) -> int:
@@ -126,7 +137,7 @@ class StepHistory:
         if not (stepped or self._ever_stepped or joining or seen.has_session):
             return 0.0
         phases = {rank.phase for rank in seen.ranks if not rank.exited} or {"starting"}
-        return max(deadline_s(self._durations, phase, stepped, self.has_checkpoint, self.policy) for phase in phases)
+        return max(deadline_s(self._durations, phase, stepped, self.policy) for phase in phases)
 
     def checkpoint_saved(self, seconds: float) -> None:
         """A checkpoint was saved, during which training paused: most are over before the next look."""
@@ -134,6 +145,9 @@ class StepHistory:
 
     def _record(self, seen: Observation) -> None:
         now = seen.observed_s
+        if not self._step and seen.step > 0:
+            self._durations = replace(self._durations, startup_s=max(now, self._durations.startup_s or 0.0))
+        self._record_pause(seen)
         for rank in seen.ranks:
             phase, since = self._phases.get(rank.rank, ("", now))
             if rank.phase != phase:
@@ -150,3 +164,11 @@ class StepHistory:
                 self._durations = record_duration(self._durations, "step", seconds)
             self._step, self._step_at = self._step + steps, now
         self._looked_at = now
+
+    def _record_pause(self, seen: Observation) -> None:
+        """A pause is over when there is progress again; it was an idle one if no rank worked in it."""
+        if seen.idle_s < self._idle_s and self._step:
+            self._durations = replace(self._durations, pause_s=max(self._idle_s, self._durations.pause_s))
+        live = [RankState("", rank) for rank in seen.ranks if not rank.exited]
+        declared = any(rank.report.phase in ("checkpoint", "eval", "barrier") for rank in live)
+        self._idle_s = 0.0 if declared or any(rank.is_busy for rank in live) else seen.idle_s

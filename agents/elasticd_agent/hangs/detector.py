@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, GatheredEvidence
 from elasticd_agent.hangs.observer import Observation
-from elasticd_agent.hangs.verdict import reason_to_suspect
+from elasticd_agent.hangs.verdict import describe_wait, reason_to_suspect
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.reports import HangReport, HangVerdict
 
@@ -26,6 +26,8 @@ REPORT_INTERVALS_S = (0.5, 0.5, 1.0, 2.0, 4.0, 5.0)
 """Between reports while a suspicion lasts, which may be an evaluation of an hour."""
 GATHER_INTERVALS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Between gatherings of evidence then."""
+MENTION_INTERVAL_S = 60.0
+"""Between the log lines of a suspicion that lasts: a long upload, a person at a debugger."""
 KEPT_REPORTS = 200
 
 DumpReply = Callable[[Path | str], None]
@@ -35,6 +37,7 @@ class HangListener(Protocol):
     """Receives this node's suspicions."""
 
     def hang_suspected(self, number: int, why: str) -> None: ...
+    def suspicion_lasts(self, number: int, why: str) -> None: ...
     def hang_cleared(self, number: int, seconds: float) -> None: ...
 
 
@@ -59,6 +62,7 @@ class HangDetector:
     _requested_round: int = 0
     _why: str = ""
     _suspicious_since: float = 0.0
+    _mentioned_at: float = 0.0
     _open_since: float | None = None
     _evidence_found: GatheredEvidence | None = None
     _gathering: bool = False
@@ -100,13 +104,13 @@ class HangDetector:
         """This node or another one suspects a hang of the group that runs here."""
         return self._open_since is not None
 
-    def update(self, seen: Observation, deadline_s: float, now: float) -> None:
-        """Take one observation: gather evidence and report as is due."""
+    def update(self, seen: Observation, deadline_s: float, now: float, pause_s: float = 0.0) -> None:
+        """Take one observation, and what has been learned of the job: gather evidence and report as is due."""
         if seen.round != self._round or not self._targets:
             return
         if seen.pids:
             self._targets = [replace(one, pid=pid) for one, pid in zip(self._targets, seen.pids, strict=True)]
-        report = self._report_of(seen, deadline_s)
+        report = self._report_of(seen, deadline_s, pause_s)
         why = reason_to_suspect(report, self.policy) or ""
         if not why and self._requested_round != self._round:
             self._clear(now)
@@ -115,7 +119,7 @@ class HangDetector:
             self._open_since = self._gather_at = self._report_at = now
             self._evidence_found = None  # a dump from before says nothing about now
             self._gather_count = self._report_count = 0
-        self._set_suspicion(why, now)
+        self._set_suspicion(why, now, report)
         if now >= self._gather_at and not self._gathering:
             self._gather(why or "another node suspects a hang", self._directory)
         if self.report_every_look or now >= self._report_at:
@@ -134,7 +138,7 @@ class HangDetector:
             self._gather_count = 1  # the helper came too late for stacks, as on a busy machine: once more
             self._gather_at = now
             return
-        self._evidence_found = found
+        self._evidence_found = _with_earlier(found, self._evidence_found)
         self._gather_at = now + GATHER_INTERVALS_S[min(self._gather_count, len(GATHER_INTERVALS_S) - 1)]
         self._gather_count += 1
         self._report_at = now
@@ -178,20 +182,30 @@ class HangDetector:
         self._open_since = None
         self._evidence_found = None
 
-    def _set_suspicion(self, why: str, now: float) -> None:
+    def _set_suspicion(self, why: str, now: float, report: HangReport | None = None) -> None:
         """This node's own suspicion begins, lasts, or ends. Its end is reported at once."""
         if why and not self._why:
-            self._suspicious_since = now
+            self._suspicious_since = self._mentioned_at = now
             self.listener.hang_suspected(self._round, why)
+        elif why and now >= self._mentioned_at + MENTION_INTERVAL_S:
+            self._mentioned_at = now
+            self.listener.suspicion_lasts(self._round, why if report is None else f"{why}: {describe_wait(report)}")
         if self._why and not why:
             self._report_at = now
             self.listener.hang_cleared(self._round, now - self._suspicious_since)
         self._why = why
 
-    def _report_of(self, seen: Observation, deadline_s: float) -> HangReport:
+    def _report_of(self, seen: Observation, deadline_s: float, pause_s: float) -> HangReport:
         facts = {one.rank: one for one in self._evidence_found.ranks} if self._evidence_found is not None else {}
         ranks = tuple(
-            replace(rank, where=one.where, function=one.function, stack=one.stack, evidence=bool(one.source))
+            replace(
+                rank,
+                where=one.where,
+                function=one.function,
+                place=one.place,
+                stack=one.stack,
+                evidence=bool(one.source),
+            )
             if (one := facts.get(rank.rank)) is not None
             else rank
             for rank in seen.ranks
@@ -201,6 +215,7 @@ class HangDetector:
             self.node,
             ranks,
             deadline_s=deadline_s,
+            pause_s=pause_s,
             gathered=self._evidence_found is not None,
             store_state=seen.store_state,
             store_stopped_s=seen.store_stopped_s,
@@ -226,3 +241,9 @@ class HangDetector:
 
     def _write(self, name: str, text: str) -> None:
         self.evidence.write(self._round, name, text, self._directory)
+
+
+def _with_earlier(found: GatheredEvidence, earlier: GatheredEvidence | None) -> GatheredEvidence:
+    """Each rank's newest stack: no stack says nothing of the rank, and does not replace what is known."""
+    known = {rank.rank: rank for rank in earlier.ranks if rank.source} if earlier is not None else {}
+    return replace(found, ranks=tuple(rank if rank.source else known.get(rank.rank, rank) for rank in found.ranks))

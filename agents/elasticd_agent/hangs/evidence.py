@@ -61,6 +61,8 @@ class RankEvidence:
     source: str
     """The tool that read the stack; "" if none did, and then `trouble` says why."""
     trouble: str = ""
+    place: str = ""
+    """The innermost function of the script's own code, without a line number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +322,11 @@ class EvidenceCollector:
         return ""
 
 
+_WORDS = ("where", "function", "place", "stack", "state", "wchan", "source")
+
+
 def _rank_evidence(target: EvidenceTarget, message: dict[str, Any]) -> RankEvidence:
-    words = {name: message.get(name, "") for name in ("where", "function", "stack", "state", "wchan", "source")}
+    words = {name: message.get(name, "") for name in _WORDS}
     words["state"] = words["state"] or procfs.state(target.pid)
     return RankEvidence(target.rank, **words, trouble=message.get("trouble", "there was no time for its stack"))
 

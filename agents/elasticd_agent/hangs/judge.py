@@ -1,7 +1,7 @@
 """Collects the nodes' hang reports at the leader and turns a hang into one verdict and its Failures.
 
 A hang is judged once, on the whole group. Only times of this node's clock and the last verdict are kept between turns;
-the reports are in the store, so that another leader can take over.
+the reports and the kills by place (in the Round) are in the store, so that another leader can take over.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class HangJudge:
     _since: float | None = None
     _last_verdict: tuple[object, ...] = ()
     _reporting_nodes: set[str] = field(default_factory=set)
-    _last_hang: tuple[int, hang.PreviousHang] = (0, hang.PreviousHang())
 
     def reset(self) -> None:
         """Another node was leader, or the store was unavailable: every node gets its time to answer again."""
@@ -56,11 +55,9 @@ class HangJudge:
         self._since = now if self._since is None else self._since
         time_for_evidence_s = self.policy.evidence_s + self.policy.seen_timeout_s + self.policy.renewal_s
         all_reports = [*current.values(), *(_exited_report(round, node) for node in sorted(done - current.keys()))]
-        last, before = self._last_hang
-        before = before if last < round.number else hang.PreviousHang()
         nodes = [member.node for member in round.members]
         passed = now - self._since >= time_for_evidence_s
-        found = hang.judge(all_reports, nodes, self.policy, deadline_passed=passed, previous=before)
+        found = hang.judge(all_reports, nodes, self.policy, deadline_passed=passed, kills=dict(round.hang_places))
         if not isinstance(found, hang.Hang):
             return None
         restarts = self.policy.on_hang == "restart"
@@ -72,11 +69,11 @@ class HangJudge:
             _idle_s(all_reports, found),
             restarts,
             tuple(all_reports),
+            found.places,
         )
         if (verdict.cause, verdict.culprits) != self._last_verdict:
             self._last_verdict = verdict.cause, verdict.culprits
             self.new_verdicts.append(verdict)
-            self._last_hang = round.number, hang.previous_hang(all_reports)
         return verdict if restarts else None  # at every turn: the store may not have taken it
 
     def next_turn_at(self, now: float) -> float:
@@ -99,6 +96,7 @@ def failures(verdict: HangVerdict, node: str, high_water: int, checkpoint: tuple
             high_water=high_water,
             checkpoint=checkpoint,
             cause=verdict.cause,
+            places=verdict.places,
         )
         for where, places in (blamed or {node: []}).items()
     ]

@@ -15,6 +15,7 @@ from pathlib import Path
 from elasticd.errors import WireError
 from elasticd.heartbeat.record import Heartbeat, HeartbeatReader, Phase, Source
 from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader
+from elasticd_agent.hangs.rank import BUSY_BYTES_PER_S, BUSY_CORES
 from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import procfs
 
@@ -22,7 +23,7 @@ MAX_LOOK_GAP_S = 1.0
 """A gap between two looks counts as at most this much."""
 USAGE_AFTER_IDLE_S = 0.5
 """The processes of a group without progress for this long are worth a scan of /proc."""
-USAGE_INTERVAL_S = 0.2
+USAGE_INTERVAL_S = 0.4
 """The least time between two scans, however often the group is observed."""
 USAGE_WINDOW_S = 3.0
 """A rank's usage is that of the last seconds: what it did before it became idle says nothing."""
@@ -76,6 +77,9 @@ class _Ages:
     alive_s: float = -1.0
     moved: int = 0
     moved_s: float = -1.0
+    waits: int = 0
+    waiting_s: float = 0.0
+    quiet_s: float = -1.0
     stopped_s: float = 0.0
 
     def on_heartbeat(self, beat: Heartbeat, passed_s: float, now: float) -> None:
@@ -85,6 +89,14 @@ class _Ages:
         else:  # since the heartbeat if that changed, else since some time after the last look
             self.idle_s = min(passed_s, max(0.0, now - beat.progress_ns / 1e9))
         self.progress = progress
+        if self.quiet_s >= 0:
+            self.quiet_s += passed_s
+        ticks, waits = beat.alive_ticks - self.alive, beat.wait_ticks - self.waits
+        self.waits = beat.wait_ticks
+        if waits < ticks or waits < 0:
+            self.waiting_s = 0.0
+        elif ticks or self.waiting_s:  # a tick more, or none because of the GIL
+            self.waiting_s += passed_s
         if beat.alive_ticks != self.alive:  # 0: the thread has ended, the last act of an exit
             self.alive = beat.alive_ticks
             self.alive_s = 0.0 if beat.alive_ticks else -1.0
@@ -95,6 +107,12 @@ class _Ages:
             self.moved_s = 0.0
         elif self.moved_s >= 0:
             self.moved_s += passed_s
+
+    def on_usage(self, cores: float, bytes_per_s: float) -> None:
+        if cores > BUSY_CORES or bytes_per_s > BUSY_BYTES_PER_S:
+            self.quiet_s = 0.0
+        elif self.quiet_s < 0:
+            self.quiet_s = self.idle_s
 
     def on_state(self, state: str, passed_s: float) -> None:
         self.stopped_s = self.stopped_s + passed_s if state == "T" else 0.0
@@ -203,6 +221,13 @@ class GroupObserver:
             if pid in used:
                 own = bytes_.own(used[pid].io_bytes, beat.dump_done)
                 used[pid] = replace(used[pid], io_bytes=own)
+        if self._usage_samples:
+            began, before = self._usage_samples[-1]
+            for pid, ages in zip(self._pids, self._ages, strict=True):
+                if pid in used and pid in before:
+                    passed_s = self._observed_s - began
+                    cpu_s, io_bytes = _used(before[pid], used[pid], passed_s)
+                    ages.on_usage(cpu_s / passed_s, io_bytes / passed_s)
         self._usage_samples.append((self._observed_s, used))
         while len(self._usage_samples) > 2 and self._usage_samples[1][0] <= self._observed_s - USAGE_WINDOW_S:
             self._usage_samples.popleft()
@@ -225,6 +250,8 @@ class GroupObserver:
             idle_s=ages.idle_s,
             alive_s=ages.alive_s,
             moved_s=ages.moved_s,
+            waiting_s=ages.waiting_s,
+            quiet_s=ages.quiet_s,
             state=state,
             stopped_s=ages.stopped_s,
             exited=rank in self._exited,
@@ -235,16 +262,27 @@ class GroupObserver:
         (began, before), (ended, after) = self._usage_samples[0], self._usage_samples[-1]
         if pid not in before or pid not in after:
             return report
-        return replace(
-            report,
-            cpu_s=max(0.0, after[pid].cpu_s - before[pid].cpu_s),
-            io_bytes=max(0, after[pid].io_bytes - before[pid].io_bytes),
-            window_s=ended - began,
-        )
+        cpu_s, io_bytes = _used(before[pid], after[pid], ended - began)
+        state = "t" if after[pid].traced and state in ("R", "S", "D") else state
+        return replace(report, state=state, cpu_s=cpu_s, io_bytes=io_bytes, window_s=ended - began)
 
     def close(self) -> None:
         for reader in self._heartbeat_readers:
             reader.close()
+
+
+def _used(before: procfs.Usage, after: procfs.Usage, passed_s: float) -> tuple[float, int]:
+    """The processor time between two samples, waiting for a processor included, and the bytes.
+
+    What waits for a processor is as good as running: a quota or a busy machine makes it slow. Where the kernel does
+    not say how long it waited, a process that could run in both samples counts as running in between.
+    """
+    cpu_s = max(0.0, after.cpu_s - before.cpu_s)
+    if before.wait_s is not None and after.wait_s is not None:
+        cpu_s += max(0.0, after.wait_s - before.wait_s)
+    elif before.running and after.running:
+        cpu_s = max(cpu_s, passed_s)
+    return cpu_s, max(0, after.io_bytes - before.io_bytes)
 
 
 def _training_pid(beat: Heartbeat, pid: int) -> int:

@@ -5,6 +5,7 @@ Where a fact is missing the answer is the one that ends no job.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ BUSY_BYTES_PER_S = 64 * 1024
 """As does one that reads or writes more. Log lines and progress bars are a tenth of it, the slowest disk is more."""
 FLOW_BYTES_PER_S = 1024 * 1024
 """A collective that sends more is making progress. /proc counts what gloo sends, and nothing of NCCL."""
+_LINE = re.compile(r":\d+ ")
 GIL_S = 1.0
 """The heartbeat comes ten times a second; on a crowded machine it was never seen to be this late."""
 
@@ -73,15 +75,42 @@ class RankState:
 
     @property
     def is_moving(self) -> bool:
-        """Its Python was seen to move within the last half of the time without progress.
+        """It was seen to move within the last half of the time without progress.
 
-        It evaluates on its device, or in collectives of a group that is not counted. elasticd's own barriers poll, so
-        movement inside of them means nothing.
+        Inside of a wait only its Python counts: it evaluates on its device, or in collectives of a group that is not
+        counted. Elsewhere its processor time and its bytes count as well. elasticd's own barriers poll, so movement
+        inside of them means nothing.
         """
         report = self.report
-        if report.where not in ("collective", "device") or self.at_barrier:
+        if self.at_barrier:
             return False
-        return 0 <= report.moved_s < report.idle_s / 2
+        ages = (report.moved_s,) if self.waits else (report.moved_s, report.quiet_s)
+        return any(0 <= age_s < report.idle_s / 2 for age_s in ages)
+
+    @property
+    def is_debugged(self) -> bool:
+        """A person looks at it: it is traced, or its main thread is in a debugger."""
+        return self.report.state == "t" or self.report.where == "debugger"
+
+    @property
+    def lacks_stack(self) -> bool:
+        """Nothing says where it is. No evidence against it follows from that."""
+        return (
+            not self.report.where and not self.waits and not self.holds_gil and self.report.state not in ("T", "Z", "D")
+        )
+
+    @property
+    def waiting_s(self) -> float:
+        """For how long it has waited for other ranks in torch.distributed, without a break and without progress."""
+        return min(self.report.waiting_s, self.report.idle_s)
+
+    @property
+    def place(self) -> str:
+        """What it waits in, to be recognised again: kind of wait and the script's function; "" if unknown."""
+        report = self.report
+        where = report.place or _LINE.sub(" ", report.function)
+        kind = report.where or ("barrier" if self.at_barrier else "init" if self.is_joining else "")
+        return f"{kind} in {where}".removesuffix(" in ") if kind else ""
 
     @property
     def cores(self) -> float:
@@ -100,9 +129,9 @@ class RankState:
         """
         if self.report.state in ("t", "X"):
             return True
-        if self.waits and not self.holds_gil:
+        if self.is_moving or (self.waits and not self.holds_gil):
             return self.is_moving
-        return self.report.state == "R" or self.cores > BUSY_CORES or self.bytes_per_s > BUSY_BYTES_PER_S
+        return self.cores > BUSY_CORES or self.bytes_per_s > BUSY_BYTES_PER_S
 
     @property
     def likely_cause(self) -> str:
@@ -131,6 +160,7 @@ class RankState:
             (report.state == "Z", f"is a zombie {idle}"),
             (report.state == "X", f"is exiting {idle}"),
             (report.state == "t", f"is traced by a debugger{where}{phase}, {idle}"),
+            (report.where == "debugger", f"is at a debugger's prompt{where}{phase}, {idle}"),
             (self.holds_gil, f"holds the GIL{where}{phase}, {cpu}, for {report.alive_s:.1f} s"),
             (self.is_moving, f"is active without finishing a step, now in {_wait(report)}{phase}, {idle}"),
             (self.waits, f"waits in {_wait(report)}{phase} {idle}"),

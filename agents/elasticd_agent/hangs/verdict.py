@@ -1,13 +1,15 @@
 """The judgement on a group: every node's report -> NoHang | SuspectedHang(why) | Hang(culprits, cause, why).
 
 Pure, so that recordings of real hangs can be replayed: ages are in the reports, the caller keeps what is remembered
-(`PreviousHang`), and neither duplicates nor the order of reports change the result. `judge` tries RULES in this order:
+(the kills by place), and neither duplicates nor the order of reports change the result. `judge` tries RULES in this
+order:
 
 1. Stopped processes, zombies and a stopped store do not resume whatever the others do.
-2. A group that has never trained, or has made progress within its deadline, is not hung.
+2. A group that has never trained, has a person at a debugger, or has made progress within its deadline, is not hung;
+   but a rank that waits in a collective for far longer is not excused by the progress of others.
 3. A group in which a rank works or data flows is slow, not hung, until the slow ceiling. To end a job that is only slow
    is the worst error, so a missing fact counts for the group.
-4. Else `blame` names culprits and cause; some causes get more patience than the deadline.
+4. Else `blame` names culprits, cause and evidence, and `patience` how long that evidence must last.
 
 A Hang also needs the evidence of every node, or the end of the time for it: no group is ended before.
 """
@@ -17,10 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
-from elasticd_agent.hangs.blame import LONG_KERNEL_S, Blame, blame
+from elasticd_agent.hangs.blame import Blame, blame, blame_overdue
+from elasticd_agent.hangs.patience import PATIENCE, Evidence, Shown, limit_s
 from elasticd_agent.hangs.rank import FLOW_BYTES_PER_S, RankLocation, RankState, labels
 from elasticd_agent.model.job import Policy
+from elasticd_agent.model.phrases import count
 from elasticd_agent.model.reports import HangReport
 
 __all__ = ["Hang", "Judgement", "NoHang", "RankLocation", "SuspectedHang", "judge", "reason_to_suspect"]
@@ -29,12 +34,11 @@ EARLY_FRACTION = 0.6
 """Evidence is gathered from this part of a deadline on, so that it is on disk when the deadline comes."""
 ZOMBIE_S = 1.0
 """A worker that has just ended is a zombie until it is reaped, some milliseconds later."""
-GROUP_TIMEOUT_S = 1800.0
-"""torch's own default for a process group, where the group's is unknown."""
+SLOW_CEILING_S = 1800.0
+"""torch's own default for a process group. A shorter timeout of the group is torch's to enforce, where a rank waits in
+it; a longer one says that steps may take that long."""
 BARRIER_GRACE_S = 3.0
 """A barrier that times out takes up to 2 s to report that if its store does not answer, and the script ends by it."""
-REPEAT_FACTOR = 2.0
-"""A group idle at the same place again gets this many times as long: in the end an intended pause fits in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +62,13 @@ class Hang:
     culprits: tuple[RankLocation, ...]
     cause: str
     why: str
+    places: tuple[str, ...] = ()
+    """What the ranks wait in, where a healthy wait may look the same: the next rounds remember it."""
 
 
 Judgement = NoHang | SuspectedHang | Hang
-StallScene = frozenset[tuple[int, str]]
-"""(step, function) of the ranks that wait for no other rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreviousHang:
-    """The last hang of an earlier round: its scene, and for how long no rank had made progress."""
-
-    scene: StallScene = frozenset()
-    idle_s: float = 0.0
+Kills = Mapping[str, int]
+"""By place: how many groups of this job were killed for a wait there."""
 
 
 def reason_to_suspect(report: HangReport, policy: Policy) -> str | None:
@@ -86,22 +84,20 @@ def reason_to_suspect(report: HangReport, policy: Policy) -> str | None:
         return None
     deadline_s = _deadline_s(live, report.deadline_s, policy)
     idle_s = _idle_s(live)
-    if idle_s < max(EARLY_FRACTION * deadline_s, deadline_s - policy.evidence_s):
+    if idle_s >= max(EARLY_FRACTION * deadline_s, deadline_s - policy.evidence_s):
+        return f"no rank on {report.node} has made progress for {idle_s:.1f} s; the deadline is {deadline_s:.1f} s"
+    overdue_s = limit_s("overdue", policy, Shown(deadline_s))
+    longest = max(live, key=lambda rank: rank.waiting_s)
+    if longest.waiting_s < overdue_s - policy.evidence_s:
         return None
-    return f"no rank on {report.node} has made progress for {idle_s:.1f} s; the deadline is {deadline_s:.1f} s"
+    return f"{longest.label()} waits for other ranks for {longest.waiting_s:.1f} s; the limit is {overdue_s:g} s"
 
 
-def previous_hang(reports: Sequence[HangReport]) -> PreviousHang:
-    """What the next round's judgement needs to know of this hang."""
-    live = [rank for rank in _ranks(_latest(reports).values()) if not rank.report.exited]
-    return PreviousHang(_scene(live), _idle_s(live)) if live else PreviousHang()
-
-
-def _scene(live: Sequence[RankState]) -> StallScene:
-    """Where the ranks outside of any wait are; empty unless that is known of all of them."""
-    outside = [rank.report for rank in live if not rank.waits]
-    known = all(report.function for report in outside)
-    return frozenset((report.step, report.function) for report in outside) if known else StallScene()
+def describe_wait(report: HangReport) -> str:
+    """The rank of this node that most likely holds up the others, and what it does."""
+    live = [rank for rank in _ranks([report]) if not rank.report.exited]
+    rank = next((rank for rank in live if not rank.waits), live[0]) if live else None
+    return f"{rank.label()} {rank.activity()}" if rank is not None else "no rank runs"
 
 
 def judge(
@@ -110,13 +106,13 @@ def judge(
     policy: Policy,
     *,
     deadline_passed: bool = False,
-    previous: PreviousHang = PreviousHang(),
+    kills: Kills = MappingProxyType({}),
 ) -> Judgement:
     """The judgement on the whole group, which runs on `nodes`.
 
     A Hang needs the evidence of all nodes, or `deadline_passed`: what has not been reported by now will not be.
     """
-    case = _Case(_latest(reports), len(set(nodes)), policy, previous)
+    case = _Case(_latest(reports), len(set(nodes)), policy, kills)
     if not case.live:
         return NoHang("no running rank has been reported")
     judgement = next(found for rule in RULES if (found := rule(case)) is not None)
@@ -130,7 +126,7 @@ def judge(
     silent = ", ".join(node for node in missing if node not in case.reports)
     if not silent:
         return judgement
-    if not judgement.culprits and judgement.cause == "network" and case.idle_s < LONG_KERNEL_S:
+    if not judgement.culprits and judgement.cause == "network" and case.idle_s < (PATIENCE["alike"].seconds or 0.0):
         return SuspectedHang(f"{judgement.why}; {silent} did not answer and may be the cause")
     return replace(judgement, why=f"{judgement.why}; {silent} did not answer")
 
@@ -143,7 +139,7 @@ class _Case:
     """Every node's latest one."""
     nodes: int
     policy: Policy
-    previous: PreviousHang
+    kills: Kills
 
     @cached_property
     def live(self) -> list[RankState]:
@@ -165,19 +161,22 @@ class _Case:
     @cached_property
     def ceiling_s(self) -> float:
         """For how long a rank may be slow."""
-        timeout_s = max(rank.report.timeout_s for rank in self.live) or GROUP_TIMEOUT_S
-        return timeout_s if self.policy.slow_ceiling_s is None else self.policy.slow_ceiling_s
+        timeout_s = max(rank.report.timeout_s for rank in self.live)
+        return max(timeout_s, SLOW_CEILING_S) if self.policy.slow_ceiling_s is None else self.policy.slow_ceiling_s
 
     @cached_property
     def blame(self) -> Blame:
         exited = [rank for rank in _ranks(self.reports.values()) if rank.report.exited]
         return blame(self.live, exited, self.nodes)
 
-    @cached_property
-    def repeated_s(self) -> float:
-        """How long the previous hang took if this group is idle at the same place of the same step, else 0."""
-        same = bool(self.previous.scene) and self.previous.scene == _scene(self.live)
-        return self.previous.idle_s if same and self.blame.cause in ("blocked", "everyone", "exiting") else 0.0
+    def kills_for(self, blamed: Blame) -> int:
+        """How many groups were killed for this wait. A rank without a stack may be in any place."""
+        places = blamed.places
+        return max((n for place, n in self.kills.items() if not places or place in places), default=0)
+
+    def limit_s(self, evidence: Evidence, kills: int = 0) -> float:
+        pause_s = max(report.pause_s for report in self.reports.values())
+        return limit_s(evidence, self.policy, Shown(self.deadline_s, pause_s, self.ceiling_s, kills))
 
 
 # ---- the rules, in their order
@@ -208,6 +207,31 @@ def _never_trained(case: _Case) -> NoHang | None:
     if case.learned_s > 0:
         return None
     return NoHang("this script has never been seen to train, so being idle is no evidence of a hang")
+
+
+def _person(case: _Case) -> SuspectedHang | None:
+    """A person at a debugger may take any time."""
+    rank = next((rank for rank in case.live if rank.is_debugged), None)
+    return None if rank is None else SuspectedHang(f"{rank.label()} {rank.activity()}: no verdict while that lasts")
+
+
+def _overdue(case: _Case) -> Judgement | None:
+    """A rank waits in a collective for far longer than the group has been without progress.
+
+    What the others do, retries without an end for example, does not resolve that.
+    """
+    if case.idle_s >= case.deadline_s or any(rank.is_debugged for rank in case.live):
+        return None
+    waiting = [rank for rank in case.live if rank.waiting_s >= case.deadline_s]
+    if not waiting or len(waiting) == len(case.live):
+        return None
+    found = blame_overdue(waiting, [rank for rank in case.live if rank not in waiting])
+    kills = case.kills_for(found)
+    limit_s = case.limit_s("overdue", kills)
+    waiting_s = max(rank.waiting_s for rank in waiting)
+    if waiting_s < limit_s:
+        return None
+    return _hang_of(found, kills)
 
 
 def _recent_progress(case: _Case) -> NoHang | None:
@@ -242,27 +266,28 @@ def _slow_collective(case: _Case) -> SuspectedHang | None:
 
 
 def _patience(case: _Case) -> SuspectedHang | None:
-    """Some causes may be a healthy wait, and get more time than the deadline.
-
-    No rank waits for a rank whose peers are done: a last upload may be idle for as long as one without a checkpoint.
-    Nor does a restart cure a wait at the same place of the same step as before: the script may intend it.
-    """
-    patience_s = case.blame.patience_s
-    if case.blame.cause == "exiting" or case.repeated_s > 0:
-        patience_s = case.policy.effective_hang_floor_s(attached=False)
-    limit_s = min(max(patience_s, REPEAT_FACTOR * case.repeated_s), case.ceiling_s)
-    return SuspectedHang(f"{_why(case)}; the limit is {limit_s:g} s") if case.idle_s < limit_s else None
+    """The group may be healthy until the evidence has lasted for as long as its kind requires."""
+    kills = case.kills_for(case.blame)
+    limit_s = case.limit_s(case.blame.evidence, kills)
+    return SuspectedHang(f"{_why(case.blame, kills)}; the limit is {limit_s:g} s") if case.idle_s < limit_s else None
 
 
 def _hang(case: _Case) -> Hang:
-    return Hang(tuple(rank.location for rank in case.blame.culprits), case.blame.cause, _why(case))
+    return _hang_of(case.blame, case.kills_for(case.blame))
+
+
+def _hang_of(found: Blame, kills: int) -> Hang:
+    places = found.places if PATIENCE[found.evidence].weak else ()
+    return Hang(tuple(rank.location for rank in found.culprits), found.cause, _why(found, kills), places)
 
 
 RULES: tuple[Callable[[_Case], Judgement | None], ...] = (
     _stopped_process,
     _stopped_store,
     _never_trained,
+    _overdue,
     _recent_progress,
+    _person,
     # From here on no rank has made progress for longer than the longest deadline of any node.
     _slow_rank,
     _stopped_culprits,
@@ -273,8 +298,8 @@ RULES: tuple[Callable[[_Case], Judgement | None], ...] = (
 """The first one that answers decides; the last one always does."""
 
 
-def _why(case: _Case) -> str:
-    return f"{case.blame.why}, as in the previous hang" if case.repeated_s > 0 else case.blame.why
+def _why(found: Blame, kills: int) -> str:
+    return f"{found.why}, as in {count(kills, 'hang')} before" if kills and found.places else found.why
 
 
 def _stopped_recently(ranks: Sequence[RankState], policy: Policy, from_s: float) -> SuspectedHang | None:

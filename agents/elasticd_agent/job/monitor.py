@@ -151,7 +151,7 @@ class GroupMonitor:
         self._advanced(seen.step, now)
         if (counts := self._wait_shares.update(seen)) is not None:
             self._rendezvous.update_record(wait_counts=counts)
-        self.detector.update(seen, self._history.deadline_s(seen), now)
+        self.detector.update(seen, self._history.deadline_s(seen), now, self._history.pause_s)
         self._listener.on(seen, now)
         calm = number == self._stepped_round or now > self._eager_until
         self._at = now + (INTERVAL_S if calm and now > self._hastened_until else EAGER_INTERVAL_S)
@@ -196,8 +196,6 @@ class GroupMonitor:
                     self._rendezvous.update_record(
                         checkpoint=(number, step), high_water=self._rendezvous.facts.high_water
                     )
-            case "attached":
-                self._history.has_checkpoint = True
             case "can_pause":
                 self._rendezvous.update_record(can_pause=number)
             case "paused" if step is not None:

@@ -289,6 +289,10 @@ class HangReporter:
         self.job.metrics.hang_suspected()
         self.job.write(events.HangSuspectedEvent, now, why, number)
 
+    def suspicion_lasts(self, number: int, why: str) -> None:
+        """Once a minute: a person may wonder, or have a debugger open."""
+        self.job.console.log(f"round {number} makes no progress, and is not hung so far: {why}")
+
     def hang_cleared(self, number: int, seconds: float) -> None:
         reason = f"the workers make progress again; a hang was suspected for {seconds:.1f} s"
         self._suspected_at = None

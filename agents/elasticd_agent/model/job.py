@@ -166,10 +166,10 @@ class Policy:
     startup_ceiling_s: float = 600.0
     first_step_ceiling_s: float = 1800.0
     progress_ceiling_s: float = 1800.0
-    hang_floor_s: float | None = None  #: None: 5 s with an attached checkpoint, 60 s otherwise
+    hang_floor_s: float | None = None  #: None: by the strength of the evidence (docs/hangs.md)
     hang_factor: float = 5.0
     stopped_after_s: float = 2.5
-    slow_ceiling_s: float | None = None  #: None: the process group's own timeout, 1800 s where that is unknown
+    slow_ceiling_s: float | None = None  #: None: 1800 s, or the process group's own timeout if that is longer
     slow_factor: float = 1.5
     evidence_s: float = EVIDENCE_S
     on_hang: Literal["restart", "report"] = "restart"
@@ -205,11 +205,10 @@ class Policy:
         self._check_hang_times()
         self._check_times()
 
-    def effective_hang_floor_s(self, attached: bool) -> float:
-        """How long a group may make no progress, however short its steps; longer where a wrong restart costs more."""
-        if self.hang_floor_s is not None:
-            return self.hang_floor_s
-        return ATTACHED_HANG_FLOOR_S if attached else min(HANG_FLOOR_S, self.progress_ceiling_s)
+    @property
+    def least_deadline_s(self) -> float:
+        """How long a group may make no progress before anything is suspected, however short its steps."""
+        return LEAST_DEADLINE_S if self.hang_floor_s is None else self.hang_floor_s
 
     def _check_times(self) -> None:
         """Every time is possible, and every wait leaves room for what it waits for, the store's limits included."""
@@ -229,7 +228,7 @@ class Policy:
 
     def _check_hang_times(self) -> None:
         """A hang is judged on more than one observation, and not before there was time for its evidence."""
-        floor = ATTACHED_HANG_FLOOR_S if self.hang_floor_s is None else self.hang_floor_s
+        floor = self.least_deadline_s
         least = f"hang_floor {floor:g} s" if self.hang_floor_s is not None else f"the least hang floor, {floor:g} s"
         for name in ("hang_floor_s", "stopped_after_s"):
             value = getattr(self, name)
@@ -286,8 +285,8 @@ class AgentSettings:
             _check_port("metrics", self.metrics_port, lowest=0)
 
 
-HANG_FLOOR_S, ATTACHED_HANG_FLOOR_S = 60.0, 5.0
-"""The default hang floor. With an attached checkpoint a wrong restart loses a step, without one hours."""
+LEAST_DEADLINE_S = 5.0
+"""Without progress, a group is suspected after this time at the earliest. What follows depends on the evidence."""
 TWO_OBSERVATIONS_S = 0.5
 """The workers are observed four times a second."""
 MAX_WAIT_S = 365 * 86400.0

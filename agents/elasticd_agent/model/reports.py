@@ -12,9 +12,9 @@ from typing import Literal
 
 from elasticd_agent.model.codec import Document, Record
 
-Where = Literal["", "collective", "device", "init", "barrier", "elsewhere"]
+Where = Literal["", "collective", "device", "init", "barrier", "debugger", "elsewhere"]
 """A rank's main thread, by its stack: in (or waiting for) a collective, in a device synchronisation, creating the
-process group, in `session.barrier`, somewhere else. "": no stack has been taken."""
+process group, in `session.barrier`, at a debugger's prompt, somewhere else. "": no stack has been taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,18 @@ class RankReport(Record):
     idle_s: float = 0.0  #: since any of the above last changed
     alive_s: float = -1.0  #: since its heartbeat thread last ran, which it cannot while the GIL is held; -1: never
     moved_s: float = -1.0  #: since that thread last saw the main thread's Python move; -1: never
+    waiting_s: float = 0.0  #: for how long that thread has seen it wait for other ranks, without a break
     # from /proc
-    state: str = ""  #: "R", "S", "D", "T", "t", "Z", "X" (exiting); "" unknown
+    state: str = ""  #: "R", "S", "D", "T", "t" (traced), "Z", "X" (exiting); "" unknown
     stopped_s: float = 0.0  #: for how long it has been "T"
     cpu_s: float = 0.0  #: of its process tree over the last `window_s`
     io_bytes: int = 0  #: the same
     window_s: float = 0.0
+    quiet_s: float = -1.0  #: since its process tree last used CPU, or read or wrote; -1: unknown
     # from its stack
     where: Where = ""
     function: str = ""  #: the frame that `where` was concluded from
+    place: str = ""  #: the innermost function of the script's own code, without a line number
     stack: str = ""  #: the same for equal stacks
     evidence: bool = False  #: its evidence is on disk
     exited: bool = False  #: with code 0
@@ -57,6 +60,7 @@ class HangReport(Document):
     ranks: tuple[RankReport, ...]
     why: str = ""  #: its own suspicion; "": it has none, and reports on request
     deadline_s: float = 0.0  #: the learned time without progress after which it suspects a hang
+    pause_s: float = 0.0  #: the longest idle pause that the job has survived on this node
     gathered: bool = False  #: its evidence is on disk, or never will be
     store_state: str = ""  #: of the process that hosts the round's store, on rank 0's node
     store_stopped_s: float = 0.0  #: the same
@@ -74,3 +78,4 @@ class HangVerdict:
     hung_s: float  #: for how long no rank had made progress
     restarts: bool  #: the group is ended for it; else it is only reported (--on-hang report)
     reports: tuple[HangReport, ...]
+    places: tuple[str, ...] = ()  #: what the ranks wait in, where a healthy wait may look the same

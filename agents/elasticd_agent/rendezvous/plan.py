@@ -45,6 +45,9 @@ from elasticd_agent.rendezvous.view import Pause, PresentNode, View, Wait
 ROOT_CAUSE_WAIT_S = 0.15
 """How long to wait for the root cause while all reported failures are of ranks that lost a peer."""
 
+MOST_HANG_PLACES = 32
+"""Kept in each Round; one takes some 60 bytes."""
+
 Verdict = Round | Pause | Wait
 
 
@@ -513,6 +516,7 @@ def _next_round(
         excluded=excluded,
         directory=first.directory,
         stepped_size=_smallest_stepped_size(running),
+        hang_places=_hang_places(running),
         reason=reason,
         cause=cause,
     )
@@ -535,6 +539,14 @@ def _size(members: tuple[Member, ...]) -> int:
 def _smallest_stepped_size(running: _Running) -> int:
     known, size = running.current.stepped_size, running.current.world_size
     return known if not running.stepped else min(known or size, size)
+
+
+def _hang_places(running: _Running) -> tuple[tuple[str, int], ...]:
+    """How often groups were killed for each wait; the newest ones are last."""
+    killed = dict(running.current.hang_places)
+    for place in sorted({place for failure in running.failures for place in failure.places}):
+        killed[place] = killed.pop(place, 0) + 1
+    return tuple(killed.items())[-MOST_HANG_PLACES:]
 
 
 def _size_phrase(view: View, members: tuple[Member, ...]) -> str:

@@ -11,9 +11,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from elasticd_agent.system import sockets
+
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _READ_LIMIT = 4096
 """A stat line is below 400 bytes, an io file below 200."""
+_HEARTBEAT_THREAD = b"elasticd-beat"
+"""Its name in comm (elasticd/heartbeat/thread.py)."""
 _FLAGS, _PF_EXITING = 6, 0x4
 """The flags' index behind the name in a stat line, and the flag of a thread that exits (linux/sched.h)."""
 
@@ -21,10 +25,19 @@ _FLAGS, _PF_EXITING = 6, 0x4
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Of a whole process tree so far. Bytes count when a system call moves them, and again when a disk does, so that
-    both cached reads and reads through a memory map are counted."""
+    both cached reads and reads through a memory map are counted; those of TCP sockets count as well.
+
+    `wait_s` is the time in which threads could run and got no processor, because of others or of a CPU quota.
+    """
 
     cpu_s: float
     io_bytes: int
+    wait_s: float | None = 0.0
+    """None: the kernel does not say."""
+    running: bool = False
+    """Some main thread could run at this moment."""
+    traced: bool = False
+    """A debugger is attached to the first process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +128,48 @@ class UsageReader:
         by_root = trees(pids, known.values())
         ours = {member for members in by_root.values() for member in members}
         self._unrelated = (self._unrelated & everyone) | (known.keys() - ours)
+        sent = sockets.tcp_bytes()
         return {
             pid: Usage(
                 sum(known[member].cpu_s for member in members),
-                sum(parse_io(read(f"/proc/{member}/io")) for member in members),
+                sum(parse_io(read(f"/proc/{member}/io")) for member in members)
+                + sum(sent.get(inode, 0) for inode in sockets.sockets_of(members)),
+                _sum_known(run_queue_wait_s(member) for member in members),
+                any(known[member].state == "R" for member in members),
+                _tracer(pid) != 0,
             )
             for pid, members in by_root.items()
         }
+
+
+def run_queue_wait_s(pid: int) -> float | None:
+    """For how long its threads were able to run and did not: /proc/PID/task/TID/schedstat is run, wait (ns), slices.
+
+    The heartbeat thread does not count: it wakes ten times a second, and waits for a core on any busy machine. None
+    without that file.
+    """
+    try:
+        tids = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return None
+    found, known = 0, False
+    for tid in tids:
+        fields = read(f"/proc/{pid}/task/{tid}/schedstat").split()
+        if len(fields) == 3 and read(f"/proc/{pid}/task/{tid}/comm").rstrip() != _HEARTBEAT_THREAD:
+            found, known = found + int(fields[1]), True
+    return found / 1e9 if known else None
+
+
+def _sum_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _tracer(pid: int) -> int:
+    """The process that traces it (ptrace), 0 for none."""
+    _, _, rest = read(f"/proc/{pid}/status").partition(b"TracerPid:")
+    value = rest.split(maxsplit=1)[:1]
+    return int(value[0]) if value and value[0].isdigit() else 0
 
 
 def all_pids() -> set[int]:

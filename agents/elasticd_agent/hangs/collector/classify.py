@@ -113,6 +113,9 @@ _WAITING = re.compile(
     rf"{STDLIB}(?:threading|queue|selectors|concurrent/futures/_base|multiprocessing/(?:connection|queues|synchronize))\.py$"
 )
 """Python's own waits, for another thread or process."""
+_DEBUGGER = re.compile(rf"{STDLIB}(?:pdb|bdb|cmd|code)\.py$|{PACKAGES}(?:IPython|ipdb|pudb|pdbpp|pydevd\w*|debugpy)/")
+_PROMPTS = ("interaction", "cmdloop", "interact", "raw_input", "mainloop", "do_wait_suspend", "wait_for_client")
+"""Their functions that wait for a person."""
 _SERVING = re.compile(
     rf"{STDLIB}(?:concurrent/futures|multiprocessing|socketserver)\b|{PACKAGES}(?:torch/utils/data|torch/_inductor|tqdm"
     rf"|prometheus_client|tensorboard|wandb)/|{_OURS}"
@@ -124,6 +127,8 @@ def locate(frames: Sequence[Frame], context: StackContext = StackContext()) -> S
     """Where the thread with these frames, innermost first, is. No frames: it runs no Python code."""
     if not frames:
         return StackLocation("elsewhere", "")
+    if any(_DEBUGGER.search(frame.file) and frame.name in _PROMPTS for frame in frames):
+        return StackLocation("debugger", script_place(frames))
     for frame in frames:
         if _matches(_BACKWARD, frame):
             # Waits for collectives and all work look the same here.
@@ -158,8 +163,20 @@ def representative_thread(threads: Sequence[Sequence[Frame]]) -> int:
 
 def script_place(frames: Sequence[Frame]) -> str:
     """The innermost frame of the script's own code, or else the innermost one, as "train.py:88 next_batch"."""
-    frame = next((frame for frame in frames if not frame.library), frames[0])
+    frame = _script_frame(frames)
     return f"{frame.base} {frame.name}"
+
+
+def script_function(frames: Sequence[Frame]) -> str:
+    """The same without the line, which changes while a script polls: "train.py next_batch". "" without frames."""
+    if not frames:
+        return ""
+    frame = _script_frame(frames)
+    return f"{frame.base.partition(':')[0]} {frame.name}"
+
+
+def _script_frame(frames: Sequence[Frame]) -> Frame:
+    return next((frame for frame in frames if not frame.library), frames[0])
 
 
 def _matches(rule: _Rule, frame: Frame) -> bool:

@@ -106,6 +106,7 @@ class Collection:
         words = {
             "where": located.where if dump.source else "",
             "function": located.function if dump.source else "",
+            "place": classify.script_function(thread.frames) if thread is not None else "",
             "stack": digest(thread.frames) if thread is not None else "",
             "source": dump.source,
             "trouble": dump.trouble,
