@@ -117,10 +117,11 @@ def assert_hung(run: Job, number: int, situation: Situation) -> None:
     killed = [event for event in run.events("worker_exited", round=number) if event["exit_code"] != 0]
     assert all(event["requested"] and event["signal"] == 9 for event in killed), killed
     assert gone["survivors"] == []
-    assert_evidence(run, number, situation, min(killed, key=lambda event: event["mono"]))
+    again = bool(situation.ceiling) or "hang before" in hung["reason"]
+    assert_evidence(run, number, situation, min(killed, key=lambda event: event["mono"]), again)
 
 
-def assert_evidence(run: Job, number: int, situation: Situation, killed: Event) -> None:
+def assert_evidence(run: Job, number: int, situation: Situation, killed: Event, again: bool) -> None:
     evidence = run.work / "log" / f"round-{number}" / "evidence"
     assert f"elasticd explain {evidence}\n" in run.err
     # What was decided is written by the side, nobody waits for it.
@@ -134,7 +135,7 @@ def assert_evidence(run: Job, number: int, situation: Situation, killed: Event) 
         stackless = situation.name == "zombie" and rank in situation.ranks
         for path in (facts, evidence / f"rank-{rank}.log", evidence / f"rank-{rank}.stacks.txt"):
             if not (stackless and path.name.endswith(".stacks.txt")):
-                assert_before(path, killed, again=bool(situation.ceiling))
+                assert_before(path, killed, again)
 
 
 def assert_before(path: Path, killed: Event, again: bool) -> None:
