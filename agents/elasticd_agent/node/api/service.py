@@ -36,7 +36,7 @@ class Conflict(ElasticdError):
     """The request conflicts with the present state; the sentence says with what."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class JobService:
     """Methods that need the store raise StoreUnavailable during an outage."""
 
