@@ -195,14 +195,25 @@ class Session:
         self._saver.keep = keep
         self._barrier_s = barrier_s
 
-    def save(self) -> None:
-        """Save a checkpoint now, whatever `checkpoint()` says. A full disk is reported and does not stop training.
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the last checkpoint that was waited for (`save()`, a stop, a pause) and is on the disk.
+
+        After `should_stop` it equals `steps`, unless that checkpoint failed. Checkpoints at an interval are written
+        while training continues and do not count here.
+        """
+        return self._saver.saved_step
+
+    def save(self) -> bool:
+        """Save a checkpoint now, whatever `checkpoint()` says; True, on every rank, once it is on the disk.
+
+        A full disk is reported, does not stop training, and returns False.
 
         Raises UsageError without a directory or with nothing attached, CheckpointRefused for a state that
         `torch.load(weights_only=True)` would not open, naming the key.
         """
         self._saver.open(None, "save")
-        self._save("requested by the script", wait=True)
+        return self._save("requested by the script", wait=True)
 
     def step(self) -> None:
         """End an optimizer step: count it, commit the sampler, write the heartbeat, decide with all ranks, save if due.

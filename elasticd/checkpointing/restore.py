@@ -8,6 +8,7 @@ then becomes this round's own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -23,7 +24,7 @@ from elasticd.checkpointing import state
 from elasticd.checkpointing.buffers import Snapshot
 from elasticd.checkpointing.layout import write_at
 from elasticd.checkpointing.lineage import Entry, open_verified
-from elasticd.checkpointing.manifest import STATE, Manifest
+from elasticd.checkpointing.manifest import STATE, Manifest, parse
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.writer_client import SnapshotRefused
 from elasticd.coordination.store_channel import StoreChannel
@@ -141,7 +142,8 @@ class _Restore:
 
     def _describe(self, found: Manifest, number: int | None, name: str) -> dict[str, Any]:
         described = {"round": found.round, "step": found.step, "world_size": found.world_size, "bytes": found.bytes}
-        return {**described, "checksum": found.checksum, "number": number, "name": name}
+        draft = found.to_json().decode()
+        return {**described, "checksum": found.checksum, "number": number, "name": name, "draft": draft}
 
     def _skip(self, path: Path, why: str) -> None:
         reason = f"checkpoint {path.name} skipped: {why}"
@@ -156,17 +158,42 @@ class _Restore:
         own = json.dumps({"host": socket.gethostname(), "error": error}).encode()
         answers = [json.loads(each) for each in self.channel.collect("read", own, "whether it can read the state")]
         plan = self.channel.on_rank0("send", "which ranks need the state", lambda: self._plan_sending(chosen, answers))
-        if not plan["receivers"]:
-            return
-        receives = self.group.rank in plan["receivers"]
-        if receives:
-            self._fd = os.memfd_create("elasticd-received", os.MFD_CLOEXEC)
-        _broadcast(
-            self._fd if receives or self.group.rank == plan["sender"] else None,
-            plan["sender"],
-            chosen["bytes"],
-            self.group,
-        )
+        lacking = plan["receivers"]
+        if lacking and chosen["number"] is not None:
+            lacking = self._send_into_memory(chosen, plan["sender"], lacking)
+        if lacking:
+            if self.group.rank in lacking:
+                self._fd = os.memfd_create("elasticd-received", os.MFD_CLOEXEC)
+            self._broadcast(chosen, plan["sender"], self._fd if self.group.rank in lacking else -1)
+
+    def _send_into_memory(self, chosen: Mapping[str, Any], sender: int, receivers: list[int]) -> list[int]:
+        """One rank of each node receives into the node's memory, the others open it there; returns who could not."""
+        writer, buffer = self.saver.writer, -1
+        draft = parse(chosen["draft"].encode())
+        assert isinstance(draft, Manifest)
+        if self.group.rank in receivers and writer is not None and writer.share == 0:
+            with contextlib.suppress(OSError, SnapshotRefused):
+                buffer = writer.begin(draft, chosen["number"], 0, 1, "")
+        self._broadcast(chosen, sender, buffer)
+        if buffer >= 0 and writer is not None:
+            os.close(buffer)
+            with contextlib.suppress(OSError):
+                writer.copied(draft, chosen["number"], 0)
+                self._held = writer.find()
+        self.channel.collect("sent", b"", "whether it has received the state")
+        self.channel.on_rank0("sent", "whether all nodes have received the state", dict)
+        error = self._open_here(chosen) if self.group.rank in receivers else ""
+        answers = self.channel.collect("opened", error.encode(), "whether it has the state")
+
+        def lacking() -> dict[str, Any]:
+            return {"ranks": [rank for rank, answer in enumerate(answers) if answer]}
+
+        ranks: list[int] = self.channel.on_rank0("opened", "which ranks lack the state", lacking)["ranks"]
+        return ranks
+
+    def _broadcast(self, chosen: Mapping[str, Any], sender: int, buffer: int) -> None:
+        source = self._fd if self.group.rank == sender else buffer
+        _broadcast(source if source >= 0 else None, sender, chosen["bytes"], self.group)
 
     def _plan_sending(self, chosen: Mapping[str, Any], answers: list[dict[str, str]]) -> dict[str, Any]:
         """Rank 0: who sends the state, and to whom: all ranks of a host where one cannot read it."""

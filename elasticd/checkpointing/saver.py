@@ -87,6 +87,8 @@ class Saver:
     """The (round, step) that this round resumed from."""
     every: SaveInterval | None = None
     keep: int = DEFAULT_KEEP
+    saved_step: int | None = None
+    """The newest step that every rank knows to be on the disk: that of the last save which was waited for."""
     _lock: DirectoryLock | None = None
     _last_at: float = field(default_factory=time.monotonic)
     writer: WriterClient | None = field(default_factory=writer_client.from_environment)
@@ -144,10 +146,11 @@ class Saver:
         return seconds is not None and time.monotonic() - self._last_at >= seconds
 
     def save(self, step: int, attached: Mapping[str, Any], why: str, wait: bool = False) -> bool:
-        """Save the attached objects and all ranks' random states; True on rank 0 if the checkpoint is on the disk.
+        """Save the attached objects and all ranks' random states.
 
-        Where the launcher runs a writer, training is blocked only by a copy into memory: without `wait` the result then
-        says whether that copy was made, and the writer reports what became of it.
+        With `wait`, True on every rank if the checkpoint is on the disk. Without it, where the launcher runs a writer,
+        training is blocked only by a copy into memory; the writer reports what became of it, and the result is True on
+        rank 0 once the copy is made.
         """
         if not attached:
             raise UsageError("nothing is attached: call session.attach(model=..., optimizer=...) before saving")
@@ -158,12 +161,15 @@ class Saver:
         if self._saves == 1:
             what = f"whether the state of step {step} can be loaded again"
             self.channel.on_rank0("first save", what, lambda: self._check(step, attached, every_rank))
-        if self.group.rank != 0 and self.writer is None:
-            return False
         before = self.heartbeat.current_phase
         self.heartbeat.set_phase(Phase.CHECKPOINT)
         try:
-            return self._save(step, attached, every_rank, why, wait)
+            saved = self._save(step, attached, every_rank, why, wait)
+            if wait:
+                what = f"whether the checkpoint of step {step} is on the disk"
+                saved = bool(self.channel.on_rank0(f"saved/{self._saves}", what, lambda: {"saved": saved})["saved"])
+                self.saved_step = step if saved else self.saved_step
+            return saved
         finally:
             self.heartbeat.set_phase(before)
             self._last_at = time.monotonic()
@@ -179,6 +185,8 @@ class Saver:
 
     def _save(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes], why: str, wait: bool) -> bool:
         start = time.monotonic()
+        if self.group.rank != 0 and self.writer is None:
+            return False
         content = self._content(step, attached, every_rank)
         if self.group.rank == 0:
             check_loadable(content)

@@ -49,33 +49,28 @@ class WriterClient:
         is no writer.
         """
 
-        def copy(fd: int) -> None:
+        fd = self.begin(draft, number, self.share, self.shares, layout.shared_digest)
+        try:
             layout.copy_shared(fd, self.share, self.shares)
             if self.share == 0:
                 copy_own(fd)
-
-        self.fill(draft, number, (self.share, self.shares), layout.shared_digest, copy, task)
-
-    def fill(
-        self,
-        draft: Manifest,
-        number: int,
-        share: tuple[int, int],
-        digest: str,
-        fill: Callable[[int], None],
-        task: Callable[[], WriteTask] | None = None,
-    ) -> None:
-        """Let `fill` write a share of the state into a buffer."""
-        key = {"round": draft.round, "number": number, "share": share[0]}
-        fd = self._borrow({"do": "begin", **key, "shares": share[1], "size": draft.bytes, "digest": digest})
-        try:
-            if share[0] == 0:
-                os.ftruncate(fd, draft.bytes)
-            fill(fd)
         finally:
             os.close(fd)
+        self.copied(draft, number, self.share, task)
+
+    def begin(self, draft: Manifest, number: int, share: int, shares: int, digest: str) -> int:
+        """Borrow a buffer for one of the shares of a state. Raises SnapshotRefused, OSError."""
+        key = {"round": draft.round, "number": number, "share": share}
+        fd = self._borrow({"do": "begin", **key, "shares": shares, "size": draft.bytes, "digest": digest})
+        if share == 0:
+            os.ftruncate(fd, draft.bytes)
+        return fd
+
+    def copied(self, draft: Manifest, number: int, share: int, task: Callable[[], WriteTask] | None = None) -> None:
+        """The share is in the buffer. Raises OSError."""
+        key = {"round": draft.round, "number": number, "share": share}
         described = {"draft": draft.to_json().decode(), "task": asdict(task()) if task else None}
-        self._send({"do": "copied", **key, **(described if share[0] == 0 else {})})
+        self._send({"do": "copied", **key, **(described if share == 0 else {})})
 
     def find(self) -> Snapshot | None:
         """The newest whole state in this node's memory. Raises OSError when there is no writer."""

@@ -117,7 +117,7 @@ def start(zygote: subprocess.Popen[str], tmp_path: Path) -> Iterator[Start]:
     """Start a script's ranks: start("toy.py", {...}, world_size=2, round=1); they are gone after the test."""
     jobs: list[Job] = []
 
-    def start_job(script: str, *argv: Any, world_size: int = 2, round: int = 1, **env: str) -> Job:
+    def start_job(script: str, *argv: Any, world_size: int = 2, round: int = 1, each_env: Any = (), **env: str) -> Job:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         job = Job([Rank(tmp_path / f"job{len(jobs)}-rank{rank}") for rank in range(world_size)])
@@ -127,12 +127,13 @@ def start(zygote: subprocess.Popen[str], tmp_path: Path) -> Iterator[Start]:
             heartbeat.create(rank.beat)
             place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+            own = each_env[number] if each_env else {}
             ours = {"ELASTICD_ROUND": round, "ELASTICD_JOB": "toy", "ELASTICD_RUN": "run-1"}
             files = {"ELASTICD_BEAT": rank.beat, "ELASTICD_NOTES": rank.notes}
             task = {
                 "script": str(SCRIPTS / script),
                 "argv": [each if isinstance(each, str) else json.dumps(each) for each in argv],
-                "env": {key: str(value) for key, value in {**place, **where, **ours, **files, **env}.items()},
+                "env": {key: str(value) for key, value in {**place, **where, **ours, **files, **env, **own}.items()},
                 "folder": str(rank.folder),
             }
             assert zygote.stdin is not None

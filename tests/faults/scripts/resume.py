@@ -28,7 +28,8 @@ def main(args: argparse.Namespace) -> None:
     sampler = elasticd.ElasticBatchSampler(dataset, global_batch=16)
     session.attach(model=model, optimizer=optimizer, sampler=sampler, ballast=Ballast(args.ballast))
     session.restore()
-    session.checkpoint(every=args.every, keep=args.keep)
+    # On a disk that changes at certain steps each checkpoint is waited for.
+    session.checkpoint(every=10**9 if args.disk else args.every, keep=args.keep)
     for epoch in range(sampler.epoch, sampler.epoch + 1000):
         sampler.set_epoch(epoch)
         for x, y in DataLoader(dataset, batch_sampler=sampler):
@@ -40,6 +41,8 @@ def main(args: argparse.Namespace) -> None:
             optimizer.step()
             optimizer.zero_grad()
             session.step()
+            if args.disk and session.steps % args.every == 0:
+                session.save()
             total = loss.detach().clone()
             torch.distributed.all_reduce(total)
             mean = float(total) / session.world_size

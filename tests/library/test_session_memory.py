@@ -1,0 +1,180 @@
+"""Sessions that save through a writer: a resumed run is the uninterrupted one, whichever memory it resumes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.library.conftest import Job, wait_for
+from tests.library.writers import Node
+
+Nodes = Callable[..., list[Node]]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made: list[Node] = []
+
+    def make(count: int) -> list[Node]:
+        made.extend(Node(tmp_path / f"node{len(made) + number}") for number in range(count))
+        return made[-count:]
+
+    yield make
+    for node in made:
+        node.close()
+
+
+def start_on(start: Any, where: list[Node], options: dict[str, Any], round: int = 1, ranks: int = 2) -> Job:
+    """Two ranks on one node, or one on each of two."""
+    shares = ranks // len(where)
+    env = [
+        where[rank // shares].environment(rank // shares, len(where), rank % shares, shares) for rank in range(ranks)
+    ]
+    job: Job = start("toy.py", options, world_size=ranks, round=round, each_env=env)
+    return job
+
+
+def uninterrupted(start: Any, tmp_path: Path, **options: Any) -> list[dict[str, Any]]:
+    """Each rank's result: buffers of BatchNorm differ."""
+    found: list[dict[str, Any]] = start("toy.py", {"directory": str(tmp_path / "reference"), **options}).results()
+    return found
+
+
+def digests(results: list[dict[str, Any]]) -> list[str]:
+    return [result["digest"] for result in results]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_resume_from_memory_is_exact(start: Any, nodes: Nodes, tmp_path: Path, count: int, optimizer: str) -> None:
+    """Dropout, BatchNorm, moments, scheduler and random streams, bit for bit."""
+    options = {"directory": str(tmp_path / "checkpoints"), "optimizer": optimizer}
+    where = nodes(count)
+    first = start_on(start, where, {**options, "die": 7})
+    assert first.codes() == [-signal.SIGKILL] * 2
+    results = start_on(start, where, options, round=2).results()
+    expected = uninterrupted(start, tmp_path, optimizer=optimizer)
+    for result, reference in zip(results, expected, strict=True):
+        assert result["resumed"] == [1, 6, 2]
+        assert all(result[name] == reference[name] for name in ("digest", "lr", "draw"))
+
+
+def test_resume_from_disk_equals_resume_from_memory(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    """All memory of all nodes is lost."""
+    options = {"directory": str(tmp_path / "checkpoints"), "every": 2}
+    where = nodes(1)
+    assert start_on(start, where, {**options, "die": 7}).codes() == [-signal.SIGKILL] * 2
+    assert where[0].end() == 0
+    results = start_on(start, nodes(1), options, round=2).results()
+    assert results[0]["resumed"] == [1, 6, 2]
+    assert digests(results) == digests(uninterrupted(start, tmp_path))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_node_without_copy_gets_it_from_the_other(start: Any, nodes: Nodes, tmp_path: Path, lost: int) -> None:
+    """The directory is gone, and so is one node's memory."""
+    options = {"directory": str(tmp_path / "checkpoints")}
+    where = nodes(2)
+    assert start_on(start, where, {**options, "die": 7}).codes() == [-signal.SIGKILL] * 2
+    for node in where:
+        node.end()  # what it had to write is written
+        node.start()
+    for path in (tmp_path / "checkpoints").iterdir():
+        path.rename(tmp_path / path.name)
+    where[lost] = nodes(1)[0]
+    results = start_on(start, where, {**options, "every": None}, round=2).results()
+    assert [result["resumed"] for result in results] == [[1, 6, 2]] * 2
+    assert digests(results) == digests(uninterrupted(start, tmp_path))
+
+
+def test_old_state_of_returning_node_is_not_used(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    """It has step 6 of round 1; the others went back to step 3 on disk, and round 2 has re-linked that."""
+    options = {"directory": str(tmp_path / "checkpoints"), "every": 3}
+    away, others = nodes(1), nodes(1)
+    assert start_on(start, others, {**options, "die": 4}).codes() == [-signal.SIGKILL] * 2
+    assert others[0].end() == 0
+    apart = {**options, "directory": str(tmp_path / "apart"), "die": 7}
+    assert start_on(start, away, apart).codes() == [-signal.SIGKILL] * 2
+    second = start_on(start, nodes(1), {**options, "every": None, "steps": 4}, round=2)
+    assert second.results()[0]["resumed"] == [1, 3, 2]
+    third = start_on(start, away, {**options, "every": None, "steps": 4}, round=3)
+    assert third.results()[0]["resumed"] == [2, 3, 2]
+
+
+def test_state_of_another_run_is_not_used(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    where = nodes(1)
+    options = {"directory": str(tmp_path / "one"), "every": 3}
+    assert start_on(start, where, {**options, "die": 7}).codes() == [-signal.SIGKILL] * 2
+    env = [{**where[0].environment(0, 1, rank, 2), "ELASTICD_RUN": "run-2"} for rank in range(2)]
+    other = start("toy.py", {"directory": str(tmp_path / "two"), "every": None, "steps": 2}, each_env=env)
+    assert other.results()[0]["resumed"] is None
+
+
+def test_end_of_script_and_stop_wait_for_the_disk(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path / "checkpoints"), "every": 4, "close": False}
+    job = start_on(start, nodes(1), options)
+    job.results()
+    assert {"r1-s4", "r1-s8", "r1-s12"} >= {path.name for path in (tmp_path / "checkpoints").glob("r*")} >= {"r1-s12"}
+
+
+def test_session_without_its_writer_writes_itself(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    """The writer is gone for good: one message, and checkpoints as without a launcher."""
+    (node,) = nodes(1)
+    node.end(signal.SIGKILL)
+    node.listener.close()
+    job = start_on(start, [node], {"directory": str(tmp_path / "checkpoints"), "every": 4})
+    job.results()
+    assert job.ranks[0].kinds() == ["message", "checkpoint_saved", "checkpoint_saved", "checkpoint_saved"]
+    assert "while training waits" in job.ranks[0].read_events()[0].reason
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("r*")) == ["r1-s12", "r1-s4", "r1-s8"]
+
+
+def test_writer_killed_again_and_again_does_not_stop_training(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    (node,) = nodes(1)
+    directory = tmp_path / "checkpoints"
+    job = start_on(start, [node], {"directory": str(directory), "every": 2, "steps": 400, "sleep": 0.005})
+    kills = 0
+    while not all((rank.folder / "code").exists() for rank in job.ranks):
+        saved = len(job.ranks[0].read_events())
+        wait_for(
+            lambda saved=saved: (
+                len(job.ranks[0].read_events()) > saved or all((rank.folder / "code").exists() for rank in job.ranks)
+            ),
+            "another save",
+        )
+        node.end(signal.SIGKILL)
+        node.start()
+        kills += 1
+    assert kills > 5
+    assert job.results()[0]["steps"] == 400
+    again = start_on(start, [node], {"directory": str(directory), "every": None, "steps": 400}, round=2)
+    assert again.results()[0]["resumed"][1] >= 398
+
+
+def test_save_on_bad_machine_is_whole(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    """Fifty kills of all ranks at any moment; each next round resumes from a whole state and repeats nothing known."""
+    where = nodes(1)
+    directory = str(tmp_path / "checkpoints")
+    steps = 0
+    for round in range(1, 51):
+        job = start_on(start, where, {"directory": directory, "every": 1, "steps": 100_000, "keep": 2}, round=round)
+        target = steps + 1 + round % 5
+        wait_for(lambda job=job, target=target: job.ranks[0].read_heartbeat().step >= target, "some steps")
+        reached = job.ranks[0].read_heartbeat().step
+        for rank in job.ranks:
+            os.kill(rank.pid, signal.SIGKILL)
+        assert job.codes() == [-signal.SIGKILL] * 2
+        held = where[0].client()
+        found = held.find()
+        held.close()
+        assert found is not None and found.draft.step >= max(reached - 1, steps)  # the last save may be in progress
+        steps = found.draft.step
+    last = start_on(start, where, {"directory": directory, "every": None, "steps": 0}, round=60).results()
+    assert last[0]["resumed"][1] == steps
+    assert json.dumps(last[0]["resumed"]) == json.dumps(last[1]["resumed"])
