@@ -96,7 +96,8 @@ class Saver:
     _saves: int = 0
     _pending: bool = False
     """The writer has a checkpoint of this process to write, or has written it."""
-    _refusal: str = ""
+    _refused: bool = False
+    """The writer took no copy, and a message said so."""
 
     def open(self, directory: str | os.PathLike[str] | None, caller: str) -> Path:
         """Choose the directory (the argument, else ELASTICD_CHECKPOINT_DIR) and lock it; a second call only checks."""
@@ -244,12 +245,13 @@ class Saver:
         try:
             self.writer.copy(draft, self._saves, layout, copy_own, task if self.group.rank == 0 else None)
         except (OSError, SnapshotRefused) as error:
-            if self.group.rank == 0 and self._refusal != str(error):
-                self._refusal = str(error)
+            if self.group.rank == 0 and not self._refused:
+                self._refused = True
                 reason = f"checkpoints are written while training waits: {error}"
                 logger.warning(reason)
                 self.events.write("message", reason, draft.step)
             return False
+        self._refused = False
         if self.group.rank == 0:
             if not self._pending:
                 atexit.register(self._wait_at_exit)

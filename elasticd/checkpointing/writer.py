@@ -122,7 +122,9 @@ class Writer:
 
     def _receive(self, rank: socket.socket) -> None:
         try:
-            packet = rank.recv(PACKET)
+            packet = rank.recv(PACKET, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
         except OSError:
             packet = b""
         if not packet:
@@ -166,8 +168,11 @@ class Writer:
         if self._fills and key < self._fills[0].key:
             fill.refused = "a later save has begun"
             return fill
-        for older in self._fills:
-            self._fail(older, "a later save began before every rank had copied its share")
+        for older in list(self._fills):
+            for copying in list(older.copying):
+                self._receive(copying)  # its report was sent before this save began, and may still be unread
+            if len(older.copied) + len(older.copying) < older.shares:
+                self._fail(older, "a later save began before every rank had copied its share")
         self._fills = [fill, *(older for older in self._fills if older.copying)]
         fill.buffer = self._free_buffer()
         if fill.buffer < 0:

@@ -22,7 +22,8 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     made: list[Node] = []
 
     def make(count: int) -> list[Node]:
-        made.extend(Node(tmp_path / f"node{len(made) + number}") for number in range(count))
+        for _ in range(count):
+            made.append(Node(tmp_path / f"node{len(made)}"))
         return made[-count:]
 
     yield make
@@ -46,6 +47,12 @@ def uninterrupted(start: Any, tmp_path: Path, **options: Any) -> list[dict[str, 
     return found
 
 
+def die(job: Job) -> None:
+    """Every rank kills itself at the same step; the last one may see the death of the others first."""
+    codes = job.codes()
+    assert -signal.SIGKILL in codes and 0 not in codes
+
+
 def digests(results: list[dict[str, Any]]) -> list[str]:
     return [result["digest"] for result in results]
 
@@ -56,8 +63,7 @@ def test_resume_from_memory_is_exact(start: Any, nodes: Nodes, tmp_path: Path, c
     """Dropout, BatchNorm, moments, scheduler and random streams, bit for bit."""
     options = {"directory": str(tmp_path / "checkpoints"), "optimizer": optimizer}
     where = nodes(count)
-    first = start_on(start, where, {**options, "die": 7})
-    assert first.codes() == [-signal.SIGKILL] * 2
+    die(start_on(start, where, {**options, "die": 7}))
     results = start_on(start, where, options, round=2).results()
     expected = uninterrupted(start, tmp_path, optimizer=optimizer)
     for result, reference in zip(results, expected, strict=True):
@@ -69,7 +75,7 @@ def test_resume_from_disk_equals_resume_from_memory(start: Any, nodes: Nodes, tm
     """All memory of all nodes is lost."""
     options = {"directory": str(tmp_path / "checkpoints"), "every": 2}
     where = nodes(1)
-    assert start_on(start, where, {**options, "die": 7}).codes() == [-signal.SIGKILL] * 2
+    die(start_on(start, where, {**options, "die": 7}))
     assert where[0].end() == 0
     results = start_on(start, nodes(1), options, round=2).results()
     assert results[0]["resumed"] == [1, 6, 2]
@@ -81,7 +87,7 @@ def test_node_without_copy_gets_it_from_the_other(start: Any, nodes: Nodes, tmp_
     """The directory is gone, and so is one node's memory."""
     options = {"directory": str(tmp_path / "checkpoints")}
     where = nodes(2)
-    assert start_on(start, where, {**options, "die": 7}).codes() == [-signal.SIGKILL] * 2
+    die(start_on(start, where, {**options, "die": 7}))
     for node in where:
         node.end()  # what it had to write is written
         node.start()
@@ -97,10 +103,10 @@ def test_old_state_of_returning_node_is_not_used(start: Any, nodes: Nodes, tmp_p
     """It has step 6 of round 1; the others went back to step 3 on disk, and round 2 has re-linked that."""
     options = {"directory": str(tmp_path / "checkpoints"), "every": 3}
     away, others = nodes(1), nodes(1)
-    assert start_on(start, others, {**options, "die": 4}).codes() == [-signal.SIGKILL] * 2
+    die(start_on(start, others, {**options, "die": 4}))
     assert others[0].end() == 0
     apart = {**options, "directory": str(tmp_path / "apart"), "die": 7}
-    assert start_on(start, away, apart).codes() == [-signal.SIGKILL] * 2
+    die(start_on(start, away, apart))
     second = start_on(start, nodes(1), {**options, "every": None, "steps": 4}, round=2)
     assert second.results()[0]["resumed"] == [1, 3, 2]
     third = start_on(start, away, {**options, "every": None, "steps": 4}, round=3)
@@ -110,14 +116,14 @@ def test_old_state_of_returning_node_is_not_used(start: Any, nodes: Nodes, tmp_p
 def test_state_of_another_run_is_not_used(start: Any, nodes: Nodes, tmp_path: Path) -> None:
     where = nodes(1)
     options = {"directory": str(tmp_path / "one"), "every": 3}
-    assert start_on(start, where, {**options, "die": 7}).codes() == [-signal.SIGKILL] * 2
+    die(start_on(start, where, {**options, "die": 7}))
     env = [{**where[0].environment(0, 1, rank, 2), "ELASTICD_RUN": "run-2"} for rank in range(2)]
     other = start("toy.py", {"directory": str(tmp_path / "two"), "every": None, "steps": 2}, each_env=env)
     assert other.results()[0]["resumed"] is None
 
 
-def test_end_of_script_and_stop_wait_for_the_disk(start: Any, nodes: Nodes, tmp_path: Path) -> None:
-    options = {"directory": str(tmp_path / "checkpoints"), "every": 4, "close": False}
+def test_close_waits_for_the_disk(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path / "checkpoints"), "every": 4}
     job = start_on(start, nodes(1), options)
     job.results()
     assert {"r1-s4", "r1-s8", "r1-s12"} >= {path.name for path in (tmp_path / "checkpoints").glob("r*")} >= {"r1-s12"}
@@ -158,7 +164,7 @@ def test_writer_killed_again_and_again_does_not_stop_training(start: Any, nodes:
 
 
 def test_save_on_bad_machine_is_whole(start: Any, nodes: Nodes, tmp_path: Path) -> None:
-    """Fifty kills of all ranks at any moment; each next round resumes from a whole state and repeats nothing known."""
+    """Fifty kills of all ranks at any moment: a whole state is always there, and never an older one than before."""
     where = nodes(1)
     directory = str(tmp_path / "checkpoints")
     steps = 0
@@ -166,15 +172,14 @@ def test_save_on_bad_machine_is_whole(start: Any, nodes: Nodes, tmp_path: Path) 
         job = start_on(start, where, {"directory": directory, "every": 1, "steps": 100_000, "keep": 2}, round=round)
         target = steps + 1 + round % 5
         wait_for(lambda job=job, target=target: job.ranks[0].read_heartbeat().step >= target, "some steps")
-        reached = job.ranks[0].read_heartbeat().step
         for rank in job.ranks:
             os.kill(rank.pid, signal.SIGKILL)
         assert job.codes() == [-signal.SIGKILL] * 2
         held = where[0].client()
         found = held.find()
         held.close()
-        assert found is not None and found.draft.step >= max(reached - 1, steps)  # the last save may be in progress
+        assert found is not None and found.draft.step >= steps
         steps = found.draft.step
     last = start_on(start, where, {"directory": directory, "every": None, "steps": 0}, round=60).results()
-    assert last[0]["resumed"][1] == steps
+    assert last[0]["resumed"][1] == steps > 20
     assert json.dumps(last[0]["resumed"]) == json.dumps(last[1]["resumed"])
