@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import StartJob
-from tests.faults.job import REPOSITORY
+from tests.faults.job import REPOSITORY, until
 
 # What torch's own fork handler does in the children of a process that has initialised CUDA.
 TOUCHES_CUDA = """
@@ -18,14 +18,55 @@ os.register_at_fork(after_in_child=lambda: setattr(torch.cuda, "_is_in_bad_fork"
 """
 
 
-def test_a_preloaded_module_that_touches_cuda_means_a_cold_start(job: StartJob, tmp_path: Path) -> None:
-    (tmp_path / "touching.py").write_text(TOUCHES_CUDA)
+LEAVES_A_THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()"
+LATE_THREAD = """
+import os, threading, time
+forks = []
+os.register_at_fork(before=lambda: forks.append(1) or len(forks) == {forks} and threading.Thread(
+    target=time.sleep, args=(3600,), daemon=True).start())
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (TOUCHES_CUDA, "preloading initialised CUDA, which does not survive a fork"),
+        (LEAVES_A_THREAD, "preloading left 2 threads: forking them could dead-lock"),
+        ("import os; device = os.open('/dev/dri/card9', os.O_RDONLY)", "it failed: FileNotFoundError"),
+        ("raise KeyError('x')", "it failed: KeyError: 'x'"),
+        ("import sys; sys.exit(3)", "it failed: SystemExit: 3"),
+        ("import no_such_module", "it failed: ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_preload_that_cannot_be_forked_is_left_out(job: StartJob, tmp_path: Path, source: str, why: str) -> None:
+    """It costs its own warmth; torch and the other modules stay warm."""
+    (tmp_path / "bad.py").write_text(source)
+    (tmp_path / "good.py").write_text("")
     path = os.pathsep.join(map(str, (tmp_path, REPOSITORY, REPOSITORY / "agents")))
-    run = job("plain.py", "-", "nothing", flags=["--preload", "touching"], env={"PYTHONPATH": path})
-    said = run.event("launcher_ready", mode="cold")["reason"]
-    assert said == "workers start cold from now on: preloading initialised CUDA, which does not survive a fork"
-    assert run.event("group_started")["warm"] is False
+    flags = ["--preload", "bad", "--preload", "good"]
+    run = job("plain.py", "-", "nothing", flags=flags, env={"PYTHONPATH": path})
+    assert run.event("group_started")["warm"] is True
+    assert f"bad is not preloaded: {why}" in run.err
+    assert "good is not preloaded" not in run.err
     run.file("ready-0")
+    run.process.send_signal(signal.SIGTERM)
+    run.wait()
+
+
+@pytest.mark.parametrize(("forks", "warm"), [(1, [True]), (3, [True, False, True])])
+def test_thread_that_a_preload_starts_later(job: StartJob, tmp_path: Path, forks: int, warm: list[bool]) -> None:
+    """With its first fork, before the template is ready; or with the third one, that of round 1: then round 2 cannot
+    be forked, and the next one is warm again, without the preloads."""
+    (tmp_path / "late.py").write_text(LATE_THREAD.format(forks=forks))
+    path = os.pathsep.join(map(str, (tmp_path, REPOSITORY, REPOSITORY / "agents")))
+    run = job("plain.py", "-", "nothing", flags=["--preload", "late"], env={"PYTHONPATH": path})
+    for round, expected in enumerate(warm, 1):
+        assert run.event("group_started", round=round)["warm"] is expected
+        if expected is False:
+            until(lambda: len(run.events("launcher_ready", mode="warm")) == 2, "another template")
+        if round < len(warm):
+            run.kill(0, round)
+    assert run.err.count("late is not preloaded") == 1
     run.process.send_signal(signal.SIGTERM)
     run.wait()
 
@@ -45,9 +86,9 @@ os.fork = only_so_often
 WHO = 'import os; open(os.path.join(os.environ["WORK"], "who"), "a").write(os.environ.get("RANK", "nobody") + "\\n")'
 
 
-@pytest.mark.parametrize("forks", [1, 3])
+@pytest.mark.parametrize("forks", [2, 4])
 def test_process_limit_at_fork(job: StartJob, tmp_path: Path, forks: int) -> None:
-    """The first fork asks about CUDA, the second is the intermediate, which then forks the store and the workers."""
+    """The first two forks ask about CUDA, the third is the intermediate, which then forks the store and the workers."""
     (tmp_path / "few.py").write_text(CANNOT_FORK)
     script = tmp_path / "elsewhere" / "who.py"  # what lies beside a script cannot be preloaded
     script.parent.mkdir()

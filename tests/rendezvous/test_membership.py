@@ -169,7 +169,7 @@ def test_joiner_must_be_warm() -> None:
     """A running round does not wait while a joiner imports what its workers need."""
     view = replace(VIEW, nodes=(*VIEW.nodes, present("d", joined_at=NOW - 10, warm=0)))
     assert joiners(view, ROUND, POLICY, NOW) == []
-    assert [p.record.id for p in joiners(view, ROUND, POLICY, NOW + 60)] == ["d"], "but not for ever"
+    assert joiners(view, ROUND, POLICY, NOW + 3600) == []
 
 
 def chosen(view: View, lost: dict[str, str] | None = None, excluded: tuple[Exclusion, ...] = ()) -> list[str]:
@@ -182,6 +182,32 @@ def test_survivors_keep_their_order_and_joiners_follow() -> None:
     view = replace(VIEW, nodes=(present("e", joined_at=2), present("d", joined_at=1), *reversed(VIEW.nodes)))
     assert chosen(view) == ["a", "b", "c", "d"], "four at most"
     assert chosen(view, {"a": "gone"}) == ["b", "c", "d", "e"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "min_nodes", "expected"),
+    [
+        ({}, 1, ["a", "b", "c", "w"]),
+        ({"c": "gone"}, 1, ["a", "b", "w"]),
+        ({"c": "gone"}, 3, ["a", "b", "w"]),
+        ({"b": "gone", "c": "gone"}, 3, ["a", "d", "w"]),
+    ],
+)
+def test_joiner_that_is_not_warm_is_taken_only_if_needed(
+    lost: dict[str, str], min_nodes: int, expected: list[str]
+) -> None:
+    """Survivors b and c, cold themselves or not, never wait for d, which imports torch."""
+    nodes = (*VIEW.nodes, present("d", joined_at=1, warm=0), present("w", joined_at=2))
+    view = replace(VIEW, nodes=nodes, requirements=replace(VIEW.requirements, min_nodes=min_nodes))
+    assert chosen(view, lost) == expected
+    cold = tuple(replace(p, record=replace(p.record, warm=0)) for p in view.nodes)
+    assert "a" in chosen(replace(view, nodes=cold), lost), "a survivor"
+
+
+def test_nobody_is_warm_in_the_first_round() -> None:
+    nodes = (present("d", joined_at=1, warm=0), present("e", joined_at=2, warm=0))
+    view = replace(VIEW, current=None, nodes=nodes, requirements=replace(VIEW.requirements, max_nodes=2))
+    assert chosen(view) == ["d", "e"]
 
 
 def test_dead_nodes_record_is_not_selected() -> None:

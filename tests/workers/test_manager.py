@@ -22,7 +22,14 @@ from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec, plan_preload, worker_base_environment
-from elasticd_agent.workers.manager import GroupStarted, OwnerEvent, StoreReady, WorkerManager
+from elasticd_agent.workers.manager import (
+    PRELOAD_DEADLINE_S,
+    START_WAIT_S,
+    GroupStarted,
+    OwnerEvent,
+    StoreReady,
+    WorkerManager,
+)
 
 SCRIPT = Path(__file__).parent / "scripts" / "sum.py"
 PATIENCE_S = 60.0
@@ -262,6 +269,55 @@ def test_store_that_cannot_listen(node: StartNode) -> None:
     )  # first what was parked, then a cold start
     assert not any(isinstance(heard, StoreReady) for heard in a.received)
     until(lambda: running("elasticd-store") == 0 and running("elasticd-templ") == 1, "the end of what was parked")
+
+
+NO_STORE = ("127.0.0.1", 1)
+
+
+@pytest.fixture
+def slow(node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """A node whose template imports the module `slow`, until the file "go" is there."""
+    (tmp_path / "slow.py").write_text(
+        f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists():\n    time.sleep(0.01)\n"
+    )
+    (tmp_path / "job").mkdir()
+    script = tmp_path / "job" / "nothing.py"
+    script.write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = node("a", entrypoint=script, preload=Preload(("slow",), ("slow",)))
+    found.wait(lambda: found.workers.preloading == "slow" or None, "import of slow")
+    return found
+
+
+def test_round_starts_cold_while_a_preload_takes_long(slow: Node, tmp_path: Path) -> None:
+    """The template keeps coming: a later round is warm."""
+    slow.start(a_round(1, a=1), NO_STORE)
+    slow.workers.tick(time.monotonic() + START_WAIT_S - 1)
+    assert not slow.received
+    slow.workers.tick(time.monotonic() + START_WAIT_S)
+    assert not slow.until(GroupStarted).warm
+    finished(slow)
+    assert not slow.workers.settled
+    (tmp_path / "go").touch()
+    slow.wait(lambda: slow.workers.settled or None, "the template")
+    slow.start(a_round(2, a=1), NO_STORE)
+    assert slow.until(GroupStarted).warm
+    finished(slow)
+
+
+def test_round_waits_no_longer_than_the_template_takes(slow: Node) -> None:
+    """The wait counts from the template's start, so a restart later does not wait again."""
+    at = time.monotonic() + START_WAIT_S
+    slow.start(a_round(1, a=1), NO_STORE)
+    slow.workers.tick(at)
+    finished(slow)
+
+
+def test_preload_that_hangs_is_left_out(slow: Node) -> None:
+    slow.start(a_round(1, a=1), NO_STORE)
+    slow.workers.tick(time.monotonic() + PRELOAD_DEADLINE_S)
+    assert slow.until(GroupStarted).warm
+    finished(slow)
 
 
 def test_unknown_messages_of_a_newer_launcher(node: StartNode) -> None:

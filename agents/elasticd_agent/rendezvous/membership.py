@@ -19,8 +19,6 @@ RETURN_S = 1.5
 """An agent that has lost the store, or its record in it, is back within a retry (0.8 s) once the store answers."""
 START_LIMIT_S = 30.0
 """From seeing a Round to having started its group: the old group is killed, or stops for as long as this."""
-WARM_UP_LIMIT_S = 60.0
-"""A joiner that takes longer than this to import what its workers need is taken all the same."""
 MAX_BRANCHES = 100
 """Of the search for the largest connected set: 0.3 s where 300 nodes are partitioned."""
 EXCLUSION_EXPIRES_S = 600.0
@@ -246,7 +244,7 @@ def joiners(view: View, current: Round, policy: Policy, now: float) -> list[Pres
         for p in view.nodes
         if p.record.identity not in here
         and p.record.seen_round == current.number
-        and (p.record.warm or now >= p.joined_at + WARM_UP_LIMIT_S)  # or all members would wait while it imports torch
+        and p.record.warm  # or all members would wait while it imports torch
         and _can_take_part(p.record, view)
         and not members.intersection(p.record.unreachable)
         and not cooloff_left_s(p.record.id, excluded, policy)
@@ -284,6 +282,9 @@ def select_members(
     survived = any(p.record.identity in previous_order for p in candidates)
     if not survived and (wait := _last_call(view, willing, now)) is not None:
         return wait
+    warm = [p for p in willing if p.record.warm or p.record.identity in previous_order]
+    if survived and len(warm) >= requirements.min_nodes:  # a survivor never waits while a joiner imports torch
+        willing = warm
     chosen = [p.record for p in willing[: requirements.max_nodes]]
     return chosen if running is None else _reader_first(chosen, running)
 

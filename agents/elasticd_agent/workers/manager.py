@@ -23,7 +23,7 @@ from elasticd_agent.system import procfs
 from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerMessage
 from elasticd_agent.workers.launcher.owned_group import STORE_RANK
-from elasticd_agent.workers.launcher.requests import LaunchRequests, Preload, WorkerSpec
+from elasticd_agent.workers.launcher.requests import ALWAYS, LaunchRequests, Preload, WorkerSpec
 
 Master = tuple[str, int]
 """Where a round's store listens: MASTER_ADDR and MASTER_PORT."""
@@ -152,8 +152,11 @@ def read_exit_report(path: str) -> ExitReport | None:
         return None
 
 
-PRELOAD_DEADLINE_S = 180.0
-"""Importing torch from a cold network file system can take minutes; after this deadline workers start cold."""
+START_WAIT_S = 180.0
+"""Importing torch from a cold network file system can take minutes: a round waits so long for the template, from the
+template's start, and then starts cold."""
+PRELOAD_DEADLINE_S = 600.0
+"""For one module."""
 FORK_DEADLINE_S = 10.0
 MEMORY_DEADLINE_S = 15.0
 """GPU memory is checked within 12 s; this is for a check that never answers."""
@@ -191,6 +194,10 @@ class WorkerManager:
         self._template_ready = False
         self._template_since: float | None = None
         self._template_tries = 0
+        self._preloading: tuple[str, float] = ("", 0.0)
+        """The module that the template imports, and since when."""
+        self._replacing_template = False
+        """The template ends, and another one leaves a module out."""
         self._last_name = 0
         self._spare: ParkedGroup | None = None
         self._park_request: tuple[int, bool] | None = None
@@ -214,6 +221,11 @@ class WorkerManager:
     def settled(self) -> bool:
         """True once it is known how workers start: forked from a ready template, or cold."""
         return self._template_ready or self._cold_reason is not None
+
+    @property
+    def preloading(self) -> str:
+        """The module that the template imports, or imported last."""
+        return self._preloading[0]
 
     def set_listener(self, listener: WorkersListener) -> None:
         """Report to `listener` from now on, and first what was not reported yet."""
@@ -260,7 +272,9 @@ class WorkerManager:
         self._begin(start)
 
     def _begin(self, start: PendingStart) -> None:
-        start.deadline = time.monotonic() + (FORK_DEADLINE_S if self._template_ready else PRELOAD_DEADLINE_S)
+        now = time.monotonic()
+        since = now if self._template_since is None else self._template_since
+        start.deadline = now + FORK_DEADLINE_S if self._template_ready else max(now, since + START_WAIT_S)
         self._start, self._park_request = start, None
         self._advance()
 
@@ -322,17 +336,29 @@ class WorkerManager:
 
     def tick(self, now: float) -> float | None:
         """Abandon what is overdue. Returns the monotonic time of the next deadline, or None."""
-        if self._template_since is not None and now >= self._template_since + PRELOAD_DEADLINE_S:
+        module, since = self._preloading
+        if self._template_since is not None and now >= since + PRELOAD_DEADLINE_S:
             self._template_since = None
             self._owner.send(do="end_template")
-            self._go_cold(f"preloading took longer than {PRELOAD_DEADLINE_S:.0f} s")
+            late = f"its import took longer than {PRELOAD_DEADLINE_S:.0f} s"
+            if module in ALWAYS:
+                self._go_cold(f"{module}: {late}")
+            else:
+                self._leave_out({module: late})
         elif self._start is not None and now >= self._start.deadline:
-            self._go_cold("the template did not fork in time")
+            if self._template_ready:
+                self._go_cold("the template did not fork in time")
+            else:
+                self._report(
+                    f"round {self._start.round.number} starts cold: the warm launcher still imports {module}, and "
+                    f"later rounds may use it"
+                )
+                self._execute()
         elif self._waiting_for_memory is not None and now >= self._waiting_for_memory.deadline:
             self.memory_checked(MemoryChecked((), MEMORY_DEADLINE_S, "the check of the GPU memory did not answer"))
         deadlines = [start.deadline for start in (self._start, self._waiting_for_memory) if start is not None]
         if self._template_since is not None:
-            deadlines.append(self._template_since + PRELOAD_DEADLINE_S)
+            deadlines.append(since + PRELOAD_DEADLINE_S)
         return min(deadlines, default=None)
 
     # --- messages of the owner -------------------------------------------------------------------------------------
@@ -340,6 +366,10 @@ class WorkerManager:
     def handle(self, received: OwnerMessage) -> list[OwnerEvent]:
         message = received.message
         match message["kind"]:
+            case "preloading":
+                self._preloading = message["module"], time.monotonic()
+            case "template_unfit":
+                self._leave_out(message["leave_out"])
             case "template_ready":
                 self._template_became_ready(message)
             case "template_ended":
@@ -362,6 +392,13 @@ class WorkerManager:
                 return [ProcessReaped(message["pid"])]
         return []
 
+    def _leave_out(self, modules: dict[str, str]) -> None:
+        """Modules with the reason of each. The template ends, and another one preloads the rest."""
+        for name, why in modules.items():
+            self._report(f"{name} is not preloaded: {why}")
+        self._requests.leave_out(modules)
+        self._template_ready, self._replacing_template, self._template_tries = False, True, 0
+
     def _template_became_ready(self, message: dict[str, Any]) -> None:
         self._template_since = None
         if message["cold"] is not None:
@@ -379,6 +416,9 @@ class WorkerManager:
         if self._spare is not None and not self._spare.ready:
             self._spare = None
         if self._cold_reason is not None:
+            return
+        if self._replacing_template:
+            self._begin_template()
             return
         if self._start is not None:
             self._report(f"the warm launcher {why}: round {self._start.round.number} starts cold")
@@ -509,5 +549,7 @@ class WorkerManager:
 
     def _begin_template(self) -> None:
         self._template_tries += 1
+        self._replacing_template = False
         self._template_since = time.monotonic()
+        self._preloading = "torch", self._template_since
         self._owner.send(do="template", **self._requests.template())

@@ -11,8 +11,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,14 @@ class LaunchRequests:
     def writer(self) -> dict[str, Any]:
         """The fields of "writer"."""
         return {"argv": [sys.executable, "-I", library_file("elasticd.checkpointing.writer")]}
+
+    def leave_out(self, left_out: Collection[str]) -> None:
+        """Preload all but these from now on."""
+        modules, required = (
+            tuple(name for name in names if name not in left_out)
+            for names in (self._preload.modules, self._preload.required)
+        )
+        self._preload = replace(self._preload, modules=modules, required=required)
 
     def template(self) -> dict[str, Any]:
         """The fields of "template"."""

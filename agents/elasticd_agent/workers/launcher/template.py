@@ -30,6 +30,10 @@ from typing import Any
 PACKET = 1 << 20
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_GET_NAME = 1, 15, 16
 ADOPTION_DEADLINE_S = 10.0
+THREAD_END_S = 0.5
+"""A thread that was joined is in /proc for a moment."""
+ESSENTIAL = ("numpy", "torch")
+"""Any other module can be left out."""
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """A batch system signals every process of a job, also a template that is importing torch for it."""
 
@@ -110,14 +114,19 @@ class Template:
                 )  # a handler: an ignored signal would stay ignored in processes that imports start
         started = time.monotonic()
         try:
-            self.preload()
-        except BaseException as error:  # noqa: BLE001 the job's own modules may raise anything; the cold start shows it
+            left_out = self.preload()
+        except BaseException as error:  # noqa: BLE001 an import may raise anything; the cold start shows it
             self.send("template_ready", cold=f"preloading failed: {type(error).__name__}: {error}", seconds=0.0)
+            os._exit(0)
+        cold = self.unfit() or self.bad_fork()
+        if cold is not None and not left_out:
+            left_out = dict.fromkeys(self.config["required"], cold)
+        if left_out:
+            self.send("template_unfit", leave_out=left_out)
             os._exit(0)
         gc.collect()
         gc.freeze()  # garbage collection in the workers then leaves the shared pages untouched
-        cold = self.unfit() or self.shadowed() or self.bad_fork()
-        self.send("template_ready", cold=cold, seconds=time.monotonic() - started)
+        self.send("template_ready", cold=cold or self.shadowed(), seconds=time.monotonic() - started)
         while True:
             try:
                 packet, fds, _, _ = socket.recv_fds(self.control, PACKET, 253)
@@ -136,20 +145,36 @@ class Template:
         except OSError:
             os._exit(0)  # the owner was killed; after an exception the script would run here
 
-    def preload(self) -> None:
-        """Import the job's modules, recording what each statement loaded."""
+    def preload(self) -> dict[str, str]:
+        """Import the job's modules, recording what each statement loaded.
+
+        Returns the modules that make this process unfit, each with the reason: another template preloads the others.
+        """
         self.baseline = set(sys.modules)
+        left_out: dict[str, str] = {}
         with self.fit_to_fork():
             for name in self.config["preload"]:
+                self.send("preloading", module=name)
+                before = self.unfit()
                 try:
                     with self.hidden.loading(name):
                         importlib.import_module(name)
-                except ModuleNotFoundError as error:
-                    if name in self.config["required"] or error.name is None or not name.startswith(error.name):
-                        raise  # otherwise this version of torch or Python does not have it
+                except BaseException as error:
+                    if name in ESSENTIAL:
+                        raise
+                    missing = isinstance(error, ModuleNotFoundError) and name.startswith(error.name or "?")
+                    if name in self.config["required"] or not missing:  # or this version of torch does not have it
+                        left_out[name] = f"it failed: {type(error).__name__}: {error}"
+                    continue
+                why = self.unfit()
+                if why == before and name in self.config["required"] and not left_out:
+                    why = self.bad_fork()
+                if why is not None and why != before and name not in ESSENTIAL:
+                    left_out[name] = why
         distributed = self.hidden.get("torch.distributed")
         self.tcp_store = getattr(distributed, "TCPStore", None)
         self.hidden.activate()
+        return left_out
 
     def shadowed(self) -> str | None:
         """A file of the script's directory, which comes first on its path, with the name of a preloaded module."""
@@ -178,7 +203,9 @@ class Template:
 
     def unfit(self) -> str | None:
         """Why this process must not be forked, or None."""
-        threads = len(os.listdir("/proc/self/task"))
+        deadline = time.monotonic() + THREAD_END_S
+        while (threads := len(os.listdir("/proc/self/task"))) != 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
         if threads != 1:
             return f"preloading left {threads} threads: forking them could dead-lock"
         device = next((path for path in open_files() if path.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri"))), None)
@@ -209,6 +236,9 @@ class Template:
         unfit = self.unfit()
         if unfit is not None:
             self.send("refused", group=request["fork"], why=unfit)
+            if self.config["required"]:  # one of them has started a thread since
+                self.send("template_unfit", leave_out=dict.fromkeys(self.config["required"], unfit))
+                os._exit(0)
             return None
         try:
             intermediate = os.fork()
