@@ -102,7 +102,7 @@ HUNG = (
     Situation("restore", "restore", (1,), ("blocked",), at=0, first="kill", scripts=(SESSION,)),
     Situation("exit handler", "exit", (1,), ("exiting",), at=0, args=("--steps", "60")),
     Situation("infinite loop", "spin", (1,), ("spinning",), ceiling="--slow-ceiling", evidence=CEILING),
-    Situation("regular expression", "regex", (1,), ("spinning",), ceiling="--slow-ceiling", evidence=CEILING),
+    Situation("regular expression", "regex", (1,), ("spinning", "gil"), ceiling="--slow-ceiling", evidence=CEILING),
     Situation("never joins", "absent", (1,), ("never_joined",), at=0, ceiling="--startup-ceiling", evidence=CEILING),
     Situation(
         "init_process_group", "mute-store", (1,), ("never_joined",), at=0, ceiling="--startup-ceiling", evidence=CEILING
