@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elasticd_agent.workers.launcher.requests import plan_preload
-from tests.torchrun_parity.launching import DEADLINE_S, Both, Outcome
+from tests.torchrun_parity.launching import DEADLINE_S, TORCHRUN, Both, Launched, Outcome, copied, under
 
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
 
@@ -95,6 +95,49 @@ def test_variables_read_by_torch_at_import(refused: dict[str, Outcome]) -> None:
     assert "early.py sets OMP_NUM_THREADS" in outcome.why_cold
 
 
+HELPER = 'import os\nNAME = "OMP_NUM_THREADS"\nos.environ[NAME] = "2"\n'
+READABLE_HELPER = HELPER + 'os.environ["OMP_NUM_THREADS"] = "2"\n'
+
+
+@pytest.mark.parametrize(
+    ("where", "options", "warm"),
+    [
+        (".", (), False),
+        ("found at run time", (), True),
+        ("preloaded", ("--preload", "helper"), True),
+    ],
+)
+def test_threads_set_by_an_imported_module(tmp_path: Path, where: str, options: tuple[str, ...], warm: bool) -> None:
+    """Where its source can be found and read: a cold start. Elsewhere torch gets the threads when it is imported."""
+    folder = copied(tmp_path / "job", "helped.py")
+    (folder / where).mkdir(exist_ok=True)
+    (folder / where / "helper.py").write_text(HELPER if warm else READABLE_HELPER)
+    environment = {"HELPER": where}
+    theirs = Launched(tmp_path / "torchrun", [*TORCHRUN, "--nproc-per-node", "2", "helped.py"], folder, environment)
+    preloaded = {"PYTHONPATH": str(folder / where)} if options else {}
+    command = ["--nproc-per-node", "2", *options, "helped.py"]
+    ours = under(tmp_path / "elasticd", command, folder, environment=environment | preloaded)
+    found = Both(theirs.outcome(), ours.outcome())
+    for rank in (0, 1):
+        assert found.elasticd.facts(rank) == found.torchrun.facts(rank)
+        assert found.elasticd.facts(rank)["threads"] == 2
+    assert found.elasticd.warm is warm
+    assert warm or "helper.py sets OMP_NUM_THREADS" in found.elasticd.why_cold
+
+
+def test_variable_set_too_late_for_the_warm_launcher(tmp_path: Path) -> None:
+    """Only running the script shows it, so a line says that it has no effect."""
+    folder = copied(tmp_path / "job", "helped.py")
+    (folder / "found at run time").mkdir()
+    (folder / "found at run time" / "helper.py").write_text(
+        HELPER.replace("OMP_NUM_THREADS", "TORCH_SHOW_CPP_STACKTRACES")
+    )
+    environment = {"HELPER": "found at run time", "OMP_NUM_THREADS": "1"}
+    outcome = under(tmp_path / "elasticd", ["helped.py"], folder, environment=environment).outcome()
+    assert outcome.facts()["threads"] == 1
+    assert outcome.stderr.count("TORCH_SHOW_CPP_STACKTRACES was changed before torch was imported") == 1
+
+
 @pytest.mark.parametrize(
     ("line", "variable"),
     [
@@ -113,3 +156,36 @@ def test_a_variable_set_before_torch_is_imported(tmp_path: Path, line: str, vari
     assert (cold is None) if variable is None else (cold is not None and variable in cold)
     script.write_text(f"import os\nimport torch\n{line}\n")
     assert plan_preload(script, (), ()).cold is None
+
+
+@pytest.mark.parametrize(
+    ("files", "file"),
+    [
+        ({"train": "import settings\nimport torch", "settings": "{set}"}, "settings.py"),
+        (
+            {
+                "train": "from lib.a import b\nimport torch",
+                "lib/__init__": "",
+                "lib/a": "from . import b",
+                "lib/b": "{set}",
+            },
+            "b.py",
+        ),
+        ({"train": "import lib\nimport torch", "lib/__init__": "{set}"}, "__init__.py"),
+        ({"train": "import first\nimport settings", "first": "import torch", "settings": "{set}"}, None),
+        ({"train": "import one", "one": "import two", "two": "import one\nimport train\nimport torch\n{set}"}, None),
+        (
+            {"train": "import broken\nimport settings\nimport torch", "broken": "def", "settings": "{set}"},
+            "settings.py",
+        ),
+        ({"train": "import torch\nimport settings", "settings": "{set}"}, None),
+    ],
+)
+def test_a_variable_set_by_an_imported_module(tmp_path: Path, files: dict[str, str], file: str | None) -> None:
+    for name, text in files.items():
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text.format(set='import os\nos.environ["OMP_NUM_THREADS"] = "2"\n'))
+    cold = plan_preload(tmp_path / "train.py", (), (), (tmp_path,)).cold
+    expected = f"{file} sets OMP_NUM_THREADS, which torch reads when it is imported"
+    assert cold == (expected if file is not None else None)

@@ -224,7 +224,10 @@ def find_on_disk(directory: Path | None) -> tuple[int, tuple[int, int] | None]:
 def preload_for(spec: JobSpec) -> Preload:
     if spec.mode is Mode.EXEC:
         return Preload(cold="--no-python: there is no interpreter to keep warm")
-    return plan_preload(script_of(spec.mode is Mode.MODULE, spec.entrypoint, spec.cwd), spec.args, spec.preload)
+    script = script_of(spec.mode is Mode.MODULE, spec.entrypoint, spec.cwd)
+    listed = spec.base_environment(os.environ).get("PYTHONPATH", "").split(os.pathsep)
+    first = spec.cwd if spec.mode is Mode.MODULE or script is None else script.resolve().parent
+    return plan_preload(script, spec.args, spec.preload, (first, *(spec.cwd / folder for folder in listed if folder)))
 
 
 def status(spec: JobSpec, loop: JobLoop) -> dict[str, Any]:

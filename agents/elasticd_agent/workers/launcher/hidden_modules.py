@@ -12,6 +12,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,18 +21,21 @@ from typing import Any
 
 
 class ImportSideEffects:
-    """Effects of an import outside its modules: warning filters, exit handlers, and loggers that can be disabled."""
+    """Effects of an import outside its modules: warning filters, exit handlers, loggers that can be disabled, variables
+    of the environment."""
 
     def __init__(self) -> None:
         self.filters: list[Any] = []
         self.exits: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self.loggers: list[logging.Logger] = []
+        self.environment: dict[str, str | None] = {}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Collect the side effects of the imports in the body. Their exit handlers run after the script's until
         `restore`."""
         filters, loggers, register = list(warnings.filters), set(logging.root.manager.loggerDict), atexit.register
+        environment = dict(os.environ)
 
         def collect(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
             owner = getattr(function, "__module__", None) or ""  # a partial has none, an extension's function None
@@ -48,10 +52,20 @@ class ImportSideEffects:
         made = logging.root.manager.loggerDict
         self.loggers = [log for name, log in made.items() if name not in loggers and isinstance(log, logging.Logger)]
 
+        names = environment.keys() | os.environ.keys()
+        self.environment = {n: os.environ.get(n) for n in names if environment.get(n) != os.environ.get(n)}
+
     def hide(self) -> None:
         set_warning_filters([entry for entry in warnings.filters if entry not in self.filters])
         for function, _, _ in self.exits:
             atexit.unregister(function)
+
+    def set_environment(self) -> None:
+        for name, value in self.environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
     def restore(self) -> None:
         """As if the import happened now: its filters come first, its exit handlers run first."""
@@ -101,6 +115,9 @@ class HiddenModules(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self.batches: list[PreloadedBatch] = []
         self.waiting: dict[str, Callable[[], None]] = {}
+        self.sets_variables: frozenset[str] = frozenset()
+        """Preload statements whose changes of the environment are the script's. torch's own are not: it imports less by
+        itself than the template does."""
 
     @contextlib.contextmanager
     def loading(self, trigger: str) -> Iterator[None]:
@@ -169,6 +186,8 @@ class HiddenModules(importlib.abc.MetaPathFinder):
             back = [known for known in batch.modules if batch.comes_with(family, known)]
             self.put_back({known: batch.modules.pop(known) for known in back})
         else:
+            if batch.trigger in self.sets_variables:
+                batch.traces.set_environment()
             for whole in [b for b in self.batches[: self.batches.index(batch)] if b.family != family] + [batch]:
                 modules, whole.modules = whole.modules, {}
                 whole.traces.restore()

@@ -27,6 +27,9 @@ LAZY_LIBRARY = ("elasticd.session", "elasticd.checkpointing.api", "elasticd.samp
 """The lazy imports of `import elasticd`."""
 READ_AT_IMPORT = re.compile(r"(OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|NUMEXPR)_|TORCH(?!ELASTIC|_NCCL)|PYTORCH_")
 
+MAX_FILES = 500
+"""Of a script's own modules that are read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Preload:
@@ -37,8 +40,10 @@ class Preload:
     cold: str | None = None
 
 
-def plan_preload(script: Path | None, args: tuple[str, ...], required: tuple[str, ...]) -> Preload:
-    """`script` is the file that will run, None if unknown."""
+def plan_preload(
+    script: Path | None, args: tuple[str, ...], required: tuple[str, ...], path: tuple[Path, ...] = ()
+) -> Preload:
+    """`script` is the file that will run, None if unknown; `path` are folders where it finds modules of its own."""
     if any("${local_rank}" in arg for arg in args):
         return Preload(cold="an argument holds ${local_rank}, which differs from worker to worker")
     modules = [*ALWAYS]
@@ -48,9 +53,9 @@ def plan_preload(script: Path | None, args: tuple[str, ...], required: tuple[str
             tree = ast.parse(source)
         except (OSError, ValueError, SyntaxError):
             return Preload(tuple(modules) + required, required)  # the worker's own traceback explains it
-        changed = early_environment_change(tree)
+        changed = EnvironmentScan(path).early_change(script)
         if changed is not None:
-            return Preload(cold=f"{script.name} sets {changed}, which torch reads when it is imported")
+            return Preload(cold=f"{changed[0]} sets {changed[1]}, which torch reads when it is imported")
         names = list(imported(tree))
         modules += [name for name in names if name.startswith("torch.") and name not in modules]
         if any(name.partition(".")[0] == "elasticd" for name in names):
@@ -69,18 +74,59 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield node.module
 
 
-def early_environment_change(tree: ast.AST) -> str | None:
-    """The first relevant variable that is set before torch is imported (or, without such an import, anywhere)."""
-    torch_line = min(
-        (node.lineno for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) and _is_torch(node)),
-        default=1 << 30,
-    )
-    for node in ast.walk(tree):
-        if getattr(node, "lineno", 1 << 30) < torch_line:
-            for name in _environment_names(node):
-                if READ_AT_IMPORT.match(name):
-                    return name
-    return None
+class EnvironmentScan:
+    """Finds a relevant variable that is set before torch is imported (or, without such an import, anywhere).
+
+    Statements are read from top to bottom, and with an import of a module in `path` that module's.
+    """
+
+    def __init__(self, path: tuple[Path, ...]) -> None:
+        self._path = path
+        self._read: set[Path] = set()
+        self._torch = False
+
+    def early_change(self, file: Path) -> tuple[str, str] | None:
+        """The name of the file, and of the variable."""
+        self._read.add(file)
+        try:
+            nodes = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if hasattr(node, "lineno")]
+        except (OSError, ValueError, SyntaxError):
+            return None
+        for node in sorted(nodes, key=lambda node: node.lineno):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                found = self._imported(node, file)
+            else:
+                found = next(
+                    ((file.name, name) for name in _environment_names(node) if READ_AT_IMPORT.match(name)), None
+                )
+            if found is not None or self._torch:
+                return found
+        return None
+
+    def _imported(self, node: ast.Import | ast.ImportFrom, file: Path) -> tuple[str, str] | None:
+        self._torch = self._torch or _is_torch(node)
+        if self._torch:
+            return None
+        for module in self._own_modules(node, file):
+            found = self.early_change(module)
+            if found is not None or self._torch:
+                return found
+        return None
+
+    def _own_modules(self, node: ast.Import | ast.ImportFrom, file: Path) -> Iterator[Path]:
+        """The files that an import statement runs, outermost package first, each once."""
+        if isinstance(node, ast.Import):
+            names, folders = [alias.name for alias in node.names], self._path
+        else:
+            names = [".".join(filter(None, [node.module, alias.name])) for alias in node.names]
+            folders = (file.parents[node.level - 1],) if 0 < node.level <= len(file.parents) else self._path
+        for name in names:
+            parts = name.split(".")
+            for folder in folders:
+                bases = [folder.joinpath(*parts[: i + 1]) for i in range(len(parts))]
+                for path in (p for base in bases for p in (base / "__init__.py", base.with_suffix(".py"))):
+                    if path not in self._read and len(self._read) < MAX_FILES and path.is_file():
+                        yield path
 
 
 def _is_torch(node: ast.Import | ast.ImportFrom) -> bool:
@@ -213,6 +259,7 @@ class LaunchRequests:
         """The start-up hook's configuration; `agent` and its descendants may trace the workers."""
         files = {name: program(name) for name in LAUNCHER_FILES}
         ours = {"library": {name: library_file(name) for name in LIBRARY}, "agent": os.getpid()}
+        ours |= {"read_at_import": READ_AT_IMPORT.pattern}
         return {**files, **ours, "pythonpath": self._base_env.get("PYTHONPATH"), **launch}
 
     def _hooked_path(self) -> str:

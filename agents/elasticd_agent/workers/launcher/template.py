@@ -18,6 +18,7 @@ import importlib.abc
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -32,6 +33,8 @@ PR_SET_PDEATHSIG, PR_SET_NAME, PR_GET_NAME = 1, 15, 16
 ADOPTION_DEADLINE_S = 10.0
 THREAD_END_S = 0.5
 """A thread that was joined is in /proc for a moment."""
+THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+"""In the order in which torch lets one override the other."""
 ESSENTIAL = ("numpy", "torch")
 """Any other module can be left out."""
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -314,12 +317,30 @@ class Template:
         self.reseed()
         self.reset_standard_library()
         self.hidden.when_imported("numpy", self.give_blas_its_threads)
+        self.hidden.sets_variables = frozenset(self.config["required"])
+        started_with = dict(os.environ)
+        self.hidden.when_imported("torch", lambda: self.apply_environment(started_with))
         begin = start_heartbeat(self.config, self.library)
         optimizer = self.hidden.get("torch.optim.optimizer")
         if optimizer is None:
             after_import("torch.optim.optimizer", begin)
         else:
             self.hidden.when_imported("torch.optim.optimizer", lambda: begin(optimizer))
+
+    def apply_environment(self, before: dict[str, str]) -> None:
+        """What a module has set before torch is imported takes effect, although torch has been loaded already."""
+        for name in sorted(set(os.environ) | set(before)):
+            value = os.environ.get(name, "")
+            if value == before.get(name, "") or not re.match(self.config["read_at_import"], name):
+                continue
+            if name in THREAD_VARIABLES and value.isdigit() and int(value):
+                self.hidden.get("torch").set_num_threads(int(value))
+            elif not name.startswith("TORCHINDUCTOR_"):  # read when it compiles
+                print(
+                    f"elasticd: {name} was changed before torch was imported, but the warm launcher had loaded torch: "
+                    f"this has no effect. Set {name} in the script itself or outside",
+                    file=sys.stderr,
+                )
 
     def reseed(self) -> None:
         """Fresh entropy for generators that a fork shares; Python's own `random` reseeds itself."""
