@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         DecisionTimeout,
         DirectoryInUse,
         ElasticdError,
+        MissedCall,
         SamplerError,
         UsageError,
     )
@@ -38,6 +39,7 @@ __all__ = [
     "DirectoryInUse",
     "ElasticBatchSampler",
     "ElasticdError",
+    "MissedCall",
     "Resumed",
     "SamplerError",
     "Session",

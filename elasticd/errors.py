@@ -2,7 +2,8 @@
 
     ElasticdError
     ├── UsageError              something a person typed or configured; the command line exits with code 2
-    │   └── StoreRefused        the store answered and refused: credentials, TLS, another kind of server
+    │   ├── StoreRefused        the store answered and refused: credentials, TLS, another kind of server
+    │   └── MissedCall          a rank cannot come to the session call in which another one waits for it
     ├── WireError               a record from a file, a process or the network that cannot be decoded
     ├── StoreUnavailable        the coordination store did not answer (a lost race is a value, never an error)
     ├── DecisionTimeout         rank 0's decision at a decision point did not arrive in time
@@ -29,6 +30,10 @@ class UsageError(ElasticdError):
 
 class StoreRefused(UsageError):
     """The coordination store answered and refused; a retry will not help."""
+
+
+class MissedCall(UsageError):
+    """A rank waits in a session call for one that has provably passed it: all ranks must make the same calls."""
 
 
 class WireError(ElasticdError):

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from elasticd.errors import UsageError
 from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat import worker_events
 from elasticd.heartbeat.collectives import Collectives
+from elasticd.heartbeat.main_thread import MainThread
 from elasticd.heartbeat.record import Phase
 
 if TYPE_CHECKING:
@@ -72,7 +74,12 @@ class Session:
         self._heartbeat.use_session()
         self._issued = Collectives().issued
         self._events = worker_events.from_environment(environment.round, group.rank)
-        self._channel = open_channel(group.rank, group.world_size, environment.round, group.device, decision_timeout_s)
+        self._channel = open_channel(
+            group.rank, group.world_size, environment.round, group.device, decision_timeout_s, self._heartbeat
+        )
+        self._channel.status = self._status_before_call
+        self._main_thread = MainThread()
+        self._issued_at_step = self._issued_before = 0
         self._decisions = DecisionPoints(self._channel, self._propose)
         self._pauses = pause.PauseController(self._heartbeat, self._events, pause.timeout_from_environment())
         self._saver = Saver(environment, group, self._channel, self._events, self._heartbeat)
@@ -162,6 +169,7 @@ class Session:
             raise UsageError("restore(): nothing is attached; call session.attach(model=..., optimizer=...) first")
         if self._stepped:
             raise UsageError("restore() after step(): restore before the first step")
+        self._channel.call = "restore()"
         self._saver.open(directory, "restore")
         resumed = restore.restore(self._attached, self._saver, self._group, self._channel, self._events)
         if resumed is not None:
@@ -190,6 +198,7 @@ class Session:
         if keep < 1:
             raise UsageError(f"checkpoint(keep={keep!r}): keep at least 1 checkpoint")
         barrier_s = None if barrier is None else timeout_seconds(barrier, "checkpoint(barrier=...)")
+        self._channel.call = "checkpoint()"
         self._saver.open(directory, "checkpoint")
         self._saver.every = parsed
         self._saver.keep = keep
@@ -212,6 +221,7 @@ class Session:
         Raises UsageError without a directory or with nothing attached, CheckpointRefused for a state that
         `torch.load(weights_only=True)` would not open, naming the key.
         """
+        self._channel.call = "save()"
         self._saver.open(None, "save")
         return self._save("requested by the script", wait=True)
 
@@ -234,11 +244,14 @@ class Session:
         for obj in self._committing:
             obj.commit()
         self._steps += 1
-        self._heartbeat.step(self._steps, issued=self._issued())
+        self._issued_before, self._issued_at_step = self._issued_at_step, (issued := self._issued())
+        self._heartbeat.step(self._steps, issued=issued)
+        self._channel.call = "step()"
         decision = None if self._should_stop else self._decisions.at(self._steps)
         action: Action = decision.action if decision else "continue"
         saved = False
         if self._saver.due_by_steps(self._steps):
+            self._channel.call = f"checkpoint({self._saver.every})"
             saved = self._save(str(self._saver.every), wait=action != "continue")
         elif decision and (action in ("save", "pause") or (action == "stop" and self._saver.every)):
             saved = self._save(decision.reason, wait=action != "save")
@@ -299,14 +312,34 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A rank that failed does not wait for its peers: they wait for something else.
         self._closed = self._closed or kind is not None
+        self._publisher.close(failed=kind is not None)
         self.close()
 
     def _status(self) -> RankStatus:
         """What the other ranks may read of this one; called by the publisher's thread."""
         name, phase = self._barriers.waiting_at, self._heartbeat.current_phase
-        if name is not None:
-            return RankStatus(self._steps, "barrier", name[:64])
-        return RankStatus(self._steps, "pause" if phase == Phase.BARRIER else phase.name.lower())
+        shown = "pause" if phase == Phase.BARRIER else phase.name.lower()
+        awaited, issued = self._channel.awaited, self._issued()
+        return RankStatus(
+            self._steps,
+            shown if name is None else "barrier",
+            "" if name is None else name[:64],
+            issued=issued,
+            issued_in_step=issued - self._issued_at_step if issued >= self._issued_at_step >= 0 else -1,
+            collective=self._main_thread.collective(),
+            wait=awaited.number if awaited else 0,
+            call=awaited.call if awaited else "",
+            key=awaited.key if awaited else "",
+            ranks=awaited.ranks if awaited else (),
+        )
+
+    def _status_before_call(self) -> RankStatus:
+        """This rank's status as it was when it called the session: `step()` counts before it waits."""
+        status = self._status()
+        if self._channel.call != "step()":
+            return status
+        in_step = status.issued - self._issued_before if status.issued >= self._issued_before >= 0 else -1
+        return replace(status, step=self._steps - 1, issued_in_step=in_step)
 
     def _save(self, why: str, wait: bool) -> bool:
         if self._barrier_s is not None:

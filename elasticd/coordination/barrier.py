@@ -22,9 +22,10 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from elasticd.coordination.missed_call import MissedCalls
 from elasticd.coordination.rank_status import StatusPublisher, StatusReader
 from elasticd.coordination.store_channel import StoreChannel
-from elasticd.errors import BarrierTimeout, UsageError
+from elasticd.errors import BarrierTimeout, MissedCall, UsageError
 from elasticd.heartbeat.record import HeartbeatWriter, Phase
 
 # The first rank to come reads the status of the others this long after it came, then after as long again, and then at
@@ -70,11 +71,13 @@ class Barriers:
             return
         if not self._one_at_a_time.acquire(blocking=False):
             raise UsageError(f"barrier({name!r}) while another thread waits at {self.waiting_at!r}: one at a time")
-        before = self._heartbeat.current_phase
+        before, call = self._heartbeat.current_phase, self._channel.call
+        self._channel.call = f"barrier({name!r})"
         try:
             self._wait(name, seconds, own_timeout_s=0.0 if timeout is None else seconds)
         finally:
             self.waiting_at = None
+            self._channel.call = call
             self._heartbeat.set_phase(before)
             self._one_at_a_time.release()
 
@@ -84,7 +87,11 @@ class Barriers:
 
     def _wait(self, name: str, seconds: float, own_timeout_s: float) -> None:
         self._number += 1
-        barrier = _Barrier(self._channel, self._publisher, self._number, name, seconds)
+        with self._channel.waiting(f"barrier/{self._number}/outcome", any_step=True) as missed:
+            self._meet(name, seconds, own_timeout_s, missed)
+
+    def _meet(self, name: str, seconds: float, own_timeout_s: float, missed: MissedCalls) -> None:
+        barrier = _Barrier(self._channel, self._publisher, self._number, name, seconds, missed)
         thread = threading.Thread(target=self._attend, args=(barrier,), name="elasticd-barrier", daemon=True)
         try:
             self._heartbeat.set_phase(Phase.BARRIER, name, own_timeout_s)
@@ -113,8 +120,15 @@ class Barriers:
 
 class _Barrier:
     def __init__(
-        self, channel: StoreChannel, publisher: StatusPublisher, number: int, name: str, seconds: float
+        self,
+        channel: StoreChannel,
+        publisher: StatusPublisher,
+        number: int,
+        name: str,
+        seconds: float,
+        missed: MissedCalls,
     ) -> None:
+        self._missed = missed
         self._publisher = publisher
         self._channel = channel
         self._number = number
@@ -185,7 +199,14 @@ class _Barrier:
             self.due = math.inf
             self._time_out(store)
             return
-        self._statuses.read(store, self._missing(store))
+        missing = self._missing(store)
+        self._channel.waits_for(missing)
+        self._statuses.read(store, missing)
+        error = self._missed.find(store, missing, self._statuses, lambda rank: self._has_come(store, rank))
+        if isinstance(error, MissedCall):
+            self.due = math.inf
+            self._decide(store, {"missed": str(error)})
+            return
         next_s = waited_s + min(max(waited_s, _FIRST_READ_S), _BETWEEN_READS_S)
         self.due = self._began + (min(next_s, self._last_read_s) if waited_s < self._last_read_s else self._seconds)
 
@@ -218,8 +239,9 @@ class _Barrier:
         if outcome is None:
             self._left = "the store answered too late"
             raise BarrierTimeout(self._no_answer(waited_s), name=self._name, missing=(), waited_s=waited_s)
-        if "usage" in outcome:
-            raise UsageError(outcome["usage"])
+        for kind, error in (("usage", UsageError), ("missed", MissedCall)):
+            if kind in outcome:
+                raise error(outcome[kind])
         if "why" in outcome:
             missing = tuple(outcome["missing"])
             late = self._channel.rank in missing and outcome["by"] != self._channel.rank

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -40,6 +41,18 @@ class RankStatus:
     barrier: str = ""
     duration_s: float = 0.0
     """For how long, by the rank's own clock, with a period's resolution."""
+    issued: int = -1
+    """Collectives of the default process group so far, and since the last step; -1: not counted."""
+    issued_in_step: int = -1
+    collective: str = ""
+    """The collective of all ranks in which its main thread waits."""
+    wait: int = 0
+    """The number of the session call's wait for other ranks, 0 for none; `call`, `key` and `ranks` are its Awaited."""
+    call: str = ""
+    key: str = ""
+    ranks: tuple[int, ...] = ()
+    failed: bool = False
+    """It ended by an exception."""
 
     def __str__(self) -> str:
         where = f"waits at barrier {self.barrier!r}" if self.phase == "barrier" else f"phase {self.phase}"
@@ -76,6 +89,11 @@ class StatusReader:
                 self._received[rank] = _Received(*found, before=now, after=self._read_at.get(rank))
             self._read_at[rank] = now
 
+    def last(self, rank: int) -> tuple[int, RankStatus | None]:
+        """The rank's last status, and its number; 0 and None before the first."""
+        received = self._received.get(rank)
+        return (0, None) if received is None else (received.number, received.status)
+
     def has_status(self, rank: int) -> bool:
         """True if the rank has published a status."""
         return rank in self._received
@@ -108,10 +126,20 @@ def _read(store: Any, key: str) -> tuple[int, RankStatus] | None:
         return None
     with contextlib.suppress(ValueError, TypeError, KeyError):
         fields = json.loads(store.get(key))
-        return int(fields["n"]), RankStatus(
-            int(fields["step"]), str(fields["phase"]), str(fields["barrier"]), float(fields["duration_s"])
-        )
+        number = int(fields.pop("n"))
+        known = {name: kind(fields[name]) for name, kind in _FIELDS.items() if name in fields}
+        return number, RankStatus(**known)
     return None
+
+
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("step", "issued", "issued_in_step", "wait"), int),
+    **dict.fromkeys(("phase", "barrier", "collective", "call", "key"), str),
+    "duration_s": float,
+    "ranks": lambda ranks: tuple(map(int, ranks)),
+    "failed": bool,
+}
+"""What a status may hold in the store; a rank of another version may leave out some, and add others."""
 
 
 class PeriodicTask(Protocol):
@@ -142,6 +170,7 @@ class StatusPublisher:
         self._awake = False
         self._closed = False
         self._published = 0
+        self._failed = False
         self._last = RankStatus(0, "starting")
         self._since = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="elasticd-status", daemon=True)
@@ -168,8 +197,12 @@ class StatusPublisher:
             if now:
                 self._wake()
 
-    def close(self) -> None:
-        """Make the calls that are left, publish that this rank leaves, and end the thread."""
+    def close(self, failed: bool = False) -> None:
+        """Make the calls that are left, publish that this rank leaves, and end the thread.
+
+        `failed`: by an exception. One that ends the script is known to the exit handler.
+        """
+        self._failed = failed or getattr(sys, "last_value", None) is not None
         if self._pid != os.getpid() or self._thread.ident is None:
             return
         with self._changed:
@@ -201,7 +234,7 @@ class StatusPublisher:
                 for call in calls:
                     call(store)
                 if closed:
-                    self._publish(store, RankStatus(self._status().step, "exit"))
+                    self._publish(store, RankStatus(self._status().step, "exit", failed=self._failed))
                     return
                 if task is not None and time.monotonic() >= task.due:
                     task.turn(store)
@@ -217,14 +250,11 @@ class StatusPublisher:
             self._last = status
             self._since = now
         self._published += 1
-        fields = {
-            "n": self._published,
-            "step": status.step,
-            "phase": status.phase,
-            "barrier": status.barrier,
-            "duration_s": round(now - self._since, 1),
-        }
-        store.set(self._key, json.dumps(fields))
+        found = {name: getattr(status, name) for name in _FIELDS}
+        content = {"n": self._published, **found, "duration_s": round(now - self._since, 1)}
+        # What is not known is left out: every rank publishes once a second.
+        short = {name: value for name, value in content.items() if value not in ("", (), -1, False)}
+        store.set(self._key, json.dumps({"step": status.step, "phase": status.phase, **short}))
 
 
 def new_connection(store: Any) -> Any:

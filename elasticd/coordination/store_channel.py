@@ -11,13 +11,15 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from elasticd import errors
-from elasticd.coordination.rank_status import StatusReader, new_connection
+from elasticd.coordination.missed_call import Awaited, MissedCalls
+from elasticd.coordination.rank_status import RankStatus, StatusReader, new_connection
 from elasticd.errors import DecisionTimeout, ElasticdError
+from elasticd.heartbeat.record import HeartbeatWriter, NullHeartbeat
 
 if TYPE_CHECKING:
     import torch
@@ -38,14 +40,28 @@ class StoreChannel:
     """One per session. Rank 0 publishes or collects; the others read or report. A group of one needs no store.
 
     `attempt` must be the same on all ranks and new in this store. `timeout_s` is the deadline of every wait, after
-    which DecisionTimeout is raised; a store that is gone raises torch.distributed's own error.
+    which DecisionTimeout is raised; a store that is gone raises torch.distributed's own error, and a rank that provably
+    has not made the same session call, MissedCall. `call` is that call, and `status` this rank's own.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Any, attempt: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Any,
+        attempt: str,
+        timeout_s: float,
+        heartbeat: HeartbeatWriter | None = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.store = store
+        self.call = "the same session call"
+        self.status: Callable[[], RankStatus] = lambda: RankStatus(0, "starting")
+        self.awaited: Awaited | None = None
+        self._heartbeat = heartbeat or NullHeartbeat()
+        self._waits = 0
         self.in_use = False  # by another thread, perhaps for ever: a frozen store answers nothing
         # With a counter, as a process may make a second session in the same group.
         self.prefix = f"{attempt}/{store.add(f'{attempt}/sessions/{rank}', 1)}/" if store is not None else ""
@@ -59,7 +75,7 @@ class StoreChannel:
 
     def read(self, key: str, what: str, timeout_s: float | None = None) -> bytes:
         """Wait for rank 0's message and read it; the error calls it `what`. `timeout_s` overrides the channel's."""
-        self._wait({key: 0}, what, timeout_s)
+        self._wait({key: 0}, key, what, timeout_s)
         found: bytes = self.store.get(self.prefix + key)
         return found
 
@@ -102,7 +118,7 @@ class StoreChannel:
         keys = {f"{key}/{rank}": rank for rank in range(1, self.world_size)}
         if not keys:
             return [mine]
-        self._wait(keys, what)
+        self._wait(keys, f"{key}/*", what)
         found = [mine, *(self.store.get(self.prefix + each) for each in keys)]
         for each in keys:
             self.delete(each)
@@ -118,8 +134,26 @@ class StoreChannel:
             self.collect(key, b"", "their last message")
         self.timeout_s = usual_s
 
-    def _wait(self, writers: dict[str, int], what: str, timeout_s: float | None = None) -> None:
-        """Wait for these keys; the value is the rank that writes the key."""
+    @contextlib.contextmanager
+    def waiting(self, key: str, any_step: bool = False) -> Iterator[MissedCalls]:
+        """Meanwhile this rank's status says for what it waits; see Awaited and MissedCalls for the arguments."""
+        self._waits += 1
+        self.awaited = Awaited(self._waits, self.call, key)
+        try:
+            yield MissedCalls(self.call, self.rank, self.prefix, lambda: self.status(), any_step)
+        finally:
+            self.awaited = None
+            self._heartbeat.set_wait()
+
+    def waits_for(self, missing: list[int]) -> None:
+        """In the status and the heartbeat: the ranks for which it waits."""
+        awaited = self.awaited
+        if awaited is not None and missing:
+            self.awaited = awaited.of(missing)
+            self._heartbeat.set_wait(awaited.call, missing[0], len(missing))
+
+    def _wait(self, writers: dict[str, int], pattern: str, what: str, timeout_s: float | None = None) -> None:
+        """Wait for these keys; the value is the rank that writes the key, and `pattern` the key of any of them."""
         from torch.distributed import DistStoreError
 
         full = [self.prefix + key for key in writers]
@@ -132,6 +166,12 @@ class StoreChannel:
         except DistStoreError:
             if time.monotonic() - start < piece / 2:
                 raise  # no timeout: the store itself failed
+        with self.waiting(pattern) as missed:
+            self._poll(writers, what, start, timeout_s, missed)
+
+    def _poll(self, writers: dict[str, int], what: str, start: float, timeout_s: float, missed: MissedCalls) -> None:
+        full = [self.prefix + key for key in writers]
+        key_of = {rank: key for key, rank in writers.items()}
         statuses = StatusReader(self.prefix)
         read_at = start
         while not self.store.check(full):
@@ -139,8 +179,12 @@ class StoreChannel:
             over = waited >= timeout_s
             if over or time.monotonic() >= read_at:
                 missing = [rank for key, rank in writers.items() if not self.exists(key)]
+                self.waits_for(missing)
                 statuses.read(self.store, missing)
                 read_at = time.monotonic() + _STATUS_EVERY_S
+                error = missed.find(self.store, missing, statuses, lambda rank: self.exists(key_of[rank]))
+                if error is not None:
+                    raise error
                 if over and missing:
                     raise DecisionTimeout(self._timeout_message(missing, statuses, what, timeout_s))
             time.sleep(min(_PAUSE_SHARE * waited, _LONGEST_PAUSE_S, max(timeout_s - waited, 0.0)))
@@ -155,7 +199,9 @@ class StoreChannel:
         )
 
 
-def open_channel(rank: int, world_size: int, round: int, device: torch.device, timeout_s: float) -> StoreChannel:
+def open_channel(
+    rank: int, world_size: int, round: int, device: torch.device, timeout_s: float, heartbeat: HeartbeatWriter
+) -> StoreChannel:
     """A channel over the default process group's store; all ranks call it at the same place."""
     if world_size == 1:
         return StoreChannel(rank, world_size, None, "", timeout_s)
@@ -165,7 +211,7 @@ def open_channel(rank: int, world_size: int, round: int, device: torch.device, t
     store = new_connection(c10d._get_default_store())
     # An agent's store serves one round; another may have served an earlier attempt and needs a token.
     attempt = f"elasticd/r{round}" if round else f"elasticd/{_agree_on_token(device)}"
-    return StoreChannel(rank, world_size, store, attempt, timeout_s)
+    return StoreChannel(rank, world_size, store, attempt, timeout_s, heartbeat)
 
 
 def _agree_on_token(device: torch.device) -> str:

@@ -6,7 +6,7 @@ worker that truncates the file can then only make a read fail (WireError), not k
 measured on CLOCK_MONOTONIC, which both processes share; no wall clock appears here. The launcher also loads this file
 by path, in environments without elasticd: it imports no torch, and of elasticd only what the launcher loads with it.
 
-Layout 1.3, little-endian, offsets in bytes. A word is stored whole; the words marked * belong together
+Layout 1.4, little-endian, offsets in bytes. A word is stored whole; the words marked * belong together
 and are guarded by `seq`.
 
     0     8s   magic "ELASTICD"          written once, by the agent
@@ -15,6 +15,10 @@ and are guarded by `seq`.
                                          number requests: another number is another request
     24    u64  dump_requested            from the agent to the background thread: another number is another request for
                                          a dump of PyTorch's flight recorder
+    32    i32  wait_rank *               the first rank that the session call waits for, -1 unknown
+    36    u32  wait_count *              how many ranks it waits for, 0 unknown
+    40    24s  wait_call *               the session call in which it has waited for other ranks for a second: "save()",
+                                         UTF-8, zero-padded; empty while it waits in none
     64    u64  seq                       odd while the worker is writing the words marked *
     72    i64  step *                    steps of this process (hook) or of the job (session)
     80    u64  progress_ns *             CLOCK_MONOTONIC of the last progress: a step, or a change of phase
@@ -39,8 +43,9 @@ and are guarded by `seq`.
     260        exit report: UTF-8 JSON {"kind", "type", "message", "traceback", "code", "bases"}
     16384      end
 
-1.2 had nothing at 248, 1.1 neither between 176 and 192, 1.0 neither at 24 and between 208 and 256, and left those
-words zero; their readers skip them. An older writer leaves them as the agent made them, unknown.
+1.3 had nothing between 32 and 64, 1.2 neither at 248, 1.1 neither between 176 and 192, 1.0 neither at 24 and between
+208 and 256, and left those words zero; their readers skip them. An older writer leaves them as the agent made them,
+unknown.
 """
 
 from __future__ import annotations
@@ -63,7 +68,7 @@ PAUSE_BARRIER = "pause"
 """The name of the barrier at which a paused rank waits."""
 SIZE = 16 * 1024
 MAGIC = b"ELASTICD"
-MAJOR, MINOR = 1, 3
+MAJOR, MINOR = 1, 4
 STOP, PAUSE = 1, 2
 """An agent's requests; a worker without PAUSE ignores it."""
 REQUEST_KIND = 0xFF
@@ -84,9 +89,11 @@ _UNKNOWN, _MAX_MS = -1, 1 << 40
 _STEPS_BEFORE_SESSION = 4
 """In a script with a Session optimizers may step this often before the first `session.step()`."""
 _BARRIER, _BARRIER_BYTES, _REPORT_AT = 112, 64, 256
+_WAIT = struct.Struct("<iI24s")
+_WAIT_AT = 32
 _REPORT_BYTES = SIZE - _REPORT_AT - 4
 _PYBUF_WRITE = 0x200  # from CPython's stable ABI
-_HEADER = struct.Struct("<8sIIQ40x QqQQQII64sQQ qQqQQqQQ I")
+_HEADER = struct.Struct("<8sIIQ8xiI24s QqQQQII64sQQ qQqQQqQQ I")
 _NOTHING_ISSUED = (_UNKNOWN, 0, _UNKNOWN, 0, 0, _UNKNOWN, 0, 0)
 # A writer killed between two stores leaves `seq` odd for good: after this many reads the words are taken as they are.
 # The later reads sleep, so that a writer that only lost its core gets it back.
@@ -138,11 +145,16 @@ class Heartbeat:
     barrier_s: float = 0.0
     pid: int = 0
     moved_ticks: int = 0
+    wait_call: str = ""
+    wait_rank: int = -1
+    wait_count: int = 0
 
 
 def create(path: str | os.PathLike[str]) -> None:
     """Create the heartbeat file, 0600, all of it allocated: a store into a hole of a full tmpfs would be SIGBUS."""
-    content = _HEADER.pack(MAGIC, MAJOR, MINOR, 0, *([0] * 7), b"", 0, 0, *_NOTHING_ISSUED, 0).ljust(SIZE, b"\0")
+    content = _HEADER.pack(MAGIC, MAJOR, MINOR, 0, -1, 0, b"", *([0] * 7), b"", 0, 0, *_NOTHING_ISSUED, 0).ljust(
+        SIZE, b"\0"
+    )
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
         if os.write(fd, content) != SIZE:
@@ -276,6 +288,13 @@ class HeartbeatWriter:
         self._words[_BARRIER_MS] = min(int(barrier_s * 1000), _MAX_MS)
         self._words[_SEQ] = seq + 1
 
+    def set_wait(self, call: str = "", rank: int = -1, count: int = 0) -> None:
+        """A session call waits for `count` other ranks, `rank` the first of them; "": it waits no more."""
+        seq = self._words[_SEQ] | 1
+        self._words[_SEQ] = seq
+        _WAIT.pack_into(self._bytes, _WAIT_AT, rank, count, call.encode("utf-8", "replace"))
+        self._words[_SEQ] = seq + 1
+
     @property
     def current_phase(self) -> Phase:
         """The phase last written."""
@@ -329,9 +348,9 @@ class HeartbeatReader:
     def _decode(self, raw: bytes) -> Heartbeat:
         _check_header(raw, SIZE, self._path)
         fields = _HEADER.unpack(raw)[2:]
-        minor, request, _, step, progress, first, started, phase, source, name, barrier_ms, pid, *counts, length = (
-            fields
-        )
+        minor, request, *wait, _, step, progress, first, started, phase, source, name, barrier_ms, pid = fields[:15]
+        *counts, length = fields[15:]
+        wait_rank, wait_count, wait_call = wait
         issued, alive, per_step, waits, timeout_ms, at_step, dump_done, moved = counts if minor else _NOTHING_ISSUED
         if minor > MINOR:
             # A newer layout may have more phases and sources; it is enough to know that the worker runs.
@@ -344,7 +363,10 @@ class HeartbeatReader:
         barrier = name.rstrip(b"\0").decode("utf-8", "replace")
         report = self._exit_report(length) if length else None
         seen = (step, progress, first, started, known_phase, known_source, issued, alive, barrier, request, report)
-        return Heartbeat(*seen, per_step, waits, timeout_ms / 1000, at_step, dump_done, barrier_ms / 1000, pid, moved)
+        call = wait_call.rstrip(b"\0").decode("utf-8", "replace")
+        waiting = (call, wait_rank, wait_count) if call else ()
+        counted = (per_step, waits, timeout_ms / 1000, at_step, dump_done, barrier_ms / 1000, pid, moved)
+        return Heartbeat(*seen, *counted, *waiting)
 
     def _exit_report(self, length: int) -> ExitReport:
         where = f"heartbeat file {os.fspath(self._path)}"

@@ -17,13 +17,13 @@ import os
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from elasticd.heartbeat.collectives import UNKNOWN, Collectives, default_group, flight_recorder_dump, timeout_ms
 from elasticd.heartbeat.exit_report import report_exception
+from elasticd.heartbeat.main_thread import MainThread
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP, STACKS_SIGNAL, HeartbeatWriter, Phase
 
 PERIOD_S = 0.1
@@ -35,10 +35,6 @@ STOP_TIMEOUT_S = 1.0
 NAME = b"elasticd-beat"
 """The thread's name in /proc/PID/task/*/comm."""
 _PR_SET_NAME = 15
-_WAITING_FILES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py")
-"""A thread in a C function called from these files waits for other ranks, as a rule."""
-_BACKWARD_FILES = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py")
-"""So does a backward pass, which ends with DDP's wait for the gradients, but only while it computes nothing."""
 
 
 class HeartbeatThread:
@@ -58,8 +54,7 @@ class HeartbeatThread:
         self._ticks_with_group = 0
         self._exiting = False
         self._joining = False
-        self._main = threading.main_thread().ident or 0
-        self._clock = time.pthread_getcpuclockid(self._main)
+        self._main = MainThread()
         self._may_start = True
         self._running = False
         self._stop = _thread.allocate_lock()
@@ -105,12 +100,12 @@ class HeartbeatThread:
             self._over.release()
 
     def _tick(self) -> None:
-        used = self._used_ns()
+        used = self._main.used_ns()
         issued = self._read_collectives()
-        file, position = self._main_position()
+        file, _, position = self._main.position()
         moved = position != self._position
         self._position = position
-        self._writer.tick(issued, self._timeout_ms, issued > 0 and self._waits(file, used), moved)
+        self._writer.tick(issued, self._timeout_ms, issued > 0 and self._main.waits(file, used), moved)
         if not self._exiting and script_is_over():
             self._exiting = True
             self._writer.set_phase(Phase.EXIT)
@@ -120,22 +115,6 @@ class HeartbeatThread:
             if self._dump_to:
                 write_flight_recorder(self._dump_to)
             self._writer.dump_done = requested
-
-    def _main_position(self) -> tuple[str, tuple[int, int]]:
-        frame = sys._current_frames().get(self._main)
-        return ("", (0, 0)) if frame is None else (frame.f_code.co_filename, (id(frame.f_code), frame.f_lasti))
-
-    def _waits(self, file: str, used_ns: int) -> bool:
-        """The main thread waits for others: by its file, and by its processor time at the beginning of this tick."""
-        if file.endswith(_BACKWARD_FILES):
-            return used_ns == self._used_ns()
-        return any(part in file for part in _WAITING_FILES)
-
-    def _used_ns(self) -> int:
-        try:
-            return time.clock_gettime_ns(self._clock)
-        except OSError:  # the thread has ended
-            return 0
 
     def _read_collectives(self) -> int:
         """The collectives issued so far; unknown for one tick after a change of group, which starts counting again."""

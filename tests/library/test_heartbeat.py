@@ -72,7 +72,7 @@ def test_layout_matches_docstring(path: Path) -> None:
     writer.set_phase(Phase.BARRIER, "gate")
     writer.write_exit_report(ExitReport("exit"))
     raw = path.read_bytes()
-    assert struct.unpack_from("<8sII", raw) == (b"ELASTICD", 1, 3)
+    assert struct.unpack_from("<8sII", raw) == (b"ELASTICD", 1, 4)
     seen = read(path)
     assert struct.unpack_from("<qQQQII", raw, 72) == (
         *(-7, seen.progress_ns, seen.first_step_ns, seen.started_ns),
@@ -93,6 +93,27 @@ def test_layout_matches_docstring(path: Path) -> None:
         assert getattr(read(path), name) == 12345 + at
     overwrite(path, 224, struct.pack("<Q", 1800_000))
     assert read(path).timeout_s == 1800
+    writer.set_wait("save()", 3, 2)
+    assert struct.unpack_from("<iI24s", path.read_bytes(), 32) == (3, 2, b"save()".ljust(24, b"\0"))
+
+
+@pytest.mark.parametrize("minor", [3, heartbeat.MINOR])
+def test_wait_of_session_call_is_no_progress(path: Path, minor: int) -> None:
+    """An agent of layout 1.3 leaves the words zero in the file that it creates, and skips them."""
+    if minor == 3:
+        overwrite(path, 12, struct.pack("<I", minor))
+        overwrite(path, 32, bytes(32))
+    assert (read(path).wait_call, read(path).wait_rank, read(path).wait_count) == ("", -1, 0)
+    writer = HeartbeatWriter(path)
+    writer.step(7)
+    before = read(path)
+    writer.set_wait("barrier('äll together now and for ever')", 1, 3)
+    seen = read(path)
+    assert seen.wait_call.startswith("barrier('äll together")
+    assert (seen.wait_rank, seen.wait_count) == (1, 3)
+    assert (seen.step, seen.progress_ns, seen.phase) == (before.step, before.progress_ns, before.phase)
+    writer.set_wait()
+    assert read(path) == before
 
 
 def overwrite(path: Path, at: int, data: bytes) -> None:

@@ -150,7 +150,8 @@ def repeat_key(report: ExitReport, *, shared: bool) -> str:
 
     `shared`: all ranks of the node reported the same.
     """
-    if report.type.rpartition(".")[2] == "OutOfMemoryError":  # its message has sizes and pids
+    # Their messages differ: one has sizes and pids, the other the time that a rank has waited.
+    if report.type.rpartition(".")[2] in ("OutOfMemoryError", "MissedCall"):
         return report.type
     return _one_line(report) if shared else ""
 

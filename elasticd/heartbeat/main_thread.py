@@ -1,0 +1,63 @@
+"""What the main thread does, seen from another thread: where its Python is, and whether it waits for other ranks.
+
+Reads frames, not their variables, and the thread's processor time; a thread in a C function shows the last line of
+Python.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+_WAITING_FILES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py")
+"""A thread in a C function called from these files waits for other ranks, as a rule."""
+_BACKWARD_FILES = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py")
+"""So does a backward pass, which ends with DDP's wait for the gradients, but only while it computes nothing."""
+_DDP_FILES = ("/torch/nn/parallel/distributed.py", "/torch/distributed/utils.py")
+_C10D_FILE = "/torch/distributed/distributed_c10d.py"
+_ALL_RANKS = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter"),
+    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
+)
+"""Collectives that end on no rank before all ranks have called them, unlike a broadcast, a send or a receive."""
+
+
+class MainThread:
+    """The main thread of this process."""
+
+    def __init__(self) -> None:
+        self._id = threading.main_thread().ident or 0
+        self._clock = time.pthread_getcpuclockid(self._id)
+
+    def used_ns(self) -> int:
+        """Its processor time; 0 once it has ended."""
+        try:
+            return time.clock_gettime_ns(self._clock)
+        except OSError:
+            return 0
+
+    def position(self) -> tuple[str, str, tuple[int, int]]:
+        """The file and the function of its innermost Python, and two numbers that change when it moves."""
+        frame = sys._current_frames().get(self._id)
+        if frame is None:
+            return "", "", (0, 0)
+        return frame.f_code.co_filename, frame.f_code.co_name, (id(frame.f_code), frame.f_lasti)
+
+    def waits(self, file: str, used_ns: int) -> bool:
+        """It waits for others: by its file, and by its processor time before the file was read."""
+        if file.endswith(_BACKWARD_FILES):
+            return used_ns == self.used_ns()
+        return any(part in file for part in _WAITING_FILES)
+
+    def collective(self) -> str:
+        """The collective in which it waits for all ranks of a group, "" where that is not certain."""
+        used_ns = self.used_ns()
+        file, function, _ = self.position()
+        if not self.waits(file, used_ns):
+            return ""
+        if file.endswith(_C10D_FILE):
+            return function if function in _ALL_RANKS else ""
+        if file.endswith(_DDP_FILES):
+            return "DDP's forward"
+        return "DDP's backward" if file.endswith(_BACKWARD_FILES) else ""
