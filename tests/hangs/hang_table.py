@@ -29,6 +29,7 @@ COLUMNS: dict[str, tuple[str, type]] = {
     "idle": ("idle_s", float),
     "alive": ("alive_s", float),
     "moved": ("moved_s", float),
+    "waiting": ("waiting_s", float),
     "state": ("state", str),
     "stopped": ("stopped_s", float),
     "where": ("where", str),

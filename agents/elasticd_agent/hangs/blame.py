@@ -14,9 +14,12 @@ from functools import cached_property
 
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP
 from elasticd_agent.hangs.patience import Evidence
+from elasticd_agent.hangs.proofs import prove
 from elasticd_agent.hangs.rank import RankState, describe_waits, labels
 from elasticd_agent.model.phrases import has_have
 
+RENDEZVOUS = "rendezvous"
+"""The collector's name for the first part of init_process_group, in which a rank connects to the store."""
 MOST_PLACES = 4
 """Of one hang: ranks that wait in more places than this have no wait that could be told again."""
 _WORST_FIRST = ("stopped", "zombie", "gil", "blocked", "spinning")
@@ -88,6 +91,10 @@ def blame(live: Sequence[RankState], exited: Sequence[RankState], nodes: int) ->
     """Which of `live`, not empty, hold up the group on that many nodes. `exited`: ranks that ended with code 0."""
     group = _Group(live, exited, nodes)
     found = next(found for rule in RULES if (found := rule(group)) is not None)
+    proof = None if any(rank.is_busy for rank in live) else prove(live, exited)
+    if proof is not None:
+        wrong = found.culprits if found.cause in ("missed_collective", "mismatched_collectives") else ()
+        found = Blame(proof.culprits or wrong, proof.cause, proof.why, "proven")
     culprits = [rank for rank in found.culprits if rank in live]
     return replace(found, places=_places(culprits or group.outside or live))
 
@@ -140,7 +147,7 @@ def _all_idle(group: _Group) -> Blame | None:
 
 def _not_joined(group: _Group) -> Blame | None:
     """Others make a process group, and the suspects have never been in one."""
-    suspects = group.suspects
+    suspects = group.suspects or _at_rendezvous(group)
     joining = [rank for rank in group.others(suspects) if rank.is_joining]
     if not suspects or not joining or any(rank.report.collectives >= 0 for rank in suspects):
         return None
@@ -148,6 +155,12 @@ def _not_joined(group: _Group) -> Blame | None:
     why = f"{labels(suspects)} {has_have(suspects)} not reached {call}{_namely(suspects)}{_activity(suspects)}"
     why += _held_up(group.others(suspects), suspects)
     return Blame(tuple(suspects), "never_joined", why, _strength(suspects, "never_joined"))
+
+
+def _at_rendezvous(group: _Group) -> list[RankState]:
+    """Where all live ranks make the group, those that have not even reached the store."""
+    early = [rank for rank in group.live if rank.is_joining and rank.report.function == RENDEZVOUS]
+    return early if all(rank.is_joining for rank in group.live) and len(early) < len(group.live) else []
 
 
 def _outside_a_wait(group: _Group) -> Blame | None:

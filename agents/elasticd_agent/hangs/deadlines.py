@@ -44,7 +44,8 @@ class LearnedDurations:
     startup_s: float | None = None
     """The longest start-up so far: from the start of a group to its first step."""
     pause_s: float = 0.0
-    """The longest pause without any sign of work that the job has survived, outside of declared phases."""
+    """The longest pause without any sign of work that the job has survived, after the first steps of a round and
+    outside of declared phases."""
 
 
 def begin_round(learned: LearnedDurations) -> LearnedDurations:
@@ -167,7 +168,7 @@ class StepHistory:
 
     def _record_pause(self, seen: Observation) -> None:
         """A pause is over when there is progress again; it was an idle one if no rank worked in it."""
-        if seen.idle_s < self._idle_s and self._step:
+        if seen.idle_s < self._idle_s and self._durations.steps > EXCLUDED_STEPS:
             self._durations = replace(self._durations, pause_s=max(self._idle_s, self._durations.pause_s))
         live = [RankState("", rank) for rank in seen.ranks if not rank.exited]
         declared = any(rank.report.phase in ("checkpoint", "eval", "barrier") for rank in live)

@@ -205,6 +205,8 @@ class HangDetector:
                 place=one.place,
                 stack=one.stack,
                 evidence=bool(one.source),
+                groups=one.groups,
+                unusual=one.unusual,
             )
             if (one := facts.get(rank.rank)) is not None
             else rank

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elasticd.errors import WireError
 from elasticd_agent.hangs.collector.request import CollectRequest, EvidenceTarget, PublishRequest, to_message
-from elasticd_agent.model.reports import Where
+from elasticd_agent.model.reports import GroupTail, Where
 from elasticd_agent.system import procfs
 from elasticd_agent.system.helper_process import HelperError, HelperProcess, HelperTimeout
 from elasticd_agent.system.installation import import_path, program
@@ -63,6 +64,9 @@ class RankEvidence:
     trouble: str = ""
     place: str = ""
     """The innermost function of the script's own code, without a line number."""
+    groups: tuple[GroupTail, ...] = ()
+    unusual: bool = False
+    """As in RankReport."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +332,12 @@ _WORDS = ("where", "function", "place", "stack", "state", "wchan", "source")
 def _rank_evidence(target: EvidenceTarget, message: dict[str, Any]) -> RankEvidence:
     words = {name: message.get(name, "") for name in _WORDS}
     words["state"] = words["state"] or procfs.state(target.pid)
-    return RankEvidence(target.rank, **words, trouble=message.get("trouble", "there was no time for its stack"))
+    trouble = message.get("trouble", "there was no time for its stack")
+    try:
+        groups = tuple(GroupTail.from_dict(one) for one in message.get("groups", ()))
+    except WireError:
+        groups = ()
+    return RankEvidence(target.rank, **words, trouble=trouble, groups=groups, unusual=message.get("unusual") is True)
 
 
 def find_py_spy() -> str:

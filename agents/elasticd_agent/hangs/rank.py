@@ -17,6 +17,8 @@ BUSY_CORES = 0.1
 """A process tree that uses more of a core works. A tree that only waits, its heartbeat thread included, uses < 0.02."""
 BUSY_BYTES_PER_S = 64 * 1024
 """As does one that reads or writes more. Log lines and progress bars are a tenth of it, the slowest disk is more."""
+GIL_CORES = 0.5
+"""The same for a rank that holds the GIL: a C call that computes uses or waits for a whole one."""
 FLOW_BYTES_PER_S = 1024 * 1024
 """A collective that sends more is making progress. /proc counts what gloo sends, and nothing of NCCL."""
 _LINE = re.compile(r":\d+ ")
@@ -129,7 +131,9 @@ class RankState:
         """
         if self.report.state in ("t", "X"):
             return True
-        if self.is_moving or (self.waits and not self.holds_gil):
+        if self.holds_gil:  # the threads that want it wake up 200 times a second
+            return self.cores > GIL_CORES or self.bytes_per_s > BUSY_BYTES_PER_S
+        if self.is_moving or self.waits:
             return self.is_moving
         return self.cores > BUSY_CORES or self.bytes_per_s > BUSY_BYTES_PER_S
 

@@ -17,6 +17,19 @@ Where = Literal["", "collective", "device", "init", "barrier", "debugger", "else
 process group, in `session.barrier`, at a debugger's prompt, somewhere else. "": no stack has been taken."""
 
 
+DEFAULT_GROUP = "default group"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTail(Record):
+    """The end of what one rank has issued in one process group, from its flight recorder."""
+
+    group: str
+    last: int  #: the number of the last collective issued
+    pending: int = 0  #: of the first unfinished one; 0: none
+    kinds: tuple[tuple[int, str], ...] = ()  #: the operation and size of the last ones, by number
+
+
 @dataclass(frozen=True, slots=True)
 class RankReport(Record):
     """One rank, as its node's agent observes it."""
@@ -48,6 +61,9 @@ class RankReport(Record):
     place: str = ""  #: the innermost function of the script's own code, without a line number
     stack: str = ""  #: the same for equal stacks
     evidence: bool = False  #: its evidence is on disk
+    # from its flight recorder
+    groups: tuple[GroupTail, ...] = ()
+    unusual: bool = False  #: its last collectives came in an order in which they had not come before
     exited: bool = False  #: with code 0
 
 

@@ -137,7 +137,7 @@ TABLE = {
             *SCRIPT,
         ],
         "init",
-        "init_process_group",
+        "rendezvous",
     ),
     "the group of init_process_group": (
         [f"_new_process_group_helper {C10D}:2169", f"init_process_group {C10D}:1930", LOGGED, *SCRIPT],

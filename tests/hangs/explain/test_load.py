@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.hangs.explain import flight_recorder as flight
+from elasticd_agent.hangs import recordings as flight
 from elasticd_agent.hangs.explain import load, phrases
 from elasticd_agent.hangs.explain.locate import find_folders
 from elasticd_agent.hangs.explain.model import Explanation, RankFacts, RecordedVerdict

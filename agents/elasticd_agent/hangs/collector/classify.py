@@ -68,7 +68,7 @@ _RULES = (
     _rule("elsewhere", r"torch/utils/data/.*"),
     _rule("init", _C10D, r"init_process_group|_store_based_barrier|_?new_(?:sub)?groups?\w*|split_group|shrink_group"),
     _rule("init", _C10D, r"_new_process_group_helper|_create_process_group_wrapper"),
-    _rule("init", r"torch/distributed/rendezvous\.py", r".*", "init_process_group"),
+    _rule("init", r"torch/distributed/rendezvous\.py", r".*", "rendezvous"),
     _rule("init", r"torch/distributed/elastic/(?:rendezvous|utils/store|utils/distributed).*", r".*", "rendezvous"),
     _rule("collective", _C10D, r"destroy_process_group|_abort_process_group", "destroy_process_group"),
     _rule("collective", _C10D, r"_coalescing_manager|__exit__", "a coalesced collective"),

@@ -18,6 +18,7 @@ from typing import Any
 
 from elasticd.errors import WireError
 from elasticd.heartbeat.record import HeartbeatReader
+from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.collector import classify, stacks
 from elasticd_agent.hangs.collector import files as disk
 from elasticd_agent.hangs.collector import flight_recorder as flight
@@ -198,6 +199,9 @@ class Collection:
             recorded = flight.await_dump(worker.heartbeat, flight.request_dump(worker.heartbeat), worker.flight, until)
         if recorded:
             disk.write(self._path(f"rank-{worker.rank}.flight.json"), recorded)
+            found = recordings.parse(json.loads(recorded))
+            if found is not None:
+                self._emit({"rank": worker.rank, "groups": found.tails(), "unusual": found.is_unusual})
 
     def _gpus(self) -> None:
         if self._request.nvml is None:

@@ -1,6 +1,6 @@
 """Explains evidence on disk to people and programs: `elasticd explain`, the HTTP API, and the last lines of a job.
 
-`locate` finds a folder, `load` reads it (with `event_log` and `flight_recorder`) into a `model.Explanation`, `text` and
+`locate` finds a folder, `load` reads it (with `event_log` and `recordings`) into a `model.Explanation`, `text` and
 `json_report` show that. It only reads; only the file system may block it.
 """
 

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from elasticd_agent.hangs.explain.flight_recorder import GroupComparison
 from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RecordedVerdict, StackGroup
+from elasticd_agent.hangs.recordings import GroupComparison
 
 VERSION = "1.0"
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.collector.request import NO_STACKS
-from elasticd_agent.hangs.explain import flight_recorder, phrases
+from elasticd_agent.hangs.explain import phrases
 from elasticd_agent.hangs.explain.event_log import RunLog
 from elasticd_agent.hangs.explain.json_values import count, items, number, text, whole
 from elasticd_agent.hangs.explain.locate import VERDICT, EvidenceFolder
@@ -89,7 +90,7 @@ def explain(
         ranks=ranks,
         stack_groups=_stack_groups(ranks),
         waiting=phrases.describe_waits(ranks),
-        flight=tuple(flight_recorder.compare(found.recordings())),
+        flight=tuple(recordings.compare(found.recordings())),
         gpus=found.gpus(),
         aftermath=_aftermath(log, folder),
         troubles=(*found.troubles, *_missing(folder, ranks)),
@@ -169,14 +170,14 @@ class _Reader:
         first = next((line for line in written.text.splitlines() if line), "empty")
         return first.removeprefix(NO_STACKS)[:300] if first.startswith(NO_STACKS) else "they are in the text file only"
 
-    def recordings(self) -> dict[int, flight_recorder.Recording]:
+    def recordings(self) -> dict[int, recordings.Recording]:
         recorded = {}
         for rank in self.folder.ranks[:MOST_RANKS]:
             name = f"rank-{rank}.flight.json"
             data = self.json(name, 16 << 20) if name in self.folder.names else None
             if data is None:
                 continue
-            one = flight_recorder.parse(data)
+            one = recordings.parse(data)
             if one is not None:
                 recorded[rank] = one
             else:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elasticd_agent.hangs.explain.flight_recorder import GroupComparison
 from elasticd_agent.hangs.rank import RankLocation
+from elasticd_agent.hangs.recordings import GroupComparison
 from elasticd_agent.hangs.stacks import RankStacks
 from elasticd_agent.model.phrases import listing, plural, ranges
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from elasticd_agent.hangs.causes import ADVICE
-from elasticd_agent.hangs.explain.flight_recorder import GroupComparison
 from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, name_ranks
 from elasticd_agent.hangs.explain.phrases import STATE_NAMES
+from elasticd_agent.hangs.recordings import GroupComparison
 from elasticd_agent.hangs.stacks import Frame, RankStacks, ThreadStack
 from elasticd_agent.model.phrases import count, has_have
 

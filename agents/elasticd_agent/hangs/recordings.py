@@ -13,6 +13,8 @@ from typing import Any
 
 MOST_GROUPS = 16
 _DEFAULT = "default group"
+_TAIL, _RECENT, _LEAST_HISTORY = 8, 8, 24
+"""Collectives of a tail; those that may be out of order; and how many are needed to know the usual order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,27 @@ class Recording:
 
     entries: int
     groups: Mapping[str, Mapping[int, IssuedCollective]]
+    order: tuple[tuple[str, str], ...] = ()
+    """(group, kind) of all in the order in which they were issued."""
+
+    @property
+    def is_unusual(self) -> bool:
+        """One of the last collectives follows another that it never followed before."""
+        if len(self.order) < _LEAST_HISTORY:
+            return False
+        pairs = list(zip(self.order, self.order[1:], strict=False))
+        return not set(pairs[-_RECENT:]) <= set(pairs[:-_RECENT])
+
+    def tails(self) -> list[dict[str, Any]]:
+        """By group the last number, the first unfinished one, 0 for none, and the kinds around them."""
+        found = []
+        for group, issued in list(self.groups.items())[:MOST_GROUPS]:
+            pending = next((number for number in sorted(issued) if not issued[number].done), 0)
+            first = pending or max(issued)
+            shown = [number for number in sorted(issued) if number >= first - 1][:_TAIL]
+            kinds = [[number, issued[number].kind] for number in dict.fromkeys([*shown, *sorted(issued)[-_TAIL:]])]
+            found.append({"group": group, "last": max(issued), "pending": pending, "kinds": kinds})
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +87,7 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
     if not isinstance(entries, list):
         return None
     groups: dict[str, dict[int, IssuedCollective]] = defaultdict(dict)
+    order = []
     completed = _completed(data)
     for entry in entries:
         if not isinstance(entry, dict) or entry.get("is_p2p") is True:
@@ -75,8 +99,9 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
         # gloo's state stays "scheduled"; NCCL's is "completed", and there "retired" without it has timed out.
         done = entry.get("state") == "completed" or (backend == "gloo" and entry.get("retired") is True)
         done = done or number <= completed.get(str(entry.get("pg_id")), -1)
-        groups[_group(entry)][number] = IssuedCollective(number, operation[:80], _sizes(entry), done)
-    return Recording(len(entries), dict(groups))
+        issued = groups[_group(entry)][number] = IssuedCollective(number, operation[:80], _sizes(entry), done)
+        order.append((_group(entry), issued.kind))
+    return Recording(len(entries), dict(groups), tuple(order))
 
 
 def compare(recorded: Mapping[int, Recording]) -> list[GroupComparison]:

@@ -1,0 +1,132 @@
+"""Pure: the flight recorders of the ranks -> a proof that some of them wait for each other, or for one that has ended.
+
+A rank is stuck if it waits and each of its unfinished collectives can never finish: a member that is stuck or has
+exited has not issued it, or has issued another collective under its number. Ranks without a recording may resume, so
+nothing is proven by their absence. Numbers count per process group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from elasticd_agent.hangs.rank import RankState
+from elasticd_agent.model.phrases import has_have
+from elasticd_agent.model.reports import DEFAULT_GROUP
+
+MOST_SHOWN = 3
+_POINT_TO_POINT = re.compile(r"i?send|i?recv|batch_isend|send_object|recv_object")
+"""Not recorded as collectives: such a wait may end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """`culprits` may be empty: two groups that are crossed have no side that is wrong."""
+
+    culprits: tuple[RankState, ...]
+    cause: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Collective:
+    """One unfinished collective of a process group, as one rank issued it."""
+
+    group: str
+    number: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} (#{self.number} of {'the ' if self.group == DEFAULT_GROUP else ''}{self.group})"
+
+
+def prove(live: Sequence[RankState], exited: Sequence[RankState]) -> Proof | None:
+    """None: some rank may resume."""
+    stuck = _stuck(live, exited)
+    if not stuck:
+        return None
+    waits: dict[_Collective, list[RankState]] = {}
+    for rank in stuck:
+        for pending in _pending(rank):
+            waits.setdefault(pending, []).append(rank)
+    shown = sorted(waits.items(), key=lambda item: (-len(item[1]), item[0]))
+    why = "; ".join(_sentence(one, waiting, [*stuck, *exited]) for one, waiting in shown[:MOST_SHOWN])
+    culprits = _culprits(shown, stuck, exited)
+    differ = any(_other_kind(one, member) for one in waits for member in stuck)
+    cause = "missed_collective" if culprits and not differ else "mismatched_collectives"
+    return Proof(tuple(culprits), cause, why)
+
+
+def _stuck(live: Sequence[RankState], exited: Sequence[RankState]) -> list[RankState]:
+    """The greatest set of ranks that only wait for each other and for exited ones."""
+    stuck = [rank for rank in live if _only_waits(rank)]
+    while True:
+        left = [rank for rank in stuck if all(_never_ends(one, rank, [*stuck, *exited]) for one in _pending(rank))]
+        if len(left) == len(stuck):
+            return left
+        stuck = left
+
+
+def _only_waits(rank: RankState) -> bool:
+    report = rank.report
+    blocked = report.where in ("collective", "device") and not rank.is_moving and not rank.holds_gil
+    return blocked and not _POINT_TO_POINT.match(report.function) and any(_pending(rank))
+
+
+def _never_ends(one: _Collective, by: RankState, blocked: Sequence[RankState]) -> bool:
+    return any(_lacks(one, member) or _other_kind(one, member) for member in blocked if member is not by)
+
+
+def _pending(rank: RankState) -> Iterator[_Collective]:
+    for tail in rank.report.groups:
+        if tail.pending:
+            yield _Collective(tail.group, tail.pending, dict(tail.kinds).get(tail.pending, "a collective"))
+
+
+def _lacks(one: _Collective, member: RankState) -> bool:
+    """The member belongs to the group and has not issued it. A group's members are those that have used it."""
+    if member.report.exited and one.group == DEFAULT_GROUP:
+        return 0 <= member.report.collectives < one.number
+    return any(tail.group == one.group and tail.last < one.number for tail in member.report.groups)
+
+
+def _other_kind(one: _Collective, member: RankState) -> str:
+    """What the member issued under this number, if that is another collective."""
+    tails = (tail for tail in member.report.groups if tail.group == one.group)
+    kind = next((dict(tail.kinds).get(one.number, "") for tail in tails), "")
+    return kind if kind != one.kind else ""
+
+
+def _culprits(
+    waits: Sequence[tuple[_Collective, list[RankState]]], stuck: Sequence[RankState], exited: Sequence[RankState]
+) -> list[RankState]:
+    """Those that have left; else a minority that issued another collective, or whose order of collectives is new."""
+    left = [rank for rank in exited if any(_lacks(one, rank) for one, _ in waits)]
+    if left:
+        return left
+    for one, _ in waits:
+        kinds = {rank.report.rank: _other_kind(one, rank) or one.kind for rank in stuck if not _lacks(one, rank)}
+        (common, most), *others = Counter(kinds.values()).most_common()
+        if others and 2 * most > len(kinds):
+            return [rank for rank in stuck if kinds.get(rank.report.rank, common) != common]
+    odd = [rank for rank in stuck if rank.report.unusual]
+    if 0 < 2 * len(odd) <= len(stuck):
+        return odd
+    first, waiting = waits[0]
+    lacking = [rank for rank in stuck if _lacks(first, rank)]
+    return lacking if len(lacking) < len(waiting) else []
+
+
+def _sentence(one: _Collective, waiting: Sequence[RankState], others: Sequence[RankState]) -> str:
+    lacking = [rank for rank in others if rank not in waiting and _lacks(one, rank)]
+    differing = {rank.report.rank: kind for rank in others if (kind := _other_kind(one, rank))}
+    told = [f"{_names(lacking)} {has_have(lacking)} not issued"] if lacking else []
+    told += [f"rank {rank} issued as {kind}" for rank, kind in list(differing.items())[:MOST_SHOWN]]
+    return f"{_names(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {one}, which {' and '.join(told)}"
+
+
+def _names(ranks: Sequence[RankState]) -> str:
+    numbers = ", ".join(str(rank.report.rank) for rank in ranks[:8])
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbers}{' …' if len(ranks) > 8 else ''}"

@@ -1,0 +1,93 @@
+"""Proofs from flight recorders: which ranks can never resume, and which one is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticd_agent.hangs.proofs import prove
+from elasticd_agent.hangs.rank import RankState
+from elasticd_agent.hangs.recordings import Recording, parse
+from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail, RankReport
+
+WAITS = RankReport(0, 0, "step", 9, 20, idle_s=6, alive_s=0.1, state="S", where="collective", function="all_reduce")
+EXITED = replace(WAITS, exited=True, where="", collectives=19)
+D, G, H = DEFAULT_GROUP, "group 1", "group 2"
+
+
+def at(*tails: tuple[str, int, int, str], **more: object) -> RankReport:
+    """(group, last, pending, kind of the last)"""
+    groups = tuple(GroupTail(group, last, pending, ((last, kind),)) for group, last, pending, kind in tails)
+    return replace(WAITS, groups=groups, **more)  # type: ignore[arg-type]
+
+
+SAME = at((D, 20, 20, "all_reduce"))
+BEHIND = at((D, 19, 0, "all_reduce"))
+CASES = {
+    "alike": ([SAME, SAME, SAME], None),
+    "another collective": ([SAME, at((D, 20, 20, "broadcast")), SAME], [1]),
+    "another collective, two ranks": ([SAME, at((D, 20, 20, "broadcast"))], []),
+    "a root that is done": ([at((D, 21, 21, "all_reduce")), SAME, SAME], None),
+    "behind, and outside": ([SAME, replace(BEHIND, where="elsewhere")], None),
+    "behind, without a stack": ([SAME, replace(BEHIND, where="")], None),
+    "behind, and its Python moves": ([at((D, 20, 20, "x")), at((D, 19, 19, "x"), moved_s=0.1)], None),
+    "no recording": ([SAME, replace(WAITS)], None),
+    "two groups crossed": ([at((G, 7, 7, "x"), (H, 4, 0, "x")), at((G, 6, 0, "x"), (H, 5, 5, "x"))], []),
+    "sub-group skip": (
+        [at((D, 19, 0, "y"), (G, 7, 7, "x")), at((D, 20, 20, "y"), (G, 6, 0, "x"), unusual=True), SAME],
+        [1],
+    ),
+    "another pending one may end": ([at((G, 7, 7, "x"), (H, 5, 5, "x")), at((G, 6, 0, "x"), (H, 5, 5, "x"))], None),
+    "receives from a rank": ([at((G, 7, 7, "x"), function="recv"), at((G, 6, 0, "x"), (H, 5, 5, "x"))], None),
+    "left too early": ([SAME, EXITED], [1]),
+    "left, count unknown": ([SAME, replace(EXITED, collectives=-1)], None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_proof(name: str) -> None:
+    reports, expected = CASES[name]
+    ranks = [RankState("a", replace(one, rank=number, slot=number)) for number, one in enumerate(reports)]
+    found = prove([r for r in ranks if not r.report.exited], [r for r in ranks if r.report.exited])
+    assert (None if found is None else [rank.report.rank for rank in found.culprits]) == expected
+    assert found is None or ("which" in found.why and found.cause.endswith(("collective", "collectives")))
+
+
+def test_crossed_groups_are_named() -> None:
+    first, second = CASES["two groups crossed"][0]
+    found = prove([RankState("a", first), RankState("a", replace(second, rank=1))], [])
+    assert found is not None
+    assert found.why == (
+        "rank 0 waits in x (#7 of group 1), which rank 1 has not issued; "
+        "rank 1 waits in x (#5 of group 2), which rank 0 has not issued"
+    )
+
+
+def recorded(*operations: str) -> Recording:
+    entries = [
+        {
+            "collective_seq_id": n,
+            "profiling_name": f"gloo:{name}",
+            "process_group": ["0", "default_pg"],
+            "retired": n < 30,
+        }
+        for n, name in enumerate(operations, start=1)
+    ]
+    found = parse({"version": "2.10", "entries": entries})
+    assert found is not None
+    return found
+
+
+def test_order_that_was_never_seen_is_unusual() -> None:
+    steps = ["broadcast", "all_reduce", "barrier"] * 10
+    assert not recorded(*steps).is_unusual
+    assert recorded(*steps, "all_reduce").is_unusual
+    assert not recorded("broadcast", "barrier").is_unusual, "too few to know the order"
+    assert not parse({"entries": "none", "version": 1}) and not parse({})
+
+
+def test_tail_has_the_unfinished_collective() -> None:
+    (tail,) = recorded(*["broadcast", "all_reduce", "barrier"] * 10, "all_reduce").tails()
+    assert GroupTail.from_dict(tail) == GroupTail(D, 31, 30, tuple((n, k) for n, k in tail["kinds"]))
+    assert dict(tail["kinds"])[30] == "barrier"
