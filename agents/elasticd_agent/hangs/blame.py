@@ -252,7 +252,8 @@ def _split_by_node(group: _Group) -> Blame | None:
 def _mismatched(group: _Group) -> Blame | None:
     """Ranks wait in different collectives or barriers, and so for each other."""
     live = group.live
-    kinds = Counter(_kind(rank) for rank in live if rank.report.where != "device")
+    known = [rank for rank in live if rank.report.where != "device" and rank not in group.unknown]
+    kinds = Counter(map(_kind, known))
     if len(kinds) < 2:
         return None
     at_barriers = [rank for rank in live if rank.at_barrier]
@@ -264,7 +265,7 @@ def _mismatched(group: _Group) -> Blame | None:
     why = f"ranks wait in different collectives: {describe_waits(live)}"
     if most == next_most:
         return Blame((), "mismatched_collectives", why)
-    odd = tuple(rank for rank in live if rank.report.where != "device" and _kind(rank) != common)
+    odd = tuple(rank for rank in known if _kind(rank) != common)
     differ = "differs" if len(odd) == 1 else "differ"
     return Blame(odd, "mismatched_collectives", f"{why}; {labels(odd)} {differ} from the others")
 
