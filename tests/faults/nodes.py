@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from elasticd_agent.model.keys import Keys
 from tests.etcd import EtcdServers
 from tests.faults.job import REPOSITORY, Job
 
@@ -46,6 +48,11 @@ class Nodes:
         given = args if warm else (COLD, *args)
         self.agents.append(self._start(script, *given, flags=[*meet, *flags], **{"workers": "1", **how}))
         return self.agents[-1]
+
+    def registered(self, node: str, **having: Any) -> bool:
+        """True if that node's record says this."""
+        found = self.etcd.ctl("get", Keys(self.job).node(node), "--print-value-only").strip()
+        return bool(found) and having.items() <= json.loads(found).items()
 
     def enough(self) -> list[int]:
         """Let the workers end; every agent's exit code."""

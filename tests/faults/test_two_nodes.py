@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from tests.faults.job import Job
+from tests.faults.job import Job, until
 from tests.faults.nodes import Nodes
 
 StartNodes = Callable[[str], Nodes]
@@ -43,6 +44,28 @@ def test_roles_and_arguments_are_each_nodes_own(nodes: StartNodes) -> None:
         "args": ["0", "--every", "5"],
     }
     assert both.enough() == [0, 0]
+
+
+def test_joiner_whose_preload_takes_long_is_not_waited_for(nodes: StartNodes, tmp_path: Path) -> None:
+    """It is left out of the round after a crash, and taken into the first one after its launcher is ready."""
+    (tmp_path / "slow.py").write_text(
+        f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists():\n    time.sleep(0.01)\n"
+    )
+    both = nodes("1:2")
+    trains = both.agent("a", "train.py", "100000", warm=True)
+    trains.event("first_step", round=1)
+    joins = both.agent("b", "train.py", "100000", flags=["--preload", "slow"], path=tmp_path, warm=True)
+    until(lambda: both.registered("b", seen_round=1), "the joiner's record")
+    trains.kill(0, 1)
+    second = trains.event("round_published", round=2)
+    assert second["nodes"] == ["a"]
+    trains.event("first_step", round=2)
+    assert not joins.events("group_started")
+    (tmp_path / "go").touch()
+    until(lambda: both.registered("b", warm=1), "the joiner is warm")
+    trains.kill(0, 2)
+    assert trains.event("round_published", round=3)["nodes"] == ["a", "b"]
+    trains.event("first_step", round=3)
 
 
 def test_all_are_interrupted_and_the_job_ends_as_by_that_signal(nodes: StartNodes) -> None:
