@@ -64,10 +64,7 @@ class BenchmarkJob:
         self._times_read = 0
 
     def __enter__(self) -> BenchmarkJob:
-        # The same for all launchers, and what each would set by itself; set here so that torchrun does not warn.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.launcher.environment}
-        # Or a launcher run from a checkout would compile itself at every start, and an installed one would not.
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment = self.launcher.full_environment()
         with (self.directory / "output.log").open("wb") as output:
             self.started = time.monotonic()
             self.process = subprocess.Popen(

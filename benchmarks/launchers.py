@@ -7,6 +7,7 @@ keeps the stores apart.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,13 @@ class ComparedLauncher:
 
     def start(self, script: str, workers: int, *args: str) -> list[str]:
         return [*self.command, "--nproc-per-node", str(workers), script, *args]
+
+    def full_environment(self) -> dict[str, str]:
+        """The same for all launchers, and what each would set by itself; set here so that torchrun does not warn."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
+        # Or a launcher run from a checkout would compile itself at every start, and an installed one would not.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        return environment
 
 
 ELASTICD = ComparedLauncher(

@@ -280,7 +280,7 @@ class _Restore:
     def _adopt(self, key: tuple[int, int]) -> None:
         """The state in memory is this round's from now on, and rank 0's writer makes it a checkpoint of this round."""
         writer, held = self.saver.writer, self._held
-        if writer is None or writer.share != 0 or held is None or held.key != key:
+        if writer is None or writer.share != 0 or held is None or held.key != key or key[0] == self.saver.round:
             return
         task = self.saver.task("resumed from memory", 0.0) if self.group.rank == 0 else None
         writer.adopt(key, held.draft.relinked_to(self.saver.round), task)

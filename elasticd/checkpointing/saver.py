@@ -193,7 +193,9 @@ class Saver:
             check_loadable(content)
         layout = Layout(content, state.replicated(attached, self.group.world_size))
         whose = (self.group.world_size, layout.bytes, NO_CHECKSUM, self.environment.job, self.environment.run)
-        draft = Manifest(self.round, step, self.parent, *whose, _cursor(attached), time.time())
+        # Another start of the same round, with a directory that the agent does not know, continues that round.
+        parent = self.parent if self.parent is not None and self.parent[0] < self.round else None
+        draft = Manifest(self.round, step, parent, *whose, _cursor(attached), time.time())
         if self.group.rank == 0:
             checkpoint.check_cursor(draft)
         draft, copy_own = self._exchange_own(draft, layout)

@@ -122,6 +122,16 @@ def test_state_of_another_run_is_not_used(start: Any, nodes: Nodes, tmp_path: Pa
     assert other.results()[0]["resumed"] is None
 
 
+def test_second_start_of_a_round_continues_it(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    """The agent numbers rounds from 1 where the script alone knows the directory."""
+    options = {"directory": str(tmp_path / "checkpoints")}
+    die(start_on(start, nodes(1), {**options, "die": 7}))
+    wait_for(lambda: (tmp_path / "checkpoints" / "r1-s6").exists(), "the last checkpoint")
+    results = start_on(start, nodes(1), options).results()
+    assert results[0]["resumed"] == [1, 6, 2]
+    assert digests(results) == digests(uninterrupted(start, tmp_path))
+
+
 def test_close_waits_for_the_disk(start: Any, nodes: Nodes, tmp_path: Path) -> None:
     options = {"directory": str(tmp_path / "checkpoints"), "every": 4}
     job = start_on(start, nodes(1), options)
