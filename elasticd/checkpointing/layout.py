@@ -29,6 +29,8 @@ _ALIGNMENT = 64
 """As torch's own writer aligns records."""
 _CHUNK_BYTES = 64 << 20
 """The most that is copied at once from a device: the host memory that a copy needs."""
+_SAMPLES, _SAMPLE_BYTES = 64, 1024
+"""So many shared storages are compared by their beginnings: every step changes every one of them."""
 _ROOT = "archive/"
 _OVER = 0xFFFFFFFF
 # What pickle and torch raise for a value that passed our own list of types.
@@ -85,14 +87,21 @@ class Layout:
 
     @property
     def shared_digest(self) -> str:
-        """Equal on two processes that place all shared storages alike, under the same names."""
+        """Equal on two processes that place all shared storages alike, under the same names, if samples of them agree.
+
+        Ranks may have diverged all the same, such as under local SGD, and a mixture of their weights is no state.
+        """
         places = {storage.data_ptr(): (offset, storage.nbytes()) for offset, storage in self._shared}
         named = [
             (path, tensor.dtype, tensor.shape, tensor.stride(), places[tensor.untyped_storage().data_ptr()])
             for path, tensor in _tensors(self._state, "")
             if tensor.untyped_storage().data_ptr() in places
         ]
-        return hashlib.sha256(repr((list(places.values()), named)).encode()).hexdigest()
+        digest = hashlib.sha256(repr((list(places.values()), named)).encode())
+        for _, storage in self._shared[:: len(self._shared) // _SAMPLES + 1]:
+            for _, piece in _pieces(storage, 0, min(_SAMPLE_BYTES, storage.nbytes())):
+                digest.update(piece)
+        return digest.hexdigest()
 
     def copy_shared(self, fd: int, share: int, shares: int) -> None:
         """Copy one of `shares` equal shares of the shared storages into the file `fd`."""

@@ -1,7 +1,7 @@
 """How much memory this process may still use: what the machine has left and what its cgroups allow.
 
 Pages of a memfd are charged to the cgroup of the process that touches them first, as any memory is, and cannot be
-reclaimed. Sources: Documentation/admin-guide/cgroup-v2.rst, proc_meminfo(5).
+reclaimed. Sources: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst, proc_meminfo(5).
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def available_bytes() -> tuple[int, str]:
     """The smallest of the limits, and its name. What cannot be read is no limit."""
     limits = [(_machine(), "of this machine's memory")]
-    group = _CGROUPS / _own_group().lstrip("/")
-    while group.is_relative_to(_CGROUPS):
-        try:
-            limit = int((group / "memory.max").read_text())
-            used = int((group / "memory.current").read_text())
-            limits.append((limit - used + _reclaimable(group), f"below the memory limit of {limit >> 20} MB"))
-        except (OSError, ValueError):
-            pass  # the root group, or no limit ("max")
-        group = group.parent
+    for unified, controller in ((True, ""), (False, "memory")):
+        group = _CGROUPS / controller / _own_group(controller).lstrip("/")
+        if not group.exists():
+            group = _CGROUPS / controller  # a container that sees its own group as the root
+        while group.is_relative_to(_CGROUPS):
+            try:
+                limit = int((group / ("memory.max" if unified else "memory.limit_in_bytes")).read_text())
+                used = int((group / ("memory.current" if unified else "memory.usage_in_bytes")).read_text())
+                limits.append((limit - used + _reclaimable(group), f"below the memory limit of {limit >> 20} MB"))
+            except (OSError, ValueError):
+                pass  # the root group, or no limit ("max")
+            group = group.parent
     return min(limits)
 
 
@@ -34,12 +37,14 @@ def _machine() -> int:
         return 1 << 62
 
 
-def _own_group() -> str:
+def _own_group(controller: str) -> str:
+    """The group of this process, in version 2 ("") or under a controller of version 1."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return ""
-    return next((line[3:] for line in lines if line.startswith("0::")), "")
+    fields = [line.split(":", 2) for line in lines]
+    return next((path for _, controllers, path in fields if controller in controllers.split(",")), "")
 
 
 def _reclaimable(group: Path) -> int:

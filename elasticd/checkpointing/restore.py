@@ -173,7 +173,7 @@ class _Restore:
         assert isinstance(draft, Manifest)
         if self.group.rank in receivers and writer is not None and writer.share == 0:
             with contextlib.suppress(OSError, SnapshotRefused):
-                buffer = writer.begin(draft, chosen["number"], 0, 1, "")
+                buffer, _ = writer.begin(draft, chosen["number"], 0, 1, "")
         self._broadcast(chosen, sender, buffer)
         if buffer >= 0 and writer is not None:
             os.close(buffer)

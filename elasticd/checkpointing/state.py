@@ -53,8 +53,8 @@ def gather(attached: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replicated(attached: Mapping[str, Any], world_size: int) -> frozenset[int]:
-    """The addresses of the storages that are bit for bit equal on all ranks: parameters of modules in
-    DistributedDataParallel, and what an optimizer of such parameters keeps for them.
+    """The addresses of the storages that should be bit for bit equal on all ranks: parameters that
+    DistributedDataParallel trains, and what an optimizer of such parameters keeps for them.
 
     Buffers are not: each rank's BatchNorm has seen its own batches.
     """
@@ -65,7 +65,8 @@ def replicated(attached: Mapping[str, Any], world_size: int) -> frozenset[int]:
     parameters: dict[int, torch.Tensor] = {}
     for obj in attached.values():
         if isinstance(obj, DistributedDataParallel) and obj.process_group.size() == world_size:
-            parameters |= {id(parameter): parameter for parameter in obj.parameters()}
+            trained = [each for name, each in obj.module.named_parameters() if name not in obj.parameters_to_ignore]
+            parameters |= {id(parameter): parameter for parameter in trained if parameter.requires_grad}
     tensors = list(parameters.values())
     for obj in attached.values():
         # ZeroRedundancyOptimizer shards its state and has a state_dict() of its own.

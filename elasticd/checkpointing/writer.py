@@ -1,11 +1,11 @@
 """The writer: a process on each node that holds the newest states in memory and writes them as checkpoints.
 
-    rank        begin {round, number, share, shares, size, digest}  ->  {buffer}, with the buffer's descriptor,
+    rank        begin {round, number, share, shares, size, digest}  ->  {shares}, with a buffer's descriptor,
                                                                         or {refused: why}
     rank        copied {round, number, share [, draft, task]}           the rank's share is in the buffer
     rank        wait {round, number}                                ->  {saved, path, why}, once that is known
     rank        find                                                ->  {snapshot}: the newest whole state here, or null
-    rank        open {round, number}                                ->  {buffer} with its descriptor, or {refused: why}
+    rank        open {round, number}                                ->  {} with its descriptor, or {refused: why}
     rank        adopt {round, number, draft, task}                  ->  {}: the round that resumed from it owns it now
 
 Each local rank copies a share into the buffer of a save. When all shares are in it, the header is written, from then on
@@ -51,6 +51,7 @@ NICE = 10
 """Of the writing thread: where cores are scarce, training comes first."""
 SPARE_BYTES = 64 << 20
 """Memory that the buffers leave for everything else."""
+DIVERGED = "the ranks of this node hold different states"
 RESULTS = 16
 """How many results are remembered for ranks that ask later."""
 
@@ -82,6 +83,8 @@ class Writer:
         self._buffers = buffers
         self._fills: list[Fill] = []
         """The last one first; an older one only while a rank still copies into it."""
+        self._diverged = -1
+        """The last round whose ranks held different states: share 0 is the whole state from then on."""
         self._results: dict[Key, Message] = {}
         self._waiting: list[tuple[Key, socket.socket]] = []
         self._locks: dict[tuple[str, str, str], DirectoryLock] = {}
@@ -157,14 +160,18 @@ class Writer:
         if fill.refused:
             _send(rank, {"refused": fill.refused})
             return
-        if (fill.digest, fill.shares) != (message["digest"], message["shares"]):
-            self._fail(fill, "the ranks of this node hold states of different shapes")
+        if fill.shares == 1 and message["share"] > 0:
+            _send(rank, {"refused": DIVERGED})
+            return
+        if fill.digest != message["digest"]:
+            self._diverged = message["round"]
+            self._fail(fill, f"{DIVERGED}; rank 0 alone saves it from now on")
         fill.copying.add(rank)
         fd = self._buffers.fds[fill.buffer]
-        socket.send_fds(rank, [json.dumps({"buffer": fill.buffer}).encode()], [fd])
+        socket.send_fds(rank, [json.dumps({"shares": fill.shares}).encode()], [fd])
 
     def _begin(self, key: Key, message: Message) -> Fill:
-        fill = Fill(key, message["shares"], -1, message["digest"])
+        fill = Fill(key, 1 if self._diverged == key[0] else message["shares"], -1, message["digest"])
         if self._fills and key < self._fills[0].key:
             fill.refused = "a later save has begun"
             return fill
@@ -246,7 +253,7 @@ class Writer:
         if number is None:
             _send(rank, {"refused": "that state is no longer in this node's memory"})
         else:
-            socket.send_fds(rank, [json.dumps({"buffer": number}).encode()], [self._buffers.fds[number]])
+            socket.send_fds(rank, [b"{}"], [self._buffers.fds[number]])
 
     def _do_adopt(self, rank: socket.socket, message: Message) -> None:
         number = self._buffer_of((message["round"], message["number"]))

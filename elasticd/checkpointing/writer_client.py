@@ -49,22 +49,25 @@ class WriterClient:
         is no writer.
         """
 
-        fd = self.begin(draft, number, self.share, self.shares, layout.shared_digest)
+        fd, shares = self.begin(draft, number, self.share, self.shares, layout.shared_digest)
         try:
-            layout.copy_shared(fd, self.share, self.shares)
+            layout.copy_shared(fd, self.share, shares)
             if self.share == 0:
                 copy_own(fd)
         finally:
             os.close(fd)
         self.copied(draft, number, self.share, task)
 
-    def begin(self, draft: Manifest, number: int, share: int, shares: int, digest: str) -> int:
-        """Borrow a buffer for one of the shares of a state. Raises SnapshotRefused, OSError."""
+    def begin(self, draft: Manifest, number: int, share: int, shares: int, digest: str) -> tuple[int, int]:
+        """Borrow a buffer for one of the shares of a state; returns its descriptor and how many shares there are.
+
+        Raises SnapshotRefused, OSError.
+        """
         key = {"round": draft.round, "number": number, "share": share}
-        fd = self._borrow({"do": "begin", **key, "shares": shares, "size": draft.bytes, "digest": digest})
+        fd, answer = self._borrow({"do": "begin", **key, "shares": shares, "size": draft.bytes, "digest": digest})
         if share == 0:
             os.ftruncate(fd, draft.bytes)
-        return fd
+        return fd, answer["shares"]
 
     def copied(self, draft: Manifest, number: int, share: int, task: Callable[[], WriteTask] | None = None) -> None:
         """The share is in the buffer. Raises OSError."""
@@ -79,7 +82,7 @@ class WriterClient:
 
     def open(self, key: tuple[int, int]) -> int:
         """A descriptor of the buffer with this state. Raises SnapshotRefused, OSError."""
-        return self._borrow({"do": "open", "round": key[0], "number": key[1]})
+        return self._borrow({"do": "open", "round": key[0], "number": key[1]})[0]
 
     def adopt(self, key: tuple[int, int], draft: Manifest, task: WriteTask | None) -> None:
         """The round of `draft` has resumed from this state, and owns it from now on. Raises OSError."""
@@ -117,11 +120,11 @@ class WriterClient:
             raise
         return self._socket
 
-    def _borrow(self, message: Mapping[str, Any]) -> int:
+    def _borrow(self, message: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         answer, fds = self._request(message)
         if "refused" in answer:
             raise SnapshotRefused(answer["refused"])
-        return fds[0]
+        return fds[0], answer
 
     def _request(self, message: Mapping[str, Any], timeout_s: float = _ANSWER_S) -> tuple[dict[str, Any], list[int]]:
         connection = self._send(message)

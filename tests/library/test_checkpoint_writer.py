@@ -145,7 +145,7 @@ def test_rank_killed_during_its_copy(saves: Saves, dies: int, moment: str) -> No
     saves.number += 1
     layout = saves.layout(2)
     begin = {"do": "begin", "round": 1, "number": saves.number, "share": dies, "shares": 2, "size": layout.bytes}
-    fd = saves.ranks[dies]._borrow({**begin, "digest": layout.shared_digest})
+    fd, _ = saves.ranks[dies]._borrow({**begin, "digest": layout.shared_digest})
     if moment == "between copy and report":
         layout.copy_shared(fd, dies, 2)
         layout.copy_own(fd)
@@ -159,13 +159,24 @@ def test_rank_killed_during_its_copy(saves: Saves, dies: int, moment: str) -> No
     assert [event.step for event in saves.events() if event.kind == "checkpoint_failed"] == ([2] if dies else [])
 
 
-def test_ranks_with_other_shapes_are_not_mixed(saves: Saves) -> None:
+@pytest.mark.parametrize(("step", "size"), [(1, SIZE + 1), (2, SIZE)], ids=["other shape", "other values"])
+def test_states_that_differ_are_not_mixed(saves: Saves, step: int, size: int) -> None:
+    """The first such save fails; from then on rank 0's state is saved, until the next round."""
     saves.number += 1
-    saves.copy(saves.ranks[1], 1, SIZE + 1)
+    saves.copy(saves.ranks[1], step, size)
     saves.copy(saves.ranks[0], 1)
     assert not saves.wait()["saved"]
     assert saves.held() == 0
-    assert "states of different shapes" in saves.events()[0].reason
+    assert "hold different states" in saves.events()[0].reason
+    saves.number += 1
+    saves.copy(saves.ranks[0], 3)
+    with pytest.raises(SnapshotRefused, match="hold different states"):
+        saves.copy(saves.ranks[1], 4)
+    assert saves.wait()["saved"]
+    assert (saves.held(), saves.on_disk()) == (3, [3])
+    saves.save(5, round=2)
+    assert saves.wait(round=2)["saved"]
+    assert saves.held() == 5
 
 
 def test_rank_that_comes_to_an_older_save_is_refused(saves: Saves) -> None:
