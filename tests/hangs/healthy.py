@@ -122,6 +122,10 @@ HEALTHY = (
     HealthyWait("metrics gathered as objects after 40 s on rank 0", "objects", "ask", 40),
     HealthyWait("pool of processes computes, rank 0 waits", "barrier", "pool", 30, busy=True),
     HealthyWait("pause of 55 s on all", "all", "idle", 55),
+    HealthyWait(
+        "pair of ranks waits 30 s for one of its own, third rank in another collective", "pair", "idle", 30, 0, 3
+    ),
+    HealthyWait("thread of rank 1 saves for 30 s and then reduces in a group of its own", "async-save", "idle", 30),
     HealthyWait("torch.compile in the first step", "first", "inductor", 30, busy=True, harm="inductor"),
 )
 BY_NAME = {wait.name: wait for wait in HEALTHY}

@@ -222,6 +222,36 @@ def monitored_barrier(t: Training, use: Use, seconds: float) -> None:
     dist.monitored_barrier(timeout=timedelta(minutes=5))
 
 
+def pair(t: Training, use: Use, seconds: float) -> None:
+    """Rank 0 waits for rank 1 in a group of both, all others for both in the next step."""
+    group = dist.new_group([0, 1])
+    t.until(WAIT_AT)
+    if t.rank == 1:
+        use(seconds)
+    if t.rank < 2:
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def async_save(t: Training, use: Use, seconds: float) -> None:
+    """A thread of every rank saves and then reduces in a group of its own; rank 0 joins it, the others train on."""
+    group = dist.new_group()
+    t.until(WAIT_AT)
+
+    def save() -> None:
+        if t.rank == 1:
+            use(seconds)
+        dist.all_reduce(torch.ones(1), group=group)
+
+    thread = threading.Thread(target=save)
+    if t.rank == 0:
+        save()
+    else:
+        thread.start()
+    t.step()
+    if t.rank != 0:
+        thread.join()
+
+
 def gathered_objects(t: Training, use: Use, seconds: float) -> None:
     rank_0(t, use, seconds)
     found: list[object] = [None] * dist.get_world_size()
@@ -269,6 +299,8 @@ PLACES: dict[str, Callable[[Training, Use, float], None]] = {
     "slow-items": slow_items,
     "join": uneven_inputs,
     "monitored": monitored_barrier,
+    "pair": pair,
+    "async-save": async_save,
     "objects": gathered_objects,
     "end": end,
     "atexit": exit_handler,
