@@ -75,8 +75,9 @@ def busy(processes: int = 8) -> Iterator[None]:
 
 def debug(pid: int, seconds: float) -> None:
     """gdb attaches to the process, and leaves it after so long."""
-    command = ["gdb", "-nx", "-batch", "-p", str(pid), "-ex", f"shell sleep {seconds:g}", "-ex", "detach"]
-    subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=seconds + 60)
+    command = ["gdb", "-nx", "-batch", "-iex", "set auto-solib-add off", "-p", str(pid)]  # torch's symbols take minutes
+    command += ["-ex", f"shell sleep {seconds:g}", "-ex", "detach"]
+    subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=seconds + 180)
 
 
 def profile(pid: int, seconds: float) -> None:
