@@ -132,7 +132,10 @@ def _instead(value: Any, torch: Any) -> str:
         return "store x.item()"
     cases: list[tuple[Any, str]] = [
         (torch.Generator, "store x.get_state()"),
-        (torch.Tensor, "store a plain tensor, x.as_subclass(torch.Tensor), or x.full_tensor() of a DTensor"),
+        (
+            torch.Tensor,
+            "store a plain tensor, x.as_subclass(torch.Tensor); gather a DTensor on all ranks before",
+        ),
         (complex, "store [x.real, x.imag]"),
         (enum.Enum, "store x.value"),
         (os.PathLike, "store str(x)"),
