@@ -21,10 +21,11 @@ def test_deaths_of_the_launchers_processes(job: StartJob) -> None:
     the_store_dies(run, 2)
     a_parked_worker_dies(run, 3)
     the_owner_dies(run, 4)
-    the_agent_is_stopped(run, 5)
+    the_owner_is_stopped(run, 5)
+    the_agent_is_stopped(run, 6)
     run.process.terminate()
     assert run.wait() == 128 + signal.SIGTERM
-    assert run.event("job_ended")["restarts"] == 4
+    assert run.event("job_ended")["restarts"] == 5
     assert all(event["warm"] for event in run.events("group_started"))
 
 
@@ -79,6 +80,14 @@ def the_owner_dies(run: Job, round: int) -> None:
     os.kill(run.helper("owner"), signal.SIGKILL)
     run.step(3, round=round + 1)
     assert not [pid for pid in before if pid != run.pid and alive(pid)]
+    assert "owns the workers was killed" in run.err
+
+
+def the_owner_is_stopped(run: Job, round: int) -> None:
+    """It neither reaps nor kills any more: after five seconds the agent takes another one."""
+    run.step(3, round=round)
+    os.kill(run.helper("owner"), signal.SIGSTOP)
+    run.step(3, round=round + 1)
     assert "owns the workers was killed" in run.err
 
 

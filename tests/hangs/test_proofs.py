@@ -11,7 +11,9 @@ from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.hangs.recordings import Recording, parse
 from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail, RankReport
 
-WAITS = RankReport(0, 0, "step", 9, 20, idle_s=6, alive_s=0.1, state="S", where="collective", function="all_reduce")
+WAITS = RankReport(
+    0, 0, "step", 9, 20, idle_s=6, alive_s=0.1, state="S", where="collective", function="all_reduce", alone=True
+)
 EXITED = replace(WAITS, exited=True, where="", collectives=19)
 D, G, H = DEFAULT_GROUP, "group 1", "group 2"
 
@@ -40,6 +42,7 @@ CASES = {
     ),
     "another pending one may end": ([at((G, 7, 7, "x"), (H, 5, 5, "x")), at((G, 6, 0, "x"), (H, 5, 5, "x"))], None),
     "receives from a rank": ([at((G, 7, 7, "x"), function="recv"), at((G, 6, 0, "x"), (H, 5, 5, "x"))], None),
+    "another thread of the script": ([at((D, 20, 20, "x"), alone=False), at((D, 20, 20, "y"), alone=False)], None),
     "left too early": ([SAME, EXITED], [1]),
     "left, count unknown": ([SAME, replace(EXITED, collectives=-1)], None),
 }

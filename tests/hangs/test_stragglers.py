@@ -8,7 +8,7 @@ import pytest
 
 from elasticd.heartbeat.record import Heartbeat
 from elasticd_agent.hangs.observer import Observation
-from elasticd_agent.hangs.stragglers import WINDOW_S, WaitCounter, find_stragglers
+from elasticd_agent.hangs.stragglers import WINDOW_S, PersistentStragglers, WaitCounter, find_stragglers
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.reports import RankReport
 
@@ -46,6 +46,9 @@ TABLE: list[tuple[str, list[tuple[int, int, int]], list[tuple[int, float]]]] = [
     ("a rank without ticks", [(0, 600, 300), (1, 0, 0)], []),
     ("one rank has no peers", [(0, 600, 0)], []),
     ("a peer that always waits", [(0, 600, 600), (1, 600, 0)], [(1, 600.0)]),
+    ("identical work, little of it", [(0, 600, 570), (1, 600, 549)], []),
+    ("seconds, but all work little", [(0, 6000, 5900), (1, 6000, 5500)], []),
+    ("less than three seconds a minute", [(0, 600, 560), (1, 600, 533)], []),
 ]
 
 
@@ -54,6 +57,13 @@ def test_stragglers_table(name: str, ranks: list[tuple[int, int, int]], found: l
     """Ranks that peers wait for are found by their factor; noise, and ranks that cannot be counted, are not."""
     assert find_stragglers(ranks, Policy()) == tuple((rank, pytest.approx(factor)) for rank, factor in found)
     assert find_stragglers(ranks[::-1], Policy()) == find_stragglers(ranks, Policy()), "the order does not matter"
+
+
+def test_two_windows_in_a_row_make_a_straggler() -> None:
+    slow, other, calm = ((0, 600, 300), (1, 600, 0)), ((0, 600, 301), (1, 600, 1)), ((0, 600, 300), (1, 600, 300))
+    stragglers = PersistentStragglers(Policy())
+    found = [[rank for rank, _ in stragglers.update(counts)] for counts in (slow, slow, other, other, calm, slow, ())]
+    assert found == [[], [], [1], [1], [], [], []]
 
 
 def test_slow_factor_of_the_policy() -> None:

@@ -166,3 +166,26 @@ def test_ended_processes_are_left_out() -> None:
     with running(IDLE) as process:
         assert isinstance(UsageReader().read([process.pid])[process.pid], Usage)
     assert UsageReader().read([process.pid]) == {}
+
+
+def test_time_without_a_processor_counts_for_working_threads_only(
+    until: Callable[[Callable[[], object], float], object],
+) -> None:
+    """Two loops on one core starve each other; a process that sleeps waits for nothing."""
+    core = str(min(os.sched_getaffinity(0)))
+    codes = ["while True: pass", "while True: pass", "import time; time.sleep(1e6)"]
+    pin = f"import os; os.sched_setaffinity(0, {{{core}}})\n"
+    started = [subprocess.Popen([sys.executable, "-I", "-S", "-c", pin + code]) for code in codes]
+    try:
+        reader, pids = procfs.UsageReader(), [process.pid for process in started]
+
+        def waited(pid: int) -> float:
+            found = reader.read(pids).get(pid)
+            return (found.wait_s or 0.0) if found is not None else 0.0
+
+        until(lambda: waited(pids[0]) > 0.3, 20)
+        assert waited(pids[2]) == 0.0
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

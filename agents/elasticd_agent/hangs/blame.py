@@ -173,7 +173,7 @@ def _outside_a_wait(group: _Group) -> Blame | None:
     if cause == "blocked" and all(rank.report.phase == "exit" for rank in suspects):
         cause = "missed_collective"
     why = f"{labels(suspects)} {_issued(suspects, others)}{_activity(suspects)}{_held_up(others, suspects)}"
-    left = cause == "missed_collective" and bool(_issued(suspects, others))
+    left = cause == "missed_collective" and all(rank.report.alone for rank in suspects) and _issued(suspects, others)
     return Blame(tuple(suspects), cause, why, "proven" if left else _strength(suspects, cause))
 
 
@@ -260,7 +260,8 @@ def _mismatched(group: _Group) -> Blame | None:
     others = group.others(at_barriers)
     if at_barriers and len(at_barriers) <= len(others) and (fewer := _issued(at_barriers, others)):
         why = f"{labels(at_barriers)} {fewer}{_activity(at_barriers)}"
-        return Blame(tuple(at_barriers), "missed_collective", why + _held_up(others, at_barriers), "proven")
+        evidence: Evidence = "proven" if all(rank.report.alone for rank in at_barriers) else "idle"
+        return Blame(tuple(at_barriers), "missed_collective", why + _held_up(others, at_barriers), evidence)
     (common, most), (_, next_most) = kinds.most_common(2)
     why = f"ranks wait in different collectives: {describe_waits(live)}"
     if most == next_most:

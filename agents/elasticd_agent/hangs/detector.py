@@ -205,6 +205,7 @@ class HangDetector:
                 place=one.place,
                 stack=one.stack,
                 evidence=bool(one.source),
+                alone=one.alone,
                 groups=one.groups,
                 unusual=one.unusual,
             )

@@ -64,6 +64,7 @@ class RankEvidence:
     trouble: str = ""
     place: str = ""
     """The innermost function of the script's own code, without a line number."""
+    alone: bool = False
     groups: tuple[GroupTail, ...] = ()
     unusual: bool = False
     """As in RankReport."""
@@ -337,7 +338,14 @@ def _rank_evidence(target: EvidenceTarget, message: dict[str, Any]) -> RankEvide
         groups = tuple(GroupTail.from_dict(one) for one in message.get("groups", ()))
     except WireError:
         groups = ()
-    return RankEvidence(target.rank, **words, trouble=trouble, groups=groups, unusual=message.get("unusual") is True)
+    return RankEvidence(
+        target.rank,
+        **words,
+        trouble=trouble,
+        alone=message.get("alone") is True,
+        groups=groups,
+        unusual=message.get("unusual") is True,
+    )
 
 
 def find_py_spy() -> str:

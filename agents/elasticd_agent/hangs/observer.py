@@ -25,6 +25,8 @@ USAGE_AFTER_IDLE_S = 0.5
 """The processes of a group without progress for this long are worth a scan of /proc."""
 USAGE_INTERVAL_S = 0.4
 """The least time between two scans, however often the group is observed."""
+STARVED_SHARE = 0.5
+"""A process tree that is able to run for more of the time than this, and does not get to, is starved."""
 USAGE_WINDOW_S = 3.0
 """A rank's usage is that of the last seconds: what it did before it became idle says nothing."""
 
@@ -222,7 +224,7 @@ class GroupObserver:
                 own = bytes_.own(used[pid].io_bytes, beat.dump_done)
                 used[pid] = replace(used[pid], io_bytes=own)
         if self._usage_samples:
-            began, before = self._usage_samples[-1]
+            began, before = self._usage_samples[0]
             for pid, ages in zip(self._pids, self._ages, strict=True):
                 if pid in used and pid in before:
                     passed_s = self._observed_s - began
@@ -272,14 +274,16 @@ class GroupObserver:
 
 
 def _used(before: procfs.Usage, after: procfs.Usage, passed_s: float) -> tuple[float, int]:
-    """The processor time between two samples, waiting for a processor included, and the bytes.
+    """The processor time between two samples, and the bytes.
 
-    What waits for a processor is as good as running: a quota or a busy machine makes it slow. Where the kernel does
-    not say how long it waited, a process that could run in both samples counts as running in between.
+    What waits for a processor for most of the time is as good as running: a quota or a busy machine makes it slow. An
+    idle thread that only wakes up now and then waits a little, too. Where the kernel does not say how long it waited, a
+    process that could run in both samples counts as running in between.
     """
     cpu_s = max(0.0, after.cpu_s - before.cpu_s)
     if before.wait_s is not None and after.wait_s is not None:
-        cpu_s += max(0.0, after.wait_s - before.wait_s)
+        ready_s = cpu_s + after.wait_s - before.wait_s
+        cpu_s = ready_s if ready_s > STARVED_SHARE * passed_s else cpu_s
     elif before.running and after.running:
         cpu_s = max(cpu_s, passed_s)
     return cpu_s, max(0, after.io_bytes - before.io_bytes)

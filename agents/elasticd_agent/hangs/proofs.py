@@ -1,8 +1,8 @@
 """Pure: the flight recorders of the ranks -> a proof that some of them wait for each other, or for one that has ended.
 
-A rank is stuck if it waits and each of its unfinished collectives can never finish: a member that is stuck or has
-exited has not issued it, or has issued another collective under its number. Ranks without a recording may resume, so
-nothing is proven by their absence. Numbers count per process group.
+A rank is stuck if it waits, no other thread of it runs code of the script, and each of its unfinished collectives can
+never finish: a member that is stuck or has exited has not issued it, or has issued another collective under its number.
+Ranks without a recording may resume, so nothing is proven by their absence. Numbers count per process group.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _stuck(live: Sequence[RankState], exited: Sequence[RankState]) -> list[RankS
 def _only_waits(rank: RankState) -> bool:
     report = rank.report
     blocked = report.where in ("collective", "device") and not rank.is_moving and not rank.holds_gil
-    return blocked and not _POINT_TO_POINT.match(report.function) and any(_pending(rank))
+    return blocked and report.alone and not _POINT_TO_POINT.match(report.function) and any(_pending(rank))
 
 
 def _never_ends(one: _Collective, by: RankState, blocked: Sequence[RankState]) -> bool:

@@ -19,6 +19,14 @@ MIN_TICKS = 100
 WINDOW_S = 60.0
 """Long enough for chance to level out, and rare enough for a node's record to be written."""
 
+MIN_SHARE, MIN_EXCESS_S = 0.1, 3.0
+"""Of a window a straggler works at least this share, and this much longer than its peers: where all ranks work little,
+small differences are large factors."""
+TICK_S = 0.1
+"""Of the heartbeat thread."""
+CONSECUTIVE_WINDOWS = 2
+"""One slow minute may be an evaluation, or another program on that machine."""
+
 WaitCounts = tuple[tuple[int, int, int], ...]
 """(rank, ticks, ticks in which it waited) of each rank."""
 
@@ -56,10 +64,35 @@ def find_stragglers(counts: Iterable[tuple[int, int, int]], policy: Policy) -> t
     A step takes all ranks the same time, so the parts of it that are their own work can be compared. The peers' is
     their median, so that of three ranks two stragglers are found.
     """
-    work = {rank: max(ticks - waiting, 1) / ticks for rank, ticks, waiting in counts if ticks >= MIN_TICKS}
+    counts = tuple(counts)
+    ticks = {rank: number for rank, number, _ in counts}
+    work = {
+        rank: max(all_ticks - waiting, 1) / all_ticks for rank, all_ticks, waiting in counts if all_ticks >= MIN_TICKS
+    }
     found = []
     for rank, share in work.items():
         peers = [other for peer, other in work.items() if peer != rank]
-        if peers and (factor := share / median(peers)) > policy.slow_factor:
+        if not peers or share < MIN_SHARE or (share - median(peers)) * TICK_S * ticks[rank] < MIN_EXCESS_S:
+            continue
+        if (factor := share / median(peers)) > policy.slow_factor:
             found.append((rank, factor))
     return tuple(sorted(found, key=lambda one: (-one[1], one[0])))
+
+
+@dataclass(slots=True)
+class PersistentStragglers:
+    """The stragglers of several windows in a row. Nodes report their windows at different times."""
+
+    policy: Policy
+    _windows: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    _slow_windows: dict[int, int] = field(default_factory=dict)
+
+    def update(self, counts: WaitCounts) -> tuple[tuple[int, float], ...]:
+        """(rank, factor) by the newest window of every rank."""
+        slow = find_stragglers(counts, self.policy)
+        windows = {window[0]: window for window in counts}
+        for rank in dict(slow):
+            self._slow_windows[rank] = self._slow_windows.get(rank, 0) + (windows[rank] != self._windows.get(rank))
+        self._slow_windows = {rank: number for rank, number in self._slow_windows.items() if rank in dict(slow)}
+        self._windows = windows
+        return tuple(one for one in slow if self._slow_windows[one[0]] >= CONSECUTIVE_WINDOWS)

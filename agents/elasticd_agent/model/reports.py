@@ -60,6 +60,7 @@ class RankReport(Record):
     function: str = ""  #: the frame that `where` was concluded from
     place: str = ""  #: the innermost function of the script's own code, without a line number
     stack: str = ""  #: the same for equal stacks
+    alone: bool = False  #: no other thread runs code of the script
     evidence: bool = False  #: its evidence is on disk
     # from its flight recorder
     groups: tuple[GroupTail, ...] = ()

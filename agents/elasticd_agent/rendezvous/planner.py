@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elasticd_agent.hangs.judge import HangJudge, failures
-from elasticd_agent.hangs.stragglers import find_stragglers
+from elasticd_agent.hangs.stragglers import PersistentStragglers
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.notices import FaultDetected, Notice, StragglersFound
@@ -56,6 +56,7 @@ class Planner:
         self._liveness = LivenessProber(self._node, self._policy, self._observations)
         self._judge = HangJudge(self._policy)
         self._faults = FaultLog(self._policy)
+        self._persistent_stragglers = PersistentStragglers(self._policy)
         self._stragglers: tuple[tuple[int, float], ...] = ()
         self._notices: list[Notice] = []
         self._garbage: list[str] = []
@@ -185,8 +186,8 @@ class Planner:
 
     def _find_stragglers(self, view: View, round: Round) -> None:
         records = [r for m in round.members if (r := view.record(m.node)) is not None and r.ready_round == round.number]
-        counts = [rank for record in records for rank in record.wait_counts]
-        stragglers = find_stragglers(counts, self._policy)
+        counts = tuple(rank for record in records for rank in record.wait_counts)
+        stragglers = self._persistent_stragglers.update(counts)
         if stragglers != self._stragglers:
             self._stragglers = stragglers
             self._notices.append(StragglersFound(round.number, stragglers))

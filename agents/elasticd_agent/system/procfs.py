@@ -7,6 +7,7 @@ file that waits for the process's memory lock. A process that ends meanwhile is 
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from elasticd_agent.system import sockets
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _READ_LIMIT = 4096
 """A stat line is below 400 bytes, an io file below 200."""
-_HEARTBEAT_THREAD = b"elasticd-beat"
-"""Its name in comm (elasticd/heartbeat/thread.py)."""
+WORKING_SHARE = 0.005
+"""Of the time a starved thread runs more than this, even under a quota of 1 %. The heartbeat thread, which wakes ten
+times a second, runs a tenth of it and waits for a core each time."""
 _FLAGS, _PF_EXITING = 6, 0x4
 """The flags' index behind the name in a stat line, and the flag of a thread that exits (linux/sched.h)."""
 
@@ -27,7 +29,7 @@ class Usage:
     """Of a whole process tree so far. Bytes count when a system call moves them, and again when a disk does, so that
     both cached reads and reads through a memory map are counted; those of TCP sockets count as well.
 
-    `wait_s` is the time in which threads could run and got no processor, because of others or of a CPU quota.
+    `wait_s` is the time in which working threads could run and got no processor, because of others or of a CPU quota.
     """
 
     cpu_s: float
@@ -118,51 +120,66 @@ class UsageReader:
     def __init__(self) -> None:
         self._pids: tuple[int, ...] = ()
         self._unrelated: set[int] = set()
+        self._threads: dict[int, tuple[float, float]] = {}
+        self._waited: dict[int, float] = {}
+        self._read_at = 0.0
 
     def read(self, pids: Sequence[int]) -> dict[int, Usage]:
         """By process; ended ones are left out."""
         if tuple(pids) != self._pids:
             self._pids, self._unrelated = tuple(pids), set()
+            self._threads, self._waited = {}, {}
         everyone = all_pids()
         known = scan(everyone - self._unrelated)
         by_root = trees(pids, known.values())
         ours = {member for members in by_root.values() for member in members}
         self._unrelated = (self._unrelated & everyone) | (known.keys() - ours)
+        self._count_waits(by_root)
         sent = sockets.tcp_bytes()
         return {
             pid: Usage(
                 sum(known[member].cpu_s for member in members),
                 sum(parse_io(read(f"/proc/{member}/io")) for member in members)
                 + sum(sent.get(inode, 0) for inode in sockets.sockets_of(members)),
-                _sum_known(run_queue_wait_s(member) for member in members),
+                self._waited.get(pid),
                 any(known[member].state == "R" for member in members),
                 _tracer(pid) != 0,
             )
             for pid, members in by_root.items()
         }
 
+    def _count_waits(self, by_root: Mapping[int, tuple[int, ...]]) -> None:
+        """Add up how long working threads have waited for a processor since the last call."""
+        now, threads = time.monotonic(), {}
+        passed_s, self._read_at = now - self._read_at, now
+        for root, members in by_root.items():
+            ours = {tid: times for member in members for tid, times in schedstat(member).items()}
+            threads.update(ours)
+            if not ours:
+                continue  # the kernel does not say
+            self._waited.setdefault(root, 0.0)
+            for tid, (ran, waited) in ours.items():
+                ran_before, waited_before = self._threads.get(tid, (ran, waited))
+                if ran - ran_before > WORKING_SHARE * passed_s:
+                    self._waited[root] += waited - waited_before
+        self._threads = threads
 
-def run_queue_wait_s(pid: int) -> float | None:
-    """For how long its threads were able to run and did not: /proc/PID/task/TID/schedstat is run, wait (ns), slices.
 
-    The heartbeat thread does not count: it wakes ten times a second, and waits for a core on any busy machine. None
-    without that file.
+def schedstat(pid: int) -> dict[int, tuple[float, float]]:
+    """By thread: for how long it ran, and for how long it was able to run and did not, in seconds.
+
+    /proc/PID/task/TID/schedstat is run, wait (ns), slices. {} without that file.
     """
+    found: dict[int, tuple[float, float]] = {}
     try:
         tids = os.listdir(f"/proc/{pid}/task")
     except OSError:
-        return None
-    found, known = 0, False
+        return found
     for tid in tids:
         fields = read(f"/proc/{pid}/task/{tid}/schedstat").split()
-        if len(fields) == 3 and read(f"/proc/{pid}/task/{tid}/comm").rstrip() != _HEARTBEAT_THREAD:
-            found, known = found + int(fields[1]), True
-    return found / 1e9 if known else None
-
-
-def _sum_known(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+        if len(fields) == 3:
+            found[int(tid)] = int(fields[0]) / 1e9, int(fields[1]) / 1e9
+    return found
 
 
 def _tracer(pid: int) -> int:

@@ -161,6 +161,11 @@ def representative_thread(threads: Sequence[Sequence[Frame]]) -> int:
     return next(iter(waiting or candidates), 0)
 
 
+def is_alone(threads: Sequence[Sequence[Frame]]) -> bool:
+    """No thread but the first one runs code of the script, which could end the wait of this rank or of others."""
+    return bool(threads) and not any(not frame.library for frames in threads[1:] for frame in frames)
+
+
 def script_place(frames: Sequence[Frame]) -> str:
     """The innermost frame of the script's own code, or else the innermost one, as "train.py:88 next_batch"."""
     frame = _script_frame(frames)

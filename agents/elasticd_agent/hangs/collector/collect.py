@@ -110,6 +110,7 @@ class Collection:
             "place": classify.script_function(thread.frames) if thread is not None else "",
             "stack": digest(thread.frames) if thread is not None else "",
             "source": dump.source,
+            "alone": classify.is_alone([thread.frames for thread in dump.threads]),
             "trouble": dump.trouble,
         }
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import logging
+import select
 import socket
 import subprocess
 import sys
@@ -15,14 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import UsageError
+from elasticd_agent.system import procfs
 from elasticd_agent.system.helper_process import end_process
 from elasticd_agent.system.installation import program
 from elasticd_agent.system.process import end_children
 from elasticd_agent.workers.launcher.sockets import PACKET, encode, pair
 
 PR_SET_CHILD_SUBREAPER = 36
+LOOK_S, STOPPED_LOOKS = 1.0, 5
+"""How often the owner's state is read, and in how many looks in a row it may be stopped. Looks are counted, not time:
+the whole machine may have been suspended."""
 END_DEADLINE_S = 12.0
 """The owner waits 10 s for killed processes to die, then ends in any case."""
+
+_log = logging.getLogger("elasticd.launcher")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +87,25 @@ class OwnerClient:
                     "can carry; make them smaller"
                 ) from None
 
+    def _end_if_stopped(self) -> None:
+        """Until the owner has something to say: an owner that is stopped neither reaps nor kills, and is replaced."""
+        stopped = 0
+        while not self._closing and not self._readable():
+            stopped = stopped + 1 if procfs.state(self._process.pid) == "T" else 0
+            if stopped == STOPPED_LOOKS:
+                _log.warning(
+                    "the process that owns the workers has been stopped for %g s: replacing it", stopped * LOOK_S
+                )
+                self._process.kill()
+
+    def _readable(self) -> bool:
+        poller = select.poll()  # select() takes no descriptor above 1,023
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(LOOK_S * 1000))
+
     def _read(self) -> None:
         while True:
+            self._end_if_stopped()
             try:
                 packet = self._socket.recv(PACKET)
             except OSError:

@@ -1,0 +1,26 @@
+"""Bytes of real TCP sockets, and the sockets of this process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from elasticd_agent.system.sockets import sockets_of, tcp_bytes
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_sent_and_received_bytes(address: str, until: Callable[[Callable[[], object], float], object]) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    server = socket.create_server((address, 0), family=family)
+    with server, socket.create_connection(server.getsockname()[:2]) as client, server.accept()[0] as peer:
+        ends = [os.fstat(end.fileno()).st_ino for end in (client, peer)]
+        assert set(ends) <= sockets_of([os.getpid()])
+        client.sendall(b"x" * 50_000)
+        until(lambda: all(tcp_bytes().get(inode, 0) >= 50_000 for inode in ends), 10)
+
+
+def test_ended_process_has_no_sockets() -> None:
+    assert sockets_of([2**22 + 1]) == set()
