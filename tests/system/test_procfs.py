@@ -183,8 +183,10 @@ def test_time_without_a_processor_counts_for_working_threads_only(
             found = reader.read(pids).get(pid)
             return (found.wait_s or 0.0) if found is not None else 0.0
 
-        until(lambda: waited(pids[0]) > 0.3, 20)
-        assert waited(pids[2]) == 0.0
+        until(lambda: procfs.state(pids[2]) == "S", 20)
+        at_start, asleep = waited(pids[0]), waited(pids[2])
+        until(lambda: waited(pids[0]) > at_start + 0.3, 20)
+        assert waited(pids[2]) <= asleep + 0.1
     finally:
         for process in started:
             process.kill()

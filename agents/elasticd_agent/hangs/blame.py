@@ -191,6 +191,27 @@ def _strength(culprits: Sequence[RankState], cause: str) -> Evidence:
 # ---- rules: all live ranks wait
 
 
+def _skipped_session_call(group: _Group) -> Blame | None:
+    """Ranks wait in a call of the session for one that has exited, or that waits in a collective beyond it."""
+    waiting = [rank for rank in group.live if rank.report.wait_call]
+    if not waiting:
+        return None
+    missing = {rank.report.wait_rank for rank in waiting}
+    most = max(rank.report.collectives for rank in waiting)
+    culprits = [
+        rank
+        for rank in (*group.live, *group.exited)
+        if rank.report.rank in missing
+        and (rank.report.exited or (rank.report.where == "collective" and rank.report.collectives > most))
+    ]
+    if not culprits:
+        return None
+    call = waiting[0].report.wait_call
+    why = f"{labels(culprits)} {has_have(culprits)} not called {call}; all ranks must{_namely(culprits)}"
+    evidence: Evidence = "proven" if all(rank.report.exited or rank.report.alone for rank in culprits) else "idle"
+    return Blame(tuple(culprits), "missed_collective", why + _activity(culprits), evidence)
+
+
 def _exited_early(group: _Group) -> Blame | None:
     """Some ranks have exited while others still wait; the minority is to blame."""
     live, exited = group.live, group.exited
@@ -319,6 +340,7 @@ RULES: tuple[Callable[[_Group], Blame | None], ...] = (
     _not_joined,
     _outside_a_wait,
     # From here on all live ranks of which a stack is known wait.
+    _skipped_session_call,
     _exited_early,
     _single_rank,
     _behind_without_stack,

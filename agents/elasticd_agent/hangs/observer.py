@@ -248,6 +248,8 @@ class GroupObserver:
             usual=beat.collectives_per_step,
             barrier=beat.barrier if waits else "",
             barrier_s=beat.barrier_s if beat.phase == Phase.BARRIER else 0.0,
+            wait_call=beat.wait_call,
+            wait_rank=beat.wait_rank,
             timeout_s=beat.timeout_s,
             idle_s=ages.idle_s,
             alive_s=ages.alive_s,

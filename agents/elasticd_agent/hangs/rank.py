@@ -61,8 +61,8 @@ class RankState:
 
     @property
     def at_barrier(self) -> bool:
-        """It waits out of band: at a barrier of its session, for a decision, for the next round."""
-        return self.report.where == "barrier" or self.report.phase == "barrier"
+        """It waits out of band: in a call of its session, for a decision, for the next round."""
+        return self.report.where == "barrier" or self.report.phase == "barrier" or bool(self.report.wait_call)
 
     @property
     def is_paused(self) -> bool:
@@ -195,6 +195,8 @@ def describe_waits(ranks: Iterable[RankState]) -> str:
 
 
 def _wait(report: RankReport) -> str:
+    if report.wait_call:
+        return f"session.{report.wait_call}"
     if report.barrier and report.phase == "barrier":
         return f"barrier {report.barrier!r}"
     named = {"collective": "a collective", "device": "a device synchronisation"}

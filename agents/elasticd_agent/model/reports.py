@@ -43,6 +43,8 @@ class RankReport(Record):
     usual: int = -1  #: collectives of its last finished step; -1: not counted
     barrier: str = ""  #: the barrier it waits in
     barrier_s: float = 0.0  #: the timeout that the script gave that barrier; 0: none
+    wait_call: str = ""  #: the session call in which it waits for other ranks, as "save()"
+    wait_rank: int = -1  #: the first rank that has not made that call; -1: unknown
     timeout_s: float = 0.0  #: the process group's timeout; 0: unknown
     idle_s: float = 0.0  #: since any of the above last changed
     alive_s: float = -1.0  #: since its heartbeat thread last ran, which it cannot while the GIL is held; -1: never
