@@ -272,10 +272,14 @@ class Saver:
             return False
         self._pending = False
         atexit.unregister(self._wait_at_exit)
+        before = self.heartbeat.current_phase
+        self.heartbeat.set_phase(Phase.CHECKPOINT)
         try:
             result = self.writer.wait(self.round, self._saves, self.channel.timeout_s)
         except OSError as error:
             result = {"saved": False, "why": f"the writer does not answer: {error}"}
+        finally:
+            self.heartbeat.set_phase(before)
         if not result["saved"]:
             logger.warning("a checkpoint failed: %s", result["why"])
         return bool(result["saved"])

@@ -29,6 +29,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ class Writer:
         self._buffers = buffers
         self._fills: list[Fill] = []
         """The last one first; an older one only while a rank still copies into it."""
+        self._whole_at: dict[Key, float] = {}
+        """When the last states were whole."""
         self._diverged = -1
         """The last round whose ranks held different states: share 0 is the whole state from then on."""
         self._results: dict[Key, Message] = {}
@@ -229,6 +232,7 @@ class Writer:
         elif fill.snapshot is not None and len(fill.copied) == fill.shares and not fill.copying:
             try:
                 self._buffers.describe(fill.buffer, fill.snapshot)
+                self._whole_at = {key: time.monotonic(), **dict(list(self._whole_at.items())[:RESULTS])}
             except ValueError as error:
                 self._fail(fill, str(error))
             fill.snapshot = None
@@ -299,8 +303,11 @@ class Writer:
         events = WorkerEventWriter(task.events or None, draft.round, task.rank)
         if entry is not None:
             reason = f"checkpoint of step {draft.step} saved ({task.why})"
-            fields = {"path": str(entry.path), "bytes": entry.manifest.bytes, "seconds": task.blocked_s}
-            events.write("checkpoint_saved", reason, draft.step, **fields)
+            now = time.monotonic()
+            written_s = now - self._whole_at.get(snapshot.key, now)
+            seconds = {"seconds": task.blocked_s, "written_seconds": task.blocked_s + written_s}
+            fields = {"path": str(entry.path), "bytes": entry.manifest.bytes}
+            events.write("checkpoint_saved", reason, draft.step, **fields, **seconds)
             return
         reason = f"checkpoint of step {draft.step} failed ({why}); {task.again}"
         events.write(kind, reason, draft.step, path=str(Path(task.directory, f"r{draft.round}-s{draft.step}")))

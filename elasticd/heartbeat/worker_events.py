@@ -9,7 +9,8 @@ counts the lost ones.
      "reason": "...", ...}
 
     kind                also carries
-    checkpoint_saved    path, bytes, seconds
+    checkpoint_saved    path, bytes, seconds (training was blocked), written_seconds (until it was on the disk, where a
+                        process of its own writes)
     checkpoint_failed   path
     checkpoint_skipped  path
     resumed             path, from_round, from_step
@@ -184,6 +185,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "path": _is_text,
     "bytes": _is_integer,
     "seconds": _is_number,
+    "written_seconds": _is_number,
     "from_round": _is_integer,
     "from_step": _is_integer,
     "every_seconds": _is_number,

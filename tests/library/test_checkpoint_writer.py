@@ -119,6 +119,7 @@ def test_shares_of_ranks_become_a_checkpoint(saves: Saves) -> None:
     assert (saves.held(), saves.on_disk()) == (5, [5])
     (event,) = saves.events()
     assert (event.kind, event.step, event.extra["seconds"]) == ("checkpoint_saved", 5, 0.01)
+    assert 0.01 < event.extra["written_seconds"] < 60
     for step in range(6, 12):
         saves.save(step)
         assert saves.wait()["saved"]

@@ -141,7 +141,7 @@ class StepHistory:
         return max(deadline_s(self._durations, phase, stepped, self.policy) for phase in phases)
 
     def checkpoint_saved(self, seconds: float) -> None:
-        """A checkpoint was saved, during which training paused: most are over before the next look."""
+        """A checkpoint was on the disk after so long, as far as training may wait for it: most pauses are not seen."""
         self._durations = record_duration(self._durations, "checkpoint", seconds)
 
     def _record(self, seen: Observation) -> None:

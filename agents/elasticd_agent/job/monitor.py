@@ -188,7 +188,9 @@ class GroupMonitor:
         number, step = event.round, event.step
         match event.kind:
             case "checkpoint_saved" if step is not None:
-                self._history.checkpoint_saved(float(event.extra.get("seconds", 0.0)))
+                # A save that is waited for takes as long as the disk, although the others block only for a copy.
+                seconds = event.extra.get("written_seconds", event.extra.get("seconds", 0.0))
+                self._history.checkpoint_saved(float(seconds))
                 self._rendezvous.update_facts(checkpoint=(number, step))
                 now = time.monotonic()
                 if self._shared and now >= self._checkpoint_reported_at + REPORT_CHECKPOINT_S:
