@@ -1,4 +1,5 @@
-"""The collectives of this process: how many were issued, how long they may take, which they were.
+"""The collectives of this process: how many were issued, completed by the device, how long they may take, which they
+were.
 
 The counts name the rank that issued fewer than the others. This module uses only what the script has imported and
 created: it never imports torch, makes no group and keeps none alive. A script may replace torch's process group by a
@@ -7,11 +8,14 @@ class of its own: one that cannot count, or raises any exception, counts as unkn
 
 from __future__ import annotations
 
+import binascii
+import json
 import sys
 from typing import Any
 
 UNKNOWN = -1
 _C10D = "torch.distributed.distributed_c10d"
+_RECORDERS = "torch._C._distributed_c10d"
 
 
 def default_group() -> Any:
@@ -65,9 +69,52 @@ def timeout_ms(group: Any) -> int:
 
 
 def flight_recorder_dump() -> bytes | None:
-    """PyTorch's flight recorder as JSON, None before 2.8; with 2000 collectives 0.9 MB and 25 ms with the GIL held."""
-    dump: Any = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+    """PyTorch's flight recorder as JSON, None before 2.8; with 2000 collectives 0.9 MB and 25 ms with the GIL held.
+
+    NCCL has a recorder of its own, which is dumped if the process has made an NCCL group. All ranks must be asked for
+    the same one: a rank that lacks the others' collectives in its recording looks like the culprit.
+    """
+    recorders = sys.modules.get(_RECORDERS)
+    found = None
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        try:
+            found = bytes(getattr(recorders, name)())
+        except Exception:  # noqa: BLE001 as above, and torch may lack the function
+            continue
+        if b'"entries":' in found or json.loads(found).get("comm_lib_version"):
+            break
+    return found
+
+
+def nccl_groups(most: int) -> tuple[tuple[int, int, int], ...]:
+    """(group, enqueued, completed) of this process' NCCL groups, the pending ones first: the numbers of their last
+    collectives, as NCCL's recorder knows them. Empty where torch has no such recorder, or it is switched off.
+    """
     try:
-        return None if dump is None else bytes(dump())
+        dump = sys.modules[_RECORDERS]._dump_nccl_trace_json
+        groups = decode_groups(dump(includeCollectives=False))
     except Exception:  # noqa: BLE001 as above
-        return None
+        return ()
+    return tuple(sorted(groups, key=lambda counts: counts[1] <= counts[2])[:most])
+
+
+def decode_groups(status: bytes) -> list[tuple[int, int, int]]:
+    """The groups of a recorder's status (FlightRecorderDetail.hpp, format 2.4 to 2.10). Empty if they cannot be told.
+
+    `pg_config` names the groups that this process has made, `pg_status` counts by the number of the group in this
+    process, from its first collective on. Names are numbers that grow on all ranks alike; a number in the process is
+    the place in their order. After a second init_process_group names repeat, and nothing is said.
+    """
+    said = json.loads(status)
+    config, counted = said["pg_config"], {int(number): counts for number, counts in said["pg_status"].items()}
+    if not all(name.isdigit() for name in config) or max(counted, default=-1) >= len(config):
+        return []
+    found = []
+    for number, name in enumerate(sorted(config, key=int)):
+        counts = counted.get(number, {})
+        enqueued, completed = (
+            max(0, int(counts.get(f"last_{what}_collective", 0))) for what in ("enqueued", "completed")
+        )
+        group = binascii.crc32(f"{name} {config[name]['ranks']}".encode()) or 1
+        found.append((group, enqueued, completed))
+    return found

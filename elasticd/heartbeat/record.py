@@ -41,11 +41,15 @@ and are guarded by `seq`.
     248   u64  moved_ticks               ticks that saw the main thread's Python at another place than the tick before
     256   u32  length of the exit report, written after it; 0 = none
     260        exit report: UTF-8 JSON {"kind", "type", "message", "traceback", "code", "bases"}
+    16176 u64  odd while the background thread is writing what follows
+    16184 u64  CLOCK_MONOTONIC of the reading of NCCL's recorder that follows, 0 never; outdated by later progress
+    16192      8 NCCL groups, u64 group (the same on all of its ranks, 0 none), i64 enqueued, i64 completed: the numbers
+               of its last collectives
     16384      end
 
-1.3 had nothing between 32 and 64, 1.2 neither at 248, 1.1 neither between 176 and 192, 1.0 neither at 24 and between
-208 and 256, and left those words zero; their readers skip them. An older writer leaves them as the agent made them,
-unknown.
+1.3 had nothing between 32 and 64, and exit reports up to the end: a longer one has overwritten the groups, and is read
+as before. 1.2 had nothing at 248, 1.1 neither between 176 and 192, 1.0 neither at 24 and between 208 and 256, and left
+those words zero; their readers skip them. An older writer leaves them as the agent made them, unknown.
 """
 
 from __future__ import annotations
@@ -91,13 +95,21 @@ _STEPS_BEFORE_SESSION = 4
 _BARRIER, _BARRIER_BYTES, _REPORT_AT = 112, 64, 256
 _WAIT = struct.Struct("<iI24s")
 _WAIT_AT = 32
-_REPORT_BYTES = SIZE - _REPORT_AT - 4
+MAX_GROUPS = 8
+_GROUPS = struct.Struct("<QQ" + MAX_GROUPS * "Qqq")
+_GROUPS_AT = SIZE - _GROUPS.size
+_GROUPS_SEQ = _GROUPS_AT // 8
+_REPORT_BYTES = _GROUPS_AT - _REPORT_AT - 4
 _PYBUF_WRITE = 0x200  # from CPython's stable ABI
 _HEADER = struct.Struct("<8sIIQ8xiI24s QqQQQII64sQQ qQqQQqQQ I")
 _NOTHING_ISSUED = (_UNKNOWN, 0, _UNKNOWN, 0, 0, _UNKNOWN, 0, 0)
 # A writer killed between two stores leaves `seq` odd for good: after this many reads the words are taken as they are.
 # The later reads sleep, so that a writer that only lost its core gets it back.
 _READS, _QUICK_READS = 16, 4
+
+
+GroupCounts = tuple[tuple[int, int, int], ...]
+"""Of each NCCL group of a process (group, enqueued, completed): the numbers of its last collectives, 0 for none."""
 
 
 class Phase(enum.IntEnum):
@@ -148,6 +160,7 @@ class Heartbeat:
     wait_call: str = ""
     wait_rank: int = -1
     wait_count: int = 0
+    groups: GroupCounts = ()
 
 
 def create(path: str | os.PathLike[str]) -> None:
@@ -259,6 +272,16 @@ class HeartbeatWriter:
         elif waits or 0 < signed[_PER_STEP] <= issued - signed[_AT_STEP]:
             words[_WAITS] += 1
 
+    def write_groups(self, groups: GroupCounts) -> None:
+        """What NCCL's recorder says now; MAX_GROUPS at most. For the background thread."""
+        seq = self._words[_GROUPS_SEQ] | 1
+        self._words[_GROUPS_SEQ] = seq
+        self._words[_GROUPS_SEQ + 1] = time.monotonic_ns()
+        unused = [0] * (3 * (MAX_GROUPS - len(groups)))
+        for at, value in enumerate([number for counts in groups for number in counts] + unused, _GROUPS_SEQ + 2):
+            self._signed[at] = value
+        self._words[_GROUPS_SEQ] = seq + 1
+
     def thread_stopped(self) -> None:
         """The background thread has ended."""
         self._words[_ALIVE] = 0
@@ -294,6 +317,11 @@ class HeartbeatWriter:
         self._words[_SEQ] = seq
         _WAIT.pack_into(self._bytes, _WAIT_AT, rank, count, call.encode("utf-8", "replace"))
         self._words[_SEQ] = seq + 1
+
+    @property
+    def progress_ns(self) -> int:
+        """CLOCK_MONOTONIC of the last progress, 0 before."""
+        return self._words[_PROGRESS]
 
     @property
     def current_phase(self) -> Phase:
@@ -364,13 +392,23 @@ class HeartbeatReader:
         report = self._exit_report(length) if length else None
         seen = (step, progress, first, started, known_phase, known_source, issued, alive, barrier, request, report)
         call = wait_call.rstrip(b"\0").decode("utf-8", "replace")
-        waiting = (call, wait_rank, wait_count) if call else ()
+        waiting: tuple[str, int, int] = (call, wait_rank, wait_count) if call else ("", -1, 0)
         counted = (per_step, waits, timeout_ms / 1000, at_step, dump_done, barrier_ms / 1000, pid, moved)
-        return Heartbeat(*seen, *counted, *waiting)
+        groups = self._groups(progress) if minor >= 4 and length <= _REPORT_BYTES else ()
+        return Heartbeat(*seen, *counted, *waiting, groups)
+
+    def _groups(self, progress_ns: int) -> GroupCounts:
+        """Read after the last progress, else empty; also while they are being written: the next reading has them."""
+        raw = os.pread(self._fd, _GROUPS.size, _GROUPS_AT)
+        if len(raw) < _GROUPS.size or raw[0] & 1 or raw != os.pread(self._fd, _GROUPS.size, _GROUPS_AT):
+            return ()
+        _, read_ns, *numbers = _GROUPS.unpack(raw)
+        counts = [(numbers[at], numbers[at + 1], numbers[at + 2]) for at in range(0, len(numbers), 3)]
+        return tuple(one for one in counts if one[0]) if read_ns > progress_ns else ()
 
     def _exit_report(self, length: int) -> ExitReport:
         where = f"heartbeat file {os.fspath(self._path)}"
-        if length > _REPORT_BYTES:
+        if length > SIZE - _REPORT_AT - 4:
             raise WireError(f"{where}: an exit report of {length} bytes does not fit")
         try:
             return decode(os.pread(self._fd, length, _REPORT_AT + 4))

@@ -17,19 +17,31 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from elasticd.heartbeat.collectives import UNKNOWN, Collectives, default_group, flight_recorder_dump, timeout_ms
+from elasticd.heartbeat.collectives import (
+    UNKNOWN,
+    Collectives,
+    default_group,
+    flight_recorder_dump,
+    nccl_groups,
+    timeout_ms,
+)
 from elasticd.heartbeat.exit_report import report_exception
 from elasticd.heartbeat.main_thread import MainThread
-from elasticd.heartbeat.record import INIT_PROCESS_GROUP, STACKS_SIGNAL, HeartbeatWriter, Phase
+from elasticd.heartbeat.record import INIT_PROCESS_GROUP, MAX_GROUPS, STACKS_SIGNAL, HeartbeatWriter, Phase
 
 PERIOD_S = 0.1
 """The agent reads every 0.25 s; a tick costs the training thread 40 to 160 µs (benchmarks/heartbeat.py)."""
 TIMEOUT_EVERY = 10
 """The group's timeout is read once in so many ticks: it takes as long as all the rest, and references the group."""
+GROUPS_AFTER_NS = 1_000_000_000
+"""NCCL's recorder is read once the rank has made no progress for so long, and no more often than that."""
+GROUPS_SHARE = 1000
+"""A reading that was slow is repeated after this many times its duration."""
 STOP_TIMEOUT_S = 1.0
 """How long the exit waits for a tick to end. One takes 0.1 ms, a dump of the flight recorder 25 ms."""
 NAME = b"elasticd-beat"
@@ -52,6 +64,7 @@ class HeartbeatThread:
         self._position = (0, 0)
         self._timeout_ms = 0
         self._ticks_with_group = 0
+        self._read_groups_at = 0  # CLOCK_MONOTONIC nanoseconds
         self._exiting = False
         self._joining = False
         self._main = MainThread()
@@ -106,6 +119,8 @@ class HeartbeatThread:
         moved = position != self._position
         self._position = position
         self._writer.tick(issued, self._timeout_ms, issued > 0 and self._main.waits(file, used), moved)
+        if issued >= 0:
+            self._read_groups()
         if not self._exiting and script_is_over():
             self._exiting = True
             self._writer.set_phase(Phase.EXIT)
@@ -115,6 +130,14 @@ class HeartbeatThread:
             if self._dump_to:
                 write_flight_recorder(self._dump_to)
             self._writer.dump_done = requested
+
+    def _read_groups(self) -> None:
+        began = time.monotonic_ns()
+        if began < max(self._read_groups_at, self._writer.progress_ns + GROUPS_AFTER_NS):
+            return
+        self._writer.write_groups(nccl_groups(MAX_GROUPS))
+        ended = time.monotonic_ns()
+        self._read_groups_at = ended + max(GROUPS_AFTER_NS, GROUPS_SHARE * (ended - began))
 
     def _read_collectives(self) -> int:
         """The collectives issued so far; unknown for one tick after a change of group, which starts counting again."""

@@ -51,6 +51,20 @@ def test_heartbeat_age_counts_observed_time(watch: GroupObserver, writer: Heartb
     assert alive_s(501.0) == alive_s(502.0) == -1, "the thread has ended: nobody holds the GIL against it"
 
 
+def test_device_age_counts_since_counts_changed(watch: GroupObserver, writer: HeartbeatWriter) -> None:
+    def device_s(now: float) -> float:
+        return watch.observe(now).ranks[0].device_s
+
+    writer.step(1)
+    assert device_s(100.0) == device_s(100.5) == -1
+    for at, completed in ((101.0, 6), (102.0, 7)):
+        writer.write_groups(((1, 9, completed),))
+        assert device_s(at) == 0
+        assert device_s(at + 0.5) == 0.5
+    writer.step(2)
+    assert device_s(103.0) == -1, "what was read before a step says nothing after it"
+
+
 def test_requested_dump_is_no_work(watch: GroupObserver, writer: HeartbeatWriter) -> None:
     """A flight recorder is written in the middle of two samples; the answer comes when it is all there."""
     written = [0, 100, 500_000, 900_000, 900_100, 905_000, 906_000]

@@ -466,3 +466,31 @@ def test_exit_report_runs_after_other_exit_handlers(path: Path) -> None:
     assert err.endswith("ZeroDivisionError: division by zero\nbye\n")
     assert report is not None
     assert report.type == "ZeroDivisionError"
+
+
+def test_groups_are_read_until_progress(path: Path) -> None:
+    writer = HeartbeatWriter(path)
+    assert read(path).groups == ()
+    writer.write_groups(((7, 500, 400), (0xFFFFFFFF, 3, 3)))
+    assert read(path).groups == ((7, 500, 400), (0xFFFFFFFF, 3, 3))
+    assert struct.unpack_from("<Qqq", path.read_bytes(), 16192) == (7, 500, 400)
+    writer.write_groups(tuple((number, 1, 0) for number in range(1, 1 + heartbeat.MAX_GROUPS)))
+    assert len(read(path).groups) == heartbeat.MAX_GROUPS
+    overwrite(path, 16176, struct.pack("<Q", 3))
+    assert read(path).groups == (), "they are being written"
+    writer.write_groups(((7, 500, 400),))
+    assert read(path).groups == ((7, 500, 400),), "a writer that was killed in between is no hindrance"
+    writer.step(5)
+    assert read(path).groups == (), "what the devices waited in before says nothing now"
+
+
+def test_exit_report_of_1_3_overwrites_groups(path: Path) -> None:
+    writer = HeartbeatWriter(path)
+    writer.write_groups(((7, 500, 400),))
+    report = b'{"kind": "exit", "type": "", "message": "' + 15900 * b"x" + b'", "traceback": "", "code": 1}'
+    overwrite(path, 260, report)
+    overwrite(path, 256, struct.pack("<I", len(report)))
+    seen = read(path)
+    assert seen.groups == ()
+    assert seen.exit_report is not None
+    assert seen.exit_report.message == 15900 * "x"

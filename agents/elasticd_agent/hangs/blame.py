@@ -1,7 +1,8 @@
 """Pure: a group without progress -> the culprits, the cause, and how that is known.
 
-`blame` tries RULES in their order, which is the order of what can be trusted: which ranks have exited, which have
-issued fewer collectives, which stacks are outside of any wait, which ranks wait in something else than the others.
+`blame` tries RULES in their order, which is the order of what can be trusted: which ranks have exited, which have not
+enqueued what NCCL's devices wait in, which have issued fewer collectives, which stacks are outside of any wait, which
+ranks wait in something else than the others.
 Without a difference between ranks there is no culprit.
 """
 
@@ -83,6 +84,15 @@ class _Group:
         most = max(rank.report.collectives for rank in self.live)
         return [rank for rank in self.live if rank.report.collectives < most]
 
+    @cached_property
+    def pending(self) -> list[RankState]:
+        """The live ranks whose device has not completed an NCCL collective, whatever their main thread does."""
+        return [rank for rank in self.live if rank.has_pending_collective]
+
+    def missing(self, waiting: RankState) -> list[tuple[RankState, tuple[int, int]]]:
+        """The live ranks that have not enqueued what the device of `waiting` waits in, and that (group, number)."""
+        return [(rank, found) for rank in self.live if (found := rank.has_not_enqueued(waiting)) is not None]
+
     def others(self, ranks: Sequence[RankState]) -> list[RankState]:
         return [rank for rank in self.live if rank not in ranks]
 
@@ -163,6 +173,34 @@ def _at_rendezvous(group: _Group) -> list[RankState]:
     return early if all(rank.is_joining for rank in group.live) and len(early) < len(group.live) else []
 
 
+def _missing_in_group(group: _Group) -> Blame | None:
+    """NCCL's recorder: devices wait in a collective that other ranks of its group have not enqueued."""
+    waits = [(waiting, rank, found) for waiting in group.pending for rank, found in group.missing(waiting)]
+    missing = [rank for rank in group.live if any(rank is one for _, one, _ in waits)]
+    culprits = [rank for rank in missing if rank not in group.pending]
+    if not missing:
+        return None
+    if any(rank in group.pending and not group.missing(rank) for rank in missing):
+        return None if group.exited else _no_culprit(group, "some of them in a group that all of its ranks wait in")
+    if not culprits:
+        why = f"ranks wait for each other in different NCCL groups: {_activity(missing)}"
+        return Blame((), "mismatched_collectives", why, "proven" if _all_in_a_wait(missing) else "device")
+    waiting = [rank for rank in group.pending if any(rank is one and late in culprits for one, late, _ in waits)]
+    name, number = next(found for _, rank, found in waits if rank is culprits[0])
+    why = f"{labels(culprits)} {has_have(culprits)} not enqueued collective {number:,} of the NCCL group of "
+    why += f"{_members(group, name)}{_namely(culprits)}{_activity(culprits)}{_held_up(waiting, culprits)}"
+    if all(rank.report.phase == "exit" or rank.report.where in ("collective", "barrier") for rank in culprits):
+        evidence: Evidence = "proven" if _all_in_a_wait(waiting) else "idle"
+        return Blame(tuple(culprits), "missed_collective", why, evidence)
+    cause = min((rank.likely_cause for rank in culprits), key=_WORST_FIRST.index)
+    return Blame(tuple(culprits), cause, why, _strength(culprits, cause))
+
+
+def _all_in_a_wait(ranks: Sequence[RankState]) -> bool:
+    """Their main threads, too: one that only has a collective under way may still enqueue what others wait in."""
+    return all(rank.report.where in ("collective", "device") for rank in ranks)
+
+
 def _outside_a_wait(group: _Group) -> Blame | None:
     """The suspects are at work, blocked or ending while others wait."""
     suspects = group.suspects
@@ -232,6 +270,13 @@ def _single_rank(group: _Group) -> Blame | None:
     rank = group.live[0]
     why = f"{rank.label()} {rank.activity()}, and there is no other rank"
     return Blame((rank,), "blocked", why, "no_stack" if group.unknown else "device")
+
+
+def _pending_alike(group: _Group) -> Blame | None:
+    """NCCL's recorder: all devices wait in collectives that all ranks have enqueued, however far some run ahead."""
+    if len(group.pending) < len(group.live) or any(group.missing(rank) for rank in group.pending):
+        return None
+    return _no_culprit(group, "and every rank has enqueued what the others wait in")
 
 
 def _behind_without_stack(group: _Group) -> Blame | None:
@@ -328,7 +373,7 @@ def _no_culprit(group: _Group, finding: str) -> Blame:
     what = "the backend, or tensors that differ"
     if group.nodes > 1:
         what = f"the network between {group.nodes} nodes, or the backend"
-    device = any(rank.report.where == "device" for rank in group.live)
+    device = any(rank.report.where == "device" or rank.has_pending_collective for rank in group.live)
     waits = describe_waits(group.live) or f"{len(group.live)} ranks make no progress"
     evidence: Evidence = "no_stack" if group.unknown else "device" if device else "alike"
     return Blame((), "network", f"{waits} {idle}, {finding}: {what}", evidence)
@@ -338,11 +383,13 @@ RULES: tuple[Callable[[_Group], Blame | None], ...] = (
     _exiting,
     _all_idle,
     _not_joined,
+    _missing_in_group,
     _outside_a_wait,
     # From here on all live ranks of which a stack is known wait.
     _skipped_session_call,
     _exited_early,
     _single_rank,
+    _pending_alike,
     _behind_without_stack,
     _skipped_in_last_step,
     _split_by_node,
@@ -388,6 +435,13 @@ def _activity(ranks: Sequence[RankState]) -> str:
         return ranks[0].activity()
     more = "; …" if len(ranks) > 3 else ""
     return f"({'; '.join(f'rank {rank.report.rank} {rank.activity()}' for rank in ranks[:3])}{more})"
+
+
+def _members(group: _Group, nccl_group: int) -> str:
+    numbers = [
+        rank.report.rank for rank in group.live if any(one == nccl_group for one, _, _ in rank.report.nccl_groups)
+    ]
+    return f"ranks {', '.join(map(str, numbers[:8]))}{', …' if len(numbers) > 8 else ''}"
 
 
 def _held_up(waiting: Sequence[RankState], culprits: Sequence[RankState]) -> str:

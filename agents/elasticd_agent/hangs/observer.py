@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elasticd.errors import WireError
-from elasticd.heartbeat.record import Heartbeat, HeartbeatReader, Phase, Source
+from elasticd.heartbeat.record import GroupCounts, Heartbeat, HeartbeatReader, Phase, Source
 from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader
 from elasticd_agent.hangs.rank import BUSY_BYTES_PER_S, BUSY_CORES
 from elasticd_agent.model.reports import RankReport
@@ -79,6 +79,8 @@ class _Ages:
     alive_s: float = -1.0
     moved: int = 0
     moved_s: float = -1.0
+    groups: GroupCounts = ()
+    device_s: float = -1.0
     waits: int = 0
     waiting_s: float = 0.0
     quiet_s: float = -1.0
@@ -109,6 +111,11 @@ class _Ages:
             self.moved_s = 0.0
         elif self.moved_s >= 0:
             self.moved_s += passed_s
+        if beat.groups != self.groups:
+            self.groups = beat.groups
+            self.device_s = 0.0 if beat.groups else -1.0
+        elif self.device_s >= 0:
+            self.device_s += passed_s
 
     def on_usage(self, cores: float, bytes_per_s: float) -> None:
         if cores > BUSY_CORES or bytes_per_s > BUSY_BYTES_PER_S:
@@ -254,6 +261,8 @@ class GroupObserver:
             idle_s=ages.idle_s,
             alive_s=ages.alive_s,
             moved_s=ages.moved_s,
+            nccl_groups=ages.groups,
+            device_s=ages.device_s,
             waiting_s=ages.waiting_s,
             quiet_s=ages.quiet_s,
             state=state,

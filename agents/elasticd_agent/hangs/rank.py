@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP, PAUSE_BARRIER
@@ -48,8 +48,34 @@ class RankState:
 
     @property
     def waits(self) -> bool:
-        """Its main thread waits for other ranks, or for its device."""
-        return self.report.where in ("collective", "device") or self.at_barrier or self.is_joining
+        """It waits for other ranks, or for its device."""
+        return (
+            self.report.where in ("collective", "device")
+            or self.at_barrier
+            or self.is_joining
+            or self.has_pending_collective
+        )
+
+    @property
+    def pending(self) -> Mapping[int, int]:
+        """By NCCL group with collectives that its device has not completed: the last one that is completed."""
+        return {group: completed for group, enqueued, completed in self.report.nccl_groups if enqueued > completed}
+
+    @property
+    def has_pending_collective(self) -> bool:
+        """NCCL's recorder: collectives are enqueued and none has completed for half of the time without progress.
+
+        What its processor does says nothing then: it runs ahead of the device until the launch queue is full, and
+        launches and NCCL's threads spin.
+        """
+        return bool(self.pending) and self.report.device_s >= self.report.idle_s / 2
+
+    def has_not_enqueued(self, other: RankState) -> tuple[int, int] | None:
+        """The (group, number) of a collective that `other` waits in and this rank has not enqueued yet."""
+        for group, completed in other.pending.items():
+            if any(mine == group and enqueued <= completed for mine, enqueued, _ in self.report.nccl_groups):
+                return group, completed + 1
+        return None
 
     @property
     def is_joining(self) -> bool:
@@ -79,14 +105,15 @@ class RankState:
     def is_moving(self) -> bool:
         """It was seen to move within the last half of the time without progress.
 
-        Inside of a wait only its Python counts: it evaluates on its device, or in collectives of a group that is not
-        counted. Elsewhere its processor time and its bytes count as well. elasticd's own barriers poll, so movement
-        inside of them means nothing.
+        Inside of a wait only its Python and its NCCL collectives count: it evaluates on its device, or in collectives
+        of a group that is not counted. Elsewhere its processor time and its bytes count as well. elasticd's own
+        barriers poll, so movement inside of them means nothing.
         """
         report = self.report
         if self.at_barrier:
             return False
-        ages = (report.moved_s,) if self.waits else (report.moved_s, report.quiet_s)
+        ages = [report.moved_s, report.device_s]
+        ages += [] if self.waits else [report.quiet_s]
         return any(0 <= age_s < report.idle_s / 2 for age_s in ages)
 
     @property
@@ -111,7 +138,8 @@ class RankState:
         """What it waits in, to be recognised again: kind of wait and the script's function; "" if unknown."""
         report = self.report
         where = report.place or _LINE.sub(" ", report.function)
-        kind = report.where or ("barrier" if self.at_barrier else "init" if self.is_joining else "")
+        kind = "device" if report.where == "elsewhere" and self.waits else report.where
+        kind = kind or ("barrier" if self.at_barrier else "init" if self.is_joining else "")
         return f"{kind} in {where}".removesuffix(" in ") if kind else ""
 
     @property
@@ -166,8 +194,8 @@ class RankState:
             (report.state == "t", f"is traced by a debugger{where}{phase}, {idle}"),
             (report.where == "debugger", f"is at a debugger's prompt{where}{phase}, {idle}"),
             (self.holds_gil, f"holds the GIL{where}{phase}, {cpu}, for {report.alive_s:.1f} s"),
-            (self.is_moving, f"is active without finishing a step, now in {_wait(report)}{phase}, {idle}"),
-            (self.waits, f"waits in {_wait(report)}{phase} {idle}"),
+            (self.is_moving, f"is active without finishing a step, now in {_wait(self)}{phase}, {idle}"),
+            (self.waits, f"waits in {_wait(self)}{phase} {idle}"),
             (self.is_busy, f"works{where}{phase}, {cpu}{disk}, {idle}"),
             (report.state == "D", f"is blocked in the kernel (state D){where}{phase}, {idle}"),
             (report.window_s <= 0, f"has made no progress{where}{phase} {idle}"),
@@ -187,16 +215,19 @@ def labels(ranks: Sequence[RankState]) -> str:
 
 def describe_waits(ranks: Iterable[RankState]) -> str:
     """ "3 ranks wait in all_reduce, 1 in barrier 'epoch'": what the waiting ones of `ranks` wait in; "" for none."""
-    places = Counter(_wait(rank.report) for rank in ranks if rank.waits)
+    places = Counter(_wait(rank) for rank in ranks if rank.waits)
     if not places:
         return ""
     (first, n), *others = sorted(places.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join([f"{n} rank{'s wait' if n > 1 else ' waits'} in {first}", *(f"{m} in {w}" for w, m in others)])
 
 
-def _wait(report: RankReport) -> str:
+def _wait(rank: RankState) -> str:
+    report = rank.report
     if report.wait_call:
         return f"session.{report.wait_call}"
+    if report.where in ("", "elsewhere") and rank.has_pending_collective:
+        return "an NCCL collective on its device" + (f", called from {report.function}" if report.function else "")
     if report.barrier and report.phase == "barrier":
         return f"barrier {report.barrier!r}"
     named = {"collective": "a collective", "device": "a device synchronisation"}

@@ -43,6 +43,9 @@ class Recording:
     order: tuple[tuple[str, str], ...] = ()
     """(group, kind) of all in the order in which they were issued."""
 
+    nccl: bool = False
+    """By NCCL's own recorder; it and that of all other backends do not have the same collectives."""
+
     @property
     def is_unusual(self) -> bool:
         """One of the last collectives follows another that it never followed before."""
@@ -101,11 +104,14 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
         done = done or number <= completed.get(str(entry.get("pg_id")), -1)
         issued = groups[_group(entry)][number] = IssuedCollective(number, operation[:80], _sizes(entry), done)
         order.append((_group(entry), issued.kind))
-    return Recording(len(entries), dict(groups), tuple(order))
+    # gloo's leaves the library's version empty.
+    nccl = bool(data.get("comm_lib_version") or data.get("nccl_version"))
+    return Recording(len(entries), dict(groups), tuple(order), nccl)
 
 
 def compare(recorded: Mapping[int, Recording]) -> list[GroupComparison]:
-    """One comparison for each process group, those with a difference first."""
+    """One comparison for each process group, those with a difference first: of NCCL's recordings if there are any."""
+    recorded = {rank: one for rank, one in recorded.items() if one.nccl} or recorded
     names = sorted({name for one in recorded.values() for name in one.groups})
     found = [_compare(name, {rank: one.groups.get(name, {}) for rank, one in recorded.items()}) for name in names]
     return sorted(found, key=lambda one: (one.differing is None and not one.missing, not one.pending))[:MOST_GROUPS]

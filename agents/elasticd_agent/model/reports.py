@@ -49,6 +49,8 @@ class RankReport(Record):
     idle_s: float = 0.0  #: since any of the above last changed
     alive_s: float = -1.0  #: since its heartbeat thread last ran, which it cannot while the GIL is held; -1: never
     moved_s: float = -1.0  #: since that thread last saw the main thread's Python move; -1: never
+    nccl_groups: tuple[tuple[int, int, int], ...] = ()  #: (group, collectives enqueued, completed), see its heartbeat
+    device_s: float = -1.0  #: since `nccl_groups` last changed; -1: unknown
     waiting_s: float = 0.0  #: for how long that thread has seen it wait for other ranks, without a break
     # from /proc
     state: str = ""  #: "R", "S", "D", "T", "t" (traced), "Z", "X" (exiting); "" unknown

@@ -1,0 +1,160 @@
+"""Verdicts on CUDA jobs, by what NCCL's recorder says of the devices: constructed situations, hung and healthy.
+
+Groups are written as {group: (enqueued, completed)}. WORLD is of all ranks, PAIR and OTHER of some.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from elasticd_agent.hangs.verdict import Hang, judge
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.reports import HangReport, RankReport
+
+WORLD, PAIR, OTHER = 1, 2, 3
+POLICY = Policy()
+FULL_QUEUE = {"cpu_s": 3.0, "quiet_s": 0.0, "where": "elsewhere", "function": "train.py:9 forward"}
+"""A launch that spins: a core is busy, and the stack is anywhere in forward, backward or the optimizer."""
+PROXY = {"cpu_s": 3.0, "quiet_s": 0.0, "where": "device", "function": "train.py:12 item"}
+"""The main thread sleeps in a synchronisation, NCCL's proxy thread spins."""
+IN_ITEM = {"where": "device", "function": "train.py:12 item"}
+IN_GLOO = {"where": "collective", "function": "barrier"}
+SLEEPS = {"where": "elsewhere", "function": "data.py:3 read"}
+COMPUTES = SLEEPS | {"cpu_s": 3.0, "quiet_s": 0.0, "moved_s": 0.0}
+NO_GIL = SLEEPS | {"alive_s": 1e6}
+Groups = dict[int, tuple[int, int]]
+
+
+def rank(groups: Groups, facts: dict[str, Any] = FULL_QUEUE, **more: Any) -> dict[str, Any]:
+    counts = tuple((group, enqueued, completed) for group, (enqueued, completed) in groups.items())
+    return {"nccl_groups": counts, "device_s": 1e6 if counts else -1.0} | facts | more
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """`healthy_s`: no verdict for so long without progress; `hung_s`: a verdict by then, None for never."""
+
+    ranks: list[dict[str, Any]]
+    healthy_s: float
+    hung_s: float | None
+    cause: str = ""
+    culprits: tuple[int, ...] = ()
+    nodes: int = 1
+
+
+PENDING = rank({WORLD: (500, 400)})
+NEVER = None
+SITUATIONS = {
+    # hung: no member will ever enqueue what the others wait in
+    "hang in a collective, launches spin": Cuda([PENDING] * 4, 59, 61, "network"),
+    "hang in a collective, proxies spin": Cuda([rank({WORLD: (7, 6)}, PROXY)] * 4, 59, 61, "network", nodes=2),
+    "a rank sleeps before its collective": Cuda(
+        [PENDING, rank({WORLD: (400, 400)}, SLEEPS), PENDING], 59, 61, "blocked", (1,)
+    ),
+    "a rank holds the GIL": Cuda([PENDING, rank({WORLD: (400, 400)}, NO_GIL)], 14, 16, "gil", (1,)),
+    "skipped collective in a sub-group": Cuda(
+        [
+            rank({WORLD: (90, 90), PAIR: (6, 5)}, IN_ITEM),
+            rank({WORLD: (91, 90), PAIR: (5, 5)}, IN_ITEM, collectives=91),
+            rank({WORLD: (91, 90)}, IN_ITEM, collectives=91),
+        ],
+        *(4, 6, "mismatched_collectives"),
+    ),
+    "a rank that a sub-group waits for sleeps": Cuda(
+        [rank({WORLD: (90, 90), PAIR: (6, 5)}), rank({WORLD: (90, 90), PAIR: (5, 5)}, SLEEPS), rank({WORLD: (91, 90)})],
+        *(59, 61, "blocked", (1,)),
+    ),
+    "the culprit is behind two groups": Cuda(
+        [
+            rank({WORLD: (90, 90), PAIR: (6, 5)}),
+            rank({WORLD: (90, 90), PAIR: (6, 5), OTHER: (3, 2)}),
+            rank({WORLD: (90, 90), OTHER: (2, 2)}, SLEEPS),
+        ],
+        *(59, 61, "blocked", (2,)),
+    ),
+    "never enqueued anything in a new group": Cuda(
+        [rank({WORLD: (9, 9), PAIR: (1, 0)}), rank({WORLD: (9, 9), PAIR: (0, 0)}, SLEEPS)], 59, 61, "blocked", (1,)
+    ),
+    "waits in gloo for ranks in NCCL": Cuda(
+        [rank({WORLD: (9, 8)}, IN_ITEM), rank({WORLD: (8, 8)}, IN_GLOO), rank({WORLD: (9, 8)}, IN_ITEM)],
+        *(4, 6, "missed_collective", (1,)),
+    ),
+    "two groups in opposite order": Cuda(
+        [rank({PAIR: (1, 0), OTHER: (0, 0)}, IN_ITEM), rank({PAIR: (0, 0), OTHER: (1, 0)}, IN_ITEM)],
+        *(4, 6, "mismatched_collectives"),
+    ),
+    "the same, but both may still enqueue the other one": Cuda(
+        [rank({PAIR: (1, 0), OTHER: (0, 0)}, SLEEPS), rank({PAIR: (0, 0), OTHER: (1, 0)}, SLEEPS)],
+        *(59, 61, "mismatched_collectives"),
+    ),
+    "in a barrier of gloo, the others may still reach it": Cuda(
+        [rank({WORLD: (9, 8)}, SLEEPS), rank({WORLD: (8, 8)}, IN_GLOO), rank({WORLD: (9, 8)}, SLEEPS)],
+        *(59, 61, "missed_collective", (1,)),
+    ),
+    "a collective of a node is stuck": Cuda(
+        [
+            rank({WORLD: (8, 8), PAIR: (5, 4)}),
+            rank({WORLD: (8, 8), PAIR: (5, 4)}, collectives=399),
+            rank({WORLD: (9, 8)}),
+            rank({WORLD: (9, 8)}),
+        ],
+        *(59, 61, "network"),
+    ),
+    "ran ahead by different numbers, then hung": Cuda(
+        [rank({WORLD: (900, 400)}, collectives=900), rank({WORLD: (401, 400)}, PROXY, collectives=401)] * 2,
+        *(59, 61, "network"),
+    ),
+    "a long kernel before the collective of one": Cuda(
+        [PENDING, rank({WORLD: (400, 400)}, IN_ITEM, collectives=400)], 59, 61, "blocked", (1,)
+    ),
+    # healthy for as long as each may take
+    "a link flaps for 40 s": Cuda([PENDING] * 8, 40, 61, "network", nodes=2),
+    "a new communicator is made for 50 s": Cuda([rank({WORLD: (9, 9), PAIR: (1, 0)}, IN_ITEM)] * 4, 50, 61, "network"),
+    "a long kernel on all ranks": Cuda([rank({WORLD: (9, 9)}, IN_ITEM)] * 4, 59, 61, "network"),
+    "devices complete a long queue": Cuda([rank({WORLD: (900, 400)}, device_s=0.4)] * 4, 1700, NEVER),
+    "one device completes what others wait for": Cuda(
+        [PENDING, PENDING, rank({WORLD: (500, 400), PAIR: (80, 33)}, device_s=0.4)], 1700, NEVER
+    ),
+    "rank 0 computes, the others wait": Cuda([rank({WORLD: (400, 400)}, COMPUTES), PENDING, PENDING], 1700, NEVER),
+    "all compute, nothing is pending": Cuda([rank({WORLD: (400, 400)}, COMPUTES)] * 2, 1700, NEVER),
+    "an asynchronous collective under a computation": Cuda(
+        [rank({WORLD: (401, 400)}, COMPUTES), rank({WORLD: (400, 400)}, COMPUTES)], 1700, NEVER
+    ),
+    "no recorder, launches spin": Cuda([rank({})] * 4, 1700, NEVER),
+    "no recorder on one rank": Cuda([PENDING, PENDING, rank({})], 1700, NEVER),
+}
+
+
+def verdict(case: Cuda, idle_s: float) -> Hang | None:
+    ranks = []
+    for number, given in enumerate(case.ranks):
+        ages = {name: min(given.get(name, usual), idle_s) for name, usual in (("device_s", -1.0), ("alive_s", 0.1))}
+        facts = {"collectives": 400, "state": "S", "window_s": 3.0, "moved_s": idle_s, "quiet_s": idle_s} | given | ages
+        ranks.append(RankReport(number, number, "step", 100, usual=4, timeout_s=600.0, idle_s=idle_s, **facts))
+    nodes = [f"n{number}" for number in range(case.nodes)]
+    reports = [
+        HangReport(1, node, tuple(ranks[at :: case.nodes]), deadline_s=3.0, gathered=True, turn=1)
+        for at, node in enumerate(nodes)
+    ]
+    found = judge(reports, nodes, POLICY)
+    return found if isinstance(found, Hang) else None
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in SITUATIONS.items()])
+def test_verdict_by_nccl_recorder(case: Cuda) -> None:
+    assert verdict(case, case.healthy_s) is None
+    if case.hung_s is not None:
+        found = verdict(case, case.hung_s)
+        assert found is not None
+        assert (found.cause, tuple(one.rank for one in found.culprits)) == (case.cause, case.culprits), found.why
+
+
+def test_verdict_names_collective_and_group() -> None:
+    found = verdict(SITUATIONS["a rank that a sub-group waits for sleeps"], 61)
+    assert found is not None
+    assert found.why.startswith(
+        "rank 1 on n0 (step 100) has not enqueued collective 6 of the NCCL group of ranks 0, 1: it waits in data.py:3"
+    )
