@@ -40,7 +40,7 @@ test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, under 8 minutes; skips without
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'
 	@ELASTICD_TEST_DEVICE=$(or $(ON),cuda) $(BIN)/python -m pytest -q -m gpu tests/gpu
 
-check: $(READY)  ## style, types, floors
+check: $(READY)  ## style, types, layers
 	@$(BIN)/ruff check --quiet $(CODE)
 	@$(BIN)/ruff format --check --quiet $(CODE)
 	@$(BIN)/mypy

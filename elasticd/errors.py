@@ -1,7 +1,7 @@
 """Every error that elasticd raises on purpose, in one tree.
 
     ElasticdError
-    ├── UsageError              something a person typed or configured; the command line exits with code 2
+    ├── UsageError              a command, a configuration or a script that cannot work; the command line exits with 2
     │   ├── StoreRefused        the store answered and refused: credentials, TLS, another kind of server
     │   └── MissedCall          a rank cannot come to the session call in which another one waits for it
     ├── WireError               a record from a file, a process or the network that cannot be decoded
@@ -10,9 +10,9 @@
     ├── BarrierTimeout          ranks did not reach `session.barrier` in time; names them
     ├── SamplerError            a use of the elastic batch sampler that would lose or repeat samples
     └── CheckpointError
-        ├── CheckpointRefused   the state holds something that `torch.load(weights_only=True)` would not load; names the
-        key ├── CheckpointCorrupt   a checkpoint failed its checksum, or its manifest is invalid └── DirectoryInUse
-        another run holds the checkpoint directory
+        ├── CheckpointRefused   the state holds a value that `torch.load(weights_only=True)` would not load; names it
+        ├── CheckpointCorrupt   a checkpoint failed its checksum, or its manifest is invalid
+        └── DirectoryInUse      another run holds the checkpoint directory
 
 A message says what happened, where, and what to do about it.
 """

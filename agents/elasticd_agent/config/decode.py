@@ -43,7 +43,7 @@ KeyHints = Mapping[type, Mapping[str, str]]
 
 
 def decode(table: Mapping[str, Any], kind: type[S], hints: KeyHints) -> S:
-    """Raises KeyWrong."""
+    """Raises ConfigError."""
     try:
         return msgspec.convert(table, kind, dec_hook=decode_quantity)
     except msgspec.ValidationError as error:

@@ -22,7 +22,7 @@ class Treatment(Enum):
 
     HONORED = "honored"
     NO_EFFECT = "accepted, without effect"
-    REFUSED = "refused"  # any value but the default; `says` is the sentence
+    REFUSED = "refused"  # any value except the default; `help` is the reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ INTERVAL_S = 0.25
 HASTENED_S = 0.3
 """After another agent has probed this one, which is a sign of a failure."""
 REPORT_CHECKPOINT_S = 10.0
-"""How often other nodes are informed of a new checkpoint: a Round only proposes one, and rank 0 looks itself."""
+"""How often other nodes are informed of a new checkpoint: a Round only records it, the ranks look for the newest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,39 +155,39 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The numbers every decision is made by. All times are seconds; docs/agent.md and --help explain each."""
+    """The numbers every decision is made by. All times are seconds; docs/jobs.md has the keys that set them."""
 
     max_restarts: int | None = None  #: a hard total; None: only restarts without progress and per hour are limited
-    max_restarts_per_hour: int = 60
-    no_progress_limit: int = 3
-    backoff_s: tuple[float, ...] = (0, 1, 2, 4, 8, 16, 32, 60)
-    stop_grace_s: float = 30.0
-    user_error_wait_s: float = 0.5
-    startup_ceiling_s: float = 600.0
-    first_step_ceiling_s: float = 1800.0
-    progress_ceiling_s: float = 1800.0
+    max_restarts_per_hour: int = 60  #: without effect where `max_restarts` is given
+    no_progress_limit: int = 3  #: restarts in a row without progress between them
+    backoff_s: tuple[float, ...] = (0, 1, 2, 4, 8, 16, 32, 60)  #: before each of them; the last one repeats
+    stop_grace_s: float = 30.0  #: from a stop's signal to SIGKILL
+    user_error_wait_s: float = 0.5  #: how long the same error of the other ranks is waited for
+    startup_ceiling_s: float = 600.0  #: without progress, before the optimizer exists
+    first_step_ceiling_s: float = 1800.0  #: without progress, from then to the first step
+    progress_ceiling_s: float = 1800.0  #: without progress, while nothing is learned of a phase
     hang_floor_s: float | None = None  #: None: by the strength of the evidence (docs/hangs.md)
-    hang_factor: float = 5.0
-    stopped_after_s: float = 2.5
+    hang_factor: float = 5.0  #: the deadline of a step, in longest recent steps
+    stopped_after_s: float = 2.5  #: how long a process is stopped (state T) before it is hung
     slow_ceiling_s: float | None = None  #: None: 1800 s, or the process group's own timeout if that is longer
-    slow_factor: float = 1.5
-    evidence_s: float = EVIDENCE_S
+    slow_factor: float = 1.5  #: a straggler's own work, relative to its peers'
+    evidence_s: float = EVIDENCE_S  #: for the evidence of a hang, before the group is killed
     on_hang: Literal["restart", "report"] = "restart"
-    slot_strikes: int = 2
-    slot_cooloff_s: float = 60.0
-    lease_s: float = 3.0
-    renewal_s: float = 1.0
-    store_timeout_s: float = 0.9
-    seen_timeout_s: float = 1.0
-    last_call_s: float = 5.0
-    join_timeout_s: float = 600.0
-    replace_timeout_s: float = 600.0
-    absent_member_timeout_s: float = 60.0
-    hold_timeout_s: float = 30.0
-    grow: Literal["auto", "always", "never"] = "auto"
-    grow_debounce_s: float = 1.0
-    node_cooloff_s: float = 5.0
-    store_away_s: float = 300.0
+    slot_strikes: int = 2  #: failures without progress before a slot is quarantined
+    slot_cooloff_s: float = 60.0  #: of its first quarantine; see `cooloff_s`
+    lease_s: float = 3.0  #: how long a node is registered after its last renewal
+    renewal_s: float = 1.0  #: between two renewals
+    store_timeout_s: float = 0.9  #: of one request to the store
+    seen_timeout_s: float = 1.0  #: for a member to acknowledge a new Round
+    last_call_s: float = 5.0  #: for more nodes, once the minimum has joined
+    join_timeout_s: float = 600.0  #: for the minimum of nodes at the start
+    replace_timeout_s: float = 600.0  #: for the minimum of nodes later
+    absent_member_timeout_s: float = 60.0  #: a member without a lease is kept, while its workers may train
+    hold_timeout_s: float = 30.0  #: how long workers pause at a checkpoint for the next round
+    grow: Literal["auto", "always", "never"] = "auto"  #: when a running job takes joiners; docs/torchrun.md
+    grow_debounce_s: float = 1.0  #: how long a joiner waits for others
+    node_cooloff_s: float = 5.0  #: of a node that was lost twice; it doubles each time
+    store_away_s: float = 300.0  #: how long a job continues while the store is unavailable
 
     def __post_init__(self) -> None:
         if self.max_restarts is not None and self.max_restarts < 0:

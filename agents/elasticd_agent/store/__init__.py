@@ -3,7 +3,7 @@
 Entry points: `open_store` (open.py), LeasedKey (lease.py), StoreCache (cache.py). Backends: memory.py, file.py, etcd/,
 c10d/; tests/contract checks each. Keys are '/'-separated strings, values are bytes. A lost race is a value (False,
 None); StoreRefused: repeating will not help; StoreUnavailable: the outcome of the request is unknown. Every store is
-thread-safe; a watch's callback runs on a thread of the store. No module here decides anything about a job.
+thread-safe; a watch's callback runs on a thread of the store.
 """
 
 from __future__ import annotations

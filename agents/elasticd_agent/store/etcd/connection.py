@@ -49,7 +49,7 @@ _OPTIONS = (
     # The records of 1000 nodes exceed the default 4 MB.
     ("grpc.max_receive_message_length", -1),
 )
-# A member without a leader shall answer so at once instead of blocking, on streams above all.
+# A member without a leader must answer so at once instead of blocking, on streams above all.
 _HAS_LEADER = ("hasleader", "true")
 
 

@@ -3,8 +3,7 @@
 No death may leave a process behind. The owner is a child subreaper, so every process that a worker starts, daemonised
 or not, becomes its child in the end. When the agent dies, the owner reads end of file on its socket and kills all of
 its descendants. When the owner dies, PDEATHSIG ends the template, the workers and the store, and the agent, a subreaper
-too, ends the rest. The owner starts, releases, signals and reaps what the agent names, and reports it; it decides
-nothing.
+too, ends the rest. The owner starts, releases, signals and reaps the processes that the agent names, and reports that.
 
 Runs as `python -I -S owner.py FD RUNTIME_DIR [KEPT_FD ...]`, in one thread, with the standard library and a few modules
 of ours that need no more. It keeps each KEPT_FD open for as long as it has a process to end: a lock on one shows that.
