@@ -97,11 +97,12 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_file_key):
     every_s: Annotated[Seconds, "Interval of the health checks.", RELOADABLE] = Seconds(60)
     disk_free_min_bytes: Annotated[
-        Size, "The node is unhealthy with less free space in directories, state_dir or log_dir.", RELOADABLE
+        Size, "With less free space the check of a directory fails: directories, state_dir and log_dir.", RELOADABLE
     ] = Size(1 << 30)
     directories: Annotated[
         tuple[Path, ...],
-        "More directories that must be writable and have free space, such as those of checkpoints.",
+        "Shared directories that must be writable and have free space, such as those of checkpoints; while one fails, "
+        "no job that uses it is started here.",
         '["/checkpoints"]',
         RELOADABLE,
     ] = ()

@@ -205,6 +205,15 @@ def read_job(data: bytes, kind: FileFormat, where: str) -> JobFile:
         raise UsageError(f"{where}: {error}") from None
 
 
+def shared_directories(text: str) -> tuple[str, ...]:
+    """The directories that a job needs on each of its nodes, from its JSON; none of an unreadable one."""
+    try:
+        job = from_json(text)
+    except UsageError:
+        return ()
+    return tuple(str(path) for path in (job.workdir, job.checkpoint_dir) if path is not None)
+
+
 def from_json(text: str) -> JobFile:
     """A job as `to_json` wrote it, perhaps another version's. Raises UsageError."""
     table = parse(text.encode("utf-8", "surrogatepass"), "json", "the job's description", 2 * MAX_JOB_FILE_BYTES)

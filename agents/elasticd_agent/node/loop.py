@@ -20,7 +20,7 @@ from elasticd_agent.node.configured_jobs import ConfiguredJobs
 from elasticd_agent.node.executor import Executor
 from elasticd_agent.node.health.job_failures import JobFailures
 from elasticd_agent.node.health.monitor import HealthMonitor
-from elasticd_agent.node.health.policy import NOT_CHECKED_YET
+from elasticd_agent.node.health.policy import NOT_CHECKED_YET, HealthVerdict
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.metrics import NodeMetrics
 from elasticd_agent.node.reconcile import NodePlan, RunOutcomes, reconcile
@@ -351,25 +351,27 @@ class NodeLoop:
         self._missing_since = None
 
     def _update_status(self, runners: tuple[RunnerStatus, ...]) -> bool:
-        state, why = self._state()
+        health = self._parts.health.current()
+        state, why = self._state(health)
         if state != self.status.state and state != "draining":
             self._parts.journal.event(
                 events.NodeStateEvent, f"node {self.status.node} is {state}" + (f": {why}" if why else ""), state=state
             )
         before = self.status
-        self.status = replace(before, state=state, why=why, runners=runners)
+        self.status = replace(
+            before, state=state, why=why, runners=runners, failing=health.failing, unusable=health.unusable
+        )
         return self.status != before
 
-    def _state(self) -> tuple[NodeState, str]:
+    def _state(self, health: HealthVerdict) -> tuple[NodeState, str]:
         if self._draining:
             return "draining", self._draining
         cordon = next((c for c in self._cluster_view.cordons if c.node == self.status.node), None)
-        healthy, why = self._parts.health.verdict()
-        if not healthy:
-            return "starting" if why == NOT_CHECKED_YET else "quarantined", why
+        if health.state != "healthy":
+            return "starting" if health.why == NOT_CHECKED_YET else "quarantined", health.why
         if cordon is not None:
             return "cordoned", cordon.reason
-        return "ready", ""
+        return "ready", health.why
 
     def close(self, *, leaves: bool) -> None:
         """Give up the scheduler's role; `leaves`: also delete the node's status. Raises nothing."""

@@ -177,6 +177,10 @@ class NodeStatus(Document):
     driver: str = ""
     labels: tuple[str, ...] = ()
     runners: tuple[RunnerStatus, ...] = ()
+    failing: tuple[str, ...] = ()
+    """The names of the health checks that fail."""
+    unusable: tuple[str, ...] = ()
+    """Shared directories whose check fails; `why` has the reason."""
 
     def check(self) -> None:
         _check_name("node", self.node)

@@ -43,6 +43,7 @@ def test_missing_own_directory_is_judged_by_its_parent(node: Node) -> None:
     path = node.tmp / "not" / "there" / "yet"
     found = node.with_settings(state_dir=path).with_health(directories=(path.parent,)).run()
     assert (found[f"disk {path}"].outcome, found[f"disk {path.parent}"].outcome) == ("passed", "failed")
+    assert (found[f"disk {path}"].directory, found[f"disk {path.parent}"].directory) == ("", str(path.parent))
     assert not (node.tmp / "not").exists()
 
 

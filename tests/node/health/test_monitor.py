@@ -71,6 +71,11 @@ def settings(
     return NodeSettings(node="n", health=health)
 
 
+def verdict(health: HealthMonitor) -> tuple[bool, str]:
+    now = health.current()
+    return now.state == "healthy", now.why
+
+
 Inbox = queue.SimpleQueue[HealthVerdict]
 Opened = Callable[..., HealthMonitor]
 
@@ -152,16 +157,16 @@ def test_node_is_healthy_after_the_first_run(opened: Opened, looks: ScriptedChec
     health = opened()
     first = inbox.get(timeout=PATIENCE_S)
     assert (first.state, first.why) == ("unhealthy", "a: not mounted yet")
-    assert health.verdict() == (False, "a: not mounted yet")
+    assert verdict(health) == (False, "a: not mounted yet")
     looks.finds = [passed("a", "")]
     assert states(inbox, 1) == ["healthy"]
-    assert health.verdict() == (True, "")
+    assert verdict(health) == (True, "")
     assert [reading.outcome for reading in health.results] == ["passed"]
 
 
 def test_node_is_unhealthy_before_the_first_run(looks: ScriptedCheckSuite, opened: Opened) -> None:
     looks.hangs = True
-    assert opened().verdict() == (False, "its health has not been checked yet")
+    assert verdict(opened()) == (False, "its health has not been checked yet")
 
 
 def test_failure_cool_off_and_its_end_are_posted_once(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
@@ -234,20 +239,20 @@ def test_restarted_agent_keeps_the_history(opened: Opened, looks: ScriptedCheckS
     assert (looks.closed, looks.sums) == (True, 1)
     looks.hangs = True  # its first look takes its time
     second = opened(rules=rules, all_reduce=True)
-    assert second.verdict() == (True, "")
+    assert verdict(second) == (True, "")
     second.record_job_failure("x")
     second.record_job_failure("x")
     looks.stop()
-    until(lambda: second.verdict()[0] is False, "quarantine")
+    until(lambda: verdict(second)[0] is False, "quarantine")
     second.close()
     third = opened(rules=rules)
-    ok, why = third.verdict()
+    ok, why = verdict(third)
     assert (ok, "root cause 2 times" in why) == (False, True)
     assert 25 < third.current().left_s <= 30
     third.close()
     looks.hangs = False
     fourth = opened(rules=rules, boot="another", all_reduce=True)
-    until(lambda: fourth.verdict()[0], "look after the reboot")
+    until(lambda: verdict(fourth)[0], "look after the reboot")
     assert looks.sums == 2
     assert looks.gpus == 2
 
@@ -255,10 +260,10 @@ def test_restarted_agent_keeps_the_history(opened: Opened, looks: ScriptedCheckS
 def test_running_jobs_survive_a_lost_history(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
     looks.hangs = True
     health = opened(idle=False, all_reduce=True)
-    assert health.verdict() == (True, "")
+    assert verdict(health) == (True, "")
     looks.stop()
     until(lambda: looks.looks > 3, "look")
-    assert (looks.sums, inbox.empty(), health.verdict()) == (0, True, (True, ""))
+    assert (looks.sums, inbox.empty(), verdict(health)) == (0, True, (True, ""))
 
 
 def test_new_settings_count_at_once(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
@@ -285,7 +290,7 @@ def test_deleted_file_resets_the_history(
     (tmp_path / "health.json").unlink()
     at = looks.looks
     until(lambda: looks.looks > at + 3, "look")
-    assert health.verdict() == (False, "a: full"), "what is wrong now counts all the same"
+    assert verdict(health) == (False, "a: full"), "what is wrong now counts all the same"
 
 
 def test_hanging_run_blocks_no_caller_and_is_unhealthy(
@@ -297,10 +302,10 @@ def test_hanging_run_blocks_no_caller_and_is_unhealthy(
     looks.hangs = True
     began = time.monotonic()
     health.record_job_failure("x")
-    health.verdict()
+    verdict(health)
     assert time.monotonic() - began < 1.0
-    until(lambda: not health.verdict()[0], "verdict on a look that hangs")
-    assert "hang" in health.verdict()[1]
+    until(lambda: not verdict(health)[0], "verdict on a look that hangs")
+    assert "hang" in verdict(health)[1]
 
 
 def test_stopped_agent_is_not_unhealthy(
@@ -311,24 +316,24 @@ def test_stopped_agent_is_not_unhealthy(
     monkeypatch.setattr(monitor, "OVERDUE_S", 0.2)
     monkeypatch.setattr(monitor, "ATTENTIVE_S", 0.4)
     looks.hangs = True
-    assert health.verdict()[0]
+    assert verdict(health)[0]
     time.sleep(0.6)  # as long as a stopped process asks nothing
-    assert health.verdict()[0]
-    until(lambda: not health.verdict()[0], "verdict once it asks again")
+    assert verdict(health)[0]
+    until(lambda: not verdict(health)[0], "verdict once it asks again")
 
 
 def test_machine_that_starts_no_process_is_unhealthy(opened: Opened, looks: ScriptedCheckSuite, inbox: Inbox) -> None:
     looks.fails = BlockingIOError(11, "Resource temporarily unavailable")
     health = opened()
     assert states(inbox, 1) == ["unhealthy"]
-    assert health.verdict()[1] == "machine: no check can run: Resource temporarily unavailable"
+    assert verdict(health)[1] == "machine: no check can run: Resource temporarily unavailable"
     looks.fails = None
     assert states(inbox, 1) == ["healthy"]
 
 
 def test_interrupted_run_does_not_count(opened: Opened, looks: ScriptedCheckSuite, tmp_path: Path) -> None:
     health = opened()
-    until(lambda: health.verdict()[0], "look")
+    until(lambda: verdict(health)[0], "look")
     looks.finds, looks.hangs = [CheckResult("a", "failed", "cut short", certain=True)], True
     looks.received()
     time.sleep(0.05)

@@ -33,7 +33,7 @@ def test_cool_off_continues_within_a_boot(tmp_path: Path) -> None:
     kept.save(past, 120.0)
     again = HealthFile(tmp_path / "h", "b")
     found = again.load(130.0)
-    assert health_verdict(found, 130.0) == HealthVerdict("unhealthy", "a: full")
+    assert health_verdict(found, 130.0) == HealthVerdict("unhealthy", "a: full", failing=("a",))
     cooling = after_checks(found, [], 130.0, RULES)
     assert health_verdict(cooling, 130.0) == HealthVerdict("quarantined", past.why, 60.0)
     assert (found.streak, found.job_failures, found.last_failure_at, found.fit_since_boot, again.max_gpus) == (

@@ -104,7 +104,7 @@ def test_cool_off_doubles_up_to_a_bound_and_resets() -> None:
 
 def test_reason_during_and_after_a_failure() -> None:
     past = after_checks(JOINED, [CheckResult("gpu xid", "failed", "GPU 3 had XID 79", certain=True)], 0.0, RULES)
-    assert health_verdict(past, 0.0) == HealthVerdict("unhealthy", "gpu xid: GPU 3 had XID 79")
+    assert health_verdict(past, 0.0) == HealthVerdict("unhealthy", "gpu xid: GPU 3 had XID 79", failing=("gpu xid",))
     past = after_checks(past, [], 30.0, RULES)
     found = health_verdict(past, 30.0)
     assert found == HealthVerdict(
@@ -112,6 +112,16 @@ def test_reason_during_and_after_a_failure() -> None:
         "quarantined for 60 s after a failure (the first time): gpu xid: GPU 3 had XID 79",
         60.0,
     )
+
+
+def test_failing_shared_directory_leaves_the_node_healthy() -> None:
+    full = CheckResult("disk /shared", "failed", "full", directory="/shared")
+    past = HealthHistory()
+    for at in range(3):
+        past = after_checks(past, [full, passed("a", "")], float(at), RULES)
+        assert health_verdict(past, at) == HealthVerdict("healthy", "disk /shared: full", unusable=("/shared",))
+    past = after_checks(past, [passed("disk /shared", ""), passed("a", "")], 10.0, RULES)
+    assert health_verdict(past, 10.0) == HealthVerdict("healthy"), "no cool-off"
 
 
 def test_repeated_job_failures_quarantine_a_passing_node() -> None:

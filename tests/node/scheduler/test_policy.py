@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from elasticd_agent.config.job_file import JobFile, to_json
 from elasticd_agent.model.phrases import MAX_ITEMS
 from elasticd_agent.node.records import (
     Cordon,
@@ -158,7 +160,7 @@ def test_rules_hold_for_every_view(view: ClusterView) -> None:
         for at in mine.assignments:
             status = here.get(at.node) or absent[at.node]
             assert at.node not in emptied
-            assert status.state not in ("draining", "quarantined")
+            assert status.state != "draining"
             assert at.node not in {r.node for r in mine.refusals}
             if (before is None or before.assignment(at.node) != at) and (at.node, at.slots) not in runs:
                 assert at.node in here, "nothing new on an absent node"
@@ -420,3 +422,58 @@ def test_previous_nodes_newest_first() -> None:
     assert live(view)["a"].previous_nodes[1:] == tuple(reversed(ran))[:7]
     view = after(replace(view, cordons=view.cordons[:-1]))  # n12 is repaired
     assert live(view)["a"].assignments[0].node == "n12"
+
+
+def _fleet(size: int, **failing: str) -> ClusterView:
+    """Nodes n0 to n9 with one slot and a job each; the named ones are quarantined, with the check that fails."""
+    names = [f"n{i}" for i in range(size)]
+    nodes = tuple(
+        NodeStatus(
+            name,
+            "i",
+            1,
+            state="quarantined" if name in failing else "ready",
+            failing=tuple(filter(None, [failing.get(name)])),
+        )
+        for name in names
+    )
+    jobs = tuple(Submission(f"j{i}", i + 1, "{}", 1, 1, 1, 1) for i in range(size))
+    placed = tuple(Placement(f"j{i}", i + 1, (SlotAssignment(name, (0,)),), "before") for i, name in enumerate(names))
+    return ClusterView(nodes, submissions=jobs, placements=placed)
+
+
+@pytest.mark.parametrize(
+    ("size", "failing", "emptied"),
+    [
+        (1, {"n0": "disk"}, 1),
+        (3, {"n0": "plugin", "n1": "plugin", "n2": "plugin"}, 1),
+        (3, {"n0": "gpus", "n1": "plugin", "n2": "memory"}, 3),  # three causes
+        (10, {f"n{i}": "plugin" for i in range(10)}, 2),
+        (10, {f"n{i}": "" for i in range(10)}, 2),  # all cool off
+        (10, {**{f"n{i}": "plugin" for i in range(9)}, "n9": "gpus"}, 3),
+    ],
+)
+def test_one_check_empties_at_most_a_fifth(size: int, failing: dict[str, str], emptied: int) -> None:
+    view = _fleet(size, **failing)
+    for _ in range(3):  # a node that has been emptied makes room for no other
+        view = after(view)
+        assert sum(not p.assignments for p in view.placements) == emptied
+    newcomer = Submission("new", 99, "{}", 1, 1, 1, 1)
+    view = after(replace(view, submissions=(*view.submissions, newcomer)))
+    assert not live(view)["new"].assignments, "no quarantined node takes new work"
+
+
+def test_bad_shared_directory_blocks_new_jobs_that_use_it() -> None:
+    def job(name: str, number: int, workdir: str, checkpoint_dir: str) -> Submission:
+        spec = JobFile(command=("x.py",), workdir=Path(workdir), checkpoint_dir=Path(checkpoint_dir))
+        return Submission(name, number, to_json(spec), 1, 1, 1, 1)
+
+    view = after(ClusterView((NodeStatus("n1", "i", 4),), submissions=(job("a", 1, "/home", "/checkpoints/a"),)))
+    running = live(view)["a"]
+    full = NodeStatus("n1", "i", 4, why="disk /checkpoints: full", unusable=("/checkpoints",))
+    jobs = (job("b", 2, "/home", "/checkpoints"), job("c", 3, "/checkpoints2", "/home/x/../c"))
+    view = after(replace(view, nodes=(full,), submissions=(*view.submissions, *jobs)))
+    assert live(view)["a"] == running
+    assert live(view)["c"].assignments, "it uses another directory"
+    assert "n1 cannot use /checkpoints: disk /checkpoints: full" in words(view, "b")
+    assert live(after(replace(view, nodes=(NodeStatus("n1", "i", 4),))))["b"].assignments

@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from elasticd_agent.config.agent_settings import NodeSettings
@@ -110,7 +111,7 @@ class NodeChecks:
         own = [path for path in (settings.state_dir, settings.log_dir) if path is not None]  # the agent makes them
         found, results = plugins.find(health.plugins_dir)
         requested: dict[str, list[dict[str, Any]]] = {"directories": [], "plugins": []}
-        for path, made in {**dict.fromkeys(own, True), **dict.fromkeys(health.directories, False)}.items():
+        for path, made in {**dict.fromkeys(health.directories, False), **dict.fromkeys(own, True)}.items():
             one = {"check": f"disk {path}", "path": str(path), "free_min_bytes": health.disk_free_min_bytes}
             requested["directories"].append({**one, "made": made})
         for path in found:
@@ -122,6 +123,8 @@ class NodeChecks:
         names = [one["check"] for ones in requested.values() for one in ones]
         if names:
             results += self._run_check_process(requested, names)
+        shared = {f"disk {path}": str(path) for path in health.directories if path not in own}
+        results = [replace(result, directory=shared.get(result.check, "")) for result in results]
         order = {name: index for index, name in enumerate(names)}
         return sorted(results, key=lambda result: order.get(result.check, len(order)))
 

@@ -1,6 +1,6 @@
 """The thread that checks this node, and its interface to the agent. policy.py has the rules.
 
-The node loop never waits for it: `verdict()` returns a value. A run of checks is bounded; a run that hangs all the same
+The node loop never waits for it: `current()` returns a value. A run of checks is bounded; a run that hangs all the same
 makes the node unhealthy.
 """
 
@@ -77,12 +77,8 @@ class HealthMonitor:
         """These settings count from the next run on, which is now."""
         self._inbox.put(settings)
 
-    def verdict(self) -> tuple[bool, str]:
-        """May the node be given work, and if not, why not."""
-        now = self.current()
-        return now.state == "healthy", now.why
-
     def current(self) -> HealthVerdict:
+        """May the node be given work, and if not, why not."""
         now = time.monotonic()
         if now - self._queried_at > ATTENTIVE_S:
             self._queried_since = now
@@ -161,7 +157,7 @@ class HealthMonitor:
 
     def _run_checks(self, idle: bool) -> list[CheckResult]:
         results = self._checks.run(idle, self._file.max_gpus)
-        if not self._all_reduce_passed and idle and all(one.outcome != "failed" for one in results):
+        if not self._all_reduce_passed and idle and all(one.outcome != "failed" or one.directory for one in results):
             results.append(self._checks.all_reduce())
             self._all_reduce_passed = results[-1].outcome != "failed"
         return results
@@ -191,7 +187,8 @@ class HealthMonitor:
 def report_change(now: HealthVerdict, record: Callable[..., None]) -> None:
     """Record the change as an event; `record` is the agent's journal's."""
     if now.state == "healthy":
-        record(events.NodeHealthyEvent, "this node is healthy")
+        but = f"; no job that uses one of these directories is started here: {now.why}" if now.unusable else ""
+        record(events.NodeHealthyEvent, f"this node is healthy{but}")
     elif now.state == "unhealthy":
         record(events.NodeUnhealthyEvent, f"this node is unhealthy and gets no work: {now.why}")
     else:

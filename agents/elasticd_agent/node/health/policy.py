@@ -3,8 +3,9 @@
 A check fails the node once it failed `strikes` times among its last runs, so that a hiccup costs nothing; before the
 node has registered, once is enough. While a check fails the node is unhealthy, and afterwards quarantined for a
 cool-off that doubles each time, so that a flapping node does not end a job each time; a long time without failures
-resets that. A node that was the root cause of `strikes` job failures within an hour is quarantined likewise. Times are
-seconds on one monotonic clock.
+resets that. A node that was the root cause of `strikes` job failures within an hour is quarantined likewise. A shared
+directory that fails makes no node unhealthy: jobs that use it are not started there. Times are seconds on one
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class CheckHistory:
     failing: bool
     why: str
     """Of the newest run."""
+    directory: str = ""
+    """The shared directory that it is about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,12 @@ class HealthHistory:
 
     @property
     def failing(self) -> tuple[CheckHistory, ...]:
-        return tuple(one for one in self.checks if one.failing)
+        """Checks of the node itself."""
+        return tuple(one for one in self.checks if one.failing and not one.directory)
+
+    @property
+    def failing_directories(self) -> tuple[CheckHistory, ...]:
+        return tuple(one for one in self.checks if one.failing and one.directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +80,21 @@ class HealthVerdict:
     why: str = ""
     left_s: float = 0.0
     """Of a quarantine."""
+    failing: tuple[str, ...] = ()
+    """The names of the checks that fail."""
+    unusable: tuple[str, ...] = ()
+    """Shared directories: jobs that use one are not started here."""
 
 
 def health_verdict(history: HealthHistory, now: float) -> HealthVerdict:
     if history.failing:
-        return HealthVerdict("unhealthy", _sentence(history.failing))
+        return HealthVerdict("unhealthy", _sentence(history.failing), 0.0, tuple(one.check for one in history.failing))
     if now < history.quarantined_until:
         return HealthVerdict("quarantined", history.why, history.quarantined_until - now)
-    return HealthVerdict("healthy") if history.fit_since_boot else HealthVerdict("unhealthy", NOT_CHECKED_YET)
+    if not history.fit_since_boot:
+        return HealthVerdict("unhealthy", NOT_CHECKED_YET)
+    shared = history.failing_directories
+    return HealthVerdict("healthy", _sentence(shared), unusable=tuple(one.directory for one in shared))
 
 
 def after_checks(
@@ -146,7 +161,7 @@ def _check_history(before: CheckHistory | None, result: CheckResult, fit: bool, 
     is_failed = result.outcome == "failed"
     recent = (*(before.recent_failures if before is not None else ()), is_failed)[-2 * rules.strikes :]
     confirmed = not fit or result.certain or (before is not None and before.failing) or sum(recent) >= rules.strikes
-    return CheckHistory(result.check, recent, is_failed and confirmed, result.why)
+    return CheckHistory(result.check, recent, is_failed and confirmed, result.why, result.directory)
 
 
 def _reset_old_streak(history: HealthHistory, now: float, rules: HealthRules) -> HealthHistory:

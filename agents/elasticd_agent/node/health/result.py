@@ -16,6 +16,8 @@ class CheckResult:
     seconds: float = 0.0
     certain: bool = False
     """It reports an event in the past: it counts at once, even if the next check passes."""
+    directory: str = ""
+    """A shared directory: its failure concerns the jobs that use it, not the node."""
 
 
 def failed(check: str, why: str, seconds: float = 0.0) -> CheckResult:

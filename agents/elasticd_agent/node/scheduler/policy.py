@@ -6,7 +6,8 @@ there is nothing left to change.
 The rules, in order:
 
 1. A running job stays. An assignment ends only because its node must be emptied (drained, quarantined), is gone, has
-   refused the job, or no longer has those slots. No other job is ever a reason: there is no preemption.
+   refused the job, or no longer has those slots. No other job is ever a reason: there is no preemption. The checks of
+   one kind empty at most a fifth of the nodes: where more fail, the cause is shared, and no other node is better.
 2. A job left with fewer nodes than its minimum gets others at once, before any pending job; if there are none, it
    releases all of its slots and is pending under its old number.
 3. Pending jobs start strictly in the order of their numbers. A job that the present nodes could run if they were empty
@@ -17,15 +18,19 @@ The rules, in order:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from elasticd_agent.config.job_file import shared_directories
 from elasticd_agent.model.phrases import count, has_have, is_are, listing, plural, ranges
 from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Refusal, SlotAssignment, Submission
 
 BEHIND_OTHERS = "pending behind earlier jobs"
 """Of every job behind the head of the queue. It names no job: each start would rewrite it for the whole queue."""
 BLOCKS_NOBODY = "it blocks no other job"
+MAX_QUARANTINED_SHARE = 0.2
+"""Of the nodes, emptied at once because the same check fails; one always may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +121,10 @@ class _Node:
 def _nodes(view: ClusterView) -> dict[str, _Node]:
     cordons = {cordon.node: cordon for cordon in view.cordons}
     found = {}
+    keep = _keep_their_jobs(view)
     for status, absent in [*((s, True) for s in view.absent), *((s, False) for s in view.nodes)]:
         cordon = cordons.get(status.node)
-        evict = _evict_reason(status, cordon)
+        evict = _evict_reason(status, cordon, status.node in keep)
         unschedulable = evict or _unschedulable_reason(status, cordon, absent)
         busy = frozenset(slot for runner in status.runners if runner.state != "refused" for slot in runner.slots)
         found[status.node] = _Node(status, absent, unschedulable, evict, busy)
@@ -129,10 +135,23 @@ def _nodes(view: ClusterView) -> dict[str, _Node]:
     return found
 
 
-def _evict_reason(status: NodeStatus, cordon: Cordon | None) -> str:
+def _keep_their_jobs(view: ClusterView) -> set[str]:
+    """Quarantined nodes beyond the share. Nodes without jobs count first: the answer stays while nodes are emptied."""
+    statuses = (*view.nodes, *view.absent)
+    quarantined = [status for status in statuses if status.state == "quarantined"]
+    in_use = {one.node for placement in view.placements for one in placement.assignments}
+    by_check: dict[str, list[str]] = {}
+    for status in sorted(quarantined, key=lambda status: (status.node in in_use, status.node)):
+        for check in status.failing or ("",):  # none fails during a cool-off
+            by_check.setdefault(check, []).append(status.node)
+    most = max(1, int(MAX_QUARANTINED_SHARE * len(statuses)))
+    return {status.node for status in quarantined}.difference(*(nodes[:most] for nodes in by_check.values()))
+
+
+def _evict_reason(status: NodeStatus, cordon: Cordon | None, keeps_jobs: bool) -> str:
     if cordon is not None and cordon.drain:
         return f"{status.node} is {cordon.text}"
-    if status.state in ("draining", "quarantined"):
+    if status.state == "draining" or (status.state == "quarantined" and not keeps_jobs):
         return _with_reason(f"{status.node} is {status.state}", status.why)
     return ""
 
@@ -311,7 +330,7 @@ def _evict(job: _Job, nodes: dict[str, _Node]) -> None:
 
 def _fits(job: _Job, node: _Node) -> bool:
     usable = not node.unschedulable and node.status.node not in job.refusals
-    return usable and len(node.free) >= job.submission.min_slots
+    return usable and len(node.free) >= job.submission.min_slots and not _unusable_directory(job, node)
 
 
 def _feasible(job: _Job, nodes: dict[str, _Node]) -> bool:
@@ -322,7 +341,18 @@ def _feasible(job: _Job, nodes: dict[str, _Node]) -> bool:
 def _fits_empty(job: _Job, node: _Node) -> bool:
     name = node.status.node
     usable = not node.unschedulable or (node.absent and node.unschedulable == _absent(name))
-    return usable and name not in job.refusals and node.status.slots >= job.submission.min_slots
+    fits = usable and name not in job.refusals and node.status.slots >= job.submission.min_slots
+    return fits and not _unusable_directory(job, node)
+
+
+def _unusable_directory(job: _Job, node: _Node) -> str:
+    """A shared directory that the job uses and the node cannot; "" if there is none."""
+    if not node.status.unusable:
+        return ""
+    used = [os.path.normpath(path) + "/" for path in shared_directories(job.submission.spec)]
+    return next(
+        (one for one in node.status.unusable if any(path.startswith(one.rstrip("/") + "/") for path in used)), ""
+    )
 
 
 def _request(submission: Submission) -> str:
@@ -363,6 +393,8 @@ def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: 
             found.append(node.unschedulable)
         elif name in job.refusals:
             refused.setdefault(job.refusals[name], []).append(name)
+        elif directory := _unusable_directory(job, node):
+            found.append(_with_reason(f"{name} cannot use {directory}", node.status.why))
         elif free and slots >= job.submission.min_slots:
             found.append(f"{name} has {len(node.free)} of {slots} free")
         else:
