@@ -8,6 +8,7 @@ import queue
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -127,6 +128,33 @@ def test_timeout_of_a_stuck_agent(stack: ExitStack, tmp_path: Path) -> None:
     stack.callback(server.close)
     with pytest.raises(ControlSocketError, match="no answer within"):
         send_request(tmp_path / SOCKET_NAME, {"do": "dump"}, 0.2)
+
+
+def test_answer_in_single_bytes_ends_at_the_deadline(tmp_path: Path) -> None:
+    """Each byte used to extend the deadline by a millisecond."""
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor() as pool:
+        listener.bind(str(tmp_path / SOCKET_NAME))
+        listener.listen()
+
+        def drip() -> int:
+            sock, _ = listener.accept()
+            with sock:
+                for sent in range(100_000):
+                    try:
+                        sock.send(b" ")
+                    except OSError:
+                        return sent
+                    until = time.perf_counter() + 0.0002
+                    while time.perf_counter() < until:
+                        time.sleep(0)
+            return 100_000
+
+        sent = pool.submit(drip)
+        began = time.monotonic()
+        with pytest.raises(ControlSocketError, match="no answer within"):
+            send_request(tmp_path / SOCKET_NAME, {"do": "about"}, 0.3)
+        assert time.monotonic() - began < 3
+        assert sent.result(WAIT_S) > 10, "it answered byte by byte"
 
 
 def test_reply_after_caller_or_server_closed(tmp_path: Path) -> None:

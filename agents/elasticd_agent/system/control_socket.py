@@ -230,7 +230,9 @@ def send_request(
                 raise ControlSocketError(f"{path} belongs to another user")
             sock.sendall(json.dumps(request).encode() + b"\n")
             while b"\n" not in received and len(received) <= ANSWER_BYTES:
-                sock.settimeout(max(0.001, until - time.monotonic()))
+                if (left_s := until - time.monotonic()) <= 0:
+                    raise TimeoutError
+                sock.settimeout(left_s)
                 data = sock.recv(1 << 16)
                 if not data:
                     break
