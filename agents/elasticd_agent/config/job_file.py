@@ -205,13 +205,13 @@ def read_job(data: bytes, kind: FileFormat, where: str) -> JobFile:
         raise UsageError(f"{where}: {error}") from None
 
 
-def shared_directories(text: str) -> tuple[str, ...]:
+def shared_directories(text: str) -> tuple[Path, ...]:
     """The directories that a job needs on each of its nodes, from its JSON; none of an unreadable one."""
     try:
         job = from_json(text)
     except UsageError:
         return ()
-    return tuple(str(path) for path in (job.workdir, job.checkpoint_dir) if path is not None)
+    return tuple(Path(os.path.normpath(path)) for path in (job.workdir, job.checkpoint_dir) if path is not None)
 
 
 def from_json(text: str) -> JobFile:

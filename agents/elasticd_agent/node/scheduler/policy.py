@@ -18,7 +18,6 @@ The rules, in order:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -349,10 +348,8 @@ def _unusable_directory(job: _Job, node: _Node) -> str:
     """A shared directory that the job uses and the node cannot; "" if there is none."""
     if not node.status.unusable:
         return ""
-    used = [os.path.normpath(path) + "/" for path in shared_directories(job.submission.spec)]
-    return next(
-        (one for one in node.status.unusable if any(path.startswith(one.rstrip("/") + "/") for path in used)), ""
-    )
+    used = shared_directories(job.submission.spec)
+    return next((one for one in node.status.unusable if any(path.is_relative_to(one) for path in used)), "")
 
 
 def _request(submission: Submission) -> str:
