@@ -19,7 +19,6 @@ import pytest
 import yaml
 
 from elasticd_agent.node import metrics as gauges
-from elasticd_agent.node.health import metrics as measured
 from elasticd_agent.telemetry.metric_table import METRICS, RESTART_CAUSES, TIME_STATES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,7 +50,7 @@ def alerts() -> list[dict[str, Any]]:
 def series() -> dict[str, set[str]]:
     """Name of every series there can be → its labels."""
     own = [(spec, {"job_id", "node"}) for spec in METRICS]
-    own += [(spec, {"node"}) for spec in (*gauges.METRICS, *measured.METRICS)]
+    own += [(spec, {"node"}) for spec in gauges.METRICS]
     found: dict[str, set[str]] = {"up": set()}
     for spec, labels in own:
         ends = ("_bucket", "_sum", "_count") if spec.kind == "histogram" else ("",)
