@@ -103,8 +103,9 @@ scheduled elsewhere. All paths are resolved first, so that neither `..` nor a sy
   `user`, an agent that runs as root runs jobs as root.
 - `directories`: where `workdir` and `checkpoint_dir` may be.
 - `commands`: the scripts and programs that may be started. The script counts; an interpreter other than the agent's own
-  must be in the list as well. With `module`, the module's file must be below `workdir`. `preload`, and variables that
-  make a command run other code (`PATH`, `LD_…`, `PYTHON…` …), are refused where commands are limited. The list limits
+  must be in the list as well. With `module`, the module's file must be below `workdir`. Where
+  commands are limited `preload` is refused, and so is every variable in `env` but those that are known to load no code:
+  the usual settings of OMP, MKL, NCCL, CUDA, gloo and W&B, `LANG`, `TZ`, and `JOB_…` for the job's own. The list limits
   what is started, and not what that code does then; the modules that it imports should belong to another user than the
   one it runs as.
 

@@ -163,7 +163,7 @@ BAD: list[tuple[str, str]] = [
     ('[http]\ntls_ca="TMP/text"', "http.tls_ca: 'TMP/text' holds no certificate in PEM form"),
     (
         '[http]\ntoken_file="TMP/short"',
-        "http.token_file: 'TMP/short' must hold at least 16 characters of ASCII; openssl rand -hex 32 makes a good "
+        "http.token_file: 'TMP/short' must hold at least 32 characters of ASCII; openssl rand -hex 32 makes a good "
         "token",
     ),
     ('[http]\ntls_cert="TMP/pem"', "http.tls_key: is missing, but http.tls_cert is given; HTTPS needs both"),

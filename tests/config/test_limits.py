@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import pwd
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.agent_settings import Limits
-from elasticd_agent.config.job_file import JobFile, decode_job
+from elasticd_agent.config.agent_settings import Limits, NodeSettings
+from elasticd_agent.config.job_file import JobFile, decode_job, to_json
 from elasticd_agent.config.limits import refusal
 from elasticd_agent.config.load import load
+from elasticd_agent.model.job import Rendezvous
+from elasticd_agent.node.reconcile import RunnerStart
+from elasticd_agent.node.records import Submission
+from elasticd_agent.node.runners.spawn import SpecBuilder
+from tests.node.health.test_directories import DeadMount, needs_root
 
 ME = pwd.getpwuid(os.geteuid()).pw_name
 
@@ -63,7 +69,7 @@ COMMANDS = "this node's [limits] commands: TREE/allowed/ and TREE/other/one"
         ("pkg.run", {"module": True}, None),
         ("./tool", {"no_python": True}, None),
         ("train.py", {"python": sys.executable}, None),
-        ("train.py", {"env": {"WEIGHT": "1", "NCCL_DEBUG": "INFO"}}, None),
+        ("train.py", {"env": {"JOB_WEIGHT": "1", "NCCL_DEBUG": "INFO"}}, None),
         (
             "../other/evil.py",
             {},
@@ -90,14 +96,26 @@ COMMANDS = "this node's [limits] commands: TREE/allowed/ and TREE/other/one"
             (
                 "train.py",
                 {"env": {name: "x"}},
-                f"env.{name}: can make a command run other code; it cannot be given where",
+                f"env.{name}: could make a command run other code; it cannot be given where",
             )
             for name in (
                 *("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "PYTHONPATH", "PYTHONSTARTUP", "PATH", "BASH_ENV"),
                 *("OPENSSL_CONF", "NCCL_NET_PLUGIN", "CUDA_INJECTION64_PATH", "CC", "TRITON_PTXAS_PATH"),
+                *(
+                    "GCC_EXEC_PREFIX",
+                    "NODE_OPTIONS",
+                    "BASH_FUNC_python%%",
+                    "OMP_TOOL_LIBRARIES",
+                    "NCCL_NET",
+                    "PERL5OPT",
+                ),
             )
         ),
-        ("train.py", {"env": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}}, None),
+        (
+            "train.py",
+            {"env": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "NCCL_IB_HCA": "mlx5", "JOB_LR": "1"}},
+            None,
+        ),
     ],
 )
 def test_commands(tree: Path, script: str, more: dict[str, Any], says: str | None) -> None:
@@ -132,6 +150,31 @@ def test_commands(tree: Path, script: str, more: dict[str, Any], says: str | Non
 def test_directories(tree: Path, more: dict[str, Any], says: str | None) -> None:
     said = _said(tree, Limits(directories=(tree / "allowed",)), _job(tree, "train.py", **more))
     assert said == says if says is None else said is not None and said.startswith(says)
+
+
+@needs_root
+def test_dead_file_system_costs_no_more_than_the_deadline(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("there is no /dev/fuse")
+    (tree / "dead").mkdir()
+    with closing(DeadMount(tree / "dead")) as dead:
+        _submit_on_dead_mount(tree, dead, monkeypatch)
+
+
+def _submit_on_dead_mount(tree: Path, dead: DeadMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elasticd_agent.config.limits.PATHS_TIMEOUT_S", 0.3)
+    job = _job(tree, "train.py", workdir=str(dead.path / "work"))
+    said = _said(tree, Limits(directories=(tree,)), job)
+    assert said == "workdir: its file system or that of the command does not answer"
+    assert dead.requested, "nobody asked the dead mount"
+    settings = NodeSettings(node="n", limits=Limits(directories=(tree,), commands=(f"{dead.path}/",)))
+    builder = SpecBuilder(settings, Rendezvous(), ())
+    start = RunnerStart(Submission("j", 1, to_json(job), 1, 1, 1, 1), (0,))
+    requested = dead.requested
+    spec = builder.build(start)
+    assert builder.account(spec).name == ME
+    assert dead.requested == requested, "the agent's main loop asks no file system; the runner does"
+    assert spec.directories == (str(tree),)
 
 
 def test_users(tree: Path) -> None:

@@ -30,7 +30,7 @@ from elasticd_agent.system.http_auth import TokenAuth
 from elasticd_agent.system.http_server import Routes
 from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages
 
-TOKEN = "correct-horse-battery-staple"
+TOKEN = "correct-horse-battery-staple-0a4b"
 JOB = b'command = ["train.py"]\nworkdir = "/tmp"\nworkers = "1:2"\n'
 DEADLINE = 10.0
 

@@ -25,7 +25,7 @@ from tests.node.conftest import MakeNode
 from tests.node.node import COLD, AgentNode, until
 
 PAGE = REPOSITORY / "docs" / "security.md"
-PASSWORD, ROOT_PASSWORD, TOKEN = "hush-etcd-5f1e", "root-etcd-77aa", "hush-token-0a4b8c6d"
+PASSWORD, ROOT_PASSWORD, TOKEN = "hush-etcd-5f1e", "root-etcd-77aa", "hush-token-0a4b8c6d-0a4b8c6d-0a4b8c6d"
 
 
 # --- etcd: the commands of the page -----------------------------------------------------------------------------------

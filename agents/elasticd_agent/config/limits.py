@@ -18,25 +18,39 @@ from elasticd_agent.config.agent_settings import Limits
 from elasticd_agent.config.decode import ConfigError
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.model.phrases import listing
+from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.workers.launcher.requests import script_of
 
-_CODE_VARIABLES = re.compile(
-    "LD_.*|PYTHON.*|PATH|BASH_ENV|ENV|GCONV_PATH|TORCH.*LIB.*|TMPDIR|HOME"
-    "|OPENSSL_.*|NCCL_.*PLUGIN.*|.*_INJECTION64_PATH|UCX_MODULE_DIR|FI_PROVIDER_PATH"  # libraries that are loaded
-    "|CC|CXX|TRITON_.*|TORCHINDUCTOR_.*|TORCH_EXTENSIONS_DIR"  # what torch.compile runs, and finds compiled
+_HARMLESS_VARIABLES = re.compile(
+    "OMP_(NUM_THREADS|PROC_BIND|PLACES|SCHEDULE|DYNAMIC)|MKL_(NUM_THREADS|DYNAMIC)|KMP_(AFFINITY|BLOCKTIME)"
+    "|NCCL_(DEBUG|DEBUG_SUBSYS|SOCKET_IFNAME|SOCKET_FAMILY|ALGO|PROTO|BUFFSIZE|NTHREADS|M(IN|AX)_NCHANNELS|CROSS_NIC"
+    "|NVLS_ENABLE|(IB|P2P|SHM)_[A-Z0-9_]+)|TORCH_NCCL_[A-Z0-9_]+|(GLOO|TP)_SOCKET_IFNAME|UCX_(TLS|NET_DEVICES)"
+    "|CUDA_(DEVICE_MAX_CONNECTIONS|DEVICE_ORDER|LAUNCH_BLOCKING)|CUBLAS_WORKSPACE_CONFIG|PYTORCH_(CUDA_)?ALLOC_CONF"
+    "|TORCH_(DISTRIBUTED_DEBUG|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES)|PYTHON(UNBUFFERED|HASHSEED|FAULTHANDLER)"
+    "|WANDB_(PROJECT|ENTITY|NAME|RUN_ID|RUN_GROUP|TAGS|MODE)|(HF_HUB|HF_DATASETS|TRANSFORMERS)_OFFLINE"
+    "|TOKENIZERS_PARALLELISM|TZ|LANG|LC_[A-Z]+|JOB_[A-Z0-9_]+"
 )
-"""Variables by which an allowed command can be made to run something else."""
+"""The variables of a job whose command is limited. A list of the dangerous ones would never be complete: any program
+may take a library, a plugin or a compiler from its environment. JOB_ is for the job's own."""
+
+PATHS_TIMEOUT_S = 5.0
 
 
 def refusal(limits: Limits, job: JobFile, user: str | None) -> ConfigError | None:
-    """Why the job may not run here, or None. `user`: of jobs that name none; None: the agent's own user."""
-    for wrong in (_user(limits, job, user), _directories(limits, job), _command(limits, job)):
-        if wrong is not None:
-            return wrong
-    return None
+    """Why the job may not run here, or None, within PATHS_TIMEOUT_S. `user` as in `user_refusal`."""
+    try:
+        return user_refusal(limits, job, user) or run_within(PATHS_TIMEOUT_S, lambda: path_refusal(limits, job))
+    except DeadlineExceeded:
+        return ConfigError("workdir", "its file system or that of the command does not answer")
 
 
-def _user(limits: Limits, job: JobFile, user: str | None) -> ConfigError | None:
+def path_refusal(limits: Limits, job: JobFile) -> ConfigError | None:
+    """Why the job's directories and command are not allowed. It waits for their file systems."""
+    return _directories(limits, job) or _command(limits, job)
+
+
+def user_refusal(limits: Limits, job: JobFile, user: str | None) -> ConfigError | None:
+    """Why the job's user is not allowed. `user`: of jobs that name none; None: the agent's own."""
     runs_as = job.user or user or _daemon_user()
     if limits.users is None or runs_as in limits.users:
         return None
@@ -98,8 +112,8 @@ def _other_code(job: JobFile) -> ConfigError | None:
     limited = "it cannot be given where commands are limited"
     if job.preload:
         return ConfigError("preload", f"runs other modules than the command; {limited}")
-    name = next((variable for variable in job.env if _CODE_VARIABLES.fullmatch(variable)), None)
-    return ConfigError(f"env.{name}", f"can make a command run other code; {limited}") if name else None
+    name = next((variable for variable in job.env if not _HARMLESS_VARIABLES.fullmatch(variable)), None)
+    return ConfigError(f"env.{name}", f"could make a command run other code; {limited}") if name is not None else None
 
 
 def _daemon_user() -> str:

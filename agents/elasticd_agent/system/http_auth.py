@@ -9,11 +9,13 @@ from __future__ import annotations
 import grp
 import hashlib
 import hmac
+import logging
 import os
 import pwd
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +24,10 @@ from typing import Protocol
 from elasticd.errors import UsageError
 from elasticd_agent.system.files import read_secret
 
-MIN_TOKEN_LENGTH = 16
+MIN_TOKEN_LENGTH = 32
 """A shorter one could be guessed; `openssl rand -hex 32` makes a good one."""
+REPORT_INTERVAL_S = 60.0
+_log = logging.getLogger("elasticd.http")
 _UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 _SO_PEERGROUPS = 59  # asm-generic/socket.h, Linux 4.13; Python has no name for it
 _MAX_GROUPS = (
@@ -84,6 +88,9 @@ class TokenAuth:
         self._stamp: tuple[int, ...] = ()
         self._digest: bytes | None = None
         self._problem = ""
+        self._wrong = 0
+        """Not reported yet."""
+        self._reported_at = float("-inf")
 
     def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> str | AccessDenied:
         if self._file is None:
@@ -100,10 +107,23 @@ class TokenAuth:
                 401, "a token is needed: Authorization: Bearer TOKEN, as in the agent's http.token_file"
             )
         scheme, _, given = authorization[0].strip().partition(" ")
+        try:
+            host = str(sock.getpeername()[0])
+        except OSError:  # it has disconnected
+            host = "?"
         if not self.matches(given) or scheme.lower() != "bearer":
+            self.report_wrong(host)
             return AccessDenied(401, "this is not the agent's token")
-        peer = sock.getpeername()
-        return f"the token's holder at {peer[0]}" if isinstance(peer, tuple) else "the token's holder"
+        return f"the token's holder at {host}"
+
+    def report_wrong(self, host: str) -> None:
+        """Log a wrong token, at most once every REPORT_INTERVAL_S."""
+        with self._lock:
+            self._wrong += 1
+            if time.monotonic() < self._reported_at + REPORT_INTERVAL_S:
+                return
+            count, self._wrong, self._reported_at = self._wrong, 0, time.monotonic()
+        _log.warning("access denied: %d wrong token(s), the last from %s", count, host)
 
     def matches(self, given: str) -> bool:
         digest = self.signing_key()

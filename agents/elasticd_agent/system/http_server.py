@@ -54,6 +54,8 @@ class HttpRequest:
     body: bytes = b""
     host: str = ""
     """The sender's address, "" on a unix socket."""
+    server_name: str = ""
+    """The Host header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,9 @@ class UnauthenticatedRequest:
     query: str
     cookie: str = ""
     accept: str = ""
+    host: str = ""
+    server_name: str = ""
+    """As in HttpRequest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,9 +407,10 @@ class _Handler(BaseHTTPRequestHandler):
             server.extend(self.request, server.response_timeout_s)
             self.request.settimeout(server.response_timeout_s)
         content_type = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        host = "" if server.address_family == socket.AF_UNIX else str(self.client_address[0])
         try:
-            return server.routes.answer(HttpRequest(method, path, query, sender, content_type, body, host))
+            return server.routes.answer(
+                HttpRequest(method, path, query, sender, content_type, body, self._peer_host(), self._server_name())
+            )
         except HttpError as error:
             return error_response(error.status, str(error))
         except Exception:  # noqa: BLE001 a defect of one route must not end the process
@@ -421,8 +427,15 @@ class _Handler(BaseHTTPRequestHandler):
             return found
         if is_public:
             return ""
-        headers = self.headers.get("Cookie", ""), self.headers.get("Accept", "")
+        headers = self.headers.get("Cookie", ""), self.headers.get("Accept", ""), self._peer_host(), self._server_name()
         return self.server.routes.reject(UnauthenticatedRequest(method, path, query, *headers), found)
+
+    def _peer_host(self) -> str:
+        return "" if self.server.address_family == socket.AF_UNIX else str(self.client_address[0])
+
+    def _server_name(self) -> str:
+        names = self.headers.get_all("Host", [])
+        return str(names[0]) if len(names) == 1 else ""
 
     def _body(self) -> bytes | HttpResponse:
         if "Transfer-Encoding" in self.headers:

@@ -127,20 +127,28 @@ def test_new_token_counts_at_once_and_a_readable_one_never(serve: Serve) -> None
     one = serve()
     assert one.tcp().get("/status").code == 200
     new = one.root / "new"
-    new.write_text("another-token-0123456789\n")
+    new.write_text("another-token-0123456789-0123456789\n")
     new.chmod(0o600)
     new.replace(one.token_file)
     assert one.tcp().get("/status").code == 401
-    assert one.tcp("another-token-0123456789").get("/status").code == 200
+    assert one.tcp("another-token-0123456789-0123456789").get("/status").code == 200
     one.token_file.chmod(0o644)
-    reply = one.tcp("another-token-0123456789").get("/status")
+    reply = one.tcp("another-token-0123456789-0123456789").get("/status")
     assert (reply.code, "chmod 600" in reply.why, "another" in reply.why) == (403, True, False)
     one.token_file.chmod(0o600)
-    assert one.tcp("another-token-0123456789").get("/status").code == 200
+    assert one.tcp("another-token-0123456789-0123456789").get("/status").code == 200
     one.token_file.write_text("\n")
     assert one.tcp("").get("/status").code == 403, "an empty file is no token, and lets nobody in"
     one.token_file.unlink()
-    assert one.tcp("another-token-0123456789").get("/status").code == 403
+    assert one.tcp("another-token-0123456789-0123456789").get("/status").code == 403
+
+
+def test_wrong_tokens_are_logged_once_a_minute(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    one = serve()
+    for _ in range(5):
+        assert one.tcp("not-the-token-but-of-the-right-length").get("/v1/jobs").code == 401
+    (line,) = [record.getMessage() for record in caplog.records if "wrong token" in record.getMessage()]
+    assert line == "access denied: 1 wrong token(s), the last from 127.0.0.1"
 
 
 def test_secrets_are_never_logged_or_sent(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

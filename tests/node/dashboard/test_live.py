@@ -16,7 +16,7 @@ from tests.node.dashboard.conftest import Browse
 from tests.node.node import AgentNode, until
 
 pytestmark = pytest.mark.system
-TOKEN = "correct-horse-battery-staple"
+TOKEN = "correct-horse-battery-staple-0a4b"
 SCRIPT = str(Path(__file__).parent / "scripts" / "chats.py")
 
 

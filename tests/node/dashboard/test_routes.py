@@ -151,9 +151,38 @@ def test_wrong_tokens_are_rate_limited(serve: Serve) -> None:
         reply = login(one, "not-the-token-at-all")
         assert reply.code == 401 and "set-cookie" not in reply.headers
         assert "not this agent" in reply.body.decode()
-    reply = login(one)  # even the right one: else guessing would go on
+    reply = login(one, "not-the-token-at-all")
     assert (reply.code, int(reply.headers["retry-after"]) > 0) == (429, True)
-    assert "set-cookie" not in reply.headers
+    assert login(one).code == 303, "a stranger's wrong tokens lock nobody out"
+
+
+@pytest.mark.parametrize(
+    ("sender", "name", "allowed"),
+    [
+        ("127.0.0.1", "localhost:9411", True),
+        ("127.0.0.1", "127.0.0.1:9411", True),
+        ("::1", "[::1]:9411", True),
+        ("::ffff:127.0.0.1", "localhost", True),
+        ("127.0.0.1", "evil.example:9411", False),  # its name leads to our port
+        ("127.0.0.1", "", False),
+        ("10.0.0.1", "localhost", False),
+        ("10.0.0.1", "10.0.0.2:9411", False),
+    ],
+)
+def test_login_without_tls_only_on_loopback(sender: str, name: str, allowed: bool) -> None:
+    token = TokenAuth(None)
+    assert LoginCookies(token, lambda: NOW, tls=False).may_log_in(sender, name) == allowed
+    assert LoginCookies(token, lambda: NOW, tls=True).may_log_in(sender, name)
+
+
+def test_page_under_another_name_is_closed(serve: Serve) -> None:
+    one = serve()
+    cookie = come_in(one)
+    assert ask(one, "GET", "/", Cookie=cookie, Host="localhost", **HTML).code == 200
+    reply = ask(one, "GET", "/", Cookie=cookie, Host="evil.example", **HTML)
+    assert (reply.code, "Login needs TLS" in reply.body.decode()) == (403, True)
+    form = {"Content-Type": "application/x-www-form-urlencoded", "Host": "evil.example"}
+    assert ask(one, "POST", "/login", f"token={TOKEN}", **form).code == 403
 
 
 @pytest.mark.parametrize(

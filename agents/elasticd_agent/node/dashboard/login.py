@@ -17,13 +17,13 @@ from ipaddress import IPv6Address, ip_address
 from elasticd_agent.system.http_auth import TokenAuth
 
 COOKIE = "elasticd"
+TLS_COOKIE = "__Host-elasticd"
+"""Browsers accept this name only over TLS and for this host alone (RFC 6265bis, 4.1.3.2)."""
 COOKIE_LIFETIME_S = 12 * 3600
 """A working day."""
 BURST = 5
 ATTEMPT_INTERVAL_S = 10.0
 """Wrong attempts from one address at once, and the interval of further ones."""
-TOTAL_BURST = 100
-TOTAL_ATTEMPT_INTERVAL_S = 0.5
 MAX_ADDRESSES = 1024
 _PURPOSE = b"elasticd page 1\0"
 
@@ -35,6 +35,15 @@ class LoginCookies:
     token: TokenAuth
     clock: Callable[[], float]
     tls: bool
+
+    @property
+    def name(self) -> str:
+        return TLS_COOKIE if self.tls else COOKIE
+
+    def may_log_in(self, sender: str, server_name: str) -> bool:
+        """Without TLS only a browser on this machine or at the end of a tunnel, that asked for this machine: another
+        site's name could lead to our port."""
+        return self.tls or (_is_loopback(sender) and _is_loopback(_host_of(server_name)))
 
     def issue(self) -> str | None:
         """The Set-Cookie header's value; None without a token."""
@@ -51,7 +60,7 @@ class LoginCookies:
     def has_valid(self, cookies: str) -> bool:
         """Whether a Cookie header's value has a valid cookie."""
         key = self.token.signing_key()
-        return key is not None and any(self._is_valid(value, key) for value in _cookie_values(cookies))
+        return key is not None and any(self._is_valid(value, key) for value in _cookie_values(cookies, self.name))
 
     def _is_valid(self, value: str, key: bytes) -> bool:
         expiry, _, signature = value.partition(".")
@@ -65,46 +74,47 @@ class LoginCookies:
 
     def _header(self, value: str, seconds: int) -> str:
         secure = "; Secure" if self.tls else ""
-        return f"{COOKIE}={value}; Max-Age={seconds}; Path=/; HttpOnly; SameSite=Strict{secure}"
+        return f"{self.name}={value}; Max-Age={seconds}; Path=/; HttpOnly; SameSite=Strict{secure}"
 
 
 class LoginRateLimit:
-    """Limits wrong tokens by address and in total. Thread-safe, bounded in size."""
+    """Limits wrong tokens by address. Thread-safe, bounded in size."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` is monotonic seconds."""
         self._clock = clock
         self._lock = threading.Lock()
         self._by_address: OrderedDict[str, float] = OrderedDict()
-        self._total = 0.0
 
     def attempt(self, host: str) -> float:
         """0: an attempt from there is allowed, and counted; else the seconds until the next one."""
         now, key = self._clock(), _address_key(host)
         with self._lock:
             # The time when all attempts so far have expired: one number holds how many are left.
-            own, total = max(now, self._by_address.pop(key, 0.0)), max(now, self._total)
-            wait = max(
-                0.0,
-                own - (BURST - 1) * ATTEMPT_INTERVAL_S - now,
-                total - (TOTAL_BURST - 1) * TOTAL_ATTEMPT_INTERVAL_S - now,
-            )
-            if not wait:
-                own, self._total = own + ATTEMPT_INTERVAL_S, total + TOTAL_ATTEMPT_INTERVAL_S
-            self._by_address[key] = own
+            own = max(now, self._by_address.pop(key, 0.0))
+            wait = max(0.0, own - (BURST - 1) * ATTEMPT_INTERVAL_S - now)
+            self._by_address[key] = own if wait else own + ATTEMPT_INTERVAL_S
             while len(self._by_address) > MAX_ADDRESSES:
                 self._by_address.popitem(last=False)
             return wait
 
-    def reset(self, host: str) -> None:
-        """The token was right: the address starts anew."""
-        with self._lock:
-            self._by_address.pop(_address_key(host), None)
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host.removeprefix("::ffff:")).is_loopback
+    except ValueError:
+        return False
 
 
-def _cookie_values(cookies: str) -> list[str]:
+def _host_of(server_name: str) -> str:
+    """HOST of HOST:PORT or [HOST]:PORT."""
+    bracket, _, _ = server_name.partition("]")
+    return bracket[1:] if bracket.startswith("[") else server_name.partition(":")[0]
+
+
+def _cookie_values(cookies: str, wanted: str) -> list[str]:
     pairs = (one.strip().partition("=") for one in cookies.split(";")[:50])
-    return [value for name, _, value in pairs if name == COOKIE]
+    return [value for name, _, value in pairs if name == wanted]
 
 
 def _signature(key: bytes, until: int) -> str:

@@ -109,10 +109,13 @@ class DashboardRoutes:
 
     def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> str | HttpResponse:
         is_page = request.method == "GET" and _is_dashboard_path(request.path)
-        if is_page and denied.code == 401 and self.cookies.has_valid(request.cookie):
+        may_log_in = self.cookies.may_log_in(request.host, request.server_name)
+        if is_page and denied.code == 401 and may_log_in and self.cookies.has_valid(request.cookie):
             return "a logged-in browser"
         if not is_page or "text/html" not in request.accept:
             return self.api.reject(request, denied)
+        if denied.code == 401 and not may_log_in:
+            return _no_login()
         if denied.code == 401:
             then = request.path + (f"?{request.query}" if request.query else "")
             why = "This page shows jobs, their logs and the nodes. It needs the agent's token."
@@ -249,16 +252,18 @@ class DashboardRoutes:
         if self.token.signing_key() is None:
             why = "This agent has no token: set http.token_file in agent.toml."
             return _public_response(403, "Login is disabled", why)
+        if not self.cookies.may_log_in(request.host, request.server_name):
+            return _no_login()
+        # The right token is accepted at any time: nobody can lock its holder out with wrong ones.
+        if self.token.matches(form.get("token", "")) and (cookie := self.cookies.issue()) is not None:
+            return _redirect(target, cookie)
+        self.token.report_wrong(request.host)
         wait = self.rate_limit.attempt(request.host)
         if wait:
             page = layout.login(f"Too many wrong tokens. Try again in {in_words(wait)}.", target)
             return layout.html_response(429, page, layout.PUBLIC_POLICY, ("Retry-After", str(int(wait) + 1)))
-        cookie = self.cookies.issue() if self.token.matches(form.get("token", "")) else None
-        if cookie is None:
-            page = layout.login("That is not this agent's token.", target)
-            return layout.html_response(401, page, layout.PUBLIC_POLICY)
-        self.rate_limit.reset(request.host)
-        return _redirect(target, cookie)
+        page = layout.login("That is not this agent's token.", target)
+        return layout.html_response(401, page, layout.PUBLIC_POLICY)
 
 
 def _is_dashboard_path(path: str) -> bool:
@@ -296,6 +301,15 @@ def _local_path(path: str) -> str:
 def _redirect(where: str, cookie: str) -> HttpResponse:
     """303: the browser continues with a GET."""
     return HttpResponse(303, b"", headers=(("Location", where), ("Set-Cookie", cookie)))
+
+
+def _no_login() -> HttpResponse:
+    return _public_response(
+        403,
+        "Login needs TLS",
+        "The token would cross the network in plain text. Give the agent a certificate (http.tls_cert in agent.toml), "
+        "or open this page as http://localhost through a tunnel, ssh -L or kubectl port-forward.",
+    )
 
 
 def _public_response(code: int, title: str, why: str) -> HttpResponse:

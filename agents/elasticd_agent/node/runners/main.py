@@ -20,6 +20,8 @@ from typing import Any
 
 from elasticd.errors import StoreUnavailable, UsageError, WireError
 from elasticd_agent.config import job_file as jobfile
+from elasticd_agent.config.agent_settings import Limits
+from elasticd_agent.config.limits import path_refusal
 from elasticd_agent.job import preflight
 from elasticd_agent.job.loop import Message
 from elasticd_agent.job.reporting import Reporting
@@ -118,8 +120,12 @@ def _print(sentence: str) -> None:
 def _run(
     runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], history: RoundHistory
 ) -> int:
+    job_file = jobfile.from_json(runner_spec.job_file)
+    directories = None if (below := runner_spec.directories) is None else tuple(map(Path, below))
+    if wrong := path_refusal(Limits(commands=runner_spec.commands, directories=directories), job_file):
+        raise wrong
     spec, policy, settings = jobfile.runner_model(
-        jobfile.from_json(runner_spec.job_file),
+        job_file,
         job_id=runner_spec.job,
         run=str(runner_spec.number),
         node=runner_spec.node,

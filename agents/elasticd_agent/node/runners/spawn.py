@@ -184,6 +184,8 @@ class SpecBuilder:
             user=store.user,
             local_addr=store.local_addr,
             job_user=settings.user,
+            commands=settings.limits.commands,
+            directories=None if (below := settings.limits.directories) is None else tuple(map(str, below)),
             devices=self.devices,
             min_nodes=job.min_nodes,
             max_nodes=job.max_nodes,
@@ -197,9 +199,12 @@ class SpecBuilder:
         return StoreSecrets(self.rendezvous.password, ca, cert, key)
 
     def account(self, spec: RunnerSpec) -> Account:
-        """The user it runs as. Raises UsageError for a job that this node may not or cannot run."""
+        """The user it runs as. Raises UsageError for a job whose user this node may not or cannot run.
+
+        The runner checks the job's paths: their file systems may never answer.
+        """
         job = jobfile.from_json(spec.job_file)
-        if (refusal := limits.refusal(self.settings.limits, job, self.settings.user)) is not None:
+        if (refusal := limits.user_refusal(self.settings.limits, job, self.settings.user)) is not None:
             raise UsageError(str(refusal))
         return Account.of(job.user or self.settings.user)
 

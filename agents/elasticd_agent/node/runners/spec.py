@@ -98,6 +98,9 @@ class RunnerSpec(Document):
     local_addr: str | None = None
     job_user: str | None = None
     """For a job file without a user."""
+    commands: tuple[str, ...] | None = None
+    directories: tuple[str, ...] | None = None
+    """[limits] of the node."""
     devices: tuple[str, ...] = ()
     """Of all slots of the node."""
     min_nodes: int = 1
