@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -86,7 +87,7 @@ def test_special_files_do_not_block(tmp_path: Path, make: Callable[[Path], None]
     files = JobFiles(tmp_path)
     for path in (files.lock, files.runner_exit, files.runner_spec, files.output):
         make(path)
-    assert alive.is_locked(files.lock), "unknown counts as locked"
+    assert not alive.is_locked(files.lock), "what the job's user put there keeps no slots"
     assert alive.lock_owner(files.lock) is None
     assert read_exit(files) is None
     with pytest.raises(OSError, match=r"not a plain file|symbolic links"):
@@ -159,14 +160,61 @@ def test_runner_is_alive_without_a_free_file_descriptor(tmp_path: Path) -> None:
         assert [over.key for over in runners.poll(time.monotonic())] == [("mine", 1)]
 
 
-def test_links_and_second_names_have_no_lock_keepers(tmp_path: Path) -> None:
+def test_links_have_no_lock_keepers_second_names_have(tmp_path: Path) -> None:
     """What keeps a dead runner's lock is killed, by root: a link to /dev/null would have been everybody."""
     (tmp_path / "lock").symlink_to("/dev/null")
     with open("/dev/null"), open(tmp_path / "ours", "w"):
         assert list(alive.processes_with_open(tmp_path / "lock")) == []
         assert list(alive.processes_with_open(tmp_path / "ours")) == [os.getpid()]
         os.link(tmp_path / "ours", tmp_path / "second")
-        assert list(alive.processes_with_open(tmp_path / "second")) == []
+        assert list(alive.processes_with_open(tmp_path / "second")) == [os.getpid()]
+
+
+def test_second_name_of_a_lock_keeps_no_slots(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    fd = alive.take_lock(path)
+    assert fd is not None
+    os.link(path, tmp_path / "lock2")
+    assert alive.is_locked(path)
+    os.close(fd)
+    assert not alive.is_locked(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
+def test_lock_of_another_user_keeps_no_slots(tmp_path: Path) -> None:
+    """With fs.protected_hardlinks = 0 a user can link a lock that is held for ever, such as the agent's."""
+    fd = alive.take_lock(tmp_path / "agent.lock")
+    assert fd is not None
+    (tmp_path / "job").mkdir()
+    os.link(tmp_path / "agent.lock", tmp_path / "job" / "lock")
+    os.chown(tmp_path / "job", 65534, 65534)
+    assert not alive.is_locked(tmp_path / "job" / "lock")
+    assert alive.is_locked(tmp_path / "agent.lock")
+    os.close(fd)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
+@pytest.mark.parametrize("name", ["runner.log", "lock", "exit.spare"])
+def test_file_of_root_in_the_users_folder_is_not_given_away(name: str) -> None:
+    """A hard link whose other name was removed: the old version of a file that was replaced, such as a password."""
+    with tempfile.TemporaryDirectory() as place:  # pytest's directories are closed to others
+        os.chmod(place, 0o711)
+        _start_in_prepared_folder(Path(place), name)
+
+
+def _start_in_prepared_folder(state: Path, name: str) -> None:
+    nobody, spec = Account.of("nobody"), RunnerSpec("mine", 1, "n1", (0,), "{}")
+    files = job_files(state, "mine", 1)
+    files.root.mkdir(parents=True)
+    secret = files.root / name
+    replace_file(secret, b"a secret")
+    with closing(RunnerManager(state, lambda: None, lambda line: None)) as runners:
+        with pytest.raises(PermissionError):
+            runners.refuse(spec, nobody, "why") if name == "exit.spare" else runners.start(spec, nobody, StoreSecrets())
+        assert runners.alive() == ()
+    assert (secret.stat().st_uid, secret.stat().st_mode & 0o777, secret.read_bytes()) == (0, 0o600, b"a secret")
+    replace_file(state / "own", b"")
+    assert (state / "own").stat().st_uid == 0, "the thread is root again"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
@@ -178,6 +226,7 @@ def test_only_the_job_users_lock_keepers_are_killed(tmp_path: Path) -> None:
     keep = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     fd = alive.take_lock(files.lock)
     assert fd is not None
+    os.fchown(fd, 65534, 65534)
     with (
         closing(RunnerManager(tmp_path, lambda: None, lines.append)) as runners,
         subprocess.Popen(keep, stdin=subprocess.PIPE, pass_fds=[fd]) as roots,

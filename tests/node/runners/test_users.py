@@ -151,13 +151,15 @@ def test_directory_that_blocks_the_interpreter_is_named(open_place: Path, tmp_pa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
-def test_failed_start_leaves_no_empty_log(tmp_path: Path, open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_leaves_no_empty_log(open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`elasticd logs --stream elasticd` uses the first node with a log."""
     shut = open_place / "python"
     shut.write_text("#!/bin/sh\n")
     shut.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(shut))
-    files = JobFiles(tmp_path)
+    files = JobFiles(open_place / "job")
+    files.root.mkdir()
+    os.chown(files.root, SOMEBODY.pw_uid, SOMEBODY.pw_gid)
     with open(files.lock, "w") as lock, pytest.raises(spawning.NotAllowed, match="user 'nobody' may not execute"):
         spawning.spawn(files, lock.fileno(), spawning.Account.of("nobody"), StoreSecrets())
     assert not files.output.exists()
@@ -228,18 +230,19 @@ with open(JobFiles(Path(sys.argv[1])).lock, "w") as lock:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
 @pytest.mark.parametrize("capability", ["setuid", "setgid", "chown"])
-def test_missing_capability_is_named(tmp_path: Path, capability: str) -> None:
+def test_missing_capability_is_named(open_place: Path, capability: str) -> None:
     """Also an agent with User=root under systemd 257."""
+    open_place.chmod(0o777)
     less = ["setpriv", f"--bounding-set=-{capability}", f"--inh-caps=-{capability}"]
     done = subprocess.run(
-        [*less, sys.executable, "-c", BECOMES, str(tmp_path)],
+        [*less, sys.executable, "-c", BECOMES, str(open_place)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         capture_output=True,
         text=True,
         timeout=30,
     )
     assert done.stdout.startswith("UsageError this agent may not become user 'nobody'"), done.stderr
-    assert not JobFiles(tmp_path).output.exists()
+    assert not JobFiles(open_place).output.exists()
 
 
 def test_secrets_pass_through_memory() -> None:

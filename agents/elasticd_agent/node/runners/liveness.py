@@ -7,6 +7,7 @@ is released by the kernel. No other process is ever signalled by mistake. No fun
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -82,14 +83,19 @@ def write_owner(fd: int, pid: int | None = None) -> None:
 
 
 def is_locked(path: Path, *, exclusive: bool = False) -> bool:
-    """True while a process has the lock, with `exclusive` also a shared one, or if that cannot be determined."""
+    """True while a process has the lock, with `exclusive` also a shared one, or if that cannot be determined.
+
+    Something else in the lock's place is no lock: a job's user may put it there, to keep the job's slots for ever.
+    """
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        fd = open_plain(path, os.O_RDWR if exclusive else os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
+        fd = os.open(path, flags | (os.O_RDWR if exclusive else os.O_RDONLY))
+    except OSError as error:
+        return error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENXIO)
     try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != path.parent.stat().st_uid:
+            return False
         fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -135,13 +141,14 @@ def process_user(pid: int) -> int | None:
 def processes_with_open(path: Path) -> Iterator[int]:
     """Every process that has the file open, as far as we may look; the lock's owner is among them.
 
-    None for a link: the folder's owner could link to /dev/null, which every process has open.
+    None for a link: the folder's owner could link to /dev/null, which every process has open. A second name of the file
+    hides none of them.
     """
     try:
         locked = path.lstat()
     except OSError:
         return
-    if not stat.S_ISREG(locked.st_mode) or locked.st_nlink != 1:
+    if not stat.S_ISREG(locked.st_mode):
         return
     for pid in procfs.all_pids():
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:

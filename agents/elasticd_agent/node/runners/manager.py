@@ -24,7 +24,7 @@ from elasticd_agent.node.reconcile import LocalRunner, RunnerEnd
 from elasticd_agent.node.runners import liveness
 from elasticd_agent.node.runners.liveness import ProcessIdentity
 from elasticd_agent.node.runners.poller import RunnerPoller, ask_runner
-from elasticd_agent.node.runners.spawn import Account, spawn
+from elasticd_agent.node.runners.spawn import Account, files_of, spawn
 from elasticd_agent.node.runners.spec import (
     RunnerSpec,
     StoreSecrets,
@@ -36,6 +36,7 @@ from elasticd_agent.node.runners.spec import (
 from elasticd_agent.system import procfs
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.system.files import replace_file
+from elasticd_agent.system.process import file_access_of
 
 KILL_DELAY_S = 5.0
 """From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
@@ -181,11 +182,11 @@ class RunnerManager:
         replace_file(files.runner_spec, spec.to_json(), account.gid if account.uid != os.geteuid() else None)
         files.runner_exit.unlink(missing_ok=True)
         files.leave_reason.unlink(missing_ok=True)
-        lock = liveness.take_lock(files.lock)
+        with files_of(account):
+            lock = liveness.take_lock(files.lock)
         if lock is None:
             raise UsageError(f"{files.root}: another process has its lock")
         try:
-            os.fchown(lock, account.uid, account.gid)
             child = spawn(files, lock, account, secrets, self._code)
             liveness.write_owner(lock, child.pid)
         finally:
@@ -201,7 +202,9 @@ class RunnerManager:
         files = self._folder(spec, account)
         replace_file(files.runner_spec, spec.to_json())
         refusal = exit_for(spec, 2, why, (), 0)
-        write_exit(files, refusal)
+        folder = files.root.stat()
+        with file_access_of(folder.st_uid, folder.st_gid):
+            write_exit(files, refusal)
         return RunnerEnd(spec, refusal, requested=False)
 
     def _folder(self, spec: RunnerSpec, account: Account | None) -> JobFiles:

@@ -9,7 +9,7 @@ import pwd
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from elasticd_agent.node.reconcile import RunnerStart
 from elasticd_agent.node.runners import versions
 from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets
 from elasticd_agent.system.files import open_plain
+from elasticd_agent.system.process import file_access_of
 
 MAX_RUNNER_LOG_BYTES = 1 << 20
 _AGENT_PREFIXES = (
@@ -67,7 +68,8 @@ def spawn(
         if files.output.stat().st_size > MAX_RUNNER_LOG_BYTES:
             os.rename(files.output, files.output.with_suffix(".log.1"))
     other = account.uid != os.geteuid()
-    output = open_plain(files.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with files_of(account):
+        output = open_plain(files.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     secrets_fd = secrets.to_fd()
     fds = [lock, secrets_fd]
     # No file of the job's user is imported: neither its site directory, nor what PYTHONPATH names, unless we use that.
@@ -97,10 +99,7 @@ def spawn(
         if os.fstat(output).st_size == 0:
             files.output.unlink(missing_ok=True)  # an empty log would hide another node's
         if not executes:
-            raise UsageError(
-                f"this agent may not become user {account.name!r}: it is root without CAP_SETUID, CAP_SETGID or "
-                "CAP_CHOWN, which its unit removes (docs/systemd.md)"
-            ) from error
+            raise UsageError(_missing_capability(account)) from error
         raise NotAllowed(
             f"user {account.name!r} may not execute {sys.executable}{blocked_directory(account, Path(sys.executable))}"
         ) from None
@@ -108,6 +107,25 @@ def spawn(
         os.close(output)
         for fd in fds[1:]:
             os.close(fd)
+
+
+@contextlib.contextmanager
+def files_of(account: Account) -> Iterator[None]:
+    """Files are opened as this user: its folder may hold links to others'. Raises UsageError if that is impossible."""
+    try:
+        with file_access_of(account.uid, account.gid):
+            yield
+    except PermissionError as error:
+        if error.filename is not None:
+            raise
+        raise UsageError(_missing_capability(account)) from error
+
+
+def _missing_capability(account: Account) -> str:
+    return (
+        f"this agent may not become user {account.name!r}: it is root without CAP_SETUID, CAP_SETGID or CAP_CHOWN, "
+        "which its unit removes (docs/systemd.md)"
+    )
 
 
 def _start_as(account: Account) -> None:
