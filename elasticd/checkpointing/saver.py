@@ -249,7 +249,8 @@ class Saver:
         except (OSError, SnapshotRefused) as error:
             if self.group.rank == 0 and not self._refused:
                 self._refused = True
-                reason = f"checkpoints are written while training waits: {error}"
+                why = str(error) if isinstance(error, SnapshotRefused) else f"the writer has ended ({error})"
+                reason = f"checkpoints are written while training waits: {why}"
                 logger.warning(reason)
                 self.events.write("message", reason, draft.step)
             return False
