@@ -37,7 +37,7 @@ CASES = {
     "no recording": ([SAME, replace(WAITS)], None),
     "two groups crossed": ([at((G, 7, 7, "x"), (H, 4, 0, "x")), at((G, 6, 0, "x"), (H, 5, 5, "x"))], []),
     "sub-group skip": (
-        [at((D, 19, 0, "y"), (G, 7, 7, "x")), at((D, 20, 20, "y"), (G, 6, 0, "x"), unusual=True), SAME],
+        [at((D, 19, 0, "y"), (G, 7, 7, "x")), at((D, 20, 20, "y"), (G, 6, 0, "x"), deviation="skipped"), SAME],
         [1],
     ),
     "another pending one may end": ([at((G, 7, 7, "x"), (H, 5, 5, "x")), at((G, 6, 0, "x"), (H, 5, 5, "x"))], None),
@@ -82,12 +82,28 @@ def recorded(*operations: str) -> Recording:
     return found
 
 
-def test_order_that_was_never_seen_is_unusual() -> None:
-    steps = ["broadcast", "all_reduce", "barrier"] * 10
-    assert not recorded(*steps).is_unusual
-    assert recorded(*steps, "all_reduce").is_unusual
-    assert not recorded("broadcast", "barrier").is_unusual, "too few to know the order"
-    assert not parse({"entries": "none", "version": 1}) and not parse({})
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [([], ""), (["broadcast", "barrier"], "skipped"), (["reduce"], "other"), (["barrier"], "other")],
+)
+def test_deviation_from_the_usual_order(last: list[str], expected: str) -> None:
+    assert recorded(*["broadcast", "all_reduce", "barrier"] * 10, *last).deviation() == expected
+    assert recorded(*last, "barrier").deviation() == "", "too few to know the order"
+
+
+@pytest.mark.parametrize("data", [{}, {"entries": "none", "version": 1}])
+def test_data_that_is_no_recording(data: dict[str, object]) -> None:
+    assert parse(data) is None
+
+
+@pytest.mark.parametrize(
+    ("deviation", "cause"), [("skipped", "missed_collective"), ("other", "mismatched_collectives")]
+)
+def test_cause_of_another_collective(deviation: str, cause: str) -> None:
+    reports = [SAME, at((D, 20, 20, "broadcast"), deviation=deviation), SAME]
+    found = prove([RankState("a", replace(one, rank=number)) for number, one in enumerate(reports)], [])
+    assert found is not None
+    assert found.cause == cause
 
 
 def test_tail_has_the_unfinished_collective() -> None:

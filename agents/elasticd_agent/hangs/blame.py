@@ -230,18 +230,19 @@ def _strength(culprits: Sequence[RankState], cause: str) -> Evidence:
 
 
 def _skipped_session_call(group: _Group) -> Blame | None:
-    """Ranks wait in a call of the session for one that has exited, or that waits in a collective beyond it."""
+    """Ranks wait in a call of the session for one that has exited, or that waits in a collective beyond it.
+
+    A rank in an earlier step than theirs waits for them, not they for it.
+    """
     waiting = [rank for rank in group.live if rank.report.wait_call]
     if not waiting:
         return None
     missing = {rank.report.wait_rank for rank in waiting}
     most = max(rank.report.collectives for rank in waiting)
-    culprits = [
-        rank
-        for rank in (*group.live, *group.exited)
-        if rank.report.rank in missing
-        and (rank.report.exited or (rank.report.where == "collective" and rank.report.collectives > most))
-    ]
+    step = min(rank.report.step for rank in waiting)
+    beyond = [rank for rank in group.live if rank.report.where == "collective" and rank.report.collectives > most]
+    gone = [*group.exited, *(rank for rank in beyond if rank.report.step >= step)]
+    culprits = [rank for rank in gone if rank.report.rank in missing]
     if not culprits:
         return None
     call = waiting[0].report.wait_call

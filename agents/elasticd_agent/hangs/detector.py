@@ -207,7 +207,7 @@ class HangDetector:
                 evidence=bool(one.source),
                 alone=one.alone,
                 groups=one.groups,
-                unusual=one.unusual,
+                deviation=one.deviation,
             )
             if (one := facts.get(rank.rank)) is not None
             else rank

@@ -66,7 +66,7 @@ class RankEvidence:
     """The innermost function of the script's own code, without a line number."""
     alone: bool = False
     groups: tuple[GroupTail, ...] = ()
-    unusual: bool = False
+    deviation: str = ""
     """As in RankReport."""
 
 
@@ -344,7 +344,7 @@ def _rank_evidence(target: EvidenceTarget, message: dict[str, Any]) -> RankEvide
         trouble=trouble,
         alone=message.get("alone") is True,
         groups=groups,
-        unusual=message.get("unusual") is True,
+        deviation=str(message.get("deviation", "")),
     )
 
 

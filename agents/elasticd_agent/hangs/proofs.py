@@ -55,7 +55,8 @@ def prove(live: Sequence[RankState], exited: Sequence[RankState]) -> Proof | Non
     why = "; ".join(_sentence(one, waiting, [*stuck, *exited]) for one, waiting in shown[:MOST_SHOWN])
     culprits = _culprits(shown, stuck, exited)
     differ = any(_other_kind(one, member) for one in waits for member in stuck)
-    cause = "missed_collective" if culprits and not differ else "mismatched_collectives"
+    missed = culprits and (not differ or all(rank.report.deviation == "skipped" for rank in culprits))
+    cause = "missed_collective" if missed else "mismatched_collectives"
     return Proof(tuple(culprits), cause, why)
 
 
@@ -111,7 +112,7 @@ def _culprits(
         (common, most), *others = Counter(kinds.values()).most_common()
         if others and 2 * most > len(kinds):
             return [rank for rank in stuck if kinds.get(rank.report.rank, common) != common]
-    odd = [rank for rank in stuck if rank.report.unusual]
+    odd = [rank for rank in stuck if rank.report.deviation]
     if 0 < 2 * len(odd) <= len(stuck):
         return odd
     first, waiting = waits[0]

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+Deviation = Literal["", "skipped", "other"]
+"""How a rank's last collectives differ from their usual order: not, by one that was left out, in another way."""
 MOST_GROUPS = 16
 _DEFAULT = "default group"
 _TAIL, _RECENT, _LEAST_HISTORY = 8, 8, 24
@@ -46,13 +48,18 @@ class Recording:
     nccl: bool = False
     """By NCCL's own recorder; it and that of all other backends do not have the same collectives."""
 
-    @property
-    def is_unusual(self) -> bool:
-        """One of the last collectives follows another that it never followed before."""
+    def deviation(self) -> Deviation:
+        """Whether one of the last collectives follows another that it never followed before, and why."""
         if len(self.order) < _LEAST_HISTORY:
-            return False
+            return ""
         pairs = list(zip(self.order, self.order[1:], strict=False))
-        return not set(pairs[-_RECENT:]) <= set(pairs[:-_RECENT])
+        usual = set(pairs[:-_RECENT])
+        new = next((pair for pair in pairs[-_RECENT:] if pair not in usual), None)
+        if new is None:
+            return ""
+        before, after = new
+        between = {second for first, second in usual if first == before}
+        return "skipped" if any((one, after) in usual for one in between) else "other"
 
     def tails(self) -> list[dict[str, Any]]:
         """By group the last number, the first unfinished one, 0 for none, and the kinds around them."""

@@ -68,7 +68,7 @@ class RankReport(Record):
     evidence: bool = False  #: its evidence is on disk
     # from its flight recorder
     groups: tuple[GroupTail, ...] = ()
-    unusual: bool = False  #: its last collectives came in an order in which they had not come before
+    deviation: str = ""  #: from the usual order of its collectives: "skipped" (one was left out), "other"
     exited: bool = False  #: with code 0
 
 

@@ -202,7 +202,7 @@ class Collection:
             disk.write(self._path(f"rank-{worker.rank}.flight.json"), recorded)
             found = recordings.parse(json.loads(recorded))
             if found is not None:
-                self._emit({"rank": worker.rank, "groups": found.tails(), "unusual": found.is_unusual})
+                self._emit({"rank": worker.rank, "groups": found.tails(), "deviation": found.deviation()})
 
     def _gpus(self) -> None:
         if self._request.nvml is None:
