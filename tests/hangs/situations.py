@@ -69,7 +69,7 @@ HUNG = (
     Situation("stopped, 2 of 4", "stop", (1, 3), ("stopped",), workers=4, evidence=STOPPED),
     Situation("stopped, all", "stop", (0, 1), ("stopped",), evidence=STOPPED),
     Situation("zombie", "zombie", (1,), ("zombie",), evidence=STOPPED),
-    Situation("skips a collective", "skip", (1,), ("missed_collective",), workers=3, evidence=PROVEN),
+    Situation("skips a collective", "skip", (1,), MISMATCH, workers=3, evidence=PROVEN),
     Situation("another collective", "other", (1,), MISMATCH, workers=3, evidence=PROVEN),
     Situation("mismatched shapes", "shape", (1,), MISMATCH, workers=3, evidence=PROVEN),
     Situation("receives instead", "recv", (1,), MISMATCH, workers=3, evidence=PROVEN),
