@@ -2,8 +2,8 @@
 
 The same calls work under elasticd, under plain torchrun and in a plain `python train.py`; an object that does nothing
 stands for what is missing (an agent, a heartbeat, other ranks). A session never ends the script; with other ranks it
-starts one thread, which publishes this rank's status. checkpointing/ writes and reads checkpoints, coordination/ makes
-ranks agree and meet; this module puts them together.
+starts a thread, which publishes this rank's status, and one that saves its state at a fault. checkpointing/ writes and
+reads checkpoints, coordination/ makes ranks agree and meet; this module puts them together.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd import process_group
 from elasticd.checkpointing import restore, state
+from elasticd.checkpointing.donor import Donor
 from elasticd.checkpointing.restore import Resumed
 from elasticd.checkpointing.saver import DEFAULT_KEEP, SaveInterval, Saver
 from elasticd.coordination import pause
@@ -85,6 +86,7 @@ class Session:
         self._saver = Saver(environment, group, self._channel, self._events, self._heartbeat)
         self._attached: dict[str, Any] = {}
         self._committing: list[Any] = []
+        self._donor: Donor | None = None
         self._sigterm = SigtermHandler()
         self._steps = 0
         self._stepped = False
@@ -153,6 +155,8 @@ class Session:
         if objects and self._restored:
             raise UsageError(f"attach({next(iter(objects))}=...) after restore(): attach everything before it")
         self._attached.update(objects)
+        if objects and self._donor is not None:
+            self._donor.close()
         self._committing = [obj for obj in self._attached.values() if callable(getattr(obj, "commit", None))]
 
     def restore(self, directory: str | os.PathLike[str] | None = None) -> Resumed | None:
@@ -241,9 +245,15 @@ class Session:
                 every = self._saver.every
                 known = {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
                 self._events.write("attached", "a checkpoint is attached", self._steps, **known)
+            if self._attached and self._saver.directory is not None:
+                self._donor = Donor(self._saver, self._attached)
+        if self._donor is not None:
+            self._donor.begin()
         for obj in self._committing:
             obj.commit()
         self._steps += 1
+        if self._donor is not None:
+            self._donor.commit(self._steps)
         self._issued_before, self._issued_at_step = self._issued_at_step, (issued := self._issued())
         self._heartbeat.step(self._steps, issued=issued)
         self._channel.call = "step()"
@@ -297,6 +307,8 @@ class Session:
         The end of the process does so too. Where rank 0 serves the store itself (not under an agent), it waits here up
         to 5 s for the others, so that they can read its last messages.
         """
+        if self._donor is not None:
+            self._donor.close()
         self._saver.close()
         self._sigterm.close()
         self._barriers.close()
@@ -311,6 +323,8 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A rank that failed does not wait for its peers: they wait for something else.
+        if kind is not None and issubclass(kind, Exception) and self._donor is not None:
+            self._donor.fail()
         self._closed = self._closed or kind is not None
         self._publisher.close(failed=kind is not None)
         self.close()

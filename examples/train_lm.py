@@ -55,10 +55,11 @@ def main() -> None:
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) * sampler.loss_scale()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        mean = mean_over_ranks(loss)
+        # From here to session.step() a rank waits for no other one: so it can save its state when another one dies.
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        mean = mean_over_ranks(loss)
         # Logged before the step is committed: a kill in between repeats a line, the other order would lose one.
         step = session.steps + 1
         log.append(step=step, loss=mean, world_size=session.world_size, round=session.round, mono=time.monotonic())

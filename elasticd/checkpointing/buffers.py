@@ -18,8 +18,26 @@ from elasticd.checkpointing.atomic_write import HashingFile
 from elasticd.checkpointing.manifest import Manifest, parse
 
 COUNT = 2
+_DONATED = 1 << 40
+"""Save numbers count from 1; those of states saved at a fault come after all of them."""
+_MOST_RANKS = 1 << 20
 _HEADER_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
+
+
+def donated_number(step: int, rank: int) -> int:
+    """The number of a state that a rank saves at a fault: later steps come after earlier ones, then lower ranks."""
+    return _DONATED + step * _MOST_RANKS + _MOST_RANKS - 1 - rank
+
+
+def donated_step(number: int) -> int | None:
+    """The step of a state that was saved at a fault, None for a save as usual."""
+    return None if number < _DONATED else (number - _DONATED) // _MOST_RANKS
+
+
+def donor_of(number: int | None) -> int | None:
+    """The rank that saved this state at a fault; None for a save as usual, or a checkpoint."""
+    return None if number is None or number < _DONATED else _MOST_RANKS - 1 - number % _MOST_RANKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class Layout:
         places = {storage.data_ptr(): (offset, storage.nbytes()) for offset, storage in self._shared}
         named = [
             (path, tensor.dtype, tensor.shape, tensor.stride(), places[tensor.untyped_storage().data_ptr()])
-            for path, tensor in _tensors(self._state, "")
+            for path, tensor in tensors(self._state, "")
             if tensor.untyped_storage().data_ptr() in places
         ]
         digest = hashlib.sha256(repr((list(places.values()), named)).encode())
@@ -187,7 +187,7 @@ def _pickle(state: dict[str, Any]) -> tuple[bytes, list[torch.UntypedStorage]]:
     return buffer.getvalue(), storages
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The dense tensors in nested containers, each with its keys."""
     import torch
 
@@ -196,10 +196,10 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield path, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _tensors(item, f"{path}.{key}")
+            yield from tensors(item, f"{path}.{key}")
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _tensors(item, f"{path}.{number}")
+            yield from tensors(item, f"{path}.{number}")
 
 
 def _local_header(record: _Record) -> bytes:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import state
-from elasticd.checkpointing.buffers import Snapshot
+from elasticd.checkpointing import donor, state
+from elasticd.checkpointing.buffers import Snapshot, donor_of
 from elasticd.checkpointing.layout import write_at
 from elasticd.checkpointing.lineage import Entry, open_verified
 from elasticd.checkpointing.manifest import STATE, Manifest, parse
@@ -93,7 +93,7 @@ class _Restore:
         try:
             content = checkpoint.load_mapped(self._fd)
             notes += state.scatter(self.attached, content)
-            notes += self._restore_random_state(content[state.RESERVED]["rng"])
+            notes += self._restore_random_state(chosen, content[state.RESERVED]["rng"])
         except Exception as raised:  # noqa: BLE001 - all ranks must learn of any error of a load_state_dict
             error = raised
         resumed = self._agree(chosen, error, notes)
@@ -232,7 +232,7 @@ class _Restore:
             return str(error)
         return f"there is no {chosen['name']} with rank 0's checksum"
 
-    def _restore_random_state(self, every_rank: list[Any]) -> list[str]:
+    def _restore_random_state(self, chosen: Mapping[str, Any], every_rank: list[Any]) -> list[str]:
         """Last, so that no load_state_dict moves the streams again."""
         rank, ranks, world_size = self.group.rank, len(every_rank), self.group.world_size
         counts = f"saved by {ranks} rank{'s' if ranks > 1 else ''}, now {world_size}"
@@ -242,7 +242,10 @@ class _Restore:
             notes.append(f"{counts}: the random state of rank {unused} was not used")
         if rank >= ranks:
             return [f"{counts}: there is no random state for rank {rank}, which keeps its own"]
-        return notes + state.set_random_state(every_rank[rank], self.group.device)
+        own = every_rank[rank] or donor.recorded_random_state(self.attached, chosen["round"], rank, chosen["step"])
+        if own is None:
+            return [*notes, f"the random state of rank {rank} at that step is lost; it keeps its own"]
+        return notes + state.set_random_state(own, self.group.device)
 
     def _agree(self, chosen: Mapping[str, Any], error: Exception | None, notes: list[str]) -> Resumed:
         own = {"error": f"{type(error).__name__}: {error}" if error else "", "notes": notes}
@@ -260,7 +263,9 @@ class _Restore:
 
     def _take_over(self, chosen: Mapping[str, Any], resumed: Resumed) -> None:
         """The chosen state becomes this round's first, so that what older rounds write later is not loaded."""
+        saved_by = donor_of(chosen["number"])
         where = f"resumed from step {resumed.step} of round {resumed.round}"
+        where += f", saved by rank {saved_by} after the fault" if saved_by is not None else ""
         if self.group.rank == 0:
             reason = "; ".join([where + (", in memory" if chosen["number"] is not None else ""), *resumed.notes])
             origin = {"from_round": resumed.round, "from_step": resumed.step}

@@ -195,7 +195,7 @@ class Saver:
         whose = (self.group.world_size, layout.bytes, NO_CHECKSUM, self.environment.job, self.environment.run)
         # Another start of the same round, with a directory that the agent does not know, continues that round.
         parent = self.parent if self.parent is not None and self.parent[0] < self.round else None
-        draft = Manifest(self.round, step, parent, *whose, _cursor(attached), time.time())
+        draft = Manifest(self.round, step, parent, *whose, cursor_of(attached), time.time())
         if self.group.rank == 0:
             checkpoint.check_cursor(draft)
         draft, copy_own = self._exchange_own(draft, layout)
@@ -327,6 +327,7 @@ class Saver:
             self._lock = None
 
 
-def _cursor(attached: Mapping[str, Any]) -> dict[str, Any] | None:
-    samplers = [obj for obj in attached.values() if isinstance(obj, ElasticBatchSampler)]
-    return dict(samplers[0].state_dict()) if samplers else None
+def cursor_of(attached: Mapping[str, Any], states: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """The position of the first attached sampler: now, or the one in `states`."""
+    samplers = [(name, obj) for name, obj in attached.items() if isinstance(obj, ElasticBatchSampler)]
+    return dict(states[samplers[0][0]] if states else samplers[0][1].state_dict()) if samplers else None

@@ -143,14 +143,14 @@ def _addresses(state: Any) -> set[int]:
     return {address for value in state for address in _addresses(value)}
 
 
-def _plain(key: str) -> str:
+def plain(key: str) -> str:
     """The name without the wrappers of submodules that were compiled by themselves."""
     return ".".join(part for part in key.split(".") if part != _COMPILED)
 
 
 def _bare(state: Any) -> Any:
     if isinstance(state, OrderedDict) and any(_COMPILED in str(key) for key in state):
-        return _renamed(state, _plain)
+        return _renamed(state, plain)
     return state
 
 
@@ -160,7 +160,7 @@ def _wrapped(state: Any, target: Any) -> Any:
     if not isinstance(target, Module):
         return state
     paths = [*target.state_dict(keep_vars=True), *(name for name, _ in target.named_modules())]
-    wrapped = {_plain(path): path for path in paths if _COMPILED in path}
+    wrapped = {plain(path): path for path in paths if _COMPILED in path}
     return _renamed(state, lambda key: wrapped.get(key, key)) if wrapped else state
 
 

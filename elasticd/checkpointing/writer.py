@@ -6,6 +6,9 @@
     rank        wait {round, number}                                ->  {saved, path, why}, once that is known
     rank        find                                                ->  {snapshot}: the newest whole state here, or null
     rank        open {round, number}                                ->  {} with its descriptor, or {refused: why}
+    rank        donor {round}                                       it saves its state when {save} arrives, and then
+    rank        donated {}                                          says that it is done, with or without success
+    launcher    donate {round}                                  ->  {}: all donors of the round are done
     rank        adopt {round, number, draft, task}                  ->  {}: the round that resumed from it owns it now
 
 Each local rank copies a share into the buffer of a save. When all shares are in it, the header is written, from then on
@@ -39,7 +42,7 @@ if __name__ == "__main__":  # run as a file, isolated: the package of this copy 
     sys.path.insert(_PLACE, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")))
 
 from elasticd.checkpointing import api
-from elasticd.checkpointing.buffers import Buffers, Snapshot, WriteTask
+from elasticd.checkpointing.buffers import Buffers, Snapshot, WriteTask, donated_step
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.manifest import Manifest, parse, read
 from elasticd.checkpointing.memory_limit import available_bytes
@@ -90,6 +93,10 @@ class Writer:
         """The last round whose ranks held different states: share 0 is the whole state from then on."""
         self._results: dict[Key, Message] = {}
         self._waiting: list[tuple[Key, socket.socket]] = []
+        self._donors: dict[socket.socket, int] = {}
+        """Connections of ranks that save at a fault: their rounds."""
+        self._saving: dict[socket.socket, set[socket.socket]] = {}
+        """The donors for which a launcher waits."""
         self._locks: dict[tuple[str, str, str], DirectoryLock] = {}
         self._changed = threading.Condition()
         self._writing: int | None = None
@@ -152,6 +159,9 @@ class Writer:
                     fill.copying.discard(rank)
                     self._fail(fill, "a rank ended while it copied its share of the state")
         self._waiting = [(key, other) for key, other in self._waiting if other is not rank]
+        self._donors.pop(rank, None)
+        self._saving.pop(rank, None)
+        self._do_donated(rank, {})
         self._selector.unregister(rank)
         rank.close()
 
@@ -178,7 +188,10 @@ class Writer:
         if self._fills and key < self._fills[0].key:
             fill.refused = "a later save has begun"
             return fill
-        for older in list(self._fills):
+        if any(_same_fault(fill, older) for older in self._fills):
+            fill.refused = "another rank is saving that step"
+            return fill
+        for older in list(self._fills) if donated_step(key[1]) is None else []:
             for copying in list(older.copying):
                 self._receive(copying)  # its report was sent before this save began, and may still be unread
             if len(older.copied) + len(older.copying) < older.shares:
@@ -272,6 +285,28 @@ class Writer:
     def _buffer_of(self, key: Key) -> int | None:
         return next((at for at, held in enumerate(self._buffers.held) if held is not None and held.key == key), None)
 
+    # --- saving at a fault ----------------------------------------------------------------------------------------
+
+    def _do_donor(self, rank: socket.socket, message: Message) -> None:
+        self._donors[rank] = message["round"]
+
+    def _do_donate(self, launcher: socket.socket, message: Message) -> None:
+        self._saving[launcher] = set()
+        for donor, round in self._donors.items():
+            if round == message["round"]:
+                with contextlib.suppress(OSError):  # its end of file follows
+                    _send(donor, {"save": round})
+                    self._saving[launcher].add(donor)
+        self._do_donated(launcher, {})
+
+    def _do_donated(self, rank: socket.socket, message: Message) -> None:
+        for launcher, donors in list(self._saving.items()):
+            donors.discard(rank)
+            if not donors:
+                del self._saving[launcher]
+                with contextlib.suppress(OSError):
+                    _send(launcher, {})
+
     # --- results --------------------------------------------------------------------------------------------------
 
     def _do_wait(self, rank: socket.socket, message: Message) -> None:
@@ -364,6 +399,13 @@ class Writer:
         except OSError as error:
             events = WorkerEventWriter(snapshot.task.events or None, snapshot.draft.round, snapshot.task.rank)
             events.write("message", f"old checkpoints could not be deleted: {error}", snapshot.draft.step)
+
+
+def _same_fault(fill: Fill, older: Fill) -> bool:
+    """Another rank is copying the same step after the same fault."""
+    step = donated_step(fill.key[1])
+    same = (fill.key[0], step) == (older.key[0], donated_step(older.key[1]))
+    return step is not None and same and bool(older.copying) and not older.failed
 
 
 def _entry(path: str) -> api.Entry:

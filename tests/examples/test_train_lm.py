@@ -49,5 +49,6 @@ def test_train_lm_losses_survive_kill(run: Run, tmp_path: Path) -> None:
     assert sorted(expected) == sorted({line["step"] for line in lines}) == list(range(1, steps + 1))
     second = [line for line in lines if line["round"] > lines[0]["round"]]
     assert second, "the fault did not fire: nothing was trained in a second round"
-    assert second[0]["step"] % 20 == 1, "it did not go on from a checkpoint"
+    last = max(line["step"] for line in lines if line["round"] == lines[0]["round"])
+    assert last <= second[0]["step"] <= last + 1, "a step was trained again, or lost"
     assert [line for line in lines if line["loss"] != expected[line["step"]]] == []

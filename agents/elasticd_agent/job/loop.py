@@ -296,7 +296,7 @@ class JobLoop:
             case messages.StartGroup(round):
                 self._start(round)
             case messages.KillGroup(number, _):
-                self._end_group(number, signal.SIGKILL)
+                self._end_group(number, signal.SIGKILL, save=self._continues())
             case messages.StopGroup(number, why, grace_s, name):
                 self._listener.log(why)
                 self._kill_at[number] = time.monotonic() + grace_s
@@ -356,10 +356,16 @@ class JobLoop:
                 self._waiting_for_master = None
                 self.workers.start(round, workers, (self._master.address, self._master.port))
 
-    def _end_group(self, number: int, signum: signal.Signals) -> None:
+    def _continues(self) -> bool:
+        """Another round may follow, and this node be in it."""
+        phase = self.phase
+        ends = isinstance(phase, messages.Stopping) and (phase.stop is not None or (phase.then and phase.then.terminal))
+        return not ends
+
+    def _end_group(self, number: int, signum: signal.Signals, *, save: bool = False) -> None:
         self._monitor.ending()
         self._listener.on(GroupEnding(number), time.monotonic())
-        self._events.extend(self.workers.signal(number, signum))
+        self._events.extend(self.workers.signal(number, signum, save=save))
 
     def _report(self, failure: Failure) -> None:
         now = time.monotonic()

@@ -293,11 +293,15 @@ class WorkerManager:
             self._owner.send(do="signal", group=name, signal=int(signal.SIGKILL))
         self._stores.clear()
 
-    def signal(self, number: int, signum: int) -> list[Event]:
-        """Signal every process of the round's group at once. Any signal ends a group that has not started yet."""
+    def signal(self, number: int, signum: int, *, save: bool = False) -> list[Event]:
+        """Signal every process of the round's group at once. Any signal ends a group that has not started yet.
+
+        With `save`, workers that survive have a moment to save the state of their last step in memory.
+        """
+        wish = {"save": number} if save else {}
         running = [name for name, group in self._groups.items() if group.round.number == number]
         for name in running:
-            self._owner.send(do="signal", group=name, signal=int(signum))
+            self._owner.send(do="signal", group=name, signal=int(signum), **wish)
         if self._start is not None and self._start.round.number == number:
             self._start = None
         if self._waiting_for_memory is not None and self._waiting_for_memory.round.number == number:

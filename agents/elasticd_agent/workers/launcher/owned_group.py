@@ -44,6 +44,9 @@ class OwnedGroup:
         self.ended = False
         """Except for the store that it keeps."""
         self.failed = False
+        self.saving: socket.socket | None = None
+        """The answer to come before its workers are killed: survivors have saved their state."""
+        self.save_until = 0.0
         self.killed_at: float | None = None
         self.last_exit_at = 0.0
         self.leftovers_since: float | None = None

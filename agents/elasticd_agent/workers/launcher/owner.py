@@ -86,7 +86,8 @@ class Owner:
 
     def serve(self) -> None:
         while self.running:
-            waiting = any(group.is_ending() for group in self.groups.values())
+            waiting = any(group.is_ending() or group.saving for group in self.groups.values())
+            saving = {group.saving.fileno(): group for group in self.groups.values() if group.saving is not None}
             for fd, _ in self.poll.poll(50 if waiting else None):
                 if fd == self.wakeup:
                     os.read(fd, 4096)
@@ -94,6 +95,8 @@ class Owner:
                     self.receive_from_agent()
                 elif self.template is not None and fd == self.template.fileno():
                     self.receive_from_template()
+                elif fd in saving:
+                    self.kill_members(saving[fd])
                 elif self.writer is not None:
                     self.poll.unregister(fd)  # the writer itself listens until it ends
                     self.writer.start()
@@ -289,7 +292,10 @@ class Owner:
     # --- signals ------------------------------------------------------------------------------------------------
 
     def do_signal(self, message: Message) -> None:
-        """{group, signal}: SIGKILL also reaches the store, and the processes that the workers left behind."""
+        """{group, signal[, save]}: SIGKILL also reaches the store, and the processes that the workers left behind.
+
+        With `save`, the number of the round, survivors first save the state of their last step, until a deadline.
+        """
         group = self.groups.get(message["group"])
         if group is None:
             return
@@ -298,18 +304,35 @@ class Owner:
             if not group.running or group.ended:
                 self.drop(group)
                 return
-            self.kill_members(group)
+            if "save" not in message or not self.request_save(group, message["save"]):
+                self.kill_members(group)
         else:
             for pid in group.workers():
                 signal_child(pid, message["signal"])
 
+    def request_save(self, group: OwnedGroup, round: int) -> bool:
+        if group.saving is None and self.writer is not None and group.workers():
+            group.saving = self.writer.request_save(round)
+            if group.saving is not None:
+                group.save_until = time.monotonic() + self.writer.longest_save_s()
+                self.poll.register(group.saving.fileno(), select.POLLIN)
+        return group.saving is not None
+
+    def end_saving(self, group: OwnedGroup) -> None:
+        if group.saving is not None:
+            self.poll.unregister(group.saving.fileno())
+            group.saving.close()
+            group.saving = None
+
     def kill_members(self, group: OwnedGroup) -> None:
+        self.end_saving(group)
         if group.killed_at is None:
             group.killed_at = time.monotonic()
         for pid in group.alive:
             signal_child(pid, signal.SIGKILL)
 
     def drop(self, group: OwnedGroup) -> None:
+        self.end_saving(group)
         for channel in group.channels.values():
             channel.close()
         for pid in group.alive:
@@ -363,9 +386,11 @@ class Owner:
 
         Processes that survive SIGKILL are waited for until a deadline, then reported, and reaped whenever they end.
         """
+        now = time.monotonic()
+        if group.saving is not None and now >= group.save_until:
+            self.kill_members(group)
         if not group.is_ending():
             return
-        now = time.monotonic()
         keeps_store = group.store_outlives()
         if not keeps_store:
             self.kill_members(group)

@@ -13,6 +13,7 @@ import socket
 import time
 
 from elasticd_agent.system.process import signal_child, spawn
+from elasticd_agent.workers.launcher.sockets import encode
 
 SOCKET = "writer"
 """The socket's name in the runtime directory."""
@@ -20,7 +21,9 @@ BUFFERS = 2
 END_GRACE_S = 6.0
 """For the writer to finish what it writes when the job has ended."""
 
-
+SAVE_S = 0.3
+SAVE_S_PER_BYTE = 1.2e-9
+"""Three times as long as one rank takes to copy into memory that was not used before."""
 _SHORT_LIFE_S = 2.0
 _MAX_SHORT_LIVES = 3
 """A writer that ends at its start will do so again: then ranks find no writer, and write checkpoints themselves."""
@@ -50,6 +53,28 @@ class WriterProcess:
         finally:
             for fd in fds:
                 os.set_inheritable(fd, False)
+
+    def request_save(self, round: int) -> socket.socket | None:
+        """Ask the surviving ranks of a round to save their state; the answer means that they have, or cannot.
+
+        None if there is no rank to ask.
+        """
+        if not self.pid:
+            return None
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)
+        try:
+            connection.connect(self.listener.getsockname())
+            connection.send(encode({"do": "donate", "round": round}))
+        except OSError:
+            connection.close()
+            return None
+        return connection
+
+    def longest_save_s(self) -> float:
+        """How long ranks may take to copy a state before they are killed."""
+        held = max(os.fstat(fd).st_blocks * 512 for fd in self._memory)
+        return max(SAVE_S, held * SAVE_S_PER_BYTE)
 
     def ended(self) -> bool:
         """It was reaped; True if another one may be started."""

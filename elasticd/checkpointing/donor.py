@@ -1,0 +1,405 @@
+"""Save at failure: before a broken group is killed, a surviving rank copies the state of its last commit into memory.
+
+Under DistributedDataParallel every rank has the whole state of the last commit, the end of `session.step()`. The
+launcher asks the writer before it kills a group, the writer asks all ranks of its node, and a thread answers in each:
+the training thread stands in a collective, which waits without the GIL. A rank that fails by an exception saves by
+itself before it exits. The first rank with the most advanced step is taken.
+
+Parameters and the optimizer's state change only between the optimizer's pre-step hook and the next commit. The training
+thread holds a lock for that time, and a thread that saves holds it, too: so a state is never copied while it is
+changed, and cannot be changed while it is copied. What changes at other times is kept as of the commit: `commit_record`
+has random states and buffers; learning rates and the state of small objects (scheduler, scaler, sampler) are kept here.
+
+In doubt a rank is no donor; it gives the reason once, as a worker event.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing import commit_record, state
+from elasticd.checkpointing.buffers import donated_number
+from elasticd.checkpointing.layout import Layout, tensors
+from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
+from elasticd.checkpointing.safe_types import check_loadable
+from elasticd.checkpointing.saver import Saver, cursor_of
+from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
+from elasticd.errors import CheckpointError
+from elasticd.sampler import ElasticBatchSampler
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+LONGEST_COPY_S = 20e-6
+"""What the copies at a commit may take, or SHARE of a step if that is longer; else the rank is no donor."""
+SHARE = 0.001
+TRIALS = 32
+"""Commits of which the fastest copy and the fastest step are compared."""
+WAIT_S = 0.3
+"""How long a rank that is between the optimizer's step and the commit is waited for: no longer than the launcher
+waits."""
+
+
+class Donor:
+    """This rank as a donor. `begin` and `commit` are called by `session.step()`, `fail` when the script has failed."""
+
+    def __init__(self, saver: Saver, attached: Mapping[str, Any]) -> None:
+        self._saver, self._attached = saver, dict(attached)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        """Held from the optimizer's pre-step hook to the commit, and by a thread that saves."""
+        self._changing = False
+        self._step = 0
+        """The last commit."""
+        self._small: list[bytes] = []
+        self._groups: list[list[tuple[Any, ...]]] = []
+        self._versions: list[int] | None = None
+        self._commits, self._copy_s, self._step_s, self._at = 0, 1e9, 1e9, 0.0
+        self._socket: socket.socket | None = None
+        self._hooks: list[Any] = []
+        self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
+        self._why = ""
+        try:
+            self._why = _why_not(saver, attached)
+            if not self._why:
+                self._open()
+        except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
+            self._why = f"{type(error).__name__}: {error}"
+        if self._why:
+            self._give_up(self._why)
+
+    def _open(self) -> None:
+        saver, objects = self._saver, list(self._attached.values())
+        self._optimizers = [obj for obj in objects if _is_optimizer(obj)]
+        self._others = [obj for obj in objects if not _is_module(obj) and not _is_optimizer(obj)]
+        self._buffers = dict(_buffers(self._attached))
+        sample = self._optimizers[0].param_groups[0]["params"][0]
+        self._record = commit_record.CommitRecord(_record_path(saver.group.rank), list(self._buffers.values()), sample)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        assert saver.writer is not None
+        self._socket.connect(saver.writer.path)
+        self._socket.send(json.dumps({"do": "donor", "round": saver.round}).encode())
+        self._hooks = [each.register_step_pre_hook(self._before_change) for each in self._optimizers]
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def _before_change(self, *_: Any) -> None:
+        if self._changing:
+            return
+        if self._versions is not None:
+            if self._versions != self._read_versions():
+                self._give_up("what is attached is changed between session.step() and the optimizer's step")
+            self._versions = None
+        self._lock.acquire()
+        self._changing = True
+
+    def begin(self) -> None:
+        """At the start of `session.step()`."""
+        if not self._changing:
+            self._lock.acquire()
+            self._changing = True
+
+    def commit(self, step: int) -> None:
+        """Once the step is counted: the state is that of `step` until the next optimizer step."""
+        try:
+            if not self._why:
+                self._copy(step)
+        except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
+            self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
+        finally:
+            self._changing = False
+            self._lock.release()
+
+    def _copy(self, step: int) -> None:
+        start = time.perf_counter()
+        self._step = 0
+        self._record.commit(step)
+        self._small = [pickle.dumps(obj.state_dict()) for obj in self._others]
+        self._groups = [[tuple(group.items()) for group in each.param_groups] for each in self._optimizers]
+        self._step = step
+        if self._commits > TRIALS:
+            return
+        self._commits += 1
+        self._copy_s = min(self._copy_s, time.perf_counter() - start)
+        if self._at:
+            self._step_s = min(self._step_s, start - self._at)
+        self._at = start
+        if self._commits & (self._commits - 1) == 0:
+            self._versions = self._read_versions()
+        longest = max(LONGEST_COPY_S, SHARE * self._step_s)
+        if self._commits == TRIALS and self._copy_s > longest:
+            self._give_up(f"copying buffers and random states takes {self._copy_s * 1e6:.0f} µs a step")
+
+    def _read_versions(self) -> list[int]:
+        """Counters of in-place changes of what only the optimizer should change."""
+        return [tensor._version for tensor in _tensors(self._attached, self._optimizers)]
+
+    def _give_up(self, why: str) -> None:
+        self._why = why
+        self._step = 0
+        if self._saver.writer is not None and self._saver.group.world_size > 1:
+            reason = f"rank {self._saver.group.rank} cannot save its state at a fault: {why}"
+            self._saver.events.write("message", reason, None)
+
+    # --- at a fault ---------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """The thread: one request, and one answer when the state is saved or cannot be."""
+        connection = self._socket
+        assert connection is not None
+        with contextlib.suppress(OSError):
+            while connection.recv(4096):
+                self._save(WAIT_S)
+                connection.send(json.dumps({"do": "donated"}).encode())
+
+    def fail(self) -> None:
+        """The script has failed, or is about to end by an exception: the launcher will end the others."""
+        if not self._why and not self._is_forked():
+            self._save(WAIT_S)
+
+    def _at_exit(self) -> None:
+        if hasattr(sys, "last_value"):
+            self.fail()
+        self.close()
+
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def close(self) -> None:
+        """The rank is no donor any more. A forked child has no thread, and the connection is not its own."""
+        if self._is_forked():
+            return
+        atexit.unregister(self._at_exit)
+        for hook in self._hooks:
+            hook.remove()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            if self._thread.is_alive():
+                self._thread.join(WAIT_S)
+            self._socket.close()
+            self._socket = None
+        self._why = self._why or "the session is closed"
+
+    def _save(self, wait_s: float) -> None:
+        if self._why or not self._lock.acquire(timeout=wait_s):
+            return
+        try:
+            if self._step:
+                self._save_clean()
+        except Exception as error:  # noqa: BLE001 - state_dict() of any object
+            self._give_up(f"{type(error).__name__}: {error}")
+        finally:
+            self._lock.release()
+
+    def _save_clean(self) -> None:
+        saver, step = self._saver, self._step
+        assert saver.writer is not None
+        client = WriterClient(saver.writer.path, 0, 1, saver.writer.first_node)
+        try:
+            held = client.find()
+            if held is not None and (held.draft.round, held.draft.step) >= (saver.round, step):
+                return  # another rank was faster, or it was saved at that step
+            before = self._read_versions()
+            content = self._content(step)
+            check_loadable(content)
+            layout = Layout(content)
+            whose = (saver.group.world_size, layout.bytes, NO_CHECKSUM, saver.environment.job, saver.environment.run)
+            cursor = cursor_of(self._attached, dict(self._kept()))
+            draft = Manifest(saver.round, step, saver.parent, *whose, cursor, time.time())
+            number = donated_number(step, saver.group.rank)
+            fd, _ = client.begin(draft, number, 0, 1, layout.shared_digest)
+            try:
+                layout.copy_own(fd)
+            finally:
+                os.close(fd)
+            if before != self._read_versions():
+                raise CheckpointError("the state was changed while it was copied")
+            client.copied(draft, number, 0)
+            client.find()  # the writer has handled the packets before this one
+        except (OSError, SnapshotRefused) as error:
+            saver.events.write(
+                "message", f"rank {saver.group.rank} has not saved step {step} at the fault: {error}", step
+            )
+        finally:
+            client.close()
+
+    def _kept(self) -> Iterator[tuple[str, Any]]:
+        """The small objects as of the commit."""
+        names = [name for name, obj in self._attached.items() if any(obj is other for other in self._others)]
+        for name, data in zip(names, self._small, strict=True):
+            yield name, pickle.loads(data)
+
+    def _content(self, step: int) -> dict[str, Any]:
+        """As `Saver` saves it, with everything as of the commit."""
+        saver = self._saver
+        random_states, buffers = self._records(step)
+        kept = dict(self._kept())
+        now = state.gather({name: obj for name, obj in self._attached.items() if name not in kept})
+        content = {name: kept[name] if name in kept else now[name] for name in self._attached}
+        if {path: value.data_ptr() for path, value in self._buffers.items()} != {
+            path: value.data_ptr() for path, value in _buffers(self._attached)
+        }:
+            raise CheckpointError("a module has replaced a buffer")
+        for (name, key), value in buffers.items():
+            content[name][key] = value
+        optimizers = [name for name, obj in self._attached.items() if _is_optimizer(obj)]
+        for name, groups in zip(optimizers, self._groups, strict=True):
+            for saved, committed in zip(content[name]["param_groups"], groups, strict=True):
+                values = {key: value for key, value in committed if key != "params"}
+                if not all(_is_constant(value) for value in values.values()):
+                    raise CheckpointError("a parameter group of the optimizer has values that can change in place")
+                saved.update(values)
+        own = {"step": step, "round": saver.round, "world_size": saver.group.world_size}
+        return {**content, state.RESERVED: {**own, "rng": random_states}}
+
+    def _records(self, step: int) -> tuple[list[Any], dict[tuple[str, str], torch.Tensor]]:
+        """All random states that this node has as of `step` (None for the others), and rank 0's buffers, else ours."""
+        group, buffers = self._saver.group, list(self._buffers.values())
+        found = [commit_record.read(_record_path(rank), step, buffers) for rank in range(group.world_size)]
+        mine = found[group.rank]
+        if mine is None:
+            raise CheckpointError(f"step {step} has no record")
+        if any(each is not None and each.sample != mine.sample for each in found):
+            raise CheckpointError("the parameters are not the same on every rank")
+        copies = (found[0] or mine).buffers
+        random_states = [each.random_state if each is not None else None for each in found]
+        return random_states, dict(zip(self._buffers, copies, strict=True))
+
+
+def _record_path(rank: int) -> str:
+    """Beside the heartbeat records, so that it has their life time: this round and the next."""
+    return str(Path(os.environ["ELASTICD_BEAT"]).with_name(f"commit-{rank}"))
+
+
+def recorded_random_state(attached: Mapping[str, Any], round: int, rank: int, step: int) -> dict[str, Any] | None:
+    """A rank's random state as of a step of an earlier round, if its process was on this node."""
+    beat = os.environ.get("ELASTICD_BEAT")
+    if beat is None:
+        return None
+    path = Path(beat).parent.parent / f"round-{round}" / f"commit-{rank}"
+    found = commit_record.read(str(path), step, [buffer for _, buffer in _buffers(attached)])
+    return found.random_state if found is not None else None
+
+
+def _why_not(saver: Saver, attached: Mapping[str, Any]) -> str:
+    """Why this rank can never be a donor, "" if it can."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
+
+    if saver.writer is None or not saver.environment.round or "ELASTICD_BEAT" not in os.environ:
+        return "there is no launcher that keeps states in memory"
+    if saver.group.world_size == 1 or saver.group.device.type != "cpu":
+        return "this is built for several ranks that train on CPUs"
+    modules = {name: state.unwrap(obj) for name, obj in attached.items() if _is_module(obj)}
+    parallel = [obj for obj in attached.values() if isinstance(obj, DistributedDataParallel)]
+    replicated = {id(p) for obj in parallel for p in _trained(obj)}
+    if not parallel or any(obj.process_group.size() != saver.group.world_size for obj in parallel):
+        return "no model in DistributedDataParallel is attached"
+    optimizers = [obj for obj in attached.values() if _is_optimizer(obj)]
+    if not optimizers:
+        return "no optimizer is attached"
+    for obj in optimizers:
+        own = [p for group in obj.param_groups for p in group["params"]]
+        if type(obj).state_dict is not Optimizer.state_dict or any(id(p) not in replicated for p in own):
+            return "an optimizer's state is not the same on every rank"
+    for name, obj in attached.items():
+        if not _is_module(obj) and not _is_optimizer(obj) and any(tensors(obj.state_dict(), "")):
+            return f"{name} keeps tensors and is neither a module nor an optimizer"
+    if saver.group.rank != 0:
+        for name, obj in attached.items():
+            if not _is_alike(obj):
+                return f"{name} may differ from rank 0's"
+    for name, module in modules.items():
+        for each in module.modules():
+            if type(each).state_dict is not torch.nn.Module.state_dict or _has_own_state(each):
+                return f"{name} holds {type(each).__name__}, which has a state_dict of its own"
+        for tensor in (*module.parameters(), *module.buffers()):
+            kind = type(tensor.data)
+            if kind is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+                return f"{name} holds a tensor that is no plain tensor on the CPU"
+        if not all(buffer.is_contiguous() for buffer in module.buffers()):
+            return f"{name} has a buffer that is not contiguous"
+    return ""
+
+
+def _has_own_state(module: torch.nn.Module) -> bool:
+    from torch.nn import Module
+
+    hooks = (module._state_dict_hooks, module._state_dict_pre_hooks)
+    return any(hooks) or type(module).get_extra_state is not Module.get_extra_state
+
+
+def _is_module(obj: Any) -> bool:
+    from torch.nn import Module
+
+    return isinstance(obj, Module)
+
+
+def _is_optimizer(obj: Any) -> bool:
+    from torch.optim import Optimizer
+
+    return isinstance(obj, Optimizer)
+
+
+def _trained(parallel: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
+    """The parameters that it keeps equal on all ranks."""
+    for name, parameter in parallel.module.named_parameters():
+        if parameter.requires_grad and name not in parallel.parameters_to_ignore:
+            yield parameter
+
+
+def _is_alike(obj: Any) -> bool:
+    """Its state follows from what is equal on all ranks, buffers of modules aside."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+    from torch.optim.swa_utils import AveragedModel
+
+    if isinstance(obj, LRScheduler):
+        return not isinstance(obj, ReduceLROnPlateau)
+    alike = (DistributedDataParallel, AveragedModel, ElasticBatchSampler, torch.amp.GradScaler)
+    if isinstance(obj, DistributedDataParallel) and obj.parameters_to_ignore:
+        return False
+    return isinstance(obj, alike) or _is_optimizer(obj)
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(_is_constant(each) for each in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+    """The buffers in the state of attached modules, by the module's name and the key."""
+    from torch.nn import Parameter
+
+    for name, obj in attached.items():
+        if _is_module(obj):
+            for key, value in state.unwrap(obj).state_dict(keep_vars=True).items():
+                if not isinstance(value, Parameter):
+                    yield (name, state.plain(key)), value
+
+
+def _tensors(attached: Mapping[str, Any], optimizers: list[Any]) -> Iterator[torch.Tensor]:
+    import torch
+
+    for obj in attached.values():
+        if _is_module(obj):
+            yield from obj.parameters()
+    for optimizer in optimizers:
+        for values in optimizer.state.values():
+            yield from (value for value in values.values() if isinstance(value, torch.Tensor))

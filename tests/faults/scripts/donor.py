@@ -1,0 +1,87 @@
+"""Trains with all that a state holds: dropout, BatchNorm, momentum, a scheduler; notes a digest of it at every step."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from typing import Any
+
+import faults
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import elasticd
+
+
+def digest(value: Any) -> str:
+    """Of every tensor's bytes and every number in nested containers."""
+    found = hashlib.sha256()
+
+    def add(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            found.update(item.detach().contiguous().numpy().tobytes())
+        elif isinstance(item, dict):
+            for key, each in item.items():
+                found.update(repr(key).encode())
+                add(each)
+        elif isinstance(item, (list, tuple)):
+            for each in item:
+                add(each)
+        else:
+            found.update(repr(item).encode())
+
+    add(value)
+    return found.hexdigest()[:16]
+
+
+def main(args: argparse.Namespace) -> None:
+    faults.at(0)
+    session = elasticd.init()
+    torch.manual_seed(session.rank)
+    layers = [torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Dropout(0.3)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers, torch.nn.Linear(64, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+    inputs = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
+    dataset = TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
+    sampler = elasticd.ElasticBatchSampler(dataset, global_batch=16)
+    attached = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
+    session.attach(**attached)
+
+    def note(what: str) -> None:
+        held = {name: obj.state_dict() for name, obj in attached.items()}
+        if session.rank != 0:
+            held["model"] = dict(model.module.named_parameters())  # each rank's BatchNorm has seen its own batches
+        found = digest([held, torch.get_rng_state()])
+        faults.write(f"{what}-{session.rank}", f"{session.round} {session.steps} {found}\n")
+
+    resumed = session.restore()
+    session.checkpoint(every=args.every)
+    if resumed is not None:
+        note("restored")
+    for epoch in range(sampler.epoch, sampler.epoch + 1000):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(dataset, batch_sampler=sampler, generator=torch.Generator()):
+            faults.at(session.steps + 1)
+            loss = torch.nn.functional.mse_loss(model(x), y) * sampler.loss_scale()
+            if args.fail_at == (session.round, session.rank, session.steps + 1):
+                raise RuntimeError("the loss is strange")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            session.step()
+            note("steps")
+            time.sleep(0.002)
+            if session.steps >= args.steps:
+                return
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--every", type=int, default=1000)
+    parser.add_argument("--fail-at", type=lambda text: tuple(map(int, text.split(","))))
+    main(parser.parse_args())

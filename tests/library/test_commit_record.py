@@ -1,0 +1,74 @@
+"""The small state of a rank at its last commits: exact, readable after its process has died, and never a mixture."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from elasticd.checkpointing import commit_record, state
+from elasticd.checkpointing.commit_record import CommitRecord
+
+CPU = torch.device("cpu")
+
+DRAWS: list[tuple[str, Callable[[], Any]]] = [
+    ("torch", lambda: torch.rand(3)),
+    ("python", random.random),
+    ("python's half of a pair", lambda: random.gauss(0, 1)),
+    ("numpy", lambda: numpy.random.rand(3)),
+    ("numpy's half of a pair", lambda: numpy.random.randn()),
+    ("nothing", lambda: None),
+]
+
+
+@pytest.mark.parametrize(("draw"), [draw for _, draw in DRAWS], ids=[name for name, _ in DRAWS])
+def test_random_states_at_each_commit_are_exact(tmp_path: Path, draw: Callable[[], Any]) -> None:
+    record, path = CommitRecord(str(tmp_path / "record"), [], torch.ones(3)), str(tmp_path / "record")
+    for step in range(1, 6):
+        draw()
+        record.commit(step)
+        expected = state.to_bytes(state.random_state(CPU))
+        found = commit_record.read(path, step, [])
+        assert found is not None
+        assert state.to_bytes({name: found.random_state[name] for name in state.random_state(CPU)}) == expected
+        assert (commit_record.read(path, step - 1, []) is not None) == (step > 1)
+        assert commit_record.read(path, step + 1, []) is None
+
+
+def test_buffers_are_those_of_the_commit(tmp_path: Path) -> None:
+    kinds = [torch.float32, torch.int64, torch.bool, torch.bfloat16]
+    buffers = [*(torch.ones(3, 5).to(kind) for kind in kinds), torch.zeros(0), torch.tensor(7)]
+    path = str(tmp_path / "record")
+    record = CommitRecord(path, buffers, torch.ones(3))
+    record.commit(1)
+    expected = [buffer.clone() for buffer in buffers]
+    for buffer in buffers:
+        buffer.zero_()
+    found = commit_record.read(path, 1, buffers)
+    assert found is not None
+    assert all(torch.equal(one, other) for one, other in zip(found.buffers, expected, strict=True))
+    assert commit_record.read(path, 1, buffers[1:]) is None, "another shape"
+
+
+def test_process_killed_inside_a_commit_leaves_the_step_before(tmp_path: Path) -> None:
+    path, buffer = str(tmp_path / "record"), torch.zeros(4)
+    record = CommitRecord(path, [buffer], torch.ones(3))
+    record.commit(6)
+    child = os.fork()
+    if child == 0:
+        record._generators.moved = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+        buffer.fill_(1)
+        record.commit(8)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert commit_record.read(path, 8, [buffer]) is None
+    assert commit_record.read(path, 6, [buffer]) is None, "it was half overwritten"
+    record.commit(7)
+    assert commit_record.read(path, 7, [buffer]) is not None
