@@ -37,6 +37,8 @@ THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 """In the order in which torch lets one override the other."""
 ESSENTIAL = ("numpy", "torch")
 """Any other module can be left out."""
+DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+MOST_NVML_USERS = 64
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """A batch system signals every process of a job, also a template that is importing torch for it."""
 
@@ -94,6 +96,7 @@ class Template:
         self.env = dict(os.environ)
         self.signal_handlers: dict[int, Any] = {}
         self.store = load_file("_elasticd_store", config["tcp_store"])
+        self.nvml_users: dict[str, int] = {}
         self.hidden = load_file("_elasticd_hidden", config["hidden_modules"]).HiddenModules()
 
     def serve(self) -> None:
@@ -211,10 +214,28 @@ class Template:
             time.sleep(0.01)
         if threads != 1:
             return f"preloading left {threads} threads: forking them could dead-lock"
-        device = next((path for path in open_files() if path.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri"))), None)
+        if open_device() is not None:
+            self.shut_nvml_down()
+        device = open_device()
         if device is not None:
             return f"preloading opened {device}: an accelerator's driver does not survive a fork"
         return None
+
+    def shut_nvml_down(self) -> None:
+        """Close what NVML has open. torch, asked whether there is a GPU, leaves it initialised; every call of torch's
+        initialises it again. CUDA's own driver keeps its devices open, and cannot be forked.
+        """
+        for path in mapped_libraries("libnvidia-ml"):
+            nvml = ctypes.CDLL(path)
+            while self.nvml_users.get(path, 0) < MOST_NVML_USERS and nvml.nvmlShutdown() == 0:
+                self.nvml_users[path] = self.nvml_users.get(path, 0) + 1
+
+    def restore_nvml(self) -> None:
+        """A preloaded module that uses pynvml finds it in a worker as it left it."""
+        if self.hidden.get("pynvml") is not None:
+            for path, users in self.nvml_users.items():
+                for _ in range(users):
+                    ctypes.CDLL(path).nvmlInit_v2()
 
     def bad_fork(self) -> str | None:
         """torch refuses CUDA to the children of a process that has initialised it, whatever that has open: ask in a
@@ -305,6 +326,7 @@ class Template:
 
     def become_worker(self, release: Config) -> None:
         """Make this process equal to a fresh interpreter before it runs the script."""
+        self.restore_nvml()
         self.libc.prctl(PR_SET_NAME, self.comm, 0, 0, 0)
         os.environ.clear()
         os.environ.update(self.env)
@@ -393,6 +415,11 @@ def ignore_signal(number: int, frame: Any) -> None:
 def mapped_libraries(fragment: str) -> list[str]:
     with open("/proc/self/maps") as maps:
         return sorted({line.split(maxsplit=5)[5].strip() for line in maps if fragment in line and ".so" in line})
+
+
+def open_device() -> str | None:
+    """An accelerator's device file that this process has open."""
+    return next((path for path in open_files() if path.startswith(DEVICE_FILES)), None)
 
 
 def open_files() -> Iterator[str]:
