@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system test-upstream test-gpu check bench soak fmt docs clean
+.PHONY: help demo test test-system test-upstream test-gpu gpu-day check bench soak fmt docs clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -39,6 +39,9 @@ test-upstream: $(READY)  ## PyTorch's own launcher and agent tests, fetched from
 test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, under 8 minutes; skips without one; ON=cpu tries the tests themselves over gloo
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'
 	@ELASTICD_TEST_DEVICE=$(or $(ON),cuda) $(BIN)/python -m pytest -q -m gpu tests/gpu
+
+gpu-day: $(READY)  ## what only a GPU can tell, 15 checks into gpu-day/report.md, 10 minutes a call; ON=fake tries the checks
+	@$(BIN)/python benchmarks/gpu_day.py --on $(or $(ON),cuda)
 
 check: $(READY)  ## style, types, layers
 	@$(BIN)/ruff check --quiet $(CODE)
