@@ -141,16 +141,19 @@ def test_which_errors_a_restart_may_mend(exit: WorkerExited, kind: str) -> None:
 @pytest.mark.parametrize(
     ("exit", "shared", "key"),
     [
-        (raised("ValueError", "bad\nmore"), True, "ValueError: bad"),
-        (raised("ValueError", "bad"), False, ""),
+        (raised("ValueError", "bad\nmore"), True, "exited with code 1 (ValueError: bad)"),
+        (raised("ValueError", "bad"), False, "rank 0 exited with code 1 (ValueError: bad)"),
+        (ended(-11, None), False, "rank 0 was killed by SIGSEGV"),
+        (ended(-9, None), False, ""),
+        (ended(-15, None), False, ""),
+        (raised("ConnectionResetError"), False, ""),
         (raised("torch.OutOfMemoryError", "Tried to allocate 2.00 GiB"), False, "torch.OutOfMemoryError"),
         (raised("MemoryError"), False, ""),
         (raised("elasticd.errors.MissedCall", "has waited for 2 s"), False, "elasticd.errors.MissedCall"),
     ],
 )
 def test_repeat_key(exit: WorkerExited, shared: bool, key: str) -> None:
-    assert exit.exit_report is not None
-    assert repeat_key(exit.exit_report, shared=shared) == key
+    assert repeat_key(exit, shared=shared) == key
 
 
 @pytest.mark.parametrize(

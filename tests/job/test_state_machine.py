@@ -241,7 +241,7 @@ def test_exception_after_the_first_step() -> None:
     _, (_, report) = step(Running(R3, (), True), RAISED0, RULES)
     why = "rank 0 exited with code 1 (ValueError: bad)"
     assert report == ReportFailure(
-        Failure(3, "a", "crash", ((0, 4),), why, error="ValueError", detail="Traceback: bad")
+        Failure(3, "a", "crash", ((0, 4),), why, error="ValueError", detail="Traceback: bad", repeat_key=why)
     )
 
 

@@ -34,7 +34,8 @@ def shared(node: str = "a", error: str = "ValueError") -> Failure:
 
 
 def out_of_memory(step: int, node: str = "a") -> Failure:
-    return Failure(1, node, "crash", (), "rank 0 is out of memory", step=step, repeat_key="torch.OutOfMemoryError")
+    error = "torch.OutOfMemoryError"
+    return Failure(1, node, "crash", (), "rank 0 is out of memory", error=error, step=step, repeat_key=error)
 
 
 def first(*nodes: PresentNode, fewest: int = 2, most: int = 2, at_least: int = 1) -> View:

@@ -129,11 +129,13 @@ def test_progress() -> None:
 )
 def test_crash_after_the_same_step_is_no_progress(before: int | None, step: int | None, progressed: bool) -> None:
     """The steps of a plain script all count as new, so its high water grows in any case."""
-    plain = Round(2, (Member("a", "i", (0,)),), budget=BudgetState(high_water=40, step=before))
-    failures = (Failure(2, "a", "crash", ((0, 0),), "why", high_water=80, step=step),)
-    assert round_progressed(plain, failures, 80, step) is progressed
+    plain = Round(2, (Member("a", "i", (0,)),), budget=BudgetState(high_water=40, step=before, repeat_key="a"))
+    failures = (Failure(2, "a", "crash", ((0, 0),), "why", high_water=80, step=step, repeat_key="a"),)
+    assert round_progressed(plain, failures, 80, failures[0]) is progressed
+    for key in ("", "b"):
+        assert round_progressed(plain, failures, 80, replace(failures[0], repeat_key=key)), "not the same error"
     saved = (replace(failures[0], checkpoint=(2, 1)),)
-    assert round_progressed(plain, saved, 80, step), "but it has saved a checkpoint"
+    assert round_progressed(plain, saved, 80, saved[0]), "but it has saved a checkpoint"
 
 
 def test_uncounted_restart_keeps_the_high_water() -> None:

@@ -51,6 +51,7 @@ _ENVIRONMENT_TEXTS = (
 _RAISED = re.compile(r"^([\w.]+)(?=:|$)", re.MULTILINE)
 """In a traceback, the type of each exception of the chain."""
 _FRAME = re.compile(r'^  File "([^<"][^"]*)"', re.MULTILINE)
+_FROM_OUTSIDE = frozenset({2, 9, 15})  # SIGINT, SIGKILL, SIGTERM
 _LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python3")
 
 # A peer has closed its end of a connection: it has died, or is about to. As gloo, NCCL and the kernel spell it.
@@ -145,15 +146,18 @@ def is_user_error(exit: WorkerExited) -> bool:
     return exit.exit_report is not None and (exit.exit_report.kind == "exit" or _is_user_error(exit.exit_report))
 
 
-def repeat_key(report: ExitReport, *, shared: bool) -> str:
-    """Equal for two reports, of two rounds, that show an error of the script; "" where a repetition proves nothing.
+def repeat_key(exit: WorkerExited, *, shared: bool) -> str:
+    """Equal for two exits, of two rounds, with the same error; "" where the worker was killed from outside.
 
-    `shared`: all ranks of the node reported the same.
+    `shared`: all ranks of the node raised the same.
     """
+    report = exit.exit_report
     # Their messages differ: one has sizes and pids, the other the time that a rank has waited.
-    if report.type.rpartition(".")[2] in ("OutOfMemoryError", "MissedCall"):
+    if report is not None and report.type.rpartition(".")[2] in ("OutOfMemoryError", "MissedCall"):
         return report.type
-    return _one_line(report) if shared else ""
+    if is_secondary(exit) or exit.status.signal in _FROM_OUTSIDE:
+        return ""
+    return describe_exit(exit) if shared else f"rank {exit.rank} {describe_exit(exit)}"
 
 
 def _is_user_error(report: ExitReport) -> bool:

@@ -315,7 +315,8 @@ def _fail(
     witness: WorkerExited | None = None,
 ) -> Transition:
     """Kill the rest and report. `witness` is the exit whose traceback is shown where there is no culprit."""
-    report = next((e.exit_report for e in (*culprits, witness) if e is not None), None)
+    exit = next((e for e in (*culprits, witness) if e is not None), None)
+    report = exit.exit_report if exit is not None else None
     failure = Failure(
         round=round_.number,
         node=rules.node,
@@ -324,7 +325,7 @@ def _fail(
         why=why,
         error=report.type if report else None,
         detail=report.traceback if report else None,
-        repeat_key=repeat_key(report, shared=kind in SHARED_ERRORS) if report else "",
+        repeat_key=repeat_key(exit, shared=kind in SHARED_ERRORS) if exit is not None else "",
     )
     return Stopping(round_), [KillGroup(round_.number, why), ReportFailure(failure)]
 

@@ -227,5 +227,5 @@ class Failure(Document):
     detail: str | None = None  #: its traceback
     cause: str = ""  #: the kind of hang
     step: int | None = None  #: the last one that the culprits finished, as the script counts; None: unknown
-    repeat_key: str = ""  #: equal where two rounds end by the same error of the script; "" where that proves nothing
+    repeat_key: str = ""  #: equal where two rounds end by the same error; "" where it came from outside
     places: tuple[str, ...] = ()  #: of a hang: what the ranks waited in, where a healthy wait may look the same

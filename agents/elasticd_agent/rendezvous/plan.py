@@ -351,8 +351,9 @@ def _repeated_error(running: _Running) -> Round | None:
     """The error that ended the round before, after the same step: out of GPU memory, or one that all ranks share."""
     before, first = running.current.budget, running.first_failure
     again = first.repeat_key and (first.repeat_key, first.step) == (before.repeat_key, before.step)
-    alone = first.kind in SHARED_ERRORS and not (running.shared_error and not running.missing_failures)
-    if not again or alone or running.policy.max_restarts is not None:
+    shared = running.shared_error and not running.missing_failures
+    known = first.repeat_key == first.error  # by its type alone an error of the script
+    if not again or not (shared or known) or running.policy.max_restarts is not None:
         return None
     where = f"after step {first.step}" if first.step else "before the first step"
     return _final_round(running.view, "failed", 1, f"an error in the script, twice {where}: {first.why}")
@@ -363,7 +364,7 @@ def _restart(running: _Running) -> Round | Wait:
     view, current, failures = running.view, running.current, running.failures
     first = _with_pending_exception(running)
     high_water = max(view.high_water, *(f.high_water for f in failures))
-    progress = round_progressed(current, failures, high_water, first.step)
+    progress = round_progressed(current, failures, high_water, first)
     quarantined, new = _update_strikes(running, failures, progress)
     verdict = spend(
         current.budget,

@@ -17,15 +17,18 @@ HOUR_S = 3600.0
 
 
 def round_progressed(
-    round_: Round, failures: tuple[Failure, ...], high_water: int, failed_step: int | None = None
+    round_: Round, failures: tuple[Failure, ...], high_water: int, cause: Failure | None = None
 ) -> bool:
     """True if `round_` committed a step that no round had, or saved a checkpoint beyond the one it resumed from.
 
     `high_water` is the highest step seen by now. A resumed round's copy of its parent has the parent's step. Every step
-    of a plain script is new, since only the script knows where it resumed, unless it fails again after the same
-    `failed_step`.
+    of a plain script is new, since only the script knows where it resumed, unless `cause` is the error of the round
+    before, after the same step.
     """
-    repeated = failed_step is not None and failed_step == round_.budget.step
+    before = round_.budget
+    repeated = cause is not None and cause.step is not None and cause.repeat_key != ""
+    if repeated and cause is not None:
+        repeated = (cause.repeat_key, cause.step) == (before.repeat_key, before.step)
     return any(
         is_progress(round_, at, 0 if repeated else high_water) for at in (None, *(f.checkpoint for f in failures))
     )
