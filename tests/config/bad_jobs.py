@@ -169,12 +169,12 @@ TOML: list[tuple[str, str]] = [
     (
         ABOUT + 'adopt_timeout="3s"',
         "adopt_timeout: 3 s must exceed lease 3 s + renewal 1 s, so that leases are judged again "
-        "before anybody is given up; raise it by more than 1 s",
+        "before any node counts as lost; raise it by more than 1 s",
     ),
     (
         ABOUT + 'store_away="1s"',
         "store_away: 1 s must exceed lease 3 s + renewal 1 s, so that leases are judged again before "
-        "anybody is given up; raise it by more than 3 s",
+        "any node counts as lost; raise it by more than 3 s",
     ),
     (
         ABOUT + 'join_timeout="3s"\nlast_call_timeout="5s"',

@@ -42,7 +42,7 @@ BAD: list[tuple[str, str]] = [
     (
         'adopt_timeout="2s"',
         "adopt_timeout: 2 s must exceed lease 3 s + renewal 1 s, so that leases are judged again "
-        "before anybody is given up; raise it by more than 2 s",
+        "before any node counts as lost; raise it by more than 2 s",
     ),
     ("lease=0", "lease: 0 s must be more than 0 seconds"),
     (
@@ -175,7 +175,7 @@ BAD: list[tuple[str, str]] = [
     ('[http]\ntls_ca="TMP/none"', "http.tls_ca: 'TMP/none' does not exist"),
     (
         '[http]\ntls_name="agents"',
-        "http.tls_name: is given, but http.tls_cert is not: without it nobody speaks HTTPS here",
+        "http.tls_name: is given, but http.tls_cert is not: without it the agent does not serve HTTPS",
     ),
     (
         '[http]\nusers=["nobody-at-all"]',

@@ -22,7 +22,7 @@ def stuck(pid: int, slot: int | None, rank: int | None = 5) -> ProcessUnkillable
 def test_a_slot_is_out_of_use_until_everything_on_it_has_ended() -> None:
     slots = Slots("b", (0, 1, 2), min_workers=1)
     assert slots.handle(stuck(70, 1)) == (
-        "round 3: rank 5's process 70 does not die of SIGKILL (state D in rpc_wait_bit_killable); "
+        "round 3: rank 5's process 70 survives SIGKILL (state D in rpc_wait_bit_killable); "
         "continuing without it; slot 1 is left out until it has ended"
     )
     slots.handle(stuck(71, 1))  # a child of the same worker
@@ -38,7 +38,7 @@ def test_unkillable_process_without_a_slot() -> None:
     """What is nobodys costs no slot."""
     slots = Slots("b", (0, 1), min_workers=2)
     said = slots.handle(replace(stuck(70, None, rank=None), state="Z", wchan=""))
-    assert said == "round 3: process 70 does not die of SIGKILL (state Z); continuing without it"
+    assert said == "round 3: process 70 survives SIGKILL (state Z); continuing without it"
     assert (slots.usable, slots.why) == ((0, 1), "")
 
 

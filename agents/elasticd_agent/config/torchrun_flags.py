@@ -27,7 +27,7 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
     Flag(
         "--rdzv-endpoint HOST:PORT",
         "c10d: HOST[:PORT] of the node that serves the store, port 29400 if none is given; one node without an "
-        "endpoint, or with port 0, meets nobody. etcd: HOST[:PORT][,…], port 2379 if none is given; https:// in front "
+        "endpoint, or with port 0, is alone. etcd: HOST[:PORT][,…], port 2379 if none is given; https:// in front "
         "means TLS. IPv6 in brackets. static: where the workers' store listens, as --master-addr and --master-port.",
         default="",
     ),

@@ -88,7 +88,7 @@ def _check_user(key: str, name: str | None) -> None:
     except KeyError:
         raise ConfigError(key, f"{name!r} does not exist on this machine; create it, or name another") from None
     if os.geteuid() not in (0, uid):
-        raise ConfigError(key, f"{name!r} is somebody else, and only a daemon that runs as root can run jobs as others")
+        raise ConfigError(key, f"{name!r} is another user, and only a daemon that runs as root can run jobs as others")
 
 
 def _check_directories(settings: NodeSettings) -> None:
@@ -141,7 +141,7 @@ def _check_http(http: HttpSettings) -> None:
     if http.tls_name is not None:
         if http.tls_cert is None:
             raise ConfigError(
-                "http.tls_name", "is given, but http.tls_cert is not: without it nobody speaks HTTPS here"
+                "http.tls_name", "is given, but http.tls_cert is not: without it the agent does not serve HTTPS"
             )
         if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", http.tls_name):
             raise ConfigError("http.tls_name", f"{http.tls_name[:60]!r} is no name that a certificate can be for")

@@ -27,7 +27,7 @@ class Slots:
             whose = f"rank {news.rank}'s process {news.pid}" if news.rank is not None else f"process {news.pid}"
             left_out = f"; slot {news.slot} is left out until it has ended" if news.slot is not None else ""
             state = _kernel_state(news)
-            return f"round {news.number}: {whose} does not die of SIGKILL{state}; continuing without it{left_out}"
+            return f"round {news.number}: {whose} survives SIGKILL{state}; continuing without it{left_out}"
         freed = self._unkillable.pop(news.pid, None)
         if freed is None:
             return None

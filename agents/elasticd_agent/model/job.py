@@ -300,7 +300,7 @@ _ZERO_ALLOWED = (
     "user_error_wait_s",
 )
 _NEXT_ROUND = "the round that a group holds for can come"
-_REJUDGED = "leases are judged again before anybody is given up"
+_REJUDGED = "leases are judged again before any node counts as lost"
 _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] = (
     ("lease_s", ((1, "renewal_s"), (2, "store_timeout_s")), "", "a renewal that fails can be tried once more"),
     ("lease_s", ((3, "store_timeout_s"),), "", "an unanswered request costs less than a third of it"),

@@ -140,7 +140,7 @@ class HelperProcess:
                 stream.close()
         gone = end_process(self._process, grace_s, within_s)
         self._close_errors()
-        return "" if gone else f"process {self.pid} does not die of SIGKILL"
+        return "" if gone else f"process {self.pid} survives SIGKILL"
 
     def _exit_reason(self) -> str:
         end_process(self._process, within_s=CLOSE_S)

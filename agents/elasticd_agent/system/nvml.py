@@ -42,7 +42,7 @@ def start_nvml_process(pynvml: str) -> HelperProcess:
 class NvmlClient:
     """One NVML process: started by the first request, and anew after it failed to answer.
 
-    A process that does not die of SIGKILL is not followed by another one while it lives. `stop` may be called from any
+    A process that survives SIGKILL is not followed by another one while it lives. `stop` may be called from any
     thread; all else belongs to one thread, with which the process dies.
     """
 
