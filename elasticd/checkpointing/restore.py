@@ -35,6 +35,8 @@ from elasticd.process_group import DefaultGroup
 logger = logging.getLogger("elasticd")
 
 _PIECE_BYTES = 64 << 20
+SUSPECT_AFTER = 2
+"""After so many restarts without progress the state itself may be broken (NaN in it), and an older one is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,13 @@ class _Restore:
         in_memory = [Snapshot.from_json(each) for each in held if each]
         newest = max(in_memory, key=lambda each: (*each.key, each.draft.step), default=None)
         on_disk, skipped = checkpoint.lineage(self.directory)
+        if self.saver.environment.failed_restarts >= SUSPECT_AFTER:
+            step = max(
+                [each.draft.step for each in in_memory] + [entry.manifest.step for entry in on_disk[:1]], default=0
+            )
+            if older := [entry for entry in on_disk if entry.manifest.step < step]:
+                self._skip_newest(step)
+                newest, on_disk = None, older
         if newest is not None and newest.draft.round >= checkpoint.highest_round(self.directory):
             first = on_disk[0].manifest if on_disk else None
             if first is None or (first.round, first.step) <= (newest.draft.round, newest.draft.step):
@@ -139,6 +148,12 @@ class _Restore:
             self._entry, self._fd = entry, fd
             return self._describe(entry.manifest, None, entry.path.name)
         return {"step": None}
+
+    def _skip_newest(self, step: int) -> None:
+        count = self.saver.environment.failed_restarts
+        reason = f"the state of step {step} skipped: {count} restarts in a row have made no progress from it"
+        logger.warning(reason)
+        self.events.write("message", reason, step, path=str(self.directory))
 
     def _describe(self, found: Manifest, number: int | None, name: str) -> dict[str, Any]:
         described = {"round": found.round, "step": found.step, "world_size": found.world_size, "bytes": found.bytes}

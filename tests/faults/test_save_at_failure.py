@@ -60,3 +60,12 @@ def test_state_saved_at_a_fault_equals_that_of_an_undisturbed_run(
         assert all(expected[step] == each for _, step, each in restored)
         trained = [step for _, step, _ in digests(run, "steps", rank)]
         assert trained == sorted(set(trained)), "a step was trained twice"
+
+
+def test_state_from_which_no_restart_progresses_is_left_for_an_older_one(job: StartJob) -> None:
+    """The state that was saved at the fault may be the fault: with NaN in it, say."""
+    flags = ["--checkpoint-dir", "checkpoints"]
+    run = job("donor.py", "--steps", "40", "--every", "10", "--fail-at", "1,1,13", "--poisoned", "12", flags=flags)
+    assert run.wait() == 0
+    steps = [event["step"] for event in run.events("resumed")]
+    assert steps == [12, 10]

@@ -37,7 +37,9 @@ def round_progressed(
 def is_progress(round_: Round, checkpoint: tuple[int, int] | None, high_water: int) -> bool:
     """The same where `checkpoint` is the newest one, as (round, step)."""
     start = round_.last_checkpoint[1] if round_.last_checkpoint else 0
-    saved = checkpoint is not None and checkpoint[0] >= round_.number and checkpoint[1] > start
+    # A copy of what was saved at the fault has the step at which the round before ended.
+    copied = checkpoint is not None and checkpoint[1] == round_.budget.high_water
+    saved = checkpoint is not None and checkpoint[0] >= round_.number and checkpoint[1] > start and not copied
     return saved or high_water > round_.budget.high_water
 
 

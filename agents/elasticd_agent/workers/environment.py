@@ -72,6 +72,7 @@ def worker_environment(
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_ERROR_FILE": paths.error_file,
         "ELASTICD_ROUND": round.number,
+        "ELASTICD_RESTARTS_WITHOUT_PROGRESS": round.budget.streak,
         "ELASTICD_JOB": spec.job_id,
         "ELASTICD_RUN": spec.run,
         "ELASTICD_BEAT": paths.heartbeat,

@@ -61,6 +61,8 @@ def main(args: argparse.Namespace) -> None:
     session.checkpoint(every=args.every)
     if resumed is not None:
         note("restored")
+        if resumed.step == args.poisoned:
+            raise RuntimeError("the loss is NaN")
     for epoch in range(sampler.epoch, sampler.epoch + 1000):
         sampler.set_epoch(epoch)
         for x, y in DataLoader(dataset, batch_sampler=sampler, generator=torch.Generator()):
@@ -83,5 +85,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=1000)
+    parser.add_argument("--poisoned", type=int, help="a state of this step makes every resumed round fail")
     parser.add_argument("--fail-at", type=lambda text: tuple(map(int, text.split(","))))
     main(parser.parse_args())
