@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from elasticd_agent.node import metrics as gauges
-from elasticd_agent.node.health import metrics as measured
 from elasticd_agent.telemetry.metric_table import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +34,7 @@ WORDS = {
 def exists() -> dict[str, set[str]]:
     """Name of every series there is → its labels."""
     specs = [(spec, {"job_id", "node"}) for spec in METRICS]
-    specs += [(spec, {"node"}) for spec in (*gauges.METRICS, *measured.METRICS)]
+    specs += [(spec, {"node"}) for spec in gauges.METRICS]
     found = {"ALERTS": {"alertname", "alertstate"}}
     for spec, own in specs:
         for name in [spec.name + end for end in HISTOGRAM] if spec.kind == "histogram" else [spec.name]:

@@ -12,6 +12,7 @@ FOLDERS = ("docs", "agents", "elasticd", "benchmarks", "examples", "deploy")
 NOT_OURS = {
     # of users
     *("train.py", "script.py", "job.yaml", "llama.toml", "bert.toml", "a.py", "b.py", "x.py"),
+    *("gpu-day/report.md", "report.md", "gpu-day-kernel.py"),
     *("my-cluster/kustomization.yaml", "my-job/kustomization.yaml", "service/agent.toml", "service/job.toml"),
     # of Python and torch
     *("selectors.py", "site.py", "c10d_logger.py", "local_elastic_agent_test.py"),

@@ -121,7 +121,7 @@ def test_drop_returns_the_keys(one: Fixture) -> None:
 
 
 def test_undecodable_records_are_reported_once(one: Fixture) -> None:
-    one.put("a/1", Cordon("n1", False, "disk").to_json())
+    one.put("a/n1", Cordon("n1", False, "disk").to_json())
     one.put("a/2", b"{")
     one.cache.watch("user", ["a/"])
     for _ in range(3):
@@ -136,9 +136,9 @@ def test_undecodable_records_are_reported_once(one: Fixture) -> None:
 
 def test_read_records_returns_what_the_store_holds(one: Fixture) -> None:
     """Without a watch the copy is old; what people see is read from the store."""
-    one.put("a/1", Cordon("n1", False, "").to_json())
+    one.put("a/n1", Cordon("n1", False, "").to_json())
     assert len(one.cache.records("a/", Cordon)) == 1
-    one.put("a/2", Cordon("n2", False, "").to_json())
+    one.put("a/n2", Cordon("n2", False, "").to_json())
     assert len(one.cache.records("a/", Cordon)) == 1
     assert len(one.cache.read_records("a/", Cordon, one.errors.append)) == 2
 
@@ -155,8 +155,8 @@ def test_reads_and_changes_from_several_threads(one: Fixture) -> None:
     for thread in threads:
         thread.start()
     for n in range(200):
-        one.put("a/1", Cordon(f"n{n}", False, "").to_json())
-        assert [r.node for r in one.cache.records("a/", Cordon)] == [f"n{n}"]
+        one.put("a/n", Cordon("n", False, str(n)).to_json())
+        assert [r.reason for r in one.cache.records("a/", Cordon)] == [str(n)]
     stop.set()
     for thread in threads:
         thread.join(10)

@@ -186,6 +186,7 @@ LIBRARY = (
     "elasticd.heartbeat.record",
     "elasticd.heartbeat.collectives",
     "elasticd.heartbeat.optimizer_hook",
+    "elasticd.heartbeat.main_thread",
     "elasticd.heartbeat.thread",
 )
 """Modules of the library that every worker loads by path, each after those that it imports."""
