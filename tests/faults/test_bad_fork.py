@@ -53,6 +53,7 @@ def test_preload_that_cannot_be_forked_is_left_out(job: StartJob, tmp_path: Path
     run.wait()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("forks", "warm"), [(1, [True]), (3, [True, False, True])])
 def test_thread_that_a_preload_starts_later(job: StartJob, tmp_path: Path, forks: int, warm: list[bool]) -> None:
     """With its first fork, before the template is ready; or with the third one, that of round 1: then round 2 cannot

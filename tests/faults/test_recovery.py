@@ -72,7 +72,7 @@ def test_two_jobs_at_once(job: StartJob) -> None:
 
 
 def test_a_group_without_any_progress_is_ended_and_started_anew(job: StartJob) -> None:
-    flags, command = ["--hang-floor", "5s"], [str(SCRIPTS / "impatient.py")]
+    flags, command = ["--hang-floor", "1500ms", "--evidence-timeout", "1s"], [str(SCRIPTS / "impatient.py")]
     run = job("train.py", "20", faults=[Fault(1, 5, "stop", round=1)], flags=flags, command=command)
     assert run.wait() == 0
     reason = run.event("round_published", round=2)["reason"]
