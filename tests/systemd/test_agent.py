@@ -320,7 +320,7 @@ def test_stop_drains(service: AgentService) -> None:
     service.machine.run("systemctl", "stop", UNIT, timeout=100)
     assert service.state == "inactive"
     assert service.workers == set()
-    assert "ends what is left" not in service.machine.journal(UNIT)
+    assert "kills the processes left" not in service.machine.journal(UNIT)
     service.machine.run("systemctl", "start", UNIT)
     service.wait_for_steps()
     assert lost(service.steps) == [], "a drain loses nothing"

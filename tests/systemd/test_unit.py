@@ -130,7 +130,7 @@ def test_stop_timeout_leaves_no_process(service: UnitService) -> None:
     service.machine.run("systemctl", "stop", UNIT)
     assert service.received == ["SIGTERM"]
     assert not service.is_alive(runner)
-    assert "ends what is left after the stop (timeout): python" in service.machine.journal(UNIT)
+    assert "kills the processes left after the stop (timeout): python" in service.machine.journal(UNIT)
 
 
 def test_agent_killed_during_a_stop_leaves_no_process(service: UnitService) -> None:

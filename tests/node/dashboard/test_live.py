@@ -116,7 +116,7 @@ def test_live_page_shows_faults_and_survives_the_agent(nodes: MakeNode, browser:
 
     assert page.run("return window.mine") is True, "it was loaded again"
     assert all("ERR_CONNECTION" in one or "ERR_EMPTY" in one for one in page.complaints())
-    requested = {url for _, url in page.asked_for() if not url.startswith(("chrome:", "data:"))}
+    requested = {url for _, url in page.asked_for() if not url.startswith(("chrome:", "chrome-untrusted:", "data:"))}
     assert {url for url in requested if not url.startswith(scene.base() + "/")} == set()
     assert {f"{scene.base()}/page/style.css", f"{scene.base()}/page/live.js"} <= requested
     (cookie,) = page.cookies()
@@ -188,7 +188,7 @@ def test_page_is_accessible(nodes: MakeNode, browser: Browse, tmp_path: Path) ->
     page.open(scene.base() + "/jobs/gpt")
     assert page.run(_UNNAMED) == []
     page.press("\ue004")
-    assert page.run("return document.activeElement.textContent") == "Skip to the page"
+    assert page.run("return document.activeElement.textContent") == "Skip to the content"
     page.press("\ue007", "\ue004")
     assert page.run("return document.activeElement.closest('main') !== null")
 
