@@ -30,17 +30,16 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import commit_record, state
 from elasticd.checkpointing.buffers import donated_number
-from elasticd.checkpointing.layout import Layout, tensors
+from elasticd.checkpointing.donor_rules import is_module, is_optimizer, reason_against
+from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.saver import Saver, cursor_of
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
 from elasticd.errors import CheckpointError
-from elasticd.sampler import ElasticBatchSampler
 
 if TYPE_CHECKING:
     import torch
-    from torch.nn.parallel import DistributedDataParallel
 
 LONGEST_COPY_S = 20e-6
 """What the copies at a commit may take, or SHARE of a step if that is longer; else the rank is no donor."""
@@ -72,7 +71,7 @@ class Donor:
         self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
         self._why = ""
         try:
-            self._why = _why_not(saver, attached)
+            self._why = reason_against(saver, attached)
             if not self._why:
                 self._open()
         except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
@@ -82,8 +81,8 @@ class Donor:
 
     def _open(self) -> None:
         saver, objects = self._saver, list(self._attached.values())
-        self._optimizers = [obj for obj in objects if _is_optimizer(obj)]
-        self._others = [obj for obj in objects if not _is_module(obj) and not _is_optimizer(obj)]
+        self._optimizers = [obj for obj in objects if is_optimizer(obj)]
+        self._others = [obj for obj in objects if not is_module(obj) and not is_optimizer(obj)]
         self._buffers = dict(_buffers(self._attached))
         sample = self._optimizers[0].param_groups[0]["params"][0]
         self._record = commit_record.CommitRecord(_record_path(saver.group.rank), list(self._buffers.values()), sample)
@@ -255,7 +254,7 @@ class Donor:
             raise CheckpointError("a module has replaced a buffer")
         for (name, key), value in buffers.items():
             content[name][key] = value
-        optimizers = [name for name, obj in self._attached.items() if _is_optimizer(obj)]
+        optimizers = [name for name, obj in self._attached.items() if is_optimizer(obj)]
         for name, groups in zip(optimizers, self._groups, strict=True):
             for saved, committed in zip(content[name]["param_groups"], groups, strict=True):
                 values = {key: value for key, value in committed if key != "params"}
@@ -294,89 +293,6 @@ def recorded_random_state(attached: Mapping[str, Any], round: int, rank: int, st
     return found.random_state if found is not None else None
 
 
-def _why_not(saver: Saver, attached: Mapping[str, Any]) -> str:
-    """Why this rank can never be a donor, "" if it can."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.optim import Optimizer
-
-    if saver.writer is None or not saver.environment.round or "ELASTICD_BEAT" not in os.environ:
-        return "there is no launcher that keeps states in memory"
-    if saver.group.world_size == 1 or saver.group.device.type != "cpu":
-        return "this is built for several ranks that train on CPUs"
-    modules = {name: state.unwrap(obj) for name, obj in attached.items() if _is_module(obj)}
-    parallel = [obj for obj in attached.values() if isinstance(obj, DistributedDataParallel)]
-    replicated = {id(p) for obj in parallel for p in _trained(obj)}
-    if not parallel or any(obj.process_group.size() != saver.group.world_size for obj in parallel):
-        return "no model in DistributedDataParallel is attached"
-    optimizers = [obj for obj in attached.values() if _is_optimizer(obj)]
-    if not optimizers:
-        return "no optimizer is attached"
-    for obj in optimizers:
-        own = [p for group in obj.param_groups for p in group["params"]]
-        if type(obj).state_dict is not Optimizer.state_dict or any(id(p) not in replicated for p in own):
-            return "an optimizer's state is not the same on every rank"
-    for name, obj in attached.items():
-        if not _is_module(obj) and not _is_optimizer(obj) and any(tensors(obj.state_dict(), "")):
-            return f"{name} keeps tensors and is neither a module nor an optimizer"
-    if saver.group.rank != 0:
-        for name, obj in attached.items():
-            if not _is_alike(obj):
-                return f"{name} may differ from rank 0's"
-    for name, module in modules.items():
-        for each in module.modules():
-            if type(each).state_dict is not torch.nn.Module.state_dict or _has_own_state(each):
-                return f"{name} holds {type(each).__name__}, which has a state_dict of its own"
-        for tensor in (*module.parameters(), *module.buffers()):
-            kind = type(tensor.data)
-            if kind is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-                return f"{name} holds a tensor that is no plain tensor on the CPU"
-        if not all(buffer.is_contiguous() for buffer in module.buffers()):
-            return f"{name} has a buffer that is not contiguous"
-    return ""
-
-
-def _has_own_state(module: torch.nn.Module) -> bool:
-    from torch.nn import Module
-
-    hooks = (module._state_dict_hooks, module._state_dict_pre_hooks)
-    return any(hooks) or type(module).get_extra_state is not Module.get_extra_state
-
-
-def _is_module(obj: Any) -> bool:
-    from torch.nn import Module
-
-    return isinstance(obj, Module)
-
-
-def _is_optimizer(obj: Any) -> bool:
-    from torch.optim import Optimizer
-
-    return isinstance(obj, Optimizer)
-
-
-def _trained(parallel: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
-    """The parameters that it keeps equal on all ranks."""
-    for name, parameter in parallel.module.named_parameters():
-        if parameter.requires_grad and name not in parallel.parameters_to_ignore:
-            yield parameter
-
-
-def _is_alike(obj: Any) -> bool:
-    """Its state follows from what is equal on all ranks, buffers of modules aside."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-    from torch.optim.swa_utils import AveragedModel
-
-    if isinstance(obj, LRScheduler):
-        return not isinstance(obj, ReduceLROnPlateau)
-    alike = (DistributedDataParallel, AveragedModel, ElasticBatchSampler, torch.amp.GradScaler)
-    if isinstance(obj, DistributedDataParallel) and obj.parameters_to_ignore:
-        return False
-    return isinstance(obj, alike) or _is_optimizer(obj)
-
-
 def _is_constant(value: Any) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return all(_is_constant(each) for each in value)
@@ -388,7 +304,7 @@ def _buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], tor
     from torch.nn import Parameter
 
     for name, obj in attached.items():
-        if _is_module(obj):
+        if is_module(obj):
             for key, value in state.unwrap(obj).state_dict(keep_vars=True).items():
                 if not isinstance(value, Parameter):
                     yield (name, state.plain(key)), value
@@ -398,7 +314,7 @@ def _tensors(attached: Mapping[str, Any], optimizers: list[Any]) -> Iterator[tor
     import torch
 
     for obj in attached.values():
-        if _is_module(obj):
+        if is_module(obj):
             yield from obj.parameters()
     for optimizer in optimizers:
         for values in optimizer.state.values():

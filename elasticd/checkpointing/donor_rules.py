@@ -1,0 +1,169 @@
+"""Which ranks can be donors: the rules, each a function that gives the reason against it, or "".
+
+A donor's state has to be that of every rank, and has to be copied as tensors and small objects are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing import state
+from elasticd.checkpointing.layout import tensors
+from elasticd.sampler import ElasticBatchSampler
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from elasticd.checkpointing.saver import Saver
+
+
+@dataclass(frozen=True)
+class _Rank:
+    saver: Saver
+    attached: Mapping[str, Any]
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """The attached modules by name, without the wrappers around them."""
+        return {name: state.unwrap(obj) for name, obj in self.attached.items() if is_module(obj)}
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [obj for obj in self.attached.values() if is_optimizer(obj)]
+
+    @property
+    def parallel(self) -> list[DistributedDataParallel]:
+        from torch.nn.parallel import DistributedDataParallel
+
+        return [obj for obj in self.attached.values() if isinstance(obj, DistributedDataParallel)]
+
+
+def reason_against(saver: Saver, attached: Mapping[str, Any]) -> str:
+    """Why this rank can never be a donor, "" if it can: by the first rule that applies."""
+    rank = _Rank(saver, attached)
+    return next((why for rule in _RULES if (why := rule(rank))), "")
+
+
+def _no_launcher(rank: _Rank) -> str:
+    environment = rank.saver.environment
+    if rank.saver.writer is None or not environment.round or "ELASTICD_BEAT" not in os.environ:
+        return "there is no launcher that keeps states in memory"
+    return ""
+
+
+def _one_rank_or_a_gpu(rank: _Rank) -> str:
+    group = rank.saver.group
+    if group.world_size == 1 or group.device.type != "cpu":
+        return "this is built for several ranks that train on CPUs"
+    return ""
+
+
+def _no_replicated_model(rank: _Rank) -> str:
+    sizes = {obj.process_group.size() for obj in rank.parallel}
+    if sizes != {rank.saver.group.world_size}:
+        return "no model in DistributedDataParallel is attached"
+    return ""
+
+
+def _no_replicated_optimizer(rank: _Rank) -> str:
+    from torch.optim import Optimizer
+
+    if not rank.optimizers:
+        return "no optimizer is attached"
+    replicated = {id(parameter) for obj in rank.parallel for parameter in _trained(obj)}
+    for obj in rank.optimizers:
+        own = {id(parameter) for group in obj.param_groups for parameter in group["params"]}
+        if type(obj).state_dict is not Optimizer.state_dict or not own <= replicated:
+            return "an optimizer's state is not the same on every rank"
+    return ""
+
+
+def _tensors_elsewhere(rank: _Rank) -> str:
+    for name, obj in rank.attached.items():
+        if not is_module(obj) and not is_optimizer(obj) and any(tensors(obj.state_dict(), "")):
+            return f"{name} keeps tensors and is neither a module nor an optimizer"
+    return ""
+
+
+def _unlike_rank_0(rank: _Rank) -> str:
+    if rank.saver.group.rank == 0:
+        return ""
+    return next((f"{name} may differ from rank 0's" for name, obj in rank.attached.items() if not _is_alike(obj)), "")
+
+
+def _own_state_dict(rank: _Rank) -> str:
+    from torch.nn import Module
+
+    for name, module in rank.modules.items():
+        for each in module.modules():
+            hooks = (each._state_dict_hooks, each._state_dict_pre_hooks)
+            kind = type(each)
+            methods_are_own = (
+                kind.state_dict is not Module.state_dict or kind.get_extra_state is not Module.get_extra_state
+            )
+            if methods_are_own or any(hooks):
+                return f"{name} holds {kind.__name__}, which has a state_dict of its own"
+    return ""
+
+
+def _unusual_tensor(rank: _Rank) -> str:
+    import torch
+
+    for name, module in rank.modules.items():
+        for tensor in (*module.parameters(), *module.buffers()):
+            is_plain = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
+            if not is_plain or tensor.device.type != "cpu":
+                return f"{name} holds a tensor that is no plain tensor on the CPU"
+        if not all(buffer.is_contiguous() for buffer in module.buffers()):
+            return f"{name} has a buffer that is not contiguous"
+    return ""
+
+
+_RULES = (
+    _no_launcher,
+    _one_rank_or_a_gpu,
+    _no_replicated_model,
+    _no_replicated_optimizer,
+    _tensors_elsewhere,
+    _unlike_rank_0,
+    _own_state_dict,
+    _unusual_tensor,
+)
+
+
+def is_module(obj: Any) -> bool:
+    from torch.nn import Module
+
+    return isinstance(obj, Module)
+
+
+def is_optimizer(obj: Any) -> bool:
+    from torch.optim import Optimizer
+
+    return isinstance(obj, Optimizer)
+
+
+def _trained(parallel: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
+    """The parameters that it keeps equal on all ranks."""
+    for name, parameter in parallel.module.named_parameters():
+        if parameter.requires_grad and name not in parallel.parameters_to_ignore:
+            yield parameter
+
+
+def _is_alike(obj: Any) -> bool:
+    """Its state follows from what is equal on all ranks, buffers of modules aside."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+    from torch.optim.swa_utils import AveragedModel
+
+    if isinstance(obj, LRScheduler):
+        return not isinstance(obj, ReduceLROnPlateau)
+    alike = (DistributedDataParallel, AveragedModel, ElasticBatchSampler, torch.amp.GradScaler)
+    if isinstance(obj, DistributedDataParallel) and obj.parameters_to_ignore:
+        return False
+    return isinstance(obj, alike) or is_optimizer(obj)
