@@ -39,6 +39,16 @@ class Blame:
     """What the ranks wait in that no other rank could end, or all ranks if each waits for another. Empty: unknown."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """The device of `waiting` waits in collective `number` of an NCCL group; `late` has not enqueued it."""
+
+    waiting: RankState
+    late: RankState
+    group: int
+    number: int
+
+
 @dataclass(frozen=True)
 class _Group:
     """The ranks of a group without progress; `live` is not empty, `exited` have ended with code 0."""
@@ -89,9 +99,11 @@ class _Group:
         """The live ranks whose device has not completed an NCCL collective, whatever their main thread does."""
         return [rank for rank in self.live if rank.has_pending_collective]
 
-    def missing(self, waiting: RankState) -> list[tuple[RankState, tuple[int, int]]]:
-        """The live ranks that have not enqueued what the device of `waiting` waits in, and that (group, number)."""
-        return [(rank, found) for rank in self.live if (found := rank.has_not_enqueued(waiting)) is not None]
+    @cached_property
+    def gaps(self) -> list[_Gap]:
+        """The collectives that devices wait in and that other ranks have not enqueued."""
+        pairs = [(waiting, late) for waiting in self.pending for late in self.live]
+        return [_Gap(w, late, *found) for w, late in pairs if (found := late.has_not_enqueued(w)) is not None]
 
     def others(self, ranks: Sequence[RankState]) -> list[RankState]:
         return [rank for rank in self.live if rank not in ranks]
@@ -175,20 +187,26 @@ def _at_rendezvous(group: _Group) -> list[RankState]:
 
 def _missing_in_group(group: _Group) -> Blame | None:
     """NCCL's recorder: devices wait in a collective that other ranks of its group have not enqueued."""
-    waits = [(waiting, rank, found) for waiting in group.pending for rank, found in group.missing(waiting)]
-    missing = [rank for rank in group.live if any(rank is one for _, one, _ in waits)]
-    culprits = [rank for rank in missing if rank not in group.pending]
-    if not missing:
+    held_up = [gap.waiting for gap in group.gaps]
+    late = [rank for rank in group.live if any(rank is gap.late for gap in group.gaps)]
+    culprits = [rank for rank in late if rank not in group.pending]
+    if not late:
         return None
-    if any(rank in group.pending and not group.missing(rank) for rank in missing):
+    if any(rank in group.pending and rank not in held_up for rank in late):
         return None if group.exited else _no_culprit(group, "some of them in a group that all of its ranks wait in")
     if not culprits:
-        why = f"ranks wait for each other in different NCCL groups: {_activity(missing)}"
-        return Blame((), "mismatched_collectives", why, "proven" if _all_in_a_wait(missing) else "device")
-    waiting = [rank for rank in group.pending if any(rank is one and late in culprits for one, late, _ in waits)]
-    name, number = next(found for _, rank, found in waits if rank is culprits[0])
-    why = f"{labels(culprits)} {has_have(culprits)} not enqueued collective {number:,} of the NCCL group of "
-    why += f"{_members(group, name)}{_namely(culprits)}{_activity(culprits)}{_held_up(waiting, culprits)}"
+        why = f"ranks wait for each other in different NCCL groups: {_activity(late)}"
+        return Blame((), "mismatched_collectives", why, "proven" if _all_in_a_wait(late) else "device")
+    return _not_enqueued(group, culprits)
+
+
+def _not_enqueued(group: _Group, culprits: Sequence[RankState]) -> Blame:
+    """No device of `culprits` waits, and other ranks' devices wait for them."""
+    gaps = [gap for gap in group.gaps if gap.late in culprits]
+    first = next(gap for gap in gaps if gap.late is culprits[0])
+    waiting = [rank for rank in group.pending if any(rank is gap.waiting for gap in gaps)]
+    why = f"{labels(culprits)} {has_have(culprits)} not enqueued collective {first.number:,} of the NCCL group of "
+    why += f"{_members(group, first.group)}{_namely(culprits)}{_activity(culprits)}{_held_up(waiting, culprits)}"
     if all(rank.report.phase == "exit" or rank.report.where in ("collective", "barrier") for rank in culprits):
         evidence: Evidence = "proven" if _all_in_a_wait(waiting) else "idle"
         return Blame(tuple(culprits), "missed_collective", why, evidence)
@@ -275,7 +293,7 @@ def _single_rank(group: _Group) -> Blame | None:
 
 def _pending_alike(group: _Group) -> Blame | None:
     """NCCL's recorder: all devices wait in collectives that all ranks have enqueued, however far some run ahead."""
-    if len(group.pending) < len(group.live) or any(group.missing(rank) for rank in group.pending):
+    if len(group.pending) < len(group.live) or group.gaps:
         return None
     return _no_culprit(group, "and every rank has enqueued what the others wait in")
 

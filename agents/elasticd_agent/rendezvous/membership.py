@@ -265,28 +265,39 @@ def select_members(
 
     So rank 0 stays on its node if it can, and a survivor keeps its group rank if it can.
     """
-    requirements = view.requirements
+    fewest = view.requirements.min_nodes
     running = view.current if view.current is not None and not view.current.terminal else None
     previous_order = {m.identity: i for i, m in enumerate(running.members)} if running else {}
     candidates = _candidates(view, lost, previous_order, running.number if running else 0)
-    willing = [
+    willing = _willing(view, policy, candidates, excluded, quarantined)
+    if len(willing) < fewest:
+        why = f"{len(willing)} of at least {count(fewest, 'node')} present"
+        return Wait(why, None, too_few_nodes=True)
+    if any(p.record.identity in previous_order for p in candidates):
+        # A survivor never waits while a joiner imports torch.
+        warm = [p for p in willing if p.record.warm or p.record.identity in previous_order]
+        willing = warm if len(warm) >= fewest else willing
+    elif (wait := _last_call(view, willing, now)) is not None:
+        return wait
+    chosen = [p.record for p in willing[: view.requirements.max_nodes]]
+    return chosen if running is None else _reader_first(chosen, running)
+
+
+def _willing(
+    view: View,
+    policy: Policy,
+    candidates: list[PresentNode],
+    excluded: tuple[Exclusion, ...],
+    quarantined: tuple[QuarantinedSlot, ...],
+) -> list[PresentNode]:
+    """The candidates without those that cool off or lack slots, unless too few are left."""
+    found = [
         p
         for p in candidates
         if not cooloff_left_s(p.record.id, excluded, policy) and has_enough_slots(p.record, view, quarantined)
     ]
-    if len(willing) < requirements.min_nodes:  # a node that keeps failing is better than none
-        willing = candidates
-    if len(willing) < requirements.min_nodes:
-        why = f"{len(willing)} of at least {count(requirements.min_nodes, 'node')} present"
-        return Wait(why, None, too_few_nodes=True)
-    survived = any(p.record.identity in previous_order for p in candidates)
-    if not survived and (wait := _last_call(view, willing, now)) is not None:
-        return wait
-    warm = [p for p in willing if p.record.warm or p.record.identity in previous_order]
-    if survived and len(warm) >= requirements.min_nodes:  # a survivor never waits while a joiner imports torch
-        willing = warm
-    chosen = [p.record for p in willing[: requirements.max_nodes]]
-    return chosen if running is None else _reader_first(chosen, running)
+    # A node that keeps failing is better than none.
+    return found if len(found) >= view.requirements.min_nodes else candidates
 
 
 def _candidates(
