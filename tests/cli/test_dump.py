@@ -94,6 +94,7 @@ def test_dump_names_agent_with_dead_socket(tmp_path: Path) -> None:
     assert f"the agent with pid {os.getpid()} does not answer: Connection refused\n" in done.stderr
 
 
+@pytest.mark.system
 def test_dump_of_real_job_does_not_disturb_it(stack: ExitStack, tmp_path: Path) -> None:
     flags = ["--log-dir", str(tmp_path / "log"), "--rdzv-id", f"healthy-{os.getpid()}"]
     # Most of a step it sleeps: py-spy reads a process that runs, and a stack that changes meanwhile is torn.

@@ -226,6 +226,7 @@ def killed_agent(agents: Agents, until: Until) -> None:
     until(lambda: free(port), SOON_S)
 
 
+@pytest.mark.system
 def test_faults_in_sequence(until: Until) -> None:
     """In one test, since each helper's start imports torch. None may be felt by the next."""
     with closing(Agents()) as agents:

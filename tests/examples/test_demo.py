@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.examples.launching import REPOSITORY, Run
 
 DEMO = REPOSITORY / "examples" / "demo.py"
@@ -24,6 +26,7 @@ def test_demo_kills_recovers_and_draws(run: Run, tmp_path: Path) -> None:
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.system
 def test_demo_fails_with_its_job(run: Run, tmp_path: Path) -> None:
     ran = run(DEMO, "--workers", 2, "--steps", 60, *TINY, "--text", tmp_path / "no such file")
     assert ran.wait() == 1, ran.output

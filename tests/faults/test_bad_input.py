@@ -143,6 +143,7 @@ def test_another_jobs_id(nodes: StartNodes) -> None:
     assert len(a.events("round_published")) == 1
 
 
+@pytest.mark.system
 def test_id_of_an_ended_job(nodes: StartNodes) -> None:
     """An ended jobs id is told how it ended and another run begins anew."""
     one = nodes("1:2")
@@ -198,6 +199,7 @@ def test_shared_checkpoint_directory(nodes: StartNodes, tmp_path: Path) -> None:
 # ---- the machine
 
 
+@pytest.mark.system
 def test_a_wall_clock_that_jumps_changes_nothing(nodes: StartNodes, tmp_path: Path) -> None:
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_bytes((SCRIPTS / "jumping_clock.py").read_bytes())

@@ -40,6 +40,7 @@ def test_interrupted_run_is_bit_identical(job: StartJob, tmp_path: Path) -> None
         assert min(step for round_, step in hurt.steps() if round_ == number) == saved + 1
 
 
+@pytest.mark.system
 def test_stopped_and_submitted_again_with_fewer_workers(job: StartJob, tmp_path: Path) -> None:
     flags = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--rdzv-id", "mine"]
     first = job("resume.py", "--steps", "100000", flags=flags)
@@ -58,6 +59,7 @@ def test_stopped_and_submitted_again_with_fewer_workers(job: StartJob, tmp_path:
     assert {**losses(first), **losses(again)} == pytest.approx(losses(whole), rel=1e-4)
 
 
+@pytest.mark.system
 def test_signal_to_every_process_saves(job: StartJob, tmp_path: Path) -> None:
     """As Slurm does without cgroups, LSF, and systemd in a scope; a node of its own in c10d has one process more."""
     meet = ["--nnodes", "1:2", "--rdzv-id", "mine", "--rdzv-conf", "last_call_timeout=0,is_host=1"]
@@ -75,6 +77,7 @@ def test_signal_to_every_process_saves(job: StartJob, tmp_path: Path) -> None:
     assert not any(complaint in run.err for complaint in ("does not answer", "warm launcher", "store was killed"))
 
 
+@pytest.mark.system
 def test_a_crash_during_a_checkpoint_write(job: StartJob, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     run = job("resume.py", "--steps", "20", "--ballast", str(1 << 26), flags=["--checkpoint-dir", str(directory)])
@@ -96,6 +99,7 @@ def unfinished(directory: Path) -> set[str]:
     return {name for name in os.listdir(directory) if not name.startswith("r") and "lock" not in name}
 
 
+@pytest.mark.system
 def test_damaged_checkpoints_are_skipped(job: StartJob, tmp_path: Path) -> None:
     """Damaged checkpoints are passed over and said."""
     directory = tmp_path / "checkpoints"
@@ -149,6 +153,7 @@ def on_a_small_disk(directory: Path) -> list[str]:
     return []
 
 
+@pytest.mark.system
 def test_full_and_read_only_disk(job: StartJob, tmp_path: Path) -> None:
     """A full disk and a read only one stop nobody."""
     directory = tmp_path / "disk"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from tests.faults.conftest import StartJob
 from tests.faults.job import Fault
 
@@ -34,6 +36,7 @@ def test_every_way_to_die_at_a_step(job: StartJob) -> None:
     assert run.event("job_ended", outcome="succeeded", exit_code=0)["restarts"] == len(WAYS)
 
 
+@pytest.mark.system
 def test_ten_kills_in_a_row_and_then_all_ranks_at_once(job: StartJob) -> None:
     run = job("train.py", "100000")
     for number in range(1, 11):

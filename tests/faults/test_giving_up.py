@@ -81,6 +81,7 @@ def test_error_of_all_ranks_before_the_first_step(
     assert ended["reason"].startswith(why or "2 workers ended with code 0"), ended["reason"]
 
 
+@pytest.mark.system
 def test_missing_file_on_all_ranks_in_round_2(job: StartJob) -> None:
     """The job has trained, so the file was there before and may be there again."""
     gone = [Fault(rank, 0, "raise FileNotFoundError", round=2) for rank in (0, 1)]
@@ -96,6 +97,7 @@ def test_out_of_gpu_memory_twice_at_one_step(job: StartJob) -> None:
     assert reason.startswith("an error in the script, twice after step 3: rank 1 exited with code 1 (torch.OutOfMemory")
 
 
+@pytest.mark.system
 def test_crash_of_a_plain_script_always_at_one_step(job: StartJob) -> None:
     """A script without a session counts its steps from 1 in each round: to come there again is no progress."""
     run = job("train.py", "9", faults=[Fault(1, 5, "exit 3", times=4)])
@@ -104,6 +106,7 @@ def test_crash_of_a_plain_script_always_at_one_step(job: StartJob) -> None:
     assert reason == "3 restarts without progress beyond step 4: rank 1 exited with code 3"
 
 
+@pytest.mark.system
 def test_script_that_refuses_a_smaller_world(nodes: Callable[[str], Nodes]) -> None:
     """After one refused round the job waits for the old size: until a node joins, or for --replace-timeout."""
     both = nodes("1:2")
@@ -147,12 +150,14 @@ def test_max_restarts_is_a_hard_total(job: StartJob, most: int) -> None:
     assert reason == f"{most} of {most} restarts used (--max-restarts): rank 1 was killed by SIGKILL"
 
 
+@pytest.mark.system
 def test_max_restarts_despite_progress(job: StartJob) -> None:
     run = job("train.py", "9", faults=[Fault(0, 5, "SIGKILL", times=2)], flags=["--max-restarts", "1"])
     assert run.wait() == 1
     assert run.event("job_ended", outcome="failed", restarts=1)
 
 
+@pytest.mark.system
 def test_restarts_an_hour_have_a_bound_even_with_progress(job: StartJob) -> None:
     faults = [Fault(0, 4, "SIGKILL", times=3)]
     run = job("train.py", "9", faults=faults, flags=["--max-restarts-per-hour", "2"])

@@ -72,6 +72,7 @@ def key(name: str, **labels: str) -> str:
     return name + (str(sorted(labels.items())) if labels else "")
 
 
+@pytest.mark.system
 def test_cost_of_a_kill_in_the_event_log(job: StartJob, tmp_path: Path) -> None:
     """What a kill costs is what the event log says."""
     scraped = Scraped(*free_ports(1))

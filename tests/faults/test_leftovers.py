@@ -60,6 +60,7 @@ def test_kill_9_of_the_agent_while_the_launcher_imports(job: StartJob) -> None:
     run.assert_gone(within=2.0)
 
 
+@pytest.mark.system
 def test_kill_9_of_agent_and_owner_together(job: StartJob) -> None:
     run = job("train.py", "100000")
     run.step(3)

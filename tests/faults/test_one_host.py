@@ -30,6 +30,7 @@ def finish(*agents: Job) -> None:
     assert [agent.wait() for agent in agents] == [0] * len(agents)
 
 
+@pytest.mark.system
 def test_agents_without_a_name_that_start_at_the_same_time(job: StartJob) -> None:
     port = free_port()
     agents = [start(job, port, nnodes="3") for _ in range(3)]

@@ -58,6 +58,7 @@ def test_paths_of_any_name(job: StartJob, tmp_path: Path, name: str) -> None:
     assert list((work / "logs").rglob("stdout.log")) or list((work / "logs").rglob("*"))
 
 
+@pytest.mark.system
 def test_closed_terminal(job: StartJob) -> None:
     """A terminal that went away stops nobody."""
     read, write = os.pipe()

@@ -71,6 +71,7 @@ def test_two_jobs_at_once(job: StartJob) -> None:
         assert run.steps(0)[-40:] == [(2, step) for step in range(1, 41)]
 
 
+@pytest.mark.system
 def test_a_group_without_any_progress_is_ended_and_started_anew(job: StartJob) -> None:
     flags, command = ["--hang-floor", "1500ms", "--evidence-timeout", "1s"], [str(SCRIPTS / "impatient.py")]
     run = job("train.py", "20", faults=[Fault(1, 5, "stop", round=1)], flags=flags, command=command)
@@ -114,6 +115,7 @@ def test_master_port_in_every_round(job: StartJob) -> None:
     assert [event["warm"] for event in run.events("group_started")] == [True, True]
 
 
+@pytest.mark.system
 def test_the_template_dies_while_it_imports(job: StartJob) -> None:
     run = job("train.py", "100000")
     run.event("round_published", round=1)  # before that nobody waits for the template, and another one may come in time

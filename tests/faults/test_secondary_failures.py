@@ -31,6 +31,7 @@ def test_root_cause_that_exits_last(job: StartJob) -> None:
         assert run.event("round_published", round=number + 1)["reason"].startswith(AT_FAULT)
 
 
+@pytest.mark.system
 def test_root_cause_that_does_not_exit(job: StartJob) -> None:
     """Who does not end is not waited for."""
     run = job("parting.py", "10", "60", faults=[Fault(0, 5, "raise ValueError", round=1)])
@@ -41,6 +42,7 @@ def test_root_cause_that_does_not_exit(job: StartJob) -> None:
     assert published["mono"] - run.event("worker_exited", round=1, rank=1)["mono"] > 0.9 * ROOT_CAUSE_WAIT_S
 
 
+@pytest.mark.system
 def test_late_agent_reads_all_exits_first(job: StartJob) -> None:
     """An agent that could not listen hears everybody before it blames."""
     run = job("parting.py", "10", "0", faults=[Fault(0, 5, "raise ValueError", round=1)])

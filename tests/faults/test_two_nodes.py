@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.job import Job, until
 from tests.faults.nodes import Nodes
 
@@ -46,6 +48,7 @@ def test_roles_and_arguments_are_each_nodes_own(nodes: StartNodes) -> None:
     assert both.enough() == [0, 0]
 
 
+@pytest.mark.system
 def test_joiner_whose_preload_takes_long_is_not_waited_for(nodes: StartNodes, tmp_path: Path) -> None:
     """It is left out of the round after a crash, and taken into the first one after its launcher is ready."""
     (tmp_path / "slow.py").write_text(

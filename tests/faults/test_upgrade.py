@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.faults.conftest import StartJob
 from tests.faults.moved_version import hang_a_rank, install, kill_owner, upgrade
 
 
+@pytest.mark.system
 def test_upgrade_under_a_running_job(job: StartJob, tmp_path: Path) -> None:
     site = install(tmp_path / "site")
     run = job("train.py", "1000000", env={"PYTHONPATH": str(site)}, flags=["--log-dir", str(tmp_path / "logs")])

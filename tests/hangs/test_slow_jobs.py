@@ -18,6 +18,7 @@ from tests.hangs.situations import PLAIN, SESSION, slow
 SCALE = 0.1
 
 
+@pytest.mark.system
 def test_script_slow_in_every_way(hanging: StartHanging) -> None:
     """A long first step, an evaluation, a checkpoint write and slow steps, of two jobs that have two cores together.
 

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SCRIPT = Path(__file__).parent / "scripts" / "checkpoint_faults.py"
 
 
@@ -38,6 +40,7 @@ def test_writer_killed_at_every_file_operation(tmp_path: Path) -> None:
         assert each["after"] in (["r3-s50"], None), each  # and nothing is left behind once another round has saved
 
 
+@pytest.mark.system
 def test_writer_killed_or_stopped_at_random_moments(tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")

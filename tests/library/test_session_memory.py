@@ -166,6 +166,7 @@ def test_writer_killed_again_and_again_does_not_stop_training(start: Any, nodes:
     assert again.results()[0]["resumed"][1] >= 98
 
 
+@pytest.mark.system
 def test_save_on_bad_machine_is_whole(start: Any, nodes: Nodes, tmp_path: Path) -> None:
     """Fifty kills of all ranks at any moment: a whole state is always there, and never an older one than before."""
     where = nodes(1)

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticd_agent.node.api.client import AgentClient
@@ -147,6 +148,7 @@ def test_killed_runner_ends_its_workers_and_is_restarted(node: MakeNode) -> None
     n1.assert_gone()
 
 
+@pytest.mark.system
 def test_runner_with_an_unreadable_lock_is_adopted(node: MakeNode) -> None:
     """A full disk takes no signature, a damaged one loses it; the agent that comes back has nothing else to go by."""
     n1 = node()
@@ -165,6 +167,7 @@ def test_runner_with_an_unreadable_lock_is_adopted(node: MakeNode) -> None:
     n1.assert_gone()
 
 
+@pytest.mark.system
 def test_runner_with_an_unreadable_spec_reports_what_it_runs(node: MakeNode) -> None:
     """Else its slots were free to the agent that comes back, and it would leave because nobody speaks to it."""
     n1 = node()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from tests.faults.job import Event, until
 from tests.faults.moved_version import hang_a_rank, install, kill_owner, upgrade
 from tests.node.conftest import MakeNode
 
 
+@pytest.mark.system
 def test_runner_of_an_agent(node: MakeNode) -> None:
     """The agent upgrades itself in place; a job that starts later uses the new version beside the old one."""
     n1 = node(slots=4)
