@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.keys import Keys
-from elasticd_agent.model.records import Exclusion, Member, NodeRecord, Round
+from elasticd_agent.model.records import Exclusion, Member, Round
 from elasticd_agent.rendezvous.observations import PeerObservations
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
 from elasticd_agent.rendezvous.reachability import (
@@ -15,10 +14,8 @@ from elasticd_agent.rendezvous.reachability import (
     MAX_INTERVAL_S,
     ReachabilityMonitor,
 )
-from elasticd_agent.store.memory import MemoryStore
 
 POLICY = Policy()
-KEYS = Keys("job")
 
 
 class Network:
@@ -28,12 +25,8 @@ class Network:
         self.now = 1000.0
         self.answers = {"a": "answers", "c": "answers", "d": "answers", **answers}
         self.asked: list[tuple[float, str]] = []
-        store = MemoryStore(lambda: self.now)
-        for port, name in enumerate("abcd", 1):
-            record = NodeRecord(name, "i", f"{name}:{port}", (0,))
-            assert store.compare_and_swap(KEYS.node(name), None, record.to_json())
-        self.reach = ReachabilityMonitor(store, KEYS, POLICY, ("b", "i"), PeerObservations("b", self._knock))
-        self.round = Round(1, tuple(Member(name, "i", (0,)) for name in "abcd"))
+        self.reach = ReachabilityMonitor(POLICY, ("b", "i"), PeerObservations("b", self._knock))
+        self.round = Round(1, tuple(Member(name, "i", (0,), "", f"{name}:1") for name in "abcd"))
         self.stepped = 0
         self.advances_by: float | None = self.now
 
@@ -109,7 +102,8 @@ def test_excluded_node_continues_to_probe() -> None:
     """It publishes the members that it does not reach, so that it is not taken again too early."""
     net = Network(c="silent")
     assert net.wait(20) == ("c",)
-    net.round = Round(2, tuple(Member(name, "i", (0,)) for name in "acd"), excluded=(Exclusion("b", 1),))
+    members = tuple(Member(name, "i", (0,), "", f"{name}:1") for name in "acd")
+    net.round = Round(2, members, excluded=(Exclusion("b", 1),))
     net.advances_by = None
     net.asked.clear()
     assert net.wait(20) == ("c",)
@@ -117,14 +111,14 @@ def test_excluded_node_continues_to_probe() -> None:
     net.answers["c"] = "answers"
     assert net.wait(EXCLUDED_INTERVAL_S) == ()
     net.answers["c"] = "silent"
-    net.round = Round(3, tuple(Member(name, "i", (0,)) for name in "abcd"))
+    net.round = Round(3, tuple(Member(name, "i", (0,), "", f"{name}:1") for name in "abcd"))
     net.advances_by = net.now
     assert net.wait(1) == (), "back in: all begins anew"
 
 
 def test_non_member_probes_no_node() -> None:
     net = Network()
-    net.round = Round(2, tuple(Member(name, "i", (0,)) for name in "acd"))
+    net.round = Round(2, tuple(Member(name, "i", (0,), "", f"{name}:1") for name in "acd"))
     net.wait(60)
     assert net.asked == []
 

@@ -33,6 +33,7 @@ class Member(Record):
     incarnation: str
     slots: tuple[int, ...]  #: those in use; a slot's index is the worker's local rank
     role: str = ""  #: torchrun's --role; "" where the planner knew of none, and then all nodes have the same
+    address: str = ""  #: where its agent answers a probe, "host:port"; "" in a Round of an older leader
 
     @property
     def identity(self) -> Identity:

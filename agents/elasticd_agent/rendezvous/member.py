@@ -91,7 +91,7 @@ class RendezvousMember:
         self._follower = RoundFollower(store, keys, me, requirements.run, self._agreement.restore)
         self._outbox = Outbox(store)
         self._hang_report = HangReportPublisher(store, keys, record.id)
-        self._reachability = ReachabilityMonitor(store, keys, policy, me, self._observations)
+        self._reachability = ReachabilityMonitor(policy, me, self._observations)
         self._election = LeaderElection(
             store,
             keys.planner,

@@ -383,5 +383,5 @@ def assign_slots(
         if len(slots) < fewest:
             workers = count(requirements.min_workers, "worker")
             return Wait(f"{node.id} has {count(len(slots), 'slot')}, the job needs {workers} on each node", None)
-        found.append(Member(node.id, node.incarnation, tuple(slots), node.role))
+        found.append(Member(node.id, node.incarnation, tuple(slots), node.role, node.address))
     return tuple(found)

@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elasticd.errors import WireError
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.keys import Keys
-from elasticd_agent.model.records import Identity, NodeRecord, Round
+from elasticd_agent.model.records import Identity, Round
 from elasticd_agent.rendezvous.observations import Address, PeerObservations
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
-from elasticd_agent.store import Store
 from elasticd_agent.system.addresses import try_parse_endpoint
 
 RETRY_INTERVAL_S = 1.0
@@ -36,9 +33,7 @@ INTRODUCTION_TRIES = 3
 class ReachabilityMonitor:
     """`turn` belongs to the thread that talks to the store: probes may take a moment."""
 
-    def __init__(self, store: Store, keys: Keys, policy: Policy, me: Identity, observations: PeerObservations) -> None:
-        self._store = store
-        self._keys = keys
+    def __init__(self, policy: Policy, me: Identity, observations: PeerObservations) -> None:
         self._policy = policy
         self._me = me
         self._observations = observations
@@ -54,7 +49,7 @@ class ReachabilityMonitor:
         self.unreachable: tuple[str, ...] = ()  #: members of the current Round that this node does not reach
 
     def turn(self, round: Round | None, stepped: int, next_step_due: float | None, now: float) -> float | None:
-        """Probe if it is due, and update `unreachable`. Returns when to come back. Raises StoreUnavailable.
+        """Probe if it is due, and update `unreachable`. Returns when to come back.
 
         `stepped`: the last round that made a step here. `next_step_due`: when the workers here should have made their
         next one, None if there are none.
@@ -81,7 +76,8 @@ class ReachabilityMonitor:
 
     def _begin(self, round: Round) -> None:
         self._number = round.number
-        self._addresses = {}
+        others = {m.node: try_parse_endpoint(m.address) for m in round.members if m.identity != self._me}
+        self._addresses = {node: address for node, address in others.items() if address is not None}
         self._introduce_at = None
         self._introductions = 0
         self._incarnations = {m.identity for m in round.members}
@@ -132,23 +128,9 @@ class ReachabilityMonitor:
         return identity in self._observations.answered | self._missed
 
     def _probe(self, nodes: set[str]) -> Mapping[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
-        addresses = {node: address for node, address in self._member_addresses().items() if node in nodes}
+        addresses = {node: address for node, address in self._addresses.items() if node in nodes}
         answers = self._observations.probe(addresses) if addresses else {}
         for answer in answers.values():
             if isinstance(answer, ProbeAlive):
                 self._observations.record_answer((answer.node, answer.incarnation))
         return answers
-
-    def _member_addresses(self) -> dict[str, Address]:
-        """Where the other members answer; read once in a round, since an incarnation keeps its address."""
-        needed = self._incarnations - {self._me}
-        if len(self._addresses) < len(needed):
-            for item in self._store.list(self._keys.nodes).values():
-                try:
-                    record = NodeRecord.from_json(item.value)
-                except WireError:
-                    continue  # the leader reports it
-                address = try_parse_endpoint(record.address)
-                if record.identity in needed and address is not None:
-                    self._addresses[record.id] = address
-        return self._addresses
