@@ -30,6 +30,8 @@ class RoundFollower:
         self.round: Round | None = None
         self.stored: Versioned | None = None  #: the round key as last read: what a planner's verdict builds on
         self._accepted: Versioned | None = None
+        self._is_member = False  # of `round`; a Round may have thousands of members, and every turn asks
+        self._hosts_rank_0 = False
         self.ended_before_joining = False  #: the first Round this node read was terminal
         self._master_of = 0  # the newest round whose store a watch has named
         self._master_known = 0
@@ -48,7 +50,7 @@ class RoundFollower:
     @property
     def is_non_member(self) -> bool:
         """True if a Round runs without this node."""
-        return self.running is not None and self._me not in {m.identity for m in self.running.members}
+        return self.running is not None and not self._is_member
 
     def invalidate(self, key: str) -> None:
         """A watch has named `key`."""
@@ -108,6 +110,8 @@ class RoundFollower:
         """Take `round` for the current one."""
         self.ended_before_joining = self.round is None and round.terminal
         self.round = round
+        self._is_member = any(m.identity == self._me for m in round.members)
+        self._hosts_rank_0 = bool(round.members) and round.members[0].node == self._me[0]
         self._stale.add(self._keys.pause)
         # The round's store usually starts later, and its watch names it then; it may also have started earlier.
         if self._master_of >= round.number:
@@ -132,12 +136,12 @@ class RoundFollower:
     def read_requests(self) -> list[Notice]:
         """What the leader asks of this node, and where the workers' store is. Raises StoreUnavailable."""
         round, keys = self.running, self._keys
-        if round is None or round.member(self._me[0]) is None:
+        if round is None or not self._is_member:
             return []
         notices: list[Notice] = []
         if self.take(keys.hang_report_request) and self._is_changed(keys.hang_report_request, round):
             notices.append(HangReportRequested(round.number, bool(self._requested[keys.hang_report_request])))
-        rank_0_here = round.group_rank(self._me[0]) == 0
+        rank_0_here = self._hosts_rank_0
         if not rank_0_here and self._master_known != round.number and self.take(keys.master()):
             found = self._store.read(keys.master(round.number))
             if found is not None:
