@@ -89,7 +89,7 @@ class InstalledAgent:
         return path.read_text().count('"kind": "node_registered"') if path.exists() else 0
 
     def runner(self) -> int:
-        return int((self.state / "jobs" / "bench.1" / "lock").read_text().split()[0])
+        return int((self.state / "runners" / "bench.1" / "lock").read_text().split()[0])
 
     @property
     def pid(self) -> int:

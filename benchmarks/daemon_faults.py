@@ -340,8 +340,8 @@ class FleetFaults:
         if (node := self._well()) is None:
             return None
         files = [node.state / "node.json"]
-        for kind in ("order.json", "exit.json", "lock"):
-            files += node.state.glob(f"jobs/*/{kind}")
+        for kind in ("runners/*/order.json", "jobs/*/exit.json", "runners/*/lock"):
+            files += node.state.glob(kind)
         newest = sorted((path for path in files if path.exists()), key=lambda path: path.stat().st_mtime)[-6:]
         path = self.rng.choice(newest)
         node.kill()

@@ -283,7 +283,7 @@ class Fleet:
 
     def _folders(self, name: str) -> list[Path]:
         try:
-            return [folder for folder in (self.nodes[name].state / "jobs").iterdir() if folder.is_dir()]
+            return [folder for folder in (self.nodes[name].state / "runners").iterdir() if folder.is_dir()]
         except OSError:
             return []
 

@@ -133,6 +133,20 @@ def test_slots_in_use_are_not_assigned_twice() -> None:
     assert [start.submission.job for start in plan(two).start] == ["a"]
 
 
+def test_runner_with_unknown_slots_delays_others_and_can_be_cancelled() -> None:
+    """Its instructions are damaged, and it does not answer."""
+    silent = LocalRunner(RunnerSpec("a", 1, "", (), ""), "starting")
+    view = ClusterView(
+        submissions=(submission("a", 1), submission("b", 2)),
+        placements=(placement("a", 1, 0, 1), placement("b", 2, 2)),
+    )
+    done = plan(view, silent)
+    assert (done.start, done.stop) == ((), ())
+    assert done.runners[1].why == "waiting for its slots, which a still uses"
+    cancelled = plan(replace(view, results=(JobResult("a", 1, "cancelled", 143, "cancelled"),)), silent)
+    assert [stop.spec.job for stop in cancelled.stop] == ["a"]
+
+
 def test_drain_stops_all_runners() -> None:
     done = plan(BOTH, runner("b", 2, 3), drain_reason="the agent was stopped (SIGTERM)")
     assert not done.start

@@ -1,4 +1,8 @@
-"""The files of one run of one job in the node's state directory."""
+"""The files of one run of one job in the node's state directory.
+
+The job's user owns one folder of a run; the agent trusts nothing in it. What the agent relies on is in a second folder,
+which that user cannot enter.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,19 @@ from pathlib import Path
 
 @dataclass
 class JobFiles:
-    """`<state>/jobs/<job>.<number>/`, all of it 0600 in a 0700 folder."""
-
     root: Path
+    """`<state>/jobs/<job>.<number>/`, 0700 and its user's: what the runner writes."""
 
     def __post_init__(self) -> None:
-        self.runner_spec = self.root / "order.json"  #: RunnerSpec; may hold secrets, so not in argv or the environment
-        self.lock = self.root / "lock"  #: locked (flock) by the runner for as long as it lives; contains its pid
+        self.record = self.root.parent.parent / "runners" / self.root.name  #: 0700 and the agent's
+        self.runner_spec = self.record / "order.json"  #: RunnerSpec; may hold secrets, so not in argv or environment
+        self.lock = self.record / "lock"  #: locked (flock) while a process of the job lives; liveness.py
+        self.refusal = self.record / "refused.json"  #: RunnerExit of a job that the agent could not start
+        self.ended = self.record / "ended"  #: its mtime: when the run was first seen to have ended, 0 before
         self.runtime = self.root / "run"  #: the runner's runtime directory, with its control socket `control`
         self.logs = self.root / "logs"
         self.events = self.root / "events.jsonl"
         self.output = self.root / "runner.log"  #: what `elasticd run` would print
-        self.leave_reason = self.root / "leave"  #: why the daemon stops the runner: written before the SIGTERM
         self.runner_exit = self.root / "exit.json"  #: RunnerExit, written last
 
 

@@ -157,6 +157,7 @@ def _starts(
     """The runners to start, those that must wait, and when the next backoff ends."""
     running = {one.key for one in runners}
     in_use = {slot: one.spec.job for one in runners for slot in one.spec.slots}
+    unknown = {one.spec.job for one in runners if not one.spec.slots}
     start: list[RunnerStart] = []
     waiting: list[RunnerStatus] = []
     next_start_at = None
@@ -170,7 +171,7 @@ def _starts(
             continue
         slots = assignment.slots
         backoff = outcomes.backoffs.get(key)
-        if users := sorted({in_use[slot] for slot in slots if slot in in_use}):
+        if users := sorted(unknown.union(in_use[slot] for slot in slots if slot in in_use)):
             why = f"waiting for its slots, which {', '.join(users)} still uses"
             waiting.append(RunnerStatus(*key, slots, "starting", why))
         elif backoff is not None and backoff.retry_at > now:
@@ -217,7 +218,7 @@ def _stop_reason(spec: RunnerSpec, view: ClusterView, node: str, drain_reason: s
                 placement.reason if node in placement.reason else f"the job continues without it; {placement.reason}"
             )
             return next((cordon.text for cordon in view.cordons if cordon.node == node and cordon.drain), moved)
-        if set(assignment.slots) != set(spec.slots):
+        if spec.slots and set(assignment.slots) != set(spec.slots):
             return f"its slots on this node change to {', '.join(ranges(assignment.slots))}"
     return ""
 

@@ -30,19 +30,16 @@ def open_plain(path: Path | str, flags: int, *, dir_fd: int | None = None) -> in
     return fd
 
 
-def read_plain(path: Path, max_bytes: int, *, own_only: bool = False) -> bytes:
-    """The whole file. `own_only`: refuse a file of another user. Raises OSError, also beyond `max_bytes`."""
+def read_plain(path: Path, max_bytes: int) -> bytes:
+    """The whole file. Raises OSError, also beyond `max_bytes`."""
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
-        found = os.fstat(file.fileno())
-        if own_only and found.st_uid != os.geteuid():
-            raise OSError(errno.EPERM, f"it belongs to user {found.st_uid}", str(path))
-        if found.st_size > max_bytes:
+        if os.fstat(file.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
         return file.read(max_bytes)
 
 
-def replace_file(path: Path, data: bytes, group: int | None = None, *, sync: bool = True) -> None:
-    """Write `path` whole with mode 0600, or 0640 for `group`. Raises OSError; then `path` is as before.
+def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Write `path` whole with mode 0600. Raises OSError; then `path` is as before.
 
     `sync`: the content is on disk before it gets its name. On failure the temporary file goes, too: a full disk.
     """
@@ -55,9 +52,6 @@ def replace_file(path: Path, data: bytes, group: int | None = None, *, sync: boo
             file.flush()
             if sync:
                 os.fsync(fd)
-            if group is not None:
-                os.fchown(fd, -1, group)
-                os.fchmod(fd, 0o640)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -6,13 +6,11 @@ signalled, and a forked child never returns into the owner's loop.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 PR_SET_PDEATHSIG = 1
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -21,25 +19,6 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 def prctl(option: int, argument: int | bytes) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0)
-
-
-@contextlib.contextmanager
-def file_access_of(uid: int, gid: int) -> Iterator[None]:
-    """This thread opens and creates files as that user (setfsuid(2)) while this process is root: what a link in the
-    user's folder leads to is then opened only if the user may open it. Raises PermissionError."""
-    if uid == os.geteuid():
-        yield
-        return
-    libc, own_gid = ctypes.CDLL(None), os.getegid()
-    try:
-        libc.setfsgid(gid)
-        libc.setfsuid(uid)
-        if libc.setfsuid(-1) != uid:  # it reports no errors; -1 only asks
-            raise PermissionError(errno.EPERM, "no file can be opened as another user without CAP_SETUID")
-        yield
-    finally:
-        libc.setfsuid(os.geteuid())
-        libc.setfsgid(own_gid)
 
 
 def spawn(argv: list[str], env: dict[str, str], cwd: str, stdout: str | None, stderr: str | None) -> int:

@@ -1,4 +1,4 @@
-"""A job's folder of another user: links in it are not followed, and only its owner's processes can be named."""
+"""A job of another user: links in its folder are not followed, and what the agent relies on is out of its reach."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -16,18 +16,25 @@ import pytest
 
 from elasticd_agent.model.job_dir import JobFiles, job_files
 from elasticd_agent.node.runners import liveness as alive
+from elasticd_agent.node.runners import manager
 from elasticd_agent.node.runners.manager import RunnerManager
-from elasticd_agent.node.runners.spawn import Account, spawn
+from elasticd_agent.node.runners.spawn import Account
 from elasticd_agent.node.runners.spec import (
     MAX_EXIT_BYTES,
     RunnerExit,
     RunnerSpec,
-    StoreSecrets,
     read_exit,
     read_spec,
     write_exit,
 )
 from elasticd_agent.system.files import replace_file
+
+
+def made(state: Path, job: str, number: int = 1) -> JobFiles:
+    files = job_files(state, job, number)
+    files.root.mkdir(parents=True)
+    files.record.mkdir(parents=True)
+    return files
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
@@ -43,9 +50,9 @@ def test_lock_that_is_a_link_is_refused(tmp_path: Path, link: Callable[[Path, Pa
 def test_no_write_through_a_link(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    files = JobFiles(tmp_path)
-    (tmp_path / "exit.spare").symlink_to(precious)
-    (tmp_path / ".order.json.new").symlink_to(precious)
+    files = made(tmp_path, "j")
+    (files.root / "exit.spare").symlink_to(precious)
+    (files.record / ".order.json.new").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic links"):
         write_exit(files, RunnerExit("j", 1, 0, "succeeded", "done"))
     replace_file(files.runner_spec, b"{}")
@@ -54,15 +61,17 @@ def test_no_write_through_a_link(tmp_path: Path) -> None:
 
 
 def test_lock_owner(tmp_path: Path) -> None:
-    """Another user's process cannot be named."""
     path = tmp_path / "lock"
     fd = alive.take_lock(path)
     assert fd is not None
     assert alive.is_locked(path)
     assert alive.lock_owner(path) == alive.ProcessIdentity.of(os.getpid())
-    if os.geteuid() == 0:  # only root's agent runs jobs of others
-        os.chown(path, 65534, 65534)
-        assert alive.lock_owner(path) is None, "a job's user had named a process of root's"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(fd, b"1 2 boot", 0)  # a job's user could name another user's process, which the agent signals
+    alive.write_reason(path, "the node\nis drained " + "x" * 3000)
+    assert alive.read_reason(fd).startswith("the node is drained xxx")
+    alive.write_reason(path, "")
+    assert alive.read_reason(fd) == ""
     os.close(fd)
     assert not alive.is_locked(path)
 
@@ -76,7 +85,7 @@ def test_lock_lasts_as_long_as_any_copy_of_its_descriptor(tmp_path: Path) -> Non
     ) as keeper:
         os.close(fd)
         assert alive.is_locked(path)
-        assert keeper.pid in alive.processes_with_open(path)
+        assert keeper.pid in alive.processes_with_open(path)[0]
         assert alive.take_lock(path) is None
     assert not alive.is_locked(path)
 
@@ -84,20 +93,18 @@ def test_lock_lasts_as_long_as_any_copy_of_its_descriptor(tmp_path: Path) -> Non
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "endless"])
 def test_special_files_do_not_block(tmp_path: Path, make: Callable[[Path], None]) -> None:
     """The deciding thread looks at these; the job's user could have it wait, or read, for ever."""
-    files = JobFiles(tmp_path)
-    for path in (files.lock, files.runner_exit, files.runner_spec, files.output):
+    files = made(tmp_path, "j")
+    for path in (files.lock, files.runner_exit, files.runner_spec):
         make(path)
-    assert not alive.is_locked(files.lock), "what the job's user put there keeps no slots"
+    assert not alive.is_locked(files.lock)
     assert alive.lock_owner(files.lock) is None
     assert read_exit(files) is None
     with pytest.raises(OSError, match=r"not a plain file|symbolic links"):
         read_spec(files)
-    with pytest.raises(OSError, match=r"not a plain file|symbolic links|No such device"):
-        spawn(files, 0, Account.of(None), StoreSecrets())
 
 
 def test_exit_too_large_for_the_store_is_ignored(tmp_path: Path) -> None:
-    files = JobFiles(tmp_path)
+    files = made(tmp_path, "j")
     write_exit(files, RunnerExit("j", 1, 1, "failed", "." * MAX_EXIT_BYTES))
     assert read_exit(files) is None
     write_exit(files, RunnerExit("j", 1, 1, "failed", "short"))
@@ -111,24 +118,11 @@ def test_exit_too_large_for_the_store_is_ignored(tmp_path: Path) -> None:
 ORDER = RunnerSpec("mine", 1, "n1", (0,), "{}")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
-def test_spec_of_another_user_is_ignored(tmp_path: Path) -> None:
-    """The agent registers adopted jobs and their results in the store."""
-    files, lines = job_files(tmp_path, "mine", 1), list[str]()
-    files.root.mkdir(parents=True)
-    replace_file(files.runner_spec, ORDER.to_json(), 65534)
-    assert (files.runner_spec.stat().st_uid, files.runner_spec.stat().st_mode & 0o777) == (0, 0o640)
-    with closing(RunnerManager(tmp_path, lambda: None, lines.append)) as runners:
-        assert [over.key for over in runners.adopt()] == [("mine", 1)]
-        os.chown(files.runner_spec, 65534, 65534)
-        assert runners.adopt() == []
-    assert lines == [f"{files.runner_spec}: [Errno 1] it belongs to user 65534: '{files.runner_spec}'; ignored"]
-
-
 HOLDS = """
 import sys
 from pathlib import Path
 from elasticd_agent.node.runners import liveness as alive
+Path("/proc/self/comm").write_text("elasticd-job")
 lock = alive.take_lock(Path(sys.argv[1]))
 print("has it", flush=True)
 sys.stdin.read()
@@ -137,8 +131,7 @@ sys.stdin.read()
 
 def test_runner_is_alive_without_a_free_file_descriptor(tmp_path: Path) -> None:
     """A runner that counts as dead is killed after a while, with all its processes."""
-    files, lines, before = job_files(tmp_path, "mine", 1), list[str](), resource.getrlimit(resource.RLIMIT_NOFILE)
-    files.root.mkdir(parents=True)
+    files, lines, before = made(tmp_path, "mine", 1), list[str](), resource.getrlimit(resource.RLIMIT_NOFILE)
     replace_file(files.runner_spec, ORDER.to_json())
     with (
         closing(RunnerManager(tmp_path, lambda: None, lines.append)) as runners,
@@ -160,73 +153,21 @@ def test_runner_is_alive_without_a_free_file_descriptor(tmp_path: Path) -> None:
         assert [over.key for over in runners.poll(time.monotonic())] == [("mine", 1)]
 
 
-def test_links_have_no_lock_keepers_second_names_have(tmp_path: Path) -> None:
-    """What keeps a dead runner's lock is killed, by root: a link to /dev/null would have been everybody."""
-    (tmp_path / "lock").symlink_to("/dev/null")
-    with open("/dev/null"), open(tmp_path / "ours", "w"):
-        assert list(alive.processes_with_open(tmp_path / "lock")) == []
-        assert list(alive.processes_with_open(tmp_path / "ours")) == [os.getpid()]
+def test_lock_keepers_are_found_by_any_name(tmp_path: Path) -> None:
+    with open(tmp_path / "ours", "w"):
         os.link(tmp_path / "ours", tmp_path / "second")
-        assert list(alive.processes_with_open(tmp_path / "second")) == [os.getpid()]
-
-
-def test_second_name_of_a_lock_keeps_no_slots(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    fd = alive.take_lock(path)
-    assert fd is not None
-    os.link(path, tmp_path / "lock2")
-    assert alive.is_locked(path)
-    os.close(fd)
-    assert not alive.is_locked(path)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
-def test_lock_of_another_user_keeps_no_slots(tmp_path: Path) -> None:
-    """With fs.protected_hardlinks = 0 a user can link a lock that is held for ever, such as the agent's."""
-    fd = alive.take_lock(tmp_path / "agent.lock")
-    assert fd is not None
-    (tmp_path / "job").mkdir()
-    os.link(tmp_path / "agent.lock", tmp_path / "job" / "lock")
-    os.chown(tmp_path / "job", 65534, 65534)
-    assert not alive.is_locked(tmp_path / "job" / "lock")
-    assert alive.is_locked(tmp_path / "agent.lock")
-    os.close(fd)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
-@pytest.mark.parametrize("name", ["runner.log", "lock", "exit.spare"])
-def test_file_of_root_in_the_users_folder_is_not_given_away(name: str) -> None:
-    """A hard link whose other name was removed: the old version of a file that was replaced, such as a password."""
-    with tempfile.TemporaryDirectory() as place:  # pytest's directories are closed to others
-        os.chmod(place, 0o711)
-        _start_in_prepared_folder(Path(place), name)
-
-
-def _start_in_prepared_folder(state: Path, name: str) -> None:
-    nobody, spec = Account.of("nobody"), RunnerSpec("mine", 1, "n1", (0,), "{}")
-    files = job_files(state, "mine", 1)
-    files.root.mkdir(parents=True)
-    secret = files.root / name
-    replace_file(secret, b"a secret")
-    with closing(RunnerManager(state, lambda: None, lambda line: None)) as runners:
-        with pytest.raises(PermissionError):
-            runners.refuse(spec, nobody, "why") if name == "exit.spare" else runners.start(spec, nobody, StoreSecrets())
-        assert runners.alive() == ()
-    assert (secret.stat().st_uid, secret.stat().st_mode & 0o777, secret.read_bytes()) == (0, 0o600, b"a secret")
-    replace_file(state / "own", b"")
-    assert (state / "own").stat().st_uid == 0, "the thread is root again"
+        for name in ("ours", "second"):
+            assert alive.processes_with_open(tmp_path / name) == ([os.getpid()], os.geteuid() == 0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
 def test_only_the_job_users_lock_keepers_are_killed(tmp_path: Path) -> None:
-    files, lines = job_files(tmp_path, "mine", 1), list[str]()
-    files.root.mkdir(parents=True)
+    files, lines = made(tmp_path, "mine", 1), list[str]()
     replace_file(files.runner_spec, ORDER.to_json())
     os.chown(files.root, 65534, 65534)
     keep = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     fd = alive.take_lock(files.lock)
     assert fd is not None
-    os.fchown(fd, 65534, 65534)
     with (
         closing(RunnerManager(tmp_path, lambda: None, lines.append)) as runners,
         subprocess.Popen(keep, stdin=subprocess.PIPE, pass_fds=[fd]) as roots,
@@ -236,17 +177,148 @@ def test_only_the_job_users_lock_keepers_are_killed(tmp_path: Path) -> None:
         try:
             assert runners.adopt() == []
             (runner,) = runners._runners.values()
-            assert {process.pid for process in runners._lock_keepers(runner)} == {theirs.pid}
+            keepers, none_other = runners._lock_keepers(runner)
+            assert ([process.pid for process in keepers], none_other) == ([theirs.pid], False)
         finally:
             theirs.kill()
             roots.communicate()
 
 
+def test_silent_runner_with_damaged_files_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its slots were given to other jobs, and nothing could cancel it."""
+    monkeypatch.setattr(manager, "SPEC_FROM_RUNNER_S", 0.1)
+    files, lines = made(tmp_path, "mine"), list[str]()
+    files.runner_spec.write_text("{")
+    with (
+        closing(RunnerManager(tmp_path, lambda: None, lines.append)) as runners,
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDS, str(files.lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as runner,
+    ):
+        assert runner.stdout is not None
+        assert runner.stdout.readline() == "has it\n"
+        os.truncate(files.lock, 20)
+        assert runners.adopt() == []
+        assert "may use any slot" in lines[0]
+        (known,) = runners._runners.values()
+        known.search_owner_at = 0.0
+        assert runners.request_stop("mine", 1, "cancelled", 5.0)
+        assert runners.poll(time.monotonic()) == []
+        runner.wait(10)
+        assert [end.key for end in runners.poll(time.monotonic())] == [("mine", 1)]
+
+
 def test_spec_in_another_jobs_folder_is_ignored(tmp_path: Path) -> None:
-    files, lines = job_files(tmp_path, "yours", 7), list[str]()
-    files.root.mkdir(parents=True)
+    files, lines = made(tmp_path, "yours", 7), list[str]()
     replace_file(files.runner_spec, ORDER.to_json())
     write_exit(files, RunnerExit("mine", 1, 0, "succeeded", "done"))
     with closing(RunnerManager(tmp_path, lambda: None, lines.append)) as runners:
         assert runners.adopt() == []
     assert lines == [f"{files.runner_spec}: it is of job mine number 1; ignored"]
+
+
+ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
+IN_A_SOCKET = """
+import array, socket, sys
+here, there = socket.socketpair()
+here.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [int(sys.argv[1])]))])
+__import__("os").close(int(sys.argv[1]))
+print("sent", flush=True)
+sys.stdin.read()
+"""
+PYTHON = "/usr/bin/python3"
+"""Others than root may execute it."""
+TRIES = """
+import os, sys
+record, root, fd = sys.argv[1:]
+def refused(*do):
+    try:
+        do[0](*do[1:])
+    except OSError as error:
+        return type(error).__name__
+print(*(refused(*do) for do in [
+    (os.link, record + "/lock", root + "/lock2"), (os.link, f"/proc/self/fd/{fd}", root + "/lock3"),
+    (os.listdir, record), (open, record + "/order.json"), (open, record + "/lock"), (os.unlink, record + "/lock"),
+    (os.rename, record, record + ".old"), (open, f"/proc/self/fd/{fd}", "r+"), (os.pwrite, int(fd), b"1 1 x", 0),
+]))
+"""
+
+
+@pytest.fixture
+def open_state() -> Iterator[Path]:
+    """A state directory that its jobs' users may pass through, which pytest's are not."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o711)
+        yield Path(place)
+
+
+def theirs(state: Path) -> JobFiles:
+    """The folders of a run of nobody's, as the agent makes them."""
+    with closing(RunnerManager(state, lambda: None, lambda line: None)) as runners:
+        files = runners._folder(ORDER, Account.of("nobody"))
+    replace_file(files.runner_spec, ORDER.to_json())
+    return files
+
+
+@ROOT_ONLY
+def test_jobs_user_cannot_touch_what_the_agent_relies_on(open_state: Path) -> None:
+    files = theirs(open_state)
+    fd = alive.take_lock(files.lock)
+    assert fd is not None
+    done = subprocess.run(
+        [PYTHON, "-c", TRIES, str(files.record), str(files.root), str(fd)],
+        pass_fds=[fd], user=65534, group=65534, extra_groups=[], capture_output=True, text=True,
+    )  # fmt: skip
+    os.close(fd)
+    refusals = done.stdout.split()
+    assert len(refusals) == 9 and "None" not in refusals, (done.stdout, done.stderr)
+    assert sorted(os.listdir(files.root)) == []
+
+
+@ROOT_ONLY
+def test_lock_in_a_socket_keeps_no_slots(open_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process has the descriptor while it is on its way, so nobody can be killed for it."""
+    monkeypatch.setattr(manager, "REMNANT_GRACE_S", 0.0)
+    files, lines = theirs(open_state), list[str]()
+    fd = alive.take_lock(files.lock)
+    assert fd is not None
+    with (
+        closing(RunnerManager(open_state, lambda: None, lines.append)) as runners,
+        subprocess.Popen(
+            [PYTHON, "-c", IN_A_SOCKET, str(fd)],
+            pass_fds=[fd], user=65534, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as user,
+    ):  # fmt: skip
+        assert user.stdout is not None
+        assert user.stdout.readline() == "sent\n"
+        os.truncate(files.lock, 0)
+        os.close(fd)
+        assert alive.is_locked(files.lock)
+        assert runners.adopt() == []
+        (runner,) = runners._runners.values()
+        runner.search_owner_at = 0.0
+        ended = [end for _ in range(4) for end in runners.poll(time.monotonic())]
+        assert [end.key for end in ended] == [("mine", 1)]
+        assert lines[-1] == "job mine: no process has its lock any more; its slots are free"
+        user.communicate()
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
+def test_runner_log_is_opened_as_the_jobs_user(open_state: Path, link: Callable[[Path, Path], None]) -> None:
+    """A file of root's that this user cannot write, with its only name in the user's folder: it stays as it is."""
+    files = theirs(open_state)
+    secret = open_state / "secret"
+    replace_file(secret, b"a secret")
+    link(secret, files.output)
+    if link is os.link:
+        secret.unlink()
+    program = (
+        "import sys; from pathlib import Path; from elasticd_agent.model.job_dir import JobFiles;"
+        "from elasticd_agent.node.runners import main, spawn; spawn.become(spawn.Account.of('nobody'));"
+        "main._write_to_log(JobFiles(Path(sys.argv[1]))); print('something')"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(files.root)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "the job runs without this log" in done.stderr
+    assert files.output.read_bytes() == b"a secret" and files.output.stat().st_uid == 0

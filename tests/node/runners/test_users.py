@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.model.job_dir import JobFiles
+from elasticd_agent.model.job_dir import job_files
 from elasticd_agent.node.runners import spawn as spawning
-from elasticd_agent.node.runners.spec import StoreSecrets
+from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets
+from elasticd_agent.system.files import replace_file
 from tests.etcd import EtcdServers
 from tests.node.conftest import MakeNode
 from tests.node.node import COLD, AgentNode, lives, until
@@ -157,8 +158,9 @@ def test_failed_start_leaves_no_empty_log(open_place: Path, monkeypatch: pytest.
     shut.write_text("#!/bin/sh\n")
     shut.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(shut))
-    files = JobFiles(open_place / "job")
-    files.root.mkdir()
+    files = job_files(open_place, "job", 1)
+    files.root.mkdir(parents=True)
+    files.record.mkdir(parents=True)
     os.chown(files.root, SOMEBODY.pw_uid, SOMEBODY.pw_gid)
     with open(files.lock, "w") as lock, pytest.raises(spawning.NotAllowed, match="user 'nobody' may not execute"):
         spawning.spawn(files, lock.fileno(), spawning.Account.of("nobody"), StoreSecrets())
@@ -198,16 +200,18 @@ def test_jobs_user_cannot_read_secrets_as_the_runner_starts(open_place: Path, mo
     assert attack.stdout is not None
     try:
         assert attack.stdout.readline() == "looking\n"
-        for number in range(5):
-            files = JobFiles(open_place / str(number))
-            files.root.mkdir()
+        for number in range(1, 6):
+            files = job_files(open_place, "job", number)
+            files.root.mkdir(parents=True)
+            files.record.mkdir(parents=True)
+            replace_file(files.runner_spec, RunnerSpec("job", number, "n1", (0,), "{}").to_json())
             os.chown(files.root, SOMEBODY.pw_uid, SOMEBODY.pw_gid)
             with open(files.lock, "w") as lock:
                 runner = spawning.spawn(
                     files, lock.fileno(), spawning.Account.of("nobody"), StoreSecrets("a-secret-word")
                 )
-            assert runner.wait(30) != 0, "it has no spec"
-            assert "No such file" in files.output.read_text(), "it has read its secrets, and became that user"
+            assert runner.wait(30) != 0, "its spec has no command"
+            assert files.output.stat().st_uid == SOMEBODY.pw_uid, "it has read its secrets, and became that user"
     finally:
         attack.kill()
         found, _ = attack.communicate()
@@ -217,13 +221,15 @@ def test_jobs_user_cannot_read_secrets_as_the_runner_starts(open_place: Path, mo
 BECOMES = """
 import sys
 from pathlib import Path
-from elasticd_agent.model.job_dir import JobFiles
-from elasticd_agent.node.runners import spawn as spawning
-from elasticd_agent.node.runners.spec import StoreSecrets
-with open(JobFiles(Path(sys.argv[1])).lock, "w") as lock:
+from contextlib import closing
+from elasticd.errors import UsageError
+from elasticd_agent.node.runners.manager import RunnerManager
+from elasticd_agent.node.runners.spawn import Account
+from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets
+with closing(RunnerManager(Path(sys.argv[1]), lambda: None, print)) as runners:
     try:
-        spawning.spawn(JobFiles(Path(sys.argv[1])), lock.fileno(), spawning.Account.of("nobody"), StoreSecrets())
-    except spawning.UsageError as error:
+        runners.start(RunnerSpec("job", 1, "n1", (0,), "{}"), Account.of("nobody"), StoreSecrets())
+    except UsageError as error:
         print(type(error).__name__, error)
 """
 
@@ -232,7 +238,6 @@ with open(JobFiles(Path(sys.argv[1])).lock, "w") as lock:
 @pytest.mark.parametrize("capability", ["setuid", "setgid", "chown"])
 def test_missing_capability_is_named(open_place: Path, capability: str) -> None:
     """Also an agent with User=root under systemd 257."""
-    open_place.chmod(0o777)
     less = ["setpriv", f"--bounding-set=-{capability}", f"--inh-caps=-{capability}"]
     done = subprocess.run(
         [*less, sys.executable, "-c", BECOMES, str(open_place)],
@@ -242,7 +247,7 @@ def test_missing_capability_is_named(open_place: Path, capability: str) -> None:
         timeout=30,
     )
     assert done.stdout.startswith("UsageError this agent may not become user 'nobody'"), done.stderr
-    assert not JobFiles(open_place).output.exists()
+    assert not job_files(open_place, "job", 1).output.exists()
 
 
 def test_secrets_pass_through_memory() -> None:

@@ -282,22 +282,21 @@ def test_scheduler_dies_during_the_removal() -> None:
 # ---- files
 
 
-def folder(state: Path, name: str, age_s: float, *, now: float = 1e9, ended_too: bool = True) -> Path:
+def folder(state: Path, name: str, age_s: float, *, now: float = 1e9) -> Path:
     files = job_dir.JobFiles(state / "jobs" / name)
     files.logs.mkdir(parents=True)
     (files.logs / "rank-0.log").write_text("hello")
+    files.record.mkdir(parents=True)
     files.runner_spec.write_text("{}")
     files.lock.write_text("1")
-    if ended_too:
-        files.runner_exit.write_text("{}")
-        os.utime(files.runner_exit, (now - age_s, now - age_s))
-    os.utime(files.root, (now - age_s, now - age_s))
+    files.ended.touch()
+    os.utime(files.ended, (now - age_s, now - age_s))
     return files.root
 
 
 def test_files_expire(tmp_path: Path) -> None:
     old, young, needed, killed = (
-        folder(tmp_path, name, age_s, ended_too=name != "d.4")
+        folder(tmp_path, name, age_s)
         for name, age_s in (("a.b.1", 200.0), ("b.2", 50.0), ("c.3", 200.0), ("d.4", 200.0))
     )
     for other in ("jobs/readme.txt", "jobs/not-a-run", "jobs/x.y", "kept"):
@@ -309,13 +308,14 @@ def test_files_expire(tmp_path: Path) -> None:
     ]
     assert [p.exists() for p in (old, young, needed, killed)] == [False, True, True, False]
     assert len(list((tmp_path / "jobs").iterdir())) == 5
+    assert sorted(path.name for path in (tmp_path / "runners").iterdir()) == ["b.2", "c.3"]
     assert ended.remove_files(tmp_path, {("c", 3)}, 1e9, 100.0) == []
     assert ended.remove_files(tmp_path / "nothing", set(), 1e9, 100.0) == []
 
 
 def test_files_of_a_live_runner(tmp_path: Path) -> None:
     root = folder(tmp_path, "llm.1", 1e6)
-    with (root / "lock").open() as lock:
+    with job_dir.JobFiles(root).lock.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert ended.remove_files(tmp_path, set(), 1e9, 100.0, max_folders=0) == []
         assert root.exists()
@@ -333,9 +333,16 @@ def test_run_folders_above_the_maximum(tmp_path: Path) -> None:
 
 
 def test_files_from_the_future(tmp_path: Path) -> None:
+    """The clock was corrected, or the job's user has changed the times of its files, to fill the disk."""
     root = folder(tmp_path, "j.1", -1e6)
-    assert ended.remove_files(tmp_path, set(), 1e9, 0.0) == []
+    (root / "exit.json").touch()
+    for path in (root, root / "exit.json"):
+        os.utime(path, (4e9, 4e9))
+    assert ended.remove_files(tmp_path, set(), 1e9, 100.0) == []
+    assert ended.remove_files(tmp_path, set(), 1e9 + 99.0, 100.0) == []
     assert root.exists()
+    assert len(ended.remove_files(tmp_path, set(), 1e9 + 100.0, 100.0)) == 1
+    assert not root.exists()
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
@@ -345,7 +352,6 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     root = folder(tmp_path, "j.1", 200.0)
     (root / "link").symlink_to(elsewhere)
     (tmp_path / "jobs" / "k.2").symlink_to(elsewhere)
-    os.utime(root, (0, 0))
     assert len(ended.remove_files(tmp_path, set(), 1e9, 100.0)) == 1
     assert not root.exists()
     assert (elsewhere / "precious").exists()

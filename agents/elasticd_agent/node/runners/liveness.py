@@ -11,7 +11,6 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from elasticd_agent.system.files import open_plain
 
 OWNER_BYTES = 80
 """A constant length, so that one write replaces an identity, also on a full disk."""
+REASON_BYTES = 2000
+"""After the identity: why the agent stops the owner, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +60,13 @@ def boot_id() -> str:
 def take_lock(path: Path) -> int | None:
     """Lock `path` and write our identity into it. Returns its file descriptor; None: another process has the lock.
 
-    The lock lasts until every copy of the descriptor is closed, also a child's. Raises OSError, also for a link: the
-    folder may belong to another user, who could point it at a file of ours.
+    The lock lasts until every copy of the descriptor is closed, also a child's. A child that runs as another user can
+    only read it, so that it cannot name another process. Raises OSError.
     """
-    fd = open_plain(path, os.O_RDWR | os.O_CREAT)
+    fd = open_plain(path, os.O_RDONLY | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        write_owner(fd)
+        write_owner(path)
     except BlockingIOError:
         os.close(fd)
         return None
@@ -75,26 +76,44 @@ def take_lock(path: Path) -> int | None:
     return fd
 
 
-def write_owner(fd: int, pid: int | None = None) -> None:
+def write_owner(path: Path, pid: int | None = None) -> None:
     """Write the owner's identity into the locked file: this process, or `pid`."""
     named = ProcessIdentity.of(os.getpid() if pid is None else pid)
     with contextlib.suppress(OSError):  # a full disk: the lock is sufficient
-        os.pwrite(fd, f"{named}\n".ljust(OWNER_BYTES).encode(), 0)
+        _write(path, f"{named}\n".ljust(OWNER_BYTES).encode(), 0)
+
+
+def write_reason(path: Path, why: str) -> None:
+    """Write into the lock why its owner gets a SIGTERM; "": nobody wants it to end. Raises OSError."""
+    line = " ".join(why.split()).encode()[: REASON_BYTES - 1] + b"\n"
+    _write(path, line, OWNER_BYTES)
+
+
+def read_reason(lock: int) -> str:
+    """What `write_reason` wrote; "" if nothing."""
+    with contextlib.suppress(OSError):
+        line, newline, _ = os.pread(lock, REASON_BYTES, OWNER_BYTES).partition(b"\n")
+        return line.decode(errors="replace") if newline else ""
+    return ""
+
+
+def _write(path: Path, data: bytes, offset: int) -> None:
+    fd = open_plain(path, os.O_WRONLY)
+    try:
+        os.pwrite(fd, data, offset)
+    finally:
+        os.close(fd)
 
 
 def is_locked(path: Path, *, exclusive: bool = False) -> bool:
-    """True while a process has the lock, with `exclusive` also a shared one, or if that cannot be determined.
-
-    Something else in the lock's place is no lock: a job's user may put it there, to keep the job's slots for ever.
-    """
+    """True while a process has the lock, with `exclusive` also a shared one, or if that cannot be determined."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | (os.O_RDWR if exclusive else os.O_RDONLY))
     except OSError as error:
         return error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENXIO)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != path.parent.stat().st_uid:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             return False
         fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError:
@@ -105,29 +124,24 @@ def is_locked(path: Path, *, exclusive: bool = False) -> bool:
 
 
 def lock_owner(path: Path) -> ProcessIdentity | None:
-    """The process named in the file, if it is alive and of the file's owner: nobody can name another user's process."""
+    """The process named in the file, if it is alive."""
     try:
         with open(open_plain(path, os.O_RDONLY), "rb") as file:
             named = ProcessIdentity.parse(file.read(OWNER_BYTES).decode("ascii", "replace"))
-            user = os.fstat(file.fileno()).st_uid
     except OSError:
         return None
-    return named if named is not None and process_user(named.pid) == user and named.alive else None
+    return named if named is not None and named.alive else None
 
 
-def find_unnamed_owner(path: Path, name: bytes) -> ProcessIdentity | None:
-    """The owner of a lock without an identity: the oldest process of this name that has the file open."""
-    try:
-        owner = path.stat().st_uid
-    except OSError:
-        return None
-    found = [
-        pid
-        for pid in processes_with_open(path)
-        if process_user(pid) == owner and procfs.read(f"/proc/{pid}/comm").strip() == name
-    ]
+def find_unnamed_owner(path: Path, name: bytes, user: int) -> tuple[ProcessIdentity | None, bool]:
+    """The owner of a lock without an identity: the oldest process of this name and user that has the file open.
+
+    False: there may be one at which we may not look.
+    """
+    pids, complete = processes_with_open(path)
+    found = [pid for pid in pids if process_user(pid) == user and procfs.read(f"/proc/{pid}/comm").strip() == name]
     named = [process for process in map(ProcessIdentity.of, found) if process is not None]
-    return min(named, key=lambda process: process.started, default=None)
+    return min(named, key=lambda process: process.started, default=None), complete
 
 
 def process_user(pid: int) -> int | None:
@@ -138,22 +152,29 @@ def process_user(pid: int) -> int | None:
     return None
 
 
-def processes_with_open(path: Path) -> Iterator[int]:
-    """Every process that has the file open, as far as we may look; the lock's owner is among them.
-
-    None for a link: the folder's owner could link to /dev/null, which every process has open. A second name of the file
-    hides none of them.
-    """
+def processes_with_open(path: Path) -> tuple[list[int], bool]:
+    """Every process that has the file open, the lock's owner among them; False: we may not look at all processes."""
+    pids: list[int] = []
+    complete = True
     try:
         locked = path.lstat()
     except OSError:
-        return
-    if not stat.S_ISREG(locked.st_mode):
-        return
+        return pids, False
     for pid in procfs.all_pids():
-        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
-            for entry in entries:
-                found = os.stat(entry.path)
-                if (found.st_dev, found.st_ino) == (locked.st_dev, locked.st_ino):
-                    yield pid
-                    break
+        try:
+            with os.scandir(f"/proc/{pid}/fd") as entries:
+                if any(_is_file(entry.path, locked) for entry in entries):
+                    pids.append(pid)
+        except PermissionError:
+            complete = False
+        except OSError:  # it has ended
+            continue
+    return pids, complete
+
+
+def _is_file(fd: str, file: os.stat_result) -> bool:
+    try:
+        found = os.stat(fd)
+    except OSError:  # closed meanwhile
+        return False
+    return (found.st_dev, found.st_ino) == (file.st_dev, file.st_ino)

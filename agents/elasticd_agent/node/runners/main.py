@@ -36,23 +36,22 @@ from elasticd_agent.node.runners import liveness
 from elasticd_agent.node.runners.history import RoundHistory, RunnerMetrics
 from elasticd_agent.node.runners.spawn import Account, become
 from elasticd_agent.node.runners.spec import (
-    MAX_WHY_CHARS,
     PR_SET_DUMPABLE,
     RunnerSpec,
     StoreSecrets,
     exit_for,
-    leave_reason,
     read_spec,
     reserve_exit_space,
     write_exit,
 )
 from elasticd_agent.system.control_socket import Verb
-from elasticd_agent.system.files import replace_link
+from elasticd_agent.system.files import open_plain, replace_link
 from elasticd_agent.system.process import prctl
 from elasticd_agent.telemetry import event_log as eventlog
 from elasticd_agent.telemetry import metrics
 
 PR_SET_NAME = 15
+MAX_LOG_BYTES = 1 << 20
 MAX_WAKE_DELAY_S = 2.0
 """A timer that is later was delayed because this process was stopped or starved, and could not answer meanwhile."""
 
@@ -61,7 +60,7 @@ def job(argv: Sequence[str]) -> int:
     """Run the job of the folder `argv[0]` to its end. Returns the exit code, which is also written to the folder.
 
     The other arguments are the user to run as, if this process runs as root for another one, and file descriptors: the
-    folder's lock, the store's secrets and, where the runner was started from a copy of the code, the lock of that copy.
+    run's lock, the store's secrets and, where the runner was started from a copy of the code, the lock of that copy.
     """
     if len(argv) not in (4, 5) or not all(text.isdecimal() for text in argv[2:]):
         raise UsageError("job is an internal command: use elasticd agent --config FILE")
@@ -72,16 +71,32 @@ def job(argv: Sequence[str]) -> int:
     lock, secrets_fd, *code_lock = map(int, argv[2:])
     for fd in (lock, *code_lock):
         os.set_inheritable(fd, False)
-    liveness.write_owner(lock)
+    liveness.write_owner(files.lock)
     try:
         secrets = StoreSecrets.from_fd(secrets_fd)
+        spec = read_spec(files)
         if argv[1]:  # only now: processes of that user may read the memory and the files of one that is theirs
             become(Account.of(argv[1]))
             prctl(PR_SET_DUMPABLE, 0)  # the kernel resets it
-        spec = read_spec(files)
     except (OSError, WireError) as error:
         raise UsageError(f"{files.runner_spec}: {error}") from None
+    _write_to_log(files)
     return _run_to_end(spec, secrets, files, (lock, *code_lock))
+
+
+def _write_to_log(files: JobFiles) -> None:
+    """Our output is the agent's until now; the log is opened as the job's user, whose folder may hold any link."""
+    with contextlib.suppress(OSError):
+        if files.output.stat().st_size > MAX_LOG_BYTES:
+            os.rename(files.output, files.output.with_suffix(".log.1"))
+    try:
+        fd = open_plain(files.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except OSError as error:
+        _print(f"{files.output}: {error.strerror}; the job runs without this log")
+        fd = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(fd, stream)
+    os.close(fd)
 
 
 def _reset_oom_score() -> None:
@@ -147,7 +162,7 @@ def _run(
         pauses_before_stop=True,
         leave_within_s=runner_spec.drain_timeout_s,
         on_runtime_dir=lambda runtime: replace_link(files.runtime, runtime),
-        stop_reason=lambda: leave_reason(files),
+        stop_reason=lambda: liveness.read_reason(locks[0]),
         own_code=len(locks) > 1,
     )
     try:
@@ -213,7 +228,7 @@ class RunnerReporting(Reporting):
             }
 
         def leave(request: Mapping[str, Any]) -> Mapping[str, Any]:
-            stop(str(request.get("why") or "a stop was requested")[:MAX_WHY_CHARS])
+            stop(str(request.get("why") or "a stop was requested")[: liveness.REASON_BYTES])
             return brief()
 
         return {

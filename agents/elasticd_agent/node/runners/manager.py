@@ -1,7 +1,7 @@
 """The runners of one node: starts them, adopts those of an earlier agent, stops them, and notices their end.
 
-A runner is identified by the lock of its job's folder and by its process's identity, never by a bare pid, so no other
-process is ever signalled. Everything except `alive` belongs to the main loop's thread.
+A runner is identified by the lock of its run and by its process's identity, never by a bare pid, so no other process is
+ever signalled. Everything except `alive` belongs to the main loop's thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,19 +24,17 @@ from elasticd_agent.node.reconcile import LocalRunner, RunnerEnd
 from elasticd_agent.node.runners import liveness
 from elasticd_agent.node.runners.liveness import ProcessIdentity
 from elasticd_agent.node.runners.poller import RunnerPoller, ask_runner
-from elasticd_agent.node.runners.spawn import Account, files_of, spawn
+from elasticd_agent.node.runners.spawn import Account, missing_capability, spawn
 from elasticd_agent.node.runners.spec import (
     RunnerSpec,
     StoreSecrets,
     exit_for,
     read_exit,
     read_spec,
-    write_exit,
 )
 from elasticd_agent.system import procfs
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.system.files import replace_file
-from elasticd_agent.system.process import file_access_of
 
 KILL_DELAY_S = 5.0
 """From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
@@ -58,16 +56,28 @@ class ManagedRunner:
     process: ProcessIdentity | None = None
     pidfd: int | None = None
     child: subprocess.Popen[bytes] | None = None
+    is_missing: bool = False
+    """The lock names no live process, and none that has it is a runner."""
     search_owner_at: float = field(default_factory=lambda: time.monotonic() + SIGN_GRACE_S)
     leave_deadline: float | None = None
     kill_at: float | None = None
     remnants_deadline: float | None = None
+    lock_is_lost: bool = False
+    """The lock is taken, but no process has it: the job's user has put its descriptor into a socket."""
     process_tree: tuple[ProcessIdentity, ...] = ()
     last_status: Mapping[str, Any] | None = None
 
     @property
     def key(self) -> tuple[str, int]:
         return self.spec.job, self.spec.number
+
+    @property
+    def user(self) -> int | None:
+        """The job's: the owner of its folder, which only the agent can replace."""
+        try:
+            return self.files.root.stat().st_uid
+        except OSError:
+            return None
 
     @property
     def summary(self) -> LocalRunner:
@@ -78,7 +88,8 @@ class ManagedRunner:
         if self.child is not None:
             return self.child.poll() is None
         if self.process is None:
-            return liveness.is_locked(self.files.lock)  # its identity is not written yet, or could not be
+            # Its identity is not written yet, or could not be.
+            return not self.is_missing and liveness.is_locked(self.files.lock)
         with contextlib.suppress(ChildProcessError):  # our child from before an exec of ourselves
             os.waitpid(self.process.pid, os.WNOHANG)
         if self.pidfd is None:
@@ -153,42 +164,43 @@ class RunnerManager:
         return ends
 
     def _adoptable(self, files: JobFiles, until: float) -> RunnerSpec | None:
-        """The spec in the folder; None: there is none, or it is not the agent's."""
+        """The spec of the run; None: there is none, and no runner either."""
         try:
-            spec = read_spec(files, own_only=True)
-            if files.root != job_files(self._state, spec.job, spec.number).root:
+            spec = read_spec(files)
+            if files.root.name != f"{spec.job}.{spec.number}":
                 raise WireError(f"it is of job {spec.job} number {spec.number}")
-        except FileNotFoundError:
-            return None
-        except OSError as error:  # also a file of another user, whose answer could be anything
-            self._log(f"{files.runner_spec}: {error}; ignored")
-            return None
-        except WireError as error:
+            return spec
+        except (OSError, WireError) as error:
+            if not liveness.is_locked(files.lock):
+                if not isinstance(error, FileNotFoundError):
+                    self._log(f"{files.runner_spec}: {error}; ignored")
+                return None
             reported = _spec_from_runner(files, until)
-            how = "ignored" if reported is None else "its runner reports what it runs"
+            silent = "its runner does not answer, and may use any slot"
+            how = silent if reported is None else "its runner reports what it runs"
             self._log(f"{files.runner_spec}: {error}; {how}")
-            return reported
-        return spec
+            job, _, number = files.root.name.rpartition(".")
+            return reported or (RunnerSpec(job, int(number), "", (), "") if number.isdecimal() else None)
 
     def _folders(self) -> list[Path]:
         try:
-            return [folder for folder in (self._state / "jobs").iterdir() if folder.is_dir()]
+            return [self._state / "jobs" / run.name for run in (self._state / "runners").iterdir()]
         except FileNotFoundError:
             return []
 
     def start(self, spec: RunnerSpec, account: Account, secrets: StoreSecrets) -> int:
         """Start a runner; its pid. Raises OSError if its folder or process cannot be created, UsageError."""
         files = self._folder(spec, account)
-        replace_file(files.runner_spec, spec.to_json(), account.gid if account.uid != os.geteuid() else None)
-        files.runner_exit.unlink(missing_ok=True)
-        files.leave_reason.unlink(missing_ok=True)
-        with files_of(account):
-            lock = liveness.take_lock(files.lock)
+        replace_file(files.runner_spec, spec.to_json())
+        for earlier in (files.runner_exit, files.refusal):
+            earlier.unlink(missing_ok=True)
+        lock = liveness.take_lock(files.lock)
         if lock is None:
             raise UsageError(f"{files.root}: another process has its lock")
         try:
+            liveness.write_reason(files.lock, "")
             child = spawn(files, lock, account, secrets, self._code)
-            liveness.write_owner(lock, child.pid)
+            liveness.write_owner(files.lock, child.pid)
         finally:
             os.close(lock)
         runner = ManagedRunner(spec, files, child=child)
@@ -202,26 +214,29 @@ class RunnerManager:
         files = self._folder(spec, account)
         replace_file(files.runner_spec, spec.to_json())
         refusal = exit_for(spec, 2, why, (), 0)
-        folder = files.root.stat()
-        with file_access_of(folder.st_uid, folder.st_gid):
-            write_exit(files, refusal)
+        replace_file(files.refusal, refusal.to_json())
         return RunnerEnd(spec, refusal, requested=False)
 
     def _folder(self, spec: RunnerSpec, account: Account | None) -> JobFiles:
         files = job_files(self._state, spec.job, spec.number)
-        files.root.parent.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            files.root.mkdir(mode=0o700)
+        for folder in (files.root, files.record):
+            folder.parent.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+        files.ended.touch(0o600)  # now, because a full disk may have no room for it later
+        os.utime(files.ended, (0, 0))
         if account is not None and account.uid != os.geteuid():
             for above in (self._state, files.root.parent):
                 above.chmod(0o711)  # its user can reach its own folder, and list no other
-            folder = os.open(files.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fd = os.open(files.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if os.fstat(folder).st_uid not in (os.geteuid(), account.uid):
+                if os.fstat(fd).st_uid not in (os.geteuid(), account.uid):
                     raise UsageError(f"{files.root} belongs to another user")
-                os.fchown(folder, account.uid, account.gid)
+                os.fchown(fd, account.uid, account.gid)
+            except PermissionError as error:
+                raise UsageError(missing_capability(account)) from error
             finally:
-                os.close(folder)
+                os.close(fd)
         return files
 
     def request_stop(self, job: str, number: int, why: str, within_s: float) -> bool:
@@ -233,18 +248,12 @@ class RunnerManager:
         runner.state = "leaving"
         runner.why = why
         runner.leave_deadline = time.monotonic() + within_s
-        self._write_reason(runner)
+        try:  # before the signal: the main loop must not wait for a runner that does not answer
+            liveness.write_reason(runner.files.lock, why)
+        except OSError as error:
+            self._log(f"job {job}: its runner gets no reason for its stop: {error.strerror}")
         runner.signal(signal.SIGTERM)
         return True
-
-    def _write_reason(self, runner: ManagedRunner) -> None:
-        """To a file, before the signal: the main loop must not wait for a runner that does not answer."""
-        try:
-            owner = runner.files.root.stat()
-            group = owner.st_gid if owner.st_uid != os.geteuid() else None
-            replace_file(runner.files.leave_reason, runner.why.encode(), group)
-        except OSError as error:
-            self._log(f"job {runner.spec.job}: its runner gets no reason for its stop: {error.strerror}")
 
     def expire_deadlines(self) -> None:
         """Runners that are leaving get no more time."""
@@ -261,11 +270,13 @@ class RunnerManager:
                 runner.last_status = status
                 if runner.state == "starting" and status.get("phase"):
                     runner.state = "running"
+                if not runner.spec.slots:
+                    runner.spec = replace(runner.spec, slots=_reported_slots(status))
             if runner.process is None:
                 self._identify(runner)
             if runner.is_running():
                 self._enforce_deadlines(runner, now)
-            elif not liveness.is_locked(runner.files.lock):
+            elif runner.lock_is_lost or not liveness.is_locked(runner.files.lock):
                 del self._runners[key]
                 runner.close()
                 ends.append(RunnerEnd(runner.spec, read_exit(runner.files), requested=runner.stop_requested))
@@ -309,7 +320,12 @@ class RunnerManager:
             runner.remnants_deadline = now + REMNANT_GRACE_S
         elif now >= runner.remnants_deadline:
             runner.remnants_deadline = now + REMNANT_GRACE_S
-            left = {process for process in runner.process_tree if process.alive} | set(self._lock_keepers(runner))
+            keepers, complete = self._lock_keepers(runner)
+            left = {process for process in runner.process_tree if process.alive} | set(keepers)
+            if not left and complete:
+                runner.lock_is_lost = True
+                self._log(f"job {runner.spec.job}: no process has its lock any more; its slots are free")
+                return
             pids = ", ".join(str(process.pid) for process in sorted(left, key=lambda p: p.pid))
             self._log(f"job {runner.spec.job}: killing its remaining processes {pids or '(not found)'}")
             for process in left:
@@ -321,30 +337,28 @@ class RunnerManager:
         found = procfs.trees([runner.process.pid], procfs.scan().values()).get(runner.process.pid, ())
         return tuple(process for process in map(ProcessIdentity.of, found) if process is not None)
 
-    def _lock_keepers(self, runner: ManagedRunner) -> list[ProcessIdentity]:
-        """Processes that have the lock open, and their children.
-
-        Only the job user's own: it may have replaced the lock by a file that other users' processes have open.
-        """
-        try:
-            owner = runner.files.root.stat().st_uid
-        except OSError:
-            return []
+    def _lock_keepers(self, runner: ManagedRunner) -> tuple[list[ProcessIdentity], bool]:
+        """The job user's processes that have the lock open, and their children; True: no other process has it open."""
+        owner = runner.user
 
         def own(pid: int) -> bool:
             return pid != os.getpid() and liveness.process_user(pid) == owner
 
-        found = [pid for pid in liveness.processes_with_open(runner.files.lock) if own(pid)]
-        trees = procfs.trees(found, procfs.scan().values())
+        found, complete = liveness.processes_with_open(runner.files.lock)
+        trees = procfs.trees([pid for pid in found if own(pid)], procfs.scan().values())
         pids = {pid for tree in trees.values() for pid in tree if own(pid)}
-        return [process for process in map(ProcessIdentity.of, pids) if process is not None]
+        keepers = [process for process in map(ProcessIdentity.of, pids) if process is not None]
+        return keepers, complete and all(map(own, found))
 
     def _identify(self, runner: ManagedRunner) -> None:
         """Open a pidfd for the process that has the lock, which can never refer to another process."""
         process = liveness.lock_owner(runner.files.lock)
         if process is None and time.monotonic() >= runner.search_owner_at:
             runner.search_owner_at = time.monotonic() + SIGN_GRACE_S
-            process = liveness.find_unnamed_owner(runner.files.lock, RUNNER_COMM)
+            user = runner.user
+            if user is not None:
+                process, complete = liveness.find_unnamed_owner(runner.files.lock, RUNNER_COMM, user)
+                runner.is_missing = process is None and complete
         if process is None:
             return
         try:
@@ -369,10 +383,15 @@ def _spec_from_runner(files: JobFiles, until: float) -> RunnerSpec | None:
     job, _, number = files.root.name.rpartition(".")
     try:
         status = ask_runner(files, {"do": "poll"}, max(0.1, until - time.monotonic()))
-        slots = tuple(slot for slot in status["slots"] if type(slot) is int and slot >= 0)
+        slots = _reported_slots(status)
         return RunnerSpec(job, int(number), str(status["node"]), slots, job_file="") if job and slots else None
     except (ControlSocketError, KeyError, TypeError, ValueError):
         return None
+
+
+def _reported_slots(status: Mapping[str, Any]) -> tuple[int, ...]:
+    slots = status.get("slots")
+    return tuple(slot for slot in slots if type(slot) is int and slot >= 0) if isinstance(slots, list) else ()
 
 
 def _kill(process: ProcessIdentity) -> None:

@@ -9,7 +9,7 @@ import pwd
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +23,7 @@ from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.reconcile import RunnerStart
 from elasticd_agent.node.runners import versions
 from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets
-from elasticd_agent.system.files import open_plain
-from elasticd_agent.system.process import file_access_of
 
-MAX_RUNNER_LOG_BYTES = 1 << 20
 _AGENT_PREFIXES = (
     "ELASTICD_", "PET_", "LISTEN_", "NOTIFY_", "WATCHDOG_", "JOURNAL_", "INVOCATION_", "CREDENTIALS_", "GRPC_",
 )  # fmt: skip
@@ -64,12 +61,7 @@ def spawn(
     files: JobFiles, lock: int, account: Account, secrets: StoreSecrets, code: Path | None = None
 ) -> subprocess.Popen[bytes]:
     """`code`: the copy of elasticd to start from; without it, or if it is gone, the installation."""
-    with contextlib.suppress(OSError):
-        if files.output.stat().st_size > MAX_RUNNER_LOG_BYTES:
-            os.rename(files.output, files.output.with_suffix(".log.1"))
     other = account.uid != os.geteuid()
-    with files_of(account):
-        output = open_plain(files.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     secrets_fd = secrets.to_fd()
     fds = [lock, secrets_fd]
     # No file of the job's user is imported: neither its site directory, nor what PYTHONPATH names, unless we use that.
@@ -80,13 +72,11 @@ def spawn(
             elasticd[1:] = [str(code)]
     try:
         if other:
-            os.fchown(output, account.uid, account.gid)
             _start_as(account)
         return subprocess.Popen(
             [sys.executable, *elasticd, "job", str(files.root), account.name if other else "", *map(str, fds)],
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            stdout=2,  # until the runner has opened its own log
             cwd="/",
             env=runner_environment(account),
             pass_fds=fds,
@@ -96,32 +86,17 @@ def spawn(
         executes = error.filename == sys.executable
         if not (executes or other):
             raise
-        if os.fstat(output).st_size == 0:
-            files.output.unlink(missing_ok=True)  # an empty log would hide another node's
         if not executes:
-            raise UsageError(_missing_capability(account)) from error
+            raise UsageError(missing_capability(account)) from error
         raise NotAllowed(
             f"user {account.name!r} may not execute {sys.executable}{blocked_directory(account, Path(sys.executable))}"
         ) from None
     finally:
-        os.close(output)
         for fd in fds[1:]:
             os.close(fd)
 
 
-@contextlib.contextmanager
-def files_of(account: Account) -> Iterator[None]:
-    """Files are opened as this user: its folder may hold links to others'. Raises UsageError if that is impossible."""
-    try:
-        with file_access_of(account.uid, account.gid):
-            yield
-    except PermissionError as error:
-        if error.filename is not None:
-            raise
-        raise UsageError(_missing_capability(account)) from error
-
-
-def _missing_capability(account: Account) -> str:
+def missing_capability(account: Account) -> str:
     return (
         f"this agent may not become user {account.name!r}: it is root without CAP_SETUID, CAP_SETGID or CAP_CHOWN, "
         "which its unit removes (docs/systemd.md)"

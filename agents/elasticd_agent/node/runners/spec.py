@@ -1,12 +1,12 @@
-"""A runner's spec and its exit: two files in the job's folder.
+"""A runner's spec and its exit: a file in the agent's record of the run, and one in the job's folder.
 
 A runner needs nothing else from the agent that started it, and the next agent reads both. They are 0600, because a
-job's environment may be confidential; the store's credentials are in neither, see `StoreSecrets`. The spec belongs to
-the agent also where the runner is another user's, who may only read it: the next agent relies on it.
+job's environment may be confidential; the store's credentials are in neither, see `StoreSecrets`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -31,7 +31,6 @@ MAX_REASON_CHARS = 2000
 RESERVED_FILE = "exit.spare"
 RESERVED_BYTES = 64 << 10
 """Space for the exit, reserved when the runner starts: a full disk costs logs, but not the result of a job."""
-MAX_WHY_CHARS = 500
 MAX_EXIT_ROUNDS = 100
 """The event log has all rounds."""
 
@@ -145,18 +144,18 @@ class RunnerExit(Document):
     ended_at: float = 0.0
 
 
-def read_spec(files: JobFiles, *, own_only: bool = False) -> RunnerSpec:
-    """`own_only`: refuse a file of another user. Raises WireError, OSError."""
-    return RunnerSpec.from_json(read_plain(files.runner_spec, MAX_SPEC_BYTES, own_only=own_only))
+def read_spec(files: JobFiles) -> RunnerSpec:
+    """Raises WireError, OSError."""
+    return RunnerSpec.from_json(read_plain(files.runner_spec, MAX_SPEC_BYTES))
 
 
 def read_exit(files: JobFiles) -> RunnerExit | None:
-    """None while the runner has not ended, or if it could not write its exit."""
-    try:
-        found = RunnerExit.from_json(read_plain(files.runner_exit, MAX_EXIT_BYTES))
-        return replace(found, reason=found.reason[:MAX_REASON_CHARS])  # it becomes a part of the node's status
-    except (OSError, WireError):
-        return None
+    """The agent's refusal, or the runner's exit. None while the runner has not ended, or if it could not write it."""
+    for path in (files.refusal, files.runner_exit):
+        with contextlib.suppress(OSError, WireError):
+            found = RunnerExit.from_json(read_plain(path, MAX_EXIT_BYTES))
+            return replace(found, reason=found.reason[:MAX_REASON_CHARS])  # it becomes a part of the node's status
+    return None
 
 
 def write_exit(files: JobFiles, exit: RunnerExit) -> None:
@@ -167,15 +166,6 @@ def write_exit(files: JobFiles, exit: RunnerExit) -> None:
         file.truncate()
         os.fsync(file.fileno())
     os.rename(spare, files.runner_exit)
-
-
-def leave_reason(files: JobFiles) -> str:
-    """The agent's reason for its SIGTERM, in one line; "" if the signal is not from the agent."""
-    try:
-        with open(files.leave_reason, "rb") as file:
-            return " ".join(file.read(4 * MAX_WHY_CHARS).decode(errors="replace").split())[:MAX_WHY_CHARS]
-    except OSError:
-        return ""
 
 
 def reserve_exit_space(files: JobFiles) -> None:

@@ -7,6 +7,7 @@ Checkpoints belong to the jobs and are never touched.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Collection, Mapping
@@ -172,15 +173,14 @@ def remove_files(
     """Remove the files of runs that ended more than `retention_s` ago, and of the oldest above `max_folders`.
 
     Returns a sentence for each. `needed` are the (job, number) that run here; a run whose runner is alive is never
-    touched. `now` is this host's time of day, as in the files' times. It may take long: not for a thread that decides.
+    touched. `now` is this host's time of day. It may take long: not for a thread that decides.
     Raises nothing.
     """
-    runs = _ended_runs(state / "jobs", needed)
+    runs = _ended_runs(state / "jobs", needed, now)
     oldest = sorted(runs, key=lambda path: (runs[path], path.name))
     surplus = len(oldest) - max_folders
     sentences = []
     for index, path in enumerate(oldest):
-        # A file from the future was written before the clock was corrected: it becomes old later, and is never newer.
         if index < surplus or now >= runs[path] + retention_s:
             hours = max(0.0, now - runs[path]) / 3600
             why = f"more than {max_folders} runs" if index < surplus else f"ended {hours:.0f} h ago"
@@ -188,8 +188,8 @@ def remove_files(
     return sentences
 
 
-def _ended_runs(jobs: Path, needed: Collection[tuple[str, int]]) -> Mapping[Path, float]:
-    """The folders of runs that are not in use, and when each was last written to."""
+def _ended_runs(jobs: Path, needed: Collection[tuple[str, int]], now: float) -> Mapping[Path, float]:
+    """The folders of runs that are not in use, and when each was first seen to have ended."""
     found: dict[Path, float] = {}
     try:
         folders = list(os.scandir(jobs))
@@ -202,16 +202,26 @@ def _ended_runs(jobs: Path, needed: Collection[tuple[str, int]]) -> Mapping[Path
         files = JobFiles(Path(folder.path))
         if (job, int(number)) in needed or is_locked(files.lock):
             continue
-        try:
-            found[files.root] = max(path.stat().st_mtime for path in (files.root, files.runner_exit) if path.exists())
-        except (OSError, ValueError):
-            continue
+        with contextlib.suppress(OSError):
+            found[files.root] = _ended_at(files, now)
     return found
+
+
+def _ended_at(files: JobFiles, now: float) -> float:
+    """By a file that only the agent can write: a job's user could date its own into the future. Raises OSError."""
+    if not files.ended.exists():
+        files.record.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files.ended.touch(0o600)
+        os.utime(files.ended, (0, 0))
+    if not 0 < files.ended.stat().st_mtime <= now:  # not seen before, or the clock was corrected: it counts from now
+        os.utime(files.ended, (now, now))
+    return files.ended.stat().st_mtime
 
 
 def _remove_folder(path: Path, why: str) -> str:
     try:
         shutil.rmtree(path)
+        shutil.rmtree(JobFiles(path).record, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(path, ignore_errors=True)  # remove as much as possible
         if path.exists():
