@@ -73,6 +73,7 @@ HUNG = (
     Situation("another collective", "other", (1,), MISMATCH, workers=3, evidence=PROVEN),
     Situation("mismatched shapes", "shape", (1,), MISMATCH, workers=3, evidence=PROVEN),
     Situation("receives instead", "recv", (1,), MISMATCH, workers=3, evidence=PROVEN),
+    Situation("receive from each other", "recv", (0, 1), MISMATCH, (), evidence=PROVEN),
     Situation("barrier of rank 0 only", "barrier", (0,), MISMATCH, workers=3, evidence=PROVEN),
     Situation("two groups crossed", "crossed", (1,), MISMATCH, workers=3, args=("--groups",), evidence=PROVEN),
     Situation("skips in a sub-group", "subgroup", (1,), MISMATCH, workers=3, args=("--groups",), evidence=PROVEN),

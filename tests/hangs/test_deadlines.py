@@ -77,6 +77,13 @@ def test_startup_is_learned(startup_s: float | None, expected: float) -> None:
     assert deadline(learned, "starting", Policy(), stepped=False) == expected
 
 
+def test_floor_replaces_the_least_deadline_of_a_learned_start() -> None:
+    policy = Policy(hang_floor_s=5)
+    assert deadline(NOTHING, "starting", policy, stepped=False) == 600
+    assert deadline(LearnedDurations(startup_s=0.5), "starting", policy, stepped=False) == 5
+    assert deadline(LearnedDurations(startup_s=4.0), "starting", policy, stepped=False) == 20
+
+
 def test_new_round_excludes_its_first_steps() -> None:
     learned = after([0.2] * 500)
     again = after([90, 40], learning.begin_round(learned))
@@ -184,7 +191,8 @@ def test_history_new_group_gets_learned_startup() -> None:
     history = StepHistory(POLICY)
     start = Heartbeat(phase=Phase.STARTING)
     assert history.deadline_s(observation(0.0, 0, beat=start, phase="starting")) == 0.0
-    trained(history, 300, 0.01, from_s=8.0)
+    history.deadline_s(replace(observation(9.0, 0, beat=start, phase="starting"), idle_s=8.0))
+    trained(history, 300, 0.01, from_s=10.0)
     history.begin()
     assert history.deadline_s(observation(0.0, 0, beat=start, phase="starting")) == 40.0
 

@@ -22,7 +22,9 @@ from tests.faults.job import until
 @pytest.fixture
 def worker(tmp_path: Path) -> tuple[GroupObserver, HeartbeatWriter]:
     beat.create(tmp_path / "beat")
-    return GroupObserver(1, [(0, 0)], [tmp_path / "beat"], [tmp_path / "notes"]), HeartbeatWriter(tmp_path / "beat")
+    observer = GroupObserver(1, [(0, 0)], [tmp_path / "beat"], [tmp_path / "notes"])
+    observer.set_processes([os.getpid()], 0)
+    return observer, HeartbeatWriter(tmp_path / "beat")
 
 
 @pytest.fixture
@@ -49,6 +51,14 @@ def test_heartbeat_age_counts_observed_time(watch: GroupObserver, writer: Heartb
     assert alive_s(500.5) == 0
     writer.thread_stopped()
     assert alive_s(501.0) == alive_s(502.0) == -1, "the thread has ended: nobody holds the GIL against it"
+
+
+def test_rank_without_a_process_does_not_grow_older(watch: GroupObserver) -> None:
+    """Its launcher imports torch."""
+    watch.set_processes([], 0)
+    assert [watch.observe(100.0 + 0.5 * look).idle_s for look in range(20)][-1] < 1.0
+    watch.set_processes([os.getpid()], 0)
+    assert watch.observe(110.0).idle_s >= 0.5
 
 
 def test_device_age_counts_since_counts_changed(watch: GroupObserver, writer: HeartbeatWriter) -> None:

@@ -18,8 +18,24 @@ def test_sent_and_received_bytes(address: str, until: Callable[[Callable[[], obj
     with server, socket.create_connection(server.getsockname()[:2]) as client, server.accept()[0] as peer:
         ends = [os.fstat(end.fileno()).st_ino for end in (client, peer)]
         assert set(ends) <= sockets_of([os.getpid()])
+        listening = os.fstat(server.fileno()).st_ino
+        assert tcp_bytes()[listening].unsent == 0
         client.sendall(b"x" * 50_000)
-        until(lambda: all(tcp_bytes().get(inode, 0) >= 50_000 for inode in ends), 10)
+        until(lambda: all(inode in tcp_bytes() and tcp_bytes()[inode].moved >= 50_000 for inode in ends), 10)
+
+
+def test_bytes_that_the_peer_does_not_take_are_unsent(
+    until: Callable[[Callable[[], object], float], object],
+) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()) as client, server.accept()[0] as peer:
+        client.setblocking(False)
+        sent = client.send(b"x" * (1 << 24))
+        inode = os.fstat(client.fileno()).st_ino
+        assert tcp_bytes()[inode].unsent > 0
+        while sent:
+            sent -= len(peer.recv(1 << 20))
+        until(lambda: tcp_bytes()[inode].unsent == 0, 10)
 
 
 def test_ended_process_has_no_sockets() -> None:

@@ -113,7 +113,8 @@ def blame(live: Sequence[RankState], exited: Sequence[RankState], nodes: int) ->
     """Which of `live`, not empty, hold up the group on that many nodes. `exited`: ranks that ended with code 0."""
     group = _Group(live, exited, nodes)
     found = next(found for rule in RULES if (found := rule(group)) is not None)
-    proof = None if any(rank.is_busy for rank in live) else prove(live, exited)
+    whole = len({rank.node for rank in (*live, *exited)}) == nodes
+    proof = None if any(rank.is_busy for rank in live) else prove(live, exited, whole=whole)
     if proof is not None:
         wrong = found.culprits if found.cause in ("missed_collective", "mismatched_collectives") else ()
         found = Blame(proof.culprits or wrong, proof.cause, proof.why, "proven")

@@ -42,7 +42,7 @@ class LearnedDurations:
     """All steps that counted, which took `total_s`."""
     total_s: float = 0.0
     startup_s: float | None = None
-    """The longest start-up so far: from the start of a group to its first step."""
+    """The longest time without progress before the first step of a group that has made one."""
     pause_s: float = 0.0
     """The longest pause without any sign of work that the job has survived, after the first steps of a round and
     outside of declared phases."""
@@ -75,7 +75,8 @@ def deadline_s(learned: LearnedDurations, phase: str, has_stepped: bool, policy:
         ceiling_s = policy.startup_ceiling_s if phase == "starting" else policy.first_step_ceiling_s
         if learned.startup_s is None:
             return ceiling_s
-        return min(ceiling_s, max(LEAST_STARTUP_S, policy.hang_factor * learned.startup_s))
+        least_s = LEAST_STARTUP_S if policy.hang_floor_s is None else policy.hang_floor_s
+        return min(ceiling_s, max(least_s, policy.hang_factor * learned.startup_s))
     phase = phase if phase in ("checkpoint", "eval") else "step"
     longest = learned.longest_s.get(phase)
     if longest is None:
@@ -98,6 +99,7 @@ class StepHistory:
     _step_at: float = 0.0
     _looked_at: float = 0.0
     _idle_s: float = 0.0
+    _startup_s: float = 0.0
     _phases: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     @property
@@ -111,7 +113,7 @@ class StepHistory:
         self._durations = begin_round(self._durations)
         self._step = 0
         self._step_at = 0.0
-        self._looked_at = self._idle_s = 0.0
+        self._looked_at = self._idle_s = self._startup_s = 0.0
         self._phases = {}
 
     def high_water(self, seen: Observation) -> int:
@@ -146,8 +148,11 @@ class StepHistory:
 
     def _record(self, seen: Observation) -> None:
         now = seen.observed_s
-        if not self._step and seen.step > 0:
-            self._durations = replace(self._durations, startup_s=max(now, self._durations.startup_s or 0.0))
+        if not self._step:
+            self._startup_s = max(seen.idle_s, self._startup_s)
+            if seen.step > 0:
+                longest_s = max(self._startup_s, self._durations.startup_s or 0.0)
+                self._durations = replace(self._durations, startup_s=longest_s)
         self._record_pause(seen)
         for rank in seen.ranks:
             phase, since = self._phases.get(rank.rank, ("", now))

@@ -1,7 +1,7 @@
 """Observes the group that runs on this node: heartbeats, worker events and processes -> Observation.
 
 Ages count observed time only: over a gap in which the agent could not look (the machine was suspended, the agent was
-starved) no rank grows older. Nothing here waits.
+starved), or before its process has been started, no rank grows older. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class GroupObserver:
             with suppress(OSError):  # no file descriptor is left, for example: the next look reads them
                 events += reader.read()[0]
         for ages, beat in zip(self._ages, beats, strict=True):
-            ages.on_heartbeat(beat, passed_s, now)
+            ages.on_heartbeat(beat, passed_s if self._pids else 0.0, now)
         idle_s = min((ages.idle_s for ages in self._ages), default=0.0)
         pids = tuple(_training_pid(beat, pid) for beat, pid in zip(beats, self._pids, strict=bool(self._pids)))
         states = [self.state(pid) for pid in pids] or [""] * len(beats)
@@ -277,7 +277,9 @@ class GroupObserver:
             return report
         cpu_s, io_bytes = _used(before[pid], after[pid], ended - began)
         state = "t" if after[pid].traced and state in ("R", "S", "D") else state
-        return replace(report, state=state, cpu_s=cpu_s, io_bytes=io_bytes, window_s=ended - began)
+        unsent = after[pid].unsent
+        unsent = -1 if unsent is None else unsent
+        return replace(report, state=state, cpu_s=cpu_s, io_bytes=io_bytes, window_s=ended - began, unsent=unsent)
 
     def close(self) -> None:
         for reader in self._heartbeat_readers:

@@ -2,6 +2,7 @@
 
 A rank is stuck if it waits, no other thread of it runs code of the script, and each of its unfinished collectives can
 never finish: a member that is stuck or has exited has not issued it, or has issued another collective under its number.
+A rank that sends to or receives from another one is stuck if all ranks of the job are, and no bytes are under way.
 Ranks without a recording may resume, so nothing is proven by their absence. Numbers count per process group.
 """
 
@@ -12,13 +13,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from elasticd_agent.hangs.rank import RankState
+from elasticd_agent.hangs.rank import BUSY_BYTES_PER_S, RankState
 from elasticd_agent.model.phrases import has_have
 from elasticd_agent.model.reports import DEFAULT_GROUP
 
 MOST_SHOWN = 3
 _POINT_TO_POINT = re.compile(r"i?send|i?recv|batch_isend|send_object|recv_object")
-"""Not recorded as collectives: such a wait may end."""
+"""Not recorded as collectives, and the other rank is unknown: any rank may end such a wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,9 @@ class _Collective:
         return f"{self.kind} (#{self.number} of {'the ' if self.group == DEFAULT_GROUP else ''}{self.group})"
 
 
-def prove(live: Sequence[RankState], exited: Sequence[RankState]) -> Proof | None:
-    """None: some rank may resume."""
-    stuck = _stuck(live, exited)
+def prove(live: Sequence[RankState], exited: Sequence[RankState], *, whole: bool = False) -> Proof | None:
+    """None: some rank may resume. `whole`: `live` and `exited` are all ranks of the job."""
+    stuck = _stuck(live, exited, quiet=whole and not exited and all(map(_has_nothing_under_way, live)))
     if not stuck:
         return None
     waits: dict[_Collective, list[RankState]] = {}
@@ -52,7 +53,12 @@ def prove(live: Sequence[RankState], exited: Sequence[RankState]) -> Proof | Non
         for pending in _pending(rank):
             waits.setdefault(pending, []).append(rank)
     shown = sorted(waits.items(), key=lambda item: (-len(item[1]), item[0]))
-    why = "; ".join(_sentence(one, waiting, [*stuck, *exited]) for one, waiting in shown[:MOST_SHOWN])
+    sentences = [_sentence(one, waiting, [*stuck, *exited]) for one, waiting in shown[:MOST_SHOWN]]
+    transfers = [rank for rank in stuck if _transfers(rank)]
+    if transfers:
+        calls = ", ".join(sorted({rank.report.function for rank in transfers}))
+        sentences.append(f"{_names(transfers)} {_waits(transfers)} in {calls} while all ranks wait")
+    why = "; ".join(sentences)
     culprits = _culprits(shown, stuck, exited)
     differ = any(_other_kind(one, member) for one in waits for member in stuck)
     missed = culprits and (not differ or all(rank.report.deviation == "skipped" for rank in culprits))
@@ -60,11 +66,19 @@ def prove(live: Sequence[RankState], exited: Sequence[RankState]) -> Proof | Non
     return Proof(tuple(culprits), cause, why)
 
 
-def _stuck(live: Sequence[RankState], exited: Sequence[RankState]) -> list[RankState]:
+def _stuck(live: Sequence[RankState], exited: Sequence[RankState], quiet: bool) -> list[RankState]:
     """The greatest set of ranks that only wait for each other and for exited ones."""
     stuck = [rank for rank in live if _only_waits(rank)]
     while True:
-        left = [rank for rank in stuck if all(_never_ends(one, rank, [*stuck, *exited]) for one in _pending(rank))]
+        left = [
+            rank
+            for rank in stuck
+            if (
+                quiet and len(stuck) == len(live) > 1
+                if _transfers(rank)
+                else all(_never_ends(one, rank, [*stuck, *exited]) for one in _pending(rank))
+            )
+        ]
         if len(left) == len(stuck):
             return left
         stuck = left
@@ -73,7 +87,17 @@ def _stuck(live: Sequence[RankState], exited: Sequence[RankState]) -> list[RankS
 def _only_waits(rank: RankState) -> bool:
     report = rank.report
     blocked = report.where in ("collective", "device") and not rank.is_moving and not rank.holds_gil
-    return blocked and report.alone and not _POINT_TO_POINT.match(report.function) and any(_pending(rank))
+    return blocked and report.alone and (_transfers(rank) or any(_pending(rank)))
+
+
+def _transfers(rank: RankState) -> bool:
+    return rank.report.where == "collective" and _POINT_TO_POINT.match(rank.report.function) is not None
+
+
+def _has_nothing_under_way(rank: RankState) -> bool:
+    """No rank's data reaches another one without its main thread. Only of gloo is that known: it sends by TCP."""
+    gloo = bool(rank.report.groups) and all(tail.backend == "gloo" for tail in rank.report.groups)
+    return gloo and rank.report.unsent == 0 and rank.report.window_s > 0 and rank.bytes_per_s <= BUSY_BYTES_PER_S
 
 
 def _never_ends(one: _Collective, by: RankState, blocked: Sequence[RankState]) -> bool:
@@ -112,6 +136,8 @@ def _culprits(
         (common, most), *others = Counter(kinds.values()).most_common()
         if others and 2 * most > len(kinds):
             return [rank for rank in stuck if kinds.get(rank.report.rank, common) != common]
+    if not waits:
+        return []
     odd = [rank for rank in stuck if rank.report.deviation]
     if 0 < 2 * len(odd) <= len(stuck):
         return odd
@@ -125,7 +151,11 @@ def _sentence(one: _Collective, waiting: Sequence[RankState], others: Sequence[R
     differing = {rank.report.rank: kind for rank in others if (kind := _other_kind(one, rank))}
     told = [f"{_names(lacking)} {has_have(lacking)} not issued"] if lacking else []
     told += [f"rank {rank} issued as {kind}" for rank, kind in list(differing.items())[:MOST_SHOWN]]
-    return f"{_names(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {one}, which {' and '.join(told)}"
+    return f"{_names(waiting)} {_waits(waiting)} in {one}, which {' and '.join(told)}"
+
+
+def _waits(ranks: Sequence[RankState]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
 def _names(ranks: Sequence[RankState]) -> str:

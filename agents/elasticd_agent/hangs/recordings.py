@@ -27,6 +27,7 @@ class IssuedCollective:
     operation: str
     sizes: str
     done: bool
+    backend: str = ""
 
     @property
     def kind(self) -> str:
@@ -69,7 +70,9 @@ class Recording:
             first = pending or max(issued)
             shown = [number for number in sorted(issued) if number >= first - 1][:_TAIL]
             kinds = [[number, issued[number].kind] for number in dict.fromkeys([*shown, *sorted(issued)[-_TAIL:]])]
-            found.append({"group": group, "last": max(issued), "pending": pending, "kinds": kinds})
+            last = max(issued)
+            tail = {"group": group, "last": last, "pending": pending, "kinds": kinds}
+            found.append(tail | {"backend": issued[last].backend})
         return found
 
 
@@ -109,7 +112,7 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
         # gloo's state stays "scheduled"; NCCL's is "completed", and there "retired" without it has timed out.
         done = entry.get("state") == "completed" or (backend == "gloo" and entry.get("retired") is True)
         done = done or number <= completed.get(str(entry.get("pg_id")), -1)
-        issued = groups[_group(entry)][number] = IssuedCollective(number, operation[:80], _sizes(entry), done)
+        issued = groups[_group(entry)][number] = IssuedCollective(number, operation[:80], _sizes(entry), done, backend)
         order.append((_group(entry), issued.kind))
     # gloo's leaves the library's version empty.
     nccl = bool(data.get("comm_lib_version") or data.get("nccl_version"))

@@ -28,6 +28,7 @@ class GroupTail(Record):
     last: int  #: the number of the last collective issued
     pending: int = 0  #: of the first unfinished one; 0: none
     kinds: tuple[tuple[int, str], ...] = ()  #: the operation and size of the last ones, by number
+    backend: str = ""  #: "gloo", "nccl"; "" unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class RankReport(Record):
     cpu_s: float = 0.0  #: of its process tree over the last `window_s`
     io_bytes: int = 0  #: the same
     window_s: float = 0.0
+    unsent: int = -1  #: bytes that its TCP sockets have not got rid of; -1: unknown
     quiet_s: float = -1.0  #: since its process tree last used CPU, or read or wrote; -1: unknown
     # from its stack
     where: Where = ""

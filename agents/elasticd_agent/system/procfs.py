@@ -40,6 +40,8 @@ class Usage:
     """Some main thread could run at this moment."""
     traced: bool = False
     """A debugger is attached to the first process."""
+    unsent: int | None = None
+    """Bytes that its TCP sockets have not got rid of yet. None: no socket of it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +137,19 @@ class UsageReader:
         ours = {member for members in by_root.values() for member in members}
         self._unrelated = (self._unrelated & everyone) | (known.keys() - ours)
         self._count_waits(by_root)
-        sent = sockets.tcp_bytes()
-        return {
-            pid: Usage(
+        all_sockets = sockets.tcp_bytes()
+        found = {}
+        for pid, members in by_root.items():
+            tcp = [all_sockets[inode] for inode in sockets.sockets_of(members) if inode in all_sockets]
+            found[pid] = Usage(
                 sum(known[member].cpu_s for member in members),
-                sum(parse_io(read(f"/proc/{member}/io")) for member in members)
-                + sum(sent.get(inode, 0) for inode in sockets.sockets_of(members)),
+                sum(parse_io(read(f"/proc/{member}/io")) for member in members) + sum(one.moved for one in tcp),
                 self._waited.get(pid),
                 any(known[member].state == "R" for member in members),
                 _tracer(pid) != 0,
+                sum(one.unsent for one in tcp) if tcp else None,
             )
-            for pid, members in by_root.items()
-        }
+        return found
 
     def _count_waits(self, by_root: Mapping[int, tuple[int, ...]]) -> None:
         """Add up how long working threads have waited for a processor since the last call."""

@@ -1,4 +1,4 @@
-"""Bytes that TCP sockets have sent and received, by the kernel's socket diagnostics (sock_diag(7)).
+"""Bytes that TCP sockets have sent, received and still have to send, by the kernel's socket diagnostics (sock_diag(7)).
 
 /proc/PID/io does not count what recv(2) and send(2) move. The kernel answers any user, for the network namespace of
 the caller: sockets of a worker in another one are not seen.
@@ -10,21 +10,34 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20  # linux/netlink.h, linux/sock_diag.h
 _REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 _ERROR, _DONE = 2, 3
 _HEADER, _ATTRIBUTE, _COUNTERS = struct.Struct("=IHHII"), struct.Struct("=HH"), struct.Struct("=QQ")
-_INODE_AT, _MESSAGE_BYTES = 68, 72
+_STATE_AT, _QUEUED_AT, _INODE_AT, _MESSAGE_BYTES = 1, 60, 68, 72
 """Of struct inet_diag_msg (linux/inet_diag.h)."""
+_LISTENS = 10
+"""TCP_LISTEN: its queue is that of connections."""
 _INFO, _COUNTERS_AT = 2, 120
 """INET_DIAG_INFO, and tcpi_bytes_acked in struct tcp_info (linux/tcp.h); tcpi_bytes_received follows."""
 _TIMEOUT_S, _BUFFER_BYTES = 0.2, 1 << 16
 
 
-def tcp_bytes() -> dict[int, int]:
-    """Bytes acknowledged and received by socket inode; {} where the kernel does not tell."""
-    found: dict[int, int] = {}
+@dataclass(frozen=True, slots=True)
+class TcpBytes:
+    """Of one socket."""
+
+    moved: int
+    """Sent and acknowledged, and received."""
+    unsent: int
+    """Written, and not acknowledged by the other end."""
+
+
+def tcp_bytes() -> dict[int, TcpBytes]:
+    """By socket inode; {} where the kernel does not tell."""
+    found: dict[int, TcpBytes] = {}
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as netlink:
             netlink.settimeout(_TIMEOUT_S)
@@ -39,7 +52,7 @@ def tcp_bytes() -> dict[int, int]:
     return found
 
 
-def _read_messages(data: bytes, found: dict[int, int]) -> bool:
+def _read_messages(data: bytes, found: dict[int, TcpBytes]) -> bool:
     """False after the last one."""
     at = 0
     while at + _HEADER.size <= len(data):
@@ -47,10 +60,12 @@ def _read_messages(data: bytes, found: dict[int, int]) -> bool:
         if kind in (_ERROR, _DONE) or size < _HEADER.size:
             return False
         body = data[at + _HEADER.size : at + size]
-        inode = int(struct.unpack_from("=I", body, _INODE_AT)[0])
+        (inode,) = struct.unpack_from("=I", body, _INODE_AT)
+        (queued,) = struct.unpack_from("=I", body, _QUEUED_AT)
+        unsent = 0 if body[_STATE_AT] == _LISTENS else queued
         for name, value in _attributes(body[_MESSAGE_BYTES:]):
             if name == _INFO and len(value) >= _COUNTERS_AT + _COUNTERS.size:
-                found[inode] = sum(_COUNTERS.unpack_from(value, _COUNTERS_AT))
+                found[inode] = TcpBytes(sum(_COUNTERS.unpack_from(value, _COUNTERS_AT)), unsent)
         at += _aligned(size)
     return True
 

@@ -7,6 +7,7 @@ import pytest
 from elasticd_agent.hangs.collector.classify import (
     StackContext,
     StackLocation,
+    is_alone,
     locate,
     representative_thread,
     script_place,
@@ -301,3 +302,29 @@ def test_short_file_names() -> None:
 
 def test_place_without_script_frames() -> None:
     assert script_place(stack(f"f {TORCH}/_tensor.py:7")) == "_tensor.py:7 f"
+
+
+RUN = (f"Thread.run {PYTHON}/threading.py:982", f"Thread._bootstrap {PYTHON}/threading.py:1002")
+POOL = f"_worker {PYTHON}/concurrent/futures/thread.py:81"
+WAIT = f"wait {PYTHON}/threading.py:327"
+OTHER_THREADS = {
+    "the heartbeat": ((f"_run {ELASTICD}/heartbeat/thread.py:80", *RUN), True),
+    "native, without Python": ((), True),
+    "an idle worker of a pool": ((POOL, *RUN), True),
+    "a DataLoader's feeder": ((WAIT, f"_feed {PYTHON}/multiprocessing/queues.py:231", *RUN), True),
+    "pinned memory": ((f"loop {TORCH}/utils/data/_utils/pin_memory.py:53", *RUN), True),
+    "the script's": (("send /home/me/train.py:9", *RUN), False),
+    "a worker of a pool with work": (("send /home/me/train.py:9", POOL, *RUN), False),
+    "a timer, which calls the script later": ((WAIT, f"Timer.run {PYTHON}/threading.py:1376", RUN[1]), False),
+    "an event loop": ((f"run_forever {PYTHON}/asyncio/base_events.py:608", *RUN), False),
+    "a server": ((f"serve_forever {PYTHON}/socketserver.py:232", *RUN), False),
+    "a pool's callbacks": ((f"_handle_results {PYTHON}/multiprocessing/pool.py:579", *RUN), False),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_THREADS)
+def test_main_thread_is_alone(name: str) -> None:
+    calls, alone = OTHER_THREADS[name]
+    assert is_alone([stack(*SCRIPT), stack(*calls)]) is alone
+    assert is_alone([stack(*SCRIPT)])
+    assert not is_alone([])

@@ -121,6 +121,8 @@ _SERVING = re.compile(
     rf"|prometheus_client|tensorboard|wandb)/|{_OURS}"
 )
 """Threads that serve other ones: they wait for work most of the time, which says nothing about the training."""
+_FED = re.compile(rf"{STDLIB}(?:concurrent/futures/thread|multiprocessing/queues)\.py$")
+"""Python's threads that only do what another thread of the process gives them."""
 
 
 def locate(frames: Sequence[Frame], context: StackContext = StackContext()) -> StackLocation:
@@ -162,8 +164,16 @@ def representative_thread(threads: Sequence[Sequence[Frame]]) -> int:
 
 
 def is_alone(threads: Sequence[Sequence[Frame]]) -> bool:
-    """No thread but the first one runs code of the script, which could end the wait of this rank or of others."""
-    return bool(threads) and not any(not frame.library for frames in threads[1:] for frame in frames)
+    """No thread but the first one runs code of the script, which could end the wait of this rank or of others.
+
+    Nor will one: a timer, an event loop or a pool's result handler has frames of Python only until it calls the script.
+    """
+    return bool(threads) and all(map(_never_calls_script, threads[1:]))
+
+
+def _never_calls_script(frames: Sequence[Frame]) -> bool:
+    libraries = {frame.library for frame in frames}
+    return "" not in libraries and (libraries != {"python"} or any(_FED.search(frame.file) for frame in frames))
 
 
 def script_place(frames: Sequence[Frame]) -> str:
