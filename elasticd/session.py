@@ -85,6 +85,8 @@ class Session:
         self._pauses = pause.PauseController(self._heartbeat, self._events, pause.timeout_from_environment())
         self._saver = Saver(environment, group, self._channel, self._events, self._heartbeat)
         self._attached: dict[str, Any] = {}
+        self._optional: set[str] = set()
+        """Names of which a checkpoint may hold nothing."""
         self._committing: list[Any] = []
         self._donor: Donor | None = None
         self._sigterm = SigtermHandler()
@@ -141,8 +143,10 @@ class Session:
         """True once all ranks have decided to stop, from the same step on; what is attached has been saved."""
         return self._should_stop
 
-    def attach(self, **objects: Any) -> None:
+    def attach(self, *, optional: bool = False, **objects: Any) -> None:
         """Name what a checkpoint holds: model=, optimizer=, scheduler=, sampler=, anything with state_dict().
+
+        With `optional=True` a checkpoint that holds nothing under these names can be restored; they stay as they are.
 
         Modules may be wrapped (DDP, torch.compile): the checkpoint holds what is inside. An object with a `commit()`
         method gets that call at every `step()`. Sends nothing to other ranks. Raises UsageError for an object that
@@ -155,19 +159,24 @@ class Session:
         if objects and self._restored:
             raise UsageError(f"attach({next(iter(objects))}=...) after restore(): attach everything before it")
         self._attached.update(objects)
+        self._optional |= set(objects) if optional else set()
         if objects and self._donor is not None:
             self._donor.close()
         self._committing = [obj for obj in self._attached.values() if callable(getattr(obj, "commit", None))]
 
-    def restore(self, directory: str | os.PathLike[str] | None = None) -> Resumed | None:
+    def restore(self, directory: str | os.PathLike[str] | None = None, step: int | None = None) -> Resumed | None:
         """Load the newest checkpoint that can be read whole; None where there is none.
+
+        With `step`, the run goes back to the checkpoint of that step, once: newer ones are renamed to NAME.aside, and
+        its later rounds continue from what it saves itself.
 
         Loads everything attached and this rank's random states, and sets `steps`. The checkpoint may be of another
         world size; `notes` of the result say which part of it could not be used. `directory` overrides
         ELASTICD_CHECKPOINT_DIR.
 
         Raises UsageError without a directory, with nothing attached or after the first step; DirectoryInUse when
-        another run holds it; CheckpointError, on every rank, when a rank could not load the checkpoint.
+        another run holds it; CheckpointError, on every rank, when a rank could not load the checkpoint, or when there
+        is none of `step`.
         """
         if not self._attached:
             raise UsageError("restore(): nothing is attached; call session.attach(model=..., optimizer=...) first")
@@ -175,7 +184,8 @@ class Session:
             raise UsageError("restore() after step(): restore before the first step")
         self._channel.call = "restore()"
         self._saver.open(directory, "restore")
-        resumed = restore.restore(self._attached, self._saver, self._group, self._channel, self._events)
+        shared = (self._saver, self._group, self._channel, self._events)
+        resumed = restore.restore(self._attached, self._optional, step, *shared)
         if resumed is not None:
             self._restored = True
             self._steps = resumed.step
@@ -188,10 +198,12 @@ class Session:
         directory: str | os.PathLike[str] | None = None,
         keep: int = DEFAULT_KEEP,
         barrier: float | timedelta | None = None,
+        keep_every: int = 0,
     ) -> None:
         """Save every `every` steps (50), or at an interval of time ("30s", a timedelta), by rank 0's clock.
 
-        `directory` overrides ELASTICD_CHECKPOINT_DIR; the newest `keep` checkpoints stay. A full or read-only disk is
+        `directory` overrides ELASTICD_CHECKPOINT_DIR; the newest `keep` checkpoints stay, and those of steps that are
+        multiples of `keep_every`, for ever (0: none). A full or read-only disk is
         reported, and the save is tried again when the next one is due. With `barrier` (seconds, or a timedelta) all
         ranks meet at a barrier of that timeout before each save, so that an error names a rank that does not come.
 
@@ -201,11 +213,14 @@ class Session:
         parsed = SaveInterval.parse(every)
         if keep < 1:
             raise UsageError(f"checkpoint(keep={keep!r}): keep at least 1 checkpoint")
+        if keep_every < 0:
+            raise UsageError(f"checkpoint(keep_every={keep_every!r}): give a number of steps, or 0")
         barrier_s = None if barrier is None else timeout_seconds(barrier, "checkpoint(barrier=...)")
         self._channel.call = "checkpoint()"
         self._saver.open(directory, "checkpoint")
         self._saver.every = parsed
         self._saver.keep = keep
+        self._saver.keep_every = keep_every
         self._barrier_s = barrier_s
 
     @property

@@ -54,6 +54,8 @@ class WriteTask:
     rank: int
     blocked_s: float
     """How long training was blocked by the copy."""
+    keep_every: int = 0
+    """Steps that are multiples of it are never deleted; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)

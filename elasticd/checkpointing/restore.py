@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from elasticd.checkpointing.buffers import Snapshot, donor_of
 from elasticd.checkpointing.layout import write_at
 from elasticd.checkpointing.lineage import Entry, open_verified
 from elasticd.checkpointing.manifest import STATE, Manifest, parse
+from elasticd.checkpointing.retention import set_aside
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.writer_client import SnapshotRefused
 from elasticd.coordination.store_channel import StoreChannel
@@ -51,19 +52,29 @@ class Resumed:
 
 
 def restore(
-    attached: Mapping[str, Any], saver: Saver, group: DefaultGroup, channel: StoreChannel, events: WorkerEventWriter
+    attached: Mapping[str, Any],
+    optional: Collection[str],
+    step: int | None,
+    saver: Saver,
+    group: DefaultGroup,
+    channel: StoreChannel,
+    events: WorkerEventWriter,
 ) -> Resumed | None:
-    """Load the newest valid checkpoint into `attached` on every rank, or raise on every rank; None without a
-    checkpoint.
+    """Load the newest valid checkpoint, or that of `step`, into `attached` on every rank, or raise on every rank; None
+    without a checkpoint.
     """
     assert saver.directory is not None
-    return _Restore(saver.directory, attached, saver, group, channel, events).run()
+    return _Restore(saver.directory, attached, optional, step, saver, group, channel, events).run()
 
 
 @dataclass
 class _Restore:
     directory: Path
     attached: Mapping[str, Any]
+    optional: Collection[str]
+    """Names of which the checkpoint may hold nothing."""
+    step: int | None
+    """The step to go back to; None: the newest one."""
     saver: Saver
     group: DefaultGroup
     channel: StoreChannel
@@ -94,7 +105,7 @@ class _Restore:
         error: Exception | None = None
         try:
             content = checkpoint.load_mapped(self._fd)
-            notes += state.scatter(self.attached, content)
+            notes += state.scatter(self.attached, content, self.optional)
             notes += self._restore_random_state(chosen, content[state.RESERVED]["rng"])
         except Exception as raised:  # noqa: BLE001 - all ranks must learn of any error of a load_state_dict
             error = raised
@@ -121,6 +132,8 @@ class _Restore:
         in_memory = [Snapshot.from_json(each) for each in held if each]
         newest = max(in_memory, key=lambda each: (*each.key, each.draft.step), default=None)
         on_disk, skipped = checkpoint.lineage(self.directory)
+        if self.step is not None and not self._is_beyond(self.step, in_memory, on_disk):
+            on_disk = self._go_back(self.step, on_disk)
         if self.saver.environment.failed_restarts >= SUSPECT_AFTER:
             step = max(
                 [each.draft.step for each in in_memory] + [entry.manifest.step for entry in on_disk[:1]], default=0
@@ -148,6 +161,28 @@ class _Restore:
             self._entry, self._fd = entry, fd
             return self._describe(entry.manifest, None, entry.path.name)
         return {"step": None}
+
+    def _is_beyond(self, step: int, in_memory: list[Snapshot], on_disk: list[Entry]) -> bool:
+        """Whether this run has gone back to the step before, and trained since then: it does so once."""
+        environment = self.saver.environment
+        if not environment.round:
+            return environment.restarts > 0
+        newer = [*(each.draft for each in in_memory), *(entry.manifest for entry in on_disk)]
+        return any(each.step > step and each.run == environment.run for each in newer)
+
+    def _go_back(self, step: int, on_disk: list[Entry]) -> list[Entry]:
+        """Set newer checkpoints aside; returns those that are left."""
+        steps = sorted({entry.manifest.step for entry in on_disk})
+        if step not in steps:
+            there = f"there are steps {', '.join(map(str, steps))}" if steps else "there is none"
+            raise CheckpointError(f"restore(step={step}): {self.directory} has no checkpoint of that step; {there}")
+        aside = set_aside(self.directory, step)
+        if aside:
+            names = ", ".join(path.name for path in aside)
+            reason = f"went back to step {step}: newer checkpoints were set aside as {names}"
+            logger.warning(reason)
+            self.events.write("message", reason, step, path=str(self.directory))
+        return [entry for entry in on_disk if entry.manifest.step <= step]
 
     def _skip_newest(self, step: int) -> None:
         count = self.saver.environment.failed_restarts

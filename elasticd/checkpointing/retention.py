@@ -15,21 +15,21 @@ from elasticd.checkpointing.lineage import CheckpointName, Entry, LineageWalk, e
 from elasticd.checkpointing.manifest import Unreadable
 
 
-def retain(directory: str | os.PathLike[str], own_round: int, keep: int) -> list[Path]:
+def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_every: int = 0) -> list[Path]:
     """Keep the newest `keep` steps of the lineage across rounds; returns the deleted paths. Call it after a save.
 
-    Before it deletes, it reads the newest checkpoint back, once. Raises ValueError for keep < 1, OSError if the
-    directory cannot be listed or changed.
+    Steps that are multiples of `keep_every` stay as well. Before it deletes, it reads the newest checkpoint back, once.
+    Raises ValueError for keep < 1, OSError if the directory cannot be listed or changed.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}: at least one checkpoint must stay")
     found = walk(directory)
-    if not _to_delete(directory, found, 0, own_round, keep):
+    if not _to_delete(directory, found, 0, own_round, keep, keep_every):
         return []
     anchor = next((i for i, entry in enumerate(found.entries) if find_damage(entry) is None), None)
     if anchor is None:
         return []
-    deletable = _to_delete(directory, found, anchor, own_round, keep)
+    deletable = _to_delete(directory, found, anchor, own_round, keep, keep_every)
     for path in deletable:
         discard(path)
     good = found.entries[anchor].manifest
@@ -38,10 +38,10 @@ def retain(directory: str | os.PathLike[str], own_round: int, keep: int) -> list
 
 
 def _to_delete(
-    directory: str | os.PathLike[str], found: LineageWalk, anchor: int, own_round: int, keep: int
+    directory: str | os.PathLike[str], found: LineageWalk, anchor: int, own_round: int, keep: int, keep_every: int
 ) -> list[Path]:
     """What may be deleted, in an order that keeps the lineage whole if interrupted: others first, then the oldest."""
-    kept = _kept(found, keep, anchor)
+    kept = _kept(found, keep, keep_every, anchor)
     present = [each for each in names(directory) if each.hidden is None]
     own = [each for each in present if each.round == own_round]
     older: list[CheckpointName] = []
@@ -59,19 +59,38 @@ def _to_delete(
     return [each.path for each in deletable]
 
 
-def _kept(found: LineageWalk, keep: int, anchor: int) -> set[Path]:
-    """The newest `keep` distinct steps and the one known to be good, with the links between their rounds."""
+def _kept(found: LineageWalk, keep: int, keep_every: int, anchor: int) -> set[Path]:
+    """The newest `keep` steps, milestones and the one known to be good, with the links between their rounds."""
     # A round's re-linked first checkpoint and its parent are one step: the same data, often the same file.
     newest_steps: list[Entry] = []
     steps: set[int] = set()
+    newest: set[int] = set()
     for i, entry in enumerate(found.entries):
         step = entry.manifest.step
-        if (step not in steps and len(steps) < keep) or i == anchor:
+        is_milestone = bool(keep_every) and step % keep_every == 0
+        if (step not in steps and (len(newest) < keep or is_milestone)) or i == anchor:
             newest_steps.append(entry)
             steps.add(step)
+            newest |= {step} if len(newest) < keep else set()
     rounds = {entry.manifest.round for entry in newest_steps}
     between = [link for round, link in found.links.items() if round not in rounds and round > min(rounds, default=0)]
     return {*(entry.path for entry in newest_steps), *between}
+
+
+def set_aside(directory: str | os.PathLike[str], step: int) -> list[Path]:
+    """Rename checkpoints of later steps than `step`, the newest first; returns their new paths. Nothing loads or
+    deletes them any more. Raises OSError.
+    """
+    later = [each for each in names(directory) if each.hidden is None and each.step > step]
+    renamed = []
+    for each in sorted(later, key=lambda each: (each.round, each.step), reverse=True):
+        target, number = each.path.with_name(f"{each.path.name}.aside"), 1
+        while target.exists():
+            number += 1
+            target = each.path.with_name(f"{each.path.name}.aside{number}")
+        each.path.rename(target)
+        renamed.append(target)
+    return renamed
 
 
 def _is_readable(named: CheckpointName) -> bool:

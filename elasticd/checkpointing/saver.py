@@ -87,6 +87,8 @@ class Saver:
     """The (round, step) that this round resumed from."""
     every: SaveInterval | None = None
     keep: int = DEFAULT_KEEP
+    keep_every: int = 0
+    """Checkpoints of these steps stay for ever; 0: none."""
     saved_step: int | None = None
     """The newest step that every rank knows to be on the disk: that of the last save which was waited for."""
     _lock: DirectoryLock | None = None
@@ -265,7 +267,8 @@ class Saver:
         """What the writer does with a state of this session."""
         assert self.directory is not None
         events = str(self.events.path or "")
-        return WriteTask(str(self.directory), self.keep, why, self._next_try, events, self.group.rank, blocked_s)
+        rank = self.group.rank
+        return WriteTask(str(self.directory), self.keep, why, self._next_try, events, rank, blocked_s, self.keep_every)
 
     def wait(self) -> bool:
         """On rank 0: wait until the writer has finished with the last save; True if it is on the disk."""
@@ -306,7 +309,7 @@ class Saver:
             self.events.write(
                 "checkpoint_saved", f"checkpoint of step {draft.step} saved ({why})", draft.step, **fields
             )
-            checkpoint.retain(self.directory, self.round, self.keep)
+            checkpoint.retain(self.directory, self.round, self.keep, self.keep_every)
         except OSError as error:
             reason = f"checkpoint of step {draft.step} failed ({error}); {self._next_try}"
             self._warn("checkpoint_failed", reason, path, draft.step)

@@ -11,7 +11,7 @@ import io
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import CheckpointError, UsageError
@@ -100,19 +100,27 @@ def replicated(attached: Mapping[str, Any], world_size: int) -> frozenset[int]:
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
-def scatter(attached: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """Load every attached object; returns sentences about the parts of the checkpoint that were not used."""
-    missing = [name for name in attached if name not in state]
+def scatter(attached: Mapping[str, Any], state: Mapping[str, Any], optional: Collection[str] = ()) -> list[str]:
+    """Load every attached object; returns sentences about the parts of the checkpoint that were not used.
+
+    `optional` are the names of which the checkpoint may hold nothing.
+    """
+    absent = [name for name in attached if name not in state]
+    missing = [name for name in absent if name not in optional]
     if missing:
         held = ", ".join(name for name in state if name != RESERVED)
         raise CheckpointError(
             f"the checkpoint holds nothing for {', '.join(missing)}, only {held}; attach under the names it was saved "
-            "with, or start in another directory"
+            "with, start in another directory, or attach what is new with optional=True"
         )
     for name, obj in attached.items():
-        _load(unwrap(obj), state[name])
+        if name in state:
+            _load(unwrap(obj), state[name])
     extra = [name for name in state if name not in attached and name != RESERVED]
-    return [f"nothing is attached as {name}: that part of the checkpoint was not used" for name in extra]
+    return [
+        *(f"the checkpoint holds nothing for {name}, which is optional and stays as it is" for name in absent),
+        *(f"nothing is attached as {name}: that part of the checkpoint was not used" for name in extra),
+    ]
 
 
 def _load(target: Any, state: Any) -> None:

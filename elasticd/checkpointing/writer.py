@@ -395,7 +395,7 @@ class Writer:
     def _retain(self, snapshot: Snapshot) -> None:
         assert snapshot.task is not None
         try:
-            retain(snapshot.task.directory, snapshot.draft.round, snapshot.task.keep)
+            retain(snapshot.task.directory, snapshot.draft.round, snapshot.task.keep, snapshot.task.keep_every)
         except OSError as error:
             events = WorkerEventWriter(snapshot.task.events or None, snapshot.draft.round, snapshot.task.rank)
             events.write("message", f"old checkpoints could not be deleted: {error}", snapshot.draft.step)

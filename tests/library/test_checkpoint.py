@@ -19,6 +19,7 @@ import torch
 from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing.api import Entry
 from elasticd.checkpointing.lineage import open_verified
+from elasticd.checkpointing.retention import set_aside
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 from tests.library.verified import verified_lineage
 
@@ -359,6 +360,30 @@ def test_retention_counts_relinked_steps_once(tmp_path: Path) -> None:
     checkpoint.retain(tmp_path, 2, 3)
     assert present(tmp_path) == ["r1-s20", "r2-s30", "r2-s40"]
     assert usable(tmp_path) == ["r2-s40", "r2-s30", "r1-s20"]
+
+
+def test_milestones_stay(tmp_path: Path) -> None:
+    for step in range(10, 100, 10):
+        save(tmp_path, 1, step)
+    checkpoint.retain(tmp_path, 1, 2, 40)
+    assert present(tmp_path) == ["r1-s40", "r1-s80", "r1-s90"]
+    save(tmp_path, 2, 100, (1, 80))
+    save(tmp_path, 2, 110, (1, 80))
+    checkpoint.retain(tmp_path, 2, 2, 40)
+    assert present(tmp_path) == ["r1-s40", "r1-s80", "r2-s100", "r2-s110"]
+    assert usable(tmp_path) == ["r2-s110", "r2-s100", "r1-s80", "r1-s40"]
+
+
+def test_checkpoints_set_aside_are_neither_loaded_nor_deleted(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, 1, step)
+    assert [path.name for path in set_aside(tmp_path, 10)] == ["r1-s30.aside", "r1-s20.aside"]
+    save(tmp_path, 1, 20)
+    assert [path.name for path in set_aside(tmp_path, 10)] == ["r1-s20.aside2"]
+    assert usable(tmp_path) == ["r1-s10"]
+    save(tmp_path, 2, 40, (1, 10))
+    checkpoint.retain(tmp_path, 2, 1)
+    assert present(tmp_path) == ["r1-s20.aside", "r1-s20.aside2", "r1-s30.aside", "r2-s40"]
 
 
 def test_retention_keeps_links_between_rounds(tmp_path: Path) -> None:

@@ -125,3 +125,35 @@ def run(command: list[str], env: dict[str, str]) -> list[dict[str, Any]]:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_going_back_to_a_step_happens_once_in_a_run(start: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "shared"
+    start("toy.py", {"directory": str(directory)}, world_size=1, ELASTICD_RUN="run-0").results()
+    options = {"directory": str(directory), "back_to": 6}
+    back = start("toy.py", {**options, "die": 11}, world_size=1, round=2)
+    assert back.codes() == [-9]
+    assert "newer checkpoints were set aside as r1-s12.aside, r1-s9.aside" in back.ranks[0].read_events()[0].reason
+    again = start("toy.py", options, world_size=1, round=3)
+    assert again.results()[0]["resumed"] == [2, 9, 1], "what this run has trained since then stays"
+    assert {path.name for path in directory.glob("*.aside")} == {"r1-s9.aside", "r1-s12.aside"}
+
+
+def test_going_back_to_a_step_that_is_not_there_is_refused(start: Any, tmp_path: Path) -> None:
+    directory = str(tmp_path / "shared")
+    start("toy.py", {"directory": directory}, ELASTICD_RUN="run-0").results()
+    job = start("toy.py", {"directory": directory, "back_to": 7}, round=2)
+    assert 0 not in job.codes()
+    assert all("no checkpoint of that step; there are steps 6, 9, 12" in rank.errors() for rank in job.ranks)
+
+
+def test_optional_object_may_be_missing_in_a_checkpoint(start: Any, tmp_path: Path) -> None:
+    directory = str(tmp_path / "shared")
+    start("toy.py", {"directory": directory, "steps": 6}, world_size=1).results()
+    refused = start("toy.py", {"directory": directory, "extra": "needed"}, world_size=1, round=2)
+    assert refused.codes() != [0]
+    assert "optional=True" in refused.ranks[0].errors()
+    (found,) = start("toy.py", {"directory": directory, "extra": "optional"}, world_size=1, round=3).results()
+    assert found["notes"] == ["the checkpoint holds nothing for extra, which is optional and stays as it is"]
+    (found,) = start("toy.py", {"directory": directory, "extra": "needed"}, world_size=1, round=4).results()
+    assert found["notes"] == [], "it was saved meanwhile"

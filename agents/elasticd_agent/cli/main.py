@@ -22,6 +22,7 @@ usage: elasticd run [options] SCRIPT [script's arguments]
        elasticd dump [options]
        elasticd doctor [options]
        elasticd config check|example [options]
+       elasticd checkpoints list|show|verify|prune DIR [options]
        elasticd submit FILE | jobs | status [JOB] | logs JOB | cancel JOB [options]
        elasticd nodes | cordon NODE | uncordon NODE | drain NODE [options]
        elasticd dump JOB | explain JOB [options]
@@ -36,6 +37,7 @@ Keeps a PyTorch training job running while its workers fail.
   store      hosts a c10d store, where the nodes of jobs without an etcd meet
   doctor     runs the agent's health checks on this machine
   config     checks and explains an agent.toml or a job file
+  checkpoints  lists, checks and prunes a checkpoint directory
 
 The other commands use the HTTP API of an `elasticd agent`: this node's, or --agent URL. More: docs/cli.md.
 """
@@ -47,6 +49,7 @@ _COMMANDS = {
     "dump": "elasticd_agent.cli.dump:dump",
     "doctor": "elasticd_agent.cli.doctor:doctor",
     "config": "elasticd_agent.cli.config_command:config",
+    "checkpoints": "elasticd_agent.cli.checkpoints:checkpoints",
     "job": "elasticd_agent.node.runners.main:job",  # not in the help: the agent starts its runners with it
 }
 AGENT_COMMANDS = ("submit", "jobs", "status", "logs", "cancel", "nodes", "cordon", "uncordon", "drain")

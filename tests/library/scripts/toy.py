@@ -27,7 +27,10 @@ DEFAULTS: dict[str, Any] = {
     "directory": None,
     "every": 3,  # None: no checkpoint() at all
     "keep": 3,
+    "keep_every": 0,
     "restore": True,
+    "back_to": None,  # restore(step=...)
+    "extra": None,  # attach one more object, "optional" or "needed"
     "save": False,  # save() at the end
     "optimizer": "adam",  # or "sgd"
     "wrap": "ddp",  # "bare", "compiled" (and DDP), "inner": a submodule is compiled by itself
@@ -83,9 +86,12 @@ def main() -> None:
     session.attach(model=model, optimizer=optimizer, scheduler=scheduler)
     if options["poison"]:
         session.attach(poison=Poison())
-    resumed = session.restore(directory) if options["restore"] else None
+    if options["extra"]:
+        session.attach(extra=nn.Linear(2, 2), optional=options["extra"] == "optional")
+    resumed = session.restore(directory, step=options["back_to"]) if options["restore"] else None
     if options["every"]:
-        session.checkpoint(every=options["every"], directory=directory, keep=options["keep"])
+        keeping = {"keep": options["keep"], "keep_every": options["keep_every"]}
+        session.checkpoint(every=options["every"], directory=directory, **keeping)
     while session.steps < options["steps"] and not session.should_stop:
         x = torch.randn(16, 8) * (1 + random.random()) + float(numpy.random.rand())
         nn.functional.mse_loss(model(x)[:, 0], x.sum(1)).backward()

@@ -1,0 +1,133 @@
+"""`elasticd checkpoints`: what a checkpoint directory holds, what of it can be loaded, and which of it may go.
+
+Only `prune` changes the directory, and it refuses while a job uses it. No torch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from elasticd.checkpointing.directory_lock import DirectoryLock
+from elasticd.checkpointing.lineage import Entry, LineageWalk, examine, find_damage, highest_round, names, walk
+from elasticd.checkpointing.manifest import Unreadable
+from elasticd.checkpointing.retention import retain
+from elasticd.errors import DirectoryInUse, UsageError
+from elasticd_agent.config.command_parser import CommandParser
+
+_VERBS = ("list", "show", "verify", "prune")
+
+
+def checkpoints(argv: Sequence[str]) -> int:
+    """Returns the exit code. Raises UsageError."""
+    options = _parser().parse_intermixed_args(argv)
+    if not options.directory.is_dir():
+        raise UsageError(f"{options.directory} is no directory")
+    if options.verb == "prune":
+        return _prune(options.directory, options.keep, options.keep_every)
+    try:
+        found = walk(options.directory)
+    except OSError as error:
+        raise UsageError(f"{options.directory}: {error.strerror}") from None
+    if options.verb == "list":
+        _print_list(options.directory, found, options.json)
+        return 0
+    if options.verb == "show":
+        return _show(options.directory, found, options.name)
+    return _verify(found, options.name)
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "checkpoints",
+        "list names what DIR holds, the newest first; show prints the description of one checkpoint; verify reads "
+        "checkpoints whole and compares their checksums; prune deletes all but the newest.",
+        "Exit codes: 0 done, 1 something is damaged or in use, 2 usage. More: docs/checkpoints.md.",
+    )
+    parser.add_argument("verb", choices=_VERBS)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="with show and verify: r12-s3400; default: the newest, all"
+    )
+    parser.add_argument("--json", action="store_true", help="with list: one object a line")
+    parser.add_argument(
+        "--keep", type=int, default=3, metavar="N", help="with prune: the newest N steps stay (default 3)"
+    )
+    parser.add_argument("--keep-every", type=int, default=0, metavar="N", help="with prune: multiples of N stay, too")
+    return parser
+
+
+def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
+    usable = {entry.path for entry in found.entries}
+    skipped = {each.path: each.why for each in found.skipped}
+    present = [each for each in names(directory) if not each.hidden]
+    if not present and not as_json:
+        print(f"{directory} holds no checkpoint")
+    for each in sorted(present, key=lambda each: (-each.round, -each.step)):
+        manifest = examine(each)
+        why = skipped.get(each.path, "not in the lineage of the newest round")
+        size, saved = "", ""
+        described: dict[str, object] = {}
+        if isinstance(manifest, Unreadable):
+            why = manifest.why
+        else:
+            size = f"{manifest.bytes / 1e6:.1f} MB"
+            saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.wall))
+            described = {"bytes": manifest.bytes, "world_size": manifest.world_size, "wall": manifest.wall}
+        why = "" if each.path in usable else why
+        if as_json:
+            print(json.dumps({"name": each.path.name, "round": each.round, "step": each.step, **described, "why": why}))
+        else:
+            print(f"{each.path.name:<16} {size:>12}  {saved:<16}  {why or 'can be restored'}".rstrip())
+
+
+def _entries(found: LineageWalk, name: str | None) -> list[Entry]:
+    entries = [entry for entry in found.entries if name in (None, entry.path.name)]
+    if name is not None and not entries:
+        why = next((each.why for each in found.skipped if each.path.name == name), "there is none in the lineage")
+        raise UsageError(f"{name}: {why}")
+    return entries
+
+
+def _show(directory: Path, found: LineageWalk, name: str | None) -> int:
+    entries = _entries(found, name)
+    if not entries:
+        print(f"{directory} holds no checkpoint that can be restored")
+        return 1
+    print(json.dumps(json.loads(entries[0].manifest.to_json()), indent=2))
+    return 0
+
+
+def _verify(found: LineageWalk, name: str | None) -> int:
+    """Read from the disk, not from the page cache."""
+    damaged = 0
+    for entry in _entries(found, name):
+        why = find_damage(entry)
+        damaged += why is not None
+        print(f"{entry.path.name}: {why or 'whole'}")
+    if name is None:
+        for each in found.skipped:
+            print(f"{each.path.name}: {each.why}")
+    return 1 if damaged else 0
+
+
+def _prune(directory: Path, keep: int, keep_every: int) -> int:
+    if keep < 1 or keep_every < 0:
+        raise UsageError("--keep is at least 1, --keep-every at least 0")
+    lock = DirectoryLock(directory, "elasticd checkpoints prune", str(os.getpid()))
+    try:
+        lock.acquire()
+    except DirectoryInUse as error:
+        print(error)
+        return 1
+    try:
+        deleted = retain(directory, highest_round(directory), keep, keep_every)
+    finally:
+        lock.release()
+    for path in deleted:
+        print(f"{path.name}: deleted")
+    print(f"{len(deleted)} deleted, {sum(not each.hidden for each in names(directory))} left")
+    return 0

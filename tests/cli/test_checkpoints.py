@@ -1,0 +1,89 @@
+"""`elasticd checkpoints` lists, describes, checks and prunes a directory, and leaves one that is in use alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from elasticd.checkpointing import api
+from elasticd.checkpointing.directory_lock import DirectoryLock
+from elasticd_agent.cli.main import main
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for step in (10, 20, 30, 40):
+        state = {"model": {"weight": torch.full((64,), float(step))}}
+        api.save(tmp_path, round=1, step=step, parent=None, world_size=2, job="lm", run="one", state=state)
+    return tmp_path
+
+
+def damage(directory: Path, name: str) -> None:
+    path = directory / name / "state.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+def test_list_names_what_can_be_restored_and_why_the_rest_cannot(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "r1-s20" / "manifest.json").write_text("{}")
+    assert main(["checkpoints", "list", str(directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["r1-s40", "r1-s30", "r1-s20", "r1-s10"]
+    assert [line.endswith("can be restored") for line in lines] == [True, True, False, True]
+    assert main(["checkpoints", "list", str(directory), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["step"], bool(row["why"])) for row in rows] == [(40, False), (30, False), (20, True), (10, False)]
+
+
+def test_show_prints_the_manifest(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "show", str(directory)]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 40
+    assert main(["checkpoints", "show", str(directory), "r1-s20"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 20
+
+
+def test_verify_reads_every_byte(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "verify", str(directory)]) == 0
+    assert capsys.readouterr().out.count(": whole") == 4
+    damage(directory, "r1-s30")
+    assert main(["checkpoints", "verify", str(directory)]) == 1
+    assert "r1-s30: state.pt does not match its checksum" in capsys.readouterr().out
+    assert main(["checkpoints", "verify", str(directory), "r1-s40"]) == 0
+
+
+def test_prune_keeps_the_newest_the_milestones_and_the_last_good_one(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(directory, "r1-s40")
+    assert main(["checkpoints", "prune", str(directory), "--keep", "1", "--keep-every", "20"]) == 0
+    assert "1 deleted, 3 left" in capsys.readouterr().out
+    assert sorted(path.name for path in directory.glob("r*")) == ["r1-s20", "r1-s30", "r1-s40"]
+
+
+def test_prune_refuses_a_directory_in_use(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(lock: DirectoryLock) -> None:
+        raise api_error
+
+    from elasticd.errors import DirectoryInUse
+
+    api_error = DirectoryInUse("held by run one")
+    monkeypatch.setattr(DirectoryLock, "acquire", refuse)  # a process never conflicts with its own locks
+    assert main(["checkpoints", "prune", str(directory), "--keep", "1"]) == 1
+    assert "held by run one" in capsys.readouterr().out
+    assert len(list(directory.glob("r*"))) == 4
+
+
+@pytest.mark.parametrize(
+    "argv", [["list", "/nowhere"], ["show", "DIR", "r1-s11"], ["prune", "DIR", "--keep", "0"], ["burn", "DIR"]]
+)
+def test_wrong_requests_are_usage_errors(directory: Path, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", *(str(directory) if word == "DIR" else word for word in argv)]) == 2
+    assert capsys.readouterr().err.startswith("elasticd checkpoints: error: ")
