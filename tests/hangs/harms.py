@@ -108,6 +108,15 @@ def quota(share: float) -> Iterator[Path]:
         group.rmdir()
 
 
+def no_quota() -> str:
+    """Why no control group can be made here; "" if one can."""
+    try:
+        with quota(0.5):
+            return ""
+    except OSError as error:
+        return f"no control group can be made here: {error}"
+
+
 def enter(group: Path, pids: Sequence[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

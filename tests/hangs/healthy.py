@@ -250,22 +250,14 @@ _HARMS: dict[str, Callable[[Job, float], None]] = {
 }
 
 
-def _no_quota() -> str:
-    try:
-        with harms.quota(0.5):
-            return ""
-    except OSError as error:
-        return f"no control group can be made here: {error}"
-
-
 def _no_swap() -> str:
     swap = len(Path("/proc/swaps").read_text().splitlines()) > 1
     return "" if swap else "this machine has no swap"
 
 
 _MISSING: dict[str, Callable[[], str]] = {
-    "quota": _no_quota,
-    "throttle": _no_quota,
+    "quota": harms.no_quota,
+    "throttle": harms.no_quota,
     "swap": _no_swap,
     "inductor": lambda: "" if shutil.which("g++") else "g++ is not installed",
     "gdb": lambda: "" if shutil.which("gdb") else "gdb is not installed",

@@ -72,8 +72,11 @@ def observation(idle_s: float, number: int = 3) -> Observation:
     return Observation(number, (), (), idle_s, ranks)
 
 
-def found(number: int = 3, *, trouble: str = "", state: str = "S", source: str = "py-spy") -> GatheredEvidence:
-    ranks = tuple(RankEvidence(rank, "collective", "all_reduce", "x", state, "", source) for rank in (0, 1))
+def found(
+    number: int = 3, *, trouble: str = "", state: str = "S", source: str | tuple[str, str] = "py-spy"
+) -> GatheredEvidence:
+    sources = (source, source) if isinstance(source, str) else source
+    ranks = tuple(RankEvidence(n, "collective", "all_reduce", "x", state, "", each) for n, each in enumerate(sources))
     return GatheredEvidence(number, ranks, HERE, 0.2, trouble)
 
 
@@ -126,13 +129,13 @@ def test_requested_report_without_suspicion() -> None:
     assert peers.reports[-1] is None, "another round's question"
 
 
-@pytest.mark.parametrize("state", ["", "S"])
-def test_late_helper_is_retried_once(state: str) -> None:
+@pytest.mark.parametrize(("state", "source"), [("", ""), ("S", ""), ("S", ("py-spy", ""))])
+def test_late_helper_is_retried_once(state: str, source: str | tuple[str, str]) -> None:
     peers = FakePeers()
     detector = make_detector(peers)
     for at in (104.0, 106.0, 108.0):
         detector.update(observation(at - 100.0), 5.0, at)
-        detector.evidence_gathered(found(trouble="it did not answer within 1.0 s", state=state, source=""), at + 1)
+        detector.evidence_gathered(found(trouble="it did not answer within 1.0 s", state=state, source=source), at + 1)
     assert peers.gathered[:2] == [3, 3]
     gathered = [r.gathered for r in peers.reports if r]
     assert gathered[0] is False

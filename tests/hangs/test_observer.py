@@ -91,6 +91,20 @@ def test_requested_dump_is_no_work(watch: GroupObserver, writer: HeartbeatWriter
     assert found == [0, 100, 500_000, 100, 200, 5100, 6100]
 
 
+@pytest.mark.parametrize(("throttled_s", "busy"), [(0.4, True), (0.1, False)], ids=["a quota", "hardly a quota"])
+def test_time_under_a_quota_is_work(watch: GroupObserver, throttled_s: float, busy: bool) -> None:
+    """In each half second the control group is stopped for so long, and the rank uses next to nothing."""
+    watch.state = lambda pid: "S"
+    for look in range(8):
+        watch.usage = lambda pids, look=look: dict.fromkeys(
+            pids, Usage(0.001 * look, 0, throttled_s=throttled_s * look)
+        )
+        (rank,) = watch.observe(100.0 + look / 2).ranks
+    assert rank.window_s > 0
+    assert (rank.cpu_s >= rank.window_s) is busy
+    assert (rank.quiet_s == 0.0) is busy
+
+
 def test_child_that_trains_is_observed(watch: GroupObserver, tmp_path: Path) -> None:
     """As a shell does that was started with --no-python."""
     beat = f"HeartbeatWriter({str(tmp_path / 'beat')!r})"

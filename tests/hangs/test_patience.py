@@ -18,7 +18,6 @@ QUICK = Shown(deadline_s=5.0)
         ("proven", DEFAULT, Shown(40.0), 40),
         ("proven", LONG_FLOOR, QUICK, 300),
         ("proven", DEFAULT, Shown(5.0, kills=2), 5),
-        ("dead_holder", DEFAULT, QUICK, 5),
         ("gil", DEFAULT, QUICK, 15),
         ("alike", DEFAULT, QUICK, 60),
         ("alike", FLOOR, Shown(3.0), 3),

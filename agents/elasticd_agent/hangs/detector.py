@@ -65,6 +65,7 @@ class HangDetector:
     _mentioned_at: float = 0.0
     _open_since: float | None = None
     _evidence_found: GatheredEvidence | None = None
+    _complete: bool = False
     _gathering: bool = False
     _gather_at: float = 0.0
     _gather_count: int = 0
@@ -92,6 +93,7 @@ class HangDetector:
             self._write(f"reports-{self.node}.jsonl", "".join(line + "\n" for line in self._reports))
         self._open_since = None
         self._evidence_found = None
+        self._complete = False
         self._why = ""
         self._targets = ()
 
@@ -118,6 +120,7 @@ class HangDetector:
         if self._open_since is None:
             self._open_since = self._gather_at = self._report_at = now
             self._evidence_found = None  # a dump from before says nothing about now
+            self._complete = False
             self._gather_count = self._report_count = 0
         self._set_suspicion(why, now, report)
         if now >= self._gather_at and not self._gathering:
@@ -134,11 +137,13 @@ class HangDetector:
         self._dump_replies.clear()
         if found.round != self._round:
             return
-        if found.trouble and self._gather_count == 0 and not any(rank.source for rank in found.ranks):
-            self._gather_count = 1  # the helper came too late for stacks, as on a busy machine: once more
+        self._evidence_found = _with_earlier(found, self._evidence_found)
+        missing = not all(rank.source for rank in self._evidence_found.ranks)
+        if found.trouble and self._gather_count == 0 and missing:
+            self._gather_count = 1  # the helper came too late for some stack, as on a busy machine: once more
             self._gather_at = now
             return
-        self._evidence_found = _with_earlier(found, self._evidence_found)
+        self._complete = True
         self._gather_at = now + GATHER_INTERVALS_S[min(self._gather_count, len(GATHER_INTERVALS_S) - 1)]
         self._gather_count += 1
         self._report_at = now
@@ -181,6 +186,7 @@ class HangDetector:
         self._set_suspicion("", now)
         self._open_since = None
         self._evidence_found = None
+        self._complete = False
 
     def _set_suspicion(self, why: str, now: float, report: HangReport | None = None) -> None:
         """This node's own suspicion begins, lasts, or ends. Its end is reported at once."""
@@ -219,7 +225,7 @@ class HangDetector:
             ranks,
             deadline_s=deadline_s,
             pause_s=pause_s,
-            gathered=self._evidence_found is not None,
+            gathered=self._complete,
             store_state=seen.store_state,
             store_stopped_s=seen.store_stopped_s,
         )

@@ -291,9 +291,13 @@ def _used(before: procfs.Usage, after: procfs.Usage, passed_s: float) -> tuple[f
 
     What waits for a processor for most of the time is as good as running: a quota or a busy machine makes it slow. An
     idle thread that only wakes up now and then waits a little, too. Where the kernel does not say how long it waited, a
-    process that could run in both samples counts as running in between.
+    process that could run in both samples counts as running in between. A quota so small that each thread runs too
+    little to count shows in the time for which it stopped the control group.
     """
     cpu_s = max(0.0, after.cpu_s - before.cpu_s)
+    throttled_s = after.throttled_s - before.throttled_s
+    if throttled_s > STARVED_SHARE * passed_s:
+        cpu_s = max(cpu_s, passed_s)
     if before.wait_s is not None and after.wait_s is not None:
         ready_s = cpu_s + after.wait_s - before.wait_s
         cpu_s = ready_s if ready_s > STARVED_SHARE * passed_s else cpu_s

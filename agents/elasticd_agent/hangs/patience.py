@@ -13,7 +13,7 @@ from typing import Literal
 
 from elasticd_agent.model.job import Policy
 
-Evidence = Literal["proven", "dead_holder", "gil", "alike", "device", "idle", "overdue", "working", "no_stack"]
+Evidence = Literal["proven", "gil", "alike", "device", "idle", "overdue", "working", "no_stack"]
 """Beside these: a stopped process (--stopped-after), and a person at a debugger, who gets all the time there is."""
 
 
@@ -31,7 +31,6 @@ class Patience:
 
 PATIENCE: Mapping[Evidence, Patience] = {
     "proven": Patience(5.0, "ranks wait for each other, or for one that has left: this never resolves", weak=False),
-    "dead_holder": Patience(5.0, "the holder of what it waits for is gone, or is itself", weak=False),
     "gil": Patience(15.0, "native code keeps the GIL without CPU or I/O: rarely legitimate"),
     "alike": Patience(60.0, "all wait alike: links flap, and a new communicator takes long"),
     "device": Patience(60.0, "a long kernel looks the same", floor=False),

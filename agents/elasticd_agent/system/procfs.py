@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elasticd_agent.system import sockets
+from elasticd_agent.system import cgroups, sockets
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _READ_LIMIT = 4096
@@ -40,6 +40,8 @@ class Usage:
     """Some main thread could run at this moment."""
     traced: bool = False
     """A debugger is attached to the first process."""
+    throttled_s: float = 0.0
+    """For how long a CPU quota has kept its control groups from running."""
     unsent: int | None = None
     """Bytes that its TCP sockets have not got rid of yet. None: no socket of it is known."""
 
@@ -147,6 +149,7 @@ class UsageReader:
                 self._waited.get(pid),
                 any(known[member].state == "R" for member in members),
                 _tracer(pid) != 0,
+                cgroups.throttled_s(members),
                 sum(one.unsent for one in tcp) if tcp else None,
             )
         return found
