@@ -23,7 +23,9 @@ def test_plain_script_runs_under_torchrun(run: Run) -> None:
     assert "epoch 2 error" in ran.output
 
 
-@pytest.mark.parametrize("script", [PLAIN, WITH_ELASTICD], ids=["plain", "with elasticd"])
+@pytest.mark.parametrize(
+    "script", [pytest.param(PLAIN, marks=pytest.mark.system), WITH_ELASTICD], ids=["plain", "with elasticd"]
+)
 def test_plain_script_survives_kill(run: Run, tmp_path: Path, script: Path) -> None:
     events = tmp_path / "events"
     options = ("--checkpoint-dir", tmp_path / "checkpoints", "--event-log", events)

@@ -58,9 +58,17 @@ if number <= int(sys.argv[2]):
 @pytest.mark.parametrize(
     ("error", "failing", "flags", "code", "restarts", "why"),
     [
-        ("FileNotFoundError(2, 'No such file', '/data/train')", 3, [], 0, 3, ""),
+        pytest.param("FileNotFoundError(2, 'No such file', '/data/train')", 3, [], 0, 3, "", marks=pytest.mark.system),
         ("URLError('[Errno -3] Temporary failure in name resolution')", 2, [], 0, 2, ""),
-        ("RuntimeError('No CUDA GPUs are available')", 4, [], 1, 3, "3 restarts without progress"),
+        pytest.param(
+            "RuntimeError('No CUDA GPUs are available')",
+            4,
+            [],
+            1,
+            3,
+            "3 restarts without progress",
+            marks=pytest.mark.system,
+        ),
         ("ValueError('bad')", 1, [], 0, 1, ""),
         ("ValueError('bad')", 2, [], 1, 1, "an error in the script, twice before the first step: all 2 ranks"),
         ("ValueError(f'bad {number}')", 2, [], 0, 2, ""),

@@ -90,7 +90,7 @@ def test_a_stopped_worker_is_to_blame_and_its_group_ended(job: StartJob) -> None
     assert run.event("hang_detected", round=1, cause="stopped")["ranks"] == [0]
 
 
-@pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.parametrize("cold", [True, pytest.param(False, marks=pytest.mark.system)])
 def test_a_large_environment(job: StartJob, cold: bool) -> None:
     large = {f"LARGE_{number}": "x" * 50_000 for number in range(3)}
     run = job("plain.py", COLD if cold else "warm", "daemon", env=large, faults=[Fault(0, 0, "SIGKILL")])

@@ -26,25 +26,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return run
 
 
-@pytest.mark.parametrize(
-    ("faults", "flags", "saved"),
-    [
-        pytest.param([Fault(1, 13, "SIGKILL")], [], [(12, 0)], id="rank-1-killed"),
-        pytest.param([Fault(0, 13, "SIGKILL")], [], [(12, 1)], id="rank-0-killed"),
-        pytest.param(
-            [Fault(1, 13, "SIGKILL"), Fault(0, 27, "SIGKILL"), Fault(1, 45, "SIGKILL")],
-            [],
-            [(12, 0), (26, 1), (44, 0)],
-            id="one-after-the-other",
-        ),
-        pytest.param([Fault(1, 13, "exit 3")], [], [(12, 0)], id="exits"),
-        pytest.param([], ["--fail-at", "1,1,13"], [(12, None)], id="raises"),
-    ],
-)
-def test_state_saved_at_a_fault_equals_that_of_an_undisturbed_run(
-    job: StartJob, whole: Job, faults: list[Fault], flags: list[str], saved: list[tuple[int, int | None]]
-) -> None:
-    run = job("donor.py", "--steps", "60", *flags, faults=faults, flags=["--checkpoint-dir", "checkpoints"])
+def test_state_saved_at_a_fault_equals_that_of_an_undisturbed_run(job: StartJob, whole: Job) -> None:
+    """One fault after the other: a rank is killed, rank 0 is killed, one exits, one raises."""
+    faults = [Fault(1, 13, "SIGKILL"), Fault(0, 27, "SIGKILL"), Fault(1, 45, "exit 3")]
+    saved = [(12, 0), (26, 1), (44, 0), (51, None)]
+    flags = ["--checkpoint-dir", "checkpoints"]
+    run = job("donor.py", "--steps", "60", "--fail-at", "4,1,52", faults=faults, flags=flags)
     assert run.wait() == 0
     found = run.events("resumed")
     for (step, rank), event in zip(saved, found, strict=True):
@@ -62,6 +49,7 @@ def test_state_saved_at_a_fault_equals_that_of_an_undisturbed_run(
         assert trained == sorted(set(trained)), "a step was trained twice"
 
 
+@pytest.mark.system
 def test_state_from_which_no_restart_progresses_is_left_for_an_older_one(job: StartJob) -> None:
     """The state that was saved at the fault may be the fault: with NaN in it, say."""
     flags = ["--checkpoint-dir", "checkpoints"]

@@ -74,7 +74,7 @@ BEGIN_AND_STORE = Chain(SESSION, ["never joins", "store stopped"])
     "chains",
     [
         pytest.param((OUTSIDE, IN_COLLECTIVES), id="with a session"),
-        pytest.param((PLAIN_ONES, BEGIN_AND_STORE), id="without"),
+        pytest.param((PLAIN_ONES, BEGIN_AND_STORE), id="without", marks=pytest.mark.system),
         pytest.param((WAITS, IN_GROUPS), id="other waits", marks=[pytest.mark.system, pytest.mark.timeout(300)]),
         pytest.param((BEGIN_AND_END, IN_COLLECTIVES_PLAIN), id="at the end", marks=pytest.mark.system),
     ],

@@ -16,11 +16,12 @@ from tests.torchrun_parity.launching import Both, Outcome, both, copied, under
 
 FACTS = ("process_facts.py", "torch_facts.py")
 QUICKLY = "lasting training compiled loaders"
+NO_LOADERS = "compiled loaders"
 SCRIPT = Path("ein Ördner", "probe ü.py")
 ARGUMENTS = ["--flag", "a b", "ü", "", "--rank=3", "--", "-x"]
 
 Runs = Callable[[str], Both]
-"""runs(way): the probe as "script", "module", "directory" or, under elasticd only, "cold"."""
+"""runs(way): the probe as "script", "thorough", "module", "directory" or, under elasticd only, "cold"."""
 
 
 @pytest.fixture(scope="session")
@@ -52,8 +53,17 @@ def runs(folder: Path, site: str) -> Runs:
 
 def as_script(folder: Path, site: str) -> Both:
     """Two workers; space and umlaut in the path; the user's own start-up modules."""
+    return _script(folder, "as script", {"PYTHONPATH": site, "PROBE_LEAVES_OUT": NO_LOADERS})
+
+
+def thorough(folder: Path, site: str) -> Both:
+    """As the script, with torch.compile, DataLoaders and every way to start a child."""
+    return _script(folder, "thorough", {"PYTHONPATH": site})
+
+
+def _script(folder: Path, name: str, environment: dict[str, str]) -> Both:
     (copied(folder / SCRIPT.parent, "probe.py", *FACTS) / "probe.py").rename(folder / SCRIPT)
-    return both(folder / "as script", 2, [str(SCRIPT), *ARGUMENTS, "last"], folder, environment={"PYTHONPATH": site})
+    return both(folder / name, 2, [str(SCRIPT), *ARGUMENTS, "last"], folder, environment=environment)
 
 
 def cold(folder: Path, site: str) -> Outcome:
@@ -71,7 +81,7 @@ def as_module(folder: Path, site: str) -> Both:
     (package / "probe.py").rename(package / "__main__.py")
     (package / "__init__.py").write_text("")
     environment = {
-        "PROBE_LEAVES_OUT": "compiled loaders",
+        "PROBE_LEAVES_OUT": NO_LOADERS,
         "PROBE_READS_STDIN": "1",
         "PYTHONPATH": site,
         "PYTHONIOENCODING": "latin-1:backslashreplace",
@@ -135,6 +145,7 @@ def refused(folder: Path) -> dict[str, Outcome]:
 
 WAYS: dict[str, Callable[[Path, str], Both]] = {
     "script": as_script,
+    "thorough": thorough,
     "module": as_module,
     "directory": as_directory,
 }

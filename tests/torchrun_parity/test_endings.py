@@ -103,8 +103,8 @@ READABLE_HELPER = HELPER + 'os.environ["OMP_NUM_THREADS"] = "2"\n'
     ("where", "options", "warm"),
     [
         (".", (), False),
-        ("found at run time", (), True),
-        ("preloaded", ("--preload", "helper"), True),
+        pytest.param("found at run time", (), True, marks=pytest.mark.system),
+        pytest.param("preloaded", ("--preload", "helper"), True, marks=pytest.mark.system),
     ],
 )
 def test_threads_set_by_an_imported_module(tmp_path: Path, where: str, options: tuple[str, ...], warm: bool) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from elasticd.heartbeat.record import STACKS_SIGNAL
-from tests.torchrun_parity.conftest import QUICKLY, Runs
+from tests.torchrun_parity.conftest import NO_LOADERS, QUICKLY, Runs
 from tests.torchrun_parity.launching import DEADLINE_S, Facts, Outcome, differences
 
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
 
-WARM = ["script", "module", "directory"]
-LEFT_OUT = {"script": "", "module": "compiled loaders", "directory": QUICKLY, "cold": QUICKLY}
+LEFT_OUT = {"script": NO_LOADERS, "thorough": "", "module": NO_LOADERS, "directory": QUICKLY, "cold": QUICKLY}
+SLOW = ("thorough", "directory")
 SECTIONS = [
     "first",
     "main",
@@ -62,7 +62,12 @@ ALLOWED = {
 }
 
 
-WAYS = [*WARM, "cold"]
+def marked(way: str, *values: str) -> Any:
+    return pytest.param(way, *values, marks=[pytest.mark.system] if way in SLOW else [])
+
+
+WAYS = [marked(way) for way in LEFT_OUT]
+WARM = [marked(way) for way in LEFT_OUT if way != "cold"]
 
 # The cold run has another last argument than torchrun's, and starts no child by spawn, which changes what follows.
 ALLOWED_COLD = {
@@ -82,11 +87,11 @@ def taken(way: str) -> list[str]:
     return [section for section in SECTIONS if section not in LEFT_OUT[way].split()]
 
 
-@pytest.mark.parametrize(("way", "section"), [(way, section) for way in LEFT_OUT for section in taken(way)])
+@pytest.mark.parametrize(("way", "section"), [marked(way, section) for way in LEFT_OUT for section in taken(way)])
 def test_equals_torchrun(runs: Runs, way: str, section: str) -> None:
     """Is what torchrun shows."""
     both = runs(way)
-    for rank in (0, 1) if way in ("script", "cold") else (0,):
+    for rank in (0, 1) if way in ("script", "thorough", "cold") else (0,):
         ours, theirs = both.elasticd.facts(rank)[section], both.torchrun.facts(rank)[section]
         assert "raised" not in str(theirs), theirs
         assert unexpected(ours, theirs, section, way == "cold") == []
@@ -107,7 +112,7 @@ def test_cold_start_says_why(runs: Runs) -> None:
     assert [outcome.facts(rank)["interpreter"]["argv"][-1] for rank in (0, 1)] == ["0", "1"]
 
 
-@pytest.mark.parametrize("way", [*WARM, "cold"])
+@pytest.mark.parametrize("way", WAYS)
 def test_leaves_no_process_behind(runs: Runs, way: str) -> None:
     assert runs(way).elasticd.remains == []
 
@@ -134,7 +139,7 @@ def test_side_effects_of_importing_numpy(runs: Runs, way: str) -> None:
         assert {name for name in ours - theirs if not name.startswith("numpy.")} == set()
 
 
-@pytest.mark.parametrize("way", [*WARM, "cold"])
+@pytest.mark.parametrize("way", WAYS)
 def test_environment_is_torchruns_and_our_own(runs: Runs, way: str) -> None:
     both = runs(way)
     for where in ("first", "consequences"):
@@ -182,17 +187,18 @@ def test_random_streams_differ_from_rank_to_rank(runs: Runs) -> None:
     assert [name for name in ranks[0] if ranks[0][name] == ranks[1][name]] == []
 
 
-def test_exit_handlers_run_last_in_first_out(runs: Runs) -> None:
+@pytest.mark.parametrize("way", WARM)
+def test_exit_handlers_run_last_in_first_out(runs: Runs, way: str) -> None:
     def order(outcome: Outcome) -> list[str]:
         return (outcome.out / "exits-0").read_text().splitlines()
 
-    for way in WARM:
-        both = runs(way)
-        assert order(both.elasticd) == order(both.torchrun) == ["thread", "registered last", "registered first"]
+    both = runs(way)
+    assert order(both.elasticd) == order(both.torchrun) == ["thread", "registered last", "registered first"]
 
 
+@pytest.mark.system
 def test_a_compiled_function_is_the_same(runs: Runs) -> None:
-    both = runs("script")
+    both = runs("thorough")
     assert both.elasticd.facts()["compiled"] == both.torchrun.facts()["compiled"]
     assert "raised" not in both.elasticd.facts()["compiled"]
 
