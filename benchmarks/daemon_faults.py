@@ -340,7 +340,7 @@ class FleetFaults:
         if (node := self._well()) is None:
             return None
         files = [node.state / "node.json"]
-        for kind in ("runners/*/order.json", "jobs/*/exit.json", "runners/*/lock"):
+        for kind in ("runners/*/runner-spec.json", "jobs/*/exit.json", "runners/*/lock"):
             files += node.state.glob(kind)
         newest = sorted((path for path in files if path.exists()), key=lambda path: path.stat().st_mtime)[-6:]
         path = self.rng.choice(newest)

@@ -103,7 +103,7 @@ def main() -> None:
     from torch._C._distributed_c10d import HashStore
 
     torch.set_num_threads(1)
-    folder = Path(tempfile.mkdtemp(prefix="elasticd-beat-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    folder = Path(tempfile.mkdtemp(prefix="elasticd-heartbeat-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     path = folder / "beat"
     heartbeat.create(path)
     writer = HeartbeatWriter(path)

@@ -280,12 +280,12 @@ class Donor:
 
 def _record_path(rank: int) -> str:
     """Beside the heartbeat records, so that it has their life time: this round and the next."""
-    return str(Path(os.environ["ELASTICD_BEAT"]).with_name(f"commit-{rank}"))
+    return str(Path(os.environ["ELASTICD_HEARTBEAT"]).with_name(f"commit-{rank}"))
 
 
 def recorded_random_state(attached: Mapping[str, Any], round: int, rank: int, step: int) -> dict[str, Any] | None:
     """A rank's random state as of a step of an earlier round, if its process was on this node."""
-    beat = os.environ.get("ELASTICD_BEAT")
+    beat = os.environ.get("ELASTICD_HEARTBEAT")
     if beat is None:
         return None
     path = Path(beat).parent.parent / f"round-{round}" / f"commit-{rank}"

@@ -50,7 +50,7 @@ def reason_against(saver: Saver, attached: Mapping[str, Any]) -> str:
 
 def _no_launcher(rank: _Rank) -> str:
     environment = rank.saver.environment
-    if rank.saver.writer is None or not environment.round or "ELASTICD_BEAT" not in os.environ:
+    if rank.saver.writer is None or not environment.round or "ELASTICD_HEARTBEAT" not in os.environ:
         return "there is no launcher that keeps states in memory"
     return ""
 

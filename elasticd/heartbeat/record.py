@@ -442,8 +442,8 @@ class HeartbeatReader:
 
 
 def from_environment() -> HeartbeatWriter:
-    """The heartbeat that the agent made for this process (ELASTICD_BEAT), or one without a reader."""
-    path = os.environ.get("ELASTICD_BEAT")
+    """The heartbeat that the agent made for this process (ELASTICD_HEARTBEAT), or one without a reader."""
+    path = os.environ.get("ELASTICD_HEARTBEAT")
     return HeartbeatWriter(path) if path else NullHeartbeat()
 
 

@@ -44,7 +44,7 @@ GROUPS_SHARE = 1000
 """A reading that was slow is repeated after this many times its duration."""
 STOP_TIMEOUT_S = 1.0
 """How long the exit waits for a tick to end. One takes 0.1 ms, a dump of the flight recorder 25 ms."""
-NAME = b"elasticd-beat"
+NAME = b"elasticd-heartb"
 """The thread's name in /proc/PID/task/*/comm."""
 _PR_SET_NAME = 15
 

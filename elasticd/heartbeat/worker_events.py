@@ -157,8 +157,8 @@ class WorkerEventReader:
 
 
 def from_environment(round: int, rank: int) -> WorkerEventWriter:
-    """A writer of the file ELASTICD_NOTES, or of nothing."""
-    return WorkerEventWriter(os.environ.get("ELASTICD_NOTES") or None, round, rank)
+    """A writer of the file ELASTICD_WORKER_EVENTS, or of nothing."""
+    return WorkerEventWriter(os.environ.get("ELASTICD_WORKER_EVENTS") or None, round, rank)
 
 
 def _is_text(value: Any) -> bool:

@@ -246,7 +246,7 @@ def test_what_workers_get_is_never_read_as_settings() -> None:
     sources = "".join(path.read_text() for tree in ("elasticd", "agents") for path in (ROOT / tree).rglob("*.py"))
     mentioned = set(re.findall(r'"(ELASTICD_[A-Z_]+)"', sources)) | {n for n in told if n.startswith("ELASTICD_")}
     mentioned -= {"ELASTICD_NODE", "ELASTICD_SLOTS"}  # health plugins are told these two settings as what they are
-    assert {"ELASTICD_ROUND", "ELASTICD_STACKS", "ELASTICD_NOTES", "ELASTICD_LAUNCH"} <= mentioned
+    assert {"ELASTICD_ROUND", "ELASTICD_STACKS", "ELASTICD_WORKER_EVENTS", "ELASTICD_LAUNCH"} <= mentioned
     assert not mentioned & {variable_name(key) for key, _ in config_keys(NodeSettings)}
     assert load(None, dict.fromkeys(mentioned, "1")) == load(None, {})
 

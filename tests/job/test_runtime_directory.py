@@ -52,7 +52,7 @@ def test_runtime_directory_is_removed_at_the_end(tmp_path: Path) -> None:
     """It is gone when the agent is."""
     with runtime_directory(tmp_path / "run") as path:
         assert path.stat().st_mode & 0o777 == 0o700
-        (path / "beat-0").touch()
+        (path / "heartbeat-0").touch()
     assert not path.exists()
 
 

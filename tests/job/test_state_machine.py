@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd_agent.job import state_machine as core
-from elasticd_agent.job.state_machine import ROOT_CAUSE_WAIT_S, SHARED_ROOT_CAUSE_WAIT_S, TRANSITIONS, step
+from elasticd_agent.job.state_machine import EXIT_WAIT_OF_NODES_S, EXIT_WAIT_S, TRANSITIONS, step
 from elasticd_agent.model.messages import (
     Ended,
     Event,
@@ -204,8 +204,8 @@ def test_secondary_failure_waits_for_the_root_cause(first_step: bool) -> None:
     """Who lost a peer is not the last word while that peer may still be heard."""
     echo = exited(0, 1, ECHO)
     waiting, actions = step(Running(R3, (), first_step), echo, RULES)
-    assert (waiting, actions) == (Settling(R3, (echo,), 10.0 + ROOT_CAUSE_WAIT_S), [SetTimer(10.0 + ROOT_CAUSE_WAIT_S)])
-    assert step(waiting, TimerExpired(9.9 + ROOT_CAUSE_WAIT_S), RULES) == (waiting, [])
+    assert (waiting, actions) == (Settling(R3, (echo,), 10.0 + EXIT_WAIT_S), [SetTimer(10.0 + EXIT_WAIT_S)])
+    assert step(waiting, TimerExpired(9.9 + EXIT_WAIT_S), RULES) == (waiting, [])
     assert step(waiting, FirstStep(3, 10.1), RULES) == (waiting, [])
     lost = "rank 0 lost its peers: it exited"
     cases: list[tuple[Event, tuple[tuple[int, int], ...], str]] = [
@@ -213,7 +213,7 @@ def test_secondary_failure_waits_for_the_root_cause(first_step: bool) -> None:
         (exited(1, -9), ((1, 5),), "rank 1 was killed by SIGKILL"),
         (exited(1, 3), ((1, 5),), "rank 1 exited with code 3"),
         (exited(1, 1, ECHO), (), lost),
-        (TimerExpired(10.0 + ROOT_CAUSE_WAIT_S), (), lost),
+        (TimerExpired(10.0 + EXIT_WAIT_S), (), lost),
         (StoreExited(3, "died", 10.1), (), "the workers' store died"),
     ]
     for event, culprits, why in cases:
@@ -228,7 +228,7 @@ def test_a_peer_on_another_node_is_hardly_waited_for() -> None:
     """That node says it, if it can; if it is dead, its loss shall be found soon."""
     both = Round(3, (*HERE, Member("b", "i", (0,))), reason="three")
     _, actions = step(Running(both, (), True), exited(0, 1, ECHO), RULES)
-    assert actions == [SetTimer(10.0 + SHARED_ROOT_CAUSE_WAIT_S)]
+    assert actions == [SetTimer(10.0 + EXIT_WAIT_OF_NODES_S)]
 
 
 def test_a_leaving_agent_waits_for_no_peer() -> None:

@@ -129,7 +129,7 @@ def start(zygote: subprocess.Popen[str], tmp_path: Path) -> Iterator[Start]:
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
             own = each_env[number] if each_env else {}
             ours = {"ELASTICD_ROUND": round, "ELASTICD_JOB": "toy", "ELASTICD_RUN": "run-1"}
-            files = {"ELASTICD_BEAT": rank.beat, "ELASTICD_NOTES": rank.notes}
+            files = {"ELASTICD_HEARTBEAT": rank.beat, "ELASTICD_WORKER_EVENTS": rank.notes}
             task = {
                 "script": str(SCRIPTS / script),
                 "argv": [each if isinstance(each, str) else json.dumps(each) for each in argv],

@@ -104,7 +104,7 @@ def test_thread_counts_custom_process_group(start: Any, wait_for: Any) -> None:
 
 
 def test_thread_survives_every_end_of_script(scripts: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    environment |= {"RANK": "0", "WORLD_SIZE": "1", "ELASTICD_BEAT": str(tmp_path / "beat")}
+    environment |= {"RANK": "0", "WORLD_SIZE": "1", "ELASTICD_HEARTBEAT": str(tmp_path / "beat")}
     heartbeat.create(tmp_path / "beat")
     command = [sys.executable, str(scripts / "pulsing.py"), "exits", "3"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
@@ -131,7 +131,7 @@ def until(condition):
         time.sleep(0.005)
 
 def alive():
-    with heartbeat.HeartbeatReader(os.environ["ELASTICD_BEAT"]) as reader:
+    with heartbeat.HeartbeatReader(os.environ["ELASTICD_HEARTBEAT"]) as reader:
         return reader.read().alive_ticks
 """
 
@@ -145,7 +145,7 @@ def python(environment: dict[str, str], tmp_path: Path) -> Callable[[str], subpr
         command = [sys.executable, "-c", PREFIX + textwrap.dedent(script)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(
-            command, env=environment | {"ELASTICD_BEAT": str(tmp_path / "beat")}, text=True, **pipes
+            command, env=environment | {"ELASTICD_HEARTBEAT": str(tmp_path / "beat")}, text=True, **pipes
         )
 
     return start
@@ -168,7 +168,7 @@ def test_script_sees_only_one_more_thread(python: Any) -> None:
         before = seen(), tasks()
         thread.start()
         thread.start()
-        until(lambda: alive() > 1 and tasks() - before[1] == {"elasticd-beat\\n"})
+        until(lambda: alive() > 1 and tasks() - before[1] == {"elasticd-heartb\\n"})
         assert seen() == before[0]
         assert len(os.listdir("/proc/self/task")) == 2
         assert "torch" not in sys.modules
@@ -295,7 +295,7 @@ def test_threads_that_outlive_main_thread_may_train(python: Any, tmp_path: Path,
 def test_dump_without_flight_recorder_writes_no_file(python: Any, tmp_path: Path, wait_for: Any) -> None:
     with (
         python("""
-        thread = HeartbeatThread(writer, os.environ["ELASTICD_BEAT"] + ".flight")
+        thread = HeartbeatThread(writer, os.environ["ELASTICD_HEARTBEAT"] + ".flight")
         thread.start()
         sys.stdin.read()
         """) as process,

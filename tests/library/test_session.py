@@ -71,7 +71,7 @@ def test_stop_request_stops_all_ranks_at_one_step(start: Any, tmp_path: Path, wa
 def test_sigterm_without_agent_stops_at_one_step(start: Any, tmp_path: Path, wait_for: Any) -> None:
     # Without close() rank 0 leaves at once, and the store that it serves goes with it.
     options = {**ENDLESS, "directory": str(tmp_path / "shared"), "every": 20, "restore": False, "close": False}
-    job = start("toy.py", options, ELASTICD_BEAT="")
+    job = start("toy.py", options, ELASTICD_HEARTBEAT="")
     wait_for(lambda: list(tmp_path.glob("shared/r1-s*")), "20 steps")
     for rank in job.ranks:
         rank.kill(signal.SIGTERM)
@@ -182,7 +182,7 @@ def test_lost_store_raises_torch_error_at_once(start: Any) -> None:
     "case", ["defaults", "own handler", "fork", "twice", "twice under a launcher", "before the first step"]
 )
 def test_sigterm_handler_only_over_default_action(start: Any, case: str) -> None:
-    job = start("sigterm.py", case, world_size=1, ELASTICD_BEAT="")
+    job = start("sigterm.py", case, world_size=1, ELASTICD_HEARTBEAT="")
     expected = {"twice": -signal.SIGTERM, "before the first step": -signal.SIGTERM}.get(case, 0)
     assert job.codes() == [expected], job.ranks[0].errors()
 

@@ -53,10 +53,10 @@ from elasticd_agent.model.records import SHARED_ERRORS, Failure, Round
 
 Transition = tuple[Phase, list[Action]]
 
-ROOT_CAUSE_WAIT_S = 3.0
+EXIT_WAIT_S = 3.0
 """A secondary failure may be reported so long before its root cause: a process closes its connections before it has
 exited, and a Python that raised may have a last file to write."""
-SHARED_ROOT_CAUSE_WAIT_S = 0.15
+EXIT_WAIT_OF_NODES_S = 0.15
 """The same with several nodes: another node reports the root cause itself, or is dead and detected as such."""
 
 # For each phase, the phases that may follow, and the event that ends it. docs/states.md is generated from this.
@@ -166,7 +166,7 @@ def _request_leave(phase: Running, event: StopRequested, rules: StepRules) -> Tr
 def _worker_exited(phase: Running, exit: WorkerExited, rules: StepRules) -> Transition:
     round_, exits = phase.round, (*phase.exits, exit)
     if may_be_secondary(exit) and phase.stop is None:
-        wait_s = SHARED_ROOT_CAUSE_WAIT_S if len(round_.members) > 1 else ROOT_CAUSE_WAIT_S
+        wait_s = EXIT_WAIT_OF_NODES_S if len(round_.members) > 1 else EXIT_WAIT_S
         until = exit.at + wait_s
         return _await_root_cause(Settling(round_, exits, until), rules, [SetTimer(until)])
     if not exit.status.ok:

@@ -60,8 +60,8 @@ class WorkerSetup:
         for local_rank, rank in enumerate(round.ranks(self._node)):
             files = self._logs.worker(round.number, local_rank, rank)
             paths = WorkerPaths(
-                heartbeat=str(directory / f"beat-{rank}"),
-                events=str(directory / f"notes-{rank}.jsonl"),
+                heartbeat=str(directory / f"heartbeat-{rank}"),
+                events=str(directory / f"worker-events-{rank}.jsonl"),
                 error_file=files.error,
                 writer=str(self._runtime / SOCKET),
             )
@@ -92,7 +92,7 @@ class WorkerSetup:
         watch = GroupObserver(
             round.number,
             list(zip(ranks, member.slots, strict=True)),
-            [directory / f"beat-{rank}" for rank in ranks],
-            [directory / f"notes-{rank}.jsonl" for rank in ranks],
+            [directory / f"heartbeat-{rank}" for rank in ranks],
+            [directory / f"worker-events-{rank}.jsonl" for rank in ranks],
         )
         return PreparedGroup(tuple(workers), watch, tuple(targets), self._logs.evidence_dir(round.number))

@@ -17,7 +17,7 @@ class JobFiles:
 
     def __post_init__(self) -> None:
         self.record = self.root.parent.parent / "runners" / self.root.name  #: 0700 and the agent's
-        self.runner_spec = self.record / "order.json"  #: RunnerSpec; may hold secrets, so not in argv or environment
+        self.runner_spec = self.record / "runner-spec.json"  #: RunnerSpec; may hold secrets, so it is in no argv
         self.lock = self.record / "lock"  #: locked (flock) while a process of the job lives; liveness.py
         self.refusal = self.record / "refused.json"  #: RunnerExit of a job that the agent could not start
         self.ended = self.record / "ended"  #: its mtime: when the run was first seen to have ended, 0 before

@@ -75,8 +75,8 @@ def worker_environment(
         "ELASTICD_RESTARTS_WITHOUT_PROGRESS": round.budget.streak,
         "ELASTICD_JOB": spec.job_id,
         "ELASTICD_RUN": spec.run,
-        "ELASTICD_BEAT": paths.heartbeat,
-        "ELASTICD_NOTES": paths.events,
+        "ELASTICD_HEARTBEAT": paths.heartbeat,
+        "ELASTICD_WORKER_EVENTS": paths.events,
         "ELASTICD_WRITER": f"{local_rank}/{len(ranks)}:{paths.writer}",
     }
     if spec.checkpoint_dir is not None:

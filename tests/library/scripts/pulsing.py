@@ -20,7 +20,7 @@ from elasticd.heartbeat.thread import HeartbeatThread
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.set_num_threads(1)
 writer = heartbeat.from_environment()
-pulse = HeartbeatThread(writer, os.environ["ELASTICD_BEAT"] + ".flight")
+pulse = HeartbeatThread(writer, os.environ["ELASTICD_HEARTBEAT"] + ".flight")
 
 
 def gate(number: int) -> None:
@@ -101,7 +101,7 @@ def exits() -> None:
     """Children that end in every way, with pulses as dense as can be and a group alive; how each ended."""
     children = []
     for number in range(int(sys.argv[2])):
-        path = f"{os.environ['ELASTICD_BEAT']}-{number}"
+        path = f"{os.environ['ELASTICD_HEARTBEAT']}-{number}"
         heartbeat.create(path)
         pid = os.fork()
         if pid == 0:

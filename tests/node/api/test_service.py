@@ -314,7 +314,8 @@ def test_logs_are_read_in_pieces_from_the_newest_round(serve: Serve) -> None:
     "query",
     [
         "rank=../0", "rank=-1", "rank=1e3", "rank=", "rank=99999999999999999999", "round=0", "round=x", "offset=1.5",
-        "stream=../../order", "stream=order.json", "stream=", "limit=-1", "rank=0&rank=1", "rank", "%00", "rank=%D9%A1",
+        "stream=../../runner-spec",
+        "stream=runner-spec.json", "stream=", "limit=-1", "rank=0&rank=1", "rank", "%00", "rank=%D9%A1",
     ],
 )  # fmt: skip
 def test_path_tricks_are_not_a_rank_round_or_stream(serve: Serve, query: str) -> None:

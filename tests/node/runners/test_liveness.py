@@ -52,7 +52,7 @@ def test_no_write_through_a_link(tmp_path: Path) -> None:
     precious.write_text("mine")
     files = made(tmp_path, "j")
     (files.root / "exit.spare").symlink_to(precious)
-    (files.record / ".order.json.new").symlink_to(precious)
+    (files.record / ".runner-spec.json.new").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic links"):
         write_exit(files, RunnerExit("j", 1, 0, "succeeded", "done"))
     replace_file(files.runner_spec, b"{}")
@@ -238,7 +238,7 @@ def refused(*do):
         return type(error).__name__
 print(*(refused(*do) for do in [
     (os.link, record + "/lock", root + "/lock2"), (os.link, f"/proc/self/fd/{fd}", root + "/lock3"),
-    (os.listdir, record), (open, record + "/order.json"), (open, record + "/lock"), (os.unlink, record + "/lock"),
+    (os.listdir, record), (open, record + "/runner-spec.json"), (open, record + "/lock"), (os.unlink, record + "/lock"),
     (os.rename, record, record + ".old"), (open, f"/proc/self/fd/{fd}", "r+"), (os.pwrite, int(fd), b"1 1 x", 0),
 ]))
 """

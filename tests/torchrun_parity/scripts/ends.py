@@ -11,7 +11,7 @@ OUT, ATTEMPT = os.environ["PROBE_OUT"], int(os.environ["TORCHELASTIC_RESTART_COU
 
 
 def in_order_of_attempts():
-    if "ELASTICD_BEAT" in os.environ and ATTEMPT < 6:
+    if "ELASTICD_HEARTBEAT" in os.environ and ATTEMPT < 6:
         from elasticd.heartbeat import record as beat
 
         beat.from_environment().step(ATTEMPT + 1)  # progress: elasticd then restarts without waiting

@@ -40,7 +40,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
         file = tmp_path / "script.py"
         file.write_text("import os, sys\n" + textwrap.dedent(script))
         env = {**os.environ, "PYTHONPATH": program("start_up_hook"), "ELASTICD_LAUNCH": json.dumps(launch)}
-        env |= {"ELASTICD_BEAT": str(tmp_path / "beat"), "PYTHONUNBUFFERED": "1"}
+        env |= {"ELASTICD_HEARTBEAT": str(tmp_path / "beat"), "PYTHONUNBUFFERED": "1"}
         env |= {"ELASTICD_STACKS": str(tmp_path / "stacks")} if stacks else {}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         worker = subprocess.Popen([*prefix, sys.executable, str(file)], env=env, text=True, **pipes)

@@ -49,7 +49,7 @@ def main(config: Config) -> None:
     """Returns in a worker, when the script may run; a template never returns."""
     library = load_library(config["library"])
     if config["mode"] == "cold":
-        if "ELASTICD_BEAT" in os.environ:
+        if "ELASTICD_HEARTBEAT" in os.environ:
             after_import("torch.optim.optimizer", start_heartbeat(config, library))
         return
     Template(config, library).serve()
