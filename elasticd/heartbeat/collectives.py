@@ -99,14 +99,15 @@ def nccl_groups(most: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def decode_groups(status: bytes) -> list[tuple[int, int, int]]:
-    """The groups of a recorder's status (FlightRecorderDetail.hpp, format 2.4 to 2.10). Empty if they cannot be told.
+    """The groups of a recorder's status (FlightRecorderDetail.hpp, format 2.4 to 2.10). Empty if they are unknown.
 
     `pg_config` names the groups that this process has made, `pg_status` counts by the number of the group in this
     process, from its first collective on. Names are numbers that grow on all ranks alike; a number in the process is
-    the place in their order. After a second init_process_group names repeat, and nothing is said.
+    the place in their order. After a second init_process_group names repeat, and the answer is empty.
     """
-    said = json.loads(status)
-    config, counted = said["pg_config"], {int(number): counts for number, counts in said["pg_status"].items()}
+    decoded = json.loads(status)
+    config = decoded["pg_config"]
+    counted = {int(number): counts for number, counts in decoded["pg_status"].items()}
     if not all(name.isdigit() for name in config) or max(counted, default=-1) >= len(config):
         return []
     found = []

@@ -143,7 +143,8 @@ class HeartbeatThread:
         """The collectives issued so far; unknown for one tick after a change of group, which starts counting again."""
         group = default_group()
         if group is None:
-            self._issued, self._timeout_ms = UNKNOWN, 0
+            self._issued = UNKNOWN
+            self._timeout_ms = 0
             if not self._joining and self._writer.current_phase == Phase.STARTING and is_in_init_process_group():
                 self._joining = True
                 self._writer.set_phase(Phase.STARTING, INIT_PROCESS_GROUP)

@@ -66,7 +66,8 @@ class LogFollower:
 
     def __post_init__(self) -> None:
         self._streams = [_Stream(name, self.err if name == "stderr" else self.out) for name in self.query.streams]
-        self._round, self._node = self.query.round, self.query.node
+        self._round = self.query.round
+        self._node = self.query.node
 
     def run(self) -> None:
         """Until everything is printed, or, with follow, until the log is final. Raises RequestFailed, Unreachable."""

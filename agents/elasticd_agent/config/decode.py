@@ -25,7 +25,8 @@ class ConfigError(UsageError):
     """`problem` of `key`, before the reader of the file adds its name."""
 
     def __init__(self, key: str, says: str) -> None:
-        self.key, self.problem = printable(key), printable(says)
+        self.key = printable(key)
+        self.problem = printable(says)
         super().__init__(f"{self.key}: {self.problem}" if key else self.problem)
 
     @classmethod
@@ -259,9 +260,9 @@ class KeyMeta(NamedTuple):
 
 
 def meta_of(field: msgspec.structs.FieldInfo | None) -> KeyMeta:
-    said = () if field is None else getattr(field.type, "__metadata__", ())
-    text, example, *_ = [*(part for part in said if isinstance(part, str)), "", ""]
-    return KeyMeta(text, example, RELOADABLE in said)
+    annotations = () if field is None else getattr(field.type, "__metadata__", ())
+    text, example, *_ = [*(part for part in annotations if isinstance(part, str)), "", ""]
+    return KeyMeta(text, example, RELOADABLE in annotations)
 
 
 def _has_literal(kind: Any) -> bool:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from elasticd.errors import UsageError
-from elasticd_agent.config import rendezvous_options as rendezvous
 from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.flag import Flag, Treatment, ValueType
-from elasticd_agent.config.rendezvous_options import RendezvousOptions
+from elasticd_agent.config.rendezvous_options import RendezvousOptions, read_rendezvous
 from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, policy_with, preloaded_modules
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Streams
@@ -83,10 +82,10 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
     for flag in TORCHRUN_FLAGS:
         if flag.treatment is Treatment.REFUSED and getattr(parsed, flag.dest) != flag.default:
             raise UsageError(f"{flag.spellings[-1]} is not supported: {flag.help}")
-    meeting = rendezvous.read_rendezvous(parsed, environ, cwd)
+    options = read_rendezvous(parsed, environ, cwd)
     shutdown = _shutdown_timeout(parsed, environ)
     given = {field: getattr(parsed, option, None) for option, field in POLICY_FIELDS.items()}
-    given |= {"stop_grace_s": float(shutdown), **meeting.policy_fields}
+    given |= {"stop_grace_s": float(shutdown), **options.policy_fields}
     policy = policy_with({field: value for field, value in given.items() if value is not None})
     settings = AgentSettings(
         event_log=_path(parsed.event_log, cwd),
@@ -94,7 +93,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
         metrics_addr=parsed.metrics_addr,
         live=not parsed.no_live,
     )
-    return RunModel(_job_spec(parsed, meeting, environ, cwd), policy, settings)
+    return RunModel(_job_spec(parsed, options, environ, cwd), policy, settings)
 
 
 def help_text() -> str:
@@ -180,7 +179,7 @@ def _path(text: str | None, cwd: Path) -> Path | None:
 # ---- what it means
 
 
-def _job_spec(parsed: argparse.Namespace, meeting: RendezvousOptions, environ: Mapping[str, str], cwd: Path) -> JobSpec:
+def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: Mapping[str, str], cwd: Path) -> JobSpec:
     low, high = _workers(parsed.nproc_per_node, environ)
     # torchrun leaves every GPU visible to every worker; we do, too, unless slots can be set aside or have one GPU each.
     gpus = visible_gpus(environ) if low < high or parsed.virtual_local_rank else ()
@@ -194,8 +193,8 @@ def _job_spec(parsed: argparse.Namespace, meeting: RendezvousOptions, environ: M
         entrypoint=parsed.training_script,
         args=tuple(parsed.training_script_args),
         cwd=cwd,
-        job_id=_random_id() if meeting.job_id is None else meeting.job_id,
-        run=os.urandom(8).hex() if meeting.run is None else meeting.run,
+        job_id=_random_id() if options.job_id is None else options.job_id,
+        run=os.urandom(8).hex() if options.run is None else options.run,
         role=parsed.role,
         min_workers=low,
         max_workers=high,
@@ -212,7 +211,7 @@ def _job_spec(parsed: argparse.Namespace, meeting: RendezvousOptions, environ: M
         master_port=port,
         virtual_local_rank=parsed.virtual_local_rank,
         signals=tuple(dict.fromkeys(name.strip() for name in parsed.signals_to_handle.split(","))),
-        rendezvous=meeting.rendezvous,
+        rendezvous=options.rendezvous,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from elasticd_agent.hangs import verdict as hang
+from elasticd_agent.hangs.verdict import Hang, judge
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangReport, HangVerdict, RankReport
@@ -57,8 +57,8 @@ class HangJudge:
         all_reports = [*current.values(), *(_exited_report(round, node) for node in sorted(done - current.keys()))]
         nodes = [member.node for member in round.members]
         passed = now - self._since >= time_for_evidence_s
-        found = hang.judge(all_reports, nodes, self.policy, deadline_passed=passed, kills=dict(round.hang_places))
-        if not isinstance(found, hang.Hang):
+        found = judge(all_reports, nodes, self.policy, deadline_passed=passed, kills=dict(round.hang_places))
+        if not isinstance(found, Hang):
             return None
         restarts = self.policy.on_hang == "restart"
         verdict = HangVerdict(
@@ -102,7 +102,7 @@ def failures(verdict: HangVerdict, node: str, high_water: int, checkpoint: tuple
     ]
 
 
-def _idle_s(reports: Iterable[HangReport], verdict: hang.Hang) -> float:
+def _idle_s(reports: Iterable[HangReport], verdict: Hang) -> float:
     """For how long no rank had made progress, or for how long a culprit had not, if that is longer."""
     culprits = {place.rank for place in verdict.culprits}
     live = [rank for report in reports for rank in report.ranks if not rank.exited]

@@ -149,9 +149,9 @@ def _culprits(
 def _sentence(one: _Collective, waiting: Sequence[RankState], others: Sequence[RankState]) -> str:
     lacking = [rank for rank in others if rank not in waiting and _lacks(one, rank)]
     differing = {rank.report.rank: kind for rank in others if (kind := _other_kind(one, rank))}
-    told = [f"{_names(lacking)} {has_have(lacking)} not issued"] if lacking else []
-    told += [f"rank {rank} issued as {kind}" for rank, kind in list(differing.items())[:MOST_SHOWN]]
-    return f"{_names(waiting)} {_waits(waiting)} in {one}, which {' and '.join(told)}"
+    parts = [f"{_names(lacking)} {has_have(lacking)} not issued"] if lacking else []
+    parts += [f"rank {rank} issued as {kind}" for rank, kind in list(differing.items())[:MOST_SHOWN]]
+    return f"{_names(waiting)} {_waits(waiting)} in {one}, which {' and '.join(parts)}"
 
 
 def _waits(ranks: Sequence[RankState]) -> str:

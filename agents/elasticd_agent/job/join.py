@@ -146,7 +146,8 @@ class OwnAddress:
 
     def __init__(self, resolve: Callable[[], str]) -> None:
         """Raises the errors of `resolve`."""
-        self._resolve, self.known = resolve, resolve()
+        self._resolve = resolve
+        self.known = resolve()
 
     def __call__(self) -> str:
         with contextlib.suppress(UsageError, StoreUnavailable, DeadlineExceeded):

@@ -59,7 +59,10 @@ class GroupMonitor:
         shared: bool,
     ) -> None:
         self.detector = detector
-        self._rendezvous, self._history, self._listener, self._shared = rendezvous, history, listener, shared
+        self._rendezvous = rendezvous
+        self._history = history
+        self._listener = listener
+        self._shared = shared
         self._wait_shares = WaitCounter()
         self._prepared: PreparedGroup | None = None
         self._at = self._eager_until = self._hastened_until = 0.0
@@ -89,7 +92,8 @@ class GroupMonitor:
 
     def hasten(self, now: float) -> None:
         """Probed by another agent: one of our ranks may be the root cause of its peers' failure."""
-        self._at, self._hastened_until = now, now + HASTENED_S
+        self._at = now
+        self._hastened_until = now + HASTENED_S
 
     def begin(self, round: Round, prepared: PreparedGroup, now: float) -> None:
         """Called before the group of `round` is started."""
@@ -97,7 +101,8 @@ class GroupMonitor:
         self._prepared = prepared
         self._history.begin()
         self._wait_shares.begin()
-        self._at, self._step_at = now + EAGER_INTERVAL_S, (0, now)
+        self._at = now + EAGER_INTERVAL_S
+        self._step_at = (0, now)
         self._eager_until = now + EAGER_S
         self._rendezvous.update_facts(next_step_due=now)
         self._pending_exception = ""

@@ -178,7 +178,8 @@ class Reporting(contextlib.ExitStack):
 
     def __init__(self, spec: JobSpec, policy: Policy, settings: AgentSettings, node: str, runtime: Path) -> None:
         super().__init__()
-        self._settings, self._socket = settings, runtime / SOCKET_NAME
+        self._settings = settings
+        self._socket = runtime / SOCKET_NAME
         self._health_port = spec.base_environment(os.environ).get(HEALTH_VARIABLE)
         self._about: dict[str, Any] = {"job": spec.job_id, "node": node}
         self.events = self.open_events(spec.job_id, node)

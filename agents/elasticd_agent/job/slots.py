@@ -16,7 +16,9 @@ class Slots:
     """One job's. With fewer than `min_workers` usable slots this node does not take part."""
 
     def __init__(self, node: str, slots: Sequence[int], min_workers: int) -> None:
-        self._node, self._all, self._min_workers = node, tuple(slots), min_workers
+        self._node = node
+        self._all = tuple(slots)
+        self._min_workers = min_workers
         self._unkillable: dict[int, ProcessUnkillable] = {}
         self._waiting: Round | None = None
 

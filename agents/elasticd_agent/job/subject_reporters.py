@@ -103,7 +103,8 @@ class WorkerReporter:
         job = self.job
         assert job.round is not None
         self._pids = {STORE_RANK: started.store_pid, **dict(enumerate(started.pids))}
-        self._started_at, self._ending_since = now, None
+        self._started_at = now
+        self._ending_since = None
         job.recovery.mark("start", now)
         job.metrics.group_started(len(started.pids), started.warm)
         reason = f"{len(started.pids)} workers {'forked from the warm launcher' if started.warm else 'started cold'}"
@@ -257,7 +258,8 @@ class ProgressReporter:
                 self._checkpoint_step = step
                 job.metrics.checkpoint_resumed(step, reported.wall)
             case events.CheckpointSavedEvent(step=step, bytes=size, seconds=seconds):
-                self._saved_at, self._checkpoint_step = reported.mono, step
+                self._saved_at = reported.mono
+                self._checkpoint_step = step
                 self.saved = reported.round, step
                 job.metrics.checkpoint_saved(step, reported.wall, size, seconds)
             case events.PausedEvent():

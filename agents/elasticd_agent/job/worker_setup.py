@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from elasticd.heartbeat import record as beat
+from elasticd.heartbeat import record
 from elasticd_agent.hangs.evidence import EvidenceTarget
 from elasticd_agent.hangs.observer import GroupObserver
 from elasticd_agent.job.monitor import PreparedGroup
@@ -39,7 +39,11 @@ class WorkerSetup:
         *,
         gpus: bool,
     ) -> None:
-        self._spec, self._policy, self._node, self._runtime, self._logs = spec, policy, node, runtime, logs
+        self._spec = spec
+        self._policy = policy
+        self._node = node
+        self._runtime = runtime
+        self._logs = logs
         self._gpus = gpus
 
     def prepare(self, round: Round, address: str) -> PreparedGroup:
@@ -65,7 +69,7 @@ class WorkerSetup:
                 error_file=files.error,
                 writer=str(self._runtime / SOCKET),
             )
-            beat.create(paths.heartbeat)
+            record.create(paths.heartbeat)
             env = worker_environment(round, self._node, local_rank, paths, spec, max_restarts, address)
             if spec.rendezvous.backend != "memory":
                 env |= gloo_environment(inherited, address)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import UsageError
-from elasticd_agent.telemetry import event_log as eventlog
+from elasticd_agent.telemetry import event_log
 from elasticd_agent.telemetry.console import Console
 from elasticd_agent.telemetry.events import LogEvent
 
@@ -21,11 +21,11 @@ class AgentJournal:
 
     def __init__(self, console: Console, log: Path | None, node: str) -> None:
         self._console = console
-        self._events: eventlog.EventSink = eventlog.NullEventLog()
+        self._events: event_log.EventSink = event_log.NullEventLog()
         if log is not None:
             try:
                 log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._events = eventlog.open_event_log(log, "", node, MAX_BYTES)
+                self._events = event_log.open_event_log(log, "", node, MAX_BYTES)
             except (OSError, UsageError) as error:
                 self.log(f"this agent writes no event log: {error}")
 

@@ -86,7 +86,8 @@ class HelperProcess:
             self._close_errors()
             raise
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
+        self._input = self._process.stdin
+        self._output = self._process.stdout
         os.set_blocking(self._input.fileno(), False)
         self._lines = LineReader(self._output.fileno())
 

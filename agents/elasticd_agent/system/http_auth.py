@@ -158,9 +158,11 @@ class TokenAuth:
         with self._lock:
             if stamp != self._stamp:
                 try:
-                    self._digest, self._problem = _digest(read_token(file, "http.token_file").encode()), ""
+                    self._digest = _digest(read_token(file, "http.token_file").encode())
+                    self._problem = ""
                 except UsageError as error:
-                    self._digest, self._problem = None, str(error)
+                    self._digest = None
+                    self._problem = str(error)
                 self._stamp = stamp
             return self._digest, self._problem
 

@@ -231,7 +231,8 @@ class HttpServer(ThreadingHTTPServer):
     def server_bind(self) -> None:
         # HTTPServer's own resolves its name, which may take half a minute.
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = "elasticd", 0
+        self.server_name = "elasticd"
+        self.server_port = 0
 
     def get_request(self) -> tuple[Any, Any]:
         try:

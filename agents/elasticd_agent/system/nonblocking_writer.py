@@ -36,7 +36,8 @@ class NonBlockingWriter:
         try:
             self._fd = os.dup(fd)
         except OSError:
-            self._fd, self._broken = -1, True
+            self._fd = -1
+            self._broken = True
             return
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

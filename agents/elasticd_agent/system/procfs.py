@@ -131,8 +131,10 @@ class UsageReader:
     def read(self, pids: Sequence[int]) -> dict[int, Usage]:
         """By process; ended ones are left out."""
         if tuple(pids) != self._pids:
-            self._pids, self._unrelated = tuple(pids), set()
-            self._threads, self._waited = {}, {}
+            self._pids = tuple(pids)
+            self._unrelated = set()
+            self._threads = {}
+            self._waited = {}
         everyone = all_pids()
         known = scan(everyone - self._unrelated)
         by_root = trees(pids, known.values())

@@ -75,7 +75,8 @@ class _LineWriter:
     """Writes whole lines, from any thread, and reports how many were dropped."""
 
     def __init__(self, outlet: NonBlockingWriter) -> None:
-        self._outlet, self._lost = outlet, 0
+        self._outlet = outlet
+        self._lost = 0
 
     def put(self, line: str) -> None:
         data = (line + "\n").encode("utf-8", "backslashreplace")
@@ -88,7 +89,9 @@ class PlainConsole:
     """Log lines, for a file, a pipe or a container's log."""
 
     def __init__(self, outlet: NonBlockingWriter, job: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lines, self._job, self._clock = _LineWriter(outlet), _visible(job), clock
+        self._lines = _LineWriter(outlet)
+        self._job = _visible(job)
+        self._clock = clock
         self._last: ProgressView | None = None
         self._due = float("-inf")
 
@@ -101,7 +104,8 @@ class PlainConsole:
         now = self._clock()
         if view.step is None or now < self._due or (self._last is not None and view.step == self._last.step):
             return
-        self._last, self._due = view, now + PLAIN_PROGRESS_S
+        self._last = view
+        self._due = now + PLAIN_PROGRESS_S
         self.log(", ".join(describe(view, now)))
 
     def close(self) -> None:
@@ -112,7 +116,10 @@ class LiveConsole:
     """Sentences above, one live line at the bottom, redrawn by its own thread."""
 
     def __init__(self, outlet: NonBlockingWriter, fd: int, job: str, refresh_s: float = LIVE_REFRESH_S) -> None:
-        self._outlet, self._fd, self._job, self._refresh_s = outlet, fd, _visible(job), refresh_s
+        self._outlet = outlet
+        self._fd = fd
+        self._job = _visible(job)
+        self._refresh_s = refresh_s
         self._lines = _LineWriter(outlet)
         self._color = not os.environ.get("NO_COLOR")
         self._view: ProgressView | None = None

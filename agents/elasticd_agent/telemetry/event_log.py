@@ -62,7 +62,9 @@ class EventLog:
         person. Several threads may write.
         """
         self.lost = 0
-        self._path, self._job, self._node = path, job, node
+        self._path = path
+        self._job = job
+        self._node = node
         self._partial_line = False
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
@@ -100,7 +102,8 @@ class EventLog:
         except OSError:
             return  # continue in the old file
         os.close(self._fd)
-        self._fd, self._partial_line = fd, False
+        self._fd = fd
+        self._partial_line = False
 
     def _append(self, line: bytes) -> None:
         if self._partial_line:

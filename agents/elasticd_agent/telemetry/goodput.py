@@ -166,7 +166,8 @@ class GoodputTracker:
         if follows_fault(round):
             self.on_fault(round.number - 1, now)
         self._end_rounds(round.number - 1)
-        self._round, self._last_step = round.number, 0
+        self._round = round.number
+        self._last_step = 0
         self._left_out = round.member(self.node) is None
         self._next_backoff_s = self.backoff_s[min(round.budget.streak, len(self.backoff_s) - 1)]
         self._base_step = max(self.ledger.high_water, round.budget.high_water)
@@ -269,7 +270,9 @@ class RecoveryTimer:
             return None
         self.mark("first_step", at)
         seconds, parts = at - self.fault_at, self._parts
-        self.fault_at, self._parts, self._started = None, {}, False
+        self.fault_at = None
+        self._parts = {}
+        self._started = False
         return seconds, parts
 
 

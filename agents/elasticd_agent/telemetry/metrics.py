@@ -40,7 +40,8 @@ class Metrics:
             import prometheus_client
 
             self._library = prometheus_client
-        self._job, self._node = job_id, node
+        self._job = job_id
+        self._node = node
         self._registry = self._library.CollectorRegistry()
         self._families: dict[str, Any] = {spec.name: self._family(spec) for spec in names.METRICS}
         self._ranks: frozenset[int] = frozenset()

@@ -104,7 +104,8 @@ class TorchrunHandler:
                 time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         # Only now: the last round's store lives until its peers have seen that there is a new round.
-        self._tcp_store, self._hosts = store, rank == 0
+        self._tcp_store = store
+        self._hosts = rank == 0
         _log.info("rank %d of round %d, %d node(s)", rank, current.number, len(current.members))
         agents = PrefixStore("elasticd/agents", store)
         if self.use_agent_store:

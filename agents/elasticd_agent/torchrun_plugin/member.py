@@ -317,8 +317,10 @@ class Participant:
             if self._down_since is not None:
                 self._log(f"the store answers again after {now - self._down_since:.1f} s")
             if self._down_since is not None or self._up_since is None:
-                self._down_since, self._up_since = None, now
-            self._view, self._error = view, None
+                self._down_since = None
+                self._up_since = now
+            self._view = view
+            self._error = None
             self._changed.notify_all()
 
     def _candidates(self, found: dict[str, Versioned], now: float) -> tuple[LiveCandidate, ...]:

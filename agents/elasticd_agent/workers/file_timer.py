@@ -56,7 +56,9 @@ class FileTimerServer:
 
     def __init__(self, path: Path, post: Callable[[FileTimerExpired], None], log: Callable[[str], None]) -> None:
         """Raises UsageError if no pipe can be made there."""
-        self._path, self._post, self._log = path, post, log
+        self._path = path
+        self._post = post
+        self._log = log
         self._timers: dict[tuple[int, str], _Timer] = {}
         self._rest = b""
         try:

@@ -52,8 +52,13 @@ class TailedFile:
         limit: int = LIMIT,
     ) -> None:
         """Opens or creates `path` (0600). Without an `outlet` the file is bounded, not shown. Raises OSError."""
-        self.number, self._path, self._name, self._limit = number, path, name, limit
-        self._outlet, self._prefix, self._filter = outlet, prefix, filter
+        self.number = number
+        self._path = path
+        self._name = name
+        self._limit = limit
+        self._outlet = outlet
+        self._prefix = prefix
+        self._filter = filter
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._position = os.fstat(self._fd).st_size
         self._unsent = b""

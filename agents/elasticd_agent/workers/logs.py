@@ -187,9 +187,13 @@ class JobLogs:
     ) -> None:
         """`template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE; `runtime` takes error files if there are no log files.
         Raises UsageError if the log directory cannot be used."""
-        self._spec, self._runtime, self._log, self._template = spec, runtime, log, template
+        self._spec = spec
+        self._runtime = runtime
+        self._log = log
+        self._template = template
         self._outlets = {Streams.OUT: out, Streams.ERR: err}
-        self._limit, self._keep_rounds = limit, keep_rounds
+        self._limit = limit
+        self._keep_rounds = keep_rounds
         self._directory: LogDirectory | None = None
         self._tail: LogTailer | None = None
         if keeps_files(spec):

@@ -275,7 +275,8 @@ class WorkerManager:
         now = time.monotonic()
         since = now if self._template_since is None else self._template_since
         start.deadline = now + FORK_DEADLINE_S if self._template_ready else max(now, since + START_WAIT_S)
-        self._start, self._park_request = start, None
+        self._start = start
+        self._park_request = None
         self._advance()
 
     def park(self, size: int, with_store: bool) -> None:
@@ -401,7 +402,9 @@ class WorkerManager:
         for name, why in modules.items():
             self._report(f"{name} is not preloaded: {why}")
         self._requests.leave_out(modules)
-        self._template_ready, self._replacing_template, self._template_tries = False, True, 0
+        self._template_ready = False
+        self._replacing_template = True
+        self._template_tries = 0
 
     def _template_became_ready(self, message: dict[str, Any]) -> None:
         self._template_since = None
@@ -515,7 +518,8 @@ class WorkerManager:
 
     def _request_spare(self, size: int, with_store: bool) -> None:
         self._last_name += 1
-        self._spare, self._park_request = ParkedGroup(self._last_name, size, with_store), None
+        self._spare = ParkedGroup(self._last_name, size, with_store)
+        self._park_request = None
         self._owner.send(do="park", group=self._last_name, workers=size, store=with_store, **self._store_at)
 
     def _end_spare(self) -> None:
@@ -546,7 +550,8 @@ class WorkerManager:
 
     def _go_cold(self, why: str) -> None:
         self._cold_reason = why
-        self._template_ready, self._park_request = False, None
+        self._template_ready = False
+        self._park_request = None
         self._report(LauncherReady("cold", f"workers start cold from now on: {why}"))
         self._end_spare()
         self._advance()

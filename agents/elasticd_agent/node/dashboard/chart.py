@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from elasticd_agent.model.phrases import count
 from elasticd_agent.node.api.schema import JobStatus, RoundStatus, StepSample
-from elasticd_agent.node.dashboard import format as words
+from elasticd_agent.node.dashboard import formatting
 from elasticd_agent.node.dashboard.markup import Html, tag
 from elasticd_agent.system.durations import in_words
 
@@ -118,7 +118,10 @@ def chart(job: JobStatus, now: float, seconds: float | None) -> Html:
     size = max([one.world_size for one in rounds], default=1) or 1
     return tag(
         "svg",
-        tag("title", f"Step rate and rounds of {job.job}, {words.clock(shown.since)} to {words.clock(shown.until)}"),
+        tag(
+            "title",
+            f"Step rate and rounds of {job.job}, {formatting.clock(shown.since)} to {formatting.clock(shown.until)}",
+        ),
         tag("desc", _description(found, rounds)),
         [_lost(one, shown) for one in rounds if one.lost_seconds],
         _grid(shown, most, size),
@@ -135,7 +138,7 @@ def _description(found: Sequence[float | None], rounds: Sequence[RoundStatus]) -
     known = [one for one in found if one is not None]
     if not known:
         return "No step in this time."
-    fastest, last = words.rate(max(known)), words.rate(known[-1])
+    fastest, last = formatting.rate(max(known)), formatting.rate(known[-1])
     return f"{fastest} at most, {last} at the end, in {count(len(rounds), 'round')}; see the list of rounds."
 
 
@@ -162,7 +165,7 @@ def _grid(shown: TimeWindow, most: float, size: int) -> list[Html]:
         anchor = "end" if back == 0 else "middle"
         lines.append(tag("line", x1=x, x2=x, y1=floor + 2, y2=floor + 6, class_="tick"))
         if x > LEFT + 30:
-            lines.append(tag("text", words.clock(at), x=x, y=floor + 19, text_anchor=anchor, class_="time"))
+            lines.append(tag("text", formatting.clock(at), x=x, y=floor + 19, text_anchor=anchor, class_="time"))
         back += 1
         at = shown.until - back * every
     return lines
@@ -230,7 +233,7 @@ def _mark(one: RoundStatus, shown: TimeWindow) -> Html:
     kind = "planned" if one.planned else "fault"
     return tag(
         "g",
-        tag("title", f"{words.clock(one.at)} round {one.round}: {one.reason}"),
+        tag("title", f"{formatting.clock(one.at)} round {one.round}: {one.reason}"),
         tag("line", x1=x, x2=x, y1=TOP - 4, y2=bottom, class_=f"mark {kind}"),
         tag("path", d=f"M{x - 4},{TOP - 12}h8l-4,7z", class_=f"flag {kind}"),
         tag("rect", x=x - 5, y=TOP - 14, width=10, height=bottom - TOP + 14, class_="touch"),

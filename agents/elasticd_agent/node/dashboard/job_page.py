@@ -9,8 +9,7 @@ from urllib.parse import urlencode
 
 from elasticd_agent.model.phrases import count
 from elasticd_agent.node.api.schema import JobProgress, JobStatus, RoundStatus
-from elasticd_agent.node.dashboard import format as words
-from elasticd_agent.node.dashboard import ranks
+from elasticd_agent.node.dashboard import formatting, ranks
 from elasticd_agent.node.dashboard.chart import chart
 from elasticd_agent.node.dashboard.layout import banner, chip, section
 from elasticd_agent.node.dashboard.markup import Child, Html, joined, tag
@@ -34,7 +33,7 @@ class PageQuery:
 
     def link(self, job: str, **other: str) -> str:
         query = {"window": self.window, "rank": str(self.rank), "stream": self.stream, **other}
-        return words.job_url(job, f"?{urlencode(query)}")
+        return formatting.job_url(job, f"?{urlencode(query)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def _tiles(job: JobStatus) -> list[Html]:
 def _step_tile(progress: JobProgress) -> Html:
     rate = progress.steps_per_second
     return _tile(
-        "Step", "–" if progress.step is None else f"{progress.step:,}", "" if rate is None else words.rate(rate)
+        "Step", "–" if progress.step is None else f"{progress.step:,}", "" if rate is None else formatting.rate(rate)
     )
 
 
@@ -192,7 +191,7 @@ def _round_item(one: RoundStatus, job: JobStatus, now: float) -> Html:
         tag(
             "div",
             tag("p", chip(one.kind, "idle" if one.planned else "bad"), " ", one.reason, class_="reason"),
-            tag("p", words.timestamp(one.at, now), f" · {where} · {_outcome(one, job, now)}", class_="quiet"),
+            tag("p", formatting.timestamp(one.at, now), f" · {where} · {_outcome(one, job, now)}", class_="quiet"),
             class_="what",
         ),
         tag("div", _cost(one), class_="lost"),
@@ -240,7 +239,7 @@ def explanation(job: str, rows: Sequence[dict[str, Any]], *, brief: bool) -> Chi
     shown: list[Child] = [_explanation_of(row) for row in (found[:1] if brief else found)]
     if brief and len(found) > 1:
         others = count(len(found) - 1, "other node")
-        link = tag("a", f"The evidence of {others}", href=words.job_url(job, "/explain"))
+        link = tag("a", f"The evidence of {others}", href=formatting.job_url(job, "/explain"))
         shown.append(tag("p", link, class_="below"))
     return shown
 
@@ -254,7 +253,7 @@ def _explanation_of(row: dict[str, Any]) -> list[Child]:
 
 
 def evidence_link(job: str) -> Html:
-    link = tag("a", "Search for evidence", href=words.job_url(job, "/explain"))
+    link = tag("a", "Search for evidence", href=formatting.job_url(job, "/explain"))
     return tag("p", "No round followed a hang. ", link, ".", class_="quiet")
 
 
@@ -270,7 +269,7 @@ def _log(job: JobStatus, view: PageQuery, tail: LogTail) -> Html:
         tag("input", type="hidden", name="window", value=view.window),
         tag("button", "Show"),
         method="get",
-        action=words.job_url(job.job, "#log"),
+        action=formatting.job_url(job.job, "#log"),
         id="which",
     )
     heading = tag("div", tag("h2", "Log", id="log-title"), form, class_="heading")

@@ -10,7 +10,7 @@ import base64
 import hashlib
 from importlib import resources
 
-from elasticd_agent.node.dashboard import format as words
+from elasticd_agent.node.dashboard import formatting
 from elasticd_agent.node.dashboard.markup import Child, Html, joined, tag, text
 from elasticd_agent.system.http_server import HttpResponse
 
@@ -63,14 +63,14 @@ def page(
         tag(
             "span",
             tag("span", class_="dot"),
-            tag("span", words.clock(now), id="live-text"),
+            tag("span", formatting.clock(now), id="live-text"),
             id="live",
             class_="live",
             data_every=every_s,
         ),
         tag("form", tag("button", "Log out"), method="post", action="/logout") if logout else None,
     )
-    footer = tag("footer", f"elasticd {version} · times are {words.time_zone()} of node {node} · read-only")
+    footer = tag("footer", f"elasticd {version} · times are {formatting.time_zone()} of node {node} · read-only")
     head = [
         tag("link", rel="stylesheet", href="/page/style.css"),
         tag("link", rel="icon", href="/page/icon.svg", type="image/svg+xml"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from elasticd_agent.model.phrases import count
 from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
-from elasticd_agent.node.dashboard import format as words
+from elasticd_agent.node.dashboard import formatting
 from elasticd_agent.node.dashboard.layout import banner, chip, section
 from elasticd_agent.node.dashboard.markup import Child, Html, tag
 from elasticd_agent.node.dashboard.status import JOB_STATE_STYLES, state
@@ -52,7 +52,7 @@ def _jobs(rows: Sequence[JobSummary], local: Mapping[str, JobStatus]) -> Html | 
         ("Job", "State", "Step", "Nodes", "Since", "Reason"),
         [
             (
-                tag("a", row.job, href=words.job_url(row.job)),
+                tag("a", row.job, href=formatting.job_url(row.job)),
                 chip(*_state(row, local.get(row.job))),
                 _step(local.get(row.job)),
                 _short_list(row.nodes),
@@ -102,7 +102,7 @@ def _step(job: JobStatus | None) -> Child:
     if progress is None or progress.step is None:
         return "–"
     rate = progress.steps_per_second
-    return [f"{progress.step:,}", None if rate is None else tag("span", f" {words.rate(rate)}", class_="quiet")]
+    return [f"{progress.step:,}", None if rate is None else tag("span", f" {formatting.rate(rate)}", class_="quiet")]
 
 
 def _since(row: JobSummary) -> str:
@@ -119,7 +119,7 @@ def _short_list(names: Sequence[str]) -> str:
 def _links(jobs: Sequence[str]) -> Child:
     found: list[Child] = []
     for job in jobs[:_SHOWN_NAMES]:
-        found += [", " if found else None, tag("a", job, href=words.job_url(job))]
+        found += [", " if found else None, tag("a", job, href=formatting.job_url(job))]
     more = f" +{len(jobs) - _SHOWN_NAMES}" if len(jobs) > _SHOWN_NAMES else None
     return [*found, more] if found else "–"
 

@@ -21,8 +21,7 @@ from elasticd_agent.node.api.cluster import NodesUnavailable, NotFound
 from elasticd_agent.node.api.rank_logs import LogRequest
 from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, NodeSummary
-from elasticd_agent.node.dashboard import format as words
-from elasticd_agent.node.dashboard import job_page, layout
+from elasticd_agent.node.dashboard import formatting, job_page, layout
 from elasticd_agent.node.dashboard.job_page import STREAMS, WINDOWS, LogTail, PageQuery
 from elasticd_agent.node.dashboard.login import LoginCookies, LoginRateLimit
 from elasticd_agent.node.dashboard.markup import Child, tag
@@ -194,7 +193,7 @@ class DashboardRoutes:
     def _explain(self, request: HttpRequest, name: str) -> HttpResponse:
         job = self._job_status(name)
         rows = self._evidence.get((name, job.number, "all"), lambda: self.api.service.explain(name, None))["nodes"]
-        back = tag("p", tag("a", f"← {name}", href=words.job_url(name)))
+        back = tag("p", tag("a", f"← {name}", href=formatting.job_url(name)))
         found = job_page.explanation(name, rows, brief=False)
         title = tag("h1", "Evidence of all nodes")
         return self._render(request, f"{name}: evidence · elasticd", back, title, found, every_s=None)
@@ -211,7 +210,7 @@ class DashboardRoutes:
         try:
             found = run_within(PAGE_TIMEOUT_S, lambda: self._evidence.get(key, lambda: service.explain(job.job, None)))
         except (ElasticdError, DeadlineExceeded):
-            link = tag("a", "try again", href=words.job_url(job.job, "/explain"))
+            link = tag("a", "try again", href=formatting.job_url(job.job, "/explain"))
             return tag("p", "Reading the evidence takes long: ", link, ".", class_="quiet")
         return job_page.explanation(job.job, found["nodes"], brief=True)
 

@@ -57,7 +57,8 @@ class CheckRunner:
         awake, wake = socket.socketpair()
         for end in (awake, wake):
             end.setblocking(False)
-        self._awake, self._wake = awake, wake
+        self._awake = awake
+        self._wake = wake
         signal.set_wakeup_fd(wake.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._selector.register(awake, selectors.EVENT_READ)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import StoreUnavailable, UsageError, WireError
-from elasticd_agent.config import job_file as jobfile
+from elasticd_agent.config import job_file
 from elasticd_agent.config.agent_settings import Limits
 from elasticd_agent.config.limits import path_refusal
 from elasticd_agent.job import preflight
@@ -47,8 +47,7 @@ from elasticd_agent.node.runners.spec import (
 from elasticd_agent.system.control_socket import Verb
 from elasticd_agent.system.files import open_plain, replace_link
 from elasticd_agent.system.process import prctl
-from elasticd_agent.telemetry import event_log as eventlog
-from elasticd_agent.telemetry import metrics
+from elasticd_agent.telemetry import event_log, metrics
 
 PR_SET_NAME = 15
 MAX_LOG_BYTES = 1 << 20
@@ -135,12 +134,12 @@ def _print(sentence: str) -> None:
 def _run(
     runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], history: RoundHistory
 ) -> int:
-    job_file = jobfile.from_json(runner_spec.job_file)
+    job = job_file.from_json(runner_spec.job_file)
     directories = None if (below := runner_spec.directories) is None else tuple(map(Path, below))
-    if wrong := path_refusal(Limits(commands=runner_spec.commands, directories=directories), job_file):
+    if wrong := path_refusal(Limits(commands=runner_spec.commands, directories=directories), job):
         raise wrong
-    spec, policy, settings = jobfile.runner_model(
-        job_file,
+    spec, policy, settings = job_file.runner_model(
+        job,
         job_id=runner_spec.job,
         run=str(runner_spec.number),
         node=runner_spec.node,
@@ -155,7 +154,7 @@ def _run(
     try:
         preflight.check(spec, settings, spec.base_environment(os.environ))
     except UsageError as error:
-        raise jobfile.in_file_terms(error) from None
+        raise job_file.in_file_terms(error) from None
     context = RunContext(
         reporting=lambda *args: RunnerReporting(*args, runner_spec=runner_spec, history=history),
         kept_fds=locks,
@@ -169,7 +168,7 @@ def _run(
         return run_job(spec, policy, settings, context)
     except UsageError as error:
         if str(error).startswith("--"):  # about a flag, which is a key in a job file
-            raise jobfile.in_file_terms(error) from None
+            raise job_file.in_file_terms(error) from None
         raise
 
 
@@ -192,7 +191,7 @@ class RunnerReporting(Reporting):
         super().__init__(spec, policy, settings, node, runtime)
         self._about |= {"number": runner_spec.number, "slots": list(runner_spec.slots), "version": version()}
 
-    def open_events(self, job: str, node: str) -> eventlog.EventSink:
+    def open_events(self, job: str, node: str) -> event_log.EventSink:
         self._history.log = super().open_events(job, node)
         return self._history
 

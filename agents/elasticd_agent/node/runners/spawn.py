@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd.errors import UsageError
-from elasticd_agent.config import job_file as jobfile
 from elasticd_agent.config import limits
 from elasticd_agent.config.agent_settings import NodeSettings
-from elasticd_agent.config.job_file import JobFile
+from elasticd_agent.config.job_file import JobFile, from_json
 from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.reconcile import RunnerStart
@@ -196,7 +195,7 @@ class SpecBuilder:
 
         The runner checks the job's paths: their file systems may never answer.
         """
-        job = jobfile.from_json(spec.job_file)
+        job = from_json(spec.job_file)
         if (refusal := limits.user_refusal(self.settings.limits, job, self.settings.user)) is not None:
             raise UsageError(str(refusal))
         return Account.of(job.user or self.settings.user)

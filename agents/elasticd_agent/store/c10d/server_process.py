@@ -105,7 +105,8 @@ class HostMaintenance:
             self._repair_changes(prefix, self._watched[prefix], tcp.parse_number(count) or 0)
             self._drop_if_unwatched(prefix, self._watched[prefix], presence)
         if self._now - self._swept_at >= SWEEP_S and (version != self._swept or self._gone_since):
-            self._swept_at, self._swept = self._now, version
+            self._swept_at = self._now
+            self._swept = version
             self._sweep()
 
     def _discover(self, registered: bytes | None, prefixes: bytes | None) -> None:

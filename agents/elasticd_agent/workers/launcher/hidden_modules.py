@@ -209,8 +209,11 @@ class HiddenModuleLoader(importlib.abc.Loader):
     """Returns a hidden module instead of loading it; otherwise behaves as the module's own loader."""
 
     def __init__(self, hidden: HiddenModules, batch: PreloadedBatch, name: str) -> None:
-        self.hidden, self.batch, self.module = hidden, batch, batch.modules[name]
-        self.name, self.spec = name, self.module.__spec__
+        self.hidden = hidden
+        self.batch = batch
+        self.module = batch.modules[name]
+        self.name = name
+        self.spec = self.module.__spec__
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         self.hidden.restore(self.batch, self.name)

@@ -206,7 +206,8 @@ class LaunchRequests:
     """Composes one job's requests."""
 
     def __init__(self, spec: JobSpec, base_env: dict[str, str], preload: Preload) -> None:
-        self._spec, self._preload = spec, preload
+        self._spec = spec
+        self._preload = preload
         self._base_env = {**base_env, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals)}
 
     def writer(self) -> dict[str, Any]:
