@@ -26,7 +26,7 @@ demo: $(READY)  ## train a small GPT on 4 CPU workers, kill one, watch it come b
 
 test: check  ## everything CI runs: check, then the whole test suite
 	@tests/install-servers
-	@$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-system: $(READY)  ## jobs on several hosts under every fault there is, the service under a booted systemd: slow, needs root
 	@tests/install-servers system
