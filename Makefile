@@ -28,7 +28,7 @@ test: check  ## everything CI runs: check, then the whole test suite
 	@tests/install-servers
 	@$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test-system: $(READY)  ## jobs on several hosts under every fault there is, the service under a booted systemd: slow, needs root
+test-system: $(READY)  ## the slow tests: variants of faults, several hosts, the service under a booted systemd; needs root
 	@tests/install-servers system
 	@$(BIN)/python -m pytest -q -m system
 
