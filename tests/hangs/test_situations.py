@@ -38,10 +38,8 @@ class Chain:
         return [BY_NAME[name] for name in self.names]
 
 
-OUTSIDE = Chain(
-    SESSION,
-    ["stopped", "holds the GIL", "dead-locked", "checkpoint", "blocked on a FIFO", "zombie"],
-)
+OUTSIDE = Chain(SESSION, ["stopped", "holds the GIL", "dead-locked"])
+OUTSIDE_TOO = Chain(SESSION, ["checkpoint", "blocked on a FIFO", "zombie"])
 PLAIN_ONES = Chain(
     PLAIN,
     ["stopped rank 0", "dead-locked DataLoader worker", "sleeps", "everyone blocked", "infinite loop"],
@@ -74,6 +72,7 @@ BEGIN_AND_STORE = Chain(SESSION, ["never joins", "store stopped"])
     "chains",
     [
         pytest.param((OUTSIDE, IN_COLLECTIVES), id="with a session"),
+        pytest.param((OUTSIDE_TOO,), id="more with a session", marks=pytest.mark.system),
         pytest.param((PLAIN_ONES, BEGIN_AND_STORE), id="without", marks=pytest.mark.system),
         pytest.param((WAITS, IN_GROUPS), id="other waits", marks=[pytest.mark.system, pytest.mark.timeout(300)]),
         pytest.param((BEGIN_AND_END, IN_COLLECTIVES_PLAIN), id="at the end", marks=pytest.mark.system),
