@@ -4,7 +4,7 @@ A commit is the end of `session.step()`. What a forward pass or the script may c
 is copied here at every commit: random states and the buffers of modules. A rank that saves its state at a fault reads
 the records of all ranks of its node, those of dead ranks too. Parameters need no copy: `donor` describes why.
 
-    slot = step % 2:  step, size of others | start of a parameter | torch's generator | others: python, numpy | buffers
+    slot = step % 2:  step, size of others | torch's generator | others: python, numpy | pieces of parameters | buffers
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 _HEAD = struct.Struct("<qq")
 _OTHERS_BYTES = 16 << 10
 """python's and numpy's random states, as `state.to_bytes` writes them, take 8 KB."""
-_SAMPLE_BYTES = 64
-_GENERATOR = _HEAD.size + _SAMPLE_BYTES
+PIECE_BYTES = 64
+MOST_PIECES = 16
+"""Parameters of which a piece is copied, to find ranks that have diverged and changes that torch does not see."""
 _OBJECT_HEAD_BYTES = 16
 """The reference count and the type of a Python object."""
 
@@ -39,34 +40,42 @@ class Commit:
 
     random_state: dict[str, Any]
     buffers: list[torch.Tensor]
-    sample: bytes
-    """The beginning of a parameter: ranks with different ones have diverged."""
+    pieces: bytes
+    """Of parameters: ranks with different ones have diverged."""
 
 
 class CommitRecord:
-    """The writing side. `buffers` and `sample` are tensors on the CPU, the same objects at every commit.
+    """The writing side. `buffers` and `parameters` are tensors on the CPU whose memory stays where it is.
 
     Raises OSError.
     """
 
-    def __init__(self, path: str, buffers: list[torch.Tensor], sample: torch.Tensor) -> None:
+    def __init__(self, path: str, buffers: list[torch.Tensor], parameters: list[torch.Tensor]) -> None:
         import torch
 
         self._generator = torch.default_generator
-        self._buffers, self._sample = buffers, sample
-        self._sampled = min(_SAMPLE_BYTES, sample.numel() * sample.element_size())
-        self._places = _Places(buffers)
+        self._parameters = [piece(parameter, PIECE_BYTES) for parameter in parameters[:MOST_PIECES]]
+        self._copied = self._parameters + [piece(buffer) for buffer in buffers]
+        self._places = _Places(buffers, self._parameters)
+        size = self._places.bytes
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, 2 * self._places.bytes)
-            self._map = mmap.mmap(fd, 2 * self._places.bytes)
+            os.posix_fallocate(fd, 0, 2 * size)
+            self._map = mmap.mmap(fd, 2 * size)
         finally:
             os.close(fd)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._views = [_views(self._map, at * self._places.bytes, self._places, buffers) for at in (0, 1)]
+        both = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._copies = [both[at * size + self._places.pieces : (at + 1) * size] for at in (0, 1)]
         self._others = b""
         self._others_in: list[bytes] = [b"", b""]
         self._generators = _OtherGenerators()
+
+    def pieces(self) -> bytes:
+        """Of the parameters as they are now."""
+        import torch
+
+        return bytes(torch.cat(self._parameters).numpy())
 
     def commit(self, step: int) -> None:
         """A process that dies in here leaves the slot without a step, and the other slot whole."""
@@ -75,9 +84,8 @@ class CommitRecord:
         number = step % 2
         slot = number * self._places.bytes
         _HEAD.pack_into(self._map, slot, -1, 0)
-        ctypes.memmove(self._address + slot + _HEAD.size, self._sample.data_ptr(), self._sampled)
         now = self._generator.get_state()
-        ctypes.memmove(self._address + slot + _GENERATOR, now.data_ptr(), self._places.generator)
+        ctypes.memmove(self._address + slot + _HEAD.size, now.data_ptr(), self._places.generator)
         if self._generators.moved():
             found = state.random_state(torch.device("cpu"))
             del found["torch"]
@@ -87,63 +95,69 @@ class CommitRecord:
         if self._others_in[number] is not self._others:
             at = slot + self._places.others
             self._map[at : at + len(self._others)] = self._others_in[number] = self._others
-        if self._buffers:
-            torch._foreach_copy_(self._views[number], self._buffers)
+        torch.cat(self._copied, out=self._copies[number])
         _HEAD.pack_into(self._map, slot, step, len(self._others))
 
 
-def read(path: str, step: int, buffers: list[torch.Tensor]) -> Commit | None:
+def read(path: str, step: int, buffers: list[torch.Tensor], parameters: list[torch.Tensor]) -> Commit | None:
     """What a rank has committed as of `step`; None if it has not committed that step, or has left it.
 
-    `buffers` have the shapes of the rank's.
+    `buffers` and `parameters` have the shapes of the rank's.
     """
-    places = _Places(buffers)
+    import torch
+
+    places = _Places(buffers, [piece(parameter, PIECE_BYTES) for parameter in parameters[:MOST_PIECES]])
     try:
         with open(path, "rb") as file:
             data = file.read()
     except OSError:
         return None
-    start = step % 2 * places.bytes
-    slot = bytearray(data[start : start + places.bytes])
     if len(data) != 2 * places.bytes:
         return None
+    start = step % 2 * places.bytes
+    slot = data[start : start + places.bytes]
     found, size = _HEAD.unpack_from(slot)
     if found != step or not 0 < size <= _OTHERS_BYTES:
         return None
-    import torch
-
-    generator = torch.frombuffer(slot, dtype=torch.uint8, count=places.generator, offset=_GENERATOR)
+    generator = torch.frombuffer(bytearray(slot[_HEAD.size : places.others]), dtype=torch.uint8)
     others = state.from_bytes(slot[places.others : places.others + size])
-    sample = bytes(slot[_HEAD.size : _GENERATOR])
-    return Commit({"torch": generator.clone(), **others}, _views(slot, 0, places, buffers), sample)
+    copies, at = [], places.buffers
+    for buffer in buffers:
+        end = at + buffer.numel() * buffer.element_size()
+        copies.append(_tensor(slot[at:end], buffer))
+        at = end
+    return Commit({"torch": generator, **others}, copies, slot[places.pieces : places.buffers])
 
 
 class _Places:
     """Offsets in a slot."""
 
-    def __init__(self, buffers: list[torch.Tensor]) -> None:
+    def __init__(self, buffers: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:
         import torch
 
         self.generator = torch.default_generator.get_state().numel()
-        self.others = _GENERATOR + self.generator
-        self.buffers = -(-(self.others + _OTHERS_BYTES) // 64) * 64
-        self.bytes = self.buffers + sum(_padded(buffer) for buffer in buffers)
+        self.others = _HEAD.size + self.generator
+        self.pieces = self.others + _OTHERS_BYTES
+        self.buffers = self.pieces + sum(piece.numel() for piece in pieces)
+        self.bytes = self.buffers + sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
 
-def _padded(buffer: torch.Tensor) -> int:
-    return -(-buffer.numel() * buffer.element_size() // 64) * 64
-
-
-def _views(memory: Any, slot: int, places: _Places, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+def _tensor(data: bytes, like: torch.Tensor) -> torch.Tensor:
     import torch
 
-    views, at = [], slot + places.buffers
-    for buffer in buffers:
-        size = buffer.numel() * buffer.element_size()
-        whole = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=at) if size else torch.empty(0)
-        views.append(whole.view(buffer.dtype).view(buffer.shape) if size else torch.empty_like(buffer))
-        at += _padded(buffer)
-    return views
+    if not data:
+        return torch.empty_like(like)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(like.dtype).view(like.shape)
+
+
+def piece(tensor: torch.Tensor, most: int | None = None) -> torch.Tensor:
+    """The memory of a dense tensor as bytes, not a copy; `most` bytes from its middle."""
+    import torch
+
+    whole = tensor.numel() * tensor.element_size()
+    size = whole if most is None else min(most, whole)
+    start = tensor.storage_offset() * tensor.element_size() + (whole - size) // 2
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (size,), (1,))
 
 
 class _OtherGenerators:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from elasticd.checkpointing import commit_record, state
 from elasticd.checkpointing.buffers import donated_number
 from elasticd.checkpointing.donor_rules import is_module, is_optimizer, reason_against
+from elasticd.checkpointing.fingerprint import Fingerprint
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
 from elasticd.checkpointing.safe_types import check_loadable
@@ -46,9 +47,10 @@ LONGEST_COPY_S = 20e-6
 SHARE = 0.001
 TRIALS = 32
 """Commits of which the fastest copy and the fastest step are compared."""
-WAIT_S = 0.3
-"""How long a rank that is between the optimizer's step and the commit is waited for: no longer than the launcher
-waits."""
+WAIT_S = 0.25
+"""How long a rank that is between the optimizer's step and the commit is waited for: less than the launcher waits."""
+_UNCLEAN = "it was between the optimizer's step and session.step()"
+_CHANGED = "what is attached was changed after session.step()"
 
 
 class Donor:
@@ -60,11 +62,14 @@ class Donor:
         self._lock = threading.Lock()
         """Held from the optimizer's pre-step hook to the commit, and by a thread that saves."""
         self._changing = False
+        self._optimized = False
+        """An optimizer has begun a step since the last commit."""
         self._step = 0
-        """The last commit."""
+        """The last commit: steps without an optimizer's step, such as those that a GradScaler leaves out, are none."""
         self._small: list[bytes] = []
         self._groups: list[list[tuple[Any, ...]]] = []
-        self._versions: list[int] | None = None
+        self._whole: Any = None
+        """The whole fingerprint as of the last commit, where the optimizer's next step compares it."""
         self._commits, self._copy_s, self._step_s, self._at = 0, 1e9, 1e9, 0.0
         self._socket: socket.socket | None = None
         self._hooks: list[Any] = []
@@ -84,8 +89,9 @@ class Donor:
         self._optimizers = [obj for obj in objects if is_optimizer(obj)]
         self._others = [obj for obj in objects if not is_module(obj) and not is_optimizer(obj)]
         self._buffers = dict(_buffers(self._attached))
-        sample = self._optimizers[0].param_groups[0]["params"][0]
-        self._record = commit_record.CommitRecord(_record_path(saver.group.rank), list(self._buffers.values()), sample)
+        self._addresses = {path: buffer.data_ptr() for path, buffer in self._buffers.items()}
+        self._fingerprint = Fingerprint([obj for obj in objects if is_module(obj)], self._optimizers)
+        self._record = commit_record.CommitRecord(_record_path(saver.group.rank), *_recorded(self._attached))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         assert saver.writer is not None
         self._socket.connect(saver.writer.path)
@@ -97,10 +103,11 @@ class Donor:
     def _before_change(self, *_: Any) -> None:
         if self._changing:
             return
-        if self._versions is not None:
-            if self._versions != self._read_versions():
+        self._optimized = True
+        if self._whole is not None:
+            if self._whole != self._fingerprint.whole():
                 self._give_up("what is attached is changed between session.step() and the optimizer's step")
-            self._versions = None
+            self._whole = None
         self._lock.acquire()
         self._changing = True
 
@@ -111,14 +118,18 @@ class Donor:
             self._changing = True
 
     def commit(self, step: int) -> None:
-        """Once the step is counted: the state is that of `step` until the next optimizer step."""
+        """Once the step is counted: the state is that of `step` until the next optimizer step.
+
+        A step in which no optimizer has stepped may have left something that is not in the state, such as gradients:
+        the commit before it stays.
+        """
         try:
-            if not self._why:
+            if self._optimized and not self._why:
                 self._copy(step)
         except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
             self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
         finally:
-            self._changing = False
+            self._optimized = self._changing = False
             self._lock.release()
 
     def _copy(self, step: int) -> None:
@@ -127,23 +138,25 @@ class Donor:
         self._record.commit(step)
         self._small = [pickle.dumps(obj.state_dict()) for obj in self._others]
         self._groups = [[tuple(group.items()) for group in each.param_groups] for each in self._optimizers]
+        self._fingerprint.commit()
         self._step = step
-        if self._commits > TRIALS:
-            return
         self._commits += 1
+        if self._commits & (self._commits - 1) == 0:
+            self._fingerprint.refresh()
+            self._whole = self._fingerprint.whole()
+        if self._commits <= TRIALS:
+            self._measure(start)
+
+    def _measure(self, start: float) -> None:
         self._copy_s = min(self._copy_s, time.perf_counter() - start)
         if self._at:
             self._step_s = min(self._step_s, start - self._at)
         self._at = start
-        if self._commits & (self._commits - 1) == 0:
-            self._versions = self._read_versions()
-        longest = max(LONGEST_COPY_S, SHARE * self._step_s)
-        if self._commits == TRIALS and self._copy_s > longest:
+        if self._commits < TRIALS:
+            return
+        self._fingerprint.set_step_s(self._step_s)
+        if self._copy_s > max(LONGEST_COPY_S, SHARE * self._step_s):
             self._give_up(f"copying buffers and random states takes {self._copy_s * 1e6:.0f} µs a step")
-
-    def _read_versions(self) -> list[int]:
-        """Counters of in-place changes of what only the optimizer should change."""
-        return [tensor._version for tensor in _tensors(self._attached, self._optimizers)]
 
     def _give_up(self, why: str) -> None:
         self._why = why
@@ -151,6 +164,10 @@ class Donor:
         if self._saver.writer is not None and self._saver.group.world_size > 1:
             reason = f"rank {self._saver.group.rank} cannot save its state at a fault: {why}"
             self._saver.events.write("message", reason, None)
+
+    def _report_unsaved(self, step: int, why: str) -> None:
+        reason = f"rank {self._saver.group.rank} has not saved step {step} at the fault: {why}"
+        self._saver.events.write("message", reason, step)
 
     # --- at a fault ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +182,11 @@ class Donor:
 
     def fail(self) -> None:
         """The script has failed, or is about to end by an exception: the launcher will end the others."""
-        if not self._why and not self._is_forked():
+        if self._why or self._is_forked():
+            return
+        if self._changing:
+            self._report_unsaved(self._step, _UNCLEAN)
+        else:
             self._save(WAIT_S)
 
     def _at_exit(self) -> None:
@@ -193,7 +214,10 @@ class Donor:
         self._why = self._why or "the session is closed"
 
     def _save(self, wait_s: float) -> None:
-        if self._why or not self._lock.acquire(timeout=wait_s):
+        if self._why:
+            return
+        if not self._lock.acquire(timeout=wait_s):
+            self._report_unsaved(self._step, _UNCLEAN)
             return
         try:
             if self._step:
@@ -211,7 +235,7 @@ class Donor:
             held = client.find()
             if held is not None and (held.draft.round, held.draft.step) >= (saver.round, step):
                 return  # another rank was faster, or it was saved at that step
-            before = self._read_versions()
+            self._check_unchanged(step)
             content = self._content(step)
             check_loadable(content)
             layout = Layout(content)
@@ -224,16 +248,21 @@ class Donor:
                 layout.copy_own(fd)
             finally:
                 os.close(fd)
-            if before != self._read_versions():
-                raise CheckpointError("the state was changed while it was copied")
+            self._check_unchanged(step)
             client.copied(draft, number, 0)
             client.find()  # the writer has handled the packets before this one
-        except (OSError, SnapshotRefused) as error:
-            saver.events.write(
-                "message", f"rank {saver.group.rank} has not saved step {step} at the fault: {error}", step
-            )
+        except (OSError, SnapshotRefused, CheckpointError) as error:
+            self._report_unsaved(step, str(error))
         finally:
             client.close()
+
+    def _check_unchanged(self, step: int) -> None:
+        """Raises CheckpointError if the state is not that of the last commit any more."""
+        committed = commit_record.read(_record_path(self._saver.group.rank), step, *_recorded(self._attached))
+        if self._fingerprint.changed() or committed is None or committed.pieces != self._record.pieces():
+            raise CheckpointError(_CHANGED)
+        if why := reason_against(self._saver, self._attached):
+            raise CheckpointError(why)
 
     def _kept(self) -> Iterator[tuple[str, Any]]:
         """The small objects as of the commit."""
@@ -248,9 +277,7 @@ class Donor:
         kept = dict(self._kept())
         now = state.gather({name: obj for name, obj in self._attached.items() if name not in kept})
         content = {name: kept[name] if name in kept else now[name] for name in self._attached}
-        if {path: value.data_ptr() for path, value in self._buffers.items()} != {
-            path: value.data_ptr() for path, value in _buffers(self._attached)
-        }:
+        if self._addresses != {path: value.data_ptr() for path, value in _buffers(self._attached)}:
             raise CheckpointError("a module has replaced a buffer")
         for (name, key), value in buffers.items():
             content[name][key] = value
@@ -266,12 +293,12 @@ class Donor:
 
     def _records(self, step: int) -> tuple[list[Any], dict[tuple[str, str], torch.Tensor]]:
         """All random states that this node has as of `step` (None for the others), and rank 0's buffers, else ours."""
-        group, buffers = self._saver.group, list(self._buffers.values())
-        found = [commit_record.read(_record_path(rank), step, buffers) for rank in range(group.world_size)]
+        group, recorded = self._saver.group, _recorded(self._attached)
+        found = [commit_record.read(_record_path(rank), step, *recorded) for rank in range(group.world_size)]
         mine = found[group.rank]
         if mine is None:
             raise CheckpointError(f"step {step} has no record")
-        if any(each is not None and each.sample != mine.sample for each in found):
+        if any(each is not None and each.pieces != mine.pieces for each in found):
             raise CheckpointError("the parameters are not the same on every rank")
         copies = (found[0] or mine).buffers
         random_states = [each.random_state if each is not None else None for each in found]
@@ -289,7 +316,7 @@ def recorded_random_state(attached: Mapping[str, Any], round: int, rank: int, st
     if beat is None:
         return None
     path = Path(beat).parent.parent / f"round-{round}" / f"commit-{rank}"
-    found = commit_record.read(str(path), step, [buffer for _, buffer in _buffers(attached)])
+    found = commit_record.read(str(path), step, *_recorded(attached))
     return found.random_state if found is not None else None
 
 
@@ -310,12 +337,9 @@ def _buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], tor
                     yield (name, state.plain(key)), value
 
 
-def _tensors(attached: Mapping[str, Any], optimizers: list[Any]) -> Iterator[torch.Tensor]:
-    import torch
-
-    for obj in attached.values():
-        if is_module(obj):
-            yield from obj.parameters()
-    for optimizer in optimizers:
-        for values in optimizer.state.values():
-            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+def _recorded(attached: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What a commit record holds: all buffers, and the parameters of which it has a piece."""
+    optimizers = [obj for obj in attached.values() if is_optimizer(obj)]
+    trained = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
+    every = -(-len(trained) // commit_record.MOST_PIECES)
+    return [buffer for _, buffer in _buffers(attached)], trained[:: max(every, 1)]

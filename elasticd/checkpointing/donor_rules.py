@@ -37,9 +37,7 @@ class _Rank:
 
     @property
     def parallel(self) -> list[DistributedDataParallel]:
-        from torch.nn.parallel import DistributedDataParallel
-
-        return [obj for obj in self.attached.values() if isinstance(obj, DistributedDataParallel)]
+        return [found for obj in self.attached.values() if (found := state.parallel(obj)) is not None]
 
 
 def reason_against(saver: Saver, attached: Mapping[str, Any]) -> str:
@@ -69,6 +67,17 @@ def _no_replicated_model(rank: _Rank) -> str:
     return ""
 
 
+def _own_communication(rank: _Rank) -> str:
+    """Some hooks average rarely, or keep a state that is not attached."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    usual = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+    for obj in rank.parallel:
+        if any(hook not in usual for hook, _ in getattr(obj, "_comm_hooks", [])):
+            return "the model has a communication hook, which may keep ranks different"
+    return ""
+
+
 def _no_replicated_optimizer(rank: _Rank) -> str:
     from torch.optim import Optimizer
 
@@ -76,7 +85,9 @@ def _no_replicated_optimizer(rank: _Rank) -> str:
         return "no optimizer is attached"
     replicated = {id(parameter) for obj in rank.parallel for parameter in _trained(obj)}
     for obj in rank.optimizers:
-        own = {id(parameter) for group in obj.param_groups for parameter in group["params"]}
+        # Without a gradient, and without a state of a time when it had one, it is left as it is.
+        every = [parameter for group in obj.param_groups for parameter in group["params"]]
+        own = {id(parameter) for parameter in every if parameter.requires_grad or parameter in obj.state}
         if type(obj).state_dict is not Optimizer.state_dict or not own <= replicated:
             return "an optimizer's state is not the same on every rank"
     return ""
@@ -127,6 +138,7 @@ _RULES = (
     _no_launcher,
     _one_rank_or_a_gpu,
     _no_replicated_model,
+    _own_communication,
     _no_replicated_optimizer,
     _tensors_elsewhere,
     _unlike_rank_0,
@@ -157,13 +169,11 @@ def _trained(parallel: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
 def _is_alike(obj: Any) -> bool:
     """Its state follows from what is equal on all ranks, buffers of modules aside."""
     import torch
-    from torch.nn.parallel import DistributedDataParallel
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
     from torch.optim.swa_utils import AveragedModel
 
     if isinstance(obj, LRScheduler):
         return not isinstance(obj, ReduceLROnPlateau)
-    alike = (DistributedDataParallel, AveragedModel, ElasticBatchSampler, torch.amp.GradScaler)
-    if isinstance(obj, DistributedDataParallel) and obj.parameters_to_ignore:
-        return False
-    return isinstance(obj, alike) or is_optimizer(obj)
+    if (parallel := state.parallel(obj)) is not None:
+        return not parallel.parameters_to_ignore
+    return isinstance(obj, (AveragedModel, ElasticBatchSampler, torch.amp.GradScaler)) or is_optimizer(obj)

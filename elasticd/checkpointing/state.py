@@ -18,6 +18,7 @@ from elasticd.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     import torch
+    from torch.nn.parallel import DistributedDataParallel
 
 RESERVED = "elasticd"
 _COMPILED = "_orig_mod"
@@ -70,6 +71,16 @@ def unwrap(obj: Any) -> Any:
     return obj
 
 
+def parallel(obj: Any) -> DistributedDataParallel | None:
+    """The DistributedDataParallel that `obj` is, or that torch.compile has wrapped."""
+    from torch.nn import Module
+    from torch.nn.parallel import DistributedDataParallel
+
+    while isinstance(obj, Module) and not isinstance(obj, DistributedDataParallel) and _COMPILED in obj._modules:
+        obj = obj._modules[_COMPILED]
+    return obj if isinstance(obj, DistributedDataParallel) else None
+
+
 def gather(attached: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict of every attached object."""
     return {name: _bare(unwrap(obj).state_dict()) for name, obj in attached.items()}
@@ -82,12 +93,11 @@ def replicated(attached: Mapping[str, Any], world_size: int) -> frozenset[int]:
     Buffers are not: each rank's BatchNorm has seen its own batches.
     """
     import torch
-    from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
 
     parameters: dict[int, torch.Tensor] = {}
-    for obj in attached.values():
-        if isinstance(obj, DistributedDataParallel) and obj.process_group.size() == world_size:
+    for obj in map(parallel, attached.values()):
+        if obj is not None and obj.process_group.size() == world_size:
             trained = [each for name, each in obj.module.named_parameters() if name not in obj.parameters_to_ignore]
             parameters |= {id(parameter): parameter for parameter in trained if parameter.requires_grad}
     tensors = list(parameters.values())

@@ -30,6 +30,7 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -293,7 +294,7 @@ class Writer:
     def _do_donate(self, launcher: socket.socket, message: Message) -> None:
         self._saving[launcher] = set()
         for donor, round in self._donors.items():
-            if round == message["round"]:
+            if round == message["round"] and _runs(donor):
                 with contextlib.suppress(OSError):  # its end of file follows
                     _send(donor, {"save": round})
                     self._saving[launcher].add(donor)
@@ -406,6 +407,16 @@ def _same_fault(fill: Fill, older: Fill) -> bool:
     step = donated_step(fill.key[1])
     same = (fill.key[0], step) == (older.key[0], donated_step(older.key[1]))
     return step is not None and same and bool(older.copying) and not older.failed
+
+
+def _runs(rank: socket.socket) -> bool:
+    """The process that has connected is neither stopped nor dead: its children may hold the connection open."""
+    pid, _, _ = struct.unpack("3i", rank.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    try:
+        status = Path("/proc", str(pid), "stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("T", "t", "Z", "X")
 
 
 def _entry(path: str) -> api.Entry:

@@ -30,36 +30,36 @@ DRAWS: list[tuple[str, Callable[[], Any]]] = [
 
 @pytest.mark.parametrize(("draw"), [draw for _, draw in DRAWS], ids=[name for name, _ in DRAWS])
 def test_random_states_at_each_commit_are_exact(tmp_path: Path, draw: Callable[[], Any]) -> None:
-    record, path = CommitRecord(str(tmp_path / "record"), [], torch.ones(3)), str(tmp_path / "record")
+    record, path = CommitRecord(str(tmp_path / "record"), [], [torch.ones(3)]), str(tmp_path / "record")
     for step in range(1, 6):
         draw()
         record.commit(step)
         expected = state.to_bytes(state.random_state(CPU))
-        found = commit_record.read(path, step, [])
+        found = commit_record.read(path, step, [], [torch.ones(3)])
         assert found is not None
         assert state.to_bytes({name: found.random_state[name] for name in state.random_state(CPU)}) == expected
-        assert (commit_record.read(path, step - 1, []) is not None) == (step > 1)
-        assert commit_record.read(path, step + 1, []) is None
+        assert (commit_record.read(path, step - 1, [], [torch.ones(3)]) is not None) == (step > 1)
+        assert commit_record.read(path, step + 1, [], [torch.ones(3)]) is None
 
 
 def test_buffers_are_those_of_the_commit(tmp_path: Path) -> None:
     kinds = [torch.float32, torch.int64, torch.bool, torch.bfloat16]
     buffers = [*(torch.ones(3, 5).to(kind) for kind in kinds), torch.zeros(0), torch.tensor(7)]
     path = str(tmp_path / "record")
-    record = CommitRecord(path, buffers, torch.ones(3))
+    record = CommitRecord(path, buffers, [torch.ones(3)])
     record.commit(1)
     expected = [buffer.clone() for buffer in buffers]
     for buffer in buffers:
         buffer.zero_()
-    found = commit_record.read(path, 1, buffers)
+    found = commit_record.read(path, 1, buffers, [torch.ones(3)])
     assert found is not None
     assert all(torch.equal(one, other) for one, other in zip(found.buffers, expected, strict=True))
-    assert commit_record.read(path, 1, buffers[1:]) is None, "another shape"
+    assert commit_record.read(path, 1, buffers[1:], [torch.ones(3)]) is None, "another shape"
 
 
 def test_process_killed_inside_a_commit_leaves_the_step_before(tmp_path: Path) -> None:
     path, buffer = str(tmp_path / "record"), torch.zeros(4)
-    record = CommitRecord(path, [buffer], torch.ones(3))
+    record = CommitRecord(path, [buffer], [torch.ones(3)])
     record.commit(6)
     child = os.fork()
     if child == 0:
@@ -68,7 +68,7 @@ def test_process_killed_inside_a_commit_leaves_the_step_before(tmp_path: Path) -
         record.commit(8)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert commit_record.read(path, 8, [buffer]) is None
-    assert commit_record.read(path, 6, [buffer]) is None, "it was half overwritten"
+    assert commit_record.read(path, 8, [buffer], [torch.ones(3)]) is None
+    assert commit_record.read(path, 6, [buffer], [torch.ones(3)]) is None, "it was half overwritten"
     record.commit(7)
-    assert commit_record.read(path, 7, [buffer]) is not None
+    assert commit_record.read(path, 7, [buffer], [torch.ones(3)]) is not None

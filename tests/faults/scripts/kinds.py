@@ -1,0 +1,341 @@
+"""Trains in one of many usual ways, notes a digest of all that is attached at every step, and what it has restored."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import faults
+import torch
+from donor import digest
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import elasticd
+
+Step = Callable[[torch.Tensor, torch.Tensor], None]
+KINDS: dict[str, Callable[[Kind], None]] = {}
+
+
+class Kind:
+    """A job: `setup` names what is attached; `train` is one step, `after` follows `session.step()`."""
+
+    def __init__(self) -> None:
+        self.session = elasticd.init()
+        torch.manual_seed(self.session.rank)
+        self.net: Any = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+        self.attached: dict[str, Any] = {}
+        self.accumulate = 1
+        self.workers = 0
+        self.train: Step = self.plain
+        self.after: Callable[[], None] = lambda: None
+        self.per_epoch: Callable[[], None] = lambda: None
+
+    def ddp(self, **how: Any) -> None:
+        self.model = DistributedDataParallel(self.net, **how)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.attached |= {"model": self.model, "optimizer": self.optimizer}
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.model(x), y)
+
+    def plain(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.loss(x, y).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def then(self, more: Callable[[], None]) -> None:
+        """Something between the optimizer's step and `session.step()`."""
+        before = self.train
+
+        def train(x: torch.Tensor, y: torch.Tensor) -> None:
+            before(x, y)
+            more()
+
+        self.train = train
+
+
+def kind(setup: Callable[[Kind], None]) -> Callable[[Kind], None]:
+    KINDS[setup.__name__] = setup
+    return setup
+
+
+@kind
+def gan(job: Kind) -> None:
+    job.ddp()
+    other = DistributedDataParallel(torch.nn.Linear(1, 1))
+    second = torch.optim.SGD(other.parameters(), lr=0.01, momentum=0.9)
+    job.attached |= {"critic": other, "critic_optimizer": second}
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        if job.session.steps % 2:
+            second.zero_grad()
+            (other(job.model(x).detach()) - other(y)).mean().square().backward()
+            second.step()
+        else:
+            other(job.model(x)).mean().square().backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+
+    job.train = train
+
+
+@kind
+def gan_both(job: Kind) -> None:
+    job.ddp()
+    other = DistributedDataParallel(torch.nn.Linear(1, 1))
+    second = torch.optim.SGD(other.parameters(), lr=0.01, momentum=0.9)
+    job.attached |= {"critic": other, "critic_optimizer": second}
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        job.plain(x, y)
+        faults.at(1000 + job.session.steps + 1)
+        second.zero_grad()
+        (other(job.model(x).detach()) - other(y)).mean().square().backward()
+        second.step()
+
+    job.train = train
+
+
+@kind
+def averaged(job: Kind) -> None:
+    job.net.insert(1, torch.nn.BatchNorm1d(32))
+    job.ddp()
+    ema = torch.optim.swa_utils.AveragedModel(
+        job.net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+    )
+    job.attached["ema"] = ema
+    job.then(lambda: ema.update_parameters(job.net))
+
+
+@kind
+def clamped(job: Kind) -> None:
+    job.ddp()
+
+    def clamp() -> None:
+        with torch.no_grad():
+            for parameter in job.net.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+    job.then(clamp)
+
+
+@kind
+def clamped_data(job: Kind) -> None:
+    job.ddp()
+    job.then(lambda: [p.data.clamp_(-0.2, 0.2) for p in job.net.parameters()] and None)
+
+
+@kind
+def scaled(job: Kind) -> None:
+    """The first steps overflow: the scaler leaves the optimizer's step out."""
+    job.ddp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=4)
+    job.attached["scaler"] = scaler
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = job.loss(x, y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(job.optimizer)
+        torch.nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
+        scaler.step(job.optimizer)
+        scaler.update()
+        job.optimizer.zero_grad()
+
+    job.train = train
+
+
+@kind
+def scheduled_by_epoch(job: Kind) -> None:
+    job.ddp()
+    scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 1, gamma=0.7)
+    job.attached["scheduler"] = scheduler
+    job.per_epoch = scheduler.step
+
+
+@kind
+def accumulated(job: Kind) -> None:
+    job.ddp()
+    job.accumulate = 2
+    number = 0
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        nonlocal number
+        number += 1
+        last = number % job.accumulate == 0
+        with contextlib.nullcontext() if last else job.model.no_sync():
+            job.loss(x, y).backward()
+        if last:
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+
+    job.train = train
+
+
+@kind
+def evaluated(job: Kind) -> None:
+    """An evaluation between the optimizer's step and `session.step()`, as long as many steps."""
+    job.net.insert(1, torch.nn.Dropout(0.2))
+    job.ddp()
+
+    def evaluate() -> None:
+        job.model.eval()
+        with torch.no_grad():
+            for _ in range(200):
+                job.net(torch.ones(64, 16))
+        job.model.train()
+
+    job.then(evaluate)
+
+
+@kind
+def loaded(job: Kind) -> None:
+    job.ddp()
+    job.workers = 2
+
+
+@kind
+def convolved(job: Kind) -> None:
+    layers = [torch.nn.Unflatten(1, (1, 4, 4)), torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten()]
+    job.net = torch.nn.Sequential(*layers, torch.nn.Linear(32, 1)).to(memory_format=torch.channels_last)
+    job.ddp()
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.first(x).relu()).mean(dim=1, keepdim=True)
+        return result
+
+
+@kind
+def tied(job: Kind) -> None:
+    job.net = Tied()
+    job.ddp()
+
+
+@kind
+def frozen(job: Kind) -> None:
+    job.net[0].requires_grad_(False)
+    job.ddp()
+
+
+@kind
+def compiled(job: Kind) -> None:
+    job.ddp()
+    job.model = torch.compile(job.model, backend="eager")
+    job.attached["model"] = job.model
+
+
+@kind
+def averaged_late(job: Kind) -> None:
+    """Averaged weights that change after `session.step()`: no commit has them."""
+    job.ddp()
+    ema = torch.optim.swa_utils.AveragedModel(job.net)
+    job.attached["ema"] = ema
+    job.after = lambda: ema.update_parameters(job.net)
+
+
+@kind
+def clamped_late(job: Kind) -> None:
+    job.ddp()
+    job.after = lambda: [p.data.mul_(0.99) for p in job.net.parameters()] and None
+
+
+@kind
+def clamped_once(job: Kind) -> None:
+    """Right before the fault, and at no step that is looked at in advance."""
+    job.ddp()
+
+    def after() -> None:
+        if job.session.steps == 12:
+            with torch.no_grad():
+                job.net[0].bias[3] = 0.5
+
+    job.after = after
+
+
+@kind
+def replaced_optimizer(job: Kind) -> None:
+    """The attached optimizer does not step any more."""
+    job.ddp()
+    other = torch.optim.SGD(job.model.parameters(), lr=0.01)
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        if job.session.steps < 11:
+            job.plain(x, y)
+        else:
+            job.loss(x, y).backward()
+            other.step()
+            other.zero_grad()
+
+    job.train = train
+
+
+@kind
+def diverging(job: Kind) -> None:
+    """Each rank trains for itself between averages."""
+    job.ddp()
+
+    def unchanged(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(gradients)
+        return done
+
+    job.model.register_comm_hook(None, lambda _, bucket: unchanged(bucket.buffer()))
+
+
+def main(args: argparse.Namespace) -> None:
+    faults.at(0)
+    job = Kind()
+    KINDS[args.kind](job)
+    session = job.session
+    inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+    dataset = TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
+    sampler = elasticd.ElasticBatchSampler(dataset, global_batch=8 * job.accumulate, accumulate=job.accumulate)
+    job.attached["sampler"] = sampler
+    session.attach(**job.attached)
+
+    def note(what: str) -> None:
+        found = digest([*own_part(job.attached, session.rank), torch.get_rng_state()])
+        faults.write(f"{what}-{session.rank}", f"{session.round} {session.steps} {found}\n")
+
+    session.checkpoint(every=args.every)
+    if session.restore() is not None:
+        note("restored")
+    for epoch in range(sampler.epoch, sampler.epoch + 1000):
+        sampler.set_epoch(epoch)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=job.workers, generator=torch.Generator())
+        for number, (x, y) in enumerate(loader):
+            faults.at(session.steps + 1)
+            job.train(x, y)
+            if (number + 1) % job.accumulate:
+                continue
+            session.step()
+            note("steps")
+            job.after()
+            if session.steps >= args.steps:
+                return
+        job.per_epoch()
+
+
+def own_part(attached: dict[str, Any], rank: int) -> Iterator[Any]:
+    """On ranks other than 0 without the modules' buffers: each rank's BatchNorm has seen its own batches."""
+    for obj in attached.values():
+        is_module = isinstance(obj, torch.nn.Module)
+        yield dict(obj.named_parameters()) if is_module and rank != 0 else obj.state_dict()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--every", type=int, default=5)
+    main(parser.parse_args())

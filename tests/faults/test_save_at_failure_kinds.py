@@ -1,0 +1,63 @@
+"""Usual ways to train, with a fault: the next round has, bit for bit, the state of a step, or an older save."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.conftest import StartJob
+from tests.faults.job import Fault
+from tests.faults.test_save_at_failure import digests
+
+pytestmark = pytest.mark.system
+FLAGS = ["--checkpoint-dir", "checkpoints"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gan",
+        "averaged",
+        "clamped",
+        "clamped_data",
+        "scaled",
+        "scheduled_by_epoch",
+        "accumulated",
+        "evaluated",
+        "loaded",
+        "convolved",
+        "tied",
+        "frozen",
+        "compiled",
+    ],
+)
+def test_usual_way_to_train_repeats_no_step_and_loses_no_bit(job: StartJob, kind: str) -> None:
+    whole = job("kinds.py", kind, flags=FLAGS)
+    assert whole.wait() == 0
+    run = job("kinds.py", kind, faults=[Fault(0, 13, "SIGKILL"), Fault(1, 17, "SIGKILL")], flags=FLAGS)
+    assert run.wait() == 0
+    steps = [event["step"] for event in run.events("resumed")]
+    assert steps == [12, 16], run.err
+    for each in (0, 1):
+        expected = {step: found for _, step, found in digests(whole, "steps", each)}
+        assert {step: found for _, step, found in digests(run, "steps", each)} == expected
+        assert all(expected[step] == found for _, step, found in digests(run, "restored", each))
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "why"),
+    [
+        ("gan_both", 1013, "it was between the optimizer's step and session.step()"),
+        ("averaged_late", 13, "what is attached is changed between session.step() and the optimizer's step"),
+        ("clamped_late", 13, "what is attached is changed between session.step() and the optimizer's step"),
+        ("clamped_once", 13, "what is attached was changed after session.step()"),
+        ("replaced_optimizer", 13, "what is attached was changed after session.step()"),
+        ("diverging", 13, "a communication hook"),
+    ],
+)
+def test_state_that_is_not_that_of_a_step_is_never_saved(job: StartJob, kind: str, step: int, why: str) -> None:
+    run = job("kinds.py", kind, faults=[Fault(1, step, "SIGKILL")], flags=FLAGS)
+    assert run.wait() == 0
+    assert [event["step"] for event in run.events("resumed")] == [10]
+    assert why in run.err
+    noted = {step: found for round_, step, found in digests(run, "steps") if round_ == 1}
+    assert all(noted[step] == found for _, step, found in digests(run, "restored"))
