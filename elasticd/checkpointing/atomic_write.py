@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import secrets
 import shutil
@@ -19,14 +20,33 @@ from types import TracebackType
 from elasticd.checkpointing.lineage import CheckpointName, names
 from elasticd.checkpointing.manifest import MANIFEST, STATE, Checksum, Manifest
 
-_COPY_BYTES = 1 << 20
+_BLOCK_BYTES = 4 << 20
+_ALIGNMENT = 4096
+"""Of offsets and sizes with O_DIRECT: no disk has larger blocks."""
 
 
 class HashingFile:
-    """Each byte goes to the descriptor and into the checksum, once."""
+    """A new file. Each byte goes into the checksum and to the disk, once.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    It is written past the page cache where the file system can (O_DIRECT): that takes a third of the CPU time, and the
+    state is in memory already.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._direct = True
+        try:
+            self._fd = os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._direct = False
+            path.unlink(missing_ok=True)  # some file systems make the file before they refuse
+            self._fd = os.open(path, flags, 0o600)
+        self._block = memoryview(mmap.mmap(-1, _BLOCK_BYTES))
+        """Collects what is written next. At the beginning of a page, as O_DIRECT requires."""
+        self._filled = 0
         self.checksum = Checksum()
         self.bytes = 0
 
@@ -34,10 +54,49 @@ class HashingFile:
         """Raises OSError."""
         view = memoryview(data)
         while len(view):
-            count = os.write(self._fd, view[:_COPY_BYTES])
-            self.checksum.update(view[:count])
-            self.bytes += count
+            count = min(len(view), _BLOCK_BYTES - self._filled)
+            self._block[self._filled : self._filled + count] = view[:count]
+            self._add(count)
             view = view[count:]
+
+    def copy(self, source: int) -> None:
+        """Write the whole file that the descriptor `source` reads. Raises OSError."""
+        at = 0
+        while count := os.preadv(source, [self._block[self._filled :]], at):
+            at += count
+            self._add(count)
+
+    def sync(self) -> None:
+        """Everything is on the disk when this returns. Raises OSError."""
+        self._flush()
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _add(self, count: int) -> None:
+        self._filled += count
+        if self._filled == _BLOCK_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        block = self._block[: self._filled]
+        self.checksum.update(block)
+        self.bytes += len(block)
+        if len(block) % _ALIGNMENT:
+            self._use_page_cache()
+        while len(block):
+            try:
+                block = block[os.write(self._fd, block) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._use_page_cache()  # after a short write, or where larger blocks are needed
+        self._filled = 0
+
+    def _use_page_cache(self) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
+        self._direct = False
 
 
 class Staging:
@@ -73,13 +132,12 @@ class Staging:
 
     def write_state(self, writer: Callable[[HashingFile], None]) -> tuple[int, str]:
         """Let `writer` fill state.pt; returns its size and checksum. Raises OSError and what the writer raises."""
-        fd = os.open(self.path / STATE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = HashingFile(self.path / STATE)
         try:
-            file = HashingFile(fd)
             writer(file)
-            os.fsync(fd)
+            file.sync()
         finally:
-            os.close(fd)
+            file.close()
         return file.bytes, str(file.checksum)
 
     def link_state(self, source: int) -> tuple[int, str] | None:
@@ -178,8 +236,9 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _copy(source: int, file: HashingFile) -> None:
-    fd = os.open(STATE, os.O_RDONLY | os.O_CLOEXEC, dir_fd=source)
-    with open(fd, "rb", buffering=0) as state:
-        while piece := state.read(_COPY_BYTES):
-            file.write(piece)
+def _copy(directory: int, file: HashingFile) -> None:
+    fd = os.open(STATE, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        file.copy(fd)
+    finally:
+        os.close(fd)

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elasticd.checkpointing.atomic_write import HashingFile
 from elasticd.checkpointing.manifest import Manifest, parse
 
 COUNT = 2
@@ -22,7 +21,6 @@ _DONATED = 1 << 40
 """Save numbers count from 1; those of states saved at a fault come after all of them."""
 _MOST_RANKS = 1 << 20
 _HEADER_BYTES = 1 << 20
-_READ_BYTES = 1 << 20
 
 
 def donated_number(step: int, rank: int) -> int:
@@ -131,11 +129,3 @@ class Buffers:
             return Snapshot.from_json(data)
         except (ValueError, KeyError, TypeError):
             return None  # of another version
-
-    def copy_to(self, number: int, file: HashingFile) -> None:
-        """Write a buffer's content into a checkpoint."""
-        scratch = memoryview(bytearray(_READ_BYTES))
-        at = 0
-        while count := os.preadv(self.fds[number], [scratch], at):
-            file.write(scratch[:count])
-            at += count

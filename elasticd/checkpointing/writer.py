@@ -387,7 +387,7 @@ class Writer:
             lock.acquire()
             if snapshot.path:  # an older round's checkpoint is this state
                 return api.relink(task.directory, _entry(snapshot.path), draft.round), ""
-            return api.write(task.directory, draft, lambda file: self._buffers.copy_to(number, file)), ""
+            return api.write(task.directory, draft, lambda file: file.copy(self._buffers.fds[number])), ""
         except (OSError, CheckpointError) as error:
             if snapshot.path:
                 return self._write(number, replace(snapshot, path=""))
