@@ -134,18 +134,47 @@ def scatter(attached: Mapping[str, Any], state: Mapping[str, Any], optional: Col
 
 
 def _load(target: Any, state: Any) -> None:
-    """Load a state whose tensors are mapped from a file: a module copies them in place; other objects may keep what
-    they get, such as an optimizer, and get copies.
+    """Load a state whose tensors are mapped from a file: modules and optimizers copy them in place; other objects may
+    keep what they get, and get copies.
     """
     from torch.nn import Module
+    from torch.optim import Optimizer
 
     if isinstance(target, Module):
         target.load_state_dict(_wrapped(state, target))
-        mapped = _addresses(state)
-        if mapped.isdisjoint(_addresses(target.state_dict())):
+        if _addresses(state).isdisjoint(_addresses(target.state_dict())):
+            return
+    elif isinstance(target, Optimizer):
+        before = dict(target.state)
+        target.load_state_dict(state)
+        _keep_copies(target.state, before, _addresses(state))
+        if _addresses(state).isdisjoint(_addresses(target.state)):
             return
     # A deep copy keeps tensors that share memory together.
     target.load_state_dict(_wrapped(copy.deepcopy(state), target))
+
+
+def _keep_copies(state: Mapping[Any, Any], before: Mapping[Any, Any], mapped: set[int]) -> None:
+    """An optimizer keeps the tensors that it loads: replace mapped ones by the tensors it had before, with the new
+    values, so that there is never a second copy of its state.
+    """
+    import torch
+
+    loaded = [
+        (values, key, value, before.get(parameter, {}).get(key))
+        for parameter, values in state.items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor) and _addresses(value) & mapped
+    ]
+    if len(loaded) != len({address for _, _, value, _ in loaded for address in _addresses(value)}):
+        return  # some of them share memory
+    for values, key, value, old in loaded:
+        alike = isinstance(old, torch.Tensor) and (old.dtype, old.device) == (value.dtype, value.device)
+        if alike and (old.shape, old.stride()) == (value.shape, value.stride()):
+            values[key] = old.detach().copy_(value)
+        else:
+            values[key] = value.clone()
 
 
 def _addresses(state: Any) -> set[int]:

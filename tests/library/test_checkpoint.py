@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from elasticd.checkpointing import api as checkpoint
+from elasticd.checkpointing import state as training_state
 from elasticd.checkpointing.api import Entry
 from elasticd.checkpointing.lineage import open_verified
 from elasticd.checkpointing.retention import set_aside
@@ -465,3 +466,48 @@ def test_lineage_lock_and_retention_import_no_torch(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-W", "error", "-c", script, tmp_path], env=environment, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.LBFGS, torch.optim.Adagrad])
+def test_optimizer_that_has_a_state_keeps_its_memory(tmp_path: Path, make: Any) -> None:
+    def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = make(model.parameters())
+        for _ in range(steps):
+            step(model, optimizer)
+        return model, optimizer
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 3)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    model, optimizer = trained(2)
+    entry = checkpoint.save(
+        tmp_path,
+        round=1,
+        step=2,
+        parent=None,
+        world_size=1,
+        job="job",
+        run="run",
+        state=training_state.gather({"model": model, "optimizer": optimizer}),
+    )
+    for earlier in (0, 1):
+        other_model, other = trained(earlier)
+        before = training_state._addresses(other.state)
+        loaded = checkpoint.load(entry)
+        training_state.scatter({"model": other_model, "optimizer": other}, loaded)
+        assert training_state._addresses(loaded).isdisjoint(training_state._addresses(other.state))
+        if earlier and make is torch.optim.Adam:
+            assert training_state._addresses(other.state) == before
+        for _ in range(2):
+            step(other_model, other)
+        expected_model, _ = trained(4)
+        for mine, expected in zip(other_model.parameters(), expected_model.parameters(), strict=True):
+            assert torch.equal(mine, expected)
