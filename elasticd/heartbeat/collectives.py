@@ -71,17 +71,21 @@ def timeout_ms(group: Any) -> int:
 def flight_recorder_dump() -> bytes | None:
     """PyTorch's flight recorder as JSON, None before 2.8; with 2000 collectives 0.9 MB and 25 ms with the GIL held.
 
-    NCCL has a recorder of its own, which is dumped if the process has made an NCCL group. All ranks must be asked for
-    the same one: a rank that lacks the others' collectives in its recording looks like the culprit.
+    NCCL has a recorder of its own, which is dumped if the process has made an NCCL group: its collectives are what the
+    other ranks wait for, even if this rank has issued none.
     """
     recorders = sys.modules.get(_RECORDERS)
     found = None
+    try:
+        has_nccl = bool(group_counts(sys.modules[_C10D]._world, {}))
+    except Exception:  # noqa: BLE001 as above
+        has_nccl = False
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         try:
             found = bytes(getattr(recorders, name)())
         except Exception:  # noqa: BLE001 as above, and torch may lack the function
             continue
-        if b'"entries":' in found or json.loads(found).get("comm_lib_version"):
+        if b'"entries":' in found or has_nccl or json.loads(found).get("comm_lib_version"):
             break
     return found
 
@@ -91,31 +95,30 @@ def nccl_groups(most: int) -> tuple[tuple[int, int, int], ...]:
     collectives, as NCCL's recorder knows them. Empty where torch has no such recorder, or it is switched off.
     """
     try:
-        dump = sys.modules[_RECORDERS]._dump_nccl_trace_json
-        groups = decode_groups(dump(includeCollectives=False))
+        status = json.loads(sys.modules[_RECORDERS]._dump_nccl_trace_json(includeCollectives=False))
+        groups = group_counts(sys.modules[_C10D]._world, status["pg_status"])
     except Exception:  # noqa: BLE001 as above
         return ()
     return tuple(sorted(groups, key=lambda counts: counts[1] <= counts[2])[:most])
 
 
-def decode_groups(status: bytes) -> list[tuple[int, int, int]]:
-    """The groups of a recorder's status (FlightRecorderDetail.hpp, format 2.4 to 2.10). Empty if they are unknown.
+def group_counts(world: Any, status: dict[str, dict[str, str]]) -> list[tuple[int, int, int]]:
+    """The counts of every NCCL group in `world`, torch's table of groups.
 
-    `pg_config` names the groups that this process has made, `pg_status` counts by the number of the group in this
-    process, from its first collective on. Names are numbers that grow on all ranks alike; a number in the process is
-    the place in their order. After a second init_process_group names repeat, and the answer is empty.
+    `status` is by the backend's `uid` (its local_id_ in ProcessGroupNCCL.hpp), from the group's first collective on. A
+    group is a checksum of its name and ranks, which all of its ranks know.
     """
-    decoded = json.loads(status)
-    config = decoded["pg_config"]
-    counted = {int(number): counts for number, counts in decoded["pg_status"].items()}
-    if not all(name.isdigit() for name in config) or max(counted, default=-1) >= len(config):
-        return []
     found = []
-    for number, name in enumerate(sorted(config, key=int)):
-        counts = counted.get(number, {})
-        enqueued, completed = (
-            max(0, int(counts.get(f"last_{what}_collective", 0))) for what in ("enqueued", "completed")
-        )
-        group = binascii.crc32(f"{name} {config[name]['ranks']}".encode()) or 1
-        found.append((group, enqueued, completed))
+    for group in list(world.pg_map):
+        for device in group._device_types:
+            uid = getattr(group._get_backend(device), "uid", None)
+            if uid is None:  # gloo's, or a class of the script's own
+                continue
+            counts = status.get(str(uid), {})
+            enqueued, completed = (
+                max(0, int(counts.get(f"last_{what}_collective", 0))) for what in ("enqueued", "completed")
+            )
+            name = f"{group.group_name} {sorted(world.pg_group_ranks[group])}"
+            found.append((binascii.crc32(name.encode()) or 1, enqueued, completed))
+            break
     return found

@@ -40,6 +40,8 @@ TIMEOUT_EVERY = 10
 """The group's timeout is read once in so many ticks: it takes as long as all the rest, and references the group."""
 GROUPS_AFTER_NS = 1_000_000_000
 """NCCL's recorder is read once the rank has made no progress for so long, and no more often than that."""
+MOVING_GROUPS_AFTER_NS = 5_000_000_000
+"""The same while its Python moves: torch takes no lock for the counts, and Python may be about to use a new group."""
 GROUPS_SHARE = 1000
 """A reading that was slow is repeated after this many times its duration."""
 STOP_TIMEOUT_S = 1.0
@@ -120,7 +122,7 @@ class HeartbeatThread:
         self._position = position
         self._writer.tick(issued, self._timeout_ms, issued > 0 and self._main.waits(file, used), moved)
         if issued >= 0:
-            self._read_groups()
+            self._read_groups(moved)
         if not self._exiting and script_is_over():
             self._exiting = True
             self._writer.set_phase(Phase.EXIT)
@@ -131,9 +133,10 @@ class HeartbeatThread:
                 write_flight_recorder(self._dump_to)
             self._writer.dump_done = requested
 
-    def _read_groups(self) -> None:
+    def _read_groups(self, moved: bool) -> None:
         began = time.monotonic_ns()
-        if began < max(self._read_groups_at, self._writer.progress_ns + GROUPS_AFTER_NS):
+        quiet_ns = MOVING_GROUPS_AFTER_NS if moved else GROUPS_AFTER_NS
+        if began < max(self._read_groups_at, self._writer.progress_ns + quiet_ns):
             return
         self._writer.write_groups(nccl_groups(MAX_GROUPS))
         ended = time.monotonic_ns()

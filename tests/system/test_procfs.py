@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,44 @@ def test_ended_processes_are_left_out() -> None:
     with running(IDLE) as process:
         assert isinstance(UsageReader().read([process.pid])[process.pid], Usage)
     assert UsageReader().read([process.pid]) == {}
+
+
+SPINS = """
+import ctypes, sys, threading
+def name(given):
+    ctypes.CDLL(None).prctl(15, given.encode(), 0, 0, 0)
+def spin():
+    name(sys.argv[2])
+    while True:
+        pass
+name(sys.argv[1])
+threading.Thread(target=spin).start()
+print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("process", "thread", "counts"),
+    [
+        ("python", "NCCL Progress 0", False),
+        ("python", "pt_nccl_watchdg", False),
+        ("python", "pt_autograd_0", True),
+        ("python", "Thread-1 (read)", True),
+        ("cuda_train", "cuda_train", True),
+    ],
+)
+def test_polling_of_device_threads_is_no_work(process: str, thread: str, counts: bool, until: Until) -> None:
+    """NCCL's proxy spins while a collective is outstanding, also in a hang; threads of the script work."""
+    with running(SPINS, process, thread) as started:
+        spun = f"/proc/{started.pid}/task/*/comm"
+        until(lambda: [path for path in glob(spun) if Path(path).read_text() == f"{thread}\n"], 20)
+        reader = UsageReader()
+        first = reader.read([started.pid])[started.pid].cpu_s
+        ran = procfs.stat(started.pid)
+        assert ran is not None
+        until(lambda: (now := procfs.stat(started.pid)) is not None and now.cpu_s > ran.cpu_s + 0.3, 20)
+        used_s = reader.read([started.pid])[started.pid].cpu_s - first
+        assert (used_s > 0.2) == counts, used_s
 
 
 def test_time_without_a_processor_counts_for_working_threads_only(

@@ -20,14 +20,18 @@ _READ_LIMIT = 4096
 WORKING_SHARE = 0.005
 """Of the time a starved thread runs more than this, even under a quota of 1 %. The heartbeat thread, which wakes ten
 times a second, runs a tenth of it and waits for a core each time."""
+DEVICE_THREADS = (b"NCCL", b"pt_nccl_", b"cuda")
+"""The names of threads that spin or poll for as long as their device is busy or hung: NCCL's proxy ("NCCL Progress 0"),
+torch's watchdog, CUDA's. They do no work of the script, and wait for none."""
 _FLAGS, _PF_EXITING = 6, 0x4
 """The flags' index behind the name in a stat line, and the flag of a thread that exits (linux/sched.h)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of a whole process tree so far. Bytes count when a system call moves them, and again when a disk does, so that
-    both cached reads and reads through a memory map are counted; those of TCP sockets count as well.
+    """Of a whole process tree so far, except DEVICE_THREADS. Bytes count when a system call moves them, and again
+    when a disk does, so that both cached reads and reads through a memory map are counted; those of TCP sockets count
+    as well.
 
     `wait_s` is the time in which working threads could run and got no processor, because of others or of a CPU quota.
     """
@@ -126,6 +130,7 @@ class UsageReader:
         self._unrelated: set[int] = set()
         self._threads: dict[int, tuple[float, float]] = {}
         self._waited: dict[int, float] = {}
+        self._polled: dict[int, float] = {}
         self._read_at = 0.0
 
     def read(self, pids: Sequence[int]) -> dict[int, Usage]:
@@ -135,18 +140,19 @@ class UsageReader:
             self._unrelated = set()
             self._threads = {}
             self._waited = {}
+            self._polled = {}
         everyone = all_pids()
         known = scan(everyone - self._unrelated)
         by_root = trees(pids, known.values())
         ours = {member for members in by_root.values() for member in members}
         self._unrelated = (self._unrelated & everyone) | (known.keys() - ours)
-        self._count_waits(by_root)
+        self._count_threads(by_root)
         all_sockets = sockets.tcp_bytes()
         found = {}
         for pid, members in by_root.items():
             tcp = [all_sockets[inode] for inode in sockets.sockets_of(members) if inode in all_sockets]
             found[pid] = Usage(
-                sum(known[member].cpu_s for member in members),
+                sum(known[member].cpu_s for member in members) - self._polled.get(pid, 0.0),
                 sum(parse_io(read(f"/proc/{member}/io")) for member in members) + sum(one.moved for one in tcp),
                 self._waited.get(pid),
                 any(known[member].state == "R" for member in members),
@@ -156,21 +162,31 @@ class UsageReader:
             )
         return found
 
-    def _count_waits(self, by_root: Mapping[int, tuple[int, ...]]) -> None:
-        """Add up how long working threads have waited for a processor since the last call."""
+    def _count_threads(self, by_root: Mapping[int, tuple[int, ...]]) -> None:
+        """Add up how long working threads have waited for a processor, and DEVICE_THREADS run, since the last call."""
         now, threads = time.monotonic(), {}
         passed_s, self._read_at = now - self._read_at, now
         for root, members in by_root.items():
-            ours = {tid: times for member in members for tid, times in schedstat(member).items()}
-            threads.update(ours)
+            ours = {tid: (member, times) for member in members for tid, times in schedstat(member).items()}
+            threads.update({tid: times for tid, (_, times) in ours.items()})
             if not ours:
                 continue  # the kernel does not say
             self._waited.setdefault(root, 0.0)
-            for tid, (ran, waited) in ours.items():
+            for tid, (member, (ran, waited)) in ours.items():
                 ran_before, waited_before = self._threads.get(tid, (ran, waited))
-                if ran - ran_before > WORKING_SHARE * passed_s:
+                if ran - ran_before <= WORKING_SHARE * passed_s:
+                    continue
+                if _is_device_thread(member, tid):
+                    self._polled[root] = self._polled.get(root, 0.0) + ran - ran_before
+                else:
                     self._waited[root] += waited - waited_before
         self._threads = threads
+
+
+def _is_device_thread(pid: int, tid: int) -> bool:
+    """By its name, unless it has that of its process: a thread without a name of its own inherits it."""
+    name = read(f"/proc/{pid}/task/{tid}/comm")
+    return name.startswith(DEVICE_THREADS) and name != read(f"/proc/{pid}/comm")
 
 
 def schedstat(pid: int) -> dict[int, tuple[float, float]]:
