@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "nccl.md"
 
 
 def test_every_variable_is_on_the_page() -> None:
-    env = nccl_environment({}, ROUND)
+    env = nccl_environment({}, ROUND, None)
     assert set(env) == {*FR_BUFFER, *FR_FILE, FR_PIPE, *NCCL_DEFAULTS}
     assert set(re.findall(r"`(TORCH_\w+)`", PAGE.read_text())) >= set(env)
     for name, value in NCCL_DEFAULTS.items():
@@ -30,14 +30,14 @@ def test_every_variable_is_on_the_page() -> None:
 
 def test_flight_recorder_files_by_round_and_rank() -> None:
     """Dumps go into the rounds own directory one per rank."""
-    env = nccl_environment({}, ROUND)
+    env = nccl_environment({}, ROUND, None)
     assert flight_recorder(env, 3) == (ROUND / "nccl-pipe-3.pipe", ROUND / "nccl-flight-3")
 
 
 @pytest.mark.parametrize("name", [*FR_BUFFER, *FR_FILE, FR_PIPE, *NCCL_DEFAULTS])
 def test_user_settings_take_precedence(name: str) -> None:
     """What the user has set stays."""
-    ours = nccl_environment({name: "/mine-"}, ROUND)
+    ours = nccl_environment({name: "/mine-"}, ROUND, None)
     assert name not in ours
     twins = next((names for names in (FR_BUFFER, FR_FILE) if name in names), ())
     assert {ours.get(twin, "/mine-") for twin in twins} <= {"/mine-"}, "both names of a setting say the same"
@@ -45,13 +45,28 @@ def test_user_settings_take_precedence(name: str) -> None:
 
 def test_where_the_user_wants_it_is_where_it_is_looked_for() -> None:
     given = {FR_PIPE: "/tmp/p_", FR_FILE[1]: "/tmp/f_"}
-    assert flight_recorder({**given, **nccl_environment(given, ROUND)}, 0) == (Path("/tmp/p_0.pipe"), Path("/tmp/f_0"))
+    assert flight_recorder({**given, **nccl_environment(given, ROUND, None)}, 0) == (
+        Path("/tmp/p_0.pipe"),
+        Path("/tmp/f_0"),
+    )
 
 
 @pytest.mark.parametrize("given", [{FR_BUFFER[0]: "0"}, {FR_BUFFER[1]: "0"}, {FR_PIPE: ""}, {FR_BUFFER[0]: "many"}])
 def test_disabled_flight_recorder(given: dict[str, str]) -> None:
     """A recorder that is off is not asked."""
-    assert flight_recorder({**given, **nccl_environment(given, ROUND)}, 0) is None
+    assert flight_recorder({**given, **nccl_environment(given, ROUND, None)}, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("torch", "names"),
+    [((2, 6), "old"), ((2, 7), "old"), ((2, 8), "new"), ((2, 13), "new"), ((3, 0), "new"), (None, "both")],
+)
+def test_names_by_torch_version(torch: tuple[int, int] | None, names: str) -> None:
+    """torch warns of a name that it has renamed, in every worker."""
+    env = nccl_environment({}, ROUND, torch)
+    new, old = (FR_BUFFER[0] in env, FR_FILE[0] in env), (FR_BUFFER[1] in env, FR_FILE[1] in env)
+    assert (all(new), all(old)) == (any(new), any(old)) == (names != "old", names != "new")
+    assert flight_recorder(env, 3) == (ROUND / "nccl-pipe-3.pipe", ROUND / "nccl-flight-3")
 
 
 def test_without_gpus_there_is_none() -> None:

@@ -32,9 +32,9 @@ class Nvml:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def set_memory(self, *gpus: list[int] | None, broken: str = "") -> None:
+    def set_memory(self, *gpus: list[int] | None, broken: str = "", used: list[int] | None = None) -> None:
         new = self.directory / "new"
-        new.write_text(json.dumps({"gpus": gpus, "broken": broken}))
+        new.write_text(json.dumps({"gpus": gpus, "broken": broken, "used": used}))
         new.rename(self.directory / "gpus.json")
 
     def queries(self) -> int:
@@ -128,6 +128,34 @@ def test_holders_after_the_deadline(nvml: Nvml, inbox: Inbox, opened: Open) -> N
     assert (answer.holders, answer.trouble) == (((70, 2),), "")
     assert answer.seconds >= 0.3
     assert not memory.check(except_pids=()), "nobody is waited for twice"
+
+
+def test_memory_outlives_the_process_id(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
+    """The driver tears a context down after its process has left NVML's list."""
+    nvml.set_memory([70], [71], used=[500, 500])
+    memory = opened(PATIENCE_S)
+    until(lambda: nvml.queries() > 1, "look before the job")
+    memory.track([70])
+    for megabytes in range(9000, 500, -1000):  # it shrinks for longer than memory that stays is waited for
+        nvml.set_memory([], [71], used=[megabytes, 500])
+        if megabytes == 9000:
+            assert memory.check(except_pids=())
+        time.sleep(0.3)
+        assert inbox.empty(), megabytes
+    nvml.set_memory([], [71], used=[600, 500])
+    answer = checked(inbox)
+    assert (answer.holders, answer.trouble) == ((), "")
+    assert answer.seconds >= 2.4
+
+
+@pytest.mark.parametrize("used", [None, [40_000]])
+def test_memory_that_stays_is_not_waited_for(nvml: Nvml, inbox: Inbox, opened: Open, used: list[int] | None) -> None:
+    """Another tenant's, of which NVML shows no process here; or NVML does not say."""
+    memory = opened(PATIENCE_S)
+    nvml.set_memory([], used=used)
+    memory.track([70])
+    memory.check(except_pids=())
+    assert checked(inbox).seconds < 5
 
 
 def test_nvml_process_that_cannot_start(

@@ -16,6 +16,7 @@ from elasticd_agent.job.monitor import PreparedGroup
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.records import Round
 from elasticd_agent.system.addresses import gloo_environment
+from elasticd_agent.system.python_packages import installed_version
 from elasticd_agent.workers.environment import (
     WorkerPaths,
     flight_recorder,
@@ -45,6 +46,7 @@ class WorkerSetup:
         self._runtime = runtime
         self._logs = logs
         self._gpus = gpus
+        self._torch = installed_version("torch", spec.python, spec.base_environment(os.environ)) if gpus else None
 
     def prepare(self, round: Round, address: str) -> PreparedGroup:
         """The workers of `round` on this node. `address`: this machine's for other nodes."""
@@ -74,7 +76,7 @@ class WorkerSetup:
             if spec.rendezvous.backend != "memory":
                 env |= gloo_environment(inherited, address)
             if self._gpus:
-                env |= nccl_environment(inherited, directory)
+                env |= nccl_environment(inherited, directory, self._torch)
             if spec.devices:
                 only = local_rank if spec.virtual_local_rank else None
                 env["CUDA_VISIBLE_DEVICES"] = visible_devices(member.slots, spec.devices, only)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import re
 import signal
@@ -30,6 +31,10 @@ LOST = (15, 16)
 """nvml.h: NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED. Some drivers still return a handle then."""
 MISSING: dict[str, Any] = {"gpus": [], "trouble": "pynvml is not installed: pip install nvidia-ml-py"}
 POLL_S = 0.02
+SETTLED_S = 1.0
+"""Memory in use that has not shrunk for so long is not being given back."""
+IDLE_SLACK_BYTES = 256 << 20
+"""What the driver itself may use more than before: a context that another client keeps, page retirement."""
 EVENT_WAIT_MS = 10_000
 """An event ends the wait at once."""
 EVENT_RETRY_S = 5.0
@@ -162,24 +167,46 @@ class MemoryHolders:
         self._nvml = nvml
         nvml.nvmlInit()
         self._gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        # The driver's own, before the job has run.
+        self._idle = [self._unexplained(gpu, self._processes(gpu)) for gpu in self._gpus]
 
     def wait(self, pids: set[int], within_s: float) -> list[tuple[int, int]]:
-        """(pid, GPU index) of those of `pids` that hold memory: none as soon as none does, else after `within_s`."""
-        until = time.monotonic() + within_s
-        while (holders := self._holders(pids)) and time.monotonic() < until:
-            time.sleep(POLL_S)
-        return holders
+        """(pid, GPU index) of those of `pids` that hold memory: none as soon as none does, else after `within_s`.
 
-    def _holders(self, pids: set[int]) -> list[tuple[int, int]]:
-        """A GPU that cannot be queried, because it fell off the bus, holds nothing."""
-        holders = []
-        for index, gpu in enumerate(self._gpus):
-            try:
-                processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
-            except self._nvml.NVMLError:
-                continue
-            holders += [(process.pid, index) for process in processes if process.pid in pids]
-        return holders
+        A process id may vanish before its memory is free: each GPU is waited for until what no process explains is as
+        little as before the job, or shrinks no more.
+        """
+        began = time.monotonic()
+        least = [(math.inf, began)] * len(self._gpus)
+        while True:
+            now, holders, busy = time.monotonic(), [], False
+            for index, gpu in enumerate(self._gpus):
+                processes = self._processes(gpu)
+                held = [(process.pid, index) for process in processes if process.pid in pids]
+                used = self._unexplained(gpu, processes)
+                if used < least[index][0] or held:
+                    least[index] = used, now
+                left = used > self._idle[index] + IDLE_SLACK_BYTES and now < least[index][1] + SETTLED_S
+                holders += held
+                busy = busy or bool(held) or left
+            if not busy or now >= began + within_s:
+                return holders
+            time.sleep(POLL_S)
+
+    def _processes(self, gpu: Any) -> list[Any]:
+        """None on a GPU that cannot be queried, because it fell off the bus."""
+        try:
+            return list(self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu))
+        except self._nvml.NVMLError:
+            return []
+
+    def _unexplained(self, gpu: Any, processes: list[Any]) -> float:
+        """Bytes in use that no process is listed with; 0 if unknown."""
+        try:
+            used = self._nvml.nvmlDeviceGetMemoryInfo(gpu).used
+        except (self._nvml.NVMLError, AttributeError):
+            return 0.0
+        return float(max(0, used - sum(process.usedGpuMemory or 0 for process in processes)))
 
 
 # ---- events

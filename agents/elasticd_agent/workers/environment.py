@@ -16,8 +16,9 @@ from elasticd_agent.model.records import Round
 
 FR_BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 FR_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""The new and the old name of one setting. Older torch knows the old names only, and the old one alone decides about
-the dump pipe (ProcessGroupNCCL.hpp, 2.13 too), so both are set alike."""
+"""The new and the old name of one setting."""
+FR_RENAMED = (2, 8)
+"""The first torch with the new names: it warns of the old ones, and older ones know nothing else."""
 FR_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 NCCL_DEFAULTS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -94,15 +95,17 @@ def role_rank_and_size(round: Round, node: str, role: str) -> tuple[int, int]:
     return sum(len(m.slots) for m in alike[:here]), sum(len(m.slots) for m in alike)
 
 
-def nccl_environment(given: Mapping[str, str], directory: Path) -> dict[str, str]:
+def nccl_environment(given: Mapping[str, str], directory: Path, torch: tuple[int, int] | None) -> dict[str, str]:
     """Settings with which a hung NCCL collective leaves evidence in `directory`.
 
-    `given` is the user's environment, which takes precedence, under either name of a setting with two.
+    `given` is the user's environment, which takes precedence, under either name of a setting with two. `torch` is the
+    workers' version; None: unknown, and both names are set.
     """
+    known = slice(None) if torch is None else slice(1) if torch >= FR_RENAMED else slice(1, None)
     settings = {FR_PIPE: str(directory / "nccl-pipe-"), **NCCL_DEFAULTS}
     for names, value in ((FR_BUFFER, FR_ENTRIES), (FR_FILE, str(directory / "nccl-flight-"))):
         value_set = next((given[name] for name in names if name in given), value)
-        settings |= dict.fromkeys(names, value_set)
+        settings |= dict.fromkeys(names[known], value_set)
     return {name: value for name, value in settings.items() if name not in given}
 
 

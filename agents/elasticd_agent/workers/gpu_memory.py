@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from elasticd_agent.system.helper_process import HelperError
 from elasticd_agent.system.nvml import NvmlClient, find_pynvml
 
-WAIT_S = 10.0
-"""Tens of GB are given back in well under a second; a process that holds memory after this will hold it for long."""
+WAIT_S = 30.0
+"""Tens of GB are given back in a second or two; 50 s have been seen elsewhere."""
 ANSWER_S = 2.0
 """Finding the GPUs is part of the first answer, and takes a second or two where the driver does not stay loaded."""
 CLOSE_S = 2.0

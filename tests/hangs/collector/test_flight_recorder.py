@@ -104,6 +104,22 @@ def test_nccl_pipe_without_reader(
     assert found.seconds < 10
 
 
+def test_heartbeat_thread_after_a_silent_pipe(
+    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
+) -> None:
+    """NCCL's thread may be read in a longer interval; both are asked in the time for evidence."""
+    path, flight, pipe = tmp_path / "beat", tmp_path / "flight", tmp_path / "nccl.pipe"
+    beat.create(path)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)
+    target = EvidenceTarget(
+        2, worker(ANSWERS, str(path), str(flight)), heartbeat=path, flight=flight, pipe=pipe, dump=tmp_path / "dump"
+    )
+    _, recorded = gathered(evidence, posted, target, tmp_path / "log")
+    os.close(reader)
+    assert json.loads(recorded.read_text()) == {"entries": [1]}
+
+
 def test_late_nccl_dump_serves_next_request(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """NVML as a test has it: $FAKE_NVML/gpus.json says which processes hold memory on which GPU, or what is broken.
 
 {"gpus": [[pid, …], null, …], "broken": "" | "init" | "hangs" | "dies"}: null is a GPU that has fallen off the bus.
+"used", if given, are MB in use by GPU beside those of its processes.
 "facts", if there are any, are by GPU: {"0": {"ecc": 2, "remapped": [0, 0, true, false], "throttle": 64}}. An event is a
 line "GPU TYPE DATA" appended to $FAKE_NVML/events. Every look at a GPU is a line in $FAKE_NVML/looks.
 """
@@ -46,6 +47,18 @@ class Event:
 class Process:
     pid: int
     usedGpuMemory: int  # noqa: N815  as NVML calls it
+
+
+@dataclass
+class Memory:
+    used: int
+    total: int = 80 << 30
+
+
+def nvmlDeviceGetMemoryInfo(gpu: int) -> Memory:  # noqa: N802
+    told = _told()
+    used = told.get("used") or [0] * len(told["gpus"])
+    return Memory((used[gpu] << 20) + (len(told["gpus"][gpu] or ()) << 30))
 
 
 def _told() -> dict[str, Any]:

@@ -40,8 +40,9 @@ LOG_GRACE_S = 0.5
 """Logs, read in milliseconds, may take this much longer than all else."""
 FLIGHT_S = 0.6
 """The heartbeat thread reads requests ten times a second, and writes for 25 ms."""
-NCCL_S = 2.5
-"""NCCL's monitor thread reads its pipe once a second (docs/nccl.md)."""
+NCCL_S = 1.0
+"""NCCL's monitor thread reads its pipe four times a second (docs/nccl.md). Where nothing comes, as with an interval of
+the user's own, the heartbeat thread is asked in the time that is left."""
 CHILDREN, CHILDREN_S = 16, 1.0
 """The stacks of at most this many processes below a worker are read, too, one after the other: 40 ms each."""
 

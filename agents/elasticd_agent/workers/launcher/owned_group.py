@@ -1,12 +1,13 @@
 """The owner's state of one group: its processes, the deadlines of their end, and which of them survive SIGKILL.
 
 "The group has ended" has one meaning, and a bound: every member and every process that a member left behind has been
-reaped, or was sent SIGKILL `KILL_DEADLINE_S` ago and still hangs in the kernel, where it runs no code any more. Only
+reaped, or was sent SIGKILL `kill_deadline_s` ago and still hangs in the kernel, where it runs no code any more. Only
 the standard library is imported: the owner runs without site-packages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -20,6 +21,10 @@ STORE_RANK = -1
 KILL_DEADLINE_S = 5.0
 """A worker that unpins and unmaps hundreds of GB takes a second or two to die. One that waits for a dead NFS server or
 a broken driver (state D) may never end, and the others need not wait for it."""
+DEVICE_KILL_DEADLINE_S = 30.0
+"""The same where a worker has an accelerator open: tearing down its contexts took up to 15 s elsewhere, and a slot that
+is given up costs the job a GPU."""
+DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 LEFTOVER_GRACE_S = 5.0
 """How long processes that a successful script left running may take to end after SIGTERM."""
 
@@ -48,6 +53,7 @@ class OwnedGroup:
         """The answer to come before its workers are killed: survivors have saved their state."""
         self.save_until = 0.0
         self.killed_at: float | None = None
+        self.kill_deadline_s = KILL_DEADLINE_S
         self.last_exit_at = 0.0
         self.leftovers_since: float | None = None
         """When its workers had ended and left processes behind."""
@@ -66,16 +72,22 @@ class OwnedGroup:
     def store_outlives(self) -> bool:
         return bool(self.alive) and self.keeps_store and not self.failed
 
+    def is_about_to_be_killed(self, now: float) -> None:
+        """Called before SIGKILL: a process that exits shows no files any more."""
+        self.killed_at = now
+        if any(map(has_device_open, self.workers())):
+            self.kill_deadline_s = DEVICE_KILL_DEADLINE_S
+
     def members_may_die(self, now: float) -> bool:
         """False once every member that is left counts as unkillable."""
-        return self.killed_at is None or now <= self.killed_at + KILL_DEADLINE_S
+        return self.killed_at is None or now <= self.killed_at + self.kill_deadline_s
 
     def leftovers_may_die(self, now: float) -> bool:
-        """False once all leftovers had their grace period, then SIGKILL, then KILL_DEADLINE_S."""
+        """False once all leftovers had their grace period, then SIGKILL, then `kill_deadline_s`."""
         if self.leftovers_since is None:
             return True
         grace_s = CLEANER_GRACE_S if self.failed else LEFTOVER_GRACE_S
-        return now <= max(self.leftovers_since, self.last_exit_at) + grace_s + KILL_DEADLINE_S
+        return now <= max(self.leftovers_since, self.last_exit_at) + grace_s + self.kill_deadline_s
 
     def describe_unkillable(self, pids: Iterable[int]) -> list[dict[str, Any]]:
         """For each pid its worker's local rank (a leftover's by its session), and where it hangs in the kernel."""
@@ -86,3 +98,13 @@ class OwnedGroup:
             return self.ranks.get(pid, self.ranks.get(os.getsid(pid)))
         except OSError:
             return None
+
+
+def has_device_open(pid: int, devices: tuple[str, ...] = DEVICE_FILES) -> bool:
+    directory = f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(directory):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"{directory}/{fd}").startswith(devices):
+                    return True
+    return False

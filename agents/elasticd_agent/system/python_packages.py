@@ -1,0 +1,30 @@
+"""The version of a package that another Python would import, from directory names: nothing is imported or run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_SITES = ("lib*/python3*/site-packages", "lib/python3*/dist-packages", "local/lib/python3*/dist-packages")
+"""Below a prefix: venv, conda and python.org; Debian's own and pip's there."""
+
+
+def installed_version(package: str, python: str, environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Major and minor version; None if it is not found where `python` looks first."""
+    for site in _sites(python, environ):
+        for found in site.glob(f"{package}-*-info"):
+            version = re.match(rf"{re.escape(package)}-(\d+)\.(\d+)", found.name)
+            if version:
+                return int(version[1]), int(version[2])
+    return None
+
+
+def _sites(python: str, environ: Mapping[str, str]) -> Iterator[Path]:
+    yield from (Path(entry) for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry)
+    found = shutil.which(python, path=environ.get("PATH"))
+    if found is not None:
+        prefix = Path(found).parent.parent
+        yield from (site for pattern in _SITES for site in prefix.glob(pattern))
