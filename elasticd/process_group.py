@@ -82,6 +82,8 @@ def join(environment: WorkerEnvironment, timeout: timedelta | None) -> DefaultGr
         arguments: dict[str, Any] = {"backend": _backend(device)}
         if timeout is not None:
             arguments["timeout"] = timeout
+        if device.type == "cuda":  # NCCL connects here, where start-up is waited for, and new_group() can split
+            arguments["device_id"] = device
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             arguments.update(store=HashStore(), rank=0, world_size=1)
         dist.init_process_group(**arguments)

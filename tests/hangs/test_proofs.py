@@ -28,7 +28,11 @@ SAME = at((D, 20, 20, "all_reduce"))
 BEHIND = at((D, 19, 0, "all_reduce"))
 RECEIVES = at((D, 19, 0, "all_reduce"), function="recv")
 NCCL = (GroupTail(D, 19, 0, ((19, "all_reduce"),), "nccl"),)
+BY_NCCL = replace(SAME, groups=(replace(SAME.groups[0], backend="nccl"),))
+OTHER_BY_NCCL = replace(SAME, groups=(GroupTail(D, 20, 20, ((20, "broadcast"),), "nccl"),))
 CASES = {
+    "NCCL's recorder of all ranks": ([BY_NCCL, BY_NCCL, OTHER_BY_NCCL], [2]),
+    "NCCL's recorder of some ranks, gloo's of another": ([BY_NCCL, BY_NCCL, at((D, 20, 20, "broadcast"))], None),
     "alike": ([SAME, SAME, SAME], None),
     "another collective": ([SAME, at((D, 20, 20, "broadcast")), SAME], [1]),
     "another collective, two ranks": ([SAME, at((D, 20, 20, "broadcast"))], []),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from elasticd_agent.hangs.rank import BUSY_BYTES_PER_S, RankState
 from elasticd_agent.model.phrases import has_have
-from elasticd_agent.model.reports import DEFAULT_GROUP
+from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail
 
 MOST_SHOWN = 3
 _POINT_TO_POINT = re.compile(r"i?send|i?recv|batch_isend|send_object|recv_object")
@@ -38,6 +38,7 @@ class _Collective:
     group: str
     number: int
     kind: str
+    backend: str
 
     def __str__(self) -> str:
         return f"{self.kind} (#{self.number} of {'the ' if self.group == DEFAULT_GROUP else ''}{self.group})"
@@ -107,20 +108,25 @@ def _never_ends(one: _Collective, by: RankState, blocked: Sequence[RankState]) -
 def _pending(rank: RankState) -> Iterator[_Collective]:
     for tail in rank.report.groups:
         if tail.pending:
-            yield _Collective(tail.group, tail.pending, dict(tail.kinds).get(tail.pending, "a collective"))
+            kind = dict(tail.kinds).get(tail.pending, "a collective")
+            yield _Collective(tail.group, tail.pending, kind, tail.backend)
+
+
+def _tails(one: _Collective, member: RankState) -> Iterator[GroupTail]:
+    """What the member issued in this group through the same backend: each has a recorder and numbers of its own."""
+    return (tail for tail in member.report.groups if (tail.group, tail.backend) == (one.group, one.backend))
 
 
 def _lacks(one: _Collective, member: RankState) -> bool:
     """The member belongs to the group and has not issued it. A group's members are those that have used it."""
     if member.report.exited and one.group == DEFAULT_GROUP:
         return 0 <= member.report.collectives < one.number
-    return any(tail.group == one.group and tail.last < one.number for tail in member.report.groups)
+    return any(tail.last < one.number for tail in _tails(one, member))
 
 
 def _other_kind(one: _Collective, member: RankState) -> str:
     """What the member issued under this number, if that is another collective."""
-    tails = (tail for tail in member.report.groups if tail.group == one.group)
-    kind = next((dict(tail.kinds).get(one.number, "") for tail in tails), "")
+    kind = next((dict(tail.kinds).get(one.number, "") for tail in _tails(one, member)), "")
     return kind if kind != one.kind else ""
 
 
