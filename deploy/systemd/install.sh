@@ -3,7 +3,8 @@
 #
 #   install.sh [--prefix DIR] [--from WHAT] [--python PYTHON] [--no-start]
 #
-#   --prefix DIR      target (/opt/elasticd): a virtual environment in DIR/venv, two small scripts in DIR/libexec
+#   --prefix DIR      target (/opt/elasticd): a virtual environment in DIR/venv, two small scripts in DIR/libexec, a job to
+#                     try in DIR/example; /usr/local/bin/elasticd links to it
 #   --from WHAT       source for pip: a wheel, a folder, a requirement (default: the checkout of this script)
 #   --python PYTHON   an interpreter with elasticd; no virtual environment is created, pip is not run
 #   --no-start        install everything, but neither start the agent nor replace a running one
@@ -68,12 +69,37 @@ for script in elasticd-end-left elasticd-devices; do
     install -m 0755 "$here/$script" "$prefix/libexec/$script"
 done
 
+# On PATH, and for sudo; another elasticd that is there already, such as pipx's, is kept.
+link=/usr/local/bin/elasticd program=${python%/*}/elasticd
+if [ ! -x "$program" ]; then
+    say "$program does not exist: the command is $python -m elasticd_agent"
+elif [ ! -e "$link" ] && [ ! -L "$link" ] || [ "$(readlink "$link")" = "$program" ]; then
+    install -d -m 0755 /usr/local/bin
+    ln -sfn "$program" "$link"
+else
+    say "$link is another elasticd: use $program"
+fi
+
+example=$prefix/example
+if [ -e "$here/../../examples/train_lm.py" ]; then
+    install -d -m 0755 "$example"
+    install -m 0644 "$here/../../examples/train_lm.py" "$example/train_lm.py"
+    sed "s|/opt/elasticd|$prefix|" "$here/example-job.toml" >"$example/job.toml"
+    chmod 0644 "$example/job.toml"
+fi
+
 # --- its configuration ------------------------------------------------------------------------------------------------
 install -d -o root -g elasticd -m 0750 /etc/elasticd
 install -d -o root -g elasticd -m 0750 /etc/elasticd/health.d
 if [ ! -e /etc/elasticd/agent.toml ]; then
     install -o root -g elasticd -m 0640 "$here/agent.toml" /etc/elasticd/agent.toml
     say "wrote /etc/elasticd/agent.toml"
+fi
+# For browsers and other nodes. Not the agent's own file: jobs run as elasticd and must not be able to change it.
+if [ ! -e /etc/elasticd/token ]; then
+    "$python" -c 'import secrets; print(secrets.token_hex(32))' |
+        install -o root -g elasticd -m 0640 /dev/stdin /etc/elasticd/token
+    say "wrote /etc/elasticd/token; all nodes of a cluster need the same one"
 fi
 as_elasticd "$python" -m elasticd_agent config check /etc/elasticd/agent.toml ||
     refuse "/etc/elasticd/agent.toml is wrong; the service was not changed"
@@ -92,7 +118,10 @@ if [ "$start" = no ]; then
     say "start it with: systemctl start elasticd-agent"
 elif ! systemctl --quiet is-active elasticd-agent.service; then
     systemctl start elasticd-agent.service
-    say "started; systemctl status elasticd-agent"
+    say "started. Next:"
+    echo "    sudo elasticd nodes                                   # this node and its slots"
+    echo "    sudo elasticd submit $example/job.toml    # a small job to try"
+    echo "    sudo elasticd open                                    # a URL of the dashboard, logged in"
 else
     # The agent replaces itself by the new program, in the same process, without any effect on its runners.
     kill -USR2 "$(systemctl show --property=MainPID --value elasticd-agent.service)"

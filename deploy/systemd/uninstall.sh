@@ -24,15 +24,18 @@ done
 [[ $prefix = /?* ]] || refuse "--prefix $prefix: an absolute path is needed, one that begins with /"
 [ "$(id -u)" = 0 ] || refuse "needs root"
 
-if [ -e /etc/systemd/system/elasticd-agent.service ]; then
+unit=/etc/systemd/system/elasticd-agent.service
+if [ -e "$unit" ]; then
+    python=$(sed -n 's/^ExecStart=\([^ ]*\) .*/\1/p' "$unit")
+    [ "$(readlink /usr/local/bin/elasticd)" != "${python%/*}/elasticd" ] || rm -f /usr/local/bin/elasticd
     systemctl --quiet disable --now elasticd-agent.service
-    rm -f /etc/systemd/system/elasticd-agent.service
+    rm -f "$unit"
     systemctl daemon-reload
     systemctl reset-failed elasticd-agent.service 2>/dev/null || true # nothing to reset is no error
 fi
 # Only the files of install.sh, by name: a prefix may contain others.
-rm -rf "$prefix/venv" "$prefix/libexec/elasticd-end-left" "$prefix/libexec/elasticd-devices"
-rmdir --ignore-fail-on-non-empty "$prefix/libexec" "$prefix" 2>/dev/null || true
+rm -rf "$prefix/venv" "$prefix/example/train_lm.py" "$prefix/example/job.toml" "$prefix/libexec/elasticd-end-left" "$prefix/libexec/elasticd-devices"
+rmdir --ignore-fail-on-non-empty "$prefix/libexec" "$prefix/example" "$prefix" 2>/dev/null || true
 
 if [ "$purge" = yes ]; then
     rm -rf /etc/elasticd /var/lib/elasticd /run/elasticd /etc/systemd/system/elasticd-agent.service.d

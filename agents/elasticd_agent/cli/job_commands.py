@@ -1,5 +1,5 @@
-"""The commands that use an agent's HTTP API: submit, jobs, status, logs, cancel, nodes, cordon, uncordon, drain, dump,
-explain. Exit codes: 0 done, 1 the agent refuses or does not answer, 2 usage.
+"""The commands that use an agent's HTTP API: submit, jobs, status, logs, cancel, nodes, cordon, uncordon, drain, open,
+dump, explain. Exit codes: 0 done, 1 the agent refuses or does not answer, 2 usage.
 """
 
 from __future__ import annotations
@@ -143,6 +143,13 @@ def _uncordon(client: AgentClient, options: argparse.Namespace) -> int:
     return _show(options, found, lambda it: f"{it['node']} takes work again\n")
 
 
+def _open(client: AgentClient, options: argparse.Namespace) -> int:
+    made = client.post("/v1/login").result()
+    # Over TCP the browser uses the way that this command has used; on the node itself the agent knows its port.
+    made["url"] = (made.get("base", "") if client.socket is not None else str(client)) + made.get("path", "")
+    return _show(options, made, lambda it: f"{it['url']}\n")
+
+
 def _dump(client: AgentClient, options: argparse.Namespace) -> int:
     reply = client.post(f"{job_path(options.job)}/dump", within_s=EVIDENCE_TIMEOUT_S)
     return _evidence(options, reply.result())
@@ -163,6 +170,7 @@ _COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
     "cordon": _cordon,
     "uncordon": _uncordon,
     "drain": _drain,
+    "open": _open,
     "dump": _dump,
     "explain": _explain,
 }
@@ -254,6 +262,8 @@ _DESCRIPTIONS = {
     "cordon": "Gives a node no new work. Its running jobs continue.",
     "uncordon": "Gives a node work again.",
     "drain": "Moves a node's jobs away, after a checkpoint, and gives it no new ones: before maintenance.",
+    "open": "Prints a URL that logs a browser in to the dashboard: once, within two minutes. For a browser on another "
+    "machine, forward the port first: ssh -L 9411:127.0.0.1:9411 NODE.",
     "dump": "Takes stacks, /proc facts and last log lines of every rank of an agent's job, without disturbing it, and "
     "explains them. Without a JOB, it takes those of an `elasticd run` on this machine: see elasticd dump --help.",
     "explain": "Names the root cause of a job's hang, from the evidence on its nodes. A word with a slash, or one that "

@@ -25,7 +25,7 @@ usage: elasticd run [options] SCRIPT [script's arguments]
        elasticd checkpoints list|show|verify|prune DIR [options]
        elasticd submit FILE | jobs | status [JOB] | logs JOB | cancel JOB [options]
        elasticd nodes | cordon NODE | uncordon NODE | drain NODE [options]
-       elasticd dump JOB | explain JOB [options]
+       elasticd dump JOB | explain JOB | open [options]
        elasticd --version
 
 Keeps a PyTorch training job running while its workers fail.
@@ -52,7 +52,7 @@ _COMMANDS = {
     "checkpoints": "elasticd_agent.cli.checkpoints:checkpoints",
     "job": "elasticd_agent.node.runners.main:job",  # not in the help: the agent starts its runners with it
 }
-AGENT_COMMANDS = ("submit", "jobs", "status", "logs", "cancel", "nodes", "cordon", "uncordon", "drain")
+AGENT_COMMANDS = ("submit", "jobs", "status", "logs", "cancel", "nodes", "cordon", "uncordon", "drain", "open")
 """Those that always use an agent."""
 _AGENT_FLAGS = {"--agent", "--token-file", "--ca", "--node"}
 _LOCAL_FLAGS = {"--list", "--event-log", "--pid", "--job", "--out", "-h", "--help"}

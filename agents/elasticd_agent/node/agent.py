@@ -245,7 +245,12 @@ def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
     service = JobService(parts.store, local, peers, check, cache=parts.cache)
     cookies = LoginCookies(token, time.time, tls=tls)
     routes = DashboardRoutes(ApiRoutes(service, _pages(loop, parts, local)), token, cookies, version())
-    return ApiServer(settings.socket_path, http, routes)
+    server = ApiServer(settings.socket_path, http, routes)
+    host, port = server.address
+    routes.base_url = f"{'https' if tls else 'http'}://" + format_endpoint(
+        "localhost" if host in ("0.0.0.0", "::") else host, port
+    )
+    return server
 
 
 def _pages(loop: NodeLoop, parts: LoopDependencies, local: LocalJobs) -> MonitoringPages:

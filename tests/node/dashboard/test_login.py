@@ -9,12 +9,15 @@ import pytest
 from elasticd_agent.node.dashboard.login import (
     ATTEMPT_INTERVAL_S,
     BURST,
+    CODE_LIFETIME_S,
     COOKIE,
     COOKIE_LIFETIME_S,
     MAX_ADDRESSES,
+    MAX_CODES,
     TLS_COOKIE,
     LoginCookies,
     LoginRateLimit,
+    OneTimeCodes,
 )
 
 
@@ -119,3 +122,16 @@ def test_limit_is_bounded_in_size() -> None:
     for i in range(3 * MAX_ADDRESSES):
         guesses.attempt(f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}")
     assert len(guesses._by_address) <= MAX_ADDRESSES
+
+
+def test_code_is_valid_once_and_for_a_short_time() -> None:
+    time = Fixed(now=0.0)
+    codes = OneTimeCodes(time.clock)
+    code = codes.issue()
+    assert not codes.redeem("") and not codes.redeem(code[:-1])
+    assert codes.redeem(code) and not codes.redeem(code)
+    code = codes.issue()
+    time.now += CODE_LIFETIME_S
+    assert not codes.redeem(code)
+    first, *_, last = [codes.issue() for _ in range(MAX_CODES + 1)]
+    assert not codes.redeem(first) and codes.redeem(last)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elasticd_agent.cli.job_commands import run_command
 from elasticd_agent.node.api.client import Reply
 from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.node.dashboard.login import BURST, COOKIE, LoginCookies
@@ -34,11 +35,15 @@ NOW = 1_800_000_000.0
 def serve(tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as stack:
 
-        def start(**how: Any) -> Served:
+        def start(base_url: str = "", **how: Any) -> Served:
+            made_routes = []
+
             def routes(api: ApiRoutes, token: TokenAuth, tls: bool) -> DashboardRoutes:
-                return DashboardRoutes(api, token, LoginCookies(token, lambda: NOW, tls=tls), "0.1.0")
+                made_routes.append(DashboardRoutes(api, token, LoginCookies(token, lambda: NOW, tls=tls), "0.1.0"))
+                return made_routes[0]
 
             made = Served(tmp_path / f"n-{len(os.listdir(tmp_path))}", now=lambda: NOW, front=routes, **how)
+            made_routes[0].base_url = base_url or "http://{}:{}".format(*made.address)
             stack.callback(made.close)
             return made
 
@@ -192,6 +197,34 @@ def test_login_redirects_only_to_own_pages(serve: Serve, then: str) -> None:
     reply = login(serve(), then=then)
     assert (reply.code, reply.headers["location"]) == (303, "/")
     assert reply.headers["set-cookie"].startswith(f"{COOKIE}=1")
+
+
+def test_open_prints_a_url_that_logs_in_once(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    one = serve()
+    url = run_open(one, capsys)
+    assert url.startswith(f"http://127.0.0.1:{one.address[1]}/login?code=")
+    path = url.partition(str(one.address[1]))[2]
+    assert ask(one, "HEAD", path).code == 401, "a link preview does not use it up"
+    assert ask(one, "GET", path, Host="evil.example").code == 403
+    reply = browse(one, path)
+    assert (reply.code, reply.headers["location"]) == (303, "/")
+    assert browse(one, "/", reply.headers["set-cookie"].partition(";")[0]).code == 200
+    again = browse(one, path)
+    assert (again.code, "set-cookie" in again.headers) == (401, False)
+    assert "elasticd open" in again.body.decode()
+
+
+def test_open_says_why_there_is_no_url(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask(serve(), "POST", "/v1/login").code == 401
+    assert "http.token_file" in run_open(serve(token=None), capsys, code=1)
+    one = serve(base_url="http://10.0.0.1:9411")
+    assert "http.tls_cert" in run_open(one, capsys, code=1)
+
+
+def run_open(one: Served, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    assert run_command("open", ["--agent", f"unix:{one.unix().socket}"]) == code
+    out, err = capsys.readouterr()
+    return out.strip() or err.strip()
 
 
 def test_login_needs_a_form(serve: Serve) -> None:

@@ -1,13 +1,15 @@
 """Login to the dashboard: a signed cookie with an expiry time instead of the token, and the rate limit of attempts.
 
 The token never is in the browser's storage, and agents store no sessions: every agent with the same token accepts its
-cookies, and a new token invalidates all. A cookie opens the dashboard, never the API.
+cookies, and a new token invalidates all. A cookie opens the dashboard, never the API. A caller of the API can get a
+one-time code that logs a browser in: `elasticd open`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,6 +27,9 @@ BURST = 5
 ATTEMPT_INTERVAL_S = 10.0
 """Wrong attempts from one address at once, and the interval of further ones."""
 MAX_ADDRESSES = 1024
+CODE_LIFETIME_S = 120.0
+"""Of a one-time code: long enough to copy its URL to a browser."""
+MAX_CODES = 64
 _PURPOSE = b"elasticd page 1\0"
 
 
@@ -97,6 +102,34 @@ class LoginRateLimit:
             while len(self._by_address) > MAX_ADDRESSES:
                 self._by_address.popitem(last=False)
             return wait
+
+
+class OneTimeCodes:
+    """Codes that log one browser in, each once. In this agent's memory only. Thread-safe, bounded in size."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` is monotonic seconds."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._expiry: OrderedDict[bytes, float] = OrderedDict()
+        """By the code's digest: how long a look-up takes reveals nothing about the code."""
+
+    def issue(self) -> str:
+        code = secrets.token_urlsafe(24)
+        with self._lock:
+            self._expiry[_code_digest(code)] = self._clock() + CODE_LIFETIME_S
+            while len(self._expiry) > MAX_CODES:
+                self._expiry.popitem(last=False)
+        return code
+
+    def redeem(self, code: str) -> bool:
+        """Whether the code is valid; from now on it is not."""
+        with self._lock:
+            return self._clock() < self._expiry.pop(_code_digest(code), 0.0)
+
+
+def _code_digest(code: str) -> bytes:
+    return hashlib.sha256(code.encode("utf-8", "surrogateescape")).digest()
 
 
 def _is_loopback(host: str) -> bool:

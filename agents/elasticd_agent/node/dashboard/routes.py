@@ -23,14 +23,20 @@ from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, NodeSummary
 from elasticd_agent.node.dashboard import formatting, job_page, layout
 from elasticd_agent.node.dashboard.job_page import STREAMS, WINDOWS, LogTail, PageQuery
-from elasticd_agent.node.dashboard.login import LoginCookies, LoginRateLimit
+from elasticd_agent.node.dashboard.login import CODE_LIFETIME_S, LoginCookies, LoginRateLimit, OneTimeCodes
 from elasticd_agent.node.dashboard.markup import Child, tag
 from elasticd_agent.node.dashboard.overview import overview
 from elasticd_agent.node.dashboard.status import problem
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.durations import in_words
 from elasticd_agent.system.http_auth import AccessDenied, TokenAuth
-from elasticd_agent.system.http_server import HttpRequest, HttpResponse, UnauthenticatedRequest
+from elasticd_agent.system.http_server import (
+    HttpError,
+    HttpRequest,
+    HttpResponse,
+    UnauthenticatedRequest,
+    json_response,
+)
 
 CACHE_S = 0.9
 """The script asks every two seconds: every open page gets an answer that is newer than its last."""
@@ -42,6 +48,12 @@ NODES_PER_SECOND = 16
 """A page of a job on more than twice this many nodes is refreshed less often: each node is asked for its ranks."""
 MAX_OVERVIEW_JOBS = 8
 """Jobs of this node whose runners are asked for their progress, for the overview."""
+NO_TOKEN = "This agent has no token: set http.token_file in agent.toml."
+_NEEDS_TLS = (
+    "the token would cross the network in plain text. Give the agent a certificate (http.tls_cert in agent.toml), "
+    "or open this page as http://localhost through a tunnel, ssh -L or kubectl port-forward"
+)
+_PUBLIC = {("POST", "/login"), ("POST", "/logout"), ("GET", "/login")}
 _FORM = "application/x-www-form-urlencoded"
 
 _Overview = tuple[list[JobSummary], list[NodeSummary], list[str]]
@@ -97,14 +109,17 @@ class DashboardRoutes:
     token: TokenAuth
     cookies: LoginCookies
     version: str
+    base_url: str = ""
+    """Where a browser on this machine finds the dashboard: http://127.0.0.1:9411."""
     rate_limit: LoginRateLimit = field(default_factory=lambda: LoginRateLimit(time.monotonic))
+    codes: OneTimeCodes = field(default_factory=lambda: OneTimeCodes(time.monotonic))
     _overviews: ResponseCache[_Overview] = field(default_factory=lambda: ResponseCache(CACHE_S))
     _jobs: ResponseCache[JobStatus] = field(default_factory=lambda: ResponseCache(CACHE_S))
     _progress: ResponseCache[JobProgress] = field(default_factory=lambda: ResponseCache(CACHE_S))
     _evidence: ResponseCache[dict[str, Any]] = field(default_factory=lambda: ResponseCache(EVIDENCE_S, MAX_EVIDENCE))
 
     def is_public(self, method: str, path: str) -> bool:
-        return self.api.is_public(method, path) or (method == "POST" and path in ("/login", "/logout"))
+        return self.api.is_public(method, path) or (method, path) in _PUBLIC
 
     def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> str | HttpResponse:
         is_page = request.method == "GET" and _is_dashboard_path(request.path)
@@ -125,6 +140,10 @@ class DashboardRoutes:
     def answer(self, request: HttpRequest) -> HttpResponse:
         if request.method == "POST" and request.path == "/login":
             return self._login(request)
+        if request.method == "GET" and request.path == "/login":
+            return self._redeem(request)
+        if request.method == "POST" and request.path == "/v1/login":
+            return self._login_code()
         if request.method == "POST" and request.path == "/logout":
             return _redirect("/", self.cookies.expire())
         if request.method != "GET" or not _is_dashboard_path(request.path):
@@ -249,8 +268,7 @@ class DashboardRoutes:
         form = _form(request)
         target = _local_path(form.get("then", "/"))
         if self.token.signing_key() is None:
-            why = "This agent has no token: set http.token_file in agent.toml."
-            return _public_response(403, "Login is disabled", why)
+            return _public_response(403, "Login is disabled", NO_TOKEN)
         if not self.cookies.may_log_in(request.host, request.server_name):
             return _no_login()
         # The right token is accepted at any time: nobody can lock its holder out with wrong ones.
@@ -262,6 +280,26 @@ class DashboardRoutes:
             page = layout.login(f"Too many wrong tokens. Try again in {in_words(wait)}.", target)
             return layout.html_response(429, page, layout.PUBLIC_POLICY, ("Retry-After", str(int(wait) + 1)))
         page = layout.login("That is not this agent's token.", target)
+        return layout.html_response(401, page, layout.PUBLIC_POLICY)
+
+    def _login_code(self) -> HttpResponse:
+        """For a caller of the API, who has full access: a path that logs one browser in."""
+        if self.token.signing_key() is None:
+            raise HttpError(409, self.token.problem() or NO_TOKEN)
+        host = self.base_url.partition("://")[2]
+        if not self.cookies.may_log_in("127.0.0.1", host):
+            raise HttpError(409, f"a browser may not log in at {self.base_url}: {_NEEDS_TLS}")
+        path = f"/login?code={self.codes.issue()}"
+        return json_response({"path": path, "base": self.base_url, "expires_seconds": CODE_LIFETIME_S}, 201)
+
+    def _redeem(self, request: HttpRequest) -> HttpResponse:
+        if not self.cookies.may_log_in(request.host, request.server_name):
+            return _no_login()
+        if self.codes.redeem(_pairs(request.query).get("code", "")) and (cookie := self.cookies.issue()) is not None:
+            return _redirect("/", cookie)
+        page = layout.login(
+            "This link was used, or is too old: `elasticd open` prints a new one. Or give the token.", "/"
+        )
         return layout.html_response(401, page, layout.PUBLIC_POLICY)
 
 
@@ -303,12 +341,7 @@ def _redirect(where: str, cookie: str) -> HttpResponse:
 
 
 def _no_login() -> HttpResponse:
-    return _public_response(
-        403,
-        "Login needs TLS",
-        "The token would cross the network in plain text. Give the agent a certificate (http.tls_cert in agent.toml), "
-        "or open this page as http://localhost through a tunnel, ssh -L or kubectl port-forward.",
-    )
+    return _public_response(403, "Login needs TLS", f"{_NEEDS_TLS[0].upper()}{_NEEDS_TLS[1:]}.")
 
 
 def _public_response(code: int, title: str, why: str) -> HttpResponse:

@@ -1,0 +1,111 @@
+"""The pages' commands for a machine with systemd, as printed, on a machine that has booted: with sudo, with PATH.
+
+Stood in for: apt-get, git and the package index, since the machine has no network, and the editor of sudoedit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import blocks
+from tests.systemd.conftest import REPOSITORY
+from tests.systemd.machine import Nspawn
+from tests.systemd.test_agent import NEW, UNIT, wheels  # noqa: F401 a fixture
+
+STAND_INS = {
+    "sudo": 'exec "$@"',
+    "sudoedit": 'test -w "$1"',
+    "apt-get": '[ "$*" = "install -y git python3-venv" ]',
+    "git": '[ "$1 $3" = "clone elasticd" ] && cp -r /root/checkout elasticd',
+}
+INTERACTIVE = re.compile(r"^(journalctl .*-f|elasticd status .*--watch)( |$)")
+# pip finds elasticd here instead of in the index: as an operator without a network does.
+ENV = [
+    "PIP_NO_INDEX=1",
+    "PIP_NO_DEPS=1",
+    "PIP_FIND_LINKS=/root/wheels",
+    "PIP_DISABLE_PIP_VERSION_CHECK=1",
+    "HOME=/root",
+]
+
+
+@pytest.fixture(scope="module")
+def fresh(machine: Nspawn, wheels: dict[str, Path]) -> Nspawn:  # noqa: F811
+    """A bare machine, with this checkout where `git clone` takes it from, and torch where the venv finds it."""
+    for name, script in STAND_INS.items():
+        machine.write(f"/usr/local/sbin/{name}", f"#!/bin/sh\n{script}\n", 0o755)
+    machine.file("/usr/local/bin/python3").symlink_to(sys.executable)
+    machine.run("python3", "-m", "venv", "/opt/elasticd/venv", env=["HOME=/root"])
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    site = Path(os.__file__).parent.name
+    machine.write(f"/opt/elasticd/venv/lib/{site}/site-packages/machine.pth", f"{packages}\n")
+    for folder in ("deploy", "examples"):
+        shutil.copytree(REPOSITORY / folder, machine.file("/root/checkout") / folder)
+    machine.file("/root/wheels").mkdir()
+    shutil.copy(wheels[NEW], machine.file("/root/wheels"))
+    return machine
+
+
+def follow(machine: Nspawn, block: str, folder: str) -> str:
+    """Each line by itself, as a person types it; one that would wait for Ctrl-C gets two seconds."""
+    said = ""
+    for line in block.replace("\\\n", " ").splitlines():
+        words = re.sub(r"\s+#.*", "", line)
+        limit = "timeout 2 " if INTERACTIVE.match(words.removeprefix("sudo ")) else ""
+        done = machine.run("bash", "-c", f"cd {folder} && {limit}{words}", env=ENV, check=False, timeout=150)
+        assert done.returncode in ((0, 124) if limit else (0,)), (
+            f"{line}\n{done.stdout}\n{done.stderr}\n{machine.journal(UNIT)[-3000:]}"
+        )
+        said += done.stdout
+    return said
+
+
+def test_bare_machine_to_a_job_and_the_dashboard(
+    fresh: Nspawn, until: Callable[[Callable[[], object], float], object]
+) -> None:
+    install, look = blocks("quickstart.md")["A service under systemd"]
+    said = follow(fresh, install, "/root")
+    # What install.sh prints is what works: the same commands, and the page is open with the last one's URL.
+    printed = re.findall(r"^ +sudo (elasticd \S+)", said, re.MULTILINE)
+    assert printed == ["elasticd nodes", "elasticd submit", "elasticd open"]
+    (url,) = re.findall(r"^http://127.0.0.1:9411/login\?code=\S+$", said, re.MULTILINE)
+    visit = "import http.cookiejar as c, sys, urllib.request as r; jar = r.HTTPCookieProcessor(c.CookieJar()); "
+    visit += "print(r.build_opener(jar).open(sys.argv[1], timeout=10).read().decode())"
+    assert "example" in fresh.output_of("python3", "-c", visit, url)
+    modes = fresh.output_of("stat", "-c", "%n %U:%G %a", "/etc/elasticd/token").splitlines()
+    assert modes == ["/etc/elasticd/token root:elasticd 640"]
+    until(lambda: "checkpoint  step" in fresh.output_of("elasticd", "status", "example"), 90)
+    said = follow(fresh, look, "/root")
+    assert "active (running)" in said
+    assert "example: running" in said
+    assert "elasticd_node_info{" in said
+
+
+def test_systemd_page(fresh: Nspawn) -> None:
+    (commands,) = blocks("systemd.md")["The agent as a systemd service"]
+    said = follow(fresh, commands, "/root/elasticd")
+    assert "replaces itself, and jobs continue" in said
+    assert re.search(r"^machine +ready", said, re.MULTILINE)
+
+
+def test_operations_page(fresh: Nspawn) -> None:
+    install, job = blocks("operations.md")["Install"]
+    fresh.write(
+        "/root/elasticd/job.toml",
+        fresh.file("/opt/elasticd/example/job.toml").read_text().replace("example", "llama", 1),
+    )
+    fresh.run("elasticd", "cancel", "example")
+    said = follow(fresh, f"{install}\n{job}\n{blocks('operations.md')['Upgrade'][0]}", "/root/elasticd")
+    assert "llama" in said
+
+
+def test_uninstall_removes_the_command(fresh: Nspawn) -> None:
+    fresh.run("/root/elasticd/deploy/systemd/uninstall.sh", "--purge", timeout=120)
+    assert fresh.run("sh", "-c", "command -v elasticd || test -e /opt/elasticd", check=False).returncode == 1
