@@ -138,13 +138,13 @@ def test_service(reader: Reader) -> None:
         wait.format("elasticd nodes >/dev/null 2>&1"),
         commands[0],
         commands[1],
-        wait.format("elasticd status demo | grep -q 'checkpoint *step'"),
+        wait.format("elasticd logs demo | grep -q ^step && elasticd status demo | grep -q 'checkpoint *step'"),
         *commands[2:],
         "elasticd open",
         "elasticd cancel demo",
         "kill %1; wait",
     ]
-    shell = reader.start("set -em\ntrap 'kill %1' EXIT\n" + "\n".join(steps), "said")
+    shell = reader.start("set -em\ntrap 'kill %1 2>/dev/null || true' EXIT\n" + "\n".join(steps), "said")
     until(lambda: shell.poll() is not None, (reader.folder / "said").read_text, 120)
     said = (reader.folder / "said").read_text()
     assert shell.returncode == 0, said
