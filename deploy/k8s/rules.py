@@ -1,6 +1,8 @@
-"""Writes components/prometheus/rules.yaml: the rules of deploy/prometheus as one PrometheusRule. `make docs` runs it.
+"""Writes components/prometheus/rules.yaml and dashboard.yaml: the rules of deploy/prometheus as one PrometheusRule, the
+Grafana dashboard as a ConfigMap. `make docs` runs it.
 
-The operator needs the groups inside a PrometheusRule object. They are copied verbatim, comments included.
+kustomize reads no file outside of the component, and the operator needs the groups inside a PrometheusRule object. They
+are copied verbatim, comments included.
 """
 
 from __future__ import annotations
@@ -9,6 +11,22 @@ from pathlib import Path
 
 RULES = Path(__file__).parents[1] / "prometheus"
 WRITTEN = Path(__file__).parent / "components" / "prometheus" / "rules.yaml"
+DASHBOARD = Path(__file__).parents[1] / "grafana" / "elasticd.json"
+DASHBOARD_WRITTEN = WRITTEN.with_name("dashboard.yaml")
+DASHBOARD_HEAD = """\
+# Written by `make docs` from deploy/grafana/elasticd.json; a test keeps it in step. Grafana's sidecar (as in the chart
+# kube-prometheus-stack) loads every ConfigMap with this label.
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: elasticd-dashboard
+  namespace: elasticd
+  labels:
+    app.kubernetes.io/part-of: elasticd
+    grafana_dashboard: "1"
+data:
+  elasticd.json: |
+"""
 HEAD = """\
 # Written by `make docs` from deploy/prometheus/recording.yaml and alerts.yaml; a test keeps it in step.
 # EDIT: `release`, where your Prometheus selects by it.
@@ -36,5 +54,10 @@ def written() -> str:
     return HEAD + "".join(groups(f"\n{(RULES / name).read_text()}") for name in ("recording.yaml", "alerts.yaml"))
 
 
+def dashboard() -> str:
+    return DASHBOARD_HEAD + "".join(f"    {line}" for line in DASHBOARD.read_text().splitlines(keepends=True))
+
+
 if __name__ == "__main__":
     WRITTEN.write_text(written())
+    DASHBOARD_WRITTEN.write_text(dashboard())

@@ -56,12 +56,13 @@ def kubectl(words: Sequence[str]) -> None:
         "port-forward": port_forward,
         "drain": node,
         "uncordon": node,
+        "label": label,
         "get": lambda plain, _: [must_exist(kind) for kind in plain[0].split(",")] and None,
         "exec": lambda plain, _: execute(plain[0], words[words.index("--") + 1 :]),
     }
     if verb not in known:
         raise Refused(f"{verb!r} is nothing that the page should ask")
-    if verb not in ("kustomize", "apply", "replace", "drain", "uncordon") and not {"-n", "-k"} & set(words):
+    if verb not in ("kustomize", "apply", "replace", "drain", "uncordon", "label") and not {"-n", "-k"} & set(words):
         raise Refused(f"{verb} without -n elasticd asks another namespace")
     known[verb](rest, words)
 
@@ -101,6 +102,13 @@ def apply(_: Sequence[str], words: Sequence[str]) -> None:
         if space is not None and f"namespace/{space}" not in kept | coming:
             raise Refused(f"{kind} {name}: there is no namespace {space}")
         kept |= {f"{kind.lower()}/{name}", f"{kind.lower()}s"}
+    for pod in manifests.pods(found):
+        for container in pod.containers:
+            if "elasticd" in container["image"] and f"image/{container['image']}" not in kept:
+                raise Refused(f"{pod.name}: ImagePullBackOff: nobody has pushed {container['image']}")
+        selected = {f"label/{name}={value}" for name, value in pod.spec.get("nodeSelector", {}).items()}
+        if not selected <= kept:
+            raise Refused(f"{pod.name}: no node has {selected - kept}")
     for pod in manifests.pods(found):
         for volume in pod.volumes.values():
             secret = volume.get("secret", {}).get("secretName")
@@ -160,6 +168,13 @@ def node(plain: Sequence[str], words: Sequence[str]) -> None:
         raise Refused(f"node {plain[0]} has pods of DaemonSets; --ignore-daemonsets leaves them there")
 
 
+def label(plain: Sequence[str], _: Sequence[str]) -> None:
+    *nodes, pair = plain[1:]
+    if plain[0] != "node" or not nodes or "=" not in pair:
+        raise Refused("kubectl label node NODE… NAME=VALUE")
+    APPLIED.write_text(json.dumps(sorted({*applied(), f"label/{pair}"})))
+
+
 def execute(where: str, inside: Sequence[str]) -> None:
     must_exist(where)
     if inside[0] != "elasticd":
@@ -196,6 +211,8 @@ def podman(words: Sequence[str]) -> None:
         taken = file.read_text()
         if missing := [name for name in given if f"ARG {name}" not in taken]:
             raise Refused(f"{file} has no build argument {missing[0]}")
+    if words[0] == "push":
+        APPLIED.write_text(json.dumps(sorted({*applied(), f"image/{words[1]}"})))
 
 
 _STOOD_IN: dict[str, Callable[[Sequence[str]], object]] = {

@@ -178,8 +178,9 @@ def test_scheduling_requirements(name: str) -> None:
     container = pod.container("agent")
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod.spec["tolerations"]
-    assert pod.spec["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+    assert pod.spec["nodeSelector"] == {"elasticd.dev/agent": "true"}
     assert "runtimeClassName" not in pod.spec, "only as an option"
+    assert one(found, "PriorityClass")["preemptionPolicy"] == "Never", "a shared cluster's pods are not evicted"
     shm = pod.volumes[mounted(container, "/dev/shm")["name"]]["emptyDir"]  # type: ignore[index]
     assert shm["medium"] == "Memory"
     assert re.fullmatch(r"\d+Gi", shm["sizeLimit"])
@@ -311,7 +312,10 @@ def test_etcd_members_are_separate_and_outside_gpu_nodes() -> None:
     assert budget == {"maxUnavailable": 1, "selector": {"matchLabels": dict(service["spec"]["selector"])}}
     near = pod.spec["affinity"]
     (gpus,) = near["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
-    assert gpus["matchExpressions"] == [{"key": "nvidia.com/gpu.present", "operator": "NotIn", "values": ["true"]}]
+    assert gpus["matchExpressions"] == [
+        {"key": key, "operator": "NotIn", "values": ["true"]}
+        for key in ("nvidia.com/gpu.present", "elasticd.dev/agent")
+    ]
     (apart,) = near["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert (apart["topologyKey"], apart["labelSelector"]["matchLabels"]) == (
         "kubernetes.io/hostname",
@@ -543,6 +547,13 @@ def test_rules_match_deploy_prometheus() -> None:
     found = one(overlay("prometheus"), "PrometheusRule")["spec"]["groups"]
     plain = [yaml.safe_load((rules.RULES / name).read_text())["groups"] for name in ("recording.yaml", "alerts.yaml")]
     assert found == [group for groups in plain for group in groups]
+
+
+def test_dashboard_matches_deploy_grafana() -> None:
+    assert rules.DASHBOARD_WRITTEN.read_text() == rules.dashboard(), "make docs"
+    found = one(overlay("prometheus"), "ConfigMap", "elasticd-dashboard")
+    assert found["data"]["elasticd.json"] == rules.DASHBOARD.read_text()
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
 def test_metrics_in_the_rules_exist() -> None:

@@ -136,7 +136,13 @@ def test_overlays_and_files_of_the_page_exist() -> None:
     ("script", "why"),
     [
         ("kubectl -n elasticd exec daemonset/elasticd-agent -- elasticd job", "there is no daemonset/elasticd-agent"),
-        ("kubectl apply -k deploy/k8s/overlays/etcd", "there is no Secret elasticd-"),
+        ("kubectl apply -k deploy/k8s/overlays/etcd", "nobody has pushed elasticd:0.1.0"),
+        ("podman push elasticd:0.1.0; kubectl apply -k deploy/k8s/overlays/etcd", "no node has"),
+        (
+            "podman push elasticd:0.1.0; kubectl label node gpu-1 elasticd.dev/agent=true; "
+            "kubectl apply -k deploy/k8s/overlays/etcd",
+            "there is no Secret elasticd-",
+        ),
         ("kubectl -n elasticd create secret generic x --from-file=a=none", "there is no namespace"),
         ("kubectl -n elasticd scale daemonset/elasticd-agent", "'scale' is nothing that the page should ask"),
         ("elasticd jobs --agents x", "--agents"),
