@@ -20,7 +20,7 @@ from elasticd.heartbeat.record import HeartbeatReader, Phase
 def test_thread_counts_collectives_and_waits(start: Any, wait_for: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         other_port = free.getsockname()[1]
-    job = start("pulsing.py", "training", OTHER_PORT=str(other_port))
+    job = start("heartbeat_ranks.py", "training", OTHER_PORT=str(other_port))
     readers = [rank.read_heartbeat for rank in job.ranks]
 
     def go(gate: int) -> None:
@@ -75,7 +75,7 @@ def flight_of(rank: Any, wait_for: Any) -> tuple[int, bool]:
 
 
 def test_thread_stalls_while_gil_is_held(start: Any, wait_for: Any) -> None:
-    job = start("pulsing.py", "holding_the_gil", world_size=1)
+    job = start("heartbeat_ranks.py", "holding_the_gil", world_size=1)
     (rank,) = job.ranks
     wait_for(lambda: rank.read_heartbeat().alive_ticks > 2, "a tick")
     rank.request(1)
@@ -85,12 +85,12 @@ def test_thread_stalls_while_gil_is_held(start: Any, wait_for: Any) -> None:
         seen.append(rank.read_heartbeat().alive_ticks)
         return len(seen) > 300 and len(set(seen[-300:])) == 1  # 1.5 s, fifteen pulses
 
-    wait_for(stands_still, "the pulse to stand still")
+    wait_for(stands_still, "the heartbeat thread to stand still")
     assert seen[-1] > 0
 
 
 def test_thread_counts_custom_process_group(start: Any, wait_for: Any) -> None:
-    job = start("pulsing.py", "a_class_of_its_own", world_size=1)
+    job = start("heartbeat_ranks.py", "a_class_of_its_own", world_size=1)
     (rank,) = job.ranks
     wait_for(lambda: rank.read_heartbeat().alive_ticks > 2, "a tick")
     for gate in (1, 2):
@@ -106,7 +106,7 @@ def test_thread_counts_custom_process_group(start: Any, wait_for: Any) -> None:
 def test_thread_survives_every_end_of_script(scripts: Path, environment: dict[str, str], tmp_path: Path) -> None:
     environment |= {"RANK": "0", "WORLD_SIZE": "1", "ELASTICD_HEARTBEAT": str(tmp_path / "beat")}
     heartbeat.create(tmp_path / "beat")
-    command = [sys.executable, str(scripts / "pulsing.py"), "exits", "3"]
+    command = [sys.executable, str(scripts / "heartbeat_ranks.py"), "exits", "3"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
     assert json.loads(done.stdout) == [7, 7, 1]
     assert done.stderr.count("RuntimeError: on purpose") == 1
@@ -245,7 +245,7 @@ def test_hang_in_exit_handler_is_reported(python: Any, tmp_path: Path, wait_for:
     ):
         wait_for(lambda: reader.read().phase is Phase.EXIT, "the script to be over")
         alive = reader.read().alive_ticks
-        wait_for(lambda: reader.read().alive_ticks > alive, "a pulse in the exit handler")
+        wait_for(lambda: reader.read().alive_ticks > alive, "a heartbeat in the exit handler")
         ended(process)
         assert reader.read().alive_ticks == 0
 

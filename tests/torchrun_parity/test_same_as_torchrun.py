@@ -58,7 +58,7 @@ ALLOWED = {
     r"torch/names of its modules/torch\.ops": "operators of preloaded modules are registered",
     r"(numpy/modules|(torch|lasting|training)/third party|torch/names of its modules/numpy\.fft.*)": "tested below",
     r"first/descriptors beyond stderr|descriptors at the end|process/status/SigCgt": "for stacks: tested below",
-    r"torch/threads/2": "the pulse: tested below",
+    r"torch/threads/2": "the heartbeat thread: tested below",
 }
 
 
@@ -166,7 +166,7 @@ def test_stack_signal_and_its_file(runs: Runs, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_heartbeat_thread_after_import_torch(runs: Runs, way: str) -> None:
-    """The pulse is one thread more once torch is imported."""
+    """The heartbeat thread is one more once torch is imported."""
     both = runs(way)
     ours, theirs = both.elasticd.facts(), both.torchrun.facts()
     assert ours["first"]["threads"] == theirs["first"]["threads"] == 1

@@ -461,19 +461,19 @@ def after_import(name: str, then: Callable[[Any], None]) -> None:
 
 def start_heartbeat(config: Config, library: dict[str, Any]) -> Callable[[Any], None]:
     """Start this worker's heartbeat; returns a function to call with torch.optim.optimizer once that is imported."""
-    beat = library["elasticd.heartbeat.record"]
-    writer = beat.from_environment()
+    record = library["elasticd.heartbeat.record"]
+    writer = record.from_environment()
     # Exit handlers run last in, first out: the exit report comes last, after the heartbeat thread has ended.
     library["elasticd.heartbeat.exit_report"].install_exit_report(writer)
-    pulse = library["elasticd.heartbeat.thread"].HeartbeatThread(writer, os.environ.get("ELASTICD_FLIGHT", ""))
+    thread = library["elasticd.heartbeat.thread"].HeartbeatThread(writer, os.environ.get("ELASTICD_FLIGHT", ""))
     stacks = load_file("_elasticd_stacks", config["debug_hooks"])
     stacks.allow(config["agent"])
     if "ELASTICD_STACKS" in os.environ:
-        stacks.write_on(beat.STACKS_SIGNAL, os.environ["ELASTICD_STACKS"])
+        stacks.write_on(record.STACKS_SIGNAL, os.environ["ELASTICD_STACKS"])
 
     def begin(module: Any) -> None:
         install = library["elasticd.heartbeat.optimizer_hook"].install_optimizer_hook
         install(writer, module.register_optimizer_step_post_hook)
-        pulse.start()
+        thread.start()
 
     return begin

@@ -1,4 +1,4 @@
-"""Ranks with a pulse, which halt wherever a test wants to look at their beats: a request opens the next gate."""
+"""Ranks with a heartbeat thread, which halt where a test looks at their heartbeats: a request opens the next gate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from elasticd.heartbeat.thread import HeartbeatThread
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.set_num_threads(1)
 writer = heartbeat.from_environment()
-pulse = HeartbeatThread(writer, os.environ["ELASTICD_HEARTBEAT"] + ".flight")
+thread = HeartbeatThread(writer, os.environ["ELASTICD_HEARTBEAT"] + ".flight")
 
 
 def gate(number: int) -> None:
@@ -43,7 +43,7 @@ def join() -> None:
 def training() -> None:
     """Steps of two collectives each; in the fourth rank 1 stops between them, in the fifth before. Then another
     group."""
-    pulse.start()
+    thread.start()
     gate(1)
     join()
     install_optimizer_hook(writer)
@@ -71,14 +71,14 @@ def training() -> None:
 
 
 def holding_the_gil() -> None:
-    pulse.start()
+    thread.start()
     gate(1)
     ctypes.PyDLL(None).sleep(1000)
 
 
 def a_class_of_its_own() -> None:
     """A process group in python: it has a sequence number only if it says so."""
-    pulse.start()
+    thread.start()
 
     class Mute(dist.ProcessGroup):
         pass
