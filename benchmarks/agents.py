@@ -135,7 +135,7 @@ def policy_of(lease_s: float) -> Policy:
         store_timeout_s=usual.store_timeout_s * of,
         seen_timeout_s=usual.seen_timeout_s * of,
         hold_timeout_s=usual.hold_timeout_s * of,
-        absent_member_timeout_s=usual.absent_member_timeout_s * of,
+        adopt_timeout_s=usual.adopt_timeout_s * of,
     )
 
 

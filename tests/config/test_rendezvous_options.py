@@ -101,7 +101,7 @@ TIMES = [
     ("lease=9,renewal=1,store_timeout=2,seen_timeout=2.5", {"lease_s": 9, "renewal_s": 1, "store_timeout_s": 2}),
     ("seen_timeout=0.5", {"seen_timeout_s": 0.5, "store_timeout_s": 0.45}),
     ("replace_timeout=0,hold_timeout=9", {"replace_timeout_s": 0, "hold_timeout_s": 9}),
-    ("adopt_timeout=7,store_away=8", {"absent_member_timeout_s": 7, "store_away_s": 8}),
+    ("adopt_timeout=7,store_away=8", {"adopt_timeout_s": 7, "store_away_s": 8}),
     ("grow_debounce=0,node_cooloff=0", {"grow_debounce_s": 0, "node_cooloff_s": 0}),
     (r"\'join_timeout=5,last_call_timeout=1\'", {"join_timeout_s": 5, "last_call_s": 1}),
     ("close_timeout=30,read_timeout=60,heartbeat_timeout=5,use_libuv=1", {"lease_s": 3, "store_timeout_s": 0.9}),

@@ -32,7 +32,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seen_timeout_s": 0.5}, "seen_timeout 0.5 s must exceed store_timeout 0.9 s, .*; raise it by more than 0.4 s"),
     ({"join_timeout_s": 5}, "join_timeout 5 s must exceed last_call_timeout 5 s, a part of it, .* more than 0 s"),
     ({"hold_timeout_s": 2}, r"hold_timeout 2 s must exceed grow_debounce 1 s \+ seen_timeout 1 s, .* more than 0 s"),
-    ({"absent_member_timeout_s": 1}, r"adopt_timeout 1 s must exceed lease 3 s \+ renewal 1 s, .* more than 3 s"),
+    ({"adopt_timeout_s": 1}, r"adopt_timeout 1 s must exceed lease 3 s \+ renewal 1 s, .* more than 3 s"),
     ({"store_away_s": 4}, "store_away 4 s must exceed lease"),
     ({"renewal_s": 0}, "renewal 0 s must be more than 0 seconds"),
     ({"node_cooloff_s": -1}, "node_cooloff -1 s cannot be negative"),

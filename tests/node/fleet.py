@@ -256,7 +256,7 @@ class Fleet:
                 raise StoreUnavailable("cut off")
 
         store.before = cut
-        times = {"lease_s": LEASE_S, "absent_node_timeout_s": ADOPT_S, "retention_s": self.retention_s}
+        times = {"lease_s": LEASE_S, "adopt_timeout_s": ADOPT_S, "retention_s": self.retention_s}
         placer = Scheduler(store, machine.node, f"i{self.started}", **times)
         machine.agent = FleetAgent(store, placer)
         for runner in machine.runners:

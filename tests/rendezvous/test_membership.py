@@ -79,10 +79,10 @@ def test_missing_lease_counts_once_workers_stall() -> None:
     assert losses(view, ROUND, POLICY, NOW).until == due
     assert lost(view, due) == {"b": "b is lost: its lease has expired"}
     trains = replace(view, next_step_due=NOW + 900)
-    assert losses(trains, ROUND, POLICY, due).until == NOW + POLICY.absent_member_timeout_s, "not while they train on"
-    assert "b" in lost(trains, NOW + POLICY.absent_member_timeout_s)
+    assert losses(trains, ROUND, POLICY, due).until == NOW + POLICY.adopt_timeout_s, "not while they train on"
+    assert "b" in lost(trains, NOW + POLICY.adopt_timeout_s)
     outside = replace(view, next_step_due=None)
-    assert losses(outside, ROUND, POLICY, due).until == NOW + POLICY.absent_member_timeout_s, "who has none cannot tell"
+    assert losses(outside, ROUND, POLICY, due).until == NOW + POLICY.adopt_timeout_s, "who has none cannot tell"
 
 
 def test_missing_lease_does_not_count_after_an_outage() -> None:

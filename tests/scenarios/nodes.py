@@ -1,6 +1,6 @@
 """Runs a scenario of many nodes: lines that begin with '>' are what happens, those below each are what came of it.
 
-    > job nodes=2:3 holds             first line; also slots=N, run=N, any number of Policy: absent_member_timeout_s=5
+    > job nodes=2:3 holds             first line; also slots=N, run=N, any number of Policy: adopt_timeout_s=5
     > start a b c                     agents start; b2=b: labelled b2, says it is node b; c:eval: with --role eval
                                       c@1.1: an elasticd one minor version newer, whose records have a field more
     > kill b | vanish b               its processes end; or the machine does, and no connection is reset

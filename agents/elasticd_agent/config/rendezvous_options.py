@@ -37,7 +37,7 @@ _SECONDS: Mapping[str, str] = {
     "seen_timeout": "seen_timeout_s",
     "replace_timeout": "replace_timeout_s",
     "hold_timeout": "hold_timeout_s",
-    "adopt_timeout": "absent_member_timeout_s",
+    "adopt_timeout": "adopt_timeout_s",
     "store_away": "store_away_s",
     "grow_debounce": "grow_debounce_s",
     "node_cooloff": "node_cooloff_s",

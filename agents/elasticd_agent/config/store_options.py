@@ -16,7 +16,7 @@ def store_policy(settings: NodeSettings) -> Policy:
     times = {
         "lease_s": settings.lease_s,
         "renewal_s": settings.renewal_s,
-        "absent_member_timeout_s": settings.adopt_timeout_s,
+        "adopt_timeout_s": settings.adopt_timeout_s,
     }
     try:
         return policy_with({field: float(value) for field, value in times.items()})

@@ -134,7 +134,7 @@ def join_job(
 def _without_renewal(policy: Policy) -> Policy:
     """No member in this process's memory can be lost, so no lease is renewed."""
     return replace(
-        policy, lease_s=NEVER_S, renewal_s=NEVER_S / 4, absent_member_timeout_s=2 * NEVER_S, store_away_s=2 * NEVER_S
+        policy, lease_s=NEVER_S, renewal_s=NEVER_S / 4, adopt_timeout_s=2 * NEVER_S, store_away_s=2 * NEVER_S
     )
 
 

@@ -182,7 +182,7 @@ class Policy:
     last_call_s: float = 5.0  #: for more nodes, once the minimum has joined
     join_timeout_s: float = 600.0  #: for the minimum of nodes at the start
     replace_timeout_s: float = 600.0  #: for the minimum of nodes later
-    absent_member_timeout_s: float = 60.0  #: a member without a lease is kept, while its workers may train
+    adopt_timeout_s: float = 60.0  #: a member without a lease is kept, while its workers may train
     hold_timeout_s: float = 30.0  #: how long workers pause at a checkpoint for the next round
     grow: Literal["auto", "always", "never"] = "auto"  #: when a running job takes joiners; docs/torchrun.md
     grow_debounce_s: float = 1.0  #: how long a joiner waits for others
@@ -308,7 +308,7 @@ _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] =
     ("join_timeout_s", ((1, "last_call_s"),), ", a part of it", "a job that has enough nodes begins"),
     ("startup_ceiling_s", ((1, "user_error_wait_s"),), ", a part of it", "an error of all ranks is seen as one"),
     ("hold_timeout_s", ((1, "grow_debounce_s"), (1, "seen_timeout_s")), "", _NEXT_ROUND),
-    ("absent_member_timeout_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
+    ("adopt_timeout_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
     ("store_away_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
 )
 """(time, the terms of the sum that it must exceed, a note, so that ...)."""
@@ -323,7 +323,6 @@ _OPTION_NAMES = {
     "last_call_s": "last_call_timeout",
     "evidence_s": "evidence_timeout",
     "stop_grace_s": "shutdown_timeout",
-    "absent_member_timeout_s": "adopt_timeout",
 }
 """Where the option is not named as the field is."""
 

@@ -182,7 +182,7 @@ def _open_parts(
 def _reload(parts: LoopDependencies, old: NodeSettings, read: NodeSettings) -> tuple[NodeSettings, list[str]]:
     new, changes = merge_reloaded(old, read)
     parts.health.update(new)
-    parts.scheduler.absent_node_timeout_s = float(new.adopt_timeout_s)
+    parts.scheduler.adopt_timeout_s = float(new.adopt_timeout_s)
     parts.scheduler.retention_s = float(new.keep_ended_s)
     return new, changes
 

@@ -71,7 +71,7 @@ def _absence(view: View, policy: Policy, node: str, probe: ProbeResult | None, s
     """From when on a member without a record is lost.
 
     After a failure, what matters is who can be in the next group: a short wait. While the group may still train, not
-    before it has stopped, nor soon after a store outage, nor before `absent_member_timeout_s` where that is unseen.
+    before it has stopped, nor soon after a store outage, nor before `adopt_timeout_s` where that is unseen.
     """
     why = f"{node} is lost: its lease has expired"
     if view.failures:
@@ -79,7 +79,7 @@ def _absence(view: View, policy: Policy, node: str, probe: ProbeResult | None, s
             return f"{node} is lost: its lease has expired and it does not answer", since
         return why, max(since, view.store_up_since) + RETURN_S
     trusted = view.store_up_since + policy.lease_s + policy.renewal_s
-    at_last = since + policy.absent_member_timeout_s
+    at_last = since + policy.adopt_timeout_s
     if view.next_step_due is not None:
         at_last = min(at_last, max(since, view.next_step_due) + STALLED_S)
     return why, max(trusted, at_last)

@@ -243,7 +243,7 @@ def _absent_members(running: _Running) -> Wait | None:
     absent = [node for node, _ in running.view.absent_since if node not in running.view.done]
     if running.view.next_step_due is not None or running.losses.until is None or not absent:
         return None
-    after = f"{running.policy.absent_member_timeout_s:g} s"
+    after = f"{running.policy.adopt_timeout_s:g} s"
     why = f"the leases of {', '.join(absent)} have expired; their workers may still train"
     return Wait(f"{why}, so they count as lost after {after} (adopt_timeout)", None, notable=True)
 

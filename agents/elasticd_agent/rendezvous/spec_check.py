@@ -47,7 +47,7 @@ _SHARED_POLICY = (
     "last_call_s",
     "join_timeout_s",
     "replace_timeout_s",
-    "absent_member_timeout_s",
+    "adopt_timeout_s",
     "node_cooloff_s",
     "on_hang",
     "hang_floor_s",

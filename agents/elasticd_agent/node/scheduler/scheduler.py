@@ -39,7 +39,7 @@ class Scheduler:
     incarnation: str
     lease_s: float = 3.0
     renewal_s: float = 1.0
-    absent_node_timeout_s: float = 60.0
+    adopt_timeout_s: float = 60.0
     """How long an absent node keeps its assignments."""
     retention_s: float = retention.RETENTION_S
     max_results: int = retention.MAX_RESULTS
@@ -237,7 +237,7 @@ class Scheduler:
         assigned = {a.node for p in placements for a in p.assignments}
         absent = (self._nodes.keys() | assigned) - present.keys()
         self._absent_since = {node: self._absent_since.get(node, now) for node in sorted(absent)}
-        given_up = {node for node, since in self._absent_since.items() if now >= since + self.absent_node_timeout_s}
+        given_up = {node for node, since in self._absent_since.items() if now >= since + self.adopt_timeout_s}
         for node in given_up - assigned:
             self._nodes.pop(node, None)
             del self._absent_since[node]
