@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import history
+
 Line = Mapping[str, Any]
 
 STORE_FAULTS = ("store restart", "store freeze", "cut from store")
@@ -93,6 +95,7 @@ def breaches(evidence: SoakLogs) -> list[str]:
         no_sample_lost_or_repeated,
         the_end_is_agreed_on,
         the_store_restarts_nobody,
+        the_protocol_is_kept,
     )
     return [f"{check.__name__.replace('_', ' ')}: {breach}" for check in checks for breach in check(evidence)]
 
@@ -292,6 +295,12 @@ def the_store_restarts_nobody(evidence: SoakLogs) -> Iterator[str]:
         for number, event in sorted(evidence.rounds().items()):
             if fault["from"] < event["mono"] < fault["to"]:
                 yield f"{fault['what']} ({fault['number']}) led to round {number}: {event['reason']}"
+
+
+def the_protocol_is_kept(evidence: SoakLogs) -> Iterator[str]:
+    """Every agent's view of the rounds, checked as the histories of the simulated cluster are."""
+    logs = ((log.name, log.node, log.events) for log in evidence.logs)
+    yield from history.breaches(history.from_logs(logs, evidence.record))
 
 
 # ---- reading

@@ -14,6 +14,7 @@ from typing import Literal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.history import breaches
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.messages import Event, ExitStatus, RoundPublished, StoreAbandoned
 from elasticd_agent.model.records import Round
@@ -62,6 +63,7 @@ class CheckedCluster(Cluster):
         self.deaf_until = 0.0
         self.deliveries: tuple[float, ...] = (0.0,)
         self.hints = self._hint
+        self.history.window_s = HEARD_S + MISSED_S
 
     def _hint(self, deliver: Callable[[], None]) -> None:
         for delay_s in self.deliveries:
@@ -182,6 +184,7 @@ def live(fewest: int, holds: bool, began: int, acts: list[Step]) -> CheckedClust
             c.start(label)
     c.wait(90)
     check_rounds(c)
+    assert breaches(c.history) == []
     newest = c.rounds[max(c.rounds)]
     if not newest.terminal:
         assert c.trained.get(newest.number, 0) > c.now - 1, f"round {newest.number} does not train: {newest.reason}"

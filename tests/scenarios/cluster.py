@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from benchmarks.history import AgentHistory, History, View
 from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceTarget
 from elasticd_agent.job import state_machine as core
@@ -111,6 +112,9 @@ class Cluster:
         self.deaf = False
         self.twins = False
         self.keys = Keys("job")
+        self.history = History(join_timeout_s=policy.join_timeout_s)
+        self.store.watch(self.keys.spec, self._spec_written)
+        self.store.watch(self.keys.round, self._round_written)
         self.nodes: dict[str, Node] = {}
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.step = 0
@@ -140,7 +144,12 @@ class Cluster:
         spec = {"role": role, "args": [], "min_nodes": self.asked.min_nodes, "max_nodes": self.asked.max_nodes}
         spec["run"] = self.asked.run
 
+        mine = store.written(json.dumps({"version": VERSION, **spec}).encode())
+        story = AgentHistory(record.identity, self.asked.run, self.now, mine)
+        self.history.agents[record.identity] = story
+
         def log(sentence: str) -> None:
+            story.spoke_at.append(self.now)
             self.tell(label, sentence)
 
         member = RendezvousMember(
@@ -150,7 +159,7 @@ class Cluster:
             record,
             self.asked,
             LocalFacts(first_number=1 + highest, checkpoint=self.saved),
-            store.written(json.dumps({"version": VERSION, **spec}).encode()),
+            mine,
             lambda mine, theirs: mismatch(mine, theirs, log),
             lambda nodes: self._knock(node, nodes),
             log,
@@ -246,15 +255,47 @@ class Cluster:
     def wait(self, seconds: float) -> None:
         """Time passes; everything due on the way happens, in order."""
         until = self.now + seconds
+        self._note_hearing()
         for _ in range(200_000):
             at = self._next_due()
             if at is None or at > until:
                 break
             self.now = max(self.now, at)
             self._run_due()
+            self._note_hearing()
         else:
             raise AssertionError(f"no end of turns at {self.now}")
-        self.now = until
+        self.now = self.history.ended_at = until
+        self._note_hearing()
+
+    # ---- the history
+
+    def _note_hearing(self) -> None:
+        """Who has reached the store from the last call of this until now."""
+        for node in self.agents.values():
+            hears = self.history.agents[node.name, node.incarnation].hears
+            if node.hears:
+                hears[-1] = hears[-1][0], self.now
+            lives = not (node.dead or node.frozen or node.left)
+            reaches = lives and self.store_up and not node.partition.store
+            if reaches and not node.hears:
+                hears.append((self.now, self.now))
+            node.hears = reaches
+
+    def _spec_written(self, key: str) -> None:
+        found = self.store.read(key)
+        self.history.specs.append((self.now, None if found is None else found.value))
+
+    def _round_written(self, key: str) -> None:
+        if self.store.read(key) is None:
+            self.history.forgotten.append(self.now)
+
+    def _note_view(self, node: Node, round: Round) -> None:
+        members = tuple(member.identity for member in round.members)
+        identity = node.name, node.incarnation
+        told = round.leader, round.reason, round.outcome or ""
+        view = View(self.now, identity, round.run, round.number, members, *told)
+        self.history.agents[identity].views.append(view)
 
     # ---- time
 
@@ -328,6 +369,7 @@ class Cluster:
             case StoreAvailability(away, _, seconds):
                 self.tell(node.label, "the store is away" if away else f"the store is back after {seconds:.1f} s")
             case WaitingFor(why, _):
+                self.history.agents[node.name, node.incarnation].spoke_at.append(self.now)
                 self.tell(node.label, f"waits: {why}")
             case FaultDetected(number, cause, culprit):
                 whose = f", the fault of {culprit}" if culprit else ""
@@ -344,6 +386,7 @@ class Cluster:
 
     def _feed(self, node: Node, event: Event) -> None:
         if isinstance(event, RoundPublished):
+            self._note_view(node, event.round)
             self._published(event.round)
         before = node.phase
         node.phase, actions = core.step(before, event, node.rules)
@@ -400,6 +443,7 @@ class Cluster:
                 node.wakes.append(at)
             case Leave(exit_code, why):
                 node.left = action
+                self.history.agents[node.name, node.incarnation].left_at = self.now
                 self.tell(node.label, f"leaves with {exit_code}: {why}")
                 self._guarded(node, node.member.close)
         node.due = self.now
@@ -442,6 +486,7 @@ class Cluster:
         if round.number not in self.trained:
             self.tell("", f"round {round.number} trains on {' '.join(m.node for m in round.members)}")
         self.trained[round.number] = self.now
+        self.history.trained(round.run, round.number, tuple(m.identity for m in round.members), self.now)
         for node in self._members(round):
             node.member.update_facts(high_water=self.step)
             node.member.update_facts(next_step_due=self.now + 2 * STEP_S)

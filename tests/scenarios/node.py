@@ -53,5 +53,6 @@ class Node:
     stuck: str = ""
     unkillable: set[int] = field(default_factory=set)
     blocked: int = 0
+    hears: bool = False
     suspicion: HangDetector | None = None
     look_at: float = 0.0

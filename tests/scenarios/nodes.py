@@ -33,6 +33,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import fields, replace
 
+from benchmarks.history import History, breaches
 from elasticd_agent.model.codec import VERSION
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.messages import ExitReport, ExitStatus
@@ -41,6 +42,8 @@ from elasticd_agent.rendezvous.view import Requirements
 from elasticd_agent.workers.environment import role_rank_and_size
 from tests.scenarios.cluster import Cluster
 
+MISSED_S = 15.0
+"""Where watches are silent, every agent reads its keys every 10 s."""
 TOGETHER_S = 0.05
 """What comes so close together is one moment to a reader."""
 
@@ -120,6 +123,7 @@ class ScriptedCluster:
                 c.empty_store()
             case "hints", ["dropped"]:
                 c.hints = lambda deliver: None
+                c.history.window_s = MISSED_S
             case "hints", ["delivered"]:
                 c.hints = lambda deliver: deliver()
             case "wait", [seconds]:
@@ -160,7 +164,14 @@ class ScriptedCluster:
 
 
 def rerun(text: str) -> str:
-    """The scenario as it should read: its inputs and comments, and what they lead to now."""
+    """The scenario as it should read: its inputs and comments, and what they lead to now. No promise is broken."""
+    transcript, history = play(text)
+    assert breaches(history) == []
+    return transcript
+
+
+def play(text: str) -> tuple[str, History]:
+    """The transcript, and every agent's view of it."""
     told: ScriptedCluster | None = None
     out: list[str] = []
     for line in text.splitlines():
@@ -175,7 +186,8 @@ def rerun(text: str) -> str:
             told = ScriptedCluster(words)
         else:
             out += told.happen(verb, words)
-    return "\n".join(out) + "\n"
+    assert told is not None
+    return "\n".join(out) + "\n", told.cluster.history
 
 
 def _merged(told: Iterable[tuple[float, str, str]]) -> list[tuple[float, str, str]]:

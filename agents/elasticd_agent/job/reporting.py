@@ -119,6 +119,7 @@ class JobReporter:
         job.write(
             events.RoundPublishedEvent, now, round.reason, round.number,
             world_size=round.world_size, nodes=nodes, restarts=round.restarts, cause=cause, lost=lost,
+            leader=round.leader,
         )  # fmt: skip
         self.console.log(f"round {round.number}: {round.reason}")
         job.round, self._failure = round, None

@@ -115,6 +115,7 @@ class Round(Document):
     cause: str = ""  #: the same in a word: "start", "resize", or the kind of the Failure it answers
     outcome: Outcome | None = None
     exit_code: int | None = None
+    leader: str = ""  #: the node that published it; "" in a Round of an older leader
 
     def check(self) -> None:
         if self.number < 1 or self.restarts < 0:

@@ -105,6 +105,7 @@ class Planner:
         verdict = plan(view, self._policy, now)
         self._reader.too_few_nodes = isinstance(verdict, Wait) and verdict.too_few_nodes
         if isinstance(verdict, Round):
+            verdict = replace(verdict, leader=self._node)
             version = None if current is None else current.version
             if not self._store.compare_and_swap(self._keys.round, version, verdict.to_json(), guard):
                 return Wait("another leader has published a round", now)

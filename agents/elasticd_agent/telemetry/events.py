@@ -43,6 +43,7 @@ class RoundPublishedEvent(LogEvent, kind="round_published"):
     restarts: int = _field("restarts of the job so far, this round included")
     cause: str = _field("why there is a new round; the `cause` label of `elasticd_restarts_total`, or start")
     lost: tuple[str, ...] = _field("ids of the nodes lost since the previous round", default=())
+    leader: str = _field("the node that published it", default="")
 
 
 @dataclass(frozen=True, kw_only=True)

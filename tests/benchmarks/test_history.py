@@ -1,0 +1,165 @@
+"""The history checker finds each hole of the protocol that was closed once: without the fix, a history has it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.history import AgentHistory, History, View, breaches, from_logs
+from elasticd_agent.model.records import Round
+from elasticd_agent.rendezvous.member import RendezvousMember
+from elasticd_agent.rendezvous.planner import Planner
+from elasticd_agent.rendezvous.spec_check import SpecAgreement
+from tests.scenarios import nodes
+
+SCENARIOS = Path(nodes.__file__).parent / "nodes"
+WAITS_FOR_AN_EARLIER_RUN = """\
+> job nodes=1:2 run=17 last_call_s=0 join_timeout_s=20
+> start a
+> wait 3
+> run 24
+> start c
+> wait 60
+"""
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def registers_before_it_reads(patch: pytest.MonkeyPatch) -> None:
+    """A node whose name is another agent's is refused before it hears of the Round of that agent."""
+    read_round = RendezvousMember._read_round
+
+    def register_first(member: RendezvousMember) -> None:
+        member._registration.turn(member._last_turn)
+        read_round(member)
+
+    patch.setattr(RendezvousMember, "_read_round", register_first)
+
+
+def numbers_before_runs(patch: pytest.MonkeyPatch) -> None:
+    """A Round of an earlier run with a higher number replaces one of a later run."""
+    patch.setattr(Round, "precedes", lambda round, other: round.number < other.number)
+
+
+def waits_without_a_deadline(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SpecAgreement, "is_reached", lambda agreement, now: not agreement._compare())
+
+
+def leaves_the_spec_to_others(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SpecAgreement, "restore", lambda agreement: None)
+
+
+@pytest.mark.parametrize(
+    ("take_out", "scenario", "found"),
+    [
+        (registers_before_it_reads, "name_taken_over_while_cut_off", "one round trains"),
+        (numbers_before_runs, "earlier_run_in_an_empty_store", "earlier runs are over"),
+        (waits_without_a_deadline, "", "nobody waits in silence"),
+        (leaves_the_spec_to_others, "another_job_in_an_empty_store", "spec is the jobs"),
+    ],
+)
+def test_hole_is_found(take_out: Break, scenario: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (SCENARIOS / f"{scenario}.txt").read_text() if scenario else WAITS_FOR_AN_EARLIER_RUN
+    assert breaches(nodes.play(text)[1]) == []
+    take_out(monkeypatch)
+    assert found in {breach.partition(":")[0] for breach in breaches(nodes.play(text)[1])}
+
+
+def test_second_writer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader that overwrites the Round without comparing it."""
+    turn, count = Planner.turn, itertools.count()
+
+    def forge(planner: Planner, current: object, facts: object, now: float, guard: object) -> object:
+        stored = planner._store.read(planner._keys.round)
+        if stored is not None and next(count) == 3:
+            forged = replace(Round.from_json(stored.value), reason="another one").to_json()
+            planner._store.compare_and_swap(planner._keys.round, stored.version, forged)
+        return turn(planner, current, facts, now, guard)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Planner, "turn", forge)
+    _, history = nodes.play("> job nodes=1:3\n> twins allowed\n> start a b\n> wait 9\n> start c\n> wait 9\n")
+    assert "one writer per round" in {breach.partition(":")[0] for breach in breaches(history)}
+
+
+# ---- forged histories
+
+
+def view(agent: str, number: int, at: float, outcome: str = "", run: str = "") -> View:
+    return View(at, (agent, "i"), run, number, (("a", "i"), ("b", "i")), "a", f"round {number}", outcome)
+
+
+def healthy() -> History:
+    """Two agents, two rounds, the end."""
+    history = History(ended_at=40.0)
+    for name in "ab":
+        views = [view(name, 1, 1.0), view(name, 2, 11.0), view(name, 3, 20.0, "succeeded")]
+        history.agents[name, "i"] = AgentHistory((name, "i"), "", 0.0, b"s", views, [(0.0, 20.5)], [], 20.5)
+    for number, begin in ((1, 2.0), (2, 12.0)):
+        for at in (begin, begin + 8.0):
+            history.trained("", number, (("a", "i"), ("b", "i")), at)
+    history.specs = [(0.0, b"s")]
+    return history
+
+
+def a_round_after_the_end(history: History) -> None:
+    history.agents["a", "i"].views.append(view("a", 4, 25.0))
+
+
+def an_agent_that_stays(history: History) -> None:
+    agent = history.agents["b", "i"]
+    agent.left_at, agent.hears = None, [(0.0, 40.0)]
+
+
+def an_older_round_again(history: History) -> None:
+    history.agents["b", "i"].views.insert(2, view("b", 1, 15.0))
+
+
+def a_round_that_trains_on(history: History) -> None:
+    history.trained("", 1, (("a", "i"), ("b", "i")), 19.0)
+
+
+def another_spec(history: History) -> None:
+    history.specs.append((12.0, b"another"))
+
+
+def test_healthy_history_has_no_breach() -> None:
+    assert breaches(healthy()) == []
+
+
+@pytest.mark.parametrize(
+    ("forge", "found"),
+    [
+        (a_round_after_the_end, "ends are final"),
+        (an_agent_that_stays, "ends are final"),
+        (an_older_round_again, "views only grow"),
+        (a_round_that_trains_on, "one round trains"),
+        (another_spec, "spec is the jobs"),
+    ],
+)
+def test_forgery_is_found(forge: Callable[[History], None], found: str) -> None:
+    history = healthy()
+    forge(history)
+    assert found in {breach.partition(":")[0] for breach in breaches(history)}
+
+
+def test_pair_of_rounds_may_train_while_one_node_is_cut_off() -> None:
+    history = healthy()
+    a_round_that_trains_on(history)
+    history.agents["a", "i"].hears = [(0.0, 11.5), (19.5, 20.5)]
+    assert breaches(history) == []
+
+
+def test_history_is_made_of_event_logs() -> None:
+    def published(number: int, at: float, leader: str) -> dict[str, object]:
+        return {"kind": "round_published", "round": number, "mono": at, "nodes": ["a"], "reason": "r", "leader": leader}
+
+    first = [published(1, 1.0, "a"), {"kind": "store_unavailable", "round": 1, "mono": 3.0, "reason": "away"}]
+    second = [published(1, 2.0, "b")]
+    record = [{"step": n, "round": 1, "rank": 0, "node": "a", "mono": 1.0 + n} for n in (1, 2)]
+    history = from_logs([("agent-0-a", "a", first), ("agent-1-b", "b", second)], record)
+    assert history.agents["a", "agent-0-a"].hears == [(1.0, 3.0)]
+    assert [(t.number, t.begin, t.end) for t in history.trainings] == [(1, 2.0, 3.0)]
+    assert [breach.partition(":")[0] for breach in breaches(history)] == ["one writer per round"]
