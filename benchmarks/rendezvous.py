@@ -23,8 +23,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks import rendezvous_plot, report
+from benchmarks import rendezvous_plot, report, simulation
 from elasticd_agent.model.job import Policy
 from tests.etcd import etcd_servers
 
@@ -316,8 +317,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"seconds; default 3, and {MANY_LEASE_S:g} for more than {MANY} nodes, which a few cores cannot all renew "
         "every second",
     )
+    parser.add_argument(
+        "--simulate",
+        type=int,
+        nargs="+",
+        metavar="NODES",
+        help="instead, so many agents over a simulated etcd and clock: also without their leader, and without a store",
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    if args.simulate:
+        return simulate_sizes(args.simulate, args.json)
     facts = report.machine()
     lives: list[SizeResult] = []
     torch: dict[int, float | None] = {}
@@ -331,14 +341,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             torch[count] = torch_joins(count, args.deadline)
             print(f"torch, {count} nodes: {torch[count]}", file=sys.stderr, flush=True)
     print(f"Measured on {report.machine_line(facts)}.\n\n{table(lives, torch)}")
-    folder = Path(tempfile.mkdtemp(prefix="elasticd-bench-")) if args.json is None else None
-    path: Path = args.json or (folder or Path()) / "rendezvous.json"
     plain = [{**dataclasses.asdict(one), "torch_join_seconds": torch.get(one.nodes)} for one in lives]
-    path.write_text(json.dumps({"machine": facts, "wall": time.time(), "lives": plain}, indent=1) + "\n")
-    print(f"\nAll figures: {path}", file=sys.stderr)
-    if rendezvous_plot.draw(plain, path.with_suffix(".png")):
-        print(f"As a picture: {path.with_suffix('.png')}", file=sys.stderr)
+    write(plain, facts, args.json)
     return 1 if any(one.trouble for one in lives) else 0
+
+
+def simulate_sizes(sizes: Sequence[int], path: Path | None) -> int:
+    results = []
+    for count in sizes:
+        results.append(simulation.simulate(count))
+        print(f"{count} nodes, simulated: {results[-1]}", file=sys.stderr, flush=True)
+    print(simulation.table(results))
+    write([dataclasses.asdict(one) for one in results], {}, path)
+    return 1 if any(one.trouble for one in results) else 0
+
+
+def write(lives: Sequence[dict[str, Any]], facts: dict[str, Any], path: Path | None) -> None:
+    """All figures as JSON, and as a picture beside it."""
+    path = path or Path(tempfile.mkdtemp(prefix="elasticd-bench-")) / "rendezvous.json"
+    path.write_text(json.dumps({"machine": facts, "wall": time.time(), "lives": lives}, indent=1) + "\n")
+    print(f"\nAll figures: {path}", file=sys.stderr)
+    if rendezvous_plot.draw(lives, path.with_suffix(".png")):
+        print(f"As a picture: {path.with_suffix('.png')}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-STYLES = {"join": "o-", "lose one": "s--", "lose a tenth": "^:", "add a tenth": "v-."}
+STYLES = {
+    "join": "o-",
+    "lose one": "s--",
+    "lose a tenth": "^:",
+    "add a tenth": "v-.",
+    "lose the leader": "D--",
+    "store away 30 s": "P:",
+}
 COUNTED = "join", "lose one"
 """The loss of a tenth costs a survivor as much as the loss of one."""
 
