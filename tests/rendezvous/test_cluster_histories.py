@@ -31,7 +31,7 @@ MISSED_S = 12.0
 Kind = Literal[
     "start", "kill", "vanish", "freeze", "thaw", "crash", "stop",
     "cut store", "cut peers", "cut", "cut from one", "heal",
-    "store down", "store up", "store empty", "hints", "deaf", "dies before", "dies after", "answer lost",
+    "store down", "store up", "store empty", "hints", "deaf", "dies before", "dies after", "answer lost", "clock",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
 
@@ -126,6 +126,8 @@ def happen(c: CheckedCluster, act: Step) -> None:
         case "hints" | "deaf":
             c.deliveries = () if act.kind == "deaf" else ((0.0,), (0.5,), (2.0, 0.0, 0.3))[act.n % 3]
             c.deaf_until = c.now + MISSED_S if c.deliveries else float("inf")
+        case "clock" if lives:
+            c.jump(label, (1.0, 7.0, 90.0, 4000.0)[act.n % 4])
         case "dies before" | "dies after" | "answer lost" if node is not None and lives:
             node.store.fates[act.n] = act.kind
     c.wait(act.wait_s)

@@ -168,7 +168,7 @@ class Cluster:
         slots = Slots(name, record.slots, self.asked.min_workers)
         node = Node(label, name, incarnation, rules, member, store, away, slots, due=self.now)
         member.on_change(lambda: self._hinted(node))
-        evidence = FakeEvidence(node, self._at, lambda: self.now)
+        evidence = FakeEvidence(node, self._at, lambda: self._clock(node))
         node.suspicion = HangDetector(
             name, self.policy, evidence, member.report_hang, _HangListener(self, label), report_every_look=False
         )
@@ -231,7 +231,7 @@ class Cluster:
         assert node.group is not None, f"{label} has no group"
         rank = node.group.ranks(node.name)[local_rank]
         slot = list(node.group.assignments())[rank][3]
-        self._feed(node, WorkerExited(node.group.number, rank, local_rank, slot, status, words, self.now))
+        self._feed(node, WorkerExited(node.group.number, rank, local_rank, slot, status, words, self._clock(node)))
         if not status.ok:
             self._lose_peers(node.group, node)
 
@@ -245,7 +245,15 @@ class Cluster:
                 self.exit(node.label, local_rank, ExitStatus(0))
 
     def stop(self, label: str, name: str = "SIGTERM") -> None:
-        self._feed(self.nodes[label], StopRequested(name, 128 + signal.Signals[name], self.now))
+        node = self.nodes[label]
+        self._feed(node, StopRequested(name, 128 + signal.Signals[name], self._clock(node)))
+
+    def jump(self, label: str, seconds: float) -> None:
+        """The node's monotonic clock jumps ahead, as on a machine that was suspended."""
+        node = self.nodes[label]
+        node.ahead_s += seconds
+        node.wakes = [at - seconds for at in node.wakes]
+        node.due = None if node.due is None else node.due - seconds
 
     def empty_store(self) -> None:
         """It came back without anything that was in it."""
@@ -299,6 +307,10 @@ class Cluster:
 
     # ---- time
 
+    def _clock(self, node: Node) -> float:
+        """What the node's own monotonic clock says."""
+        return self.now + node.ahead_s
+
     def _next_due(self) -> float | None:
         times = [at for at, _ in self.later]
         for node in self._alive():
@@ -317,7 +329,7 @@ class Cluster:
         for node in self._alive():
             if any(at <= self.now for at in node.wakes):
                 node.wakes = [at for at in node.wakes if at > self.now]
-                self._feed(node, TimerExpired(self.now))
+                self._feed(node, TimerExpired(self._clock(node)))
             if node.look_at and node.look_at <= self.now and node.group is not None:
                 self._look(node, node.group)
             if node.due is not None and node.due <= self.now and node.left is None:
@@ -329,7 +341,7 @@ class Cluster:
         stuck = any(member.stuck for member in self._members(round))
         node.look_at = self.now + LOOK_S if stuck or node.suspicion.suspected else 0.0
         idle_s = self.now - self.trained[round.number] if round.number in self.trained else 0.0
-        node.suspicion.update(observation(node, round, self.step, idle_s, stuck), DEADLINE_S, self.now)
+        node.suspicion.update(observation(node, round, self.step, idle_s, stuck), DEADLINE_S, self._clock(node))
         node.due = self.now
 
     def _hinted(self, node: Node) -> None:
@@ -337,8 +349,9 @@ class Cluster:
 
     def _turn(self, node: Node) -> None:
         node.due = None
-        news, until = self._guarded(node, lambda: node.member.turn(self.now)) or ([], None)
-        if until is not None:  # a hint that came during the turn keeps its own time
+        news, until = self._guarded(node, lambda: node.member.turn(self._clock(node))) or ([], None)
+        if until is not None:
+            until -= node.ahead_s  # a hint that came during the turn keeps its own time
             node.due = until if node.due is None else min(node.due, until)
             node.due = max(node.due, self.now + 1e-4)
         for said in news:
@@ -419,7 +432,7 @@ class Cluster:
                 targets = [EvidenceTarget(rank, 1) for rank in round.ranks(node.name)]
                 node.suspicion.begin(round.number, targets, Path("evidence"))
                 node.stuck = ""
-                node.member.update_facts(next_step_due=self.now)
+                node.member.update_facts(next_step_due=self._clock(node))
                 node.member.update_record(ready_round=round.number)
                 if round.group_rank(node.name) == 0:
                     node.master = round.number
@@ -432,7 +445,7 @@ class Cluster:
             case ReportFailure(failure):
                 self.tell(node.label, f"reports {failure.kind}: {failure.why}")
                 failure = replace(failure, high_water=self.step, checkpoint=node.member.facts.checkpoint)
-                node.member.report_failure(failure, self.now)
+                node.member.report_failure(failure, self._clock(node))
             case ReportDone(number):
                 self.tell(node.label, "is done")
                 node.member.report_done(number)
@@ -440,7 +453,7 @@ class Cluster:
             case ReportLeaving(why, code):
                 node.member.update_record(leaving=why, leaving_code=code)
             case SetTimer(at):
-                node.wakes.append(at)
+                node.wakes.append(at - node.ahead_s)
             case Leave(exit_code, why):
                 node.left = action
                 self.history.agents[node.name, node.incarnation].left_at = self.now
@@ -489,12 +502,12 @@ class Cluster:
         self.history.trained(round.run, round.number, tuple(m.identity for m in round.members), self.now)
         for node in self._members(round):
             node.member.update_facts(high_water=self.step)
-            node.member.update_facts(next_step_due=self.now + 2 * STEP_S)
+            node.member.update_facts(next_step_due=self._clock(node) + 2 * STEP_S)
             if node.stepping != round.number:
                 node.stepping = round.number
                 node.member.update_record(stepped_round=round.number, can_pause=round.number if self.can_pause else 0)
                 node.due = self.now
-                self._feed(node, FirstStep(round.number, self.now))
+                self._feed(node, FirstStep(round.number, self._clock(node)))
         self._at(STEP_S, lambda: self._train(round))
 
     def _see_peers(self) -> None:

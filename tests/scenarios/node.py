@@ -27,7 +27,8 @@ class Node:
 
     `done`: the round whose workers here have all ended with code 0. `stuck`: what they do instead of training:
     "sleeps", "burns" (processor time), "stopped", "collective" (inside one, like those that wait for it). `unkillable`:
-    slots whose workers do not die of SIGKILL; `blocked`: the round that waits for such a slot.
+    slots whose workers do not die of SIGKILL; `blocked`: the round that waits for such a slot. `ahead_s`: its clock's
+    lead over the cluster's: no two nodes' clocks agree. `hears`: it reaches the store, as last noted.
     """
 
     label: str
@@ -54,5 +55,6 @@ class Node:
     unkillable: set[int] = field(default_factory=set)
     blocked: int = 0
     hears: bool = False
+    ahead_s: float = 0.0
     suspicion: HangDetector | None = None
     look_at: float = 0.0

@@ -10,6 +10,7 @@
     > exit a SIGKILL                  a worker of a ends: a signal's name, or code=N, or code=1 ValueError: bad value
     > hang a sleeps | burns | stopped | collective | over    a's workers stand still, in this way; or train again
     > finish [a b]                    workers come to their end, code 0: of these nodes, or of all
+    > clock a +60                     a's monotonic clock jumps ahead by so many seconds
     > stop a SIGTERM                  a's agent is asked to stop
     > deaf agents                     none of them answers a probe, as behind a firewall
     > twins allowed                   two rounds may be numbered alike, which is what the scenario is about
@@ -106,6 +107,8 @@ class ScriptedCluster:
                 c.cling(label, int(slot))
             case "dies", [label]:
                 c.let_go(label)
+            case "clock", [label, seconds]:
+                c.jump(label, float(seconds))
             case "stop", [label, name]:
                 c.stop(label, name)
             case "put", [key, *rest]:
