@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Identity, Round
-from elasticd_agent.rendezvous.observations import Address, PeerObservations
+from elasticd_agent.rendezvous.observations import PeerObservations
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
 from elasticd_agent.system.addresses import try_parse_endpoint
 
@@ -38,8 +38,7 @@ class ReachabilityMonitor:
         self._me = me
         self._observations = observations
         self._number = 0
-        self._incarnations: set[Identity] = set()
-        self._addresses: dict[str, Address] = {}
+        self._is_member = False
         self._missed: set[Identity] = set()  #: counted as unreachable once, so their silence counts again
         self._silent_since: dict[str, float] = {}
         self._interval_s = RETRY_INTERVAL_S
@@ -59,7 +58,7 @@ class ReachabilityMonitor:
             return None
         if round.number != self._number:
             self._begin(round)
-        member = self._me in self._incarnations
+        member = self._is_member
         if not member and self._me[0] not in {e.node for e in round.excluded}:
             self._reset()
             return None
@@ -76,11 +75,9 @@ class ReachabilityMonitor:
 
     def _begin(self, round: Round) -> None:
         self._number = round.number
-        others = {m.node: try_parse_endpoint(m.address) for m in round.members if m.identity != self._me}
-        self._addresses = {node: address for node, address in others.items() if address is not None}
+        self._is_member = any(m.identity == self._me for m in round.members)
         self._introduce_at = None
         self._introductions = 0
-        self._incarnations = {m.identity for m in round.members}
         self._reset()
 
     def _reset(self) -> None:
@@ -93,19 +90,17 @@ class ReachabilityMonitor:
         """Probe members that have never been probed, while all is well. It is not worth a turn of its own."""
         if self._introductions >= INTRODUCTION_TRIES:
             return
-        unknown = {m for m in self._incarnations - {self._me} if m not in self._observations.answered}
-        if not unknown:
-            self._introductions = INTRODUCTION_TRIES
-            return
         if self._introduce_at is None:
             self._introduce_at = now + INTRODUCTION_SPREAD_S * round.group_rank(self._me[0]) / len(round.members)
-        if now >= self._introduce_at:
-            self._introductions += 1
-            self._introduce_at = now + MAX_INTERVAL_S
-            self._probe({node for node, _ in unknown})
+        if now < self._introduce_at:
+            return
+        unknown = {m.identity for m in round.members} - self._observations.answered - {self._me}
+        self._introductions = self._introductions + 1 if unknown else INTRODUCTION_TRIES
+        self._introduce_at = now + MAX_INTERVAL_S
+        self._probe(round, {node for node, _ in unknown})
 
     def _probe_members(self, round: Round, member: bool, stepped: bool, now: float) -> None:
-        answers = self._probe({m.node for m in round.members})
+        answers = self._probe(round, {m.node for m in round.members if m.identity != self._me})
         silent = sorted(node for node, answer in answers.items() if isinstance(answer, ProbeNoAnswer))
         self._silent_since = {node: self._silent_since.get(node, now) for node in silent}
         any_silence_counts = not stepped and len(silent) < len(answers)
@@ -127,8 +122,9 @@ class ReachabilityMonitor:
     def _silence_counts(self, identity: Identity) -> bool:
         return identity in self._observations.answered | self._missed
 
-    def _probe(self, nodes: set[str]) -> Mapping[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
-        addresses = {node: address for node, address in self._addresses.items() if node in nodes}
+    def _probe(self, round: Round, nodes: set[str]) -> Mapping[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
+        known = {m.node: try_parse_endpoint(m.address) for m in round.members if m.node in nodes}
+        addresses = {node: address for node, address in known.items() if address is not None}
         answers = self._observations.probe(addresses) if addresses else {}
         for answer in answers.values():
             if isinstance(answer, ProbeAlive):
