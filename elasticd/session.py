@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -143,8 +143,11 @@ class Session:
         """True once all ranks have decided to stop, from the same step on; what is attached has been saved."""
         return self._should_stop
 
-    def attach(self, *, optional: bool = False, **objects: Any) -> None:
+    def attach(self, *, optional: bool = False, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> None:
         """Name what a checkpoint holds: model=, optimizer=, scheduler=, sampler=, anything with state_dict().
+
+        Rank 0's state is saved, and loaded by all; of `per_rank`, a dict by name, every rank's. On another world size
+        such an object gets all of them: it needs a method `load_state_dicts(states, rank, world_size)` for that.
 
         With `optional=True` a checkpoint that holds nothing under these names can be restored; they stay as they are.
 
@@ -152,17 +155,22 @@ class Session:
         method gets that call at every `step()`. Sends nothing to other ranks. Raises UsageError for an object that
         cannot be saved and loaded, for a name given twice, and after a `restore()` that loaded something.
         """
-        for name, obj in objects.items():
+        every = [*objects.items(), *(per_rank or {}).items()]
+        names = {*self._attached, *self._saver.per_rank}
+        for name, obj in every:
             state.check_attachable(name, obj)
-            if name in self._attached:
+            if name in names:
                 raise UsageError(f"attach({name}=...): that name is taken; each object needs its own")
-        if objects and self._restored:
-            raise UsageError(f"attach({next(iter(objects))}=...) after restore(): attach everything before it")
+            names.add(name)
+        if every and self._restored:
+            raise UsageError(f"attach({every[0][0]}=...) after restore(): attach everything before it")
         self._attached.update(objects)
-        self._optional |= set(objects) if optional else set()
-        if objects and self._donor is not None:
+        self._saver.per_rank.update(per_rank or {})
+        self._optional |= {name for name, _ in every} if optional else set()
+        if every and self._donor is not None:
             self._donor.close()
-        self._committing = [obj for obj in self._attached.values() if callable(getattr(obj, "commit", None))]
+        known = [*self._attached.values(), *self._saver.per_rank.values()]
+        self._committing = [obj for obj in known if callable(getattr(obj, "commit", None))]
 
     def restore(self, directory: str | os.PathLike[str] | None = None, step: int | None = None) -> Resumed | None:
         """Load the newest checkpoint that can be read whole; None where there is none.

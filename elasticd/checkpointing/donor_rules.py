@@ -100,6 +100,11 @@ def _tensors_elsewhere(rank: _Rank) -> str:
     return ""
 
 
+def _state_of_each_rank(rank: _Rank) -> str:
+    """The dead rank's is lost."""
+    return next((f"{name} has a state of its own on every rank" for name in rank.saver.per_rank), "")
+
+
 def _unlike_rank_0(rank: _Rank) -> str:
     if rank.saver.group.rank == 0:
         return ""
@@ -141,6 +146,7 @@ _RULES = (
     _own_communication,
     _no_replicated_optimizer,
     _tensors_elsewhere,
+    _state_of_each_rank,
     _unlike_rank_0,
     _own_state_dict,
     _unusual_tensor,

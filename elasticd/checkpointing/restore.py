@@ -106,6 +106,9 @@ class _Restore:
         try:
             content = checkpoint.load_mapped(self._fd)
             notes += state.scatter(self.attached, content, self.optional)
+            of_ranks = content[state.RESERVED].get("per_rank", {})
+            rank, world_size = self.group.rank, self.group.world_size
+            notes += state.scatter_per_rank(self.saver.per_rank, of_ranks, rank, world_size, self.optional)
             notes += self._restore_random_state(chosen, content[state.RESERVED]["rng"])
         except Exception as raised:  # noqa: BLE001 - all ranks must learn of any error of a load_state_dict
             error = raised

@@ -29,7 +29,7 @@ from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest, parse
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
 from elasticd.coordination.store_channel import StoreChannel
-from elasticd.errors import UsageError
+from elasticd.errors import CheckpointRefused, UsageError
 from elasticd.heartbeat.record import HeartbeatWriter, Phase
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 from elasticd.process_group import DefaultGroup, WorkerEnvironment
@@ -85,6 +85,8 @@ class Saver:
     """The number under which this session saves: the agent's, else one more than the highest in the directory."""
     parent: tuple[int, int] | None = None
     """The (round, step) that this round resumed from."""
+    per_rank: dict[str, Any] = field(default_factory=dict)
+    """Objects of which every rank's state is saved, by name."""
     every: SaveInterval | None = None
     keep: int = DEFAULT_KEEP
     keep_every: int = 0
@@ -159,7 +161,10 @@ class Saver:
             raise UsageError("nothing is attached: call session.attach(model=..., optimizer=...) before saving")
         self._saves += 1
         self._last_at = time.monotonic()
-        mine = state.to_bytes(state.random_state(self.group.device))
+        own: dict[str, Any] = {name: obj.state_dict() for name, obj in self.per_rank.items()}
+        check_loadable(own)
+        digests = state.digests(attached) if self._saves == 1 else {}
+        mine = state.to_bytes([state.random_state(self.group.device), own, digests])
         every_rank = self.channel.collect(f"random/{self._saves}", mine, f"random states for the save at step {step}")
         if self._saves == 1:
             what = f"whether the state of step {step} can be loaded again"
@@ -179,12 +184,24 @@ class Saver:
 
     def _check(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes]) -> dict[str, Any]:
         check_loadable(self._content(step, attached, every_rank))
+        every = [state.from_bytes(each)[2] for each in every_rank]
+        for name, own in every[0].items():
+            different = [str(rank) for rank, each in enumerate(every) if each.get(name) != own]
+            if different:
+                raise CheckpointRefused(
+                    f"the state of {name} on rank {', '.join(different)} differs from rank 0's, which alone would be "
+                    f"saved. Attach it with attach(per_rank={{{name!r}: ...}}) if each rank needs its own, or make it "
+                    "the same on all ranks, for example by averaging the number that it depends on"
+                )
         return {}
 
     def _content(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes]) -> dict[str, Any]:
         own = {"step": step, "round": self.round, "world_size": self.group.world_size}
-        streams = [state.from_bytes(each) for each in every_rank]
-        return {**state.gather(attached), state.RESERVED: {**own, "rng": streams}}
+        every = [state.from_bytes(each) for each in every_rank]
+        streams = [random_state for random_state, _, _ in every]
+        per_rank = {name: [states[name] for _, states, _ in every] for name in self.per_rank}
+        kept = {"rng": streams, **({"per_rank": per_rank} if per_rank else {})}
+        return {**state.gather(attached), state.RESERVED: {**own, **kept}}
 
     def _save(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes], why: str, wait: bool) -> bool:
         start = time.monotonic()

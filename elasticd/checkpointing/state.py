@@ -7,6 +7,7 @@ round. Random states are plain tensors, lists and numbers, so that `torch.load(w
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
 import random
 import sys
@@ -218,6 +219,64 @@ def _renamed(state: OrderedDict[str, Any], rename: Callable[[str], str]) -> Orde
         # torch keeps the versions of the modules there.
         renamed._metadata = OrderedDict((rename(key), value) for key, value in metadata.items())  # type: ignore[attr-defined]
     return renamed
+
+
+def digests(attached: Mapping[str, Any]) -> dict[str, str]:
+    """Of the state of each object that is neither a module nor an optimizer, tensors aside: rank 0's is saved for all
+    ranks, so they should be equal.
+    """
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    small = {name: obj for name, obj in attached.items() if not isinstance(obj, (Module, Optimizer))}
+    return {name: hashlib.sha256(_text(obj.state_dict()).encode()).hexdigest()[:16] for name, obj in small.items()}
+
+
+def _text(value: Any) -> str:
+    """Equal for equal values, whatever the order of keys."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{key!r}: {_text(item)}' for key, item in value.items()))}}}"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return repr(value)
+
+
+def scatter_per_rank(
+    objects: Mapping[str, Any], states: Mapping[str, list[Any]], rank: int, world_size: int, optional: Collection[str]
+) -> list[str]:
+    """Load each object's state of this rank; returns sentences about what was not used.
+
+    On another world size an object gets all ranks' states by `load_state_dicts(states, rank, world_size)`. Raises
+    CheckpointError where it has no such method.
+    """
+    notes: list[str] = []
+    for name, obj in objects.items():
+        if name not in states and name in optional:
+            notes.append(f"the checkpoint holds nothing for {name}, which is optional and stays as it is")
+        elif name not in states:
+            raise CheckpointError(
+                f"the checkpoint holds no state of each rank for {name}; attach under the names it was saved with, "
+                "start in another directory, or attach what is new with optional=True"
+            )
+        elif len(states[name]) == world_size:
+            obj.load_state_dict(copy.deepcopy(states[name][rank]))
+        elif callable(getattr(obj, "load_state_dicts", None)):
+            obj.load_state_dicts(copy.deepcopy(states[name]), rank, world_size)
+        else:
+            raise CheckpointError(
+                f"{name} was saved by {len(states[name])} ranks, and now there are {world_size}: give "
+                f"{type(obj).__name__} a method load_state_dicts(states, rank, world_size), or start as many workers"
+            )
+    extra = [name for name in states if name not in objects]
+    return notes + [
+        f"nothing is attached per rank as {name}: that part of the checkpoint was not used" for name in extra
+    ]
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -157,3 +157,30 @@ def test_optional_object_may_be_missing_in_a_checkpoint(start: Any, tmp_path: Pa
     assert found["notes"] == ["the checkpoint holds nothing for extra, which is optional and stays as it is"]
     (found,) = start("toy.py", {"directory": directory, "extra": "needed"}, world_size=1, round=4).results()
     assert found["notes"] == [], "it was saved meanwhile"
+
+
+def test_each_rank_gets_its_own_state_back(start: Any, tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path / "shared"), "counter": "per_rank"}
+    assert [each["count"] for each in start("toy.py", {**options, "steps": 6}).results()] == [6, 12]
+    assert [each["count"] for each in start("toy.py", options, round=2).results()] == [12, 24]
+
+
+def test_state_of_each_rank_on_another_world_size_is_offered_or_refused(start: Any, tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path / "shared"), "counter": "per_rank"}
+    start("toy.py", {**options, "steps": 6}).results()
+    refused = start("toy.py", options, world_size=1, round=2)
+    assert refused.codes() != [0]
+    assert "counter was saved by 2 ranks, and now there are 1" in refused.ranks[0].errors()
+    assert "load_state_dicts(states, rank, world_size)" in refused.ranks[0].errors()
+    (one,) = start("toy.py", {**options, "counter": "per_rank with hook"}, world_size=1, round=3).results()
+    assert one["count"] == 6 + 12 + 6
+    (one,) = start("toy.py", {**options, "counter": None, "steps": 15}, world_size=1, round=4).results()
+    assert one["notes"] == ["nothing is attached per rank as counter: that part of the checkpoint was not used"]
+
+
+def test_object_that_differs_between_ranks_is_refused_at_the_first_save(start: Any, tmp_path: Path) -> None:
+    job = start("toy.py", {"directory": str(tmp_path / "shared"), "counter": "everywhere"})
+    assert 0 not in job.codes()
+    for rank in job.ranks:
+        assert "the state of counter on rank 1 differs from rank 0's" in rank.errors()
+        assert "attach(per_rank={'counter': ...})" in rank.errors()

@@ -30,6 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "keep_every": 0,
     "restore": True,
     "back_to": None,  # restore(step=...)
+    "counter": None,  # attach a counter of rank + 1: "per_rank", "per_rank with hook", "everywhere"
     "extra": None,  # attach one more object, "optional" or "needed"
     "save": False,  # save() at the end
     "optimizer": "adam",  # or "sgd"
@@ -53,6 +54,27 @@ class Poison:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
+
+
+class Counter:
+    """Counts in steps of its own on every rank."""
+
+    def __init__(self, by: int) -> None:
+        self.count, self.by = 0, by
+
+    def commit(self) -> None:
+        self.count += self.by
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class SharedCounter(Counter):
+    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world_size: int) -> None:
+        self.count = sum(state["count"] for state in states)
 
 
 def build(rank: int) -> nn.Module:
@@ -86,6 +108,11 @@ def main() -> None:
     session.attach(model=model, optimizer=optimizer, scheduler=scheduler)
     if options["poison"]:
         session.attach(poison=Poison())
+    counter = (SharedCounter if options["counter"] == "per_rank with hook" else Counter)(session.rank + 1)
+    if options["counter"] == "everywhere":
+        session.attach(counter=counter)
+    elif options["counter"]:
+        session.attach(per_rank={"counter": counter})
     if options["extra"]:
         session.attach(extra=nn.Linear(2, 2), optional=options["extra"] == "optional")
     resumed = session.restore(directory, step=options["back_to"]) if options["restore"] else None
@@ -117,6 +144,7 @@ def main() -> None:
         "stopped": session.should_stop,
         "resumed": resumed and [resumed.round, resumed.step, resumed.world_size],
         "notes": list(resumed.notes) if resumed else [],
+        "count": counter.count,
         "lr": scheduler.get_last_lr(),
         "draw": [random.random(), float(numpy.random.rand()), float(torch.rand(()))],
     }
