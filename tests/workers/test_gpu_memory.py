@@ -158,6 +158,20 @@ def test_memory_that_stays_is_not_waited_for(nvml: Nvml, inbox: Inbox, opened: O
     assert checked(inbox).seconds < 5
 
 
+def test_errors_of_the_driver_are_reported(nvml: Nvml, inbox: Inbox) -> None:
+    """Also where the kernel's log is closed to a job."""
+    nvml.set_memory([], [])
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    memory = open_gpu_memory(True, inbox.put, said.put)
+    until(lambda: (nvml.directory / "registered").exists(), "registration for events")
+    time.sleep(0.1)  # the set was made before, and counts from there
+    with open(nvml.directory / "events", "a") as events:
+        events.write("1 8 79\n0 8 31\n")
+    assert said.get(timeout=PATIENCE_S).startswith("GPU 1 had XID 79; see dmesg")
+    assert said.get(timeout=PATIENCE_S) == "GPU 0 had XID 31 (a page fault), which a faulty program can cause"
+    memory.close()
+
+
 def test_nvml_process_that_cannot_start(
     nvml: Nvml, inbox: Inbox, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

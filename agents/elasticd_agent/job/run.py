@@ -162,7 +162,7 @@ def _worker_factory(
         inherited = {**inherited, FILE_VARIABLE: str(timer_file)}
     base_env = worker_base_environment(inherited, spec.max_workers)
     preload = preload_for(spec)
-    memory = open_gpu_memory(gpus, inbox.put)
+    memory = open_gpu_memory(gpus, inbox.put, _log.warning)
     stack.callback(memory.close)
     return lambda owner: WorkerManager(spec, node, base_env, preload, owner, listening_address(spec), memory)
 

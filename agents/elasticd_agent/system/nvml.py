@@ -23,6 +23,19 @@ _DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 """One of them exists where NVIDIA's driver is loaded; the last one is WSL's."""
 
 
+XID_EVENT, DOUBLE_BIT_EVENT = 0x8, 0x2
+"""nvml.h: nvmlEventTypeXidCriticalError, nvmlEventTypeDoubleBitEccError"""
+APPLICATION_XIDS = {
+    13: "an exception in a kernel",
+    31: "a page fault",
+    43: "it stopped a program",
+    45: "cleaning up after a program",
+    68: "an exception of the video engine",
+    109: "a context switch took too long",
+}
+"""XIDs that a faulty program can cause on a healthy GPU, as in NVIDIA's device plugin for Kubernetes."""
+
+
 def find_pynvml() -> str:
     """The directory that has pynvml; "" if it is not installed."""
     spec = importlib.util.find_spec("pynvml")
@@ -32,6 +45,24 @@ def find_pynvml() -> str:
 def find_nvml() -> str | None:
     """As find_pynvml; None on a machine without NVIDIA's driver."""
     return find_pynvml() if any(os.path.exists(path) for path in _DRIVER_FILES) else None
+
+
+def describe_event(event: Mapping[str, Any]) -> str:
+    """What the driver reports of a GPU, as a sentence; "" for a kind of event that was not asked for."""
+    if event["type"] == DOUBLE_BIT_EVENT:
+        return f"{gpu_name(event)} had an uncorrectable memory error"
+    if event["type"] != XID_EVENT:
+        return ""
+    number = event["data"]
+    if number in APPLICATION_XIDS:
+        return f"{gpu_name(event)} had XID {number} ({APPLICATION_XIDS[number]}), which a faulty program can cause"
+    return f"{gpu_name(event)} had XID {number}; see dmesg, and XID {number} in NVIDIA's list of XID errors"
+
+
+def gpu_name(gpu: Mapping[str, Any]) -> str:
+    if "index" not in gpu:
+        return "a GPU that has lost its index"
+    return f"GPU {gpu['index']}" + (f" ({gpu['bus']})" if gpu.get("bus") else "")
 
 
 def start_nvml_process(pynvml: str) -> HelperProcess:
@@ -48,7 +79,7 @@ class NvmlClient:
 
     def __init__(
         self,
-        at_start: Literal["initialize", "events"],
+        at_start: tuple[Literal["initialize", "events"], ...],
         on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
     ) -> None:
         """`at_start` is sent to every new process. `on_event` is called in another thread, with an event as it came."""
@@ -67,7 +98,8 @@ class NvmlClient:
         reader_args = (helper, self._answers, self._stop_reader.fileno())
         self._reader = threading.Thread(target=self._read, args=reader_args, name="elasticd-nvml", daemon=True)
         self._reader.start()
-        helper.send({"do": self._at_start}, time.monotonic() + CLOSE_S)
+        for request in self._at_start:
+            helper.send({"do": request}, time.monotonic() + CLOSE_S)
         return helper
 
     def request(self, message: Mapping[str, Any], within_s: float) -> dict[str, Any]:

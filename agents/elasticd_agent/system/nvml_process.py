@@ -30,6 +30,8 @@ KMSG_LIMIT = 4 << 20
 LOST = (15, 16)
 """nvml.h: NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED. Some drivers still return a handle then."""
 MISSING: dict[str, Any] = {"gpus": [], "trouble": "pynvml is not installed: pip install nvidia-ml-py"}
+MAX_NVLINKS = 18
+"""Of an H100 or B200; NVML names more than any GPU has."""
 POLL_S = 0.02
 SETTLED_S = 1.0
 """Memory in use that has not shrunk for so long is not being given back."""
@@ -98,12 +100,38 @@ def _gpu(nvml: Any, index: int, last_xids: dict[str, str]) -> dict[str, Any]:
         "remap_rows_uncorrected": remapped[1],
         "remap_pending": remapped[2],
         "remap_failed": remapped[3],
+        "nvlinks_active": _active_links(query),
+        "fabric": query_fabric(nvml, handle),
+        "persistence": query("nvmlDeviceGetPersistenceMode"),
+        "mig": (query("nvmlDeviceGetMigMode") or [None])[0],
         "last_xid": last_xids.get(short_bus(bus)) if bus is not None else None,
         "pids": [process.pid for process in query("nvmlDeviceGetComputeRunningProcesses") or ()],
     }
     if lost:
         return {"index": index, "error": lost[0]}
     return {name: text(value) for name, value in facts.items() if value is not None}
+
+
+def _active_links(query: Callable[..., Any]) -> int | None:
+    """Active NVLinks; None on a GPU without NVLink."""
+    states = [query("nvmlDeviceGetNvLinkState", link) for link in range(MAX_NVLINKS)]
+    known = [state for state in states if state is not None]
+    return sum(known) if known else None
+
+
+def query_fabric(nvml: Any, handle: Any) -> list[int] | None:
+    """[state, status] of the registration with the fabric manager (nvmlGpuFabricInfo_t); None where there is none."""
+
+    def ask() -> list[int]:
+        info = nvml.c_nvmlGpuFabricInfo_t()
+        nvml.nvmlDeviceGetGpuFabricInfo(handle, info)
+        return [int(info.state), int(info.status)]
+
+    try:
+        found: list[int] | None = _query(nvml, ask)
+    except nvml.NVMLError:  # it is lost, which the other facts say
+        return None
+    return found
 
 
 def xids(path: str = "/dev/kmsg") -> dict[str, str]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from elasticd_agent.system.helper_process import HelperError
-from elasticd_agent.system.nvml import NvmlClient, find_pynvml
+from elasticd_agent.system.nvml import NvmlClient, describe_event, find_pynvml
 
 WAIT_S = 30.0
 """Tens of GB are given back in a second or two; 50 s have been seen elsewhere."""
@@ -56,14 +56,19 @@ class NvmlGpuMemory(GpuMemory):
     """Asks NVML, whose process is started ahead. `track` and `check` belong to one thread."""
 
     def __init__(
-        self, post: Callable[[MemoryChecked], None], wait_s: float = WAIT_S, answer_s: float = ANSWER_S
+        self,
+        post: Callable[[MemoryChecked], None],
+        wait_s: float = WAIT_S,
+        answer_s: float = ANSWER_S,
+        warn: Callable[[str], None] = lambda sentence: None,
     ) -> None:
+        """`warn` gets a sentence for each error that the driver reports of a GPU, in another thread."""
         self._post = post
         self._wait_s = wait_s
         self._answer_s = answer_s
         self._pids: set[int] = set()
         self._requests: queue.SimpleQueue[tuple[int, ...] | None] = queue.SimpleQueue()
-        self._nvml = NvmlClient("initialize")
+        self._nvml = NvmlClient(("initialize", "events"), lambda event: warn(describe_event(event)))
         self._thread = threading.Thread(target=self._run, name="elasticd-gpu-memory", daemon=True)
         self._thread.start()
 
@@ -95,6 +100,8 @@ class NvmlGpuMemory(GpuMemory):
         self._nvml.close()
 
 
-def open_gpu_memory(gpus: bool, post: Callable[[MemoryChecked], None]) -> GpuMemory:
-    """`gpus`: the job uses GPUs."""
-    return NvmlGpuMemory(post) if gpus and find_pynvml() else GpuMemory()
+def open_gpu_memory(
+    gpus: bool, post: Callable[[MemoryChecked], None], warn: Callable[[str], None] = lambda sentence: None
+) -> GpuMemory:
+    """`gpus`: the job uses GPUs. `warn`: as for NvmlGpuMemory."""
+    return NvmlGpuMemory(post, warn=warn) if gpus and find_pynvml() else GpuMemory()

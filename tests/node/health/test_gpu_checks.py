@@ -43,6 +43,7 @@ def test_healthy_gpus(gpu_node: Node) -> None:
             "could not remap a faulty memory row; replace it",
         ),
         ({"throttle": 0x48}, "gpu heat", "is slowed down at 60 °C: too hot (hardware thermal slowdown)"),
+        ({"fabric": [3, 999]}, "gpu fabric", "was refused by the fabric manager (status 999)"),
         ({"throttle": 0x80}, "gpu heat", "is slowed down at 60 °C: short of power (hardware power brake)"),
     ],
 )
@@ -53,6 +54,31 @@ def test_failing_gpu_is_named_with_the_reason(
     found = gpu_node.run()
     assert (found[check].outcome, found[check].why) == ("failed", f"GPU 1 (00000000:01:00.0) {why}")
     assert [name for name in found if found[name].outcome == "failed"] == [check]
+
+
+def test_lost_nvlink_is_missed(gpu_node: Node, nvml: Says) -> None:
+    """One that was never active may lead nowhere, as with bridges between some of the GPUs."""
+    nvml([], [], facts={"0": {"links": "1111"}, "1": {"links": "0011"}})
+    assert gpu_node.run()["gpu nvlink"].outcome == "passed"
+    nvml([], [], facts={"0": {"links": "1101"}, "1": {"links": "0011"}})
+    found = gpu_node.run()["gpu nvlink"]
+    why = "GPU 0 (00000000:00:00.0) has lost 1 of 4 NVLinks; see nvidia-smi nvlink -s"
+    assert (found.outcome, found.why) == ("failed", why)
+
+
+@pytest.mark.parametrize(
+    ("facts", "note"),
+    [
+        ({"persistence": 0}, "persistence mode is off"),
+        ({"mig": 1}, "MIG is on"),
+        ({"fabric": [2, 0]}, "the fabric manager has not set up all GPUs"),
+    ],
+)
+def test_settings_are_noted_and_cost_no_node(gpu_node: Node, nvml: Says, facts: dict[str, Any], note: str) -> None:
+    nvml([], [], facts={"1": facts})
+    found = gpu_node.run()
+    assert found["gpus"].why.startswith(f"2 × Fake 100 – {note}")
+    assert not [one for one in found.values() if one.outcome == "failed"]
 
 
 @pytest.mark.parametrize("throttle", [0x1, 0x4, 0x20])  # idle, power cap, slowed down by software
@@ -122,7 +148,7 @@ def test_stopped_nvml_process_is_replaced(gpu_node: Node, monkeypatch: pytest.Mo
 
 def test_killed_agent_leaves_no_nvml_process(gpu_node: Node, nvml: Says) -> None:
     nvml([], [], broken="hangs")
-    program = "from elasticd_agent.system.nvml import NvmlClient; NvmlClient('events').request({'do': 'gpus'}, 60)"
+    program = "from elasticd_agent.system.nvml import NvmlClient; NvmlClient(('events',)).request({'do': 'gpus'}, 60)"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", program], env=environ) as daemon:
         children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children")

@@ -126,6 +126,29 @@ def nvmlDeviceGetCurrentClocksThrottleReasons(gpu: int) -> int:  # noqa: N802
     return int(_facts(gpu).get("throttle", 0))
 
 
+def nvmlDeviceGetNvLinkState(gpu: int, link: int) -> int:  # noqa: N802
+    links = _facts(gpu).get("links", "")
+    if link >= len(links):
+        raise NVMLError("Not Supported", 3)
+    return int(links[link])
+
+
+class c_nvmlGpuFabricInfo_t:  # noqa: N801
+    state = status = 0
+
+
+def nvmlDeviceGetGpuFabricInfo(gpu: int, info: c_nvmlGpuFabricInfo_t) -> None:  # noqa: N802
+    info.state, info.status = _facts(gpu).get("fabric", (0, 0))
+
+
+def nvmlDeviceGetPersistenceMode(gpu: int) -> int:  # noqa: N802
+    return int(_facts(gpu).get("persistence", 1))
+
+
+def nvmlDeviceGetMigMode(gpu: int) -> list[int]:  # noqa: N802
+    return [int(_facts(gpu).get("mig", 0))] * 2
+
+
 def nvmlDeviceGetTemperature(gpu: int, sensor: int) -> int:  # noqa: N802
     return 60
 

@@ -19,14 +19,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
-from elasticd_agent.node.health import directories
+from elasticd_agent.node.health import directories, network_ports
 from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
 from elasticd_agent.system.process import signal_name
 from elasticd_agent.system.procfs import read, stat
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MAX_OUTPUT_BYTES = 1 << 20
-KEPT_OUTPUT_BYTES = 4096
+KEPT_OUTPUT_BYTES = 16 * 1024
 MAX_REASON_CHARS = 200
 EXIT_TIMEOUT_S = 1.0
 """After SIGKILL; a process that hangs in the kernel is left behind."""
@@ -45,6 +45,7 @@ class CheckChild:
     output: bytearray = field(default_factory=bytearray)
     output_bytes: int = 0
     killed: str = ""  # the reason
+    reading: dict[str, Any] = field(default_factory=dict)  # of the network's ports, for the next run
 
 
 class CheckRunner:
@@ -67,6 +68,7 @@ class CheckRunner:
 
     def run(self, request: dict[str, Any]) -> None:
         waiting = [self._directory(one, request) for one in request["directories"]]
+        waiting += [self._ports(one, request) for one in request.get("ports", ())]
         waiting += [self._plugin(one, request) for one in request["plugins"]]
         waiting.reverse()
         while (waiting or self._children) and not self._stopped:
@@ -82,6 +84,22 @@ class CheckRunner:
             os._exit(0)
 
         return lambda: self._start(one["check"], request["directory_s"], ask, _directory_result)
+
+    def _ports(self, one: dict[str, Any], request: dict[str, Any]) -> Callable[[], None]:
+        def ask() -> None:
+            os.write(1, json.dumps(network_ports.read_ports()).encode())
+            os._exit(0)
+
+        def judge(child: CheckChild, status: int) -> CheckResult:
+            if child.killed:
+                return failed(child.check, f"{child.killed}: does the adapter's driver answer?")
+            try:
+                result, child.reading = network_ports.judge_ports(one["before"], json.loads(child.output))
+            except (ValueError, TypeError):
+                return skipped(child.check, first_line(bytes(child.output)) or _describe_exit(status))
+            return result
+
+        return lambda: self._start(one["check"], request["directory_s"], ask, judge)
 
     def _plugin(self, one: dict[str, Any], request: dict[str, Any]) -> Callable[[], None]:
         def become() -> None:
@@ -183,6 +201,8 @@ class CheckRunner:
     def _report(self, child: CheckChild, found: CheckResult) -> None:
         took_s = time.monotonic() - child.began
         self._send({"result": asdict(replace(found, seconds=took_s))})
+        if child.reading:
+            self._send({"ports": child.reading})
 
     def _kill_descendants(self) -> None:
         """No descendant outlives this process, except unkillable ones."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from elasticd_agent.config.agent_settings import NodeSettings
-from elasticd_agent.node.health import gpu_checks, plugins
+from elasticd_agent.node.health import gpu_checks, network_ports, plugins
 from elasticd_agent.node.health.all_reduce import check_all_reduce
 from elasticd_agent.node.health.directories import format_size
 from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
@@ -44,8 +44,10 @@ class NodeChecks:
         self._settings = settings
         self._environ = environ
         self._on_event = on_event
-        self._nvml = NvmlClient("events", self._on_nvml_event)
+        self._nvml = NvmlClient(("events",), self._on_nvml_event)
         self._events: queue.SimpleQueue[CheckResult] = queue.SimpleQueue()
+        self._most_links: dict[str, int] = {}
+        self._ports: dict[str, Any] = {}
         self._stuck: dict[str, tuple[int, int, str]] = {}
         self._stop = Waker()
 
@@ -63,7 +65,7 @@ class NodeChecks:
 
     def run(self, idle: bool, most_gpus: int) -> list[CheckResult]:
         """Except the all-reduce. `idle`: no job runs here. `most_gpus`: the most that were ever seen here."""
-        return [check_memory(idle), *self._gpus(most_gpus), *self._directories_and_plugins()]
+        return [check_memory(idle), *self._gpus(most_gpus), *self._in_check_process()]
 
     def all_reduce(self) -> CheckResult:
         slots = self._settings.slot_count(self._environ)
@@ -83,7 +85,7 @@ class NodeChecks:
         began = time.monotonic()
         answer = self._nvml.request({"do": "gpus"}, NVML_TIMEOUT_S)
         return [
-            *gpu_checks.gpu_results(answer, expected, visible, time.monotonic() - began),
+            *gpu_checks.gpu_results(answer, expected, visible, time.monotonic() - began, self._most_links),
             *self._xid_result(),
         ]
 
@@ -106,11 +108,12 @@ class NodeChecks:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         return [CheckResult(gpu_checks.XIDS, "failed", found[0].why + more, certain=True)]
 
-    def _directories_and_plugins(self) -> list[CheckResult]:
+    def _in_check_process(self) -> list[CheckResult]:
         settings, health = self._settings, self._settings.health
         own = [path for path in (settings.state_dir, settings.log_dir) if path is not None]  # the agent makes them
         found, results = plugins.find(health.plugins_dir)
-        requested: dict[str, list[dict[str, Any]]] = {"directories": [], "plugins": []}
+        requested: dict[str, list[dict[str, Any]]] = {"directories": [], "ports": [], "plugins": []}
+        requested["ports"].append({"check": network_ports.CHECK, "before": self._ports})
         for path, made in {**dict.fromkeys(health.directories, False), **dict.fromkeys(own, True)}.items():
             one = {"check": f"disk {path}", "path": str(path), "free_min_bytes": health.disk_free_min_bytes}
             requested["directories"].append({**one, "made": made})
@@ -160,6 +163,8 @@ class NodeChecks:
                 if "result" in message:
                     result = CheckResult(**message["result"])
                     found[result.check] = result
+                elif "ports" in message:
+                    self._ports = message["ports"]
                 elif "stuck" in message:
                     stuck = message["stuck"]
                     self._stuck[stuck["check"]] = (stuck["pid"], stuck["started"], found[stuck["check"]].why)

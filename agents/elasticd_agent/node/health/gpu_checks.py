@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
+from elasticd_agent.system.nvml import APPLICATION_XIDS, XID_EVENT, describe_event, gpu_name
 
-PRESENT, ERRORS, ROWS, HEAT, XIDS = "gpus", "gpu ecc", "gpu rows", "gpu heat", "gpu xid"
-XID_EVENT, DOUBLE_BIT_EVENT = 0x8, 0x2
-"""nvml.h: nvmlEventTypeXidCriticalError, nvmlEventTypeDoubleBitEccError"""
+PRESENT, XIDS = "gpus", "gpu xid"
+FABRIC_COMPLETED, FABRIC_PENDING = 3, (1, 2)
+"""nvml.h: NVML_GPU_FABRIC_STATE_…; pending: not started, in progress."""
 HARDWARE_SLOWDOWNS = {0x40: "too hot (hardware thermal slowdown)", 0x80: "short of power (hardware power brake)"}
 """nvml.h, nvmlClocksThrottleReason…; slowdown by software (0x20, 0x4) is normal at full load."""
-APPLICATION_XIDS = {
-    13: "an exception in a kernel",
-    31: "a page fault",
-    43: "it stopped a program",
-    45: "cleaning up after a program",
-    68: "an exception of the video engine",
-    109: "a context switch took too long",
-}
-"""XIDs that a faulty program can cause on a healthy GPU, as in NVIDIA's device plugin for Kubernetes."""
 
 
 def gpu_results(
-    answer: Mapping[str, Any], expected: int, chosen: Sequence[str] | None, seconds: float
+    answer: Mapping[str, Any],
+    expected: int,
+    chosen: Sequence[str] | None,
+    seconds: float,
+    most_links: dict[str, int] | None = None,
 ) -> list[CheckResult]:
-    """`answer`: NVML's to "gpus". `chosen`: indices and UUIDs that the agent may use; None: all."""
+    """`answer`: NVML's to "gpus". `chosen`: indices and UUIDs that the agent may use; None: all.
+
+    `most_links` keeps the most active NVLinks of each GPU from one run to the next.
+    """
     if answer.get("trouble"):
         return [_no_answer(str(answer["trouble"]), expected, seconds)]
     gpus = [gpu for gpu in answer.get("gpus", ()) if _is_visible(gpu, chosen)]
     return [
         _present(gpus, expected, seconds),
-        _each(ERRORS, gpus, _errors, "no uncorrectable errors"),
-        _each(ROWS, gpus, _rows, "no memory row needs remapping"),
-        _each(HEAT, gpus, _heat, "no hardware slowdown"),
+        *(_each(check, gpus, is_bad, fine) for check, is_bad, fine in CHECKS),
+        _each(
+            "gpu nvlink", gpus, partial(_links, most=most_links if most_links is not None else {}), "no link is down"
+        ),
     ]
 
 
@@ -42,13 +43,10 @@ def event_result(what: Mapping[str, Any], chosen: Sequence[str] | None) -> Check
     """The failure that an NVML event reports; None for an application's fault or another GPU."""
     if not _is_visible(what, chosen):
         return None
-    if what["type"] == DOUBLE_BIT_EVENT:
-        why = f"{_name(what)} had an uncorrectable memory error"
-    elif what["type"] == XID_EVENT and what["data"] not in APPLICATION_XIDS:
-        why = f"{_name(what)} had XID {what['data']}; see dmesg, and XID {what['data']} in NVIDIA's list of XID errors"
-    else:
+    if what["type"] == XID_EVENT and what["data"] in APPLICATION_XIDS:
         return None
-    return CheckResult(XIDS, "failed", why, certain=True)
+    why = describe_event(what)
+    return CheckResult(XIDS, "failed", why, certain=True) if why else None
 
 
 def _no_answer(trouble: str, expected: int, seconds: float) -> CheckResult:
@@ -58,18 +56,19 @@ def _no_answer(trouble: str, expected: int, seconds: float) -> CheckResult:
 
 
 def _present(gpus: Sequence[Mapping[str, Any]], expected: int, seconds: float) -> CheckResult:
-    lost = [f"{_name(gpu)} does not answer: {gpu['error']}" for gpu in gpus if "error" in gpu]
+    lost = [f"{gpu_name(gpu)} does not answer: {gpu['error']}" for gpu in gpus if "error" in gpu]
     if len(gpus) < expected:
         lost.append(f"{len(gpus)} GPUs found, {expected} expected (health.gpus sets the number)")
     if lost:
         return failed(PRESENT, "; ".join(lost), seconds)
     names = sorted({str(gpu.get("name", "GPU")) for gpu in gpus})
-    past = "; ".join(f"{_name(gpu)}: last XID {gpu['last_xid']}" for gpu in gpus if gpu.get("last_xid"))
-    return passed(PRESENT, f"{len(gpus)} × {', '.join(names)}{' – ' * bool(past)}{past}", seconds)
+    past = [f"{gpu_name(gpu)}: last XID {gpu['last_xid']}" for gpu in gpus if gpu.get("last_xid")]
+    notes = "; ".join([*past, *(note for bad, note in NOTES if any(map(bad, gpus)))])
+    return passed(PRESENT, f"{len(gpus)} × {', '.join(names)}{' – ' * bool(notes)}{notes}", seconds)
 
 
 def _each(check: str, gpus: Sequence[Mapping[str, Any]], look: Any, fine: str) -> CheckResult:
-    found = [f"{_name(gpu)} {why}" for gpu in gpus if "error" not in gpu and (why := look(gpu))]
+    found = [f"{gpu_name(gpu)} {why}" for gpu in gpus if "error" not in gpu and (why := look(gpu))]
     return failed(check, "; ".join(found)) if found else passed(check, fine)
 
 
@@ -91,14 +90,38 @@ def _heat(gpu: Mapping[str, Any]) -> str:
     return f"is slowed down{degrees}: {', '.join(whys)}" if whys else ""
 
 
+def _fabric(gpu: Mapping[str, Any]) -> str:
+    state, status = gpu.get("fabric", (0, 0))
+    return f"was refused by the fabric manager (status {status})" if state == FABRIC_COMPLETED and status else ""
+
+
+def _links(gpu: Mapping[str, Any], most: dict[str, int]) -> str:
+    """A link that was never active may lead nowhere."""
+    active, uuid = gpu.get("nvlinks_active"), str(gpu.get("uuid", gpu.get("index")))
+    if active is None:
+        return ""
+    most[uuid] = max(most.get(uuid, 0), int(active))
+    down = most[uuid] - int(active)
+    return f"has lost {down} of {most[uuid]} NVLinks; see nvidia-smi nvlink -s" if down else ""
+
+
+CHECKS = (
+    ("gpu ecc", _errors, "no uncorrectable errors"),
+    ("gpu rows", _rows, "no memory row needs remapping"),
+    ("gpu heat", _heat, "no hardware slowdown"),
+    ("gpu fabric", _fabric, "no GPU was refused"),
+)
+"""Name, when a GPU is bad and why, and what is said of good ones."""
+NOTES: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (lambda gpu: gpu.get("persistence") == 0, "persistence mode is off: the driver is loaded anew by each start"),
+    (lambda gpu: gpu.get("mig") == 1, "MIG is on: a slot is one instance"),
+    (lambda gpu: gpu.get("fabric", (0,))[0] in FABRIC_PENDING, "the fabric manager has not set up all GPUs"),
+)
+"""Facts that a person should know, of GPUs that can train."""
+
+
 def _is_visible(gpu: Mapping[str, Any], chosen: Sequence[str] | None) -> bool:
     if chosen is None or "index" not in gpu or any(name.startswith("MIG-") for name in chosen):
         return True
     uuid = str(gpu.get("uuid", ""))
     return str(gpu.get("index")) in chosen or any(uuid.startswith(one) for one in chosen if one.startswith("GPU-"))
-
-
-def _name(gpu: Mapping[str, Any]) -> str:
-    if "index" not in gpu:
-        return "a GPU that has lost its index"
-    return f"GPU {gpu['index']}" + (f" ({gpu['bus']})" if gpu.get("bus") else "")
