@@ -69,7 +69,7 @@ def test_first_round() -> None:
     view = replace(first(node("a")), first_number=8, checkpoint=(7, 50))
     r = decided(view)
     assert r == Round(8, (Member("a", "i", (0, 1), "", "a.lan"),), (7, 50), reason=r.reason, cause="start")
-    assert r.reason == "new start after round 7: 2 workers on a, from checkpoint r7-s50"
+    assert r.reason == "new start after round 7: 2 workers on a, from checkpoint r7-s50 or later"
     assert decided(first(node("a"))).reason == "first round: 2 workers on a, from the beginning"
     assert waiting(running(view)) == Wait("round 8 runs with 2 workers", None)
 

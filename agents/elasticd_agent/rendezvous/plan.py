@@ -553,7 +553,7 @@ def _hang_places(running: _Running) -> tuple[tuple[str, int], ...]:
 def _size_phrase(view: View, members: tuple[Member, ...]) -> str:
     world_size = _size(members)
     where = members[0].node if len(members) == 1 else count(len(members), "node")
-    start = "from the beginning" if view.checkpoint is None else "from checkpoint r{}-s{}".format(*view.checkpoint)
+    start = "from the beginning" if view.checkpoint is None else "from checkpoint r{}-s{} or later".format(*view.checkpoint)
     return f"{count(world_size, 'worker')} on {where}, {start}"
 
 
