@@ -553,7 +553,9 @@ def _hang_places(running: _Running) -> tuple[tuple[str, int], ...]:
 def _size_phrase(view: View, members: tuple[Member, ...]) -> str:
     world_size = _size(members)
     where = members[0].node if len(members) == 1 else count(len(members), "node")
-    start = "from the beginning" if view.checkpoint is None else "from checkpoint r{}-s{} or later".format(*view.checkpoint)
+    # Survivors save their state after this is decided.
+    last = view.checkpoint
+    start = "from the beginning" if last is None else f"from checkpoint r{last[0]}-s{last[1]} or later"
     return f"{count(world_size, 'worker')} on {where}, {start}"
 
 
