@@ -173,6 +173,7 @@ def test_restarts_an_hour_have_a_bound_even_with_progress(job: StartJob) -> None
     reason = run.event("job_ended", outcome="failed", restarts=2)["reason"]
     assert reason.startswith("more than 2 restarts an hour, 2 in all (--max-restarts-per-hour): rank 0 was killed")
 
+
 SAVES_ON_RANK_0 = """
 import os, sys, time
 from pathlib import Path

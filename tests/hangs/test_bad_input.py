@@ -41,16 +41,16 @@ WAITS = RankReport(
 )
 BEHIND = replace(WAITS, collectives=19, groups=tail(19))
 NO_STACK = {"where": "", "function": "", "place": "", "alone": False, "evidence": False}
-OTHER = {"where": "elsewhere", "function": "x.py:1 f"}
+OUTSIDE = replace(BEHIND, where="elsewhere", function="x.py:1 f")
 CASES: dict[str, tuple[Sequence[RankReport], float]] = {
     "no stacks": ([replace(WAITS, **NO_STACK), replace(BEHIND, **NO_STACK)], NEVER_S),
     "no stack of the rank behind": ([WAITS, replace(BEHIND, **NO_STACK)], IDLE_S),
     "no stacks and no recordings": ([replace(one, **NO_STACK, groups=()) for one in (WAITS, BEHIND)], NEVER_S),
     "no stack of any, and no count": ([replace(WAITS, **NO_STACK, groups=(), collectives=-1)] * 2, NEVER_S),
     "an empty stack": ([WAITS, replace(BEHIND, where="elsewhere", function="", place="")], IDLE_S),
-    "a stack of an earlier moment": ([WAITS, replace(BEHIND, **OTHER, waiting_s=90.0)], IDLE_S),
+    "a stack of an earlier moment": ([WAITS, replace(OUTSIDE, waiting_s=90.0)], IDLE_S),
     "no recording of the rank behind": ([WAITS, replace(BEHIND, groups=())], IDLE_S),
-    "a recording that was done long ago": ([WAITS, replace(BEHIND, groups=tail(3))], 4.9),
+    "a recording that was done long ago": ([WAITS, replace(BEHIND, groups=tail(3))], IDLE_S),
     "a recording beyond what the others wait for": ([WAITS, replace(WAITS, groups=tail(25))], IDLE_S),
     "a number with two kinds, and nothing unfinished": (
         [replace(WAITS, groups=tail(20)), replace(WAITS, groups=tail(20, 0, "broadcast"))],
@@ -60,14 +60,14 @@ CASES: dict[str, tuple[Sequence[RankReport], float]] = {
         [WAITS, replace(WAITS, groups=(GroupTail("group 7", 20, 20, ((20, "broadcast"),), "gloo"),))],
         IDLE_S,
     ),
-    "a phase that never ends": ([WAITS, replace(BEHIND, **OTHER, phase="eval")], IDLE_S),
-    "a phase unknown to this version": ([WAITS, replace(BEHIND, **OTHER, phase="dreaming")], IDLE_S),
-    "a phase of the end, in the middle": ([WAITS, replace(BEHIND, **OTHER, phase="exit", alone=False)], IDLE_S),
-    "steps that go back": ([WAITS, replace(BEHIND, **OTHER, step=-5)], IDLE_S),
+    "a phase that never ends": ([WAITS, replace(OUTSIDE, phase="eval")], IDLE_S),
+    "a phase unknown to this version": ([WAITS, replace(OUTSIDE, phase="dreaming")], IDLE_S),
+    "a phase of the end, in the middle": ([WAITS, replace(OUTSIDE, phase="exit", alone=False)], IDLE_S),
+    "steps that go back": ([WAITS, replace(OUTSIDE, step=-5)], IDLE_S),
     "counts beyond those of all others": ([WAITS, replace(WAITS, collectives=1 << 40)], IDLE_S),
-    "a heartbeat thread that was never seen": ([replace(one, alive_s=-1.0) for one in (WAITS, replace(BEHIND, **OTHER))], IDLE_S),
-    "no state of any process": ([replace(one, state="", window_s=0.0) for one in (WAITS, replace(BEHIND, **OTHER))], IDLE_S),
-}  # fmt: skip
+    "a heartbeat thread that was never seen": ([replace(one, alive_s=-1.0) for one in (WAITS, OUTSIDE)], IDLE_S),
+    "no state of any process": ([replace(one, state="", window_s=0.0) for one in (WAITS, OUTSIDE)], IDLE_S),
+}
 
 
 def report(ranks: Sequence[RankReport], idle_s: float) -> HangReport:

@@ -49,8 +49,18 @@ def test_name_that_becomes_known_ends_the_wait(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(join, "local_address", resolve)
     lines: list[str] = []
     wait_for_route(spec("store.example"), 600.0, lambda: False, lines.append)
-    assert lines == ["the name is not known; retrying for 600 s"]
+    assert lines == ["the name is not known; retrying for 600 s, 0 s of them are over"]
     assert next(answers, None) is None
+
+
+def test_wait_for_a_name_is_repeated_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "RESOLVE_RETRY_S", 0.05)
+    monkeypatch.setattr(join, "REMIND_S", 0.2)
+    lines: list[str] = []
+    with pytest.raises(StoreUnavailable):
+        wait_for_route(spec("nowhere.invalid"), 1.0, lambda: False, lines.append)
+    assert 2 <= len(lines) <= 6
+    assert all("nowhere.invalid:29400 cannot be resolved: the name is not known" in line for line in lines)
 
 
 def test_unknown_name_is_an_outage_after_the_join_timeout() -> None:

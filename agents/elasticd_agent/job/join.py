@@ -38,6 +38,8 @@ ADDRESS_S = 1.0
 PROBE_S = 0.2
 """An agent answers a probe within a millisecond; no answer in this time is silence."""
 RESOLVE_RETRY_S = 1.0
+REMIND_S = 30.0
+"""Between the log lines of a start that cannot reach its store: a name may be mistyped, and join_timeout is long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,18 +162,20 @@ def wait_for_route(spec: JobSpec, within_s: float, stopped: Callable[[], bool], 
 
     Returns early once `stopped`. Raises StoreUnavailable after `within_s` seconds, UsageError for a wrong address.
     """
-    deadline, logged = time.monotonic() + within_s, False
+    began = due = time.monotonic()
+    deadline = began + within_s
     while not stopped():
         try:
             workers_address(spec)
             return
         except StoreUnavailable as error:
-            left_s = deadline - time.monotonic()
+            now = time.monotonic()
+            left_s = deadline - now
             if left_s <= 0:
                 raise StoreUnavailable(f"{error}; retried for {within_s:g} s") from None
-            if not logged:
-                log(f"{error}; retrying for {within_s:g} s")
-            logged = True
+            if now >= due:
+                log(f"{error}; retrying for {within_s:g} s, {now - began:.0f} s of them are over")
+                due += REMIND_S
             time.sleep(min(RESOLVE_RETRY_S, left_s))
 
 

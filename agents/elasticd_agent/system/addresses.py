@@ -111,10 +111,12 @@ def _address_towards(towards: Sequence[tuple[str, int]]) -> Ip:
             "address for others; name it with --local-addr"
         )
     if loopback is None:
-        unknown = towards and not any(_resolved(host) for host, _ in towards)
-        why = "the name is not known" if unknown else "there is no route"
+        if towards and not any(_resolved(host) for host, _ in towards):
+            raise StoreUnavailable(
+                f"{named} cannot be resolved: the name is not known; check the endpoint's spelling, and DNS"
+            )
         raise (StoreUnavailable if towards else UsageError)(
-            f"no address of this machine reaches {named}: {why}; check the endpoint and the network, "
+            f"no address of this machine reaches {named}: there is no route; check the endpoint and the network, "
             "or name an address with --local-addr"
         )
     return loopback

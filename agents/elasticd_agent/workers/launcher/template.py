@@ -34,7 +34,7 @@ ADOPTION_DEADLINE_S = 10.0
 THREAD_END_S = 0.5
 """A thread that was joined is in /proc for a moment."""
 THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-"""In the order in which torch lets one override the other."""
+"""torch takes the first one that has a number."""
 ESSENTIAL = ("numpy", "torch")
 """Any other module can be left out."""
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
@@ -356,7 +356,9 @@ class Template:
             if value == before.get(name, "") or not re.match(self.config["read_at_import"], name):
                 continue
             if name in THREAD_VARIABLES and value.isdigit() and int(value):
-                self.hidden.get("torch").set_num_threads(int(value))
+                given = (os.environ.get(one, "") for one in THREAD_VARIABLES)
+                number = next(int(text) for text in given if text.isdigit() and int(text))
+                self.hidden.get("torch").set_num_threads(number)
             elif not name.startswith("TORCHINDUCTOR_"):  # read when it compiles
                 print(
                     f"elasticd: {name} was changed before torch was imported, but the warm launcher had loaded torch: "
