@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from docs.generate import events, metrics, options, settings, states
+from docs.generate import events, man, metrics, options, settings, states
 
 DOCS = Path(__file__).parents[1]
 PAGES = {
     "agent.md": settings.agent_page,
     "events.md": events.page,
     "jobs.md": settings.jobs_page,
+    "man/elasticd.1": man.page,
     "metrics.md": metrics.job_page,
     "node-metrics.md": metrics.node_page,
     "states.md": states.page,
@@ -19,6 +20,7 @@ PAGES = {
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
+        (DOCS / name).parent.mkdir(exist_ok=True)
         (DOCS / name).write_text(page())
     architecture = DOCS / "architecture.md"
     architecture.write_text(states.with_diagram(architecture.read_text()))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticd_agent.cli.main import COMMANDS
+
 COMMAND = [sys.executable, "-m", "elasticd_agent"]
 
 
@@ -58,7 +60,6 @@ def test_help_takes_under_a_fifth_of_a_second(argv: list[str]) -> None:
         (["run", "--nnodes", "2", "x.py"], "elasticd run: error: --nnodes 2 with the static backend is not supported"),
         (["run", "--rdzv-conf", "le\nase=1", "x.py"], "elasticd run: error: --rdzv-conf: unknown key 'le\\nase'"),
         (["walk", "x.py"], "elasticd: error: unknown command 'walk'"),
-        ([], "elasticd: error: a command is missing"),
     ],
 )
 def test_usage_error_is_one_line_and_exit_code_2(argv: list[str | bytes], line: str, tmp_path: Path) -> None:
@@ -73,6 +74,30 @@ def test_help_and_version() -> None:
         run = elasticd(*argv)
         assert (run.returncode, run.stderr) == (0, "")
         assert run.stdout.startswith("elasticd " if argv == ["--version"] else "usage: elasticd run [options] SCRIPT")
+
+
+def test_help_lists_every_command_in_a_line() -> None:
+    page = elasticd()
+    assert (page.returncode, page.stderr) == (0, "")
+    assert elasticd("help").stdout == page.stdout
+    assert max(map(len, page.stdout.splitlines())) <= 110
+    for name in COMMANDS:
+        assert len([line for line in page.stdout.splitlines() if line.startswith(f"  {name} ")]) == 1
+    assert elasticd("help", "drain").stdout == elasticd("drain", "--help").stdout
+    assert elasticd("help", "nope").returncode == 2
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_is_a_valid_script_with_every_command(shell: str, tmp_path: Path) -> None:
+    pytest.importorskip("shtab")
+    made = elasticd("completion", shell)
+    assert (made.returncode, made.stderr) == (0, "")
+    assert not [word for word in (*COMMANDS, "--checkpoint-dir", "--nproc-per-node") if word not in made.stdout]
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=made.stdout, text=True, check=True)
+        asked = 'COMP_WORDS=(elasticd drai); COMP_CWORD=1; _shtab_elasticd; echo "${COMPREPLY[@]}"'
+        done = subprocess.run(["bash", "-c", f"{made.stdout}\n{asked}"], capture_output=True, text=True)
+        assert done.stdout.split() == ["drain"], done.stderr
 
 
 def test_help_in_the_c_locale() -> None:

@@ -122,7 +122,7 @@ def test_two_nodes(reader: Reader, tmp_path: Path) -> None:
         reader.wait_for(r"step +25", "a")
         b = reader.start(run.replace("--node-id a", "--node-id b"), "b")
         reader.wait_for("b joined; .* 2 workers on 2 nodes, from checkpoint", "a")
-        reader.wait_for("training again", "b")
+        reader.wait_for("first step", "b")
         os.killpg(b.pid, signal.SIGKILL)
         reader.wait_for("b is lost: .* 1 worker on a, from checkpoint", "a")
         reader.close()

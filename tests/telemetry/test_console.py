@@ -284,7 +284,7 @@ def test_plain_lines_carry_time_job_and_level() -> None:
         console.log("no more restarts", "error")
 
     lines = plain(write)
-    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d elasticd\[job-1\] ", line) for line in lines)
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4} elasticd\[job-1\] ", line) for line in lines)
     assert [line.split("] ")[1] for line in lines] == [
         "round 1: a start", "warning: rank 1 was killed by SIGKILL", "error: no more restarts",
     ]  # fmt: skip

@@ -8,52 +8,49 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model.exit_codes import REQUEUE
 
 DEFAULT_SOCKET = "/run/elasticd/agent.sock"
 AGENT_VARIABLE = "ELASTICD_AGENT"
-_HELP = """\
-usage: elasticd run [options] SCRIPT [script's arguments]
-       elasticd agent --config FILE
-       elasticd store [--port PORT]
-       elasticd explain LOGDIR [options]
-       elasticd dump [options]
-       elasticd doctor [options]
-       elasticd config check|example [options]
-       elasticd checkpoints list|show|verify|prune DIR [options]
-       elasticd submit FILE | jobs | status [JOB] | logs JOB | cancel JOB [options]
-       elasticd nodes | cordon NODE | uncordon NODE | drain NODE [options]
-       elasticd dump JOB | explain JOB | open [options]
-       elasticd --version
 
-Keeps a PyTorch training job running while its workers fail.
 
-  run        runs a job on this machine, alone or with other nodes; it takes torchrun's options and its own
-  explain    names the root cause of a hang, from the evidence in a log directory
-  dump       takes the same evidence of a running job, without disturbing it
-  agent      runs on a node as a service and runs the jobs that are submitted
-  store      hosts a c10d store, where the nodes of jobs without an etcd meet
-  doctor     runs the agent's health checks on this machine
-  config     checks and explains an agent.toml or a job file
-  checkpoints  lists, checks and prunes a checkpoint directory
+class Command(NamedTuple):
+    line: str
+    """For the list of commands."""
+    entry: str = ""
+    """module:function. "": it uses an agent's HTTP API, cli/job_commands.py."""
 
-The other commands use the HTTP API of an `elasticd agent`: this node's, or --agent URL. More: docs/cli.md.
-"""
-_COMMANDS = {
-    "run": "",
-    "agent": "elasticd_agent.node.agent:agent",
-    "store": "elasticd_agent.cli.store_server:store",
-    "explain": "elasticd_agent.cli.explain:explain",
-    "dump": "elasticd_agent.cli.dump:dump",
-    "doctor": "elasticd_agent.cli.doctor:doctor",
-    "config": "elasticd_agent.cli.config_command:config",
-    "checkpoints": "elasticd_agent.cli.checkpoints:checkpoints",
-    "job": "elasticd_agent.node.runners.main:job",  # not in the help: the agent starts its runners with it
+
+COMMANDS = {
+    "run": Command("runs a job on this machine, alone or with other nodes: torchrun's options and its own", "-"),
+    "submit": Command("submits a job to the agents, and prints its id"),
+    "jobs": Command("lists the jobs: pending, running, ended"),
+    "status": Command("shows what a job does and why: its state, ranks and rounds; without JOB, all jobs and nodes"),
+    "logs": Command("prints the output of a rank, wherever it runs"),
+    "cancel": Command("ends a job"),
+    "explain": Command("names the root cause of a hang", "elasticd_agent.cli.explain:explain"),
+    "dump": Command("takes the stacks of all ranks now, without disturbing them", "elasticd_agent.cli.dump:dump"),
+    "checkpoints": Command(
+        "lists, checks and prunes a checkpoint directory", "elasticd_agent.cli.checkpoints:checkpoints"
+    ),
+    "open": Command("prints a URL that logs a browser in to the dashboard"),
+    "nodes": Command("lists the nodes, what runs there, and why a node takes no work"),
+    "cordon": Command("gives a node no new work"),
+    "drain": Command("moves a node's jobs away after a checkpoint, and gives it no new ones"),
+    "uncordon": Command("gives a node work again"),
+    "agent": Command("runs on a node as a service and runs submitted jobs", "elasticd_agent.node.agent:agent"),
+    "store": Command("hosts a c10d store, where nodes without etcd meet", "elasticd_agent.cli.store_server:store"),
+    "doctor": Command("runs the agent's health checks on this machine", "elasticd_agent.cli.doctor:doctor"),
+    "config": Command("checks and explains an agent.toml or a job file", "elasticd_agent.cli.config_command:config"),
+    "completion": Command("prints a script for the shell's completion", "elasticd_agent.cli.completion:completion"),
 }
-AGENT_COMMANDS = ("submit", "jobs", "status", "logs", "cancel", "nodes", "cordon", "uncordon", "drain", "open")
+AGENT_COMMANDS = tuple(name for name, command in COMMANDS.items() if not command.entry)
 """Those that always use an agent."""
+_HIDDEN = {"job": "elasticd_agent.node.runners.main:job"}
+"""The agent starts its runners with it."""
 _AGENT_FLAGS = {"--agent", "--token-file", "--ca", "--node"}
 _LOCAL_FLAGS = {"--list", "--event-log", "--pid", "--job", "--out", "-h", "--help"}
 
@@ -63,9 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_std_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # help and file names must print in any locale
-    command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
-    if command in ("-h", "--help"):
-        print(_HELP, end="")
+    command, *rest = list(sys.argv[1:] if argv is None else argv) or ["help"]
+    if command == "help" and rest:
+        command, rest = rest[0], ["--help"]
+    if command in ("-h", "--help", "help"):
+        print(_help(), end="")
         return 0
     if command == "--version":
         from elasticd_agent.model.version import version
@@ -79,13 +78,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             from elasticd_agent.cli.job_commands import run_command
 
             return run_command(command, rest)
-        if command in _COMMANDS:
-            return _load(_COMMANDS[command])(rest)
+        if entry := _HIDDEN.get(command) or (COMMANDS[command].entry if command in COMMANDS else ""):
+            return _load(entry)(rest)
     except (UsageError, StoreUnavailable) as error:
         return _error(f"elasticd {command}", str(error), REQUEUE if isinstance(error, StoreUnavailable) else 2)
-    wrong = f"unknown command {command!r}" if command else "a command is missing"
-    known = ", ".join((*(name for name in _COMMANDS if name != "job"), *AGENT_COMMANDS))
-    return _error("elasticd", f"{wrong}; there are {known}, as in: elasticd run train.py")
+    known = ", ".join(COMMANDS)
+    return _error("elasticd", f"unknown command {command!r}; there are {known}, as in: elasticd run train.py")
+
+
+def _help() -> str:
+    lines = (f"  {name:<12} {command.line}\n" for name, command in COMMANDS.items())
+    return (
+        "usage: elasticd run [options] SCRIPT [script's arguments]\n       elasticd COMMAND [options]\n"
+        "       elasticd help COMMAND\n\nKeeps a PyTorch training job running while its workers fail.\n\n"
+        + "".join(lines)
+        + "\nMost commands use the HTTP API of an agent: this node's, or --agent URL. More: docs/cli.md.\n"
+    )
 
 
 def _load(entry: str) -> Callable[[Sequence[str]], int]:

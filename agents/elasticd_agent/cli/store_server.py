@@ -60,7 +60,7 @@ def _serve(made: C10dStore) -> int:
 
 
 def _say(sentence: str) -> None:
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} elasticd store: {sentence}", file=sys.stderr, flush=True)
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} elasticd store: {sentence}", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

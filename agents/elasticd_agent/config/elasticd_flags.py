@@ -30,6 +30,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         default=_USUAL.max_restarts_per_hour,
     ),
     _own("--no-live", "Plain log lines, also on a terminal."),
+    _own("--quiet", "Only warnings and errors of elasticd; the workers' output is not changed."),
     _own(
         "--run TOKEN",
         "A token of this run of the job: only one run at a time may use a checkpoint directory. "

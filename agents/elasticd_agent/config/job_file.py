@@ -175,6 +175,7 @@ JOB_KEY_HINTS: Mapping[str, str] = {
     "numa_binding": "call os.sched_setaffinity in the script",
     "signals_to_handle": "elasticd cancel and drain stop a job",
     "no_live": "a daemon has no terminal",
+    "quiet": "a daemon has no terminal",
     "run": "the daemon counts the runs of a job",
     "node_id": "it is node in the node's agent.toml",
     "cwd": "write workdir",

@@ -91,7 +91,8 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
         event_log=_path(parsed.event_log, cwd),
         metrics_port=parsed.metrics_port,
         metrics_addr=parsed.metrics_addr,
-        live=not parsed.no_live,
+        live=not (parsed.no_live or parsed.quiet),
+        quiet=parsed.quiet,
     )
     return RunModel(_job_spec(parsed, options, environ, cwd), policy, settings)
 
@@ -193,7 +194,7 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
         entrypoint=parsed.training_script,
         args=tuple(parsed.training_script_args),
         cwd=cwd,
-        job_id=_random_id() if options.job_id is None else options.job_id,
+        job_id=_random_id(parsed.training_script) if options.job_id is None else options.job_id,
         run=os.urandom(8).hex() if options.run is None else options.run,
         role=parsed.role,
         min_workers=low,
@@ -215,10 +216,10 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
     )
 
 
-def _random_id() -> str:
-    from uuid import uuid4  # the form torchrun's random ids have; usage errors need not wait for it
-
-    return str(uuid4())
+def _random_id(script: str) -> str:
+    """train-lm-3f2a: the script's name and four hexadecimal digits."""
+    stem = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower())[:40].strip("-")
+    return f"{stem or 'job'}-{os.urandom(2).hex()}"
 
 
 def _mode(parsed: argparse.Namespace) -> Mode:

@@ -119,6 +119,8 @@ def _directory(option: str, path: Path | None) -> None:
     try:
         for place in (path, *path.parents):
             if place.is_dir():
+                if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+                    raise UsageError(f"{option} {str(path)!r}: no permission to write to {str(place)!r}")
                 return
             if place.exists():
                 raise UsageError(f"{option} {str(path)!r}: {str(place)!r} is a file, not a directory")

@@ -28,7 +28,7 @@ from elasticd_agent.rendezvous import restart_budget as budget
 from elasticd_agent.system.control_socket import SOCKET_NAME, Verb, open_control
 from elasticd_agent.system.nonblocking_writer import open_std_writers
 from elasticd_agent.telemetry import event_log, events, metrics
-from elasticd_agent.telemetry.console import Console, ConsoleLogHandler, PlainConsole, open_console
+from elasticd_agent.telemetry.console import Console, ConsoleLogHandler, PlainConsole, QuietConsole, open_console
 from elasticd_agent.telemetry.goodput import TimeSplit, follows_fault, lost_nodes
 from elasticd_agent.workers.logs import PREFIX_VARIABLE, JobLogs
 
@@ -47,6 +47,8 @@ class JobReporter:
     _workers: WorkerReporter = field(init=False)
     _progress: ProgressReporter = field(init=False)
     _failure: Failure | None = None
+    _stopped: bool = False
+    """On request."""
 
     def __post_init__(self) -> None:
         self._job = JobContext(self.spec, self.policy, self.node, self.events, self.metrics, self.console)
@@ -122,6 +124,8 @@ class JobReporter:
             leader=round.leader,
         )  # fmt: skip
         self.console.log(f"round {round.number}: {round.reason}")
+        if not self._workers.launcher_known:
+            self.console.log("starting: importing the script's modules")
         job.round, self._failure = round, None
 
     def _store(self, store: StoreAvailability, now: float) -> None:
@@ -149,6 +153,9 @@ class JobReporter:
             reason = f"{self.node} leaves within {grace_s:g} s: {request.why or f'{name} received'}"
         else:
             reason = f"{name} received: workers have {grace_s:g} s to stop"
+        self._stopped = True
+        if name == "SIGINT" and grace_s:
+            self.console.log("Ctrl-C again kills the workers at once")
         self._job.write(events.StopRequestedEvent, request.at, reason, by=name, grace_seconds=grace_s)
 
     def _left(self, left: JobLeft, now: float) -> None:
@@ -162,7 +169,8 @@ class JobReporter:
             self.console.log(f"the traceback of the rank that failed first:\n{self._failure.detail.rstrip()}", "error")
         job = self.spec.job_id
         what = f"{self.node} has left job {job}" if outcome == "left" else f"job {job} has {outcome}"
-        self.console.log(f"{what}: {left.why}", "info" if left.exit_code == 0 else "error")
+        requested = self._stopped and outcome in ("stopped", "left")
+        self.console.log(f"{what}: {left.why}", "info" if left.exit_code == 0 or requested else "error")
         number, restarts = (left.round.number, left.round.restarts) if left.round is not None else (0, 0)
         fields = {"outcome": outcome, "exit_code": left.exit_code, "restarts": restarts, "step": self._job.step}
         self._job.write(events.JobEndedEvent, now, left.why, number, **fields)
@@ -189,7 +197,9 @@ class Reporting(contextlib.ExitStack):
         out, err = open_std_writers()
         for outlet in {out, err}:
             self.callback(outlet.close)
-        console = open_console(err, STDERR, spec.job_id) if settings.live else PlainConsole(err, spec.job_id)
+        console: Console = open_console(err, STDERR, spec.job_id) if settings.live else PlainConsole(err, spec.job_id)
+        if settings.quiet:
+            console = QuietConsole(console)
         self.callback(console.close)
         handler = ConsoleLogHandler(console)
         logging.getLogger("elasticd").addHandler(handler)

@@ -64,6 +64,8 @@ class JobContext:
 class WorkerReporter:
     job: JobContext
     on_group_ended: Callable[[int], None]
+    launcher_known: bool = False
+    """Whether it is known how workers start: before that, the first group waits for imports."""
     _pids: dict[int, int] = field(default_factory=dict)
     """By local rank, of the group that runs."""
     _started_at: float = 0.0
@@ -98,6 +100,9 @@ class WorkerReporter:
         self.job.write(events.LauncherReadyEvent, now, launcher.reason, mode=launcher.mode, seconds=launcher.seconds)
         if launcher.mode == "cold":
             self.job.console.log(launcher.reason, "warning")
+        elif self.job.round is not None and not self.launcher_known:
+            self.job.console.log(f"starting: the imports took {launcher.seconds or 0.0:.1f} s")
+        self.launcher_known = True
 
     def _started(self, started: GroupStarted, now: float) -> None:
         job = self.job

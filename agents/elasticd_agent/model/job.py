@@ -278,6 +278,7 @@ class AgentSettings:
     metrics_port: int | None = None  #: None: no metrics are served; 0: any free port
     metrics_addr: str = "127.0.0.1"
     live: bool = True
+    quiet: bool = False  #: only warnings and errors
     runtime_dir: Path | None = None  #: None: a new private directory for sockets and heartbeats, deleted at the end
 
     def __post_init__(self) -> None:

@@ -201,4 +201,4 @@ def _describe_exit(code: int) -> str:
 def _log(sentence: str) -> None:
     with contextlib.suppress(OSError):  # standard error is closed, or the disk is full
         # Not sys.stderr: it would retry an unwritten line at exit, which makes the exit code 120.
-        os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} elasticd: {sentence}\n".encode(errors="replace"))
+        os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} elasticd: {sentence}\n".encode(errors="replace"))

@@ -96,7 +96,7 @@ class PlainConsole:
         self._due = float("-inf")
 
     def log(self, sentence: str, level: Level = "info") -> None:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S%z")
         self._lines.put(f"{stamp} elasticd[{self._job}] {_LEVELS[level]}{_visible(sentence)}")
 
     def progress(self, view: ProgressView) -> None:
@@ -206,6 +206,23 @@ def _foreground(fd: int) -> bool:
 def _visible(text: str) -> str:
     """The text with control characters made visible, so that no exception's message can steer the terminal."""
     return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
+
+
+class QuietConsole:
+    """Only warnings and errors of another console."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def log(self, sentence: str, level: Level = "info") -> None:
+        if level != "info":
+            self._console.log(sentence, level)
+
+    def progress(self, view: ProgressView) -> None:
+        pass
+
+    def close(self) -> None:
+        self._console.close()
 
 
 def open_console(outlet: NonBlockingWriter, fd: int, job: str) -> PlainConsole | LiveConsole:
