@@ -146,7 +146,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # some six an agent
     kind, host, port, job, fewest, most, lease, *names = sys.argv[1:]
     policy = policy_of(float(lease))
-    requirements = Requirements(1, 1, int(fewest), int(most), last_call_s=LAST_CALL_S)
+    requirements = Requirements(1, 1, int(fewest), int(most), last_call_timeout_s=LAST_CALL_S)
     first = True
 
     def start(name: str) -> SimulatedAgent:

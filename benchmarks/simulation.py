@@ -174,7 +174,7 @@ class Simulation:
         self.keys = Keys("job")
         self.dead: set[str] = set()
         self.answers = {f"n{i}": ProbeAlive(f"n{i}", f"{i:016x}") for i in range(nodes)}
-        requirements = Requirements(8, 8, 1, nodes, last_call_s=60.0)
+        requirements = Requirements(8, 8, 1, nodes, last_call_timeout_s=60.0)
         self.agents = {f"n{i}": Agent(self, i, requirements, Policy()) for i in range(nodes)}
 
     @property

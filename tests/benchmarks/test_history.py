@@ -18,7 +18,7 @@ from tests.scenarios import nodes
 
 SCENARIOS = Path(nodes.__file__).parent / "nodes"
 WAITS_FOR_AN_EARLIER_RUN = """\
-> job nodes=1:2 run=17 last_call_s=0 join_timeout_s=20
+> job nodes=1:2 run=17 last_call_timeout_s=0 join_timeout_s=20
 > start a
 > wait 3
 > run 24

@@ -186,7 +186,7 @@ def test_a_job_file_and_the_command_line_mean_the_same() -> None:
         "adopt_timeout=50,store_away=240,grow_debounce=2,node_cooloff=6 train.py"
     )
     _, told, _ = parse_run(command.split(), {}, Path("/tmp"))
-    assert policy == replace(told, stop_grace_s=1.5)
+    assert policy == replace(told, shutdown_timeout_s=1.5)
     assert spec.entrypoint == "train.py"
     usual = Policy()
     same = [f.name for f in fields(Policy) if getattr(policy, f.name) == getattr(usual, f.name)]
@@ -208,7 +208,7 @@ def test_variables_of_torchrun_in_the_daemons_environment_mean_nothing(monkeypat
     monkeypatch.setenv("PET_MAX_RESTARTS", "1")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
     _, policy = _choices(read_job(ABOUT.encode(), "toml", "t"))
-    assert (policy.max_restarts, policy.stop_grace_s) == (None, 30)
+    assert (policy.max_restarts, policy.shutdown_timeout_s) == (None, 30)
 
 
 def test_arguments_reach_the_script_whatever_they_look_like() -> None:

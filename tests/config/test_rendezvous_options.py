@@ -91,8 +91,8 @@ def test_slurm_stands_in_for_the_id_and_the_run() -> None:
 
 TIMES = [
     ("timeout=30", {"join_timeout_s": 30}),
-    ("join_timeout=4", {"join_timeout_s": 4, "last_call_s": 2}),
-    ("last_call_timeout=1", {"last_call_s": 1}),
+    ("join_timeout=4", {"join_timeout_s": 4, "last_call_timeout_s": 2}),
+    ("last_call_timeout=1", {"last_call_timeout_s": 1}),
     ("keep_alive_interval=5", {"renewal_s": 5, "lease_s": 15, "store_timeout_s": 0.9}),
     ("keep_alive_max_attempt=6", {"renewal_s": 1, "lease_s": 6, "store_timeout_s": 0.9}),
     ("keep_alive_interval=1,keep_alive_max_attempt=2", {"renewal_s": 1, "lease_s": 2, "store_timeout_s": 0.45}),
@@ -103,7 +103,7 @@ TIMES = [
     ("replace_timeout=0,hold_timeout=9", {"replace_timeout_s": 0, "hold_timeout_s": 9}),
     ("adopt_timeout=7,store_away=8", {"adopt_timeout_s": 7, "store_away_s": 8}),
     ("grow_debounce=0,node_cooloff=0", {"grow_debounce_s": 0, "node_cooloff_s": 0}),
-    (r"\'join_timeout=5,last_call_timeout=1\'", {"join_timeout_s": 5, "last_call_s": 1}),
+    (r"\'join_timeout=5,last_call_timeout=1\'", {"join_timeout_s": 5, "last_call_timeout_s": 1}),
     ("close_timeout=30,read_timeout=60,heartbeat_timeout=5,use_libuv=1", {"lease_s": 3, "store_timeout_s": 0.9}),
 ]
 

@@ -86,7 +86,7 @@ def test_rules_and_presentation() -> None:
         "--max-restarts 5 --max-restarts-per-hour 9 --shutdown-timeout 3 --event-log e.jsonl --metrics-port 9401 "
         "--metrics-addr :: --no-live t.py"
     )
-    assert policy == Policy(max_restarts=5, max_restarts_per_hour=9, stop_grace_s=3.0)
+    assert policy == Policy(max_restarts=5, max_restarts_per_hour=9, shutdown_timeout_s=3.0)
     assert settings == AgentSettings(HERE / "e.jsonl", 9401, "::", live=False)
 
 
@@ -102,7 +102,7 @@ def test_how_long_a_group_may_be_quiet() -> None:
         stopped_after_s=0.9,
         slow_ceiling_s=120,
         slow_factor=2,
-        evidence_s=1,
+        evidence_timeout_s=1,
         on_hang="report",
         startup_ceiling_s=180,
         first_step_ceiling_s=5400,
@@ -112,16 +112,16 @@ def test_how_long_a_group_may_be_quiet() -> None:
 
 @pytest.mark.parametrize("floor", ["1s", "1m"])
 def test_evidence_has_its_time_however_soon_hangs_are_seen(floor: str) -> None:
-    assert parse(f"--hang-floor {floor} t.py")[1].evidence_s == Policy().evidence_s
+    assert parse(f"--hang-floor {floor} t.py")[1].evidence_timeout_s == Policy().evidence_timeout_s
 
 
 def test_the_environment_stands_in() -> None:
     variables = {"PET_NPROC_PER_NODE": "3", "PET_STANDALONE": "1", "PET_MODULE": "0", "PET_MAX_RESTARTS": "0"}
     spec, policy, _ = parse("t.py", PYTHON_EXEC="/opt/python", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="4", **variables)
     assert (spec.max_workers, spec.mode, spec.python) == (3, Mode.SCRIPT, "/opt/python")
-    assert (policy.max_restarts, policy.stop_grace_s) == (0, 4.0)
+    assert (policy.max_restarts, policy.shutdown_timeout_s) == (0, 4.0)
     assert job("--nproc-per-node 2 t.py", **variables).max_workers == 2
-    assert parse("--shutdown-timeout 8 t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="no")[1].stop_grace_s == 8.0
+    assert parse("--shutdown-timeout 8 t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="no")[1].shutdown_timeout_s == 8.0
 
 
 WRONG = [

@@ -17,7 +17,7 @@ from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.reports import RankReport
 
-SHARP = Policy(hang_floor_s=0.5, evidence_s=0.5)
+SHARP = Policy(hang_floor_s=0.5, evidence_timeout_s=0.5)
 
 
 NOTHING = LearnedDurations()
@@ -154,7 +154,7 @@ def test_deadline_bounds(steps: list[float], phase: str) -> None:
 
 # ---- StepHistory
 
-POLICY = Policy(hang_floor_s=0.5, evidence_s=0.5, progress_ceiling_s=1800.0, startup_ceiling_s=600.0)
+POLICY = Policy(hang_floor_s=0.5, evidence_timeout_s=0.5, progress_ceiling_s=1800.0, startup_ceiling_s=600.0)
 TRAINS = Heartbeat(step=1, phase=Phase.STEP, source=Source.HOOK, first_step_ns=1, progress_ns=1)
 
 

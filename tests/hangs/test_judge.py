@@ -45,7 +45,7 @@ def test_single_report_waits_for_others() -> None:
     judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [A], NOBODY, NOW) is None
     assert judge.suspected, "the others are asked"
-    late = NOW + POLICY.evidence_s + POLICY.seen_timeout_s + POLICY.renewal_s
+    late = NOW + POLICY.evidence_timeout_s + POLICY.seen_timeout_s + POLICY.renewal_s
     assert judge.turn(ROUND, [A], NOBODY, late - 0.01) is None
     assert judge.turn(ROUND, [A], NOBODY, late) is None, "one rank that waits says little"
     found = judge.turn(ROUND, [report("a", 0, 0, behind=False, idle_s=90.0)], NOBODY, late + 84)

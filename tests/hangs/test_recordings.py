@@ -18,7 +18,7 @@ from elasticd_agent.model.reports import HangReport
 
 HERE = Path(__file__).parent / "transcripts" / "recorded"
 RECORDINGS = sorted(HERE.glob("*.jsonl"))
-TUNED = {"hang_floor_s": 1.0, "evidence_s": 1.0, "stopped_after_s": 1.0}
+TUNED = {"hang_floor_s": 1.0, "evidence_timeout_s": 1.0, "stopped_after_s": 1.0}
 
 
 def replayed(path: Path, policy: Policy) -> list[hang.Judgement]:

@@ -42,7 +42,7 @@ from elasticd_agent.model.messages import (
 )
 from elasticd_agent.model.records import Failure, Member, Round
 
-RULES = StepRules("a", user_error_wait_s=0.5, stop_grace_s=30.0)
+RULES = StepRules("a", user_error_wait_s=0.5, shutdown_timeout_s=30.0)
 HERE = (Member("a", "i", (4, 5)),)
 R3 = Round(3, HERE, reason="three")
 R4 = Round(4, HERE, reason="four")

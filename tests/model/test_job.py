@@ -22,7 +22,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"backoff_s": (-1, 0)}, "a growing list of seconds"),
     ({"progress_ceiling_s": 0}, "progress_ceiling 0 s must be more than 0"),
     ({"first_step_ceiling_s": float("nan")}, "first_step_ceiling nan s must be more than 0"),
-    ({"stop_grace_s": -1}, "shutdown_timeout -1 s cannot be negative"),
+    ({"shutdown_timeout_s": -1}, "shutdown_timeout -1 s cannot be negative"),
     ({"no_progress_limit": 0}, "no_progress_limit 0 must be at least 1"),
     ({"lease_s": 2}, r"lease 2 s must exceed renewal 1 s \+ 2 × store_timeout 0.9 s, .*; raise it by more than 0.8 s"),
     (
@@ -42,11 +42,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hang_factor": 1}, "hang_factor 1 must be more than 1: it says how many times the usual is too long"),
     ({"slow_factor": float("inf")}, "slow_factor inf must be more than 1"),
     (
-        {"evidence_s": 4, "hang_floor_s": 1},
+        {"evidence_timeout_s": 4, "hang_floor_s": 1},
         "evidence_timeout 4 s must .* not exceed 3 s, as hang_floor 1 s is less, .* by 1 s",
     ),
-    ({"evidence_s": 7}, "evidence_timeout 7 s must .* not exceed the least hang floor, 5 s, .* lower it by 2 s"),
-    ({"evidence_s": 0}, "evidence_timeout 0 s must be more than 0"),
+    (
+        {"evidence_timeout_s": 7},
+        "evidence_timeout 7 s must .* not exceed the least hang floor, 5 s, .* lower it by 2 s",
+    ),
+    ({"evidence_timeout_s": 0}, "evidence_timeout 0 s must be more than 0"),
     ({"slow_ceiling_s": 5}, "slow_ceiling 5 s must exceed the least hang floor, 5 s, so that .* more than 0 s"),
     ({"slow_ceiling_s": 9, "hang_floor_s": 10}, "slow_ceiling 9 s must exceed hang_floor 10 s, .* more than 1 s"),
     (

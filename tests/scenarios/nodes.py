@@ -60,7 +60,7 @@ class ScriptedCluster:
         kinds = {f.name: f.type for f in fields(Policy)}
         numbers = {name: _number(kinds[name], text) for name, text in options.items()}
         policy = replace(Policy(), **numbers)
-        asked = Requirements(1, slots, int(fewest), int(most or fewest), policy.last_call_s, run)
+        asked = Requirements(1, slots, int(fewest), int(most or fewest), policy.last_call_timeout_s, run)
         self.cluster = Cluster(asked, policy, slots, holds)
         self.at = self.shown_at = self.cluster.now
         self._requests: dict[str, int] = {}

@@ -122,9 +122,9 @@ class Job:
         self.lines: dict[TorchrunHandler, Line] = {}
         self._pool = pool
 
-    def node(self, nodes: str, *, last_call_s: float = 60.0, **changes: Any) -> TorchrunHandler:
+    def node(self, nodes: str, *, last_call_timeout_s: float = 60.0, **changes: Any) -> TorchrunHandler:
         low, high = map(int, nodes.split(":"))
-        asked = TorchrunRequirements(low, high, last_call_s, debounce_s=0.1)
+        asked = TorchrunRequirements(low, high, last_call_timeout_s, debounce_s=0.1)
         short = {"lease_s": LEASE_S, "renewal_s": LEASE_S / 5, "store_timeout_s": LEASE_S / 5, "join_timeout_s": 60.0}
         # Shorter than Policy permits.
         conf = PluginOptions("job", Rendezvous(), asked, SimpleNamespace(**{**short, **changes}))  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def test_maximum_of_nodes_starts_at_once(job: Job) -> None:
 
 def test_fewer_nodes_start_after_the_last_call(job: Job) -> None:
     began = time.monotonic()
-    (info,) = job.joined(job.node("1:2", last_call_s=0.5))
+    (info,) = job.joined(job.node("1:2", last_call_timeout_s=0.5))
     assert (info.rank, info.world_size) == (0, 1)
     assert time.monotonic() - began >= 0.5
 
@@ -206,7 +206,7 @@ def test_lost_node_restarts_the_survivor(job: Job, until: Until, lost: int) -> N
 
 
 def test_joining_node_gets_the_last_rank(job: Job, until: Until) -> None:
-    first, second = job.node("1:2", last_call_s=0.1), job.node("1:2")
+    first, second = job.node("1:2", last_call_timeout_s=0.1), job.node("1:2")
     job.joined(first)
     (coming,) = job.join(second)
     until(lambda: first.num_nodes_waiting() == 1, SOON_S)
@@ -333,7 +333,7 @@ def test_lease_defaults_to_torchs_keep_alive(given: dict[str, Any], lease_s: flo
 
 def test_joining_nodes_during_an_outage(job: Job, until: Until) -> None:
     """They do not count."""
-    member = job.node("1:2", last_call_s=0.0)
+    member = job.node("1:2", last_call_timeout_s=0.0)
     job.joined(member)
     (coming,) = job.join(job.node("1:2"))
     until(lambda: member.num_nodes_waiting() == 1, SOON_S)
@@ -439,7 +439,11 @@ def test_options_as_in_elasticd_run() -> None:
     assert conf.rendezvous.tls is not None
     assert conf.rendezvous.local_addr == "10.0.0.1"
     assert (conf.policy.lease_s, conf.policy.renewal_s, conf.policy.join_timeout_s) == (6, 2, 40)
-    assert (conf.requirements.min_nodes, conf.requirements.max_nodes, conf.requirements.last_call_s) == (2, 4, 4)
+    assert (conf.requirements.min_nodes, conf.requirements.max_nodes, conf.requirements.last_call_timeout_s) == (
+        2,
+        4,
+        4,
+    )
     assert parse_options("job", "a", 1, 1, None, {"local_addr": "10.0.0.2"}).rendezvous.local_addr == "10.0.0.2"
     with pytest.raises(UsageError, match="did you mean join_timeout"):
         parse_options("job", "a", 1, 1, None, {"join_timout": "1"})
@@ -501,7 +505,7 @@ def _round(number: int, *nodes: str) -> TorchrunRound:
     return TorchrunRound(number, tuple(map(_seat, nodes)))
 
 
-ASKED = TorchrunRequirements(min_nodes=1, max_nodes=3, last_call_s=5.0, debounce_s=1.0)
+ASKED = TorchrunRequirements(min_nodes=1, max_nodes=3, last_call_timeout_s=5.0, debounce_s=1.0)
 AB = _round(4, "a", "b")
 
 

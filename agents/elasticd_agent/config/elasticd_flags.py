@@ -87,7 +87,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     _own(
         "--evidence-timeout TIME",
         "Longest time to gather stacks and logs of a hung group before it is ended.",
-        default=setting_text(_USUAL.evidence_s),
+        default=setting_text(_USUAL.evidence_timeout_s),
     ),
     _own(
         "--on-hang WHAT",

@@ -24,23 +24,17 @@ DEFAULT_PORTS = {"c10d": 29400, "etcd": 2379}
 KEEP_ALIVE_ATTEMPTS = 3
 """torchrun's default of keep_alive_max_attempt."""
 
+_OWN_TIMES = (
+    *("lease", "renewal", "store_timeout", "seen_timeout", "replace_timeout", "hold_timeout", "adopt_timeout"),
+    *("store_away", "grow_debounce", "node_cooloff"),
+)
 _SECONDS: Mapping[str, str] = {
     # torchrun's
     "join_timeout": "join_timeout_s",
     "timeout": "join_timeout_s",
-    "last_call_timeout": "last_call_s",
+    "last_call_timeout": "last_call_timeout_s",
     "keep_alive_interval": "renewal_s",
-    # ours
-    "lease": "lease_s",
-    "renewal": "renewal_s",
-    "store_timeout": "store_timeout_s",
-    "seen_timeout": "seen_timeout_s",
-    "replace_timeout": "replace_timeout_s",
-    "hold_timeout": "hold_timeout_s",
-    "adopt_timeout": "adopt_timeout_s",
-    "store_away": "store_away_s",
-    "grow_debounce": "grow_debounce_s",
-    "node_cooloff": "node_cooloff_s",
+    **{name: f"{name}_s" for name in _OWN_TIMES},
 }
 _FILES: Mapping[str, str] = {
     "cacert": "ca",

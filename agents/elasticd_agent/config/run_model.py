@@ -40,7 +40,7 @@ def policy_with(given: Mapping[str, Any]) -> Policy:
         store.append((lease - renewal) * usual.store_timeout_s / (usual.lease_s - usual.renewal_s))
     numbers.setdefault("store_timeout_s", min(store))
     join = numbers.setdefault("join_timeout_s", usual.join_timeout_s)
-    numbers.setdefault("last_call_s", min(usual.last_call_s, join / 2))
+    numbers.setdefault("last_call_timeout_s", min(usual.last_call_timeout_s, join / 2))
     return Policy(**numbers)
 
 

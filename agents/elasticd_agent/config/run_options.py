@@ -85,7 +85,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
     options = read_rendezvous(parsed, environ, cwd)
     shutdown = _shutdown_timeout(parsed, environ)
     given = {field: getattr(parsed, option, None) for option, field in POLICY_FIELDS.items()}
-    given |= {"stop_grace_s": float(shutdown), **options.policy_fields}
+    given |= {"shutdown_timeout_s": float(shutdown), **options.policy_fields}
     policy = policy_with({field: value for field, value in given.items() if value is not None})
     settings = AgentSettings(
         event_log=_path(parsed.event_log, cwd),

@@ -201,7 +201,7 @@ def _check_configured_job(job: JobFile, settings: NodeSettings, environ: Mapping
     why = refusal(settings.limits, job, settings.user)
     if why is not None:
         raise why
-    grace = job_policy(job).stop_grace_s
+    grace = job_policy(job).shutdown_timeout_s
     if job.shutdown_timeout is not None and not settings.drain_timeout_s > grace:
         raise ConfigError(
             "shutdown_timeout",

@@ -53,7 +53,7 @@ class HangJudge:
         if self._reporting_nodes - current.keys():
             return None  # a node that withdraws its report sees progress, or is lost: either way this hang is over
         self._since = now if self._since is None else self._since
-        time_for_evidence_s = self.policy.evidence_s + self.policy.seen_timeout_s + self.policy.renewal_s
+        time_for_evidence_s = self.policy.evidence_timeout_s + self.policy.seen_timeout_s + self.policy.renewal_s
         all_reports = [*current.values(), *(_exited_report(round, node) for node in sorted(done - current.keys()))]
         nodes = [member.node for member in round.members]
         passed = now - self._since >= time_for_evidence_s

@@ -84,11 +84,11 @@ def reason_to_suspect(report: HangReport, policy: Policy) -> str | None:
         return None
     deadline_s = _deadline_s(live, report.deadline_s, policy)
     idle_s = _idle_s(live)
-    if idle_s >= max(EARLY_FRACTION * deadline_s, deadline_s - policy.evidence_s):
+    if idle_s >= max(EARLY_FRACTION * deadline_s, deadline_s - policy.evidence_timeout_s):
         return f"no rank on {report.node} has made progress for {idle_s:.1f} s; the deadline is {deadline_s:.1f} s"
     overdue_s = limit_s("overdue", policy, Shown(deadline_s))
     longest = max(live, key=lambda rank: rank.waiting_s)
-    if longest.waiting_s < overdue_s - policy.evidence_s:
+    if longest.waiting_s < overdue_s - policy.evidence_timeout_s:
         return None
     return f"{longest.label()} waits for other ranks for {longest.waiting_s:.1f} s; the limit is {overdue_s:g} s"
 

@@ -102,9 +102,9 @@ def join_job(
     store, hosts = open_store(options, spec.python, policy, log, may_host)
     stack.callback(store.close)
     keys, times = Keys(spec.job_id), policy if shared else _without_renewal(policy)
-    last_call_s = policy.last_call_s if shared else 0.0
+    last_call_timeout_s = policy.last_call_timeout_s if shared else 0.0
     requirements = Requirements(
-        spec.min_workers, spec.max_workers, options.min_nodes, options.max_nodes, last_call_s, spec.run
+        spec.min_workers, spec.max_workers, options.min_nodes, options.max_nodes, last_call_timeout_s, spec.run
     )
     links = PeerLinks(lambda node: member.peer_disconnected(node))
     stack.callback(links.close)

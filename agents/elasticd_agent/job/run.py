@@ -120,7 +120,7 @@ def _run(
         renewed=reporting.metrics.lease,
         stack=stack,
     )
-    evidence = EvidenceCollector(runtime, inbox.put, policy.evidence_s, job=spec.job_id)
+    evidence = EvidenceCollector(runtime, inbox.put, policy.evidence_timeout_s, job=spec.job_id)
     stack.callback(evidence.close)
     loop = JobLoop(
         node=node,
@@ -171,7 +171,7 @@ def _step_rules(policy: Policy, membership: JobMembership, context: RunContext) 
     return StepRules(
         membership.node,
         policy.user_error_wait_s,
-        policy.stop_grace_s,
+        policy.shutdown_timeout_s,
         membership.incarnation,
         multi_node=membership.shared,
         leave_grace_s=context.leave_within_s,

@@ -112,7 +112,7 @@ def _joining(phase: Joining, event: Event, rules: StepRules) -> Transition:
             return Ended(phase.past, code), [Leave(code, _stop_reason(event))]
         case StopRequested(signal, code, at, why) if phase.stop is None:
             # The leader answers with the terminal Round; without an answer this node leaves at the deadline.
-            until = at + rules.stop_grace_s
+            until = at + rules.shutdown_timeout_s
             return Joining(phase.past, PendingStop(signal, code, until, why)), [SetTimer(until)]
         case StopForced(signal, code):
             return Ended(phase.past, code), [Leave(code, f"{signal} twice: leaving at once")]
@@ -275,7 +275,7 @@ def _superseded(old: Round, new: Round, rules: StepRules, stop: PendingStop | No
     if stop is not None and not new.terminal:
         return Stopping(old, stop=stop), [KillGroup(old.number, why)]
     if new.outcome == "stopped":
-        return Stopping(old, new), [StopGroup(old.number, why, rules.stop_grace_s, "SIGTERM")]
+        return Stopping(old, new), [StopGroup(old.number, why, rules.shutdown_timeout_s, "SIGTERM")]
     return Stopping(old, new), [KillGroup(old.number, why)]
 
 
@@ -284,7 +284,7 @@ def _stop(round_: Round, event: StopRequested | StopForced, rules: StepRules) ->
         stop = PendingStop(event.signal, event.exit_code, event.at)
         return Stopping(round_, stop=stop), [KillGroup(round_.number, f"{event.signal} twice: killed without grace")]
     stop = PendingStop(event.signal, event.exit_code, event.at, event.why)
-    grace = rules.stop_grace_s
+    grace = rules.shutdown_timeout_s
     why = f"{event.why or event.signal}: workers have {grace:g} s to stop"
     return Stopping(round_, stop=stop), [StopGroup(round_.number, why, grace, event.signal)]
 

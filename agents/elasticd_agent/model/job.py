@@ -161,7 +161,7 @@ class Policy:
     max_restarts_per_hour: int = 60  #: without effect where `max_restarts` is given
     no_progress_limit: int = 3  #: restarts in a row without progress between them
     backoff_s: tuple[float, ...] = (0, 1, 2, 4, 8, 16, 32, 60)  #: before each of them; the last one repeats
-    stop_grace_s: float = 30.0  #: from a stop's signal to SIGKILL
+    shutdown_timeout_s: float = 30.0  #: from a stop's signal to SIGKILL
     user_error_wait_s: float = 0.5  #: how long the same error of the other ranks is waited for
     startup_ceiling_s: float = 600.0  #: without progress, before the optimizer exists
     first_step_ceiling_s: float = 1800.0  #: without progress, from then to the first step
@@ -171,7 +171,7 @@ class Policy:
     stopped_after_s: float = 2.5  #: how long a process is stopped (state T) before it is hung
     slow_ceiling_s: float | None = None  #: None: 1800 s, or the process group's own timeout if that is longer
     slow_factor: float = 1.5  #: a straggler's own work, relative to its peers'
-    evidence_s: float = EVIDENCE_S  #: for the evidence of a hang, before the group is killed
+    evidence_timeout_s: float = EVIDENCE_S  #: for the evidence of a hang, before the group is killed
     on_hang: Literal["restart", "report"] = "restart"
     slot_strikes: int = 2  #: failures without progress before a slot is quarantined
     slot_cooloff_s: float = 60.0  #: of its first quarantine; see `cooloff_s`
@@ -179,7 +179,7 @@ class Policy:
     renewal_s: float = 1.0  #: between two renewals
     store_timeout_s: float = 0.9  #: of one request to the store
     seen_timeout_s: float = 1.0  #: for a member to acknowledge a new Round
-    last_call_s: float = 5.0  #: for more nodes, once the minimum has joined
+    last_call_timeout_s: float = 5.0  #: for more nodes, once the minimum has joined
     join_timeout_s: float = 600.0  #: for the minimum of nodes at the start
     replace_timeout_s: float = 600.0  #: for the minimum of nodes later
     adopt_timeout_s: float = 60.0  #: a member without a lease is kept, while its workers may train
@@ -242,10 +242,10 @@ class Policy:
             if not 1 < value < float("inf"):
                 raise UsageError(f"{name} {value:g} must be more than 1: it says how many times the usual is too long")
         most, bound = (floor, least) if floor >= EVIDENCE_S else (EVIDENCE_S, f"{EVIDENCE_S:g} s, as {least} is less")
-        if not 0 < self.evidence_s <= most:
+        if not 0 < self.evidence_timeout_s <= most:
             raise UsageError(
-                f"evidence_timeout {self.evidence_s:g} s must be more than 0 and not exceed {bound}, so that a hang is "
-                f"over soon after it is seen; lower it by {max(0.0, self.evidence_s - most):.6g} s"
+                f"evidence_timeout {self.evidence_timeout_s:g} s must be more than 0 and not exceed {bound}, so that a "
+                f"hang is over soon after it is seen; lower it by {max(0.0, self.evidence_timeout_s - most):.6g} s"
             )
         if self.slow_ceiling_s is not None:
             self._require_exceeds("slow_ceiling_s", floor, least, "slow ranks have more time than idle ones")
@@ -293,11 +293,11 @@ TWO_OBSERVATIONS_S = 0.5
 MAX_WAIT_S = 365 * 86400.0
 """Every wait has a deadline, and the system's own timers overflow at a few centuries."""
 _ZERO_ALLOWED = (
-    "last_call_s",
+    "last_call_timeout_s",
     "replace_timeout_s",
     "grow_debounce_s",
     "node_cooloff_s",
-    "stop_grace_s",
+    "shutdown_timeout_s",
     "user_error_wait_s",
 )
 _NEXT_ROUND = "the round that a group holds for can come"
@@ -306,7 +306,7 @@ _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] =
     ("lease_s", ((1, "renewal_s"), (2, "store_timeout_s")), "", "a renewal that fails can be tried once more"),
     ("lease_s", ((3, "store_timeout_s"),), "", "an unanswered request costs less than a third of it"),
     ("seen_timeout_s", ((1, "store_timeout_s"),), "", "a node that only waits for the store is not taken for dead"),
-    ("join_timeout_s", ((1, "last_call_s"),), ", a part of it", "a job that has enough nodes begins"),
+    ("join_timeout_s", ((1, "last_call_timeout_s"),), ", a part of it", "a job that has enough nodes begins"),
     ("startup_ceiling_s", ((1, "user_error_wait_s"),), ", a part of it", "an error of all ranks is seen as one"),
     ("hold_timeout_s", ((1, "grow_debounce_s"), (1, "seen_timeout_s")), "", _NEXT_ROUND),
     ("adopt_timeout_s", ((1, "lease_s"), (1, "renewal_s")), "", _REJUDGED),
@@ -317,15 +317,7 @@ _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] =
 
 def option_name(name: str) -> str:
     """How flags and keys call this field of Policy; all of Policy's errors begin with it."""
-    return _OPTION_NAMES.get(name, name.removesuffix("_s"))
-
-
-_OPTION_NAMES = {
-    "last_call_s": "last_call_timeout",
-    "evidence_s": "evidence_timeout",
-    "stop_grace_s": "shutdown_timeout",
-}
-"""Where the option is not named as the field is."""
+    return name.removesuffix("_s")
 
 
 def _check_port(what: str, port: int, *, lowest: int) -> None:

@@ -19,16 +19,16 @@ class StepRules:
 
     node: str
     user_error_wait_s: float = 0.5
-    stop_grace_s: float = 30.0
+    shutdown_timeout_s: float = 30.0
     incarnation: str | None = None
     multi_node: bool = False  #: other nodes may take part, so they need reports
-    leave_grace_s: float | None = None  #: for the others' next round, or the checkpoint; None: `stop_grace_s`
+    leave_grace_s: float | None = None  #: for the others' next round, or the checkpoint; None: `shutdown_timeout_s`
     leave_on_stop: bool = False  #: a stop makes this node leave: the leader knows, and can pause the group first
 
     @property
     def stop_limit_s(self) -> float:
         """From the request to stop until the rest is killed, at the latest."""
-        return self.stop_grace_s if self.leave_grace_s is None or not self.leave_on_stop else self.leave_grace_s
+        return self.shutdown_timeout_s if self.leave_grace_s is None or not self.leave_on_stop else self.leave_grace_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -352,11 +352,11 @@ def _last_call(view: View, willing: list[PresentNode], now: float) -> Wait | Non
     requirements = view.requirements
     if len(willing) >= requirements.max_nodes:
         return None
-    until = max(p.joined_at for p in willing) + requirements.last_call_s
+    until = max(p.joined_at for p in willing) + requirements.last_call_timeout_s
     if now >= until:
         return None
     here = f"{len(willing)} of {requirements.max_nodes} nodes present"
-    return Wait(f"{here}; waiting for more until {requirements.last_call_s:g} s after the newest", until)
+    return Wait(f"{here}; waiting for more until {requirements.last_call_timeout_s:g} s after the newest", until)
 
 
 def _reader_first(chosen: list[NodeRecord], running: Round) -> list[NodeRecord]:

@@ -44,7 +44,7 @@ _SHARED_POLICY = (
     "grow_debounce_s",
     "lease_s",
     "seen_timeout_s",
-    "last_call_s",
+    "last_call_timeout_s",
     "join_timeout_s",
     "replace_timeout_s",
     "adopt_timeout_s",

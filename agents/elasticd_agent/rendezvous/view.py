@@ -22,7 +22,7 @@ class Requirements:
     max_workers: int
     min_nodes: int = 1
     max_nodes: int = 1
-    last_call_s: float = 5.0  #: how long to wait for more than `min_nodes` nodes after the newest one
+    last_call_timeout_s: float = 5.0  #: how long to wait for more than `min_nodes` nodes after the newest one
     run: str = ""  #: tells two runs of one job id apart
 
 

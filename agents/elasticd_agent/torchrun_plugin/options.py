@@ -62,5 +62,5 @@ def parse_options(
         raise UsageError(f"--rdzv-id {run_id!r} must be printable, without '/' or spaces around it")
     known = {field.name for field in fields(Policy)}
     policy = Policy(**{name: value for name, value in parsed.policy_fields.items() if name in known})
-    requirements = TorchrunRequirements(min_nodes, max_nodes, policy.last_call_s, policy.grow_debounce_s)
+    requirements = TorchrunRequirements(min_nodes, max_nodes, policy.last_call_timeout_s, policy.grow_debounce_s)
     return PluginOptions(run_id, parsed.rendezvous, requirements, policy)

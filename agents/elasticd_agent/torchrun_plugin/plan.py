@@ -57,7 +57,7 @@ class TorchrunRound(Document):
 class TorchrunRequirements:
     min_nodes: int
     max_nodes: int
-    last_call_s: float
+    last_call_timeout_s: float
     """How long the minimum of nodes waits for more."""
     debounce_s: float = 1.0
     """How long joining nodes are gathered before a restart."""
@@ -129,7 +129,7 @@ def next_round(
     if len(joining) < requirements.min_nodes:
         return NoRoundYet(f"{len(joining)} of at least {requirements.min_nodes} nodes have joined")
     if len(joining) < requirements.max_nodes and not returned:
-        until = max(p.since for p in joining) + requirements.last_call_s
+        until = max(p.since for p in joining) + requirements.last_call_timeout_s
         if now < until:
             return NoRoundYet(f"{len(joining)} of {requirements.max_nodes} nodes have joined; last call", until)
     return TorchrunRound(number + 1, tuple(p.candidate.member for p in joining[: requirements.max_nodes]))
