@@ -147,7 +147,8 @@ class _Restore:
         if newest is not None and newest.draft.round >= checkpoint.highest_round(self.directory):
             first = on_disk[0].manifest if on_disk else None
             if first is None or (first.round, first.step) <= (newest.draft.round, newest.draft.step):
-                return self._describe(newest.draft, newest.number, f"r{newest.draft.round}-s{newest.draft.step}")
+                found = self._describe(newest.draft, newest.number, f"r{newest.draft.round}-s{newest.draft.step}")
+                return {**found, "on_disk": first.step if first is not None else 0}
         for each in skipped:
             self._skip(each.path, each.why)
         for entry in on_disk:
@@ -322,6 +323,8 @@ class _Restore:
         if self.group.rank == 0:
             reason = "; ".join([where + (", in memory" if chosen["number"] is not None else ""), *resumed.notes])
             origin = {"from_round": resumed.round, "from_step": resumed.step}
+            if saved_by is not None:
+                origin |= {"donor": saved_by, "steps_saved": max(resumed.step - chosen["on_disk"], 0)}
             self.events.write("resumed", reason, resumed.step, path=str(self.directory / chosen["name"]), **origin)
             for note in resumed.notes:
                 logger.warning("%s: %s", where, note)

@@ -208,7 +208,7 @@ class Writer:
             self._buffers.erase(fill.buffer)
             if held is not None and held.task is not None:
                 why = "the disk is slower than the saves: a newer state took its place in memory"
-                self._finish(held, None, why, kind="message")
+                self._finish(held, None, why, kind="checkpoint_dropped")
         return fill
 
     def _free_buffer(self) -> int:
@@ -246,11 +246,17 @@ class Writer:
         elif fill.snapshot is not None and len(fill.copied) == fill.shares and not fill.copying:
             try:
                 self._buffers.describe(fill.buffer, fill.snapshot)
+                self._report_whole(fill.snapshot)
                 self._whole_at = {key: time.monotonic(), **dict(list(self._whole_at.items())[:RESULTS])}
             except ValueError as error:
                 self._fail(fill, str(error))
             fill.snapshot = None
             self._changed.notify()
+
+    def _report_whole(self, snapshot: Snapshot) -> None:
+        if (task := snapshot.task) is not None:
+            events = WorkerEventWriter(task.events or None, snapshot.draft.round, task.rank)
+            events.write("snapshot", f"step {snapshot.draft.step} is in memory ({task.why})", snapshot.draft.step)
 
     def _fail(self, fill: Fill, why: str) -> None:
         """The buffer stays without a header. Reported once the rank that has the task is known."""

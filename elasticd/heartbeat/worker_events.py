@@ -12,8 +12,11 @@ counts the lost ones.
     checkpoint_saved    path, bytes, seconds (training was blocked), written_seconds (until it was on the disk, where a
                         process of its own writes)
     checkpoint_failed   path
+    checkpoint_dropped  path (a newer state took its place in memory before it was on the disk)
+    snapshot            (the state is whole in the memory of rank 0's node)
     checkpoint_skipped  path
-    resumed             path, from_round, from_step
+    resumed             path, from_round, from_step; donor (the rank that saved the state after the fault) and
+                        steps_saved (against the newest checkpoint on the disk), if there was one
     attached            every_seconds, if checkpoints are saved by time (this rank has attached objects and a
                         checkpoint directory; once a process, on every rank)
     can_pause           (pauses are possible from now on; once a process)
@@ -39,7 +42,8 @@ from elasticd.errors import WireError
 
 VERSION = 1
 KINDS = (
-    *("checkpoint_saved", "checkpoint_failed", "checkpoint_skipped", "resumed", "message"),
+    *("checkpoint_saved", "checkpoint_failed", "checkpoint_skipped", "checkpoint_dropped", "snapshot"),
+    *("resumed", "message"),
     *("attached", "can_pause", "cannot_pause", "paused", "pause_ended"),
 )
 _KNOWN = ("v", "kind", "round", "rank", "step", "mono", "wall", "reason")

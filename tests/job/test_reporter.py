@@ -134,6 +134,23 @@ def test_a_restored_checkpoint_of_another_node_counts_as_the_last_one(start: Sta
     assert last_checkpoint("resumed", 60, 120.0) == ["60.0", "110.0"]
 
 
+def test_states_in_memory_are_counted(start: StartReporter) -> None:
+    reporter = start("--nproc-per-node 1")
+
+    def happens(kind: str, **extra: object) -> None:
+        event = WorkerEvent(kind, 1, 0, 60, 100.0, 100.0, "", extra=extra)
+        reporter.on(Observation(1, (), (event,), 0.0), 100.0)
+
+    happens("snapshot")
+    assert _value(reporter, "elasticd_snapshot_last_step") == 60
+    happens("checkpoint_dropped", path="/x/r1-s60")
+    assert _value(reporter, "elasticd_checkpoints_dropped_total") == 1
+    happens("resumed", path="/x/r1-s60", from_round=1, donor=1, steps_saved=7)
+    happens("resumed", path="/x/r1-s60", from_round=1)
+    assert _value(reporter, "elasticd_donor_resumes_total") == 1
+    assert _value(reporter, "elasticd_donor_steps_saved_total") == 7
+
+
 def test_remaining_restarts_follow_progress_and_the_clock(start: StartReporter) -> None:
     reporter = start("--nproc-per-node 1")
     left = lambda: _value(reporter, "elasticd_restart_budget_remaining")  # noqa: E731

@@ -190,7 +190,9 @@ def test_odd_values_still_make_json(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events", "j", "n")
     odd = os.fsdecode(b"/data/\xff\xfe\n")
     log.write(
-        CheckpointSavedEvent(round=1, mono=time.monotonic(), reason="r", step=1, path=odd, bytes=1, seconds=math.nan)
+        CheckpointSavedEvent(
+            round=1, mono=time.monotonic(), reason="r", step=1, path=odd, bytes=1, seconds=math.nan, written_seconds=1.0
+        )
     )
     log.close()
     (line,) = lines(tmp_path / "events")
@@ -202,7 +204,7 @@ def test_kinds_are_the_promised_ones() -> None:
     """Adding a kind is fine, so add it here; renaming or removing one breaks readers."""
     assert [kind.kind for kind in EVENT_TYPES] == [
         "round_published", "group_started", "first_step", "work_recovered", "worker_exited", "checkpoint_saved",
-        "checkpoint_skipped", "checkpoint_failed", "resumed", "paused", "pause_ended",
+        "checkpoint_skipped", "checkpoint_failed", "checkpoint_dropped", "resumed", "paused", "pause_ended",
         "store_unavailable", "store_available", "hang_suspected", "hang_cleared", "hang_detected", "straggler",
         "launcher_ready", "store_exited", "group_ended",
         "process_unkillable", "process_reaped", "stop_requested", "waiting", "job_ended", "agent_started",

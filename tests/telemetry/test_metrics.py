@@ -54,7 +54,10 @@ def lived() -> Metrics:
     metrics.group_started(2, warm=True)
     metrics.first_step(2.5, None)
     metrics.progress({0: 10, 1: 9}, 100.5, 1700000000.0)
-    metrics.checkpoint_saved(10, 1700000001.0, 4096, 0.25)
+    metrics.checkpoint_saved(10, 1700000001.0, 4096, 0.25, 1.5)
+    metrics.snapshot(12, 1700000002.0)
+    metrics.checkpoint_dropped()
+    metrics.donor_resumed(3)
     metrics.worker_exited("signal")
     metrics.group_ended()
     metrics.round_published(2, 1, 2, [0], restart_cause="crash")
@@ -84,6 +87,9 @@ def test_what_happened_is_what_is_served() -> None:
         "elasticd_checkpoint_failures_total": 1, "elasticd_checkpoints_skipped_total": 1,
         "elasticd_checkpoint_last_step": 10, "elasticd_checkpoint_last_timestamp_seconds": 1700000001.0,
         "elasticd_checkpoint_last_size_bytes": 4096, "elasticd_checkpoint_last_write_seconds": 0.25,
+        "elasticd_checkpoint_last_written_seconds": 1.5, "elasticd_checkpoints_dropped_total": 1,
+        "elasticd_snapshot_last_step": 12, "elasticd_snapshot_last_timestamp_seconds": 1700000002.0,
+        "elasticd_donor_resumes_total": 1, "elasticd_donor_steps_saved_total": 3,
         'elasticd_launcher_starts_total{mode="warm"}': 1, 'elasticd_launcher_starts_total{mode="cold"}': 1,
         "elasticd_event_log_lines_lost_total": 5,
     }  # fmt: skip
@@ -343,7 +349,8 @@ def worst(job: str, ranks: int, *, served: bool = True) -> Metrics:
     metrics.group_started(ranks, warm=True)
     metrics.first_step(1.0, 1.0)
     metrics.recovered(dict.fromkeys(RECOVERY_PARTS, 1.0))
-    metrics.checkpoint_saved(1, 1.0, 1, 1.0)
+    metrics.checkpoint_saved(1, 1.0, 1, 1.0, 1.0)
+    metrics.snapshot(1, 1.0)
     metrics.checkpoint_failed()
     metrics.checkpoint_interval(60.0)
     metrics.unkillable_processes(1)

@@ -255,22 +255,28 @@ class ProgressReporter:
         job = self.job
         if reported.kind == "attached" and isinstance(seconds := reported.extra.get("every_seconds"), (int, float)):
             job.metrics.checkpoint_interval(float(seconds))
+        if reported.kind == "snapshot" and reported.step is not None:
+            job.metrics.snapshot(reported.step, reported.wall)
         event = events.from_worker(reported)
         if event is not None:
             job.events.write(event)
+        if isinstance(event, events.ResumedEvent) and event.donor is not None:
+            job.metrics.donor_resumed(event.steps_saved)
         match event:
             case events.ResumedEvent(step=step) if step > self._checkpoint_step:
                 self._checkpoint_step = step
                 job.metrics.checkpoint_resumed(step, reported.wall)
-            case events.CheckpointSavedEvent(step=step, bytes=size, seconds=seconds):
+            case events.CheckpointSavedEvent(step=step, bytes=size, seconds=seconds, written_seconds=written_s):
                 self._saved_at = reported.mono
                 self._checkpoint_step = step
                 self.saved = reported.round, step
-                job.metrics.checkpoint_saved(step, reported.wall, size, seconds)
+                job.metrics.checkpoint_saved(step, reported.wall, size, seconds, written_s)
             case events.PausedEvent():
                 job.goodput.on_pause(reported.mono)
             case events.CheckpointFailedEvent():
                 job.metrics.checkpoint_failed()
+            case events.CheckpointDroppedEvent():
+                job.metrics.checkpoint_dropped()
             case events.CheckpointSkippedEvent():
                 job.metrics.checkpoint_skipped()
         if reported.kind not in events.QUIET_KINDS:

@@ -98,6 +98,7 @@ class CheckpointSavedEvent(LogEvent, kind="checkpoint_saved"):
     path: str = _field("its directory")
     bytes: int = _field("its size")
     seconds: float = _field("how long training paused for it, in seconds")
+    written_seconds: float = _field("from its begin until it was on the disk, in seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +118,22 @@ class CheckpointFailedEvent(LogEvent, kind="checkpoint_failed"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointDroppedEvent(LogEvent, kind="checkpoint_dropped"):
+    """A save was in memory only: the disk is slower than the saves, and a newer one took its place."""
+
+    step: int | None = _field("the step it held", default=None)
+    path: str = _field("the intended directory")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResumedEvent(LogEvent, kind="resumed"):
     """The round's workers loaded a checkpoint and continue from it."""
 
     step: int = _field("the step from which training continues")
     from_round: int = _field("the round that wrote the checkpoint")
     path: str = _field("its directory")
+    donor: int | None = _field("the rank that saved the state after the fault; null for a save as usual", default=None)
+    steps_saved: int = _field("how far such a state was ahead of the newest checkpoint on the disk", default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +351,7 @@ class JobScheduledEvent(LogEvent, kind="scheduled"):
 EVENT_TYPES = tuple(LogEvent.__subclasses__())
 """In the order of docs/events.md."""
 
-QUIET_KINDS = ("checkpoint_saved", "attached", "can_pause")
+QUIET_KINDS = ("checkpoint_saved", "snapshot", "attached", "can_pause")
 """Too frequent or too small for the console."""
 WARNING_KINDS = ("checkpoint_failed", "checkpoint_skipped")
 
@@ -352,14 +363,24 @@ def from_worker(note: WorkerEvent) -> LogEvent | None:
     match note.kind:
         case "checkpoint_saved" if note.step is not None:
             size = int(note.extra.get("bytes", 0))
-            return CheckpointSavedEvent(**known, step=note.step, path=path, bytes=size, seconds=seconds)
+            return CheckpointSavedEvent(
+                **known,
+                step=note.step,
+                path=path,
+                bytes=size,
+                seconds=seconds,
+                written_seconds=float(note.extra.get("written_seconds", seconds)),
+            )
         case "checkpoint_failed":
             return CheckpointFailedEvent(**known, step=note.step, path=path)
+        case "checkpoint_dropped":
+            return CheckpointDroppedEvent(**known, step=note.step, path=path)
         case "checkpoint_skipped":
             return CheckpointSkippedEvent(**known, step=note.step, path=path)
         case "resumed" if note.step is not None:
             origin = int(note.extra.get("from_round", 0))
-            return ResumedEvent(**known, step=note.step, from_round=origin, path=path)
+            donor, steps = note.extra.get("donor"), int(note.extra.get("steps_saved", 0))
+            return ResumedEvent(**known, step=note.step, from_round=origin, path=path, donor=donor, steps_saved=steps)
         case "paused" if note.step is not None:
             return PausedEvent(**known, step=note.step)
         case "pause_ended" if note.step is not None:

@@ -130,6 +130,24 @@ CHECKPOINT_FAILURES = MetricSpec("elasticd_checkpoint_failures_total", "Checkpoi
 CHECKPOINT_FAILED_AT = MetricSpec(
     "elasticd_checkpoint_last_failure_timestamp_seconds", "Unix time of the last checkpoint that could not be written."
 )
+CHECKPOINTS_DROPPED = MetricSpec(
+    "elasticd_checkpoints_dropped_total",
+    "States that were in memory only, because a newer one took their place before they were on the disk.",
+)
+CHECKPOINT_WRITTEN = MetricSpec(
+    "elasticd_checkpoint_last_written_seconds", "From the begin of the last save until it was on the disk."
+)
+SNAPSHOT_STEP = MetricSpec("elasticd_snapshot_last_step", "Step of the last save that was whole in memory here.")
+SNAPSHOT_TIME = MetricSpec(
+    "elasticd_snapshot_last_timestamp_seconds", "Unix time the last save was whole in memory here."
+)
+DONOR_RESUMES = MetricSpec(
+    "elasticd_donor_resumes_total", "Rounds that resumed from a state saved by a rank after the fault."
+)
+DONOR_STEPS = MetricSpec(
+    "elasticd_donor_steps_saved_total",
+    "Steps that such states were ahead of the newest checkpoint on the disk, and were not trained again.",
+)
 CHECKPOINTS_SKIPPED = MetricSpec("elasticd_checkpoints_skipped_total", "Checkpoints skipped because a check failed.")
 CHECKPOINT_STEP = MetricSpec(
     "elasticd_checkpoint_last_step", "Step of the last checkpoint written here, or resumed from."
@@ -204,6 +222,7 @@ METRICS: tuple[MetricSpec, ...] = (
     WORKERS_RUNNING, RESTARTS, FAULTS_TOTAL, BUDGET, EXITS, STEP, WORKER_STEP, STEPS_PER_SECOND, LAST_PROGRESS,
     FIRST_STEP, RECOVERY, RECOVERY_PART, CHECKPOINTS_SAVED, CHECKPOINT_FAILURES, CHECKPOINT_FAILED_AT,
     CHECKPOINTS_SKIPPED, CHECKPOINT_STEP, CHECKPOINT_TIME, CHECKPOINT_BYTES, CHECKPOINT_SECONDS, CHECKPOINT_INTERVAL,
+    CHECKPOINTS_DROPPED, CHECKPOINT_WRITTEN, SNAPSHOT_STEP, SNAPSHOT_TIME, DONOR_RESUMES, DONOR_STEPS,
     LAUNCHER_STARTS, HANG_SUSPICIONS, HANGS_TOTAL, LAST_HANG, HANG_DETECTION, STRAGGLER_RATIO, STUCK_PROCESSES,
     STORE_UP, STORE_OUTAGES, LEASE,
     LEASE_RENEWAL, LINES_LOST,

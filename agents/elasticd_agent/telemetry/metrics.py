@@ -172,17 +172,30 @@ class Metrics:
         if steps_per_second is not None:
             self._series(names.STEPS_PER_SECOND).set(steps_per_second)
 
-    def checkpoint_saved(self, step: int, wall: float, size: int, seconds: float) -> None:
+    def checkpoint_saved(self, step: int, wall: float, size: int, seconds: float, written_s: float) -> None:
+        """`seconds`: training was blocked; `written_s`: until it was on the disk."""
         self._series(names.CHECKPOINTS_SAVED).inc()
         self._series(names.CHECKPOINT_STEP).set(step)
         self._series(names.CHECKPOINT_TIME).set(wall)
         self._series(names.CHECKPOINT_BYTES).set(size)
         self._series(names.CHECKPOINT_SECONDS).set(seconds)
+        self._series(names.CHECKPOINT_WRITTEN).set(written_s)
+
+    def snapshot(self, step: int, wall: float) -> None:
+        self._series(names.SNAPSHOT_STEP).set(step)
+        self._series(names.SNAPSHOT_TIME).set(wall)
 
     def checkpoint_resumed(self, step: int, wall: float) -> None:
         """From a checkpoint of another node's rank 0: the steps that a fault would cost count from here."""
         self._series(names.CHECKPOINT_STEP).set(step)
         self._series(names.CHECKPOINT_TIME).set(wall)
+
+    def donor_resumed(self, steps_saved: int) -> None:
+        self._series(names.DONOR_RESUMES).inc()
+        self._series(names.DONOR_STEPS).inc(steps_saved)
+
+    def checkpoint_dropped(self) -> None:
+        self._series(names.CHECKPOINTS_DROPPED).inc()
 
     def checkpoint_failed(self) -> None:
         self._series(names.CHECKPOINT_FAILURES).inc()

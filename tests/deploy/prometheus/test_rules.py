@@ -29,7 +29,8 @@ PAGE = ROOT / "docs" / "operations.md"
 
 ASKED_FOR = {
     "ElasticdJobHung", "ElasticdJobCrashLooping", "ElasticdRestartBudgetLow", "ElasticdNoProgress",
-    "ElasticdCheckpointStale", "ElasticdCheckpointFailing", "ElasticdWorldSizeBelowTarget", "ElasticdNodeQuarantined",
+    "ElasticdCheckpointStale", "ElasticdCheckpointFailing", "ElasticdCheckpointWriterSlow",
+    "ElasticdWorldSizeBelowTarget", "ElasticdNodeQuarantined",
     "ElasticdAgentDown", "ElasticdStoreUnreachable", "ElasticdSlowRank", "ElasticdGoodputLow",
     "ElasticdLeaseRenewalsSlow",
 }  # fmt: skip
