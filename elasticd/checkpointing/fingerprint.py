@@ -49,7 +49,10 @@ class Fingerprint:
         self._counted = sum(map(_version, self._watched))
 
     def _count_entries(self) -> int:
-        return sum(len(optimizer.state) for optimizer in self._optimizers)
+        count = 0
+        for optimizer in self._optimizers:
+            count += len(optimizer.state)
+        return count
 
     def set_step_s(self, step_s: float) -> None:
         """How long a step takes: more tensors can be watched where it is long."""

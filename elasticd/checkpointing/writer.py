@@ -43,7 +43,7 @@ if __name__ == "__main__":  # run as a file, isolated: the package of this copy 
     sys.path.insert(_PLACE, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")))
 
 from elasticd.checkpointing import api
-from elasticd.checkpointing.buffers import Buffers, Snapshot, WriteTask, donated_step
+from elasticd.checkpointing.buffers import ANOTHER_SAVES, Buffers, Snapshot, WriteTask, donated_step
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.manifest import Manifest, parse, read
 from elasticd.checkpointing.memory_limit import available_bytes
@@ -186,11 +186,12 @@ class Writer:
 
     def _begin(self, key: Key, message: Message) -> Fill:
         fill = Fill(key, 1 if self._diverged == key[0] else message["shares"], -1, message["digest"])
-        if self._fills and key < self._fills[0].key:
-            fill.refused = "a later save has begun"
-            return fill
         if any(_same_fault(fill, older) for older in self._fills):
-            fill.refused = "another rank is saving that step"
+            fill.refused = ANOTHER_SAVES
+            return fill
+        last = self._fills[0] if self._fills else None
+        if last is not None and key < last.key and not (last.failed and donated_step(key[1]) is not None):
+            fill.refused = "a later save has begun"
             return fill
         for older in list(self._fills) if donated_step(key[1]) is None else []:
             for copying in list(older.copying):

@@ -34,8 +34,9 @@ T = TypeVar("T")
 class Fault:
     """What rank `rank` does to itself right before its step `step`; step 0 is before it joins the group.
 
-    `what`: a signal's name, "exit N" (os._exit), "sys.exit N", "raise TYPE" or "raise MODULE.TYPE", or "stop" (it
-    sleeps for ever). It happens `times` times at most, in round `round` if one is given.
+    `what`: a signal's name, "exit N" (os._exit), "sys.exit N", "raise TYPE" or "raise MODULE.TYPE", "stop" (it sleeps
+    for ever), or "gil" (it holds the GIL for minutes). It happens `times` times at most, in round `round` if one is
+    given.
     """
 
     rank: int

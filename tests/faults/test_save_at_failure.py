@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.faults.conftest import StartJob
-from tests.faults.job import Fault, Job
+from tests.faults.job import SCRIPTS, Fault, Job
 
 
 def digests(run: Job, what: str, rank: int = 0) -> list[tuple[int, int, str]]:
@@ -57,3 +59,44 @@ def test_state_from_which_no_restart_progresses_is_left_for_an_older_one(job: St
     assert run.wait() == 0
     steps = [event["step"] for event in run.events("resumed")]
     assert steps == [12, 10]
+
+
+IMPATIENT: dict[str, Any] = {"command": [str(SCRIPTS / "impatient.py")]}
+HANGS = ["--hang-floor", "1500ms", "--evidence-timeout", "1s"]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("faults", "args", "flags", "workers", "saved"),
+    [
+        pytest.param([Fault(1, 13, "stop")], [], HANGS, "2", 12, id="hang"),
+        pytest.param([Fault(0, 13, "SIGSTOP")], [], HANGS, "2", 12, id="stopped"),
+        pytest.param([Fault(3, 13, "SIGKILL")], [], [], "4", 12, id="one-of-four"),
+        pytest.param([Fault(0, 13, "SIGKILL"), Fault(2, 13, "SIGKILL")], [], [], "4", 12, id="two-of-four-at-once"),
+        pytest.param([Fault(1, 13, "SIGKILL")], ["--die-in-copy", "0"], [], "3", 12, id="donor-killed-in-the-copy"),
+        pytest.param([Fault(0, 13, "SIGKILL"), Fault(1, 13, "SIGKILL")], [], [], "2", None, id="all"),
+        pytest.param([Fault(0, 13, "gil"), Fault(1, 13, "SIGKILL")], [], [], "2", None, id="survivor-holds-the-GIL"),
+        pytest.param([Fault(0, 13, "SIGSTOP"), Fault(1, 13, "SIGKILL")], [], [], "2", None, id="survivor-is-stopped"),
+    ],
+)
+def test_any_survivor_saves_and_without_one_the_last_save_is_used(
+    job: StartJob, faults: list[Fault], args: list[str], flags: list[str], workers: str, saved: int | None
+) -> None:
+    how = {"faults": faults, "workers": workers, "flags": ["--checkpoint-dir", "checkpoints", *flags]}
+    # Ranks save at step 1 only, which needs no share of the state by a rank that dies in a copy.
+    every = "1000" if args else "5"
+    run = job("donor.py", "--steps", "30", "--every", every, *args, **how, **(IMPATIENT if flags else {}))
+    assert run.wait() == 0
+    if args:
+        assert (run.work / "died_in_copy").exists()
+    (resumed,) = run.events("resumed")
+    if saved is None:
+        assert (resumed["step"], "after the fault" in resumed["reason"]) == (10, False)
+    else:
+        assert (resumed["step"], "after the fault" in resumed["reason"]) == (saved, True), run.err
+    for rank in range(int(workers)):
+        noted = {step: found for round_, step, found in digests(run, "steps", rank) if round_ == 1}
+        ((_, step, found),) = digests(run, "restored", rank)
+        assert noted[step] == found
+        trained = [step for _, step, _ in digests(run, "steps", rank)]
+        assert saved is None or trained == sorted(set(trained))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing.buffers import WriteTask
+from elasticd.checkpointing.buffers import ANOTHER_SAVES, WriteTask, donated_number
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
@@ -342,3 +343,29 @@ def test_sigterm_lets_the_writer_finish(saves: Saves) -> None:
     saves.save(1, 10_000_000)
     assert saves.node.end(signal.SIGTERM) == 0
     assert saves.on_disk() == [1]
+
+
+def test_rank_takes_over_from_one_that_dies_while_it_saves_at_a_fault(node: Node, saves: Saves) -> None:
+    saves.save(10)
+    first, second = (node.client(0, 1) for _ in range(2))
+    layout = saves.layout(12)
+    draft = saves.draft(layout, 12)
+    numbers = [donated_number(12, rank) for rank in (0, 2)]
+    fd, _ = first.begin(draft, numbers[0], 0, 1, layout.shared_digest)
+    os.close(fd)
+    with pytest.raises(SnapshotRefused, match=ANOTHER_SAVES):
+        second.begin(draft, numbers[1], 0, 1, layout.shared_digest)
+    first.close()
+
+    def take_over() -> int | None:
+        with contextlib.suppress(SnapshotRefused):
+            return second.begin(draft, numbers[1], 0, 1, layout.shared_digest)[0]
+        return None
+
+    fd = wait_for(take_over, "the buffer")
+    layout.copy_shared(fd, 0, 1)
+    layout.copy_own(fd)
+    os.close(fd)
+    second.copied(draft, numbers[1], 0)
+    wait_for(lambda: saves.held() == 12, "the state of step 12")
+    second.close()

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elasticd
+from elasticd.checkpointing.layout import Layout
 
 
 def digest(value: Any) -> str:
@@ -36,9 +37,19 @@ def digest(value: Any) -> str:
     return found.hexdigest()[:16]
 
 
+def die_in_copy() -> None:
+    def copy_own(layout: Layout, fd: int) -> None:
+        faults.write("died_in_copy", f"{faults.RANK}\n")
+        faults.happen("SIGKILL")
+
+    Layout.copy_own = copy_own  # type: ignore[method-assign]
+
+
 def main(args: argparse.Namespace) -> None:
     faults.at(0)
     session = elasticd.init()
+    if args.die_in_copy == session.rank and session.round == 1:
+        die_in_copy()
     torch.manual_seed(session.rank)
     layers = [torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Dropout(0.3)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers, torch.nn.Linear(64, 1)))
@@ -85,6 +96,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=1000)
+    parser.add_argument("--die-in-copy", type=int, default=-1, help="this rank dies when it saves, in round 1")
     parser.add_argument("--poisoned", type=int, help="a state of this step makes every resumed round fail")
     parser.add_argument("--fail-at", type=lambda text: tuple(map(int, text.split(","))))
     main(parser.parse_args())

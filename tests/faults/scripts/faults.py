@@ -53,5 +53,7 @@ def happen(what: str) -> None:
     elif kind == "raise":
         module, _, name = how.rpartition(".")
         raise getattr(importlib.import_module(module or "builtins"), name)("a fault")
+    elif kind == "gil":
+        sum(range(10**10))  # in C, and no other thread of the process runs
     assert kind == "stop" or kind.startswith("SIG"), what
     time.sleep(3600)
