@@ -1,0 +1,57 @@
+"""docs/hangs.md promises the times that the rules use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.hangs import deadlines, verdict
+from elasticd_agent.hangs.patience import OVERDUE_DEADLINES, PATIENCE, Evidence
+from elasticd_agent.model.job import LEAST_DEADLINE_S, Policy
+
+PAGE = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text()
+SHOWN: dict[Evidence, str] = {
+    "proven": "PyTorch's flight recorders prove",
+    "gil": "native code holds the GIL",
+    "alike": "all wait alike in one collective",
+    "device": "all wait alike in one collective, or ranks wait for their device",
+    "idle": "a rank is idle outside of collectives",
+    "overdue": "a rank waits in a collective while others make steps",
+}
+USUAL = Policy()
+
+
+def row(first: str) -> str:
+    """What the table says behind the cell that begins so."""
+    (found,) = (line for line in PAGE.splitlines() if line.startswith(f"| {first}"))
+    return found.split("|")[2]
+
+
+def test_every_evidence_with_a_time_is_on_the_page() -> None:
+    assert {name for name, one in PATIENCE.items() if one.seconds is not None} == SHOWN.keys()
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_seconds_of_evidence(name: Evidence) -> None:
+    assert row(SHOWN[name]).startswith(f" {PATIENCE[name].seconds:g} s")
+
+
+@pytest.mark.parametrize(
+    ("first", "text"),
+    [
+        ("a process is stopped", f"({USUAL.stopped_after_s:g} s)"),
+        ("a worker is a zombie", f"{verdict.ZOMBIE_S:g} s"),
+        ("a rank waits in a collective while others", f"{OVERDUE_DEADLINES:g} deadlines"),
+        ("a rank works, data flows", f"{verdict.SLOW_CEILING_S / 60:g} min"),
+        ("steps", f"({USUAL.hang_factor:g}) × the longest recent step, at least {LEAST_DEADLINE_S:g} s"),
+        ("declared evaluations", f"({USUAL.progress_ceiling_s / 60:g} min)"),
+        ("before the first step", f"at least {deadlines.LEAST_STARTUP_S:g} s"),
+        ("before the first step", f"`--startup-ceiling` ({USUAL.startup_ceiling_s / 60:g} min)"),
+        ("before the first step", f"`--first-step-ceiling` ({USUAL.first_step_ceiling_s / 60:g} min)"),
+        ("all training is done", f"at least {deadlines.EXIT_FLOOR_S:g} s"),
+        ("ranks at a `session.barrier`", f"{verdict.BARRIER_GRACE_S:g} s"),
+    ],
+)
+def test_other_times(first: str, text: str) -> None:
+    assert text in row(first)
