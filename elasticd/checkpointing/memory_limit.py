@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def available_bytes() -> tuple[int, str]:
@@ -40,7 +41,7 @@ def _machine() -> int:
 def _own_group(controller: str) -> str:
     """The group of this process, in version 2 ("") or under a controller of version 1."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
         return ""
     fields = [line.split(":", 2) for line in lines]
