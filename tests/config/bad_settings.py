@@ -161,6 +161,13 @@ BAD: list[tuple[str, str]] = [
         "http.tls_cert: 'TMP/text' and key 'TMP/key' are not a certificate and its key in PEM form",
     ),
     ('[http]\ntls_ca="TMP/text"', "http.tls_ca: 'TMP/text' holds no certificate in PEM form"),
+    ('[http]\ntokens={"a b"="TMP/x"}', "http.tokens: 'a b' must be a name of letters, digits, - _ and ."),
+    ('[http]\nread_only=["bob"]', "http.read_only: 'bob' is not one of http.tokens"),
+    (
+        '[http.tokens]\nbob="TMP/short"',
+        "http.tokens.bob: 'TMP/short' must hold at least 32 characters of ASCII; openssl rand -hex 32 makes a good "
+        "token",
+    ),
     (
         '[http]\ntoken_file="TMP/short"',
         "http.token_file: 'TMP/short' must hold at least 32 characters of ASCII; openssl rand -hex 32 makes a good "

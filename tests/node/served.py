@@ -68,6 +68,7 @@ class Served:
     now: Callable[[], float] = time.time
     server: ApiServer = field(init=False)
     service: JobService = field(init=False)
+    pages: MonitoringPages = field(init=False)
 
     def __post_init__(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -78,12 +79,13 @@ class Served:
         here = LocalJobs(self.node, self.root / "state", self._ask)
         http = HttpSettings(port=0, token_file=token_file, **self.where)
         tls = http.tls_cert is not None
-        peers = Peers(TokenAuth(token_file).token, tls, http.tls_ca, http.tls_name)
+        token = TokenAuth(token_file, http.tokens, http.read_only)
+        peers = Peers(token.token, tls, http.tls_ca, http.tls_name)
         self.service = JobService(self.store, here, peers, clock=self.now)
         well, absent = HealthProbeResult(True, "well"), HealthProbeResult(False, "not in")
-        pages = MonitoringPages(lambda: b"up 1.0\n", lambda: {"node": self.node}, lambda: well, lambda: absent)
-        routes = self.front(ApiRoutes(self.service, pages), TokenAuth(token_file), tls)
-        self.server = ApiServer(self.root / "run" / "agent.sock", http, routes, self.connection_s)
+        self.pages = MonitoringPages(lambda: b"up 1.0\n", lambda: {"node": self.node}, lambda: well, lambda: absent)
+        routes = self.front(ApiRoutes(self.service, self.pages), token, tls)
+        self.server = ApiServer(self.root / "run" / "agent.sock", http, routes, token, self.connection_s)
 
     @property
     def token_file(self) -> Path:

@@ -67,6 +67,7 @@ def test_pids_of_an_earlier_boot_are_ignored(node: MakeNode) -> None:
         for number, stranger in enumerate(strangers, 1):
             files = n1.files("old", number)
             files.root.mkdir(parents=True)
+            files.record.mkdir(parents=True)
             files.runner_spec.write_bytes(RunnerSpec("old", number, "n1", (0,), "{}").to_json())
             named = alive.ProcessIdentity.of(stranger.pid)
             assert named is not None

@@ -15,7 +15,7 @@ from elasticd_agent.config.load import DEFAULT_FILE, load
 from elasticd_agent.node.health.all_reduce import CHECK
 from elasticd_agent.node.health.checks import NodeChecks
 from elasticd_agent.node.health.monitor import max_gpus_seen
-from elasticd_agent.node.health.result import CheckResult, skipped
+from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -36,18 +36,38 @@ def doctor(argv: Sequence[str]) -> int:
 def run_checks(settings: NodeSettings, environ: Mapping[str, str], all_reduce: bool) -> list[CheckResult]:
     """A result for each check; bounded, whatever hangs."""
     checks = NodeChecks(settings, environ, lambda: None)
+    other_users = os.geteuid() == 0 and (settings.user is not None or settings.limits.users is not None)
     try:
-        results = checks.run(True, max_gpus_seen(settings))
+        results = [*checks.run(True, max_gpus_seen(settings)), *check_links(other_users)]
         skip = skipped(CHECK, "jobs may be running here; --all-reduce runs it")
         return [*results, checks.all_reduce() if all_reduce else skip]
     finally:
         checks.close()
 
 
+def check_links(other_users: bool, sysctls: Path = Path("/proc/sys/fs")) -> list[CheckResult]:
+    """The kernel keeps users from leading root to files of others by links. `other_users`: jobs run as such."""
+    found = []
+    for name in ("protected_hardlinks", "protected_symlinks"):
+        check = f"fs.{name}"
+        try:
+            value = int((sysctls / name).read_text())
+        except (OSError, ValueError) as error:
+            found.append(skipped(check, f"it cannot be read: {error}"))
+            continue
+        if value:
+            found.append(passed(check, str(value)))
+        elif other_users:
+            found.append(failed(check, f"0, but jobs run as other users; sysctl -w {check}=1"))
+        else:
+            found.append(skipped(check, "0; give jobs a user of their own only where it is 1"))
+    return found
+
+
 def _parser() -> CommandParser:
     parser = CommandParser(
         "doctor",
-        "Runs the agent's health checks on this node: GPUs, directories, memory, and the operator's own checks.",
+        "Runs the agent's health checks on this node: GPUs, directories, memory, links, and the operator's own checks.",
         "Exit codes: 0 all checks passed, 1 a check failed, 2 usage. More: docs/health.md.",
     )
     parser.add_argument(

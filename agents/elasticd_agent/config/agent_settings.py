@@ -65,6 +65,15 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "it. Without it, only the local socket grants access.",
         '"/etc/elasticd/token"',
     ] = None
+    tokens: Annotated[
+        dict[str, Path],
+        "Further tokens by name, a file for each, for people and programs: their names are in records and in the audit "
+        "log.",
+        '{ alice = "/etc/elasticd/tokens/alice" }',
+    ] = msgspec.field(default_factory=dict)
+    read_only: Annotated[
+        tuple[str, ...], "Names in tokens: these may read jobs, logs and nodes, and change nothing.", '["grafana"]'
+    ] = ()
     tls_cert: Annotated[Path | None, "The server's certificate, PEM; it enables HTTPS.", '"/etc/elasticd/x.pem"'] = None
     tls_key: Annotated[
         Path | None, "The key of tls_cert, PEM; only its owner and group may read it.", '"/etc/elasticd/x.key"'
@@ -142,6 +151,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         "Where a job's workdir and checkpoint_dir may be: these directories and what is below them. "
         "Not given: anywhere.",
         '["/home", "/checkpoints"]',
+        RELOADABLE,
+    ] = None
+    jobs_per_submitter: Annotated[
+        int | None,
+        "Jobs that have not ended of one token, or of one user of the local socket. Not given: any number.",
+        "20",
         RELOADABLE,
     ] = None
 

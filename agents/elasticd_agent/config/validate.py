@@ -146,18 +146,26 @@ def _check_http(http: HttpSettings) -> None:
         if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", http.tls_name):
             raise ConfigError("http.tls_name", f"{http.tls_name[:60]!r} is no name that a certificate can be for")
     _check_files("http", {"tls_cert": http.tls_cert, "tls_ca": http.tls_ca})
-    _check_secrets({"http.token_file": http.token_file, "http.tls_key": http.tls_key})
+    _check_secrets({"http.tls_key": http.tls_key})
     _check_certificates("http.tls_", Tls(http.tls_ca, http.tls_cert, http.tls_key))
     try:
         PeerCredentialAuth.from_names(http.users, http.groups)
     except UsageError as error:
         key, _, says = str(error).partition(": ")
         raise ConfigError(key, says) from None
-    if http.token_file is not None:
-        try:
-            read_token(http.token_file, "")
-        except UsageError as error:
-            raise ConfigError("http.token_file", str(error).removeprefix(": ")) from None
+    for name in http.tokens:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+            raise ConfigError("http.tokens", f"{name[:70]!r} must be a name of letters, digits, - _ and .")
+    if unknown := [name for name in http.read_only if name not in http.tokens]:
+        raise ConfigError("http.read_only", f"{unknown[0][:70]!r} is not one of http.tokens")
+    named = {f"http.tokens.{name}": path for name, path in http.tokens.items()}
+    for key, path in {"http.token_file": http.token_file, **named}.items():
+        if path is not None:
+            _check_secrets({key: path})
+            try:
+                read_token(path, "")
+            except UsageError as error:
+                raise ConfigError(key, str(error).removeprefix(": ")) from None
 
 
 def _check_health(health: HealthSettings) -> None:

@@ -31,6 +31,7 @@ from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.model.version import version
 from elasticd_agent.node import state_dir
+from elasticd_agent.node.api.audit import AuditedRoutes
 from elasticd_agent.node.api.local import LocalJobs
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.routes import ApiRoutes
@@ -43,7 +44,7 @@ from elasticd_agent.node.health.monitor import HealthMonitor, health_file, repor
 from elasticd_agent.node.health.policy import HealthVerdict
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.loop import LoopDependencies, Message, NodeLoop, SignalRequest, Wakeup
-from elasticd_agent.node.metrics import NodeMetrics, merge_pages, scrape_runners
+from elasticd_agent.node.metrics import REQUESTS, NodeMetrics, merge_pages, scrape_runners
 from elasticd_agent.node.registration import NodeStatusPublisher, inventory
 from elasticd_agent.node.runners import versions
 from elasticd_agent.node.runners.manager import RunnerManager
@@ -119,7 +120,7 @@ def _run(
     os.umask(0o077)
     output = NonBlockingWriter(2)
     stack.callback(output.close)
-    journal = AgentJournal(PlainConsole(output, settings.node), settings.logs / "events.jsonl", settings.node)
+    journal = AgentJournal(PlainConsole(output, settings.node), settings.logs, settings.node)
     stack.callback(journal.close)
     code = _prepare_code(state, journal)
     parts = _open_parts(settings, code, journal, inbox, notifier, stack)
@@ -130,7 +131,9 @@ def _run(
     stack.callback(serving.close)
     cleaner = DiskCleaner(state, loop.jobs_with_files_in_use, lambda: float(loop.settings.keep_ended_s), journal.log)
     stack.callback(cleaner.close)
-    loop.set_address(_advertised_address(settings, rendezvous, serving.address))
+    address = _advertised_address(settings, rendezvous, serving.address)
+    serving.token_auth.address = address
+    loop.set_address(address)
     return _run_loop(loop, parts, code)
 
 
@@ -234,7 +237,7 @@ def _prepare_code(state: Path, journal: AgentJournal) -> Path | None:
 def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
     """The HTTP API with the dashboard; its listeners keep the settings of the start. Raises UsageError."""
     settings, http = loop.settings, loop.settings.http
-    token, tls = TokenAuth(http.token_file), http.tls_cert is not None
+    token, tls = TokenAuth(http.token_file, http.tokens, http.read_only), http.tls_cert is not None
 
     def check(job: JobFile) -> None:
         if (wrong := refusal(loop.settings.limits, job, loop.settings.user)) is not None:
@@ -242,10 +245,13 @@ def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
 
     local = LocalJobs(settings.node, settings.state_dir)
     peers = Peers(token.token, tls, http.tls_ca, http.tls_name)
-    service = JobService(parts.store, local, peers, check, cache=parts.cache)
+    service = JobService(
+        parts.store, local, peers, check, cache=parts.cache, limit=lambda: loop.settings.limits.jobs_per_submitter
+    )
     cookies = LoginCookies(token, time.time, tls=tls)
     routes = DashboardRoutes(ApiRoutes(service, _pages(loop, parts, local)), token, cookies, version())
-    server = ApiServer(settings.socket_path, http, routes)
+    audited = AuditedRoutes(routes, parts.journal.audit, lambda action: parts.metrics.count(REQUESTS, action))
+    server = ApiServer(settings.socket_path, http, audited, token)
     host, port = server.address
     routes.base_url = f"{'https' if tls else 'http'}://" + format_endpoint(
         "localhost" if host in ("0.0.0.0", "::") else host, port

@@ -1,4 +1,4 @@
-"""The agent's own log and event log, `<logs>/events.jsonl`. Any thread may write."""
+"""The agent's own log, its event log, `<logs>/events.jsonl`, and its audit log, `audit.jsonl`. Any thread may write."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ MAX_BYTES = 64 << 20
 
 
 class AgentJournal:
-    """`log` None: no event log."""
+    """`logs` None: neither event log nor audit log."""
 
-    def __init__(self, console: Console, log: Path | None, node: str) -> None:
+    def __init__(self, console: Console, logs: Path | None, node: str) -> None:
         self._console = console
-        self._events: event_log.EventSink = event_log.NullEventLog()
-        if log is not None:
+        self._events = self._open(logs, "events.jsonl", node)
+        self.audit = self._open(logs, "audit.jsonl", node)
+
+    def _open(self, logs: Path | None, name: str, node: str) -> event_log.EventSink:
+        if logs is not None:
             try:
-                log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._events = event_log.open_event_log(log, "", node, MAX_BYTES)
+                logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+                return event_log.open_event_log(logs / name, "", node, MAX_BYTES)
             except (OSError, UsageError) as error:
-                self.log(f"this agent writes no event log: {error}")
+                self.log(f"this agent does not write {name}: {error}")
+        return event_log.NullEventLog()
 
     def log(self, sentence: str) -> None:
         self._console.log(sentence)
@@ -42,7 +46,8 @@ class AgentJournal:
 
     @property
     def lost(self) -> int:
-        return self._events.lost
+        return self._events.lost + self.audit.lost
 
     def close(self) -> None:
         self._events.close()
+        self.audit.close()

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import get_args
 
+from elasticd_agent.node.api.audit import ACTIONS
 from elasticd_agent.node.records import NodeState, RunnerState
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, MetricSpec, escape_label
@@ -66,6 +67,12 @@ LEASE_RENEWAL = MetricSpec(
 )
 LOOP_LAG = MetricSpec("elasticd_node_loop_lag_seconds", "Delay of the agent's main loop.")
 EVENT_LOG_LINES_LOST = MetricSpec("elasticd_node_event_log_lines_lost", "Lines lost from the agent's event log.")
+REQUESTS = MetricSpec(
+    "elasticd_node_audited_requests_total",
+    f"Lines of the audit log, by action: {', '.join(ACTIONS)}.",
+    ("action",),
+    label_sets=len(ACTIONS),
+)
 
 HEALTHY = MetricSpec("elasticd_node_healthy", "1 while the node is healthy: it gets work.")
 QUARANTINED = MetricSpec(
@@ -85,8 +92,8 @@ CHECK_SECONDS = MetricSpec(
 
 METRICS = (
     INFO, START, SLOTS, SLOTS_USED, STATE, REGISTERED, IS_SCHEDULER, RUNNERS, JOBS_WAITING, RUNNER_STARTS,
-    RUNNER_EXITS, STORE_UP, STORE_OUTAGES, LEASE, LEASE_RENEWAL, LOOP_LAG, EVENT_LOG_LINES_LOST, HEALTHY, QUARANTINED,
-    QUARANTINE_LEFT, FAILURE_STREAK, CHECK_FAILING, CHECK_SECONDS,
+    RUNNER_EXITS, STORE_UP, STORE_OUTAGES, LEASE, LEASE_RENEWAL, LOOP_LAG, EVENT_LOG_LINES_LOST, REQUESTS, HEALTHY,
+    QUARANTINED, QUARANTINE_LEFT, FAILURE_STREAK, CHECK_FAILING, CHECK_SECONDS,
 )  # fmt: skip
 
 Labels = tuple[str, ...]
@@ -106,6 +113,7 @@ class NodeMetrics:
             (RUNNER_STARTS, ()): 0,
             **{(RUNNER_EXITS, (outcome,)): 0 for outcome in OUTCOMES},
             (STORE_OUTAGES, ()): 0,
+            **{(REQUESTS, (action,)): 0 for action in ACTIONS},
         }
         self._renewals = [0] * (len(LEASE_BUCKETS) + 1)
         self._renewals_s = 0.0

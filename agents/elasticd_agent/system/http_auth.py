@@ -16,10 +16,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import Literal, Protocol
 
 from elasticd.errors import UsageError
 from elasticd_agent.system.files import read_secret
@@ -27,6 +30,14 @@ from elasticd_agent.system.files import read_secret
 MIN_TOKEN_LENGTH = 32
 """A shorter one could be guessed; `openssl rand -hex 32` makes a good one."""
 REPORT_INTERVAL_S = 60.0
+BURST = 5
+ATTEMPT_INTERVAL_S = 10.0
+"""Wrong tokens from one address at once, and the interval of further ones."""
+MAX_ADDRESSES = 1024
+AGENT_SCHEME = "Elasticd-Agent"
+AGENTS_PATH = "/v1/local/"
+Access = Literal["read", "operate", "agent"]
+"""`agent`: another node's, which asks only for what this node has itself."""
 _log = logging.getLogger("elasticd.http")
 _UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 _SO_PEERGROUPS = 59  # asm-generic/socket.h, Linux 4.13; Python has no name for it
@@ -36,16 +47,40 @@ _MAX_GROUPS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request whose credentials are valid."""
+
+    name: str
+    """root, uid 1000, or which token: what limits count."""
+    host: str = ""
+    """"" on the local socket."""
+    access: Access = "operate"
+
+    def __str__(self) -> str:
+        """As `by` in records."""
+        return f"{self.name} at {self.host}" if self.host else self.name
+
+    def refusal(self, method: str, path: str) -> str:
+        """Why this caller may not make this request; "" if it may."""
+        if self.access == "read" and method not in ("GET", "HEAD"):
+            return "this token may only read: it is in http.read_only of agent.toml"
+        if self.access == "agent" and not path.startswith(AGENTS_PATH):
+            return f"an agent may only ask for {AGENTS_PATH}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
 class AccessDenied:
     """The HTTP status, and a sentence that says what would be right."""
 
     code: int
     why: str
+    retry_after_s: float = 0.0
 
 
 class Authenticator(Protocol):
-    def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> str | AccessDenied:
-        """The caller, as `by` in records, or the denial. `authorization`: those headers, as received."""
+    def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> Caller | AccessDenied:
+        """The caller, or the denial. `authorization`: those headers, as received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +103,10 @@ class PeerCredentialAuth:
         """No wider than necessary, although the caller is identified in any case."""
         return 0o666 if self.users or len(self.groups) > 1 else 0o660 if self.groups else 0o600
 
-    def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> str | AccessDenied:
+    def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> Caller | AccessDenied:
         _, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         if uid in (0, os.geteuid()) or uid in self.users or (self.groups and self.groups & {gid, *_groups(sock)}):
-            return "root" if uid == 0 else f"uid {uid}"
+            return Caller("root" if uid == 0 else f"uid {uid}")
         return AccessDenied(
             403,
             f"access denied for user {uid}: root, the agent's own user and those in http.users and http.groups "
@@ -79,29 +114,66 @@ class PeerCredentialAuth:
         )
 
 
-class TokenAuth:
-    """Admits callers with the token in `file`, which is read again after a change. Thread-safe."""
+class _TokenFile:
+    """A token's file, which is read again after a change. Thread-safe."""
 
-    def __init__(self, file: Path | None) -> None:
-        self._file = file
+    def __init__(self, file: Path, key: str) -> None:
+        self.file = file
+        self.key = key
         self._lock = threading.Lock()
         self._stamp: tuple[int, ...] = ()
         self._digest: bytes | None = None
         self._problem = ""
+
+    def read(self) -> tuple[bytes | None, str]:
+        """The token's digest, or None and the problem."""
+        try:
+            found = os.stat(self.file)
+        except (OSError, ValueError) as error:
+            return None, f"{self.key}: {self.file}: {(isinstance(error, OSError) and error.strerror) or error}"
+        stamp = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_mode)
+        with self._lock:
+            if stamp != self._stamp:
+                try:
+                    self._digest, self._problem = token_digest(read_token(self.file, self.key)), ""
+                except UsageError as error:
+                    self._digest, self._problem = None, str(error)
+                self._stamp = stamp
+            return self._digest, self._problem
+
+
+class TokenAuth:
+    """Admits callers with the token in `file`, with one of the `named` tokens, and other agents. Thread-safe.
+
+    A right token is accepted at any time: the limit of wrong ones locks nobody out.
+    """
+
+    def __init__(
+        self, file: Path | None, named: Mapping[str, Path] = MappingProxyType({}), read_only: Sequence[str] = ()
+    ) -> None:
+        """`read_only`: the names of tokens that change nothing."""
+        self.address = ""
+        """Of this agent for other nodes: their requests are for it alone."""
+        self.guesses = GuessLimit(time.monotonic)
+        self._cluster = None if file is None else _TokenFile(file, "http.token_file")
+        self._files = {} if self._cluster is None else {Caller("the token's holder"): self._cluster}
+        for name, path in named.items():
+            access: Access = "read" if name in read_only else "operate"
+            self._files[Caller(f"token {name}", access=access)] = _TokenFile(path, f"http.tokens.{name}")
+        self._lock = threading.Lock()
         self._wrong = 0
         """Not reported yet."""
         self._reported_at = float("-inf")
 
-    def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> str | AccessDenied:
-        if self._file is None:
+    def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> Caller | AccessDenied:
+        if not self._files:
             return AccessDenied(
                 403,
                 "this agent has no token, so only /metrics, /healthz and /readyz are public here; set "
                 "http.token_file in agent.toml, or use its unix socket on the node itself",
             )
-        digest, trouble = self._read(self._file)
-        if digest is None:
-            return AccessDenied(403, f"access denied, since the token cannot be used: {trouble}")
+        if self.signing_key() is None:
+            return AccessDenied(403, f"access denied, since the token cannot be used: {self.problem()}")
         if len(authorization) != 1:
             return AccessDenied(
                 401, "a token is needed: Authorization: Bearer TOKEN, as in the agent's http.token_file"
@@ -111,60 +183,98 @@ class TokenAuth:
             host = str(sock.getpeername()[0])
         except OSError:  # it has disconnected
             host = "?"
-        if not self.matches(given) or scheme.lower() != "bearer":
-            self.report_wrong(host)
-            return AccessDenied(401, "this is not the agent's token")
-        return f"the token's holder at {host}"
+        caller: Caller | None = None
+        if scheme.lower() == "bearer":
+            caller = self.holder(given)
+        elif scheme.lower() == AGENT_SCHEME.lower():
+            caller = self._agent(given)
+        return self.count_wrong(host) if caller is None else replace(caller, host=host)
 
-    def report_wrong(self, host: str) -> None:
-        """Log a wrong token, at most once every REPORT_INTERVAL_S."""
+    def holder(self, given: str) -> Caller | None:
+        """Whose token it is; every token is compared, in constant time, by its digest: lengths stay hidden, too."""
+        digest = token_digest(given.strip())
+        found = [caller for caller, file in self._files.items() if hmac.compare_digest(digest, file.read()[0] or b"")]
+        return found[0] if found else None
+
+    def _agent(self, given: str) -> Caller | None:
+        digest = None if self._cluster is None else self._cluster.read()[0]
+        if digest is None or not self.address or not given.isascii():
+            return None
+        right = hmac.compare_digest(given.strip(), agent_credential(digest, self.address))
+        return Caller("an agent", access="agent") if right else None
+
+    def count_wrong(self, host: str) -> AccessDenied:
+        """The denial of a wrong token. It is logged, at most once every REPORT_INTERVAL_S."""
+        wait_s = self.guesses.attempt(host)
         with self._lock:
             self._wrong += 1
-            if time.monotonic() < self._reported_at + REPORT_INTERVAL_S:
-                return
-            count, self._wrong, self._reported_at = self._wrong, 0, time.monotonic()
-        _log.warning("access denied: %d wrong token(s), the last from %s", count, host)
-
-    def matches(self, given: str) -> bool:
-        digest = self.signing_key()
-        # Comparing digests also hides the token's length from a measurement of time.
-        same = hmac.compare_digest(_digest(given.strip().encode("utf-8", "surrogateescape")), digest or b"")
-        return same and digest is not None
+            count, due = self._wrong, time.monotonic() >= self._reported_at + REPORT_INTERVAL_S
+            if due:
+                self._wrong, self._reported_at = 0, time.monotonic()
+        if due:
+            _log.warning("access denied: %d wrong token(s), the last from %s", count, host)
+        if wait_s:
+            return AccessDenied(429, f"too many wrong tokens; try again in {wait_s:.0f} s", wait_s)
+        return AccessDenied(401, "this is not the agent's token")
 
     def signing_key(self) -> bytes | None:
-        """A key for signatures that changes with the token; None without one."""
-        return None if self._file is None else self._read(self._file)[0]
+        """A key for signatures that changes with every token; None without a usable one."""
+        digests = [digest for file in self._files.values() if (digest := file.read()[0]) is not None]
+        return hashlib.sha256(b"".join(digests)).digest() if digests else None
 
     def problem(self) -> str:
-        """What is wrong with the token's file, "" if nothing."""
-        return self._read(self._file)[1] if self._file is not None else ""
+        """What is wrong with the tokens' files, "" if nothing."""
+        return "; ".join(problem for file in self._files.values() if (problem := file.read()[1]))
 
     def token(self) -> str | None:
-        """The token itself, for requests to another agent; None if there is no usable one."""
-        if self._file is None or self._read(self._file)[0] is None:
+        """The token of all nodes, for requests to another agent; None if there is no usable one."""
+        if self._cluster is None or self._cluster.read()[0] is None:
             return None
         try:
-            return read_token(self._file, "http.token_file")
+            return read_token(self._cluster.file, self._cluster.key)
         except UsageError:  # it was removed between the two reads
             return None
 
-    def _read(self, file: Path) -> tuple[bytes | None, str]:
-        """Its digest, or None and the problem."""
-        try:
-            found = os.stat(file)
-        except (OSError, ValueError) as error:
-            return None, f"http.token_file: {file}: {(isinstance(error, OSError) and error.strerror) or error}"
-        stamp = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_mode)
+
+class GuessLimit:
+    """Limits wrong tokens by address. Thread-safe, bounded in size."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` is monotonic seconds."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._by_address: OrderedDict[str, float] = OrderedDict()
+
+    def attempt(self, host: str) -> float:
+        """0: an attempt from there is allowed, and counted; else the seconds until the next one."""
+        now, key = self._clock(), _address_key(host)
         with self._lock:
-            if stamp != self._stamp:
-                try:
-                    self._digest = _digest(read_token(file, "http.token_file").encode())
-                    self._problem = ""
-                except UsageError as error:
-                    self._digest = None
-                    self._problem = str(error)
-                self._stamp = stamp
-            return self._digest, self._problem
+            # The time when all attempts so far have expired: one number holds how many are left.
+            own = max(now, self._by_address.pop(key, 0.0))
+            wait = max(0.0, own - (BURST - 1) * ATTEMPT_INTERVAL_S - now)
+            self._by_address[key] = own if wait else own + ATTEMPT_INTERVAL_S
+            while len(self._by_address) > MAX_ADDRESSES:
+                self._by_address.popitem(last=False)
+            return wait
+
+
+def _address_key(host: str) -> str:
+    """One client has 2^64 IPv6 addresses: the /64 counts."""
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host[:64]
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
+        return f"{int(address) >> 64:x}::/64"
+    return str(address.ipv4_mapped or address) if isinstance(address, IPv6Address) else str(address)
+
+
+def agent_credential(digest: bytes, address: str) -> str:
+    """What an agent sends to the agent at `address` instead of the token: it opens nothing anywhere else.
+
+    An address comes from a node's record in the store, where a forged record could name any machine.
+    """
+    return hmac.new(digest, f"elasticd agent 1\0{address}".encode(), hashlib.sha256).hexdigest()
 
 
 def read_token(file: Path, key: str) -> str:
@@ -178,8 +288,8 @@ def read_token(file: Path, key: str) -> str:
     return token
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+def token_digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
 def _groups(sock: socket.socket) -> tuple[int, ...]:

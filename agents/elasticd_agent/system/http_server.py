@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from urllib.parse import unquote
 
 from elasticd.errors import UsageError
-from elasticd_agent.system.http_auth import AccessDenied, Authenticator
+from elasticd_agent.system.http_auth import AccessDenied, Authenticator, Caller
 from elasticd_agent.system.waker import Waker
 
 MAX_HEAD_BYTES = 16 << 10
@@ -423,9 +423,14 @@ class _Handler(BaseHTTPRequestHandler):
         authenticator = self.server.authenticator
         if authenticator is None:
             return ""
-        found = authenticator.authenticate(self.request, self.headers.get_all("Authorization", []))
-        if isinstance(found, str):
-            return found
+        given = self.headers.get_all("Authorization", [])
+        if is_public and not given:
+            return ""
+        found = authenticator.authenticate(self.request, given)
+        if isinstance(found, Caller):
+            if not (why := found.refusal(self.command, path)) or is_public:
+                return str(found)
+            found = AccessDenied(403, why)
         if is_public:
             return ""
         headers = self.headers.get("Cookie", ""), self.headers.get("Accept", ""), self._peer_host(), self._server_name()

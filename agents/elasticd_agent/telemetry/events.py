@@ -348,6 +348,16 @@ class JobScheduledEvent(LogEvent, kind="scheduled"):
     """The scheduler, which runs on this node, decided where a job runs, or why it is pending."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AuditEvent(LogEvent, kind="audit"):
+    """In `audit.jsonl` of the agent's logs: a request that changed something, read logs, or was denied."""
+
+    by: str = _field("the caller: a user of the local socket, or a token and its address; an address if it was denied")
+    action: str = _field("submit, cancel, dump, cordon, drain, uncordon, login, read or denied")
+    target: str = _field("the job or node; the request that was denied")
+    status: int = _field("the status of the answer")
+
+
 EVENT_TYPES = tuple(LogEvent.__subclasses__())
 """In the order of docs/events.md."""
 

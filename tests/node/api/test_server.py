@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import ssl
 import subprocess
@@ -24,6 +25,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import HttpSettings
 from elasticd_agent.node.api.client import AgentClient, Unreachable
 from elasticd_agent.node.api.server import MAX_CONNECTIONS, ApiServer
+from elasticd_agent.system.http_auth import BURST, TokenAuth
 from elasticd_agent.system.http_server import MAX_BODY_BYTES, MAX_HEAD_BYTES
 from tests.etcd import Authority
 from tests.node.served import DEADLINE, JOB, TOKEN, Served, ended, fds
@@ -149,6 +151,63 @@ def test_wrong_tokens_are_logged_once_a_minute(serve: Serve, caplog: pytest.LogC
         assert one.tcp("not-the-token-but-of-the-right-length").get("/v1/jobs").code == 401
     (line,) = [record.getMessage() for record in caplog.records if "wrong token" in record.getMessage()]
     assert line == "access denied: 1 wrong token(s), the last from 127.0.0.1"
+
+
+def test_wrong_tokens_are_limited_by_address_and_lock_nobody_out(serve: Serve) -> None:
+    one = serve()
+    stranger = one.tcp("not-the-token-but-of-the-right-length")
+    codes = [stranger.get("/v1/jobs").code for _ in range(BURST + 1)]
+    assert codes == [401] * BURST + [429]
+    assert int(stranger.get("/v1/jobs").headers["retry-after"]) > 0
+    assert one.tcp().get("/v1/jobs").code == 200, "from the same address"
+
+
+def test_named_and_read_only_tokens(serve: Serve, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"token-{name}" for name in ("alice", "grafana")}
+    for name, file in files.items():
+        file.write_text(f"the-token-of-{name}-0123456789-0123456789\n")
+        file.chmod(0o600)
+    one = serve(where={"tokens": files, "read_only": ("grafana",)})
+    alice, grafana = (one.tcp(file.read_text().strip()) for file in files.values())
+    assert alice.post("/v1/jobs", JOB, "application/toml", query={"id": "hers"}).code == 201
+    submitted = one.service.jobs()[0][0]
+    assert submitted.submitted_by == "token alice at 127.0.0.1"
+    for path in ("/v1/jobs", "/v1/jobs/hers", "/v1/nodes", "/status"):
+        assert grafana.get(path).code == 200, path
+    for path in ("/v1/jobs?id=x", "/v1/jobs/hers/cancel", "/v1/jobs/hers/dump", "/v1/nodes/n1/drain", "/nothing"):
+        reply = grafana.post(path, JOB, "application/toml")
+        assert (reply.code, "may only read" in reply.why) == (403, True), path
+    assert [row.job for row in one.service.jobs()[0]] == ["hers"]
+    files["grafana"].unlink()
+    assert (grafana.get("/v1/jobs").code, alice.get("/v1/jobs").code, one.tcp().get("/v1/jobs").code) == (401, 200, 200)
+
+
+def test_an_agents_credential_opens_one_agent_and_only_what_it_has_itself(serve: Serve) -> None:
+    """A forged node record names the attacker's address: what is sent there is neither the token nor good elsewhere."""
+    one, other = serve(), serve(node="n2")
+    received = []
+    with socket.create_server(("127.0.0.1", 0)) as attacker:
+        address = f"127.0.0.1:{attacker.getsockname()[1]}"
+
+        def accept() -> None:
+            client, _ = attacker.accept()
+            with client:
+                received.append(client.recv(65536).decode())
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        with contextlib.suppress(Unreachable):
+            one.service.peers.request(address, "GET", "/v1/local/jobs/x", within_s=5)
+        thread.join(DEADLINE)
+    assert TOKEN not in received[0]
+    credential = re.findall("Authorization: Elasticd-Agent ([0-9a-f]{64})", received[0])[0]
+    head = f"Authorization: Elasticd-Agent {credential}\r\n\r\n"
+    for path in ("/v1/local/jobs/x?number=1", "/v1/jobs"):
+        assert raw(other, f"GET {path} HTTP/1.1\r\n{head}".encode()).startswith(b"HTTP/1.1 401 ")
+    peers, address = one.service.peers, "{}:{}".format(*other.address)
+    assert peers.request(address, "GET", "/v1/local/jobs/x", {"number": 1}).code == 404
+    with pytest.raises(Unreachable, match="may only ask for /v1/local/"):
+        peers.request(address, "POST", "/v1/jobs/x/cancel")
 
 
 def test_secrets_are_never_logged_or_sent(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -435,7 +494,7 @@ def test_listen_error_is_one_line_with_the_key(serve: Serve, tmp_path: Path) -> 
         (free, {"groups": ("no-such-group-here",)}, "http.groups: there is no"),
     ]:
         with pytest.raises(UsageError, match=answer) as raised:
-            ApiServer(where, HttpSettings(**{"port": 0, **options}), one.server._listeners[0].routes)  # type: ignore
+            ApiServer(where, HttpSettings(**{"port": 0, **options}), one.server._listeners[0].routes, TokenAuth(None))  # type: ignore
         assert "\n" not in str(raised.value)
     assert one.unix().get("/v1/jobs").code == 200
     assert not free.exists()

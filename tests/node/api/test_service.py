@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from elasticd_agent.node import keys as names
 from elasticd_agent.node.api.client import AgentClient, Unreachable
+from elasticd_agent.node.api.local import READ_TIMEOUT_S
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.rank_logs import MAX_BYTES
 from elasticd_agent.node.records import JobResult, RoundSummary, RunnerStatus
@@ -322,6 +324,7 @@ def test_path_tricks_are_not_a_rank_round_or_stream(serve: Serve, query: str) ->
     one = serve()
     one.submit()
     one.log(1, 0, "stdout", "hello\n")
+    one.files().record.mkdir(parents=True)
     one.files().runner_spec.write_text("password")
     assert one.unix().request("GET", f"/v1/jobs/llama/logs?{query}").code == 400
     assert one.unix().request("GET", f"/v1/local/jobs/llama/logs?number=1&{query}").code == 400
@@ -475,6 +478,41 @@ def test_ranks_of_all_nodes_are_merged(serve: Serve) -> None:
     n2.server.close()
     silent = n1.unix().get("/v1/jobs/llama").document()["progress"]["unreachable"]
     assert "no agent answers at" in silent["n2"]
+
+
+def test_sparse_event_log_costs_little_and_no_thread(serve: Serve) -> None:
+    """A job's user makes it in a moment: 8 TB of zeros would be read for hours, by one more thread for each request."""
+    one = serve()
+    one.event("round_published", 100.0)
+    with one.files().events.open("r+b") as file:
+        file.truncate(8 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"kind": "group_started", "wall": 101.0, "round": 2}\n')
+    before, began = threading.active_count(), time.monotonic()
+    for _ in range(3):
+        one.service.local.progress("llama", 1, 200.0)
+    assert time.monotonic() - began < READ_TIMEOUT_S
+    assert threading.active_count() <= before
+    cursor = one.service.local._cursors["llama", 1]
+    assert cursor.offset == one.files().events.stat().st_size
+
+
+def test_unfinished_jobs_of_a_submitter_are_limited(serve: Serve) -> None:
+    one = serve()
+    one.service.limit = lambda: 2
+
+    def submit(client: AgentClient, job: str, token: str = "") -> int:
+        query = {"id": job, "token": token or None}
+        return client.post("/v1/jobs", JOB, "application/toml", query=query).code
+
+    assert [submit(one.unix(), job) for job in ("a", "b")] == [201, 201]
+    reply = one.unix().post("/v1/jobs", JOB, "application/toml", query={"id": "c"})
+    assert (reply.code, "jobs_per_submitter is 2" in reply.why) == (409, True)
+    assert submit(one.tcp(), "c", token="once") == 201, "the token's holder is another submitter"
+    assert submit(one.tcp(), "d") == 201
+    assert submit(one.tcp(), "c", token="once") == 201, "the same submission, repeated after an outage"
+    assert one.unix().post("/v1/jobs/a/cancel").code == 200
+    assert submit(one.unix(), "e") == 201
 
 
 def test_rounds_of_previous_nodes_belong_to_the_history(serve: Serve) -> None:

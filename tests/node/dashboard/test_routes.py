@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from elasticd_agent.cli.job_commands import run_command
 from elasticd_agent.node.api.client import Reply
 from elasticd_agent.node.api.routes import ApiRoutes
-from elasticd_agent.node.dashboard.login import BURST, COOKIE, LoginCookies
+from elasticd_agent.node.dashboard.login import COOKIE, LoginCookies
 from elasticd_agent.node.dashboard.routes import DashboardRoutes
 from elasticd_agent.node.records import RunnerStatus
-from elasticd_agent.system.http_auth import TokenAuth
+from elasticd_agent.system.http_auth import BURST, TokenAuth
 from tests.faults.job import until
 from tests.node.dashboard.hostile_texts import WICKED, read
 from tests.node.served import TOKEN, Served

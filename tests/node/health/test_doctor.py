@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from elasticd_agent.cli.doctor import check_links
 from tests.node.health.conftest import Node
 
 
@@ -49,6 +52,23 @@ def test_failing_node_and_json(node: Node) -> None:
     assert by_check["all-reduce"]["why"] == "jobs may be running here; --all-reduce runs it"
     assert by_check[f"disk {node.directory}"]["outcome"] == "passed"
     assert os.listdir(node.directory) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "other_users", "outcome"),
+    [
+        ("1", True, "passed"),
+        ("2", True, "passed"),
+        ("0", True, "failed"),
+        ("0", False, "skipped"),
+        (None, True, "skipped"),
+    ],
+)
+def test_link_protection(tmp_path: Path, value: str | None, other_users: bool, outcome: str) -> None:
+    if value is not None:
+        for name in ("protected_hardlinks", "protected_symlinks"):
+            (tmp_path / name).write_text(f"{value}\n")
+    assert [one.outcome for one in check_links(other_users, tmp_path)] == [outcome] * 2
 
 
 def test_usage_errors_are_one_line(node: Node) -> None:

@@ -93,6 +93,8 @@ class AgentClient:
     tls: ssl.SSLContext | None = field(default=None, repr=False)
     tls_name: str | None = None
     """The name in its certificate, if it is not `host`."""
+    scheme: str = "Bearer"
+    """Of `token`, as the Authorization header names it."""
 
     def __str__(self) -> str:
         if self.socket is not None:
@@ -124,7 +126,7 @@ class AgentClient:
         target = path + (f"?{urlencode(given, quote_via=quote)}" if given else "")
         headers = {"Connection": "close"}
         if self.token is not None:
-            headers["Authorization"] = f"Bearer {self.token}"
+            headers["Authorization"] = f"{self.scheme} {self.token}"
         if kind:
             headers["Content-Type"] = kind
         until = time.monotonic() + within_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,8 @@ MAX_CACHED_LOGS = 64
 """Event logs that are read on from where they were read last."""
 _CHUNK = 1 << 20
 _MAX_LINE_BYTES = 1 << 20
+MAX_UNREAD_BYTES = 256 << 20
+"""A million events. Of more only the newest are read: a job's user can make a file of any size."""
 
 
 QueryRunner = Callable[[JobFiles, Mapping[str, Any], float], dict[str, Any]]
@@ -165,24 +168,34 @@ class LocalJobs:
             while len(self._cursors) > MAX_CACHED_LOGS:
                 self._cursors.popitem(last=False)
         files = self.files(job, number)
-        with cursor.lock:
-            try:
-                with rank_logs.open_below(files.root, (files.events.name,)) as fd:
-                    _feed(cursor, fd)
-            except (OSError, ValueError):
-                pass  # no event log yet: the lines read so far count
-            return cursor.timeline.progress(self.node, now)
+        until = time.monotonic() + READ_TIMEOUT_S / 2
+        if not cursor.lock.acquire(timeout=READ_TIMEOUT_S):
+            raise DeadlineExceeded
+        try:
+            with rank_logs.open_below(files.root, (files.events.name,)) as fd:
+                _feed(cursor, fd, until)
+        except (OSError, ValueError):
+            pass  # no event log yet: the lines read so far count
+        finally:
+            progress = cursor.timeline.progress(self.node, now)
+            cursor.lock.release()
+        return progress
 
 
-def _feed(cursor: _LogCursor, fd: int) -> None:
-    """Read the lines that were added; from the start if the file is another one or became smaller."""
+def _feed(cursor: _LogCursor, fd: int, until: float) -> None:
+    """Read the lines that were added; from the start if the file is another one or became smaller.
+
+    What is left at `until` is for the next time.
+    """
     found = os.fstat(fd)
     if found.st_ino != cursor.inode or found.st_size < cursor.offset:
         cursor.timeline = JobTimeline()
         cursor.offset = 0
         cursor.partial_line = b""
         cursor.inode = found.st_ino
-    while data := os.pread(fd, _CHUNK, cursor.offset):
+    if found.st_size - cursor.offset > MAX_UNREAD_BYTES:
+        cursor.offset, cursor.partial_line = found.st_size - MAX_UNREAD_BYTES, b""
+    while time.monotonic() < until and (data := os.pread(fd, _CHUNK, cursor.offset)):
         cursor.offset += len(data)
         *lines, cursor.partial_line = (cursor.partial_line + data).split(b"\n")
         if len(cursor.partial_line) > _MAX_LINE_BYTES:

@@ -1,4 +1,4 @@
-"""Requests to other nodes' agents, with this agent's token and TLS settings.
+"""Requests to other nodes' agents, with a credential from this agent's token, and its TLS settings.
 
 Requests go to /v1/local/…, so that no agent forwards them again. Each has a deadline, and one silent node does not
 delay the answers of the others.
@@ -16,6 +16,7 @@ from typing import Any
 from elasticd.errors import UsageError
 from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable, client_context
 from elasticd_agent.system.addresses import parse_endpoint
+from elasticd_agent.system.http_auth import AGENT_SCHEME, agent_credential, token_digest
 
 MAX_PARALLEL = 16
 MAX_NODES = 256
@@ -41,7 +42,9 @@ class Peers:
             context = client_context(self.ca) if self.tls else None
         except UsageError as error:
             raise Unreachable(str(error)) from None
-        client = AgentClient(None, host, port, self.token(), context, self.tls_name)
+        token = self.token()
+        given = None if token is None else agent_credential(token_digest(token), address)
+        client = AgentClient(None, host, port, given, context, self.tls_name, AGENT_SCHEME)
         reply = client.request(method, path, query, within_s=within_s)
         if reply.code in (401, 403):
             raise Unreachable(f"the agent at {client} denies access: {reply.why}")

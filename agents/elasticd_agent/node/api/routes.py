@@ -82,8 +82,8 @@ class ApiRoutes:
         return path in PUBLIC_PATHS and method in ("GET", "HEAD")
 
     def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> HttpResponse:
-        challenge = (("WWW-Authenticate", "Bearer"),) if denied.code == 401 else ()
-        return replace(error_response(denied.code, denied.why), headers=challenge)
+        headers = {401: (("WWW-Authenticate", "Bearer"),), 429: (("Retry-After", str(int(denied.retry_after_s) + 1)),)}
+        return replace(error_response(denied.code, denied.why), headers=headers.get(denied.code, ()))
 
     def answer(self, request: HttpRequest) -> HttpResponse:
         try:

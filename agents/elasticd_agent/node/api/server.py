@@ -14,6 +14,7 @@ from pathlib import Path
 
 from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import HttpSettings
+from elasticd_agent.system.addresses import format_endpoint
 from elasticd_agent.system.control_socket import short_path
 from elasticd_agent.system.http_auth import PeerCredentialAuth, TokenAuth
 from elasticd_agent.system.http_server import HttpServer, Routes, listen_tcp
@@ -31,18 +32,24 @@ class ApiServer:
     """Serves `routes` until closed. `address` is the TCP listener's host and port."""
 
     def __init__(
-        self, path: Path, options: HttpSettings, routes: Routes, request_timeout_s: float = REQUEST_TIMEOUT_S
+        self,
+        path: Path,
+        options: HttpSettings,
+        routes: Routes,
+        token_auth: TokenAuth,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         """`path`: the unix socket. Raises UsageError, naming the key in agent.toml, for a listener that cannot open."""
         self._listeners: list[HttpServer] = []
         self._socket = path
-        token_auth = TokenAuth(options.token_file)
+        self.token_auth = token_auth
         if problem := token_auth.problem():
             _log.warning("%s; until this is fixed access over TCP is denied", problem)
         try:
             self._start(_listen_unix(path, options, routes, request_timeout_s))
             server = _listen_tcp(options, routes, request_timeout_s, token_auth)
             self.address = server.bound
+            token_auth.address = format_endpoint(*server.bound)
             self._start(server)
         except BaseException:
             self.close()

@@ -17,7 +17,7 @@ from elasticd_agent.config import job_file
 from elasticd_agent.config.documents import FileFormat
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.model.keys import Keys
-from elasticd_agent.model.phrases import is_are, listing
+from elasticd_agent.model.phrases import count, is_are, listing
 from elasticd_agent.model.records import Round
 from elasticd_agent.node.api import views
 from elasticd_agent.node.api.cluster import ClusterReader, NotFound
@@ -45,6 +45,8 @@ class JobService:
     peers: Peers
     check: Callable[[JobFile], None] = lambda job: None
     """Applies this node's limits to a job before it is submitted: it raises UsageError."""
+    limit: Callable[[], int | None] = lambda: None
+    """How many jobs of one submitter may be unfinished."""
     clock: Callable[[], float] = time.time
     cache: StoreCache | None = None
     _cluster: ClusterReader = field(init=False)
@@ -73,6 +75,7 @@ class JobService:
         job = job_file.read_job(data, kind, "the job")
         self.check(job)
         job_id = name or job.id
+        self._check_number(by, token)
         try:
             made = job_queue.submit(
                 self.store,
@@ -91,6 +94,18 @@ class JobService:
                 raise Conflict(str(error)) from None
             raise
         return {"job": made.job, "number": made.number}
+
+    def _check_number(self, by: str, token: str) -> None:
+        """Raises Conflict for a submitter with too many jobs, except for a submission that is repeated."""
+        most = self.limit()
+        if most is None:
+            return
+        submitter = by.partition(" at ")[0]
+        own = [one for one in self._view().unfinished() if one.submitted_by.partition(" at ")[0] == submitter]
+        if len(own) >= most and not (token and any(one.token == token for one in own)):
+            raise Conflict(
+                f"{submitter} has {count(len(own), 'unfinished job')}: [limits] jobs_per_submitter is {most}"
+            )
 
     def cancel(self, name: str, by: str) -> dict[str, Any]:
         """Raises NotFound, or Conflict for a job that has ended by itself."""

@@ -1,4 +1,4 @@
-"""Login to the dashboard: a signed cookie with an expiry time instead of the token, and the rate limit of attempts.
+"""Login to the dashboard: a signed cookie with an expiry time instead of the token.
 
 The token never is in the browser's storage, and agents store no sessions: every agent with the same token accepts its
 cookies, and a new token invalidates all. A cookie opens the dashboard, never the API. A caller of the API can get a
@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from ipaddress import IPv6Address, ip_address
+from ipaddress import ip_address
 
 from elasticd_agent.system.http_auth import TokenAuth
 
@@ -23,10 +23,6 @@ TLS_COOKIE = "__Host-elasticd"
 """Browsers accept this name only over TLS and for this host alone (RFC 6265bis, 4.1.3.2)."""
 COOKIE_LIFETIME_S = 12 * 3600
 """A working day."""
-BURST = 5
-ATTEMPT_INTERVAL_S = 10.0
-"""Wrong attempts from one address at once, and the interval of further ones."""
-MAX_ADDRESSES = 1024
 CODE_LIFETIME_S = 120.0
 """Of a one-time code: long enough to copy its URL to a browser."""
 MAX_CODES = 64
@@ -82,28 +78,6 @@ class LoginCookies:
         return f"{self.name}={value}; Max-Age={seconds}; Path=/; HttpOnly; SameSite=Strict{secure}"
 
 
-class LoginRateLimit:
-    """Limits wrong tokens by address. Thread-safe, bounded in size."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` is monotonic seconds."""
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._by_address: OrderedDict[str, float] = OrderedDict()
-
-    def attempt(self, host: str) -> float:
-        """0: an attempt from there is allowed, and counted; else the seconds until the next one."""
-        now, key = self._clock(), _address_key(host)
-        with self._lock:
-            # The time when all attempts so far have expired: one number holds how many are left.
-            own = max(now, self._by_address.pop(key, 0.0))
-            wait = max(0.0, own - (BURST - 1) * ATTEMPT_INTERVAL_S - now)
-            self._by_address[key] = own if wait else own + ATTEMPT_INTERVAL_S
-            while len(self._by_address) > MAX_ADDRESSES:
-                self._by_address.popitem(last=False)
-            return wait
-
-
 class OneTimeCodes:
     """Codes that log one browser in, each once. In this agent's memory only. Thread-safe, bounded in size."""
 
@@ -152,14 +126,3 @@ def _cookie_values(cookies: str, wanted: str) -> list[str]:
 
 def _signature(key: bytes, until: int) -> str:
     return hmac.new(key, _PURPOSE + str(until).encode(), hashlib.sha256).hexdigest()
-
-
-def _address_key(host: str) -> str:
-    """One client has 2^64 IPv6 addresses: the /64 counts."""
-    try:
-        address = ip_address(host.partition("%")[0])
-    except ValueError:
-        return host[:64]
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
-        return f"{int(address) >> 64:x}::/64"
-    return str(address.ipv4_mapped or address) if isinstance(address, IPv6Address) else str(address)

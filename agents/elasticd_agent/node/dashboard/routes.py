@@ -23,7 +23,7 @@ from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, NodeSummary
 from elasticd_agent.node.dashboard import formatting, job_page, layout
 from elasticd_agent.node.dashboard.job_page import STREAMS, WINDOWS, LogTail, PageQuery
-from elasticd_agent.node.dashboard.login import CODE_LIFETIME_S, LoginCookies, LoginRateLimit, OneTimeCodes
+from elasticd_agent.node.dashboard.login import CODE_LIFETIME_S, LoginCookies, OneTimeCodes
 from elasticd_agent.node.dashboard.markup import Child, tag
 from elasticd_agent.node.dashboard.overview import overview
 from elasticd_agent.node.dashboard.status import problem
@@ -111,7 +111,6 @@ class DashboardRoutes:
     version: str
     base_url: str = ""
     """Where a browser on this machine finds the dashboard: http://127.0.0.1:9411."""
-    rate_limit: LoginRateLimit = field(default_factory=lambda: LoginRateLimit(time.monotonic))
     codes: OneTimeCodes = field(default_factory=lambda: OneTimeCodes(time.monotonic))
     _overviews: ResponseCache[_Overview] = field(default_factory=lambda: ResponseCache(CACHE_S))
     _jobs: ResponseCache[JobStatus] = field(default_factory=lambda: ResponseCache(CACHE_S))
@@ -271,12 +270,9 @@ class DashboardRoutes:
             return _public_response(403, "Login is disabled", NO_TOKEN)
         if not self.cookies.may_log_in(request.host, request.server_name):
             return _no_login()
-        # The right token is accepted at any time: nobody can lock its holder out with wrong ones.
-        if self.token.matches(form.get("token", "")) and (cookie := self.cookies.issue()) is not None:
+        if self.token.holder(form.get("token", "")) is not None and (cookie := self.cookies.issue()) is not None:
             return _redirect(target, cookie)
-        self.token.report_wrong(request.host)
-        wait = self.rate_limit.attempt(request.host)
-        if wait:
+        if wait := self.token.count_wrong(request.host).retry_after_s:
             page = layout.login(f"Too many wrong tokens. Try again in {in_words(wait)}.", target)
             return layout.html_response(429, page, layout.PUBLIC_POLICY, ("Retry-After", str(int(wait) + 1)))
         page = layout.login("That is not this agent's token.", target)

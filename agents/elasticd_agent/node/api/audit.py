@@ -1,0 +1,105 @@
+"""The audit log, `<logs>/audit.jsonl`: who changed something, who read logs, and who was denied access.
+
+It stands in front of the routes, so no request is missed. A caller that repeats the same reading, as `elasticd logs
+--follow` does, gets one line a minute, and so does an address that is denied again and again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from urllib.parse import unquote
+
+from elasticd_agent.system.http_auth import AccessDenied
+from elasticd_agent.system.http_server import HttpError, HttpRequest, HttpResponse, Routes, UnauthenticatedRequest
+from elasticd_agent.telemetry.event_log import EventSink
+from elasticd_agent.telemetry.events import AuditEvent
+
+REPEAT_S = 60.0
+MAX_REPEATED = 1024
+DENIED = "denied"
+ACTIONS = ("submit", "cancel", "dump", "cordon", "drain", "uncordon", "login", "read", DENIED)
+MAX_TARGET_CHARS = 200
+
+
+@dataclass(slots=True)
+class AuditedRoutes:
+    """`count` is called with the action of each line. Safe to call from many threads at once."""
+
+    routes: Routes
+    log: EventSink
+    count: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _written_at: OrderedDict[tuple[str, str, str], float] = field(default_factory=OrderedDict)
+
+    def is_public(self, method: str, path: str) -> bool:
+        return self.routes.is_public(method, path)
+
+    def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> str | HttpResponse:
+        answer = self.routes.reject(request, denied)
+        if isinstance(answer, HttpResponse):
+            by = request.host or "a local user"
+            self._record(by, DENIED, f"{request.method} {request.path}", answer.status, denied.why, once="")
+        return answer
+
+    def answer(self, request: HttpRequest) -> HttpResponse:
+        try:
+            answer = self.routes.answer(request)
+        except HttpError as error:
+            self._record_request(request, error.status, b"")
+            raise
+        self._record_request(request, answer.status, answer.body)
+        return answer
+
+    def _record_request(self, request: HttpRequest, status: int, body: bytes) -> None:
+        found = action_of(request.method, request.path)
+        if found is None:
+            return
+        action, target = found
+        if action == "submit" and status == 201:
+            target = str(json.loads(body)["job"])
+        by = request.requested_by or request.host
+        self._record(by, action, target, status, once=target if action == "read" else None)
+
+    def _record(self, by: str, action: str, target: str, status: int, why: str = "", *, once: str | None) -> None:
+        """`once`: what makes a line a repetition of another one of this caller and action; None: it never is."""
+        now = self.clock()
+        if once is not None:
+            with self._lock:
+                key = (by, action, once)
+                if now < self._written_at.get(key, float("-inf")) + REPEAT_S:
+                    return
+                self._written_at[key] = now
+                self._written_at.move_to_end(key)
+                while len(self._written_at) > MAX_REPEATED:
+                    self._written_at.popitem(last=False)
+        target = ascii(target)[1:-1][:MAX_TARGET_CHARS]
+        sentence = f"{by}: {action} {target}: {status}" + (f", {why}" if why else "")
+        self.log.write(
+            AuditEvent(
+                round=0, mono=time.monotonic(), reason=sentence, by=by, action=action, target=target, status=status
+            )
+        )
+        self.count(action)
+
+
+def action_of(method: str, path: str) -> tuple[str, str] | None:
+    """The action and its target; None for a request that is not recorded."""
+    words = [unquote(word, errors="replace") for word in path.split("/")[1:]]
+    if words[:2] == ["v1", "local"]:
+        words = ["v1", *words[2:]]
+    match method, words:
+        case "POST", ["v1", "jobs"]:
+            return "submit", ""
+        case "POST", ["v1", "jobs" | "nodes", target, action] if action in ACTIONS:
+            return action, target
+        case "POST" | "GET", ["login"]:
+            return "login", ""
+        case "GET", ["v1", "jobs", target, "logs" | "explain"] | ["jobs", target, *_]:
+            return "read", target
+    return None

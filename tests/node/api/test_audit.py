@@ -1,0 +1,109 @@
+"""The audit log: which requests it records, who it says they are from, and what cannot flood it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.node.api.audit import REPEAT_S, AuditedRoutes, action_of
+from elasticd_agent.node.api.routes import ApiRoutes
+from elasticd_agent.system.http_auth import AccessDenied
+from elasticd_agent.system.http_server import UnauthenticatedRequest
+from elasticd_agent.telemetry.events import AuditEvent, LogEvent
+from tests.node.served import TOKEN, Served
+
+
+class Lines:
+    """A log in memory."""
+
+    lost = 0
+
+    def __init__(self) -> None:
+        self.events: list[AuditEvent] = []
+        self.counted: list[str] = []
+        self.now = 0.0
+
+    def write(self, record: LogEvent) -> None:
+        assert isinstance(record, AuditEvent)
+        self.events.append(record)
+
+    def close(self) -> None:
+        pass
+
+    def routes(self, api: ApiRoutes, *_: object) -> AuditedRoutes:
+        return AuditedRoutes(api, self, self.counted.append, lambda: self.now)
+
+    def rows(self) -> list[tuple[str, str, str, int]]:
+        return [(one.by, one.action, one.target, one.status) for one in self.events]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "found"),
+    [
+        ("POST", "/v1/jobs", ("submit", "")),
+        ("POST", "/v1/jobs/lm/cancel", ("cancel", "lm")),
+        ("POST", "/v1/jobs/l%20m/dump", ("dump", "l m")),
+        ("POST", "/v1/local/jobs/lm/dump", ("dump", "lm")),
+        ("POST", "/v1/nodes/n1/cordon", ("cordon", "n1")),
+        ("POST", "/v1/nodes/n1/drain", ("drain", "n1")),
+        ("POST", "/v1/nodes/n1/uncordon", ("uncordon", "n1")),
+        ("POST", "/login", ("login", "")),
+        ("GET", "/login", ("login", "")),
+        ("GET", "/v1/jobs/lm/logs", ("read", "lm")),
+        ("GET", "/v1/local/jobs/lm/logs", ("read", "lm")),
+        ("GET", "/v1/jobs/lm/explain", ("read", "lm")),
+        ("GET", "/jobs/lm", ("read", "lm")),
+        ("GET", "/v1/jobs", None),
+        ("GET", "/v1/jobs/lm", None),
+        ("GET", "/metrics", None),
+        ("GET", "/", None),
+    ],
+)
+def test_recorded_requests(method: str, path: str, found: tuple[str, str] | None) -> None:
+    assert action_of(method, path) == found
+
+
+def test_who_did_what(tmp_path: Path) -> None:
+    lines = Lines()
+    with closing(Served(tmp_path / "one", front=lines.routes)) as one:
+        number = one.submit("lm")
+        one.announce()
+        one.log(1, 0, "stdout", "hello", job="lm")
+        one.place("lm", number, "n1")
+        for _ in range(3):
+            assert one.unix().get("/v1/jobs/lm/logs").code == 200
+        assert one.tcp().post("/v1/nodes/n1/drain").code == 200
+        assert one.tcp().post("/v1/jobs/no/cancel").code == 404
+        for _ in range(3):
+            assert one.tcp("x" * 40).get("/v1/jobs").code == 401
+    me = lines.events[0].by
+    assert lines.rows() == [
+        (me, "submit", "lm", 201),
+        (me, "read", "lm", 200),
+        ("the token's holder at 127.0.0.1", "drain", "n1", 200),
+        ("the token's holder at 127.0.0.1", "cancel", "no", 404),
+        ("127.0.0.1", "denied", "GET /v1/jobs", 401),
+    ]
+    assert lines.counted == [one.action for one in lines.events]
+    assert TOKEN not in repr(lines.events)
+
+
+def test_strangers_cannot_flood_it(tmp_path: Path) -> None:
+    lines = Lines()
+    denied = AccessDenied(401, "no")
+    reject: Callable[[str, str], object]
+    with closing(Served(tmp_path / "one")) as one:
+        audited = lines.routes(ApiRoutes(one.service, one.pages))
+        reject = lambda path, host: audited.reject(UnauthenticatedRequest("GET", path, "", host=host), denied)  # noqa: E731
+        for i in range(100):
+            reject(f"/{i}\n", "10.0.0.1")
+        assert lines.rows() == [("10.0.0.1", "denied", "GET /0\\n", 401)]
+        lines.now += REPEAT_S
+        reject("/" + "x" * 9000, "10.0.0.1")
+        assert len(lines.events) == 2 and len(lines.events[1].target) == 200
+        for i in range(5000):
+            reject("/", f"10.1.{i >> 8}.{i & 255}")
+        assert len(audited._written_at) == 1024
