@@ -167,13 +167,18 @@ def check_rounds(c: CheckedCluster) -> None:
     holds=st.booleans(),
     began=st.integers(1, 3),
     acts=st.lists(acts, max_size=10),
+    c10d=st.booleans(),
 )
-def test_random_histories_keep_the_invariants(fewest: int, holds: bool, began: int, acts: list[Step]) -> None:
-    live(fewest, holds, began, acts)
+def test_random_histories_keep_the_invariants(
+    fewest: int, holds: bool, began: int, acts: list[Step], c10d: bool
+) -> None:
+    live(fewest, holds, began, acts, c10d)
 
 
-def live(fewest: int, holds: bool, began: int, acts: list[Step]) -> CheckedCluster:
+def live(fewest: int, holds: bool, began: int, acts: list[Step], c10d: bool = False) -> CheckedCluster:
+    """`c10d`: the store compares one key at a time."""
     c = CheckedCluster(Requirements(1, 1, fewest, 3), Policy(max_restarts=50), holds)
+    c.single_key_cas = c10d
     for label in NAMES[:began]:
         c.start(label)
     c.wait(1.0)

@@ -111,6 +111,7 @@ class Cluster:
         self.store_up = True
         self.deaf = False
         self.twins = False
+        self.single_key_cas = False
         self.keys = Keys("job")
         self.history = History(join_timeout_s=policy.join_timeout_s)
         self.store.watch(self.keys.spec, self._spec_written)
@@ -163,7 +164,9 @@ class Cluster:
             lambda mine, theirs: mismatch(mine, theirs, log),
             lambda nodes: self._knock(node, nodes),
             log,
+            single_key_cas=self.single_key_cas,
         )
+        store.single_key_cas = self.single_key_cas
         rules = StepRules(name, incarnation=incarnation, multi_node=True, leave_on_stop=True)
         slots = Slots(name, record.slots, self.asked.min_workers)
         node = Node(label, name, incarnation, rules, member, store, away, slots, due=self.now)

@@ -28,7 +28,8 @@ class NodeStore:
     """A Store. `fates`: what becomes of the n-th request from now on, counted from 1; each happens once.
 
     `hints(deliver)` is given every hint and delivers it when, as often and if it likes. `version`: what its agent's
-    records say they are; a newer one's have a field more.
+    records say they are; a newer one's have a field more. `single_key_cas`: as c10d, it reads a guard in a
+    request before the swap.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class NodeStore:
     ) -> None:
         self._store, self._reachable, self._hints, self._version = store, reachable, hints, version
         self.traffic = Traffic()
+        self.single_key_cas = False
         self.fates: dict[int, Fate] = {}
 
     def written(self, value: bytes) -> bytes:
@@ -75,6 +77,11 @@ class NodeStore:
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
     ) -> bool:
+        if self.single_key_cas and guard is not None:
+            found = self.read(guard[0])
+            if found is None or found.version != guard[1]:
+                return False
+            guard = None
         return self.ask(lambda: self._store.compare_and_swap(key, expected, self.written(value), guard))
 
     def delete(self, key: str) -> bool:
