@@ -36,8 +36,8 @@ TURN_S = 0.0003
 """Processor time of any turn."""
 DECODE_S = 8.5e-6
 """For each member of a Round that is read; decoding 4,096 took 35 ms."""
-PLAN_S = 12e-6
-"""For each node in a turn of the planner; reading and planning for 4,096 took 50 ms."""
+PLAN_S = 20e-6
+"""For each node in a turn of the planner; a turn for 4,096 took 60 to 90 ms."""
 RESET_S = 0.0003
 """A killed process's connections are reset."""
 GLOO_S = 0.03

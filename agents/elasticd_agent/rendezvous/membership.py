@@ -115,6 +115,8 @@ def _partitioned(view: View, current: Round, lost: dict[str, str]) -> dict[str, 
     """Members outside the largest set of members that reach each other. A node that is done needs no peers."""
     here = [m.node for m in current.members if m.node not in lost and m.node not in view.done]
     cuts = _unreachable_pairs(view, here, current.number)
+    if not cuts:
+        return {}
     kept = largest_connected(here, cuts)
     out = {}
     for node in here:
@@ -128,8 +130,10 @@ def _partitioned(view: View, current: Round, lost: dict[str, str]) -> dict[str, 
 
 def _unreachable_pairs(view: View, nodes: Collection[str], number: int) -> set[frozenset[str]]:
     """Pairs of these nodes of which one does not reach the other in round `number`."""
-    records = [p.record for p in view.nodes if p.record.id in nodes and p.record.seen_round == number]
-    return {frozenset((r.id, other)) for r in records for other in r.unreachable if other in nodes and other != r.id}
+    records = [p.record for p in view.nodes if p.record.unreachable and p.record.seen_round == number]
+    cuts = {frozenset((r.id, other)) for r in records for other in r.unreachable if other != r.id}
+    here = set(nodes) if cuts else set()
+    return {cut for cut in cuts if cut <= here}
 
 
 def largest_connected(nodes: Sequence[str], cuts: Collection[frozenset[str]]) -> list[str]:
@@ -313,7 +317,7 @@ def _candidates(
         ),
     )
     survivors = sum(p.record.identity in previous_order for p in found)
-    connected = _mutually_reachable(view, [p.record.id for p in found], survivors, number)
+    connected = set(_mutually_reachable(view, [p.record.id for p in found], survivors, number))
     return [p for p in found if p.record.id in connected]
 
 
@@ -340,6 +344,8 @@ def _is_candidate(
 def _mutually_reachable(view: View, nodes: list[str], survivors: int, number: int) -> list[str]:
     """Of these, those that reach each other. Survivors come first: a joiner never displaces one."""
     cuts = _unreachable_pairs(view, nodes, number)
+    if not cuts:
+        return nodes
     found = largest_connected(nodes[:survivors], cuts)
     for node in nodes[survivors:]:
         if not any(frozenset((node, other)) in cuts for other in found):
