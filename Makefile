@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system test-upstream test-gpu gpu-day check bench soak fmt docs clean
+.PHONY: help demo test test-system test-upstream test-cuda-build test-gpu gpu-day check bench soak fmt docs clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -35,6 +35,12 @@ test-system: $(READY)  ## the slow tests: variants of faults, several hosts, the
 test-upstream: $(READY)  ## PyTorch's own launcher and agent tests, fetched from Debian's source package, on elasticd; W='…' selects by name
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[upstream]'
 	@folder=$$($(BIN)/python -m tests.upstream.sources $(VENV)/upstream) && $(BIN)/python -m tests.upstream.run "$$folder" $(W)
+
+# "===" excludes a CPU build, whose version has "+cpu" behind it.
+test-cuda-build: $(READY)  ## the CUDA build of torch without a device: template, forks, NCCL groups, recorder; installs 5 GB
+	@test -x $(VENV)/cuda/bin/python || $(PYTHON) -m venv $(VENV)/cuda
+	@$(VENV)/cuda/bin/python -m pip install --quiet --disable-pip-version-check numpy "torch===$$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt)"
+	@ELASTICD_CUDA_PYTHON=$(abspath $(VENV))/cuda/bin/python $(BIN)/python -m pytest -q -m cuda_build tests/gpu
 
 test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, under 8 minutes; skips without one; ON=cpu tries the tests themselves over gloo
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'

@@ -1,0 +1,144 @@
+"""The CUDA build of torch on a machine without a device, in an environment of its own: `make test-cuda-build`.
+
+libcuda and libnvidia-ml are stubs that log calls; a third one lets NCCL groups be made, with their threads, pipe and
+recorder. No collective can run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from elasticd_agent.system.python_packages import installed_version
+from elasticd_agent.workers.environment import FR_BUFFER, flight_recorder, nccl_environment
+from elasticd_agent.workers.launcher import requests
+from tests.gpu.machine import FAKES, calls, look, make_gpu_machine
+
+pytestmark = pytest.mark.cuda_build
+REPO = Path(__file__).parents[2]
+PRELOAD = f"import importlib\nfor name in {requests.ALWAYS + requests.COMPILE!r}: importlib.import_module(name)\n"
+ASKS = "import torch; torch.cuda.is_available(); torch.cuda.device_count()"
+GROUPS = """
+import json, os, sys, time
+import torch, torch.distributed as dist, torch.distributed.distributed_c10d as c10d
+from elasticd.heartbeat.collectives import flight_recorder_dump, nccl_groups
+
+def make():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.new_group([0])
+    dist.new_group([0], use_local_synchronization=True)
+
+found = {}
+make()
+found["once"] = nccl_groups(8)
+dist.destroy_process_group()
+make()
+found["twice"] = nccl_groups(8)
+found["uids"] = [group._get_backend(torch.device("cuda")).uid for group in c10d._world.pg_map]
+began = time.monotonic()
+for _ in range(200):
+    nccl_groups(8)
+found["us"] = (time.monotonic() - began) * 5000
+found["recorder"] = json.loads(flight_recorder_dump())
+found["threads"] = sorted({open(f"/proc/self/task/{tid}/comm").read().strip() for tid in os.listdir("/proc/self/task")})
+print(json.dumps(found), flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    found = os.environ.get("ELASTICD_CUDA_PYTHON")
+    assert found, "make test-cuda-build sets it"
+    return found
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, str]:
+    return make_gpu_machine(tmp_path) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+@pytest.mark.parametrize("more", ["", "import triton\n"])
+def test_preloads_leave_no_device_and_one_thread(python: str, machine: dict[str, str], more: str) -> None:
+    why, in_worker, _ = look(machine, PRELOAD + more, python)
+    assert (why, in_worker) == ("None", "in the worker: False")
+    assert "cuInit" not in calls(machine)
+
+
+def test_torch_leaves_nvml_open_and_the_template_closes_it(python: str, machine: dict[str, str]) -> None:
+    why, in_worker, _ = look(machine, ASKS, python)
+    assert (why, in_worker) == ("None", "in the worker: False")
+    assert calls(machine).count("nvmlInit") > 0
+    assert calls(machine).count("nvmlShutdown") == calls(machine).count("nvmlInit") - 2, "two for the worker's pynvml"
+
+
+def test_child_is_not_in_a_bad_fork(python: str, machine: dict[str, str]) -> None:
+    """After torch has counted devices by NVML; a driver that is initialised makes it one."""
+    source = f"{ASKS}\nimport os\npid = os.fork()\nif not pid: os._exit(torch.cuda._is_in_bad_fork())\n"
+    source += "raise SystemExit(os.waitpid(pid, 0)[1])"
+    assert subprocess.run([python, "-c", source], env=machine, timeout=100, check=False).returncode == 0
+
+
+def test_parked_worker_shares_the_templates_memory(python: str, machine: dict[str, str]) -> None:
+    source = PRELOAD + "import gc, os, time\ngc.collect(); gc.freeze()\npid = os.fork()\nif not pid: time.sleep(600)\n"
+    source += "time.sleep(0.5); print(open(f'/proc/{pid}/smaps_rollup').read()); os.kill(pid, 9); os.waitpid(pid, 0)"
+    done = subprocess.run([python, "-c", source], env=machine, capture_output=True, text=True, timeout=100, check=True)
+    private = sum(int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("Private"))
+    assert private < 8 << 10, f"{private} KiB of its own"
+
+
+def start_groups(python: str, directory: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
+    preload = directory / "cudart.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", preload, FAKES / "cudart.c"], check=True)
+    given = os.environ | {"LD_PRELOAD": str(preload), "PYTHONPATH": str(REPO)} | env
+    pipe = subprocess.PIPE
+    return subprocess.Popen([python, "-c", GROUPS], env=given, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_nccl_groups_pipe_and_variables(python: str, tmp_path: Path, known: bool) -> None:
+    """Every group's counts, exactly; a dump through the pipe; and no warning where the version is known."""
+    version = installed_version("torch", python, {})
+    assert version is not None
+    env = nccl_environment({}, tmp_path, version if known else None)
+    pipe, dump = flight_recorder(env, 0) or (None, None)
+    assert pipe is not None
+    assert dump is not None
+    with start_groups(python, tmp_path, env) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        found = json.loads(line)
+        assert [len(found["once"]), len(found["twice"]), found["uids"]] == [3, 3, [3, 4, 5]]
+        assert found["us"] < 1000
+        assert found["recorder"] == found["recorder"] | {"comm_lib_version": "", "pg_status": {}}
+        assert {"pt_nccl_watchdg", "pt_nccl_heartbt"} <= set(found["threads"])
+        began = time.monotonic()
+        # The pipe belongs to the process' first group, which is gone: so is its reader.
+        with pytest.raises(OSError, match="No such device"):
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        assert time.monotonic() - began < 5
+        _, said = process.communicate("", timeout=30)
+    assert (f"{FR_BUFFER[1]} is deprecated" in said) == (not known)
+
+
+def test_job_of_the_cuda_build_starts_warm(python: str, tmp_path: Path, machine: dict[str, str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch, torch.optim.optimizer\nprint('trained', torch.version.cuda)\n")
+    log = tmp_path / "events.jsonl"
+    command = [sys.executable, "-m", "elasticd_agent", "run", "--nproc-per-node", "2", "--event-log", str(log)]
+    env = machine | {"PYTHON_EXEC": python, "PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "agents")])}
+    done = subprocess.run([*command, str(script)], env=env, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained 1") == 2, done.stdout
+    started = [json.loads(line) for line in log.read_text().splitlines() if '"group_started"' in line]
+    assert [event["warm"] for event in started] == [True]
