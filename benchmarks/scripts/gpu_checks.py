@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 Result = tuple[str, bool | None]
@@ -303,7 +304,29 @@ def state() -> Result:
 
 
 def recovery() -> Result:
-    return "not measured: benchmarks/recovery.py has no script for CUDA yet", None
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    jobs, gpu = module("tests.faults.job"), module("tests.gpu.conftest")
+
+    with TemporaryDirectory(prefix="gpu-day-") as directory:
+        flags = ["--virtual-local-rank", "--max-restarts", "5", "--checkpoint-dir", f"{directory}/checkpoints"]
+        env = {
+            "TEST_DEVICE": DEVICE,
+            "TEST_COMMUNICATORS": "1",
+            "CUDA_VISIBLE_DEVICES": "0" if CUDA else "",
+            **gpu.ALONE,
+        }
+        job = jobs.Job(Path(directory) / "job", gpu.SCRIPT, workers="2", flags=flags, env=env)
+        try:
+            job.step(job.event("first_step", round=1)["step"] + 30, round=1)
+            killed = time.monotonic()
+            job.kill(1, 1)
+            parts = [
+                (name, job.event(kind, round=2)["mono"] - killed)
+                for name, kind in (("planned", "round_published"), ("started", "group_started"), ("step", "first_step"))
+            ]
+        finally:
+            job.end()
+    return ", ".join(f"{name} after {seconds:.2f} s" for name, seconds in parts), parts[-1][1] < 12
 
 
 def nvml() -> Result:

@@ -63,7 +63,8 @@ def python() -> str:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, str]:
-    return make_gpu_machine(tmp_path) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    """With the variables that the template sets while it preloads."""
+    return make_gpu_machine(tmp_path) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("more", ["", "import triton\n"])
@@ -133,7 +134,7 @@ def test_nccl_groups_pipe_and_variables(python: str, tmp_path: Path, known: bool
 
 def test_job_of_the_cuda_build_starts_warm(python: str, tmp_path: Path, machine: dict[str, str]) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import torch, torch.optim.optimizer\nprint('trained', torch.version.cuda)\n")
+    script.write_text("import torch, torch.optim.optimizer\nprint(f'trained {torch.version.cuda}')\n")
     log = tmp_path / "events.jsonl"
     command = [sys.executable, "-m", "elasticd_agent", "run", "--nproc-per-node", "2", "--event-log", str(log)]
     env = machine | {"PYTHON_EXEC": python, "PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "agents")])}

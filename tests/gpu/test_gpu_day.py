@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,25 @@ def test_checks_of_the_script_on_fakes(tmp_path: Path) -> None:
     assert broken["ok"] is False
     assert "KeyError" in broken["measured"]
     assert "| 2 | no_such_check | fake |" in report({"a": found, "b": broken})
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+def test_whole_day_on_fakes(tmp_path: Path) -> None:
+    """Fifteen checks in one call: the day must not be spent on mending them."""
+    command = [sys.executable, str(Path(gpu_day.__file__)), "--on", "fake", "--directory", str(tmp_path)]
+    done = subprocess.run([*command, "--seconds", "840"], capture_output=True, text=True, timeout=850, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results) == [check.name for check in gpu_day.CHECKS]
+    assert {name: one["measured"] for name, one in results.items() if one["ok"] is False} == {}
+
+
+@pytest.mark.parametrize("name", ["waits", "launches", "recorder", "pipe", "state", "nvml", "suspend"])
+def test_quick_checks_on_fakes(tmp_path: Path, name: str) -> None:
+    by_name = {one.name: one for one in gpu_day.CHECKS}
+    found = run(1, by_name[name], "fake", tmp_path / "log")
+    assert found["ok"] is not False, found["measured"]
 
 
 def test_next_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
