@@ -50,12 +50,12 @@ def prove(live: Sequence[RankState], exited: Sequence[RankState], *, whole: bool
     if not stuck:
         return None
     waits: dict[_Collective, list[RankState]] = {}
+    transfers = [rank for rank in stuck if _transfers(rank)]
     for rank in stuck:
-        for pending in _pending(rank):
+        for pending in () if rank in transfers else _pending(rank):
             waits.setdefault(pending, []).append(rank)
     shown = sorted(waits.items(), key=lambda item: (-len(item[1]), item[0]))
     sentences = [_sentence(one, waiting, [*stuck, *exited]) for one, waiting in shown[:MOST_SHOWN]]
-    transfers = [rank for rank in stuck if _transfers(rank)]
     if transfers:
         calls = ", ".join(sorted({rank.report.function for rank in transfers}))
         sentences.append(f"{_names(transfers)} {_waits(transfers)} in {calls} while all ranks wait")
@@ -68,21 +68,17 @@ def prove(live: Sequence[RankState], exited: Sequence[RankState], *, whole: bool
 
 
 def _stuck(live: Sequence[RankState], exited: Sequence[RankState], quiet: bool) -> list[RankState]:
-    """The greatest set of ranks that only wait for each other and for exited ones."""
+    """The greatest set of ranks that only wait for each other and for exited ones. `quiet`: no bytes are under way."""
     stuck = [rank for rank in live if _only_waits(rank)]
-    while True:
-        left = [
-            rank
-            for rank in stuck
-            if (
-                quiet and len(stuck) == len(live) > 1
-                if _transfers(rank)
-                else all(_never_ends(one, rank, [*stuck, *exited]) for one in _pending(rank))
-            )
-        ]
-        if len(left) == len(stuck):
-            return left
+
+    def never_resumes(rank: RankState) -> bool:
+        if _transfers(rank):
+            return quiet and len(stuck) == len(live) > 1
+        return all(_never_ends(one, rank, [*stuck, *exited]) for one in _pending(rank))
+
+    while (left := [rank for rank in stuck if never_resumes(rank)]) != stuck:
         stuck = left
+    return stuck
 
 
 def _only_waits(rank: RankState) -> bool:
