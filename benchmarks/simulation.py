@@ -42,7 +42,7 @@ RESET_S = 0.0003
 """A killed process's connections are reset."""
 GLOO_S = 0.03
 """Workers that lose a peer fail, and their agent knows."""
-PROBE_S, REFUSED_S, SILENT_S = 0.0005, 0.05, 0.2
+PROBE_S, REFUSED_S = 0.0005, 0.05
 RECONNECT_S = 0.8
 """Each client of a store that was away finds it again within this."""
 IDLE_S = 10.0

@@ -112,6 +112,7 @@ class Cluster:
         self.deaf = False
         self.twins = False
         self.single_key_cas = False
+        self.host = ""
         self.keys = Keys("job")
         self.history = History(join_timeout_s=policy.join_timeout_s)
         self.store.watch(self.keys.spec, self._spec_written)
@@ -132,6 +133,8 @@ class Cluster:
 
     def start(self, label: str, name: str | None = None, role: str = "default", version: str = VERSION) -> Node:
         name = name or label
+        if label == self.host:
+            self.empty_store()
         if not self._alive() and self.store.read(self.keys.round) is None:
             self.rounds.clear()  # nobody remembers
         port = len(self.agents) + 1
@@ -139,7 +142,7 @@ class Cluster:
         highest = self.highest.get(name, 0)
         away = Partition()
         store = NodeStore(
-            self.store, lambda: self.store_up and not away.store, lambda deliver: self.hints(deliver), version
+            self.store, lambda: self.is_store_up and not away.store, lambda deliver: self.hints(deliver), version
         )
         record = NodeRecord(name, incarnation, f"{label}:{port}", tuple(range(self.slots)), "d", highest, role=role)
         spec = {"role": role, "args": [], "min_nodes": self.asked.min_nodes, "max_nodes": self.asked.max_nodes}
@@ -165,6 +168,8 @@ class Cluster:
             lambda nodes: self._knock(node, nodes),
             log,
             single_key_cas=self.single_key_cas,
+            may_lead=lambda: self.host in ("", label),
+            others_may_lead=lambda: not self.host,
         )
         store.single_key_cas = self.single_key_cas
         rules = StepRules(name, incarnation=incarnation, multi_node=True, leave_on_stop=True)
@@ -177,6 +182,12 @@ class Cluster:
         )
         self.nodes[label] = self.agents[incarnation] = node
         return node
+
+    @property
+    def is_store_up(self) -> bool:
+        """With a host, the store is a process of its agent."""
+        host = self.nodes.get(self.host)
+        return self.store_up and (not self.host or (host is not None and not host.dead and host.left is None))
 
     def kill(self, label: str) -> None:
         """The machine's processes are gone; the machine resets their connections."""
@@ -288,7 +299,7 @@ class Cluster:
             if node.hears:
                 hears[-1] = hears[-1][0], self.now
             lives = not (node.dead or node.frozen or node.left)
-            reaches = lives and self.store_up and not node.partition.store
+            reaches = lives and self.is_store_up and not node.partition.store
             if reaches and not node.hears:
                 hears.append((self.now, self.now))
             node.hears = reaches

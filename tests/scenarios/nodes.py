@@ -1,6 +1,7 @@
 """Runs a scenario of many nodes: lines that begin with '>' are what happens, those below each are what came of it.
 
     > job nodes=2:3 holds             first line; also slots=N, run=N, any number of Policy: adopt_timeout_s=5
+                                      host=a: a c10d store that ends with a's agent, and is empty when a starts again
     > start a b c                     agents start; b2=b: labelled b2, says it is node b; c:eval: with --role eval
                                       c@1.1: an elasticd one minor version newer, whose records have a field more
     > kill b | vanish b               its processes end; or the machine does, and no connection is reset
@@ -55,13 +56,14 @@ class ScriptedCluster:
     def __init__(self, words: list[str]) -> None:
         options = dict(w.partition("=")[::2] for w in words)
         fewest, _, most = options.pop("nodes").partition(":")
-        holds = options.pop("holds", None) is not None
+        holds, host = options.pop("holds", None) is not None, options.pop("host", "")
         slots, run = int(options.pop("slots", 1)), options.pop("run", "")
         kinds = {f.name: f.type for f in fields(Policy)}
         numbers = {name: _number(kinds[name], text) for name, text in options.items()}
         policy = replace(Policy(), **numbers)
         asked = Requirements(1, slots, int(fewest), int(most or fewest), policy.last_call_timeout_s, run)
         self.cluster = Cluster(asked, policy, slots, holds)
+        self.cluster.host, self.cluster.single_key_cas = host, bool(host)
         self.at = self.shown_at = self.cluster.now
         self._requests: dict[str, int] = {}
 
