@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system test-upstream test-cuda-build test-gpu gpu-day check bench soak fmt docs clean
+.PHONY: help demo test test-system test-upstream test-cuda-build test-gpu gpu-day check bench soak fmt docs site clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -69,6 +69,10 @@ docs: $(READY)  ## rewrite the generated pages under docs/
 	@$(BIN)/python -m docs.generate
 	@$(BIN)/python deploy/k8s/rules.py
 
+site: $(READY)  ## the documentation as a web site, into site/; fails for a link that leads nowhere
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
+	@$(BIN)/mkdocs build --strict
+
 clean:  ## remove caches and what demo and bench wrote; the environment stays
-	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build demo-run bench-results demo.png
+	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build site demo-run bench-results demo.png
 	@find elasticd agents tests -name __pycache__ -prune -exec rm -rf {} +

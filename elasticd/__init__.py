@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from elasticd.sampler import ElasticBatchSampler
     from elasticd.session import Resumed, Session, init
 
+    __version__: str
+
 _MODULES = {"Session": "session", "Resumed": "session", "init": "session", "ElasticBatchSampler": "sampler"}
 """Where a public name is defined; the others are errors."""
 
@@ -49,6 +51,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("elasticd")
     if name not in __all__:
         raise AttributeError(f"module 'elasticd' has no attribute {name!r}; it has {', '.join(__all__)}")
     from importlib import import_module
