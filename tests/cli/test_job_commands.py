@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from elasticd_agent.cli.main import main
+from elasticd_agent.config.job_file import from_json
 from elasticd_agent.node.records import RunnerStatus
 from tests.faults.job import REPOSITORY
 from tests.node.conftest import MakeNode
@@ -82,6 +83,15 @@ def table(text: str) -> list[dict[str, str]]:
     starts = [head.index(name) for name in names]
     ends = [*starts[1:], None]
     return [{n: line[a:b].strip() for n, a, b in zip(names, starts, ends, strict=True)} for line in lines]
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 1)])
+def test_follow_prints_the_output_until_the_end(node: MakeNode, tmp_path: Path, end: str, code: int) -> None:
+    (tmp_path / "hello.py").write_text(f"print('hello', flush=True)\n{end}\n")
+    ask = asker(node().start())
+    options = ["--id", "greeting", "--follow", "--workers", "1"]
+    out = ask("submit", *options, "--", str(tmp_path / "hello.py"), code=code, err="elasticd submit: ")
+    assert out.startswith("greeting\nhello\n")
 
 
 def test_job_from_submit_to_cancel(node: MakeNode) -> None:
@@ -265,6 +275,39 @@ def test_job_file_on_standard_input(served: Served) -> None:
     with started(served, "submit", "-", "--id", "piped", stdin=subprocess.PIPE) as process:
         out, err = process.communicate(JOB.decode(), timeout=30)
     assert (process.returncode, out, err) == (0, "piped\n", "")
+
+
+def test_command_without_a_file(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    agent = f"unix:{served.root / 'run' / 'agent.sock'}"
+    words = "submit --workers 2:4 --checkpoint-dir state --priority high --node-label a --node-label b=1"
+    words += " -- train_lm.py --id 7"
+    assert elasticd(*words.split(), agent=agent).stdout == "train-lm-2\n"
+    submitted = max(served.service._view().submissions, key=lambda one: one.number)
+    assert (submitted.priority, submitted.labels, submitted.min_slots, submitted.max_slots) == (
+        "high",
+        ("a", "b=1"),
+        2,
+        4,
+    )
+    job = from_json(submitted.spec)
+    assert (job.command, job.workdir) == (("train_lm.py", "--id", "7"), tmp_path)
+    assert job.checkpoint_dir == tmp_path / "state"
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        ("submit", "a job file is missing; write: elasticd submit [options] -- train.py"),
+        ("submit --workers 2 job.toml", "--workers is for a command; write"),
+        ("submit job.toml -- train.py", "give a job file, or -- and a command, not both"),
+        ("submit --", "a job file is missing"),
+    ],
+)
+def test_submit_needs_a_file_or_a_command(argv: str, why: str) -> None:
+    done = elasticd(*argv.split(), agent="unix:/nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"elasticd submit: error: {why}")
 
 
 def test_invalid_job_file_is_named_in_one_line(served: Served, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ NOT_OURS = {
     *("train.py", "script.py", "job.yaml", "llama.toml", "bert.toml", "a.py", "b.py", "x.py"),
     *("gpu-day/report.md", "report.md", "gpu-day-kernel.py"),
     *("my-cluster/kustomization.yaml", "my-job/kustomization.yaml", "service/agent.toml", "service/job.toml"),
+    # of the docs site
+    *("changelog.md", "../CHANGELOG.md", "adr/index.md", "index.md"),
     # of Python and torch
     *("selectors.py", "site.py", "c10d_logger.py", "local_elastic_agent_test.py"),
     *("torch/nn/parallel/distributed.py", "torch/distributed/elastic/multiprocessing/api.py"),

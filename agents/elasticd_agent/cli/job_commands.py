@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from elasticd.errors import UsageError, WireError
 from elasticd_agent.cli import tables
+from elasticd_agent.cli.log_follower import LogFollower, LogQuery
 from elasticd_agent.cli.main import AGENT_VARIABLE
 from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.model.exit_codes import INTERRUPTED
@@ -33,11 +34,15 @@ POLL_S = 0.5
 _MAX_FILE_BYTES = 64 * 1024
 _CONTENT_TYPES = {"toml": "application/toml", "yaml": "application/yaml", "json": "application/json"}
 _SUBMIT_TRIES = 3
+_JOB_OPTIONS = ("nodes", "workers", "checkpoint_dir", "priority", "node_labels")
+"""Keys of a job file that have an option, for a command without a file."""
 
 
 def run_command(name: str, argv: Sequence[str]) -> int:
     """Returns the exit code; raises UsageError."""
-    options = _parser(name).parse_args(argv)
+    before, command = _split_command(argv) if name == "submit" else (argv, ())
+    options = _parser(name).parse_args(before)
+    options.command = command
     client = open_client(
         options.agent or os.environ.get(AGENT_VARIABLE),
         options.token_file or _path(os.environ.get(TOKEN_FILE)),
@@ -57,7 +62,21 @@ def run_command(name: str, argv: Sequence[str]) -> int:
         return INTERRUPTED
 
 
+def _split_command(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """What is before and after `--`."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1 :]
+
+
 def _submit(client: AgentClient, options: argparse.Namespace) -> int:
+    if options.command and options.file is not None:
+        raise UsageError("give a job file, or -- and a command, not both")
+    if options.command:
+        return _submit_file(client, options, Path("the command"), _job_of(options), "application/json")
+    given = [name for name in _JOB_OPTIONS if getattr(options, name) is not None]
+    if options.file is None or given:
+        what = f"--{given[0].replace('_', '-')} is for a command" if given else "a job file is missing"
+        raise UsageError(f"{what}; write: elasticd submit [options] -- train.py [arguments]")
     path: Path = options.file
     data = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1) if str(path) == "-" else _content(path)
     if not data.strip():
@@ -66,7 +85,20 @@ def _submit(client: AgentClient, options: argparse.Namespace) -> int:
         raise UsageError(f"{path} has more than {_MAX_FILE_BYTES} bytes, the limit of a job file")
     from elasticd_agent.config.documents import format_of
 
-    kind = _CONTENT_TYPES[options.kind or format_of(path.name)]
+    return _submit_file(client, options, path, data, _CONTENT_TYPES[options.kind or format_of(path.name)])
+
+
+def _job_of(options: argparse.Namespace) -> bytes:
+    """The job file for a command that is run in this directory, as `elasticd run` would."""
+    job: dict[str, Any] = {"command": options.command, "workdir": str(Path.cwd())}
+    for name in _JOB_OPTIONS:
+        value = getattr(options, name)
+        if value is not None:
+            job[name] = str(Path.cwd() / value) if name == "checkpoint_dir" else value
+    return json.dumps(job).encode()
+
+
+def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, data: bytes, kind: str) -> int:
     # The same token at every try: a job that was submitted although the answer got lost is found, not run twice.
     query = {"id": options.id, "token": secrets.token_hex(16)}
     reply = client.post("/v1/jobs", data, kind, query=query)
@@ -76,7 +108,14 @@ def _submit(client: AgentClient, options: argparse.Namespace) -> int:
             reply = client.post("/v1/jobs", data, kind, query=query)
     if reply.code == 400:
         raise UsageError(reply.why.replace("the job: ", f"{path}: ", 1))
-    return _show(options, reply.result(), lambda made: f"{made['job']}\n")
+    made = reply.result()
+    shown = _show(options, made, lambda it: f"{it['job']}\n")
+    if not options.follow:
+        return shown
+    _follow(client, LogQuery(str(made["job"]), 0, ("stdout", "stderr"), None, None, None, True, options.json), "submit")
+    ended = fetch_status(client, str(made["job"]))
+    print(f"elasticd submit: {made['job']}: {tables.visible(str(ended.get('state')))}", file=sys.stderr)
+    return 0 if ended.get("state") == "succeeded" else 1
 
 
 def _jobs(client: AgentClient, options: argparse.Namespace) -> int:
@@ -98,8 +137,6 @@ def _status(client: AgentClient, options: argparse.Namespace) -> int:
 
 
 def _logs(client: AgentClient, options: argparse.Namespace) -> int:
-    from elasticd_agent.cli.log_follower import LogFollower, LogQuery
-
     streams = ("stdout", "stderr") if options.stream == "both" else (options.stream,)
     query = LogQuery(
         options.job,
@@ -111,9 +148,13 @@ def _logs(client: AgentClient, options: argparse.Namespace) -> int:
         follow=options.follow,
         as_json=options.json,
     )
-    log = lambda sentence: print(f"elasticd logs: {tables.visible(sentence)}", file=sys.stderr)  # noqa: E731
-    LogFollower(client, query, sys.stdout.buffer, sys.stderr.buffer, log).run()
+    _follow(client, query, "logs")
     return 0
+
+
+def _follow(client: AgentClient, query: LogQuery, command: str) -> None:
+    log = lambda sentence: print(f"elasticd {command}: {tables.visible(sentence)}", file=sys.stderr)  # noqa: E731
+    LogFollower(client, query, sys.stdout.buffer, sys.stderr.buffer, log).run()
 
 
 def _cancel(client: AgentClient, options: argparse.Namespace) -> int:
@@ -253,7 +294,8 @@ def _seconds(text: str) -> float:
 
 
 _DESCRIPTIONS = {
-    "submit": "Submits a job and prints its id. FILE is TOML, YAML or JSON, by its name; - is standard input.",
+    "submit": "Submits a job and prints its id. FILE is TOML, YAML or JSON, by its name; - is standard input. "
+    "Without a file: elasticd submit [options] -- SCRIPT [arguments], run in this directory on the nodes.",
     "jobs": "Lists the jobs: the unfinished ones in the order of their submission, then the ended ones.",
     "status": "Shows what one job does and why: its nodes, step, steps/s, last checkpoint, goodput, ranks and rounds.",
     "logs": "Prints the output of a rank, wherever it runs: of its newest round, or of --round.",
@@ -278,9 +320,7 @@ _EPILOG = (
 def _parser(name: str) -> argparse.ArgumentParser:
     parser = CommandParser(name, _DESCRIPTIONS[name], _EPILOG)
     if name == "submit":
-        parser.add_argument("file", type=Path, metavar="FILE", help="the job file")
-        parser.add_argument("--id", metavar="JOB", help="the job's id; default: the file's, or job-NUMBER")
-        parser.add_argument("--kind", choices=tuple(_CONTENT_TYPES), help="the format of FILE, without a suffix")
+        _add_submit_options(parser)
     if name == "status":
         parser.add_argument("job", metavar="JOB", nargs="?", help="its id; without one, all jobs and nodes")
         parser.add_argument("--watch", action="store_true", help="repeat until the job has ended or Ctrl-C")
@@ -305,6 +345,19 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="the file with the token, needed over TCP")
     parser.add_argument("--ca", type=Path, metavar="FILE", help="the authority of the agent's certificate, PEM")
     return parser
+
+
+def _add_submit_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", type=Path, nargs="?", metavar="FILE", help="the job file")
+    add("--id", metavar="JOB", help="the job's id; default: the file's, or SCRIPT-NUMBER")
+    add("--kind", choices=tuple(_CONTENT_TYPES), help="the format of FILE, without a suffix")
+    add("-f", "--follow", action="store_true", help="print rank 0's output until the end; exit code 1 if it failed")
+    add("--nodes", metavar="N", help="of a command: nodes, N or MIN:MAX")
+    add("--workers", metavar="N", help="of a command: workers on each node, N or MIN:MAX")
+    add("--checkpoint-dir", metavar="DIR", help="of a command: where session.checkpoint() writes")
+    add("--priority", choices=("high", "normal", "low"), help="of a command: its class in the queue")
+    add("--node-label", dest="node_labels", action="append", metavar="LABEL", help="of a command: only such nodes")
 
 
 def _add_log_options(parser: argparse.ArgumentParser) -> None:

@@ -97,6 +97,14 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         '"2:8"',
     ] = 1
     workers: Annotated[int | str, "Number of slots, one worker each, on each node, N or MIN:MAX.", '"1:8"'] = 1
+    node_labels: Annotated[
+        tuple[str, ...], "Only nodes with all of these labels (labels in agent.toml) run the job.", '["gpu=h100"]'
+    ] = ()
+    priority: Annotated[
+        Literal["high", "normal", "low"],
+        "Pending jobs of a higher class start first; within a class, those submitted first. No job is ever evicted for "
+        "another one.",
+    ] = "normal"
     role: str | None = None
     checkpoint_dir: Annotated[
         Path | None,

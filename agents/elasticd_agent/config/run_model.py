@@ -6,8 +6,10 @@ end names in its errors what the person wrote; the checks are those of the value
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from elasticd.errors import UsageError
@@ -23,6 +25,12 @@ class RunModel(NamedTuple):
     spec: JobSpec
     policy: Policy
     settings: AgentSettings
+
+
+def name_of(script: str) -> str:
+    """The beginning of the name of a job that has none: train-lm for train_lm.py."""
+    stem = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower())[:40].strip("-")
+    return stem or "job"
 
 
 def policy_with(given: Mapping[str, Any]) -> Policy:

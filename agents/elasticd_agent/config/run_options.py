@@ -18,7 +18,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.flag import Flag, Treatment, ValueType
 from elasticd_agent.config.rendezvous_options import RendezvousOptions, read_rendezvous
-from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, policy_with, preloaded_modules
+from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, name_of, policy_with, preloaded_modules
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Streams
 from elasticd_agent.system.devices import cpu_count, visible_gpus
@@ -194,7 +194,7 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
         entrypoint=parsed.training_script,
         args=tuple(parsed.training_script_args),
         cwd=cwd,
-        job_id=_random_id(parsed.training_script) if options.job_id is None else options.job_id,
+        job_id=options.job_id or f"{name_of(parsed.training_script)}-{os.urandom(2).hex()}",
         run=os.urandom(8).hex() if options.run is None else options.run,
         role=parsed.role,
         min_workers=low,
@@ -214,12 +214,6 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
         signals=tuple(dict.fromkeys(name.strip() for name in parsed.signals_to_handle.split(","))),
         rendezvous=options.rendezvous,
     )
-
-
-def _random_id(script: str) -> str:
-    """train-lm-3f2a: the script's name and four hexadecimal digits."""
-    stem = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower())[:40].strip("-")
-    return f"{stem or 'job'}-{os.urandom(2).hex()}"
 
 
 def _mode(parsed: argparse.Namespace) -> Mode:

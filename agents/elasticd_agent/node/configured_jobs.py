@@ -59,6 +59,8 @@ class ConfiguredJobs:
                     submitted_by=f"agent {node}",
                     submitted_at=now,
                     grow=job.grow != "never",
+                    labels=job.node_labels,
+                    priority=job.priority,
                 )
                 self._mark_submitted(name, digest)
                 yield f"job {name} of this node's agent.toml submitted as number {submission.number}"

@@ -29,6 +29,10 @@ def _check_name(what: str, name: str) -> None:
         raise WireError(str(error)) from None
 
 
+PRIORITIES = {"high": -1, "normal": 0, "low": 1}
+"""The classes of jobs, and their order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Submission(Document):
     NAMED_BY: ClassVar[str] = "job"
@@ -51,6 +55,15 @@ class Submission(Document):
     """Whether a running job gets more nodes."""
     removed: bool = False
     """The job has ended, and its records are being removed."""
+    labels: tuple[str, ...] = ()
+    """Of the nodes that may run it."""
+    priority: str = "normal"
+    """One of PRIORITIES; anything else, of a newer version, counts as normal."""
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """Its place in the queue."""
+        return PRIORITIES.get(self.priority, 0), self.number, self.job
 
     def check(self) -> None:
         _check_name("job id", self.job)

@@ -369,6 +369,31 @@ def test_draining_or_quarantined_node_is_emptied(state: str) -> None:
     assert words(after(replace(one, nodes=node_statuses)), "a") == f"n1 is {state}: its reasons; runs on n2 (slots 0-3)"
 
 
+def test_higher_priority_starts_first_and_evicts_nobody() -> None:
+    low, normal, high = (
+        replace(job(name, number), priority=name) for number, name in enumerate(("low", "normal", "high"), 1)
+    )
+    running = after(view(low, nodes={"n1": 4}))
+    waiting = after(replace(running, submissions=(low, normal, high)))
+    assert words(waiting, "low") == "runs on n1 (slots 0-3)"
+    assert [one.job for one in waiting.unfinished()] == ["high", "normal", "low"]
+    assert head_of_queue(waiting) == high
+    ended = replace(waiting, results=(JobResult("low", 1, "succeeded", 0, ""),))
+    assert words(after(ended), "high") == "runs on n1 (slots 0-3)"
+
+
+def test_job_runs_only_on_nodes_with_its_labels() -> None:
+    wants = replace(job(), labels=("gpu=h100", "rack=7"))
+    nodes = tuple(
+        NodeStatus(f"n{n}", "i", 4, labels=labels) for n, labels in enumerate((("rack=7",), ("rack=7", "gpu=h100")))
+    )
+    one = after(ClusterView(nodes, submissions=(wants,)))
+    assert words(one, "a") == "runs on n1 (slots 0-3)"
+    none = after(ClusterView(nodes[:1], submissions=(wants,)))
+    assert words(none, "a").startswith("pending: needs 1 node with")
+    assert words(none, "a").endswith("the only node cannot run it: n0 has no label gpu=h100; it blocks no other job")
+
+
 def test_job_that_may_not_grow() -> None:
     """It gets nodes only in exchange for those it loses."""
     wants = replace(job(nodes=(1, 3)), grow=False)

@@ -16,6 +16,7 @@ from elasticd.errors import ElasticdError, UsageError, WireError
 from elasticd_agent.config import job_file
 from elasticd_agent.config.documents import FileFormat
 from elasticd_agent.config.job_file import JobFile
+from elasticd_agent.config.run_model import name_of
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.phrases import count, is_are, listing
 from elasticd_agent.model.records import Round
@@ -87,6 +88,9 @@ class JobService:
                 submitted_at=self.clock(),
                 token=token,
                 grow=job.grow != "never",
+                stem=name_of(job.command[0]),
+                labels=job.node_labels,
+                priority=job.priority,
                 cache=self.cache,
             )
         except UsageError as error:

@@ -69,9 +69,12 @@ def submit(
     submitted_at: float,
     token: str = "",
     grow: bool = True,
+    stem: str = "job",
+    labels: tuple[str, ...] = (),
+    priority: str = "normal",
     cache: StoreCache | None = None,
 ) -> Submission:
-    """Submit a job; its number is its position in the queue. Without an id it gets `job-<number>`.
+    """Submit a job; its number is its position in the queue. Without an id it gets `<stem>-<number>`.
 
     `token` identifies this submission: repeated with it, e.g. after an outage, the job that was submitted the first
     time is returned. Without it, the id of an unfinished job is refused. `cache` saves decoding what is known already.
@@ -88,7 +91,7 @@ def submit(
             return before
         number = _next_number(store)
         submission = Submission(
-            job or f"job-{number}",
+            job or f"{stem}-{number}",
             number,
             spec_json,
             *nodes,
@@ -97,6 +100,8 @@ def submit(
             submitted_at=submitted_at,
             token=token,
             grow=grow,
+            labels=labels,
+            priority=priority,
         )
         _check(submission)
         if _create(store, before, submission):

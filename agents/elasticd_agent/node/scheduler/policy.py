@@ -10,9 +10,9 @@ The rules, in order:
    one kind empty at most a fifth of the nodes: where more fail, the cause is shared, and no other node is better.
 2. A job left with fewer nodes than its minimum gets others at once, before any pending job; if there are none, it
    releases all of its slots and is pending under its old number.
-3. Pending jobs start strictly in the order of their numbers. A job that the present nodes could run if they were empty
-   blocks the jobs behind it, so that a large job is not starved by small ones; a job that they could not run blocks
-   none.
+3. Pending jobs start strictly in the order of their priorities, and of their numbers within a priority. A job that the
+   present nodes could run if they were empty blocks the jobs behind it, so that a large job is not starved by small
+   ones; a job that they could not run blocks none.
 4. Jobs below their maximum grow onto free nodes once no pending job could use them.
 """
 
@@ -52,7 +52,7 @@ class ClusterView:
     def unfinished(self) -> tuple[Submission, ...]:
         finished = {r.job: r.number for r in self.results}
         found = [s for s in self.submissions if s.number > finished.get(s.job, 0) and not s.removed]
-        return tuple(sorted(found, key=lambda s: (s.number, s.job)))
+        return tuple(sorted(found, key=lambda s: s.order))
 
     def orphaned(self) -> tuple[Placement, ...]:
         """Placements without a submission known here, e.g. of a newer version: they keep their slots."""
@@ -63,7 +63,7 @@ class ClusterView:
 
 
 def schedule(view: ClusterView) -> tuple[Placement, ...]:
-    """The placements that differ from those in the view, in the order of their numbers."""
+    """The placements that differ from those in the view, in the order of the queue."""
     nodes = _nodes(view)
     written = {(p.job, p.number): p for p in view.placements}
     jobs = [_job(s, written.get((s.job, s.number)), view, nodes) for s in view.unfinished()]
@@ -329,7 +329,8 @@ def _evict(job: _Job, nodes: dict[str, _Node]) -> None:
 
 def _fits(job: _Job, node: _Node) -> bool:
     usable = not node.unschedulable and node.status.node not in job.refusals
-    return usable and len(node.free) >= job.submission.min_slots and not _unusable_directory(job, node)
+    fits = usable and len(node.free) >= job.submission.min_slots and not _missing_labels(job, node)
+    return fits and not _unusable_directory(job, node)
 
 
 def _feasible(job: _Job, nodes: dict[str, _Node]) -> bool:
@@ -341,7 +342,7 @@ def _fits_empty(job: _Job, node: _Node) -> bool:
     name = node.status.node
     usable = not node.unschedulable or (node.absent and node.unschedulable == _absent(name))
     fits = usable and name not in job.refusals and node.status.slots >= job.submission.min_slots
-    return fits and not _unusable_directory(job, node)
+    return fits and not _missing_labels(job, node) and not _unusable_directory(job, node)
 
 
 def _unusable_directory(job: _Job, node: _Node) -> str:
@@ -350,6 +351,10 @@ def _unusable_directory(job: _Job, node: _Node) -> str:
         return ""
     used = shared_directories(job.submission.spec)
     return next((one for one in node.status.unusable if any(path.is_relative_to(one) for path in used)), "")
+
+
+def _missing_labels(job: _Job, node: _Node) -> list[str]:
+    return [label for label in job.submission.labels if label not in node.status.labels]
 
 
 def _request(submission: Submission) -> str:
@@ -390,6 +395,8 @@ def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: 
             found.append(node.unschedulable)
         elif name in job.refusals:
             refused.setdefault(job.refusals[name], []).append(name)
+        elif missing := _missing_labels(job, node):
+            found.append(f"{name} has no label {listing(missing)}")
         elif directory := _unusable_directory(job, node):
             found.append(_with_reason(f"{name} cannot use {directory}", node.status.why))
         elif free and slots >= job.submission.min_slots:
