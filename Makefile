@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system test-upstream test-cuda-build test-gpu gpu-day check bench soak fmt docs site clean
+.PHONY: help demo test test-system test-upstream test-cuda-build test-gpu gpu-day check bench soak fuzz audit sbom lock fmt docs site clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -60,6 +60,25 @@ bench: $(READY)  ## recovery time, start time and overhead, side by side with to
 
 soak: $(READY)  ## 200 kills in a row, every way to hang and to be slow, 200 faults of nodes, network and store, 100 of agents; needs root
 	@$(BIN)/python benchmarks/soak.py
+
+fuzz: $(READY)  ## mutated records, HTTP requests, job files, heartbeats, recordings and events, 2 minutes each; SECONDS=N, the corpus is in .fuzz
+	@$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),120)
+
+# Tools of their own environment: what they need is not what elasticd needs.
+$(VENV)-audit/.ready: Makefile
+	@test -x $(VENV)-audit/bin/python || $(PYTHON) -m venv $(VENV)-audit
+	@$(VENV)-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit cyclonedx-bom pip-tools
+	@touch $@
+
+lock: $(VENV)-audit/.ready  ## rewrite deploy/requirements.txt: every dependency but torch, with its version and hashes; needs the package index
+	@$(VENV)-audit/bin/pip-compile --quiet --generate-hashes --unsafe-package torch --strip-extras --no-header --no-annotate \
+	    --no-emit-index-url --no-emit-find-links --constraint constraints.txt --output-file deploy/requirements.txt pyproject.toml
+
+audit: $(VENV)-audit/.ready  ## known vulnerabilities of deploy/requirements.txt (pip-audit); needs the network
+	@$(VENV)-audit/bin/pip-audit --requirement deploy/requirements.txt --require-hashes --disable-pip
+
+sbom: $(READY) $(VENV)-audit/.ready  ## sbom.json: what is installed in .venv, as CycloneDX
+	@$(VENV)-audit/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type application --output-file sbom.json $(BIN)/python
 
 fmt: $(READY)  ## format the code, fix what can be fixed
 	@$(BIN)/ruff format --quiet $(CODE)

@@ -1,0 +1,32 @@
+"""deploy/requirements.txt: what `make lock` writes, in step with pyproject.toml and constraints.txt."""
+
+from __future__ import annotations
+
+import re
+
+import tomllib
+
+from tests.faults.job import REPOSITORY
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+def pins(text: str) -> dict[str, str]:
+    found = re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;\\]+)", text, re.MULTILINE)
+    return {name.lower().replace("_", "-"): version for name, version in found}
+
+
+def test_every_dependency_but_torch_is_pinned_with_hashes() -> None:
+    text = (REPOSITORY / "deploy" / "requirements.txt").read_text()
+    locked, known = pins(text), pins((REPOSITORY / "constraints.txt").read_text())
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    needed = {NAME.match(one)[0].lower() for one in project["dependencies"] if "python_version <" not in one}  # type: ignore[index]
+    assert needed - locked.keys() == {"torch"}, "make lock"
+    assert {name: version for name, version in locked.items() if known.get(name, version) != version} == {}, "make lock"
+    for block in re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE):
+        assert "==" not in block or "--hash=sha256:" in block, block
