@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-
-import tomllib
+import sys
 
 from tests.faults.job import REPOSITORY
 
