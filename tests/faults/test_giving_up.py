@@ -47,9 +47,13 @@ def test_a_mistake_under_the_warm_launcher(job: StartJob, tmp_path: Path) -> Non
 
 
 ATTEMPT = """
-import os, sys
+import os, sys, time
+from pathlib import Path
 from urllib.error import URLError
 number = int(os.environ["ELASTICD_ROUND"])
+Path(os.environ["WORK"], f"here-{{number}}-" + os.environ["RANK"]).touch()
+while len(list(Path(os.environ["WORK"]).glob(f"here-{{number}}-*"))) < 2:  # on a busy machine one starts late
+    time.sleep(0.01)
 if number <= int(sys.argv[2]):
     raise {error}
 """
