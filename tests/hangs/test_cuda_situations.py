@@ -5,11 +5,14 @@ Groups are written as {group: (enqueued, completed)}. WORLD is of all ranks, PAI
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from elasticd.heartbeat.record import Heartbeat
+from elasticd_agent.hangs.observer import _Ages
 from elasticd_agent.hangs.verdict import Hang, judge
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.reports import HangReport, RankReport
@@ -150,6 +153,69 @@ def test_verdict_by_nccl_recorder(case: Cuda) -> None:
         found = verdict(case, case.hung_s)
         assert found is not None
         assert (found.cause, tuple(one.rank for one in found.culprits)) == (case.cause, case.culprits), found.why
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """What NCCL's recorder of each rank says, and whether steps are made again, by the second."""
+
+    groups: Callable[[int, int], Groups]
+    found_s: tuple[int, int] | None = None
+    """The verdict comes between these; None: never."""
+    steps_from_s: int = 1000
+    facts: Any = None
+
+
+def flapped(second: int, rank: int) -> Groups:
+    return {WORLD: (500, 400 + 10 * max(0, second - 40))}
+
+
+SEQUENCES = {
+    "hang in a collective": Sequence(lambda second, rank: {WORLD: (500, 400)}, (58, 62)),
+    "link flap that heals": Sequence(flapped, steps_from_s=45),
+    "long kernel": Sequence(lambda second, rank: {WORLD: (400, 400)}, steps_from_s=55, facts=IN_ITEM),
+    "new communicator": Sequence(
+        lambda second, rank: {WORLD: (9, 9), PAIR: (1, int(second >= 50))}, steps_from_s=51, facts=IN_ITEM
+    ),
+    "run-ahead": Sequence(lambda second, rank: {WORLD: (min(1000, 300 + 200 * second), 300 + 5 * second)}),
+    "run-ahead that hangs": Sequence(
+        lambda second, rank: {WORLD: (min(1000, 300 + 200 * second), min(350, 300 + 5 * second))}, (58, 72)
+    ),
+    "skipped collective in a sub-group": Sequence(
+        lambda second, rank: (
+            {WORLD: (90 + min(rank, 1), 90), PAIR: (6 - rank % 2, 5)} if rank < 2 else {WORLD: (91, 90)}
+        ),
+        (3, 8),
+        facts=IN_ITEM,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequence_of_recorder_status(name: str) -> None:
+    """As the agent observes it, once a second for two minutes."""
+    case = SEQUENCES[name]
+    ages, found_s = [_Ages() for _ in range(3)], None
+    for second in range(120):
+        ranks = []
+        for number, each in enumerate(ages):
+            counts = tuple((group, *both) for group, both in case.groups(second, number).items())
+            step = 100 + max(0, second - case.steps_from_s)
+            each.on_heartbeat(Heartbeat(step=step, groups=counts, alive_ticks=10 * second + 1), 1.0, float(second))
+            facts = {"where": "elsewhere", "state": "S", "window_s": 3.0} | (case.facts or FULL_QUEUE)
+            facts |= {"quiet_s": min(facts.get("quiet_s", each.idle_s), each.idle_s), "moved_s": each.idle_s}
+            seen = {"nccl_groups": each.groups, "device_s": each.device_s, "idle_s": each.idle_s, "alive_s": 0.1}
+            collectives = counts[0][1]
+            ranks.append(RankReport(number, number, "step", step, collectives, 4, timeout_s=600.0, **seen | facts))
+        report = HangReport(1, "n0", tuple(ranks), deadline_s=3.0, gathered=True, turn=second)
+        if isinstance(judge([report], ["n0"], POLICY), Hang):
+            found_s = second
+            break
+    if case.found_s is None:
+        assert found_s is None
+    else:
+        assert found_s is not None
+        assert case.found_s[0] <= found_s <= case.found_s[1]
 
 
 def test_verdict_names_collective_and_group() -> None:

@@ -1,8 +1,8 @@
 """Waits until processes that have ended hold no GPU memory any more: the next group must not run out of it.
 
 A killed process gives its GPU memory back when the driver has torn its contexts down, which may be after its parent has
-reaped it. NVML may take long or hang, so a thread asks it and posts the answer. Process ids are compared: in a
-container whose driver reports the host's ids, no process is recognised.
+reaped it. NVML may take long or hang, so a thread asks it and posts the answer. Process ids are compared, and memory
+that no process explains: a container may show none, or the host's ids, of which none is recognised.
 """
 
 from __future__ import annotations
