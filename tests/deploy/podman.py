@@ -26,7 +26,7 @@ else:
 REPOSITORY = Path(__file__).resolve().parents[2]
 UID = 10001
 IMAGE = "localhost/elasticd:test"
-BUILDS_WITH = "hatchling"
+BUILDS_WITH = ("hatchling", "hatch-fancy-pypi-readme")
 """What pip needs to build elasticd's own wheel."""
 
 _CONTAINERS = """\
@@ -113,7 +113,7 @@ class Podman:
                 "-c",
                 "constraints.txt",
             ]
-            words = [*pip, "-w", str(making), *project["dependencies"], "numpy", BUILDS_WITH]
+            words = [*pip, "-w", str(making), *project["dependencies"], "numpy", *BUILDS_WITH]
             made = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
             if made.returncode:
                 raise CannotRun(f"pip cannot fetch what the image needs: {made.stderr.strip().splitlines()[-1]}")

@@ -10,9 +10,9 @@ from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import NodeStatus, Placement, SlotAssignment
+from elasticd_agent.node.records import NodeStatus, Placement, RunnerStatus, SlotAssignment
 from elasticd_agent.node.scheduler import job_queue as queue
-from elasticd_agent.node.scheduler.scheduler import REFRESH_S, Scheduler
+from elasticd_agent.node.scheduler.scheduler import REFRESH_S, REFUSE_TIMEOUT_S, Scheduler
 from elasticd_agent.store import Lease, Store
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.store.memory import MemoryStore
@@ -64,6 +64,36 @@ class Fleet:
     @property
     def who(self) -> list[str]:
         return [node for node, scheduler in self.schedulers.items() if scheduler.is_leader]
+
+
+def test_job_that_every_node_refuses_fails_with_their_reasons() -> None:
+    fleet = Fleet("a", "b")
+    fleet.submit("llama")
+    fleet.turn()
+
+    def refuse(*nodes: str) -> None:
+        for node in nodes:
+            runner = RunnerStatus("llama", 1, (), "refused", "train.py does not exist")
+            fleet.down(node)
+            record = NodeStatus(node, "i", 4, runners=(runner,)).to_json()
+            lease = fleet.memory.announce(names.NODES + node, record, 3.0)
+            assert lease is not None
+            fleet.statuses[node] = lease
+
+    def results() -> list[str]:
+        return [result.reason for result in queue.read_view(fleet.memory).results]
+
+    refuse("a")
+    for _ in range(2 * int(REFUSE_TIMEOUT_S)):
+        fleet.turn()
+    assert results() == [], "b may run it"
+    refuse("b")
+    for _ in range(int(REFUSE_TIMEOUT_S)):
+        fleet.turn()
+    assert results() == [], "a minute to repair it"
+    for _ in range(5):
+        fleet.turn()
+    assert results() == ["every node refused it for 60 s: a and b refused it: train.py does not exist"]
 
 
 def test_only_the_scheduler_reads() -> None:

@@ -93,6 +93,29 @@ def head_of_queue(view: ClusterView) -> Submission | None:
     return None
 
 
+def refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
+    """(job, number) of the pending jobs that every node refuses which has the slots and labels, in whatever state it
+    is; and the nodes' reasons.
+    """
+    nodes = _nodes(view)
+    written = {(p.job, p.number): p for p in view.placements}
+    found = {}
+    for submission in view.unfinished():
+        key = (submission.job, submission.number)
+        placement = written.get(key)
+        if placement is None or placement.assignments or not placement.refusals:
+            continue
+        job = _Job(submission, placement, {}, _refusals(key, placement, view), [])
+        able = {
+            name
+            for name, node in nodes.items()
+            if node.status.slots >= submission.min_slots and not _missing_labels(job, node)
+        }
+        if able and able <= job.refusals.keys():
+            found[key] = "; ".join(_obstacles(job, {name: nodes[name] for name in able}, [], free=False))
+    return found
+
+
 @dataclass(slots=True)
 class _Node:
     status: NodeStatus

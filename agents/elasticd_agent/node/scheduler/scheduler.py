@@ -9,6 +9,7 @@ little longer at worst.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -17,8 +18,8 @@ from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.records import Round
 from elasticd_agent.node import keys as names
 from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Submission
-from elasticd_agent.node.scheduler import retention
-from elasticd_agent.node.scheduler.policy import ClusterView, schedule
+from elasticd_agent.node.scheduler import job_queue, retention
+from elasticd_agent.node.scheduler.policy import ClusterView, refused_everywhere, schedule
 from elasticd_agent.store import Lease, Store, Watch
 from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.lease import LeasedKey
@@ -27,6 +28,8 @@ REFRESH_S = 20.0
 """Everything is read again this often, in case a watch missed something."""
 RETRY_REMOVAL_S = 600.0
 """Before the records of an ended job that could not be removed are tried again."""
+REFUSE_TIMEOUT_S = 60.0
+"""A job that every node refuses for so long has failed: a script that is not there does not come by itself."""
 WATCHED = (names.NODES, names.CORDONS, names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS)
 
 
@@ -60,6 +63,7 @@ class Scheduler:
     """The cache's generation at the last look."""
     _nodes: dict[str, NodeStatus] = field(default_factory=dict)
     _absent_since: dict[str, float] = field(default_factory=dict)
+    _refused_since: dict[tuple[str, int], float] = field(default_factory=dict)
     _wrote: bool = False
     _sentences: list[str] = field(default_factory=list)
     _not_removed: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -134,6 +138,7 @@ class Scheduler:
         self._records.unwatch(self)
         self.version = None
         self._clock.reset()
+        self._refused_since.clear()
         self._nodes.clear()
         self._absent_since.clear()
 
@@ -152,8 +157,19 @@ class Scheduler:
             self._remove_old(view, now)
         if self._wrote:
             self._records.invalidate(names.PLACEMENTS)  # a watch names it, too, but perhaps not yet
-        # Absent nodes are given up at some moment, whether anything changes or not.
-        self._looked_at = -1 if self._absent_since else generation
+        self._fail_refused(view, now)
+        # Absent nodes are given up at some moment, whether anything changes or not; so are refused jobs.
+        self._looked_at = -1 if self._absent_since or self._refused_since else generation
+
+    def _fail_refused(self, view: ClusterView, now: float) -> None:
+        refused = refused_everywhere(view)
+        self._refused_since = {key: self._refused_since.get(key, now) for key in refused}
+        for (job, number), since in self._refused_since.items():
+            if now >= since + REFUSE_TIMEOUT_S:
+                why = f"every node refused it for {REFUSE_TIMEOUT_S:g} s: {refused[job, number]}"
+                job_queue.record_result(self.store, JobResult(job, number, "failed", 1, why, time.time()))
+                self._records.clear()
+                self._sentences.append(f"job {job} has failed: {why}")
 
     def _publish(self, placement: Placement) -> bool:
         written = self._write(placement)
