@@ -142,7 +142,7 @@ def test_second_sigterm_kills_at_once(node: MakeNode) -> None:
     (worker,) = ready(n1)
     asked = time.monotonic()
     n1.signal(signal.SIGTERM)
-    n1.wait_for_log("leaves this node")
+    n1.wait_for_log("to leave this node")
     n1.signal(signal.SIGTERM)
     assert n1.wait() == 0
     assert time.monotonic() - asked < 20
