@@ -31,11 +31,17 @@ PASSWORD, ROOT_PASSWORD, TOKEN = "hush-etcd-5f1e", "root-etcd-77aa", "hush-token
 # --- etcd: the commands of the page -----------------------------------------------------------------------------------
 
 
-def commands() -> list[str]:
-    """The etcdctl lines of the page."""
-    block = re.search(r"```sh\n(etcdctl.*?)```", PAGE.read_text(), re.DOTALL)
+def commands(first: str = "user add root") -> list[str]:
+    """The etcdctl lines of the page's block that begins with these words."""
+    block = re.search(rf"```sh\n(etcdctl {first}.*?)```", PAGE.read_text(), re.DOTALL)
     assert block
     return block[1].strip().splitlines()
+
+
+def as_root(etcd: EtcdServers, line: str) -> None:
+    program, *arguments = shlex.split(line.replace("$PASSWORD", PASSWORD))
+    assert program == "etcdctl"
+    etcd.ctl(f"--user=root:{ROOT_PASSWORD}", *arguments)
 
 
 @pytest.fixture
@@ -101,6 +107,65 @@ def test_certificate_authenticates_the_user_in_its_name(guarded: EtcdServers, tm
             store.read("/elasticd/v2/placer")
     finally:
         store.close()
+
+
+NODE_USER = "elasticd-gpu-9"
+
+
+@pytest.fixture
+def node_role(guarded: EtcdServers) -> EtcdServers:
+    for line in commands("role add elasticd-gpu-9"):
+        as_root(guarded, line)
+    return guarded
+
+
+def test_a_nodes_own_role_writes_nothing_that_starts_programs(node_role: EtcdServers) -> None:
+    store = EtcdStore(node_role.endpoints, user=NODE_USER, password=PASSWORD, timeout_s=5)
+    others = [
+        names.SUBMISSIONS,
+        names.PLACEMENTS,
+        names.CORDONS,
+        names.SCHEDULER,
+        names.SEQUENCE,
+        names.NODES + "gpu-8",
+    ]
+    try:
+        lease = store.announce(names.NODES + "gpu-9", b"1", 5.0)
+        assert lease is not None and lease.renew()
+        for key in (Keys("lm").round, Keys("lm").nodes + "gpu-9", names.RESULTS + "lm"):
+            assert store.compare_and_swap(key, None, b"1"), key
+        for key in others:
+            name = key + "lm" if key.endswith("/") else key
+            with pytest.raises(StoreRefused):
+                store.compare_and_swap(name, None, b"1")
+            with pytest.raises(StoreRefused):
+                store.announce(name, b"1", 5.0)
+            assert store.read(name) is None
+        lease.withdraw()
+    finally:
+        store.close()
+
+
+@pytest.mark.system
+def test_node_with_its_own_role_runs_jobs_and_submits_none(
+    node: MakeNode, node_role: EtcdServers, tmp_path: Path
+) -> None:
+    secret = secret_file(tmp_path / "password", PASSWORD)
+    store = {"backend": "etcd", "endpoints": [f"127.0.0.1:{node_role.port}"], "password_file": secret}
+    head = node("head", store=store | {"user": "elasticd"}, local_addr="127.0.0.1", slots=1)
+    gpu = node("gpu-9", store=store | {"user": NODE_USER}, local_addr="127.0.0.1", slots=2, scheduler=False)
+    head.job("one", "chatty.py", COLD, workers=2)
+    gpu.start()
+    head.start()
+    gpu.workers("one")
+    asked = AgentClient(gpu.root / "run" / "agent.sock")
+    reply = asked.post("/v1/jobs", b'command = ["x.py"]\nworkdir = "/tmp"\n', "application/toml")
+    assert reply.code == 403, reply
+    assert asked.post("/v1/jobs/one/cancel").code == 403
+    (head.work / "go").touch()
+    (gpu.work / "go").touch()
+    assert gpu.wait_for_exit("one").outcome == "succeeded"
+    assert {gpu.drain(), head.drain()} == {0}
 
 
 def openssl_lines() -> str:

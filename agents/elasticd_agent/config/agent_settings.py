@@ -186,6 +186,11 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_dir: Annotated[
         Path | None, "Directory of the agent's own event log. Not given: logs in state_dir.", '"/var/log/elasticd"'
     ] = None
+    scheduler: Annotated[
+        bool,
+        "Whether this agent may be the one that schedules jobs. false: for a node whose etcd user must not write other "
+        "nodes' records; some agents have to be true.",
+    ] = True
     drain_timeout_s: Annotated[
         Seconds,
         "Time for jobs to leave this node (pause, checkpoint, end) when the agent is stopped or the "

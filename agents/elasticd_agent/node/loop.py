@@ -292,7 +292,7 @@ class NodeLoop:
                     self._parts.store, self.settings.jobs, self._cluster_view, self.status.node, time.time()
                 ):
                     self._parts.journal.log(sentence)
-            for sentence in self._parts.scheduler.turn(now):
+            for sentence in self._parts.scheduler.turn(now) if self.settings.scheduler else ():
                 self._parts.journal.event(events.JobScheduledEvent, sentence)
             self._cluster_view = job_queue.cached_view(self._cache)
             self._on_store_back(now)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 from urllib.parse import parse_qsl
 
-from elasticd.errors import StoreUnavailable, UsageError
+from elasticd.errors import StoreRefused, StoreUnavailable, UsageError
 from elasticd_agent.config.documents import FileFormat
 from elasticd_agent.node.api.cluster import NodesUnavailable, NotFound
 from elasticd_agent.node.api.rank_logs import MAX_BYTES, LogRequest
@@ -45,6 +45,7 @@ _ERROR_STATUS: dict[type[Exception], int] = {
     NotFound: 404,
     Conflict: 409,
     UsageError: 400,
+    StoreRefused: 403,
     NodesUnavailable: 504,
     DeadlineExceeded: 504,
 }
