@@ -128,8 +128,9 @@ NODE = """# Metrics of a node
 
 `elasticd agent` serves these at `/metrics` of its HTTP port, without a token, together with the
 [metrics](metrics.md) of every job that runs on the node, distinguished by `job_id`. The runners are queried in
-parallel; a runner that does not answer within 1.5 s is left out of that scrape; a scrape ends after 5 s. Counters start
-with the agent: after a restart or an upgrade they count from 0 again, while the counters of its jobs continue."""
+parallel; a runner that does not answer within 1.5 s has the series of its last answer for a minute; a scrape ends
+after 5 s. Counters start with the agent: after a restart or an upgrade they count from 0 again, while the counters of
+its jobs continue."""
 
 NODE_SERIES = """## How many series
 

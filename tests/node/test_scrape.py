@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generate.metrics import CHECKS, max_node_series, max_series
 from elasticd_agent.node import metrics as node_metrics
-from elasticd_agent.node.metrics import NodeMetrics, filter_samples, merge_pages, scrape_runners
+from elasticd_agent.node.metrics import NodeMetrics, RunnerScraper, filter_samples, merge_pages
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.telemetry.metrics import Metrics
 from tests.node.test_metrics import GAUGES, samples
@@ -41,11 +41,33 @@ def test_silent_runner_is_left_out() -> None:
             raise ControlSocketError("it is stopped")
         return job_page(job, number)
 
-    assert [len(samples(page)) > 5 for page in scrape_runners("n1", [("a", 1), ("b", 1), ("c", 2)], ask)] == [
+    assert [len(samples(page)) > 5 for page in RunnerScraper("n1", ask).scrape([("a", 1), ("b", 1), ("c", 2)])] == [
         True,
         True,
     ]
-    assert scrape_runners("n1", [("b", 1)], ask) == scrape_runners("n1", [], ask) == []
+    assert RunnerScraper("n1", ask).scrape([("b", 1)]) == RunnerScraper("n1", ask).scrape([]) == []
+
+
+def test_busy_runner_keeps_its_series_for_a_while() -> None:
+    now, answers, answer = [0.0], [True], job_page("a", 7)
+
+    def ask(job: str, number: int, within_s: float) -> bytes:
+        if not answers[0]:
+            raise ControlSocketError("it did not answer")
+        return answer
+
+    scraper = RunnerScraper("n1", ask, lambda: now[0])
+    (page,) = scraper.scrape([("a", 1)])
+    answers[0] = False
+    now[0] = node_metrics.KEPT_S - 1
+    assert scraper.scrape([("a", 1)]) == [page]
+    assert scraper.scrape([("a", 2)]) == [], "another run"
+    assert scraper.scrape([("a", 1)]) == [], "it has ended and begun again since"
+    answers[0] = True
+    assert scraper.scrape([("a", 1)]) == [page]
+    answers[0] = False
+    now[0] += node_metrics.KEPT_S
+    assert scraper.scrape([("a", 1)]) == []
 
 
 def test_runners_are_queried_in_parallel() -> None:
@@ -55,7 +77,7 @@ def test_runners_are_queried_in_parallel() -> None:
         together.wait()
         return job_page(job, number)
 
-    assert len(scrape_runners("n1", [("a", 1), ("b", 1), ("c", 1)], ask)) == 3
+    assert len(RunnerScraper("n1", ask).scrape([("a", 1), ("b", 1), ("c", 1)])) == 3
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("elasticd-scrape")]
 
 
@@ -127,7 +149,7 @@ def test_node_with_3_jobs_of_8_ranks_has_at_most_1000_series() -> None:
         for spec in (node_metrics.CHECK_FAILING, node_metrics.CHECK_SECONDS)
         for number in range(CHECKS)
     }
-    jobs = scrape_runners("node-a", [(job, 1) for job in pages], lambda job, number, within_s: pages[job])
+    jobs = RunnerScraper("node-a", lambda job, number, within_s: pages[job]).scrape([(job, 1) for job in pages])
     page = merge_pages([node.render({**GAUGES, **checks}), *jobs])
     series = [line for line in page.splitlines() if not line.startswith(b"#")]
     assert len(series) == len(set(series)) == 3 * max_series(8) + max_node_series(CHECKS)

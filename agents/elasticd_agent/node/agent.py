@@ -44,7 +44,7 @@ from elasticd_agent.node.health.monitor import HealthMonitor, health_file, repor
 from elasticd_agent.node.health.policy import HealthVerdict
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.loop import LoopDependencies, Message, NodeLoop, SignalRequest, Wakeup
-from elasticd_agent.node.metrics import REQUESTS, NodeMetrics, merge_pages, scrape_runners
+from elasticd_agent.node.metrics import REQUESTS, NodeMetrics, RunnerScraper, merge_pages
 from elasticd_agent.node.registration import NodeStatusPublisher, inventory
 from elasticd_agent.node.runners import versions
 from elasticd_agent.node.runners.manager import RunnerManager
@@ -260,8 +260,10 @@ def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
 
 
 def _pages(loop: NodeLoop, parts: LoopDependencies, local: LocalJobs) -> MonitoringPages:
+    scraper = RunnerScraper(loop.status.node, local.metrics)
+
     def page() -> bytes:
-        jobs = scrape_runners(loop.status.node, loop.jobs(), local.metrics)
+        jobs = scraper.scrape(loop.jobs())
         return merge_pages([parts.metrics.render({**loop.gauges(), **parts.health.gauges()}), *jobs])
 
     def healthy() -> HealthProbeResult:

@@ -2,9 +2,9 @@
 
 A skipped health check has no series, so that an alert on a failing check stays honest.
 
-`scrape_runners` adds the metrics of jobs. Runners are queried in parallel, so a scrape takes as long as the slowest
-runner. A runner belongs to its job's user and must not corrupt the page: one that does not answer in time is left out,
-and its reply is reduced to a bounded number of well-formed samples of its own job.
+`RunnerScraper` adds the metrics of jobs. Runners are queried in parallel, so a scrape takes as long as the slowest
+runner. A runner belongs to its job's user and must not corrupt the page: its reply is reduced to a bounded number of
+well-formed samples of its own job.
 """
 
 from __future__ import annotations
@@ -167,6 +167,8 @@ Query = Callable[[str, int, float], bytes]
 SCRAPE_S = 5.0
 """For all runners together; Prometheus gives up after 10 s."""
 PER_RUNNER_S = 1.5
+KEPT_S = 60.0
+"""A runner that has not answered for so long is stuck, and its series end."""
 MAX_PARALLEL = 8
 MAX_SERIES = 500
 """Of one job. A runner of this version has fewer; one of the next version may have more."""
@@ -196,23 +198,38 @@ def merge_pages(pages: Iterable[bytes]) -> bytes:
     return b"".join(b"\n".join([*heads[name], *samples[name]]) + b"\n" for name in named)
 
 
-def scrape_runners(node: str, jobs: Sequence[tuple[str, int]], query: Query) -> list[bytes]:
-    """The pages of these jobs' runners on `node` that answer in time."""
-    until = time.monotonic() + SCRAPE_S
+class RunnerScraper:
+    """The pages of the runners on `node`: a runner that does not answer in time has its last page for a while, because
+    a busy machine must not look like the end of a job."""
 
-    def page(key: tuple[str, int]) -> bytes:
+    def __init__(self, node: str, query: Query, clock: Callable[[], float] = time.monotonic) -> None:
+        self._node = node
+        self._query = query
+        self._clock = clock
+        self._last: dict[tuple[str, int], tuple[float, bytes]] = {}
+
+    def scrape(self, jobs: Sequence[tuple[str, int]]) -> list[bytes]:
+        """Safe from many threads at once."""
+        until = time.monotonic() + SCRAPE_S
+        self._last = {key: known for key, known in self._last.items() if key in jobs}
+        if len(jobs) < 2:
+            found = [self._page(key, until) for key in jobs]
+        else:
+            with ThreadPoolExecutor(min(len(jobs), MAX_PARALLEL), "elasticd-scrape") as pool:
+                found = list(pool.map(lambda key: self._page(key, until), jobs))
+        return [one for one in found if one]
+
+    def _page(self, key: tuple[str, int], until: float) -> bytes:
         left = until - time.monotonic()
         try:
-            return filter_samples(node, key[0], query(*key, min(PER_RUNNER_S, left))) if left > 0 else b""
+            if left > 0:
+                page = filter_samples(self._node, key[0], self._query(*key, min(PER_RUNNER_S, left)))
+                self._last[key] = (self._clock(), page)
+                return page
         except ControlSocketError:
-            return b""
-
-    if len(jobs) < 2:
-        found = [page(key) for key in jobs]
-    else:
-        with ThreadPoolExecutor(min(len(jobs), MAX_PARALLEL), "elasticd-scrape") as pool:
-            found = list(pool.map(page, jobs))
-    return [one for one in found if one]
+            pass
+        at, page = self._last.get(key, (float("-inf"), b""))
+        return page if self._clock() < at + KEPT_S else b""
 
 
 def filter_samples(node: str, job: str, page: bytes) -> bytes:
