@@ -32,7 +32,7 @@ class Check:
     """Default: the function of this name in scripts/gpu_checks.py."""
 
 
-FAKE_LIMIT_S = 150
+FAKE_LIMIT_S = 240
 """Of each check without a GPU, so that one call is enough for all of them."""
 GPU_TESTS = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-k")
 CHECKS = (
