@@ -117,7 +117,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             text = (REPOSITORY / name).read_text()
             (source / name).write_text(text.replace(f'version = "{OLD}"', f'version = "{version}"'))
-        for name in ("elasticd", "agents"):
+        for name in ("elasticd", "agents", "docs/man"):
             shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         command = [
             sys.executable,
