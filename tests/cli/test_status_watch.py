@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.cli import status_watch
+from elasticd_agent.cli import job_commands, status_watch
 from elasticd_agent.node.api.client import Reply, RequestFailed, Unreachable
 from elasticd_agent.node.api.schema import JobStatus
 from tests.node.dashboard.hostile_texts import WICKED
@@ -69,6 +69,13 @@ def test_problem_and_rate_come_first() -> None:
     assert second.endswith("steps/s, the last 5m") and len(second.split()[0]) >= 10
     assert third == "llama: running"
     assert "RANK  NODE  PHASE    STEP  PROGRESS" in page
+
+
+def test_status_leads_with_the_problem() -> None:
+    stalled = JobStatus.from_dict(a_job(ranks=[a_rank(1, state="T", idle_seconds=2.0)]))
+    first, second = job_commands._status_page(stalled).splitlines()[:2]
+    assert (first, second) == ("elasticd: stalled: Rank 1 on a is stopped: no progress for 2.0 s.", "llama: running")
+    assert job_commands._status_page(JobStatus.from_dict(a_job())).startswith("llama: running\n")
 
 
 def test_watch_of_all_jobs_and_nodes() -> None:

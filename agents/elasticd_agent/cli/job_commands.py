@@ -133,7 +133,12 @@ def _status(client: AgentClient, options: argparse.Namespace) -> int:
     if options.job is None:
         _print_problems(found)
         return _show(options, found, tables.overview)
-    return _show(options, found, lambda it: tables.status(JobStatus.from_dict(it)))
+    return _show(options, found, lambda it: _status_page(JobStatus.from_dict(it)))
+
+
+def _status_page(job: JobStatus) -> str:
+    """What is wrong comes first."""
+    return tables.problem_line(job) + tables.status(job)
 
 
 def _logs(client: AgentClient, options: argparse.Namespace) -> int:

@@ -17,7 +17,6 @@ from elasticd_agent.cli import tables
 from elasticd_agent.node.api.client import AgentClient, RequestFailed, Unreachable, fetch_status
 from elasticd_agent.node.api.schema import JobStatus
 from elasticd_agent.node.dashboard import chart
-from elasticd_agent.node.dashboard.status import problem
 
 SPARKS = " ▁▂▃▄▅▆▇█"
 SPARK_COLUMNS, SPARK_S = 40, 600.0
@@ -112,8 +111,7 @@ def follow(
 
 def render(job: JobStatus) -> str:
     """One job's page: its problem, the step rate of the last minutes, then the page of `elasticd status`."""
-    wrong = problem(job)
-    head = f"elasticd: {wrong[0]}: {tables.visible(wrong[1])}\n" if wrong else ""
+    head = tables.problem_line(job)
     if job.submitted_at is not None and job.age_seconds is not None:
         now = job.submitted_at + job.age_seconds  # by the agent's clock, as all other times
         shown = chart.window(job, now, SPARK_S)

@@ -20,6 +20,7 @@ from elasticd_agent.node.api.schema import (
     RankProgress,
     RoundStatus,
 )
+from elasticd_agent.node.dashboard.status import problem
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _SHOWN_NODES = 3
@@ -70,6 +71,12 @@ def nodes(rows: Sequence[NodeSummary]) -> str:
         for row in rows
     ]
     return table(("NODE", "STATE", "USED", "GPUS", "JOBS", "ADDRESS", "VERSION", "REASON"), cells)
+
+
+def problem_line(job: JobStatus) -> str:
+    """What is wrong with a job now, in a line; "" if nothing is."""
+    wrong = problem(job)
+    return f"elasticd: {wrong[0]}: {visible(wrong[1])}\n" if wrong else ""
 
 
 def status(job: JobStatus) -> str:
