@@ -69,7 +69,7 @@ def measure(jobs: int, workers: int, scrapes: int) -> dict[str, object]:
             agent.start()
             notes = [StepLog(place / f"job{number}", workers) for number in range(jobs)]
             wait_for(lambda: all(len(one.steps(workers - 1)) > 5 for one in notes), "steps of every job")
-            locks = sorted((agent.state / "jobs").glob("bench*/lock"))
+            locks = sorted((agent.state / "runners").glob("bench*/lock"))
             pids = [agent.pid, *(int(lock.read_text().split()[0]) for lock in locks)]
             timed(f"http://127.0.0.1:{port}/metrics", 5)
             before = sum(map(cpu_s, pids))
