@@ -89,6 +89,9 @@ class Session:
         """Names of which a checkpoint may hold nothing."""
         self._committing: list[Any] = []
         self._donor: Donor | None = None
+        self._optimizer_hooks: list[Any] = []
+        self._optimized = False
+        """An optimizer has begun a step."""
         self._sigterm = SigtermHandler()
         self._steps = 0
         self._stepped = False
@@ -164,6 +167,9 @@ class Session:
             names.add(name)
         if every and self._restored:
             raise UsageError(f"attach({every[0][0]}=...) after restore(): attach everything before it")
+        if not self._stepped:
+            hooked = [obj for obj in objects.values() if callable(getattr(obj, "register_step_pre_hook", None))]
+            self._optimizer_hooks += [obj.register_step_pre_hook(self._on_optimizer_step) for obj in hooked]
         self._attached.update(objects)
         self._saver.per_rank.update(per_rank or {})
         self._optional |= {name for name, _ in every} if optional else set()
@@ -269,7 +275,9 @@ class Session:
                 known = {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
                 self._events.write("attached", "a checkpoint is attached", self._steps, **known)
             if self._attached and self._saver.directory is not None:
-                self._donor = Donor(self._saver, self._attached)
+                self._donor = Donor(self._saver, self._attached, self._optimized)
+            for hook in self._optimizer_hooks:
+                hook.remove()
         if self._donor is not None:
             self._donor.begin()
         for obj in self._committing:
@@ -377,6 +385,9 @@ class Session:
             return status
         in_step = status.issued - self._issued_before if status.issued >= self._issued_before >= 0 else -1
         return replace(status, step=self._steps - 1, issued_in_step=in_step)
+
+    def _on_optimizer_step(self, *_: Any) -> None:
+        self._optimized = True
 
     def _save(self, why: str, wait: bool) -> bool:
         if self._barrier_s is not None:

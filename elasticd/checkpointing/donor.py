@@ -58,13 +58,14 @@ _CHANGED = "what is attached was changed after session.step()"
 class Donor:
     """This rank as a donor. `begin` and `commit` are called by `session.step()`, `fail` when the script has failed."""
 
-    def __init__(self, saver: Saver, attached: Mapping[str, Any]) -> None:
+    def __init__(self, saver: Saver, attached: Mapping[str, Any], optimized: bool) -> None:
+        """`optimized`: an optimizer has begun a step before."""
         self._saver, self._attached = saver, dict(attached)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         """Held from the optimizer's pre-step hook to the commit, and by a thread that saves."""
         self._changing = False
-        self._optimized = False
+        self._optimized = optimized
         """An optimizer has begun a step since the last commit."""
         self._step = 0
         """The last commit: steps without an optimizer's step, such as those that a GradScaler leaves out, are none."""
@@ -285,6 +286,8 @@ class Donor:
 
     def _check_unchanged(self, step: int) -> None:
         """Raises CheckpointError if the state is not that of the last commit any more."""
+        if self._why:
+            raise CheckpointError(self._why)
         committed = commit_record.read(_record_path(self._saver.group.rank), step, *_recorded(self._attached))
         if self._fingerprint.changed() or committed is None or committed.pieces != self._record.pieces():
             raise CheckpointError(_CHANGED)

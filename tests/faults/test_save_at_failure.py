@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.conftest import StartJob
-from tests.faults.job import SCRIPTS, Fault, Job
+from tests.faults.job import SCRIPTS, Fault, Job, until
+from tests.faults.nodes import Nodes
 
 
 def digests(run: Job, what: str, rank: int = 0) -> list[tuple[int, int, str]]:
@@ -29,11 +35,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def test_state_saved_at_a_fault_equals_that_of_an_undisturbed_run(job: StartJob, whole: Job) -> None:
-    """One fault after the other: a rank is killed, rank 0 is killed, one exits, one raises."""
-    faults = [Fault(1, 13, "SIGKILL"), Fault(0, 27, "SIGKILL"), Fault(1, 45, "exit 3")]
-    saved = [(12, 0), (26, 1), (44, 0), (51, None)]
+    """One fault after the other: a rank is killed, again one step later, rank 0 is killed, one exits, one raises."""
+    faults = [Fault(1, 13, "SIGKILL"), Fault(1, 14, "SIGKILL", 2), Fault(0, 27, "SIGKILL"), Fault(1, 45, "exit 3")]
+    saved = [(12, 0), (13, 0), (26, 1), (44, 0), (51, None)]
     flags = ["--checkpoint-dir", "checkpoints"]
-    run = job("donor.py", "--steps", "60", "--fail-at", "4,1,52", faults=faults, flags=flags)
+    run = job("donor.py", "--steps", "60", "--fail-at", "5,1,52", faults=faults, flags=flags)
     assert run.wait() == 0
     found = run.events("resumed")
     for (step, rank), event in zip(saved, found, strict=True):
@@ -100,3 +106,30 @@ def test_any_survivor_saves_and_without_one_the_last_save_is_used(
         assert noted[step] == found
         trained = [step for _, step, _ in digests(run, "steps", rank)]
         assert saved is None or trained == sorted(set(trained))
+
+
+@pytest.mark.system
+def test_lost_node_costs_no_step(nodes: Callable[[str], Nodes], tmp_path: Path) -> None:
+    three = nodes("2:3")
+    shared = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    for node in "abc":
+        three.agent(node, "donor.py", "--steps", "3000", flags=shared, warm=True)
+    first = three.agents[0]
+    whole = until(lambda: first.events("round_published", world_size=3), "three nodes")[0]
+    first.event("first_step", round=whole["round"])
+    lost = next(agent for agent, node in zip(three.agents, "abc", strict=True) if node == whole["nodes"][-1])
+    for pid in [lost.pid, *lost.processes()]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    left = [agent for agent in three.agents if agent is not lost]
+    rank0 = next(agent for agent in left if (agent.work / "steps-0").exists() and digests(agent, "steps", 0))
+    resumed = until(lambda: rank0.events("resumed", round=whole["round"] + 1), "the next round")[0]
+    assert "after the fault" in resumed["reason"]
+    assert [agent.wait() for agent in left] == [0, 0]
+    for agent in left:
+        for rank in (0, 1):
+            trained = [step for round_, step, _ in digests(agent, "steps", rank) if round_ >= whole["round"]]
+            assert trained == sorted(set(trained)), "a step was trained twice"
+    noted = {step: found for _, step, found in digests(rank0, "steps", 0)}
+    restored = {step: found for round_, step, found in digests(rank0, "restored", 0) if round_ > whole["round"]}
+    assert all(noted[step] == found for step, found in restored.items())
