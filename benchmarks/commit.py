@@ -48,7 +48,7 @@ def commits(model: Any, scheduled: bool) -> tuple[float, str]:
     if scheduled:
         attached["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     with tempfile.TemporaryDirectory() as directory:
-        os.environ["ELASTICD_BEAT"] = os.path.join(directory, "beat-0")
+        os.environ["ELASTICD_HEARTBEAT"] = os.path.join(directory, "beat-0")
         donor = without_writer(attached)
         times = []
         for step in range(1, COMMITS + 1):

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 LONGEST_COPY_S = 20e-6
 """What the copies at a commit may take, or SHARE of a step if that is longer; else the rank is no donor."""
-SHARE = 0.001
+SHARE = 0.002
 TRIALS = 32
 """Commits of which the fastest copy and the fastest step are compared."""
 WAIT_S = 0.25
