@@ -295,6 +295,19 @@ def test_command_without_a_file(served: Served, tmp_path: Path, monkeypatch: pyt
     assert job.checkpoint_dir == tmp_path / "state"
 
 
+@pytest.mark.parametrize("argv", ["nodes", "jobs", "status llama", "status", "cancel llama", "submit -- t.py"])
+def test_commands_need_no_other_package(served: Served, argv: str) -> None:
+    """`pip install --no-deps elasticd` is a client."""
+    code = "import sys; sys.path[:0] = sys.argv[1:3]; from elasticd_agent.cli.main import main; "
+    code += "sys.exit(main(sys.argv[3:]))"
+    paths = [str(REPOSITORY), str(REPOSITORY / "agents")]
+    agent = ["--agent", f"unix:{served.root / 'run' / 'agent.sock'}"]
+    verb, *rest = argv.split()
+    command = [sys.executable, "-I", "-S", "-c", code, *paths, verb, *agent, *rest]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
