@@ -125,27 +125,6 @@ def test_threads_set_by_an_imported_module(tmp_path: Path, where: str, options: 
     assert warm or "helper.py sets OMP_NUM_THREADS" in found.elasticd.why_cold
 
 
-@pytest.mark.system
-@pytest.mark.parametrize(
-    "sets",
-    ['"MKL_NUM_THREADS": "2"', '"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2"', '"OMP_NUM_THREADS": "2"'],
-    ids=["mkl", "both", "omp"],
-)
-def test_threads_set_in_either_variable(tmp_path: Path, sets: str) -> None:
-    """By a module that is found at run time. torch takes MKL's number before OpenMP's."""
-    folder = copied(tmp_path / "job", "helped.py")
-    (folder / "found at run time").mkdir()
-    (folder / "found at run time" / "helper.py").write_text(f"import os\nvars(os)['environ'].update({{{sets}}})\n")
-    environment = {"HELPER": "found at run time"}
-    theirs = Launched(tmp_path / "torchrun", [*TORCHRUN, "--nproc-per-node", "2", "helped.py"], folder, environment)
-    ours = under(tmp_path / "elasticd", ["--nproc-per-node", "2", "helped.py"], folder, environment=environment)
-    found = Both(theirs.outcome(), ours.outcome())
-    assert found.elasticd.warm
-    for rank in (0, 1):
-        assert found.elasticd.facts(rank) == found.torchrun.facts(rank)
-        assert found.elasticd.facts(rank)["threads"] == 2
-
-
 def test_variable_set_too_late_for_the_warm_launcher(tmp_path: Path) -> None:
     """Only running the script shows it, so a line says that it has no effect."""
     folder = copied(tmp_path / "job", "helped.py")

@@ -1,0 +1,47 @@
+"""Threads that a module asks for before it imports torch, in a worker forked from a template that has torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from elasticd_agent.workers.launcher.requests import READ_AT_IMPORT
+from elasticd_agent.workers.launcher.template import Template
+
+MKL, OMP = "MKL_NUM_THREADS", "OMP_NUM_THREADS"
+SETS: dict[str, dict[str, str]] = {
+    "mkl": {MKL: "2"},
+    "omp": {OMP: "2"},
+    "both": {OMP: "3", MKL: "2"},
+    "omp beside an mkl that is no number": {OMP: "2", MKL: "0"},
+}
+
+
+def threads_after(sets: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What the template's torch is given."""
+    given: list[int] = []
+    template = Template.__new__(Template)
+    template.config = {"read_at_import": READ_AT_IMPORT.pattern}
+    template.hidden = SimpleNamespace(get=lambda name: SimpleNamespace(set_num_threads=given.append))  # type: ignore[assignment]
+    monkeypatch.delenv(MKL, raising=False)
+    monkeypatch.setenv(OMP, "1")
+    before = dict(os.environ)
+    for name, value in sets.items():
+        monkeypatch.setenv(name, value)
+    template.apply_environment(before)
+    return given
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_as_many_threads_as_in_a_fresh_interpreter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = f"import os; os.environ.update({SETS[name]!r}); import torch; print(torch.get_num_threads())"
+    fresh = subprocess.run([sys.executable, "-c", code], env={OMP: "1"}, stdout=subprocess.PIPE, text=True, check=True)
+    assert set(threads_after(SETS[name], monkeypatch)) == {int(fresh.stdout)}
+
+
+def test_threads_are_left_alone_without_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert threads_after({OMP: "1"}, monkeypatch) == []
