@@ -53,7 +53,7 @@ def _records(data: bytes) -> None:
     name, _, text = data.partition(b" ")
     kind: type[Document] | None = kinds.get(name)
     if kind is not None:
-        found = kind.from_json(text)
+        found = kind.from_json(kind.from_json(text).to_json())  # the first writing replaces lone surrogates
         assert kind.from_json(found.to_json()) == found
 
 

@@ -142,6 +142,8 @@ class Evil:
 def test_pickle_yields_plain_values_only() -> None:
     assert json.loads(as_json(pickle.dumps({"entries": [], "now": 1.5}))) == {"entries": [], "now": 1.5}
     assert as_json(b'{"entries": []}') == b'{"entries": []}'
-    for data in (pickle.dumps([Evil()]), pickle.dumps({"entries": [1] * 99})[:-5], b"", b"{", b"\x80\x05garbage"):
+    too_long = b"\x80\x05\x96" + b"\xff" * 7 + b"\x7f."
+    cut = pickle.dumps({"entries": [1] * 99})[:-5]
+    for data in (pickle.dumps([Evil()]), cut, b"", b"{", b"\x80\x05garbage", too_long):
         with pytest.raises(ValueError):  # noqa: PT011 json's own and ours
             as_json(data)

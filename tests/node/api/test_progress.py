@@ -97,6 +97,12 @@ def test_newest_step_rounds_and_checkpoint_are_kept() -> None:
     assert progress.ended_at is None, "the job went on"
 
 
+def test_a_kind_that_is_no_text_is_ignored() -> None:
+    timeline = JobTimeline()
+    timeline.feed({"kind": ["group_started"], "wall": 1.0, "mono": 1.0, "round": 1})
+    assert timeline.progress("n1", 2.0).step is None
+
+
 def test_memory_is_bounded_over_years_of_rounds() -> None:
     progress = reported(*STARTED)
     for number in range(2, 3 * MAX_ROUNDS):

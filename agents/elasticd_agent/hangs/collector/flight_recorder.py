@@ -88,6 +88,13 @@ def _whole(path: FilePath) -> bytes:
         return b""
 
 
+_BROKEN = (
+    pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError, MemoryError, OverflowError,
+    RecursionError,
+)  # fmt: skip
+"""What a damaged pickle raises: a length in it may be anything."""
+
+
 class _Plain(pickle.Unpickler):
     """Reads a pickle of numbers, strings, lists and dicts, and refuses everything that would call a function."""
 
@@ -102,5 +109,5 @@ def as_json(data: bytes) -> bytes:
         return data
     try:
         return json.dumps(_Plain(io.BytesIO(data)).load(), default=str).encode()
-    except (pickle.UnpicklingError, EOFError, IndexError, KeyError, AttributeError, TypeError) as error:
+    except _BROKEN as error:
         raise ValueError(f"not a flight recording: {error}") from error

@@ -250,7 +250,7 @@ class JobTimeline:
         may have been restarted, which begins another monotonic clock.
         """
         mono = _number(line.get("mono"))
-        if mono is None or line.get("kind") not in _GROUP_EVENTS:
+        if mono is None or str(line.get("kind")) not in _GROUP_EVENTS:
             return
         before, self._clock_base = self._clock_base, (number, at - mono)
         if before is not None and before[0] == number and abs(forward_s := at - mono - before[1]) > CLOCK_STEP_S:
