@@ -137,7 +137,7 @@ class _Restore:
         on_disk, skipped = checkpoint.lineage(self.directory)
         if self.step is not None and not self._is_beyond(self.step, in_memory, on_disk):
             on_disk = self._go_back(self.step, on_disk)
-        if self.saver.environment.failed_restarts >= SUSPECT_AFTER:
+        if self.saver.environment.failed_restarts >= SUSPECT_AFTER and not self._has_progressed(newest):
             step = max(
                 [each.draft.step for each in in_memory] + [entry.manifest.step for entry in on_disk[:1]], default=0
             )
@@ -187,6 +187,12 @@ class _Restore:
             logger.warning(reason)
             self.events.write("message", reason, step, path=str(self.directory))
         return [entry for entry in on_disk if entry.manifest.step <= step]
+
+    def _has_progressed(self, newest: Snapshot | None) -> bool:
+        """The last round has trained past the state that it resumed from."""
+        if newest is None or newest.draft.round < checkpoint.highest_round(self.directory) or newest.draft.relinked:
+            return False
+        return newest.draft.parent is None or newest.draft.step > newest.draft.parent[1]
 
     def _skip_newest(self, step: int) -> None:
         count = self.saver.environment.failed_restarts
