@@ -101,7 +101,7 @@ if [ ! -e /etc/elasticd/token ]; then
         install -o root -g elasticd -m 0640 /dev/stdin /etc/elasticd/token
     say "wrote /etc/elasticd/token; all nodes of a cluster need the same one"
 fi
-as_elasticd "$python" -m elasticd_agent config check /etc/elasticd/agent.toml ||
+as_elasticd "$python" -m elasticd_agent config check /etc/elasticd/agent.toml >/dev/null ||
     refuse "/etc/elasticd/agent.toml is wrong; the service was not changed"
 
 # --- the service ------------------------------------------------------------------------------------------------------
@@ -119,9 +119,8 @@ if [ "$start" = no ]; then
 elif ! systemctl --quiet is-active elasticd-agent.service; then
     systemctl start elasticd-agent.service
     say "started. Next:"
-    echo "    sudo elasticd nodes                                   # this node and its slots"
-    echo "    sudo elasticd submit $example/job.toml    # a small job to try"
-    echo "    sudo elasticd open                                    # a URL of the dashboard, logged in"
+    printf '    sudo elasticd %-45s # %s\n' nodes "this node and its slots" \
+        "submit $example/job.toml" "a small job to try" open "a URL of the dashboard, logged in"
 else
     # The agent replaces itself by the new program, in the same process, without any effect on its runners.
     kill -USR2 "$(systemctl show --property=MainPID --value elasticd-agent.service)"
