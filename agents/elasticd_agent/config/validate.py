@@ -127,6 +127,17 @@ def _check_store(store: StoreSettings) -> None:
 
 
 def _check_http(http: HttpSettings) -> None:
+    _check_http_address(http)
+    _check_http_tls(http)
+    try:
+        PeerCredentialAuth.from_names(http.users, http.groups)
+    except UsageError as error:
+        key, _, says = str(error).partition(": ")
+        raise ConfigError(key, says) from None
+    _check_http_tokens(http)
+
+
+def _check_http_address(http: HttpSettings) -> None:
     if not http.bind.strip() or not re.fullmatch(r"[\w.:%\[\]-]{1,255}", http.bind):
         raise ConfigError("http.bind", f"{http.bind[:60]!r} is no address to listen on, as in 127.0.0.1, 0.0.0.0 or ::")
     if re.fullmatch(r"\[.*\]|.*\]:\d+|[^:]*:\d+", http.bind):
@@ -135,6 +146,9 @@ def _check_http(http: HttpSettings) -> None:
         )
     if not 0 <= http.port <= 65535:
         raise ConfigError("http.port", f"{http.port} is out of range; ports go from 1 to 65535, 0 is a free one")
+
+
+def _check_http_tls(http: HttpSettings) -> None:
     for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if getattr(http, one) is not None and getattr(http, other) is None:
             raise ConfigError(f"http.{other}", f"is missing, but http.{one} is given; HTTPS needs both")
@@ -148,11 +162,9 @@ def _check_http(http: HttpSettings) -> None:
     _check_files("http", {"tls_cert": http.tls_cert, "tls_ca": http.tls_ca})
     _check_secrets({"http.tls_key": http.tls_key})
     _check_certificates("http.tls_", Tls(http.tls_ca, http.tls_cert, http.tls_key))
-    try:
-        PeerCredentialAuth.from_names(http.users, http.groups)
-    except UsageError as error:
-        key, _, says = str(error).partition(": ")
-        raise ConfigError(key, says) from None
+
+
+def _check_http_tokens(http: HttpSettings) -> None:
     for name in http.tokens:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
             raise ConfigError("http.tokens", f"{name[:70]!r} must be a name of letters, digits, - _ and .")
