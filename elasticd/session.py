@@ -268,16 +268,7 @@ class Session:
         BarrierTimeout where `checkpoint(barrier=...)` asks for a barrier.
         """
         if not self._stepped:
-            self._stepped = True
-            self._sigterm.install()
-            if self._attached and self._saver.directory is not None:
-                every = self._saver.every
-                known = {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
-                self._events.write("attached", "a checkpoint is attached", self._steps, **known)
-            if self._attached and self._saver.directory is not None:
-                self._donor = Donor(self._saver, self._attached, self._optimized)
-            for hook in self._optimizer_hooks:
-                hook.remove()
+            self._begin_steps()
         if self._donor is not None:
             self._donor.begin()
         for obj in self._committing:
@@ -303,6 +294,18 @@ class Session:
             # decision.
             self._channel.collect("stopped", b"", "their stop")
             self._should_stop = True
+
+    def _begin_steps(self) -> None:
+        """At the first step: what is attached is known now."""
+        self._stepped = True
+        self._sigterm.install()
+        if self._attached and self._saver.directory is not None:
+            every = self._saver.every
+            known = {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
+            self._events.write("attached", "a checkpoint is attached", self._steps, **known)
+            self._donor = Donor(self._saver, self._attached, self._optimized)
+        for hook in self._optimizer_hooks:
+            hook.remove()
 
     def barrier(self, name: str, timeout: float | timedelta | None = None) -> None:
         """Wait until every rank is here: out of band, through the round's store, on any backend; a single rank passes.

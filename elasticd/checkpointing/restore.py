@@ -151,6 +151,11 @@ class _Restore:
                 return {**found, "on_disk": first.step if first is not None else 0}
         for each in skipped:
             self._skip(each.path, each.why)
+        entry = self._open_first(on_disk)
+        return {"step": None} if entry is None else self._describe(entry.manifest, None, entry.path.name)
+
+    def _open_first(self, on_disk: list[Entry]) -> Entry | None:
+        """Keep the first checkpoint that can be read open; skip those before it."""
         for entry in on_disk:
             try:
                 fd = open_verified(entry)
@@ -163,8 +168,8 @@ class _Restore:
                 self._skip(entry.path, str(error))
                 continue
             self._entry, self._fd = entry, fd
-            return self._describe(entry.manifest, None, entry.path.name)
-        return {"step": None}
+            return entry
+        return None
 
     def _is_beyond(self, step: int, in_memory: list[Snapshot], on_disk: list[Entry]) -> bool:
         """Whether this run has gone back to the step before, and trained since then: it does so once."""
