@@ -2,7 +2,8 @@
 
 The job trains with dropout, BatchNorm, AdamW, a scheduler and a sampler, and notes a digest of all that at every step.
 Afterwards the same job runs undisturbed. Counts the steps that were trained twice, and those that differ. Exit code 1
-if a step differs, is missing, or if a kill cost more than one step.
+if a step differs, is missing, or if a kill cost more than one step. Steps differ after a rank was killed before it had
+finished the step that another rank saved: its random state at that step is lost, and dropout draws other numbers.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"state that was saved after the fault; next step after {sorted(pauses)[len(pauses) // 2]:.2f} s (median)")
     print(f"steps trained twice: {sum(repeated.values())}, at most {max(repeated.values(), default=0)} in a round")
     print(f"steps that differ from the undisturbed run, or are missing: {len(wrong)} {wrong[:10]}")
+    lost = [event["step"] for event in resumed if "random state" in event["reason"]]
+    print(f"resumed without the random state of the dead rank, which draws other numbers from then on: at {lost[:10]}")
     return 1 if code or wrong or max(repeated.values(), default=0) > 1 else 0
 
 
