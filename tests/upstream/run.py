@@ -39,7 +39,8 @@ NOT_OURS = {
 
 def tests(folder: Path, module: str) -> Iterator[str]:
     """CLASS.TEST; of variants that differ in the backend only, the first."""
-    groups = [node for node in ast.parse((folder / f"{module}.py").read_text()).body if isinstance(node, ast.ClassDef)]
+    source = ast.parse((folder / f"{module}.py").read_text())
+    groups = [node for node in ast.walk(source) if isinstance(node, ast.ClassDef)]  # some are below an `if`
     for group in groups:
         seen = set()
         for part in group.body:
