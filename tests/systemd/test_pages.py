@@ -20,9 +20,10 @@ from tests.systemd.machine import Nspawn
 from tests.systemd.test_agent import NEW, UNIT, wheels  # noqa: F401 a fixture
 
 STAND_INS = {
+    "curl": "exec python3 -c 'import sys, urllib.request as r; print(r.urlopen(sys.argv[2]).read().decode())' \"$@\"",
     "sudo": 'exec "$@"',
     "sudoedit": 'test -w "$1"',
-    "apt-get": '[ "$*" = "install -y git python3-venv" ]',
+    "apt-get": '[ "$*" = "install -y git python3-venv curl" ]',
     "git": '[ "$1 $3" = "clone elasticd" ] && cp -r /root/checkout elasticd',
 }
 INTERACTIVE = re.compile(r"^(journalctl .*-f|elasticd status .*--watch)( |$)")
