@@ -44,8 +44,8 @@ _MAX_PARAMETERS = 32
 _ERROR_STATUS: dict[type[Exception], int] = {
     NotFound: 404,
     Conflict: 409,
+    StoreRefused: 403,  # a UsageError, too
     UsageError: 400,
-    StoreRefused: 403,
     NodesUnavailable: 504,
     DeadlineExceeded: 504,
 }
