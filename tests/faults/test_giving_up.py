@@ -176,3 +176,44 @@ def test_restarts_an_hour_have_a_bound_even_with_progress(job: StartJob) -> None
     assert run.wait() == 1
     reason = run.event("job_ended", outcome="failed", restarts=2)["reason"]
     assert reason.startswith("more than 2 restarts an hour, 2 in all (--max-restarts-per-hour): rank 0 was killed")
+
+
+SAVES_ON_RANK_0 = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch.nn.parallel import DistributedDataParallel
+import elasticd
+
+session = elasticd.init()
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session.attach(model=model, optimizer=optimizer)
+session.restore()
+while session.steps < 200:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    session.step()
+    time.sleep(0.02)
+    if session.steps % 25 == 0 and session.rank == 0:
+        with (Path(os.environ["WORK"]) / "saves").open("a") as file:
+            print(time.monotonic(), file=file)
+        session.save()
+os._exit(0)
+"""
+
+
+@pytest.mark.system
+def test_save_on_one_rank_ends_the_job_at_the_second_time(job: StartJob, tmp_path: Path) -> None:
+    """Each time in seconds and with its name, not as a hang."""
+    script = tmp_path / "saves_on_rank_0.py"
+    script.write_text(SAVES_ON_RANK_0)
+    run = job(script, flags=["--checkpoint-dir", str(tmp_path / "checkpoints"), "--log-dir", str(tmp_path / "log")])
+    assert run.wait(within=120) == 1
+    ended = run.event("job_ended", outcome="failed", restarts=1)
+    assert "rank 1 has not called save() at step 50; all ranks must" in ended["reason"]
+    assert run.events("hang_detected") == []
+    saves = [float(line) for line in run.file("saves").split()]
+    exits = [min(e["mono"] for e in run.events("worker_exited", round=number)) for number in (1, 2)]
+    assert len(saves) == 2
+    assert max(end - begin for begin, end in zip(saves, exits, strict=True)) < 10

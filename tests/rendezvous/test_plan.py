@@ -38,6 +38,10 @@ def out_of_memory(step: int, node: str = "a") -> Failure:
     return Failure(1, node, "crash", (), "rank 0 is out of memory", error=error, step=step, repeat_key=error)
 
 
+def missed_call(step: int) -> Failure:
+    return Failure(1, "a", "crash", (), "rank 0 waits", error=MISSED, step=step, repeat_key=MISSED)
+
+
 def first(*nodes: PresentNode, fewest: int = 2, most: int = 2, at_least: int = 1) -> View:
     return View(None, _far(nodes, 0), Requirements(fewest, most, at_least, max(at_least, len(nodes))))
 
@@ -134,6 +138,7 @@ def test_user_error_ends_the_job_if_every_node_reports_it() -> None:
 HARD = Policy(max_restarts=9)
 ONCE = BudgetState(counted=1, step=0, repeat_key="ValueError: x")
 TWICE = "an error in the script, twice before the first step: all ranks on a raised"
+MISSED = "elasticd.errors.MissedCall"
 OUT = BudgetState(counted=1, step=4, repeat_key="torch.OutOfMemoryError", high_water=4)
 
 
@@ -164,6 +169,9 @@ OUT = BudgetState(counted=1, step=4, repeat_key="torch.OutOfMemoryError", high_w
         (OUT, 5, (out_of_memory(5),), POLICY, None),
         (OUT, 4, (out_of_memory(4),), HARD, None),
         (replace(OUT, repeat_key=""), 4, (out_of_memory(4),), POLICY, None),
+        (BudgetState(), 4, (missed_call(4),), POLICY, None),
+        (replace(OUT, repeat_key=MISSED), 9, (missed_call(9),), POLICY, "an error in the script, twice: rank 0 waits"),
+        (replace(OUT, repeat_key=MISSED), 9, (missed_call(9),), HARD, None),
     ],
 )
 def test_what_shows_an_error_of_the_script(

@@ -348,15 +348,17 @@ def _shared_error(running: _Running) -> Round | Wait | None:
 
 
 def _repeated_error(running: _Running) -> Round | None:
-    """The error that ended the round before, after the same step: out of GPU memory, or one that all ranks share."""
+    """The error that ended the round before: out of GPU memory, or one that all ranks share, after the same step; or
+    a session call that one rank makes and another one never will, after any step."""
     before, first = running.current.budget, running.first_failure
-    again = first.repeat_key and (first.repeat_key, first.step) == (before.repeat_key, before.step)
+    misuse = first.repeat_key.rpartition(".")[2] == "MissedCall"
+    again = first.repeat_key and first.repeat_key == before.repeat_key and (misuse or first.step == before.step)
     shared = running.shared_error and not running.missing_failures
     known = first.repeat_key == first.error  # by its type alone an error of the script
     if not again or not (shared or known) or running.policy.max_restarts is not None:
         return None
-    where = f"after step {first.step}" if first.step else "before the first step"
-    return _final_round(running.view, "failed", 1, f"an error in the script, twice {where}: {first.why}")
+    where = "" if misuse else f" after step {first.step}" if first.step else " before the first step"
+    return _final_round(running.view, "failed", 1, f"an error in the script, twice{where}: {first.why}")
 
 
 def _restart(running: _Running) -> Round | Wait:
