@@ -106,7 +106,7 @@ def test_operations_page(fresh: Nspawn) -> None:
     install, job = blocks("operations.md")["Install"]
     fresh.write(
         "/root/elasticd/job.toml",
-        fresh.file("/opt/elasticd/example/job.toml").read_text().replace("example", "llama", 1),
+        fresh.file("/opt/elasticd/example/job.toml").read_text().replace('"example"', '"llama"', 1),
     )
     follow(fresh, "elasticd cancel example", "/root")
     said = follow(fresh, f"{install}\n{job}\n{blocks('operations.md')['Upgrade'][0]}", "/root/elasticd")
