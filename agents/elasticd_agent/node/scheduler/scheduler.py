@@ -162,10 +162,11 @@ class Scheduler:
         self._looked_at = -1 if self._absent_since or self._refused_since else generation
 
     def _fail_refused(self, view: ClusterView, now: float) -> None:
+        """A job that has trained stays pending: its state is worth more than an early answer."""
         refused = refused_everywhere(view)
         self._refused_since = {key: self._refused_since.get(key, now) for key in refused}
         for (job, number), since in self._refused_since.items():
-            if now >= since + REFUSE_TIMEOUT_S:
+            if now >= since + REFUSE_TIMEOUT_S and self._round(job, number) is None:
                 why = f"every node refused it for {REFUSE_TIMEOUT_S:g} s: {refused[job, number]}"
                 job_queue.record_result(self.store, JobResult(job, number, "failed", 1, why, time.time()))
                 self._records.clear()
@@ -266,16 +267,16 @@ class Scheduler:
         found = set()
         for placement in placements:
             absent = [a.node for a in placement.assignments if a.node in self._absent_since]
-            if absent and (round := self._round(placement)) is not None:
+            if absent and (round := self._round(placement.job, placement.number)) is not None:
                 found |= {(placement.job, node) for node in absent if round.member(node) is None}
         return frozenset(found)
 
-    def _round(self, placement: Placement) -> Round | None:
+    def _round(self, job: str, number: int) -> Round | None:
         """The Round that this run of the job has now, if it is in this store."""
-        key = Keys(placement.job).round
+        key = Keys(job).round
         found = self.store.read(key)
         try:
             round = None if found is None else decode_record(Round, key, found.value)
         except WireError:
             return None
-        return round if round is not None and round.run == str(placement.number) and not round.terminal else None
+        return round if round is not None and round.run == str(number) and not round.terminal else None
