@@ -13,6 +13,7 @@ import pytest
 
 from elasticd.heartbeat.record import Heartbeat
 from elasticd_agent.hangs.observer import _Ages
+from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.hangs.verdict import Hang, judge
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.reports import HangReport, RankReport
@@ -216,6 +217,25 @@ def test_sequence_of_recorder_status(name: str) -> None:
     else:
         assert found_s is not None
         assert case.found_s[0] <= found_s <= case.found_s[1]
+
+
+def test_few_pairs_of_ranks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader judges four times a second while a suspicion lasts, also a thousand ranks."""
+    compared: list[int] = []
+    compare = RankState.has_not_enqueued
+
+    def counting(self: RankState, other: RankState) -> tuple[int, int] | None:
+        compared.append(self.report.rank)
+        return compare(self, other)
+
+    monkeypatch.setattr(RankState, "has_not_enqueued", counting)
+    facts = [rank({WORLD: (9, 8)}) | {"idle_s": 70.0, "step": 3, "collectives": 9} for _ in range(40)]
+    facts[7] |= {"nccl_groups": ((WORLD, 8, 8),)} | SLEEPS | {"cpu_s": 0.0, "quiet_s": -1.0}
+    ranks = tuple(RankReport(number, 0, **one) for number, one in enumerate(facts))
+    found = judge([HangReport(1, "a", ranks, deadline_s=5.0, gathered=True)], ["a"], POLICY)
+    assert isinstance(found, Hang)
+    assert [where.rank for where in found.culprits] == [7]
+    assert compared == [7] * 39
 
 
 def test_verdict_names_collective_and_group() -> None:

@@ -17,6 +17,7 @@ V1 = "nr_periods 40\nnr_throttled 39\nthrottled_time 2500000000\n"
 CASES = {
     "version 2": ("0::/pod/worker", {"pod/worker": V2}, 2.5),
     "the quota of a group above": ("0::/pod/worker", {"pod": V2, "pod/worker": "usage_usec 9\n"}, 2.5),
+    "quotas of two groups": ("0::/pod/worker", {"pod": V2, "pod/worker": V2}, 5.0),
     "version 1": ("4:memory:/a\n3:cpu,cpuacct:/job", {"cpu,cpuacct/job": V1}, 2.5),
     "both": ("1:cpu:/\n0::/", {"cpu": V1, "": "usage_usec 9\n"}, 2.5),
     "a container that sees the host's path": ("0::/kubepods/pod1/x", {"": V2}, 2.5),

@@ -102,7 +102,15 @@ class _Group:
     @cached_property
     def gaps(self) -> list[_Gap]:
         """The collectives that devices wait in and that other ranks have not enqueued."""
-        pairs = [(waiting, late) for waiting in self.pending for late in self.live]
+        completed: dict[int, int] = {}
+        for rank in self.pending:
+            for group, number in rank.pending.items():
+                completed[group] = max(number, completed.get(group, 0))
+        # Nearly all ranks have enqueued everything: of a thousand ranks there are a million pairs.
+        behind = [
+            rank for rank in self.live if any(n <= completed.get(group, -1) for group, n, _ in rank.report.nccl_groups)
+        ]
+        pairs = [(waiting, late) for waiting in self.pending for late in behind]
         return [_Gap(w, late, *found) for w, late in pairs if (found := late.has_not_enqueued(w)) is not None]
 
     def others(self, ranks: Sequence[RankState]) -> list[RankState]:

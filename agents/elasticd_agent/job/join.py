@@ -174,7 +174,8 @@ def wait_for_route(spec: JobSpec, within_s: float, stopped: Callable[[], bool], 
             if left_s <= 0:
                 raise StoreUnavailable(f"{error}; retried for {within_s:g} s") from None
             if now >= due:
-                log(f"{error}; retrying for {within_s:g} s, {now - began:.0f} s of them are over")
+                so_far = f", {now - began:.0f} s so far" if due > began else ""
+                log(f"{error}; retrying for {within_s:g} s{so_far}")
                 due += REMIND_S
             time.sleep(min(RESOLVE_RETRY_S, left_s))
 

@@ -18,10 +18,13 @@ _UNITS_S = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}
 
 
 def throttled_s(pids: Iterable[int], proc: str = "/proc", root: str = ROOT) -> float:
-    """The most of all their groups; 0 where none has a quota, or nothing can be read."""
+    """Of all their groups together; 0 where none has a quota, or nothing can be read.
+
+    Not of the group with the most: a group that was throttled for long, and is not any more, would hide the others.
+    """
     groups = {procfs.read(f"{proc}/{pid}/cgroup") for pid in pids}
     directories = {path for text in groups for path in _directories(text.decode("utf-8", "replace"), root)}
-    return max((_throttled(procfs.read(f"{path}/cpu.stat")) for path in directories), default=0.0)
+    return sum(_throttled(procfs.read(f"{path}/cpu.stat")) for path in directories)
 
 
 def _directories(groups: str, root: str) -> Iterator[str]:

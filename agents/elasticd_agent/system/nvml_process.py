@@ -222,7 +222,7 @@ class MemoryHolders:
             time.sleep(POLL_S)
 
     def _processes(self, gpu: Any) -> list[Any]:
-        """None on a GPU that cannot be queried, because it fell off the bus."""
+        """Empty for a GPU that cannot be queried, because it fell off the bus."""
         try:
             return list(self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu))
         except self._nvml.NVMLError:

@@ -32,6 +32,6 @@ def test_worker_with_a_device_gets_longer(monkeypatch: pytest.MonkeyPatch, holde
     group = OwnedGroup(1, {})
     group.alive = {6: 0, 7: 1, 8: STORE_RANK}
     assert group.members_may_die(0.0)
-    group.is_about_to_be_killed(100.0)
+    group.begin_kill(100.0)
     assert group.members_may_die(100 + seconds)
     assert not group.members_may_die(100.1 + seconds)

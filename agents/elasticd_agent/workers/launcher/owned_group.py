@@ -72,7 +72,7 @@ class OwnedGroup:
     def store_outlives(self) -> bool:
         return bool(self.alive) and self.keeps_store and not self.failed
 
-    def is_about_to_be_killed(self, now: float) -> None:
+    def begin_kill(self, now: float) -> None:
         """Called before SIGKILL: a process that exits shows no files any more."""
         self.killed_at = now
         if any(map(has_device_open, self.workers())):

@@ -327,7 +327,7 @@ class Owner:
     def kill_members(self, group: OwnedGroup) -> None:
         self.end_saving(group)
         if group.killed_at is None:
-            group.is_about_to_be_killed(time.monotonic())
+            group.begin_kill(time.monotonic())
         for pid in group.alive:
             signal_child(pid, signal.SIGKILL)
 
