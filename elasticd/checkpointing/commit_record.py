@@ -1,10 +1,15 @@
-"""The small state of one rank as of its last two commits, in a file that outlives the process.
+"""The small state of one rank as of its last two commits, and of the step after, in a file that outlives the process.
 
 A commit is the end of `session.step()`. What a forward pass or the script may change afterwards, without the optimizer,
 is copied here at every commit: random states and the buffers of modules. A rank that saves its state at a fault reads
 the records of all ranks of its node, those of dead ranks too. Parameters need no copy: `donor` describes why.
 
-    slot = step % 2:  step, size of others | torch's generator | others: python, numpy | pieces of parameters | buffers
+A rank may die after another one has committed a step, and before it commits that step itself. So it is copied right
+before the optimizer's step, too, as the state that the next commit is expected to have: few scripts draw random numbers
+in between, and a rank that has committed the step knows whether they do.
+
+    slot = step % 2, 2 if expected:  step, size of others | torch's generator | others: python, numpy |
+                                     pieces of parameters | buffers
 """
 
 from __future__ import annotations
@@ -32,6 +37,8 @@ MOST_PIECES = 16
 """Parameters of which a piece is copied, to find ranks that have diverged and changes that torch does not see."""
 _OBJECT_HEAD_BYTES = 16
 """The reference count and the type of a Python object."""
+_SLOTS = 3
+_EXPECTED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,10 @@ class Commit:
     random_state: dict[str, Any]
     buffers: list[torch.Tensor]
     pieces: bytes
-    """Of parameters: ranks with different ones have diverged."""
+    """Of parameters: ranks with different ones have diverged. An expected commit has none."""
+
+    def draws_as(self, other: Commit) -> bool:
+        return state.to_bytes(self.random_state) == state.to_bytes(other.random_state)
 
 
 class CommitRecord:
@@ -57,20 +67,22 @@ class CommitRecord:
         self._gather: Any = torch.cat
         """One call for all: ten times as fast as a copy for each."""
         self._parameters = [piece(parameter, PIECE_BYTES) for parameter in parameters[:MOST_PIECES]]
-        self._copied = self._parameters + [piece(buffer) for buffer in buffers]
+        own = [piece(buffer) for buffer in buffers]
+        self._copied = [self._parameters + own, self._parameters + own, own]
         self._places = _Places(buffers, self._parameters)
         size = self._places.bytes
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, 2 * size)
-            self._map = mmap.mmap(fd, 2 * size)
+            os.posix_fallocate(fd, 0, _SLOTS * size)
+            self._map = mmap.mmap(fd, _SLOTS * size)
         finally:
             os.close(fd)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        both = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._copies = [both[at * size + self._places.pieces : (at + 1) * size] for at in (0, 1)]
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        starts = [self._places.pieces, self._places.pieces, self._places.buffers]
+        self._copies = [whole[at * size + start : (at + 1) * size] for at, start in enumerate(starts)]
         self._others = b""
-        self._others_in: list[bytes] = [b"", b""]
+        self._others_in = [b""] * _SLOTS
         self._generators = _OtherGenerators()
 
     def pieces(self) -> bytes:
@@ -80,8 +92,14 @@ class CommitRecord:
         return bytes(torch.cat(self._parameters).numpy())
 
     def commit(self, step: int) -> None:
-        """A process that dies in here leaves the slot without a step, and the other slot whole."""
-        number = step % 2
+        """A process that dies in here leaves the slot without a step, and the other slots whole."""
+        self._copy(step, step % 2)
+
+    def expect(self, step: int) -> None:
+        """What the commit of `step` will have if nothing draws or changes a buffer until then."""
+        self._copy(step, _EXPECTED)
+
+    def _copy(self, step: int, number: int) -> None:
         slot = number * self._places.bytes
         _HEAD.pack_into(self._map, slot, -1, 0)
         now = self._generator.get_state()
@@ -97,12 +115,15 @@ class CommitRecord:
         if self._others_in[number] is not self._others:
             at = slot + self._places.others
             self._map[at : at + len(self._others)] = self._others_in[number] = self._others
-        self._gather(self._copied, out=self._copies[number])
+        if copied := self._copied[number]:
+            self._gather(copied, out=self._copies[number])
         _HEAD.pack_into(self._map, slot, step, len(self._others))
 
 
-def read(path: str, step: int, buffers: list[torch.Tensor], parameters: list[torch.Tensor]) -> Commit | None:
-    """What a rank has committed as of `step`; None if it has not committed that step, or has left it.
+def read(
+    path: str, step: int, buffers: list[torch.Tensor], parameters: list[torch.Tensor], expected: bool = False
+) -> Commit | None:
+    """What a rank has committed as of `step`, or has expected to; None if it has not reached that step, or has left it.
 
     `buffers` and `parameters` have the shapes of the rank's.
     """
@@ -114,9 +135,9 @@ def read(path: str, step: int, buffers: list[torch.Tensor], parameters: list[tor
             data = file.read()
     except OSError:
         return None
-    if len(data) != 2 * places.bytes:
+    if len(data) != _SLOTS * places.bytes:
         return None
-    start = step % 2 * places.bytes
+    start = (_EXPECTED if expected else step % 2) * places.bytes
     slot = data[start : start + places.bytes]
     found, size = _HEAD.unpack_from(slot)
     if found != step or not 0 < size <= _OTHERS_BYTES:
@@ -129,6 +150,16 @@ def read(path: str, step: int, buffers: list[torch.Tensor], parameters: list[tor
         copies.append(_tensor(slot[at:end], buffer))
         at = end
     return Commit({"torch": generator, **others}, copies, slot[places.pieces : places.buffers])
+
+
+def as_expected(
+    theirs: list[torch.Tensor], expected: list[torch.Tensor], committed: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The buffers that a rank has expected, where this rank has committed what it has expected; else this rank's."""
+    import torch
+
+    triples = zip(theirs, expected, committed, strict=True)
+    return [their if torch.equal(before, now) else now for their, before, now in triples]
 
 
 class _Places:

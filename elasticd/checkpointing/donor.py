@@ -51,6 +51,8 @@ WAIT_S = 0.25
 """How long a rank that is between the optimizer's step and the commit is waited for: less than the launcher waits."""
 LONGEST_WAIT_S = 5.0
 """For another rank that copies the same step: the launcher waits for all."""
+EXPECTED = "rng_expected"
+"""Key in a state: True if random states are, at a commit, what they were right before the optimizer's step."""
 _UNCLEAN = "it was between the optimizer's step and session.step()"
 _CHANGED = "what is attached was changed after session.step()"
 
@@ -67,6 +69,8 @@ class Donor:
         self._changing = False
         self._optimized = optimized
         """An optimizer has begun a step since the last commit."""
+        self._next_step = 0
+        """That the next `session.step()` ends; 0 before the first one."""
         self._step = 0
         """The last commit: steps without an optimizer's step, such as those that a GradScaler leaves out, are none."""
         self._small: list[bytes] = []
@@ -74,6 +78,7 @@ class Donor:
         self._whole: Any = None
         """The whole fingerprint as of the last commit, where the optimizer's next step compares it."""
         self._commits, self._copy_s, self._step_s, self._at = 0, 1e9, 1e9, 0.0
+        self._expect_s = 0.0
         self._socket: socket.socket | None = None
         self._hooks: list[Any] = []
         self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
@@ -104,7 +109,7 @@ class Donor:
         self._buffers = dict(_buffers(self._attached))
         self._addresses = {path: buffer.data_ptr() for path, buffer in self._buffers.items()}
         self._fingerprint = Fingerprint([obj for obj in objects if is_module(obj)], self._optimizers)
-        self._record = commit_record.CommitRecord(_record_path(self._saver.group.rank), *_recorded(self._attached))
+        self._record = commit_record.CommitRecord(_path("commit", self._saver.group.rank), *_recorded(self._attached))
 
     def _before_change(self, *_: Any) -> None:
         if self._changing:
@@ -116,6 +121,16 @@ class Donor:
             self._whole = None
         self._lock.acquire()
         self._changing = True
+        if self._next_step and not self._why:
+            self._expect()
+
+    def _expect(self) -> None:
+        start = time.perf_counter()
+        try:
+            self._record.expect(self._next_step)
+        except Exception as error:  # noqa: BLE001 - as in `commit`
+            self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
+        self._expect_s = time.perf_counter() - start
 
     def begin(self) -> None:
         """At the start of `session.step()`."""
@@ -136,6 +151,7 @@ class Donor:
             self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
         finally:
             self._optimized = self._changing = False
+            self._next_step = step + 1
             self._lock.release()
 
     def _copy(self, step: int) -> None:
@@ -157,7 +173,7 @@ class Donor:
         self._groups = [[tuple(group.items()) for group in each.param_groups] for each in self._optimizers]
 
     def _measure(self, start: float) -> None:
-        self._copy_s = min(self._copy_s, time.perf_counter() - start)
+        self._copy_s = min(self._copy_s, time.perf_counter() - start + self._expect_s)
         if self._at:
             self._step_s = min(self._step_s, start - self._at)
         self._at = start
@@ -288,7 +304,7 @@ class Donor:
         """Raises CheckpointError if the state is not that of the last commit any more."""
         if self._why:
             raise CheckpointError(self._why)
-        committed = commit_record.read(_record_path(self._saver.group.rank), step, *_recorded(self._attached))
+        committed = commit_record.read(_path("commit", self._saver.group.rank), step, *_recorded(self._attached))
         if self._fingerprint.changed() or committed is None or committed.pieces != self._record.pieces():
             raise CheckpointError(_CHANGED)
         if why := reason_against(self._saver, self._attached):
@@ -303,7 +319,7 @@ class Donor:
     def _content(self, step: int) -> dict[str, Any]:
         """As `Saver` saves it, with everything as of the commit."""
         saver = self._saver
-        random_states, buffers = self._records(step)
+        random_states, is_as_expected, buffers = self._records(step)
         kept = dict(self._kept())
         now = state.gather({name: obj for name, obj in self._attached.items() if name not in kept})
         content = {name: kept[name] if name in kept else now[name] for name in self._attached}
@@ -319,35 +335,59 @@ class Donor:
                     raise CheckpointError("a parameter group of the optimizer has values that can change in place")
                 saved.update(values)
         own = {"step": step, "round": saver.round, "world_size": saver.group.world_size}
-        return {**content, state.RESERVED: {**own, "rng": random_states}}
+        return {**content, state.RESERVED: {**own, "rng": random_states, EXPECTED: is_as_expected}}
 
-    def _records(self, step: int) -> tuple[list[Any], dict[tuple[str, str], torch.Tensor]]:
-        """All random states that this node has as of `step` (None for the others), and rank 0's buffers, else ours."""
+    def _records(self, step: int) -> tuple[list[Any], bool, dict[tuple[str, str], torch.Tensor]]:
+        """All random states that this node has as of `step` (None for the others), whether this rank's is as it has
+        expected, and rank 0's buffers, else ours.
+        """
         group, recorded = self._saver.group, _recorded(self._attached)
-        found = [commit_record.read(_record_path(rank), step, *recorded) for rank in range(group.world_size)]
-        mine = found[group.rank]
+        paths = [_path("commit", rank) for rank in range(group.world_size)]
+        found = [commit_record.read(path, step, *recorded) for path in paths]
+        expected = [commit_record.read(path, step, *recorded, expected=True) for path in paths]
+        mine, mine_expected = found[group.rank], expected[group.rank]
         if mine is None:
             raise CheckpointError(f"step {step} has no record")
         if any(each is not None and each.pieces != mine.pieces for each in found):
             raise CheckpointError("the parameters are not the same on every rank")
-        copies = (found[0] or mine).buffers
-        random_states = [each.random_state if each is not None else None for each in found]
-        return random_states, dict(zip(self._buffers, copies, strict=True))
+        is_as_expected = mine_expected is not None and mine_expected.draws_as(mine)
+        known = [each or other for each, other in zip(found, expected, strict=True)] if is_as_expected else found
+        random_states = [each and each.random_state for each in known]
+        buffers = (found[0] or mine).buffers
+        if found[0] is None and expected[0] is not None and mine_expected is not None:
+            buffers = commit_record.as_expected(expected[0].buffers, mine_expected.buffers, buffers)
+        return random_states, is_as_expected, dict(zip(self._buffers, buffers, strict=True))
 
 
-def _record_path(rank: int) -> str:
-    """Beside the heartbeat records, so that it has their life time: this round and the next."""
-    return str(Path(os.environ["ELASTICD_HEARTBEAT"]).with_name(f"commit-{rank}"))
+def _path(kind: str, rank: int, round: int | None = None) -> str:
+    """Of a rank's record, beside the heartbeat records, so that it has their life time: this round and the next."""
+    directory = Path(os.environ["ELASTICD_HEARTBEAT"]).parent
+    return str((directory if round is None else directory.with_name(f"round-{round}")) / f"{kind}-{rank}")
 
 
-def recorded_random_state(attached: Mapping[str, Any], round: int, rank: int, step: int) -> dict[str, Any] | None:
-    """A rank's random state as of a step of an earlier round, if its process was on this node."""
-    beat = os.environ.get("ELASTICD_HEARTBEAT")
-    if beat is None:
+def recorded_random_state(
+    attached: Mapping[str, Any], round: int, rank: int, step: int, expected: bool
+) -> dict[str, Any] | None:
+    """A rank's random state as of a step of an earlier round, if its process was on this node.
+
+    It is kept for the round that resumes from it. `expected`: what the rank has expected before the optimizer's step
+    counts, too.
+    """
+    if "ELASTICD_HEARTBEAT" not in os.environ:
         return None
-    path = Path(beat).parent.parent / f"round-{round}" / f"commit-{rank}"
-    found = commit_record.read(str(path), step, *_recorded(attached))
+    buffers, parameters = _recorded(attached)
+    path = _path("commit", rank, round)
+    found = commit_record.read(path, step, buffers, parameters)
+    if found is None and expected:
+        found = commit_record.read(path, step, buffers, parameters, expected=True)
+    if found is None:
+        found = commit_record.read(_path("resumed", rank, round), step, [], parameters)
     return found.random_state if found is not None else None
+
+
+def keep_random_state(attached: Mapping[str, Any], rank: int, step: int) -> None:
+    """Of a round that has resumed from a state without it: should it commit no step, the next one resumes from that."""
+    commit_record.CommitRecord(_path("resumed", rank), [], _recorded(attached)[1]).commit(step)
 
 
 def _is_constant(value: Any) -> bool:

@@ -109,7 +109,7 @@ class _Restore:
             of_ranks = content[state.RESERVED].get("per_rank", {})
             rank, world_size = self.group.rank, self.group.world_size
             notes += state.scatter_per_rank(self.saver.per_rank, of_ranks, rank, world_size, self.optional)
-            notes += self._restore_random_state(chosen, content[state.RESERVED]["rng"])
+            notes += self._restore_random_state(chosen, content[state.RESERVED])
         except Exception as raised:  # noqa: BLE001 - all ranks must learn of any error of a load_state_dict
             error = raised
         resumed = self._agree(chosen, error, notes)
@@ -297,8 +297,9 @@ class _Restore:
             return str(error)
         return f"there is no {chosen['name']} with rank 0's checksum"
 
-    def _restore_random_state(self, chosen: Mapping[str, Any], every_rank: list[Any]) -> list[str]:
+    def _restore_random_state(self, chosen: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
         """Last, so that no load_state_dict moves the streams again."""
+        every_rank = saved["rng"]
         rank, ranks, world_size = self.group.rank, len(every_rank), self.group.world_size
         counts = f"saved by {ranks} rank{'s' if ranks > 1 else ''}, now {world_size}"
         notes: list[str] = []
@@ -307,10 +308,17 @@ class _Restore:
             notes.append(f"{counts}: the random state of rank {unused} was not used")
         if rank >= ranks:
             return [f"{counts}: there is no random state for rank {rank}, which keeps its own"]
-        own = every_rank[rank] or donor.recorded_random_state(self.attached, chosen["round"], rank, chosen["step"])
+        if (own := every_rank[rank]) is not None:
+            return notes + state.set_random_state(own, self.group.device)
+        step, expected = chosen["step"], saved.get(donor.EXPECTED, False)
+        own = donor.recorded_random_state(self.attached, chosen["round"], rank, step, expected)
         if own is None:
-            return [*notes, f"the random state of rank {rank} at that step is lost; it keeps its own"]
-        return notes + state.set_random_state(own, self.group.device)
+            lost = f"the random state of rank {rank} at step {step} is lost: it draws other numbers from here on"
+            return [*notes, lost]
+        notes += state.set_random_state(own, self.group.device)
+        with contextlib.suppress(OSError):
+            donor.keep_random_state(self.attached, rank, step)
+        return notes
 
     def _agree(self, chosen: Mapping[str, Any], error: Exception | None, notes: list[str]) -> Resumed:
         own = {"error": f"{type(error).__name__}: {error}" if error else "", "notes": notes}

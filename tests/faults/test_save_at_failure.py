@@ -35,11 +35,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def test_state_saved_at_a_fault_equals_that_of_an_undisturbed_run(job: StartJob, whole: Job) -> None:
-    """One fault after the other: a rank is killed, again one step later, rank 0 is killed, one exits, one raises."""
+    """One fault after the other: a rank is killed, again one step later, rank 0 is killed, each is killed before it has
+    finished a step that the other one has finished, one exits, one raises.
+    """
     faults = [Fault(1, 13, "SIGKILL"), Fault(1, 14, "SIGKILL", 2), Fault(0, 27, "SIGKILL"), Fault(1, 45, "exit 3")]
-    saved = [(12, 0), (13, 0), (26, 1), (44, 0), (51, None)]
+    saved = [(12, 0), (13, 0), (26, 1), (33, 0), (38, 1), (44, 0), (51, None)]
     flags = ["--checkpoint-dir", "checkpoints"]
-    run = job("donor.py", "--steps", "60", "--fail-at", "5,1,52", faults=faults, flags=flags)
+    behind = ["--die-behind", "1,33", "0,38"]
+    run = job("donor.py", "--steps", "60", "--fail-at", "7,1,52", *behind, faults=faults, flags=flags)
     assert run.wait() == 0
     found = run.events("resumed")
     for (step, rank), event in zip(saved, found, strict=True):
@@ -49,8 +52,8 @@ def test_state_saved_at_a_fault_equals_that_of_an_undisturbed_run(job: StartJob,
         assert rank is None or f"saved by rank {rank} " in event["reason"]
     for rank in (0, 1):
         expected = {step: each for _, step, each in digests(whole, "steps", rank)}
-        assert {step: each for _, step, each in digests(run, "steps", rank)} == expected
         restored = digests(run, "restored", rank)
+        assert {step: each for _, step, each in [*restored, *digests(run, "steps", rank)]} == expected
         assert [step for _, step, _ in restored] == [step for step, _ in saved]
         assert all(expected[step] == each for _, step, each in restored)
         trained = [step for _, step, _ in digests(run, "steps", rank)]
@@ -106,6 +109,29 @@ def test_any_survivor_saves_and_without_one_the_last_save_is_used(
         assert noted[step] == found
         trained = [step for _, step, _ in digests(run, "steps", rank)]
         assert saved is None or trained == sorted(set(trained))
+
+
+@pytest.mark.system
+def test_random_state_of_another_node_outlives_two_faults(
+    nodes: Callable[[str], Nodes], tmp_path: Path, whole: Job
+) -> None:
+    """The state that the other node's rank saves lacks it. In the second round none is saved: no step is done."""
+    both = nodes("2:2")
+    how: dict[str, Any] = {"flags": ["--checkpoint-dir", str(tmp_path / "checkpoints")], "warm": True}
+    how["env"] = {"OMP_NUM_THREADS": "1"}  # as with two workers on these cores
+    faults = [Fault(1, 13, "SIGKILL", times=2)]
+    agents = [
+        both.agent("a", "donor.py", "--steps", "20", **how),
+        both.agent("b", "donor.py", "--steps", "20", **how, faults=faults),
+    ]
+    assert [agent.wait(within=120) for agent in agents] == [0, 0]
+    resumed = agents[0].events("resumed")
+    assert [(event["step"], event["from_round"]) for event in resumed] == [(12, 1), (12, 2)]
+    for rank, agent in enumerate(agents):
+        expected = {step: found for _, step, found in digests(whole, "steps", rank) if step <= 20}
+        for what in ("steps", "restored"):
+            noted = digests(agent, what, rank)
+            assert noted == [(round_, step, expected[step]) for round_, step, _ in noted]
 
 
 @pytest.mark.system

@@ -57,6 +57,31 @@ def test_buffers_are_those_of_the_commit(tmp_path: Path) -> None:
     assert commit_record.read(path, 1, buffers[1:], [torch.ones(3)]) is None, "another shape"
 
 
+@pytest.mark.parametrize(
+    ("draw", "same"), [(each, name == "nothing") for name, each in DRAWS], ids=[n for n, _ in DRAWS]
+)
+def test_expected_commit_counts_while_nothing_draws(tmp_path: Path, draw: Callable[[], Any], same: bool) -> None:
+    path, parameters, buffers = str(tmp_path / "record"), [torch.ones(3)], [torch.zeros(2), torch.ones(2)]
+    record = CommitRecord(path, buffers, parameters)
+    torch.randn(1), numpy.random.randn(1), random.gauss(0, 1)
+    for step in (1, 2):
+        record.expect(step)
+        if step == 2:
+            draw()
+            buffers[1].zero_()
+        record.commit(step)
+    committed = commit_record.read(path, 2, buffers, parameters)
+    expected = commit_record.read(path, 2, buffers, parameters, expected=True)
+    assert commit_record.read(path, 1, buffers, parameters) is not None, "the commit before stays"
+    assert commit_record.read(path, 1, buffers, parameters, expected=True) is None
+    assert committed is not None
+    assert expected is not None
+    assert expected.draws_as(committed) == same
+    theirs = [torch.full((2,), 5.0), torch.full((2,), 6.0)]
+    merged = commit_record.as_expected(theirs, expected.buffers, committed.buffers)
+    assert [each[0].item() for each in merged] == [5.0, 0.0]
+
+
 def test_process_killed_inside_a_commit_leaves_the_step_before(tmp_path: Path) -> None:
     path, buffer = str(tmp_path / "record"), torch.zeros(4)
     record = CommitRecord(path, [buffer], [torch.ones(3)])

@@ -45,6 +45,16 @@ def die_in_copy() -> None:
     Layout.copy_own = copy_own  # type: ignore[method-assign]
 
 
+def die_behind(step: int, others: set[int]) -> None:
+    """Once the others have finished the step."""
+    for rank in others:
+        deadline = time.monotonic() + 10
+        while f" {step} " not in (faults.WORK / f"steps-{rank}").read_text():
+            assert time.monotonic() < deadline, f"rank {rank} has not finished step {step}"
+            time.sleep(0.001)
+    faults.happen("SIGKILL")
+
+
 def main(args: argparse.Namespace) -> None:
     faults.at(0)
     session = elasticd.init()
@@ -83,6 +93,8 @@ def main(args: argparse.Namespace) -> None:
                 raise RuntimeError("the loss is strange")
             loss.backward()
             optimizer.step()
+            if (session.rank, session.steps + 1) in args.die_behind:
+                die_behind(session.steps + 1, {*range(session.world_size)} - {session.rank})
             optimizer.zero_grad()
             scheduler.step()
             session.step()
@@ -92,11 +104,16 @@ def main(args: argparse.Namespace) -> None:
                 return
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=1000)
     parser.add_argument("--die-in-copy", type=int, default=-1, help="this rank dies when it saves, in round 1")
     parser.add_argument("--poisoned", type=int, help="a state of this step makes every resumed round fail")
-    parser.add_argument("--fail-at", type=lambda text: tuple(map(int, text.split(","))))
+    parser.add_argument("--fail-at", type=numbers)
+    parser.add_argument("--die-behind", type=numbers, nargs="*", default=[], help="RANK,STEP before session.step()")
     main(parser.parse_args())
