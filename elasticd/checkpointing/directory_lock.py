@@ -43,7 +43,8 @@ class DirectoryLock:
         if self._fd is not None:
             return
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Not through a link: root may prune the directory of a user, who could point it at a file of others.
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             self._lock(fd)
         except BaseException:

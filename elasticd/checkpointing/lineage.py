@@ -181,7 +181,7 @@ def open_verified(entry: Entry, from_disk: bool = False) -> int:
         ) from None
     fd = -1
     try:
-        fd = os.open(entry.path / STATE, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(entry.path / STATE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is damage, too
         if from_disk:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         _check(fd, expected, checksum)

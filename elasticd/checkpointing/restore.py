@@ -23,7 +23,7 @@ from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing import donor, state
 from elasticd.checkpointing.buffers import Snapshot, donor_of
 from elasticd.checkpointing.layout import write_at
-from elasticd.checkpointing.lineage import Entry, open_verified
+from elasticd.checkpointing.lineage import Entry, find_damage, open_verified
 from elasticd.checkpointing.manifest import STATE, Manifest, parse
 from elasticd.checkpointing.retention import set_aside
 from elasticd.checkpointing.saver import Saver
@@ -185,6 +185,9 @@ class _Restore:
         if step not in steps:
             there = f"there are steps {', '.join(map(str, steps))}" if steps else "there is none"
             raise CheckpointError(f"restore(step={step}): {self.directory} has no checkpoint of that step; {there}")
+        whys = [find_damage(entry) for entry in on_disk if entry.manifest.step == step]
+        if None not in whys:
+            raise CheckpointError(f"restore(step={step}): the checkpoint of that step cannot be used: {whys[0]}")
         aside = set_aside(self.directory, step)
         if aside:
             names = ", ".join(path.name for path in aside)

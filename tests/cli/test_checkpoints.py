@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,33 @@ def test_verify_reads_every_byte(directory: Path, capsys: pytest.CaptureFixture[
     assert main(["checkpoints", "verify", str(directory)]) == 1
     assert "r1-s30: state.pt does not match its checksum" in capsys.readouterr().out
     assert main(["checkpoints", "verify", str(directory), "r1-s40"]) == 0
+
+
+def test_verify_reports_damage_that_the_lineage_leaves_out(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"model": {"weight": torch.zeros(64)}}
+    api.save(directory, round=2, step=30, parent=(1, 20), world_size=2, job="lm", run="one", state=state)
+    assert main(["checkpoints", "verify", str(directory)]) == 0
+    assert "r1-s40: whole, not in the lineage of the newest round" in capsys.readouterr().out
+    (directory / "r1-s10" / "state.pt").unlink()
+    (directory / "r1-s20" / "manifest.json").write_text("{}")
+    (directory / "r1-s40" / "state.pt").unlink()
+    os.mkfifo(directory / "r1-s40" / "state.pt")
+    assert main(["checkpoints", "verify", str(directory)]) == 1
+    shown = capsys.readouterr().out
+    assert sum(f"r1-s{step}: " in shown and f"r1-s{step}: whole" not in shown for step in (10, 20, 40)) == 3
+
+
+def test_prune_does_not_write_through_a_link(
+    directory: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    victim = tmp_path_factory.mktemp("root") / "passwd"
+    victim.write_text("root")
+    (directory / ".lock").unlink(missing_ok=True)
+    (directory / ".lock").symlink_to(victim)
+    assert main(["checkpoints", "prune", str(directory), "--keep", "1"]) == 2
+    assert "/.lock: " in capsys.readouterr().err
+    assert victim.read_text() == "root"
+    assert len(list(directory.glob("r*"))) == 4
 
 
 def test_prune_keeps_the_newest_the_milestones_and_the_last_good_one(

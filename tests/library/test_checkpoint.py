@@ -20,8 +20,10 @@ from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing import state as training_state
 from elasticd.checkpointing.api import Entry
 from elasticd.checkpointing.lineage import open_verified
+from elasticd.checkpointing.restore import _Restore
 from elasticd.checkpointing.retention import set_aside
 from elasticd.errors import CheckpointCorrupt, CheckpointError
+from elasticd.heartbeat.worker_events import WorkerEventWriter
 from tests.library.verified import verified_lineage
 
 WHO: dict[str, Any] = {"world_size": 2, "job": "job", "run": "run"}
@@ -385,6 +387,17 @@ def test_checkpoints_set_aside_are_neither_loaded_nor_deleted(tmp_path: Path) ->
     save(tmp_path, 2, 40, (1, 10))
     checkpoint.retain(tmp_path, 2, 1)
     assert present(tmp_path) == ["r1-s20.aside", "r1-s20.aside2", "r1-s30.aside", "r2-s40"]
+
+
+def test_nothing_is_set_aside_for_a_step_that_cannot_be_loaded(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, 1, step)
+    nobody: Any = None
+    back = _Restore(tmp_path, {}, (), 20, nobody, nobody, nobody, WorkerEventWriter(None, 2, 0))
+    flip_a_bit(tmp_path / "r1-s20" / "state.pt")
+    with pytest.raises(CheckpointError, match=r"restore\(step=20\): .* does not match its checksum"):
+        back._go_back(20, checkpoint.lineage(tmp_path)[0])
+    assert present(tmp_path) == ["r1-s10", "r1-s20", "r1-s30"]
 
 
 def test_retention_keeps_links_between_rounds(tmp_path: Path) -> None:

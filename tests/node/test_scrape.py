@@ -48,6 +48,18 @@ def test_silent_runner_is_left_out() -> None:
     assert RunnerScraper("n1", ask).scrape([("b", 1)]) == RunnerScraper("n1", ask).scrape([]) == []
 
 
+def test_two_scrapes_at_once() -> None:
+    scraper = RunnerScraper("n1", lambda job, number, within_s: job_page(job, number))
+
+    class Jobs(list[tuple[str, int]]):
+        def __contains__(self, key: object) -> bool:
+            scraper._page(("b", 1), time.monotonic() + 1)  # what another thread may do at this moment
+            return True
+
+    scraper.scrape([("a", 1)])
+    assert len(scraper.scrape(Jobs([("a", 1)]))) == 1
+
+
 def test_busy_runner_keeps_its_series_for_a_while() -> None:
     now, answers, answer = [0.0], [True], job_page("a", 7)
 

@@ -5,6 +5,7 @@ Only `prune` changes the directory, and it refuses while a job uses it. No torch
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import time
@@ -12,7 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elasticd.checkpointing.directory_lock import DirectoryLock
-from elasticd.checkpointing.lineage import Entry, LineageWalk, examine, find_damage, highest_round, names, walk
+from elasticd.checkpointing.lineage import (
+    CheckpointName,
+    Entry,
+    LineageWalk,
+    examine,
+    find_damage,
+    highest_round,
+    names,
+    walk,
+)
 from elasticd.checkpointing.manifest import Unreadable
 from elasticd.checkpointing.retention import retain
 from elasticd.errors import DirectoryInUse, UsageError
@@ -26,18 +36,22 @@ def checkpoints(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(argv)
     if not options.directory.is_dir():
         raise UsageError(f"{options.directory} is no directory")
+    try:
+        return _run(options)
+    except OSError as error:
+        raise UsageError(f"{error.filename or options.directory}: {error.strerror}") from None
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.verb == "prune":
         return _prune(options.directory, options.keep, options.keep_every)
-    try:
-        found = walk(options.directory)
-    except OSError as error:
-        raise UsageError(f"{options.directory}: {error.strerror}") from None
+    found = walk(options.directory)
     if options.verb == "list":
         _print_list(options.directory, found, options.json)
         return 0
     if options.verb == "show":
         return _show(options.directory, found, options.name)
-    return _verify(found, options.name)
+    return _verify(options.directory, found, options.name)
 
 
 def _parser() -> CommandParser:
@@ -63,10 +77,10 @@ def _parser() -> CommandParser:
 def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
     usable = {entry.path for entry in found.entries}
     skipped = {each.path: each.why for each in found.skipped}
-    present = [each for each in names(directory) if not each.hidden]
+    present = _present(directory)
     if not present and not as_json:
         print(f"{directory} holds no checkpoint")
-    for each in sorted(present, key=lambda each: (-each.round, -each.step)):
+    for each in present:
         manifest = examine(each)
         why = skipped.get(each.path, "not in the lineage of the newest round")
         size, saved = "", ""
@@ -82,6 +96,12 @@ def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
             print(json.dumps({"name": each.path.name, "round": each.round, "step": each.step, **described, "why": why}))
         else:
             print(f"{each.path.name:<16} {size:>12}  {saved:<16}  {why or 'can be restored'}".rstrip())
+
+
+def _present(directory: Path) -> list[CheckpointName]:
+    """The newest first."""
+    found = [each for each in names(directory) if not each.hidden]
+    return sorted(found, key=lambda each: (-each.round, -each.step))
 
 
 def _entries(found: LineageWalk, name: str | None) -> list[Entry]:
@@ -101,16 +121,17 @@ def _show(directory: Path, found: LineageWalk, name: str | None) -> int:
     return 0
 
 
-def _verify(found: LineageWalk, name: str | None) -> int:
-    """Read from the disk, not from the page cache."""
+def _verify(directory: Path, found: LineageWalk, name: str | None) -> int:
+    """Read from the disk, not from the page cache; without a name also what is not in the lineage."""
     damaged = 0
-    for entry in _entries(found, name):
-        why = find_damage(entry)
-        damaged += why is not None
-        print(f"{entry.path.name}: {why or 'whole'}")
-    if name is None:
-        for each in found.skipped:
-            print(f"{each.path.name}: {each.why}")
+    lineage = {entry.path for entry in _entries(found, name)}
+    for each in _present(directory):
+        if name is None or each.path in lineage:
+            manifest = examine(each)
+            why = manifest.why if isinstance(manifest, Unreadable) else find_damage(Entry(each.path, manifest))
+            damaged += why is not None
+            outside = "" if each.path in lineage else ", not in the lineage of the newest round"
+            print(f"{each.path.name}: {why or f'whole{outside}'}")
     return 1 if damaged else 0
 
 

@@ -211,7 +211,7 @@ class RunnerScraper:
     def scrape(self, jobs: Sequence[tuple[str, int]]) -> list[bytes]:
         """Safe from many threads at once."""
         until = time.monotonic() + SCRAPE_S
-        self._last = {key: known for key, known in self._last.items() if key in jobs}
+        self._last = {key: known for key, known in list(self._last.items()) if key in jobs}
         if len(jobs) < 2:
             found = [self._page(key, until) for key in jobs]
         else:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from elasticd_agent.node.api.audit import REPEAT_S, AuditedRoutes, action_of
 from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.system.http_auth import AccessDenied
-from elasticd_agent.system.http_server import UnauthenticatedRequest
+from elasticd_agent.system.http_server import HttpRequest, HttpResponse, UnauthenticatedRequest
 from elasticd_agent.telemetry.events import AuditEvent, LogEvent
 from tests.node.served import TOKEN, Served
 
@@ -52,6 +53,7 @@ class Lines:
         ("POST", "/v1/nodes/n1/uncordon", ("uncordon", "n1")),
         ("POST", "/login", ("login", "")),
         ("GET", "/login", ("login", "")),
+        ("POST", "/v1/login", ("login", "code")),
         ("GET", "/v1/jobs/lm/logs", ("read", "lm")),
         ("GET", "/v1/local/jobs/lm/logs", ("read", "lm")),
         ("GET", "/v1/jobs/lm/explain", ("read", "lm")),
@@ -107,3 +109,17 @@ def test_strangers_cannot_flood_it(tmp_path: Path) -> None:
         for i in range(5000):
             reject("/", f"10.1.{i >> 8}.{i & 255}")
         assert len(audited._written_at) == 1024
+
+
+def test_login_attempts_cannot_flood_it() -> None:
+    lines = Lines()
+    statuses = [*[401] * 100, 303, 303, 429]
+
+    class Login:
+        def answer(self, request: HttpRequest) -> HttpResponse:
+            return HttpResponse(statuses.pop(0), b"")
+
+    audited = AuditedRoutes(cast(Any, Login()), lines, lines.counted.append, lambda: lines.now)
+    while statuses:
+        audited.answer(HttpRequest("POST", "/login", "", "", host="10.0.0.1"))
+    assert [one.status for one in lines.events] == [401, 303, 303]

@@ -17,6 +17,7 @@ from elasticd_agent.node import keys as names
 from elasticd_agent.node.api.client import AgentClient, Unreachable
 from elasticd_agent.node.api.local import READ_TIMEOUT_S
 from elasticd_agent.node.api.peers import Peers
+from elasticd_agent.node.api.progress import JobTimeline
 from elasticd_agent.node.api.rank_logs import MAX_BYTES
 from elasticd_agent.node.records import JobResult, RoundSummary, RunnerStatus
 from elasticd_agent.node.scheduler.policy import BEHIND_OTHERS
@@ -403,6 +404,9 @@ def test_dump_reads_only_below_the_jobs_folder(serve: Serve, tmp_path: Path) -> 
     one.answers["dump"] = {"path": str(elsewhere)}
     (row,) = one.unix().post("/v1/jobs/llama/dump").document()["nodes"]
     assert "document" not in row
+    one.answers["dump"] = {"path": "/no\0where"}
+    (row,) = one.unix().post("/v1/jobs/llama/dump").document()["nodes"]
+    assert "document" not in row
     one.answers["dump"] = {"error": "no workers are running"}
     (row,) = one.unix().post("/v1/jobs/llama/dump").document()["nodes"]
     assert row["error"] == "no workers are running"
@@ -495,6 +499,16 @@ def test_sparse_event_log_costs_little_and_no_thread(serve: Serve) -> None:
     assert threading.active_count() <= before
     cursor = one.service.local._cursors["llama", 1]
     assert cursor.offset == one.files().events.stat().st_size
+
+
+def test_a_log_that_cannot_be_summed_up_is_not_locked_for_ever(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = serve()
+    one.event("round_published", 100.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(JobTimeline, "progress", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            one.service.local.progress("llama", 1, 200.0)
+    assert not one.service.local._cursors["llama", 1].lock.locked()
 
 
 def test_unfinished_jobs_of_a_submitter_are_limited(serve: Serve) -> None:

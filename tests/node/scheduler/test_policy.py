@@ -28,6 +28,7 @@ from elasticd_agent.node.scheduler.policy import (
     ClusterView,
     describe,
     head_of_queue,
+    refused_everywhere,
     schedule,
 )
 
@@ -296,6 +297,15 @@ def test_refusal_is_kept_after_the_runner_is_gone() -> None:
     assert "n1 refused it: no such script" in words(three, "a")
     other_run = replace(three, submissions=(job(number=5),))
     assert words(after(other_run), "a") == "runs on n1 (slots 0-3)"
+
+
+def test_job_that_needs_more_nodes_than_refuse_it_waits_for_them() -> None:
+    refused = RunnerStatus("a", 1, (), "refused", "the workdir is not there")
+    one = after(view(job(nodes=(2, 2)), nodes={"n1": 4, "n2": 4}))
+    alone = replace(one, nodes=(replace(one.nodes[0], runners=(refused,)),))
+    assert refused_everywhere(after(alone)) == {}, "n2 is not up yet"
+    both = replace(one, nodes=tuple(replace(node, runners=(refused,)) for node in one.nodes))
+    assert list(refused_everywhere(after(both))) == [("a", 1)]
 
 
 def test_reason_names_equal_refusals_once() -> None:

@@ -1,7 +1,7 @@
 """The audit log, `<logs>/audit.jsonl`: who changed something, who read logs, and who was denied access.
 
 It stands in front of the routes, so no request is missed. A caller that repeats the same reading, as `elasticd logs
---follow` does, gets one line a minute, and so does an address that is denied again and again.
+--follow` does, gets one line a minute, and so does an address that is denied again and again, also at the login.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class AuditedRoutes:
         if action == "submit" and status == 201:
             target = str(json.loads(body)["job"])
         by = request.requested_by or request.host
-        self._record(by, action, target, status, once=target if action == "read" else None)
+        is_repeatable = action == "read" or (action == "login" and status >= 400)
+        self._record(by, action, target, status, once=target if is_repeatable else None)
 
     def _record(self, by: str, action: str, target: str, status: int, why: str = "", *, once: str | None) -> None:
         """`once`: what makes a line a repetition of another one of this caller and action; None: it never is."""
@@ -100,6 +101,8 @@ def action_of(method: str, path: str) -> tuple[str, str] | None:
             return action, target
         case "POST" | "GET", ["login"]:
             return "login", ""
+        case "POST", ["v1", "login"]:  # the code for a browser
+            return "login", "code"
         case "GET", ["v1", "jobs", target, "logs" | "explain"] | ["jobs", target, *_]:
             return "read", target
     return None

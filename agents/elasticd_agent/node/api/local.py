@@ -6,6 +6,7 @@ does not answer delays only the request that reads it. Everything is read-only; 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -109,7 +110,10 @@ class LocalJobs:
             return {"node": self.node, "error": str(answer.get("error", "its runner did not name the folder"))}
         logs = self.files(job, number).logs
         # The runner belongs to the job's user and may name any path: the agent reads only below the job's logs.
-        if not Path(path).resolve().is_relative_to(logs.resolve()):
+        is_below = False
+        with contextlib.suppress(DeadlineExceeded, OSError, ValueError, RuntimeError):
+            is_below = run_within(READ_TIMEOUT_S, lambda: Path(path).resolve().is_relative_to(logs.resolve()))
+        if not is_below:
             return {"node": self.node, "path": path, "error": f"the evidence is in {path}; read it there"}
         return self._read_evidence(Path(path), logs, None)
 
@@ -172,14 +176,12 @@ class LocalJobs:
         if not cursor.lock.acquire(timeout=READ_TIMEOUT_S):
             raise DeadlineExceeded
         try:
-            with rank_logs.open_below(files.root, (files.events.name,)) as fd:
+            # No event log yet: the lines read so far count.
+            with contextlib.suppress(OSError, ValueError), rank_logs.open_below(files.root, (files.events.name,)) as fd:
                 _feed(cursor, fd, until)
-        except (OSError, ValueError):
-            pass  # no event log yet: the lines read so far count
+            return cursor.timeline.progress(self.node, now)
         finally:
-            progress = cursor.timeline.progress(self.node, now)
             cursor.lock.release()
-        return progress
 
 
 def _feed(cursor: _LogCursor, fd: int, until: float) -> None:

@@ -95,7 +95,7 @@ def head_of_queue(view: ClusterView) -> Submission | None:
 
 def refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
     """(job, number) of the pending jobs that every node refuses which has the slots and labels, in whatever state it
-    is; and the nodes' reasons.
+    is; and the nodes' reasons. A job that needs more such nodes than there are waits for others.
     """
     nodes = _nodes(view)
     written = {(p.job, p.number): p for p in view.placements}
@@ -111,7 +111,7 @@ def refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
             for name, node in nodes.items()
             if node.status.slots >= submission.min_slots and not _missing_labels(job, node)
         }
-        if able and able <= job.refusals.keys():
+        if len(able) >= submission.min_nodes and able <= job.refusals.keys():
             found[key] = "; ".join(_obstacles(job, {name: nodes[name] for name in able}, [], free=False))
     return found
 
