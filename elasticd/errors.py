@@ -71,7 +71,7 @@ class CheckpointError(ElasticdError):
 
 
 class CheckpointRefused(CheckpointError):
-    """The state holds something that `torch.load(..., weights_only=True)` would refuse to load, or differs between ranks."""
+    """The state differs between ranks, or holds something that `torch.load(..., weights_only=True)` would refuse."""
 
 
 class CheckpointCorrupt(CheckpointError):
