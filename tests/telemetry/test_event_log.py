@@ -210,7 +210,7 @@ def test_kinds_are_the_promised_ones() -> None:
         "process_unkillable", "process_reaped", "stop_requested", "waiting", "job_ended", "agent_started",
         "node_registered", "node_state", "node_unhealthy", "node_quarantined", "node_healthy", "agent_reloaded",
         "agent_ended",
-        "runner_started", "runner_stop_requested", "runner_ended", "scheduled",
+        "runner_started", "runner_stop_requested", "runner_ended", "scheduled", "audit",
     ]  # fmt: skip
 
 
