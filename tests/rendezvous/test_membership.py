@@ -20,6 +20,8 @@ from elasticd_agent.rendezvous.membership import (
     select_members,
 )
 from elasticd_agent.rendezvous.view import PresentNode, ProbeResult, Requirements, View, Wait
+from elasticd_agent.workers.launcher.owned_group import DEVICE_KILL_DEADLINE_S
+from elasticd_agent.workers.launcher.writer_process import SAVE_S
 
 POLICY = Policy()
 NOW = 1000.0
@@ -127,7 +129,13 @@ def test_round_not_seen_in_time_is_a_loss() -> None:
 def test_round_not_started_in_time_is_a_loss() -> None:
     view = replace(VIEW, nodes=(*without("b").nodes, present("b", ready_round=2)), round_at=NOW)
     assert losses(view, ROUND, POLICY, NOW + 2).until == NOW + START_LIMIT_S
-    assert lost(view, NOW + START_LIMIT_S) == {"b": "b has not started round 3 within 30 s"}
+    assert lost(view, NOW + START_LIMIT_S) == {"b": "b has not started round 3 within 60 s"}
+
+
+def test_slow_death_is_no_loss() -> None:
+    """Ranks save their state and are killed; what does not die costs its slot, and not the node."""
+    view = replace(VIEW, nodes=(*without("b").nodes, present("b", ready_round=2)), round_at=NOW)
+    assert lost(view, NOW + SAVE_S + DEVICE_KILL_DEADLINE_S + POLICY.seen_timeout_s) == {}
 
 
 def test_silent_member_is_lost_only_while_stalled() -> None:

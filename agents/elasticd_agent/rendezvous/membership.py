@@ -17,8 +17,9 @@ STALLED_S = 0.5
 """Workers that train together stop within a step of a peer's end; only waiting tells that from a longer step."""
 RETURN_S = 1.5
 """An agent that has lost the store, or its record in it, is back within a retry (0.8 s) once the store answers."""
-START_LIMIT_S = 30.0
-"""From seeing a Round to having started its group: the old group is killed, or stops for as long as this."""
+START_LIMIT_S = 60.0
+"""From seeing a Round to starting its group. The old one saves its state, stops or is killed, and has 30 s
+to die with a GPU open."""
 MAX_BRANCHES = 100
 """Of the search for the largest connected set: 0.3 s where 300 nodes are partitioned."""
 EXCLUSION_EXPIRES_S = 600.0

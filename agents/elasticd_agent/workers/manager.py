@@ -20,6 +20,7 @@ from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.messages import Event, ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Round
 from elasticd_agent.system import procfs
+from elasticd_agent.workers import gpu_memory
 from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerMessage
 from elasticd_agent.workers.launcher.owned_group import STORE_RANK
@@ -158,8 +159,8 @@ template's start, and then starts cold."""
 PRELOAD_DEADLINE_S = 600.0
 """For one module."""
 FORK_DEADLINE_S = 10.0
-MEMORY_DEADLINE_S = 15.0
-"""GPU memory is checked within 12 s; this is for a check that never answers."""
+MEMORY_DEADLINE_S = gpu_memory.WAIT_S + gpu_memory.ANSWER_S + 3.0
+"""For a check of the GPU memory that never answers."""
 TEMPLATE_TRIES = 3
 
 OwnerEvent = Event | GroupStarted | StoreReady | ProcessUnkillable | ProcessReaped
