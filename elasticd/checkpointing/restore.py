@@ -135,8 +135,11 @@ class _Restore:
         in_memory = [Snapshot.from_json(each) for each in held if each]
         newest = max(in_memory, key=lambda each: (*each.key, each.draft.step), default=None)
         on_disk, skipped = checkpoint.lineage(self.directory)
-        if self.step is not None and not self._is_beyond(self.step, in_memory, on_disk):
-            on_disk = self._go_back(self.step, on_disk)
+        if self.step is not None:
+            if (beyond := self._beyond(self.step, in_memory, on_disk)) is None:
+                on_disk = self._go_back(self.step, on_disk)
+            else:
+                self._stay(self.step, beyond)
         if self.saver.environment.failed_restarts >= SUSPECT_AFTER and not self._has_progressed(newest):
             step = max(
                 [each.draft.step for each in in_memory] + [entry.manifest.step for entry in on_disk[:1]], default=0
@@ -171,13 +174,33 @@ class _Restore:
             return entry
         return None
 
-    def _is_beyond(self, step: int, in_memory: list[Snapshot], on_disk: list[Entry]) -> bool:
-        """Whether this run has gone back to the step before, and trained since then: it does so once."""
+    def _beyond(self, step: int, in_memory: list[Snapshot], on_disk: list[Entry]) -> int | None:
+        """How far this run has trained since it went back to the step, which it does once; None: it has not.
+
+        Slurm's requeues are one run. Several starts of one job may all be run "0".
+        """
         environment = self.saver.environment
-        if not environment.round:
-            return environment.restarts > 0
+        requeued = os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
         newer = [*(each.draft for each in in_memory), *(entry.manifest for entry in on_disk)]
-        return any(each.step > step and each.run == environment.run for each in newer)
+        own = [
+            each.step
+            for each in newer
+            if each.step > step
+            and each.job == environment.job
+            and (requeued or (environment.round and each.run == environment.run))
+        ]
+        if not environment.round and environment.restarts > 0:
+            own.append(step)
+        return max(own, default=None)
+
+    def _stay(self, step: int, beyond: int) -> None:
+        who = self.saver.environment
+        reason = (
+            f"restore(step={step}) has no effect: run {who.run} of job {who.job} has been there before, and has saved "
+            f"step {beyond}; to go back again, start another run"
+        )
+        logger.warning(reason)
+        self.events.write("message", reason, step, path=str(self.directory))
 
     def _go_back(self, step: int, on_disk: list[Entry]) -> list[Entry]:
         """Set newer checkpoints aside; returns those that are left."""
