@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.heartbeat import record as beat
+from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.collector.flight_recorder import as_json
 from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, GatheredEvidence
 from tests.hangs.stuck_worker import Posted, StartWorker
@@ -120,16 +121,20 @@ def test_heartbeat_thread_after_a_silent_pipe(
     assert json.loads(recorded.read_text()) == {"entries": [1]}
 
 
-def test_late_nccl_dump_serves_next_request(
+def test_older_nccl_dump_is_kept_and_proves_nothing(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
 ) -> None:
+    """The rank may have issued what it lacks in there since."""
     pipe, dump = tmp_path / "nccl.pipe", tmp_path / "nccl_trace"
     os.mkfifo(pipe)
-    dump.write_bytes(pickle.dumps({"entries": []}))
+    recording = {"entries": [{"collective_seq_id": 3, "profiling_name": "nccl:all_reduce", "state": "started"}]}
+    assert recordings.parse(recording) is not None
+    dump.write_bytes(pickle.dumps(recording))
     code = "import os, sys, time; os.open(sys.argv[1], os.O_RDWR); print('ready', flush=True); time.sleep(1e6)"
     pid = worker(code, str(pipe))
-    _, recorded = gathered(evidence, posted, EvidenceTarget(0, pid, pipe=pipe, dump=dump), tmp_path / "log")
-    assert json.loads(recorded.read_text()) == {"entries": []}
+    found, recorded = gathered(evidence, posted, EvidenceTarget(0, pid, pipe=pipe, dump=dump), tmp_path / "log")
+    assert json.loads(recorded.read_text()) == recording
+    assert found.ranks[0].groups == ()
 
 
 class Evil:
@@ -144,6 +149,7 @@ def test_pickle_yields_plain_values_only() -> None:
     assert as_json(b'{"entries": []}') == b'{"entries": []}'
     too_long = b"\x80\x05\x96" + b"\xff" * 7 + b"\x7f."
     cut = pickle.dumps({"entries": [1] * 99})[:-5]
-    for data in (pickle.dumps([Evil()]), cut, b"", b"{", b"\x80\x05garbage", too_long):
+    deep = b'{"entries": ' + b"[" * 200_000
+    for data in (pickle.dumps([Evil()]), cut, b"", b"{", b"\x80\x05garbage", too_long, deep):
         with pytest.raises(ValueError):  # noqa: PT011 json's own and ours
             as_json(data)

@@ -199,8 +199,11 @@ class Collection:
         if not recorded and worker.heartbeat and worker.flight:
             until = min(self._until, time.monotonic() + FLIGHT_S)
             recorded = flight.await_dump(worker.heartbeat, flight.request_dump(worker.heartbeat), worker.flight, until)
+        # NCCL writes a dump at a timeout of its own, too. An older one is worth reading, and proves nothing.
+        shown = recorded or (flight.whole(worker.dump) if worker.dump else b"")
+        if shown:
+            disk.write(self._path(f"rank-{worker.rank}.flight.json"), shown)
         if recorded:
-            disk.write(self._path(f"rank-{worker.rank}.flight.json"), recorded)
             found = recordings.parse(json.loads(recorded))
             if found is not None:
                 self._emit({"rank": worker.rank, "groups": found.tails(), "deviation": found.deviation()})

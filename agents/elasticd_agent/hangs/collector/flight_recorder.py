@@ -47,18 +47,15 @@ def await_dump(beat: FilePath, request: int, path: FilePath, until: float) -> by
 
 
 def nccl_dump(pipe: FilePath, dump: FilePath, until: float) -> bytes:
-    """As JSON what NCCL writes to `dump` when a byte comes through `pipe`; b"" if no process reads the pipe.
-
-    Without an answer by `until` an older dump counts: NCCL writes one at a timeout of its own, too.
-    """
+    """As JSON what NCCL writes to `dump` when a byte comes through `pipe`; b"" without an answer by `until`."""
     before = _changed(dump)
     if not _poke_pipe(pipe):
         return b""
     while time.monotonic() < until:
-        if _changed(dump) != before and (found := _whole(dump)):
+        if _changed(dump) != before and (found := whole(dump)):
             return found
         time.sleep(POLL_S)
-    return _whole(dump)
+    return b""
 
 
 def _poke_pipe(pipe: FilePath) -> bool:
@@ -81,7 +78,8 @@ def _changed(path: FilePath) -> int:
         return 0
 
 
-def _whole(path: FilePath) -> bytes:
+def whole(path: FilePath) -> bytes:
+    """What was written to it at any time, as JSON; b"" if there is nothing."""
     try:
         return as_json(disk.read(path, LIMIT))
     except (OSError, ValueError):  # it does not exist yet, or is incomplete
@@ -92,7 +90,7 @@ _BROKEN = (
     pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError, MemoryError, OverflowError,
     RecursionError,
 )  # fmt: skip
-"""What a damaged pickle raises: a length in it may be anything."""
+"""What damaged data raise: a length in a pickle may be anything."""
 
 
 class _Plain(pickle.Unpickler):
@@ -104,10 +102,10 @@ class _Plain(pickle.Unpickler):
 
 def as_json(data: bytes) -> bytes:
     """A recording, JSON or pickle, as JSON. Raises ValueError for anything else, and for an incomplete one."""
-    if data[:1] == b"{":
-        json.loads(data)
-        return data
     try:
+        if data[:1] == b"{":
+            json.loads(data)
+            return data
         return json.dumps(_Plain(io.BytesIO(data)).load(), default=str).encode()
     except _BROKEN as error:
         raise ValueError(f"not a flight recording: {error}") from error
