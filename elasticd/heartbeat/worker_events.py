@@ -192,6 +192,8 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "written_seconds": _is_number,
     "from_round": _is_integer,
     "from_step": _is_integer,
+    "donor": _is_integer,
+    "steps_saved": _is_integer,
     "every_seconds": _is_number,
 }
 """Readers rely on the types, and a file may hold anything. The fields of a kind may be absent."""

@@ -55,6 +55,8 @@ def test_split_line_is_read_when_whole(tmp_path: Path) -> None:
         b'{"v": 1, "kind": "message", "round": 1, "rank": 0, "step": 1, "mono": NaN, "wall": 1, "reason": ""}',
         b'{"v": 1, "kind": "x", "round": 1, "rank": 0, "step": 1, "mono": 1, "wall": 1, "reason": "", "seconds": "x"}',
         b'{"v": 1, "kind": "x", "round": 1, "rank": 0, "step": 1, "mono": 1, "wall": 1, "reason": "", "bytes": null}',
+        b'{"v": 1, "kind": "", "round": 1, "rank": 0, "step": 1, "mono": 1, "wall": 1, "reason": "", "steps_saved":-1}',
+        b'{"v": 1, "kind": "x", "round": 1, "rank": 0, "step": 1, "mono": 1, "wall": 1, "reason": "", "donor": []}',
         b"[" * 100_000,
     ],
 )
