@@ -2,9 +2,8 @@
 
 The job trains with dropout, BatchNorm, AdamW, a scheduler and a sampler, and notes a digest of all that at every step.
 Afterwards the same job runs undisturbed. Counts the steps that were trained twice, and those that differ. Exit code 1
-if a step differs, is missing, or if a kill cost more than one step. Steps differ after a rank was killed between its
-backward pass and the optimizer's step while another rank finished that step: its random state is lost, and dropout
-draws other numbers.
+if a step differs, is missing, or if a kill cost more than one step. Steps differ after a rank was killed in the first
+step of a round while another rank finished that step: its random state is lost, and dropout draws other numbers.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""The small state of one rank as of its last two commits, and of the step after, in a file that outlives the process.
+"""The small state of one rank as of its last commits, in a file that outlives the process.
 
 A commit is the end of `session.step()`. What a forward pass or the script may change afterwards, without the optimizer,
 is copied here at every commit: random states and the buffers of modules. A rank that saves its state at a fault reads
 the records of all ranks of its node, those of dead ranks too. Parameters need no copy: `donor` describes why.
 
-A rank may die after another one has committed a step, and before it commits that step itself. So it is copied right
-before the optimizer's step, too, as the state that the next commit is expected to have: few scripts draw random numbers
-in between, and a rank that has committed the step knows whether they do.
+A rank may die after others have committed a step, and before it commits that step itself. So it is copied in the
+backward pass, too, as the state that the commit is expected to have: the others cannot finish the step without the
+gradients that the rank sends afterwards. Few scripts draw random numbers between that and the commit, and a rank that
+has committed the step knows whether they do.
 
-    slot = step % 2, 2 if expected:  step, size of others | torch's generator | others: python, numpy |
-                                     pieces of parameters | buffers
+    slot = step % 2, 2 more if expected:  step, size of others | torch's generator | others: python, numpy |
+                                          pieces of parameters | buffers
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MOST_PIECES = 16
 """Parameters of which a piece is copied, to find ranks that have diverged and changes that torch does not see."""
 _OBJECT_HEAD_BYTES = 16
 """The reference count and the type of a Python object."""
-_SLOTS = 3
+_SLOTS = 4
 _EXPECTED = 2
 
 
@@ -68,7 +69,7 @@ class CommitRecord:
         """One call for all: ten times as fast as a copy for each."""
         self._parameters = [piece(parameter, PIECE_BYTES) for parameter in parameters[:MOST_PIECES]]
         own = [piece(buffer) for buffer in buffers]
-        self._copied = [self._parameters + own, self._parameters + own, own]
+        self._copied = [self._parameters + own] * 2 + [own] * 2
         self._places = _Places(buffers, self._parameters)
         size = self._places.bytes
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -79,7 +80,7 @@ class CommitRecord:
             os.close(fd)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        starts = [self._places.pieces, self._places.pieces, self._places.buffers]
+        starts = [self._places.pieces] * 2 + [self._places.buffers] * 2
         self._copies = [whole[at * size + start : (at + 1) * size] for at, start in enumerate(starts)]
         self._others = b""
         self._others_in = [b""] * _SLOTS
@@ -97,7 +98,7 @@ class CommitRecord:
 
     def expect(self, step: int) -> None:
         """What the commit of `step` will have if nothing draws or changes a buffer until then."""
-        self._copy(step, _EXPECTED)
+        self._copy(step, step % 2 + _EXPECTED)
 
     def _copy(self, step: int, number: int) -> None:
         slot = number * self._places.bytes
@@ -137,7 +138,7 @@ def read(
         return None
     if len(data) != _SLOTS * places.bytes:
         return None
-    start = (_EXPECTED if expected else step % 2) * places.bytes
+    start = (step % 2 + _EXPECTED * expected) * places.bytes
     slot = data[start : start + places.bytes]
     found, size = _HEAD.unpack_from(slot)
     if found != step or not 0 < size <= _OTHERS_BYTES:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import commit_record, state
 from elasticd.checkpointing.buffers import ANOTHER_SAVES, donated_number
-from elasticd.checkpointing.donor_rules import is_module, is_optimizer, reason_against
+from elasticd.checkpointing.donor_rules import is_module, is_optimizer, reason_against, trained
 from elasticd.checkpointing.fingerprint import Fingerprint
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
@@ -52,7 +52,7 @@ WAIT_S = 0.25
 LONGEST_WAIT_S = 5.0
 """For another rank that copies the same step: the launcher waits for all."""
 EXPECTED = "rng_expected"
-"""Key in a state: True if random states are, at a commit, what they were right before the optimizer's step."""
+"""Key in a state: True if random states are, at a commit, what they were in the backward pass."""
 _UNCLEAN = "it was between the optimizer's step and session.step()"
 _CHANGED = "what is attached was changed after session.step()"
 
@@ -99,6 +99,10 @@ class Donor:
         self._socket.connect(self._saver.writer.path)
         self._socket.send(json.dumps({"do": "donor", "round": self._saver.round}).encode())
         self._hooks = [each.register_step_pre_hook(self._before_change) for each in self._optimizers]
+        parallel = [found for obj in self._attached.values() if (found := state.parallel(obj)) is not None]
+        parameters: list[Any] = [next(trained(each)) for each in parallel]
+        for parameter in parameters:
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._expect))
         self._thread.start()
         atexit.register(self._at_exit)
 
@@ -121,10 +125,11 @@ class Donor:
             self._whole = None
         self._lock.acquire()
         self._changing = True
-        if self._next_step and not self._why:
-            self._expect()
 
-    def _expect(self) -> None:
+    def _expect(self, _: torch.Tensor) -> None:
+        """In the backward pass, before this rank sends a gradient that the others need for the step."""
+        if not self._next_step or self._why:
+            return
         start = time.perf_counter()
         try:
             self._record.expect(self._next_step)
@@ -370,8 +375,8 @@ def recorded_random_state(
 ) -> dict[str, Any] | None:
     """A rank's random state as of a step of an earlier round, if its process was on this node.
 
-    It is kept for the round that resumes from it. `expected`: what the rank has expected before the optimizer's step
-    counts, too.
+    It is kept for the round that resumes from it. `expected`: what the rank has expected in the backward pass counts,
+    too.
     """
     if "ELASTICD_HEARTBEAT" not in os.environ:
         return None

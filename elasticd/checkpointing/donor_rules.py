@@ -83,7 +83,7 @@ def _no_replicated_optimizer(rank: _Rank) -> str:
 
     if not rank.optimizers:
         return "no optimizer is attached"
-    replicated = {id(parameter) for obj in rank.parallel for parameter in _trained(obj)}
+    replicated = {id(parameter) for obj in rank.parallel for parameter in trained(obj)}
     for obj in rank.optimizers:
         # Without a gradient, and without a state of a time when it had one, it is left as it is.
         every = [parameter for group in obj.param_groups for parameter in group["params"]]
@@ -165,7 +165,7 @@ def is_optimizer(obj: Any) -> bool:
     return isinstance(obj, Optimizer)
 
 
-def _trained(parallel: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
+def trained(parallel: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
     """The parameters that it keeps equal on all ranks."""
     for name, parameter in parallel.module.named_parameters():
         if parameter.requires_grad and name not in parallel.parameters_to_ignore:

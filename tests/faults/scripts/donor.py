@@ -92,9 +92,9 @@ def main(args: argparse.Namespace) -> None:
             if args.fail_at == (session.round, session.rank, session.steps + 1):
                 raise RuntimeError("the loss is strange")
             loss.backward()
-            optimizer.step()
             if (session.rank, session.steps + 1) in args.die_behind:
                 die_behind(session.steps + 1, {*range(session.world_size)} - {session.rank})
+            optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
             session.step()
@@ -115,5 +115,5 @@ if __name__ == "__main__":
     parser.add_argument("--die-in-copy", type=int, default=-1, help="this rank dies when it saves, in round 1")
     parser.add_argument("--poisoned", type=int, help="a state of this step makes every resumed round fail")
     parser.add_argument("--fail-at", type=numbers)
-    parser.add_argument("--die-behind", type=numbers, nargs="*", default=[], help="RANK,STEP before session.step()")
+    parser.add_argument("--die-behind", type=numbers, nargs="*", default=[], help="RANK,STEP after the backward pass")
     main(parser.parse_args())
