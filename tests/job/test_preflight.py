@@ -250,3 +250,20 @@ def test_unreadable_script(here: Path) -> None:
         "the script 'train.py' cannot be read: permission denied",
         "--event-log 'dir/e.jsonl' cannot be written: permission denied",
     ], run.stderr
+
+
+def test_a_read_only_file_system_stops_logs_and_not_training(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are tried again once a person has repaired it."""
+    statvfs, flag = os.statvfs, os.ST_RDONLY
+
+    class ReadOnly:
+        f_flag = flag
+
+    monkeypatch.setattr(os, "access", lambda place, mode, **_: not str(place).endswith("/dir") and bool(mode))
+    monkeypatch.setattr(os, "statvfs", lambda place: ReadOnly() if str(place).endswith("/dir") else statvfs(place))
+    check(here, "--checkpoint-dir", "dir", "train.py")
+    with pytest.raises(UsageError, match=r"--log-dir .*: no permission to write to .*dir'"):
+        check(here, "--log-dir", "dir", "train.py")
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    with pytest.raises(UsageError, match=r"--checkpoint-dir .*: no permission to write to .*dir'"):
+        check(here, "--checkpoint-dir", "dir/new", "train.py")

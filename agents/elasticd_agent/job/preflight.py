@@ -31,7 +31,7 @@ def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) ->
         _module(spec)
     else:
         _program(spec, path)
-    _directory("--checkpoint-dir", spec.checkpoint_dir)
+    _directory("--checkpoint-dir", spec.checkpoint_dir, read_only=True)
     if spec.log_dir != Path(os.devnull):
         _directory("--log-dir", spec.log_dir)
     _appendable("--event-log", settings.event_log, spec.log_dir)
@@ -112,14 +112,15 @@ def _in(spec: JobSpec) -> str:
     return "" if os.path.isabs(spec.entrypoint) else f" in {str(spec.cwd)!r}"
 
 
-def _directory(option: str, path: Path | None) -> None:
-    """It need not exist: its first writer creates it."""
+def _directory(option: str, path: Path | None, *, read_only: bool = False) -> None:
+    """It need not exist: its first writer creates it. `read_only`: its file system may be, for a while."""
     if path is None:
         return
     try:
         for place in (path, *path.parents):
             if place.is_dir():
-                if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+                writable = os.access(place, os.W_OK | os.X_OK, effective_ids=True)
+                if not writable and not (read_only and os.statvfs(place).f_flag & os.ST_RDONLY):
                     raise UsageError(f"{option} {str(path)!r}: no permission to write to {str(place)!r}")
                 return
             if place.exists():
