@@ -31,7 +31,7 @@ from elasticd.coordination.store_channel import open_channel
 from elasticd.errors import UsageError
 from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat import worker_events
-from elasticd.heartbeat.collectives import Collectives
+from elasticd.heartbeat.collectives import Collectives, is_only_group
 from elasticd.heartbeat.main_thread import MainThread
 from elasticd.heartbeat.record import Phase
 
@@ -374,7 +374,7 @@ class Session:
             "" if name is None else name[:64],
             issued=issued,
             issued_in_step=issued - self._issued_at_step if issued >= self._issued_at_step >= 0 else -1,
-            collective=self._main_thread.collective(),
+            collective=self._main_thread.collective() if is_only_group() else "",
             wait=awaited.number if awaited else 0,
             call=awaited.call if awaited else "",
             key=awaited.key if awaited else "",

@@ -45,7 +45,7 @@ class RankStatus:
     """Collectives of the default process group so far, and since the last step; -1: not counted."""
     issued_in_step: int = -1
     collective: str = ""
-    """The collective of all ranks in which its main thread waits."""
+    """The collective of all ranks in which its main thread waits; "" where the process has a group besides."""
     wait: int = 0
     """The number of the session call's wait for other ranks, 0 for none; `call`, `key` and `ranks` are its Awaited."""
     call: str = ""

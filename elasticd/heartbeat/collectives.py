@@ -59,6 +59,14 @@ class Collectives:
         self._uncounted = 0
 
 
+def is_only_group() -> bool:
+    """True if the default group is the only one, so that every collective is one of all ranks."""
+    try:
+        return len(sys.modules[_C10D]._world.pg_map) == 1
+    except (AttributeError, KeyError, NameError):  # not imported, or it is being imported
+        return False
+
+
 def timeout_ms(group: Any) -> int:
     """The longest timeout of the group's backends; 0 if unknown."""
     try:

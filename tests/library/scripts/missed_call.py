@@ -77,8 +77,12 @@ def slow_peer(session: Session) -> None:
 
 
 def slow_subgroup(session: Session) -> None:
+    """Rank 1 has sent more than rank 0, and waits in a collective that is not rank 0's."""
     group = dist.new_group([1, 2])
+    if session.rank == 1:
+        dist.send(torch.ones(1), 2)
     if session.rank == 2:
+        dist.recv(torch.ones(1), 1)
         time.sleep(LATE_S)
     if session.rank > 0:
         dist.all_reduce(torch.ones(1), group=group)
