@@ -145,3 +145,5 @@ def test_uncounted_restart_keeps_the_high_water() -> None:
     failed = replace(state, step=4, repeat_key="ValueError: x")
     assert carry_over(failed, progress=False, high_water=5) == failed
     assert carry_over(failed, progress=True, high_water=5) == replace(state, streak=0)
+    misused = replace(failed, repeat_key="elasticd.errors.MissedCall")
+    assert carry_over(misused, progress=True, high_water=5) == replace(misused, streak=0, step=None)

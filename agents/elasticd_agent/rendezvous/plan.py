@@ -39,7 +39,7 @@ from elasticd_agent.rendezvous.membership import (
     select_members,
     short_of_slots,
 )
-from elasticd_agent.rendezvous.restart_budget import carry_over, round_progressed, spend
+from elasticd_agent.rendezvous.restart_budget import carry_over, is_misuse, round_progressed, spend
 from elasticd_agent.rendezvous.view import Pause, PresentNode, View, Wait
 
 ROOT_CAUSE_WAIT_S = 0.15
@@ -351,7 +351,7 @@ def _repeated_error(running: _Running) -> Round | None:
     """The error that ended the round before: out of GPU memory, or one that all ranks share, after the same step; or
     a session call that one rank makes and another one never will, after any step."""
     before, first = running.current.budget, running.first_failure
-    misuse = first.repeat_key.rpartition(".")[2] == "MissedCall"
+    misuse = is_misuse(first.repeat_key)
     again = first.repeat_key and first.repeat_key == before.repeat_key and (misuse or first.step == before.step)
     shared = running.shared_error and not running.missing_failures
     known = first.repeat_key == first.error  # by its type alone an error of the script

@@ -87,8 +87,13 @@ def spend(
 def carry_over(state: BudgetState, *, progress: bool, high_water: int) -> BudgetState:
     """The state for a restart that does not count: a lost node, a join, a drain."""
     if progress:
-        state = replace(state, streak=0, step=None, repeat_key="")
+        state = replace(state, streak=0, step=None, repeat_key=state.repeat_key if is_misuse(state.repeat_key) else "")
     return replace(state, high_water=max(high_water, state.high_water))
+
+
+def is_misuse(repeat_key: str) -> bool:
+    """A session call that one rank makes and another one never will: progress between two of them changes nothing."""
+    return repeat_key.rpartition(".")[2] == "MissedCall"
 
 
 def restarts_left(state: BudgetState, policy: Policy, *, progress: bool, elapsed_s: float) -> int:
