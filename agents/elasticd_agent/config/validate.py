@@ -43,6 +43,8 @@ def check_settings(settings: NodeSettings, environ: Mapping[str, str]) -> None:
                 raise ConfigError(f"limits.{key}", "holds an empty entry; leave it out")
             if key == "commands" and not entry.startswith("/"):
                 raise ConfigError("limits.commands", f"{entry!r} is not an absolute path; begin it with /")
+    if settings.limits.jobs_per_submitter is not None:
+        _at_least(1, {"limits.jobs_per_submitter": settings.limits.jobs_per_submitter})
     ids: dict[str, int] = {}
     for number, job in enumerate(settings.jobs):
         try:

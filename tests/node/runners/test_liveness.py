@@ -298,7 +298,7 @@ def test_lock_in_a_socket_keeps_no_slots(open_state: Path, monkeypatch: pytest.M
         assert runners.adopt() == []
         (runner,) = runners._runners.values()
         runner.search_owner_at = 0.0
-        ended = [end for _ in range(4) for end in runners.poll(time.monotonic())]
+        ended = [end for _ in range(5) for end in runners.poll(time.monotonic())]
         assert [end.key for end in ended] == [("mine", 1)]
         assert lines[-1] == "job mine: no process has its lock any more; its slots are free"
         user.communicate()

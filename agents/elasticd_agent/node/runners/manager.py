@@ -40,6 +40,8 @@ KILL_DELAY_S = 5.0
 """From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
 REMNANT_GRACE_S = 25.0
 """For the owner of a killed runner to end its processes; after it they are killed from here."""
+EMPTY_SCANS = 2
+"""As far apart as that: a scan of /proc may miss a process that is forked meanwhile, two in a row do not."""
 SPEC_FROM_RUNNER_S = 2.0
 """For all runners with unreadable specs together to report what they run."""
 SIGN_GRACE_S = 1.0
@@ -62,8 +64,9 @@ class ManagedRunner:
     leave_deadline: float | None = None
     kill_at: float | None = None
     remnants_deadline: float | None = None
-    lock_is_lost: bool = False
-    """The lock is taken, but no process has it: the job's user has put its descriptor into a socket."""
+    empty_scans: int = 0
+    """How often in a row the lock was taken, but no process had it: the job's user has put its descriptor into a
+    socket, or a process that has it was being forked during the scan of /proc."""
     process_tree: tuple[ProcessIdentity, ...] = ()
     last_status: Mapping[str, Any] | None = None
 
@@ -276,7 +279,7 @@ class RunnerManager:
                 self._identify(runner)
             if runner.is_running():
                 self._enforce_deadlines(runner, now)
-            elif runner.lock_is_lost or not liveness.is_locked(runner.files.lock):
+            elif runner.empty_scans >= EMPTY_SCANS or not liveness.is_locked(runner.files.lock):
                 del self._runners[key]
                 runner.close()
                 ends.append(RunnerEnd(runner.spec, read_exit(runner.files), requested=runner.stop_requested))
@@ -322,8 +325,8 @@ class RunnerManager:
             runner.remnants_deadline = now + REMNANT_GRACE_S
             keepers, complete = self._lock_keepers(runner)
             left = {process for process in runner.process_tree if process.alive} | set(keepers)
-            if not left and complete:
-                runner.lock_is_lost = True
+            runner.empty_scans = runner.empty_scans + 1 if not left and complete else 0
+            if runner.empty_scans >= EMPTY_SCANS:
                 self._log(f"job {runner.spec.job}: no process has its lock any more; its slots are free")
                 return
             pids = ", ".join(str(process.pid) for process in sorted(left, key=lambda p: p.pid))
