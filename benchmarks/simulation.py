@@ -73,6 +73,11 @@ class SimulationResult:
     trouble: str = ""
 
 
+def incarnation(index: int) -> str:
+    """As random as a real one: a Round's size depends on it."""
+    return f"{random.Random(index).getrandbits(64):016x}"
+
+
 class Agent:
     """One node: turns as MemberThread takes them."""
 
@@ -80,7 +85,7 @@ class Agent:
         self._simulation = simulation
         self._clock = simulation.clock
         self.name = f"n{index}"
-        self.incarnation = f"{index:016x}"
+        self.incarnation = incarnation(index)
         self.store = SimulatedStore(simulation.etcd)
         self.links: Mapping[str, tuple[str, int]] = {}
         self.round: Round | None = None
@@ -173,7 +178,7 @@ class Simulation:
         self.etcd = SimulatedEtcd(self.clock, times)
         self.keys = Keys("job")
         self.dead: set[str] = set()
-        self.answers = {f"n{i}": ProbeAlive(f"n{i}", f"{i:016x}") for i in range(nodes)}
+        self.answers = {f"n{i}": ProbeAlive(f"n{i}", incarnation(i)) for i in range(nodes)}
         requirements = Requirements(8, 8, 1, nodes, last_call_timeout_s=60.0)
         self.agents = {f"n{i}": Agent(self, i, requirements, Policy()) for i in range(nodes)}
 

@@ -7,6 +7,7 @@ and left alone.
 from __future__ import annotations
 
 import json
+import zlib
 from typing import TypeVar
 
 from elasticd.errors import WireError
@@ -14,16 +15,39 @@ from elasticd_agent.model.codec import Document
 
 D = TypeVar("D", bound=Document)
 
+COMPRESSED_FROM = 16 * 1024
+"""Bytes. A Round of 4,096 nodes is 430 kB, a quarter of that compressed, and every node receives it."""
+MAX_BYTES = 64 * 1024 * 1024
+"""Of a record once it is decompressed."""
+
+
+def encode_record(record: Document) -> bytes:
+    """Its value in the store: JSON, compressed by zlib where it is long."""
+    text = record.to_json()
+    return zlib.compress(text) if len(text) >= COMPRESSED_FROM else text
+
 
 def decode_record(kind: type[D], key: str, value: bytes) -> D:
     """The record under `key`. Raises WireError: a whole sentence with the key."""
     try:
-        record = kind.from_json(value)
+        record = kind.from_json(value if value.startswith(b"{") else _decompressed(value))
         if kind.NAMED_BY and (name := getattr(record, kind.NAMED_BY)) != key.rpartition("/")[2]:
             raise WireError(f"it is of another {kind.NAMED_BY}, {name!r}")
     except WireError as error:
         raise WireError(f"{key} in the store cannot be decoded and is left alone: {error}") from None
     return record
+
+
+def _decompressed(value: bytes) -> bytes:
+    """`value` itself if zlib has not written it: the JSON decoder names what is wrong with it."""
+    unzip = zlib.decompressobj()
+    try:
+        text = unzip.decompress(value, MAX_BYTES)
+    except zlib.error:
+        return value
+    if not unzip.eof:
+        raise WireError(f"it is cut off, or longer than {MAX_BYTES // 2**20} MiB")
+    return text
 
 
 def decode_address(key: str, value: bytes) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from elasticd_agent.hangs.judge import HangJudge, failures
 from elasticd_agent.hangs.stragglers import PersistentStragglers
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.keys import Keys, decode_record
+from elasticd_agent.model.keys import Keys, decode_record, encode_record
 from elasticd_agent.model.notices import FaultDetected, Notice, StragglersFound
 from elasticd_agent.model.records import Failure, Identity, NodeRecord, Round
 from elasticd_agent.model.reports import HangReport
@@ -107,7 +107,7 @@ class Planner:
         if isinstance(verdict, Round):
             verdict = replace(verdict, leader=self._node)
             version = None if current is None else current.version
-            if not self._store.compare_and_swap(self._keys.round, version, verdict.to_json(), guard):
+            if not self._store.compare_and_swap(self._keys.round, version, encode_record(verdict), guard):
                 return Wait("another leader has published a round", now)
             self._published(verdict, view, now)
         elif isinstance(verdict, Wait) and (verdict.too_few_nodes or view.failures):

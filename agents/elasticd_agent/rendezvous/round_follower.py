@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elasticd.errors import StoreUnavailable
-from elasticd_agent.model.keys import Keys, decode_address, decode_record
+from elasticd_agent.model.keys import Keys, decode_address, decode_record, encode_record
 from elasticd_agent.model.notices import HangReportRequested, MasterKnown, Notice, PauseRequested
 from elasticd_agent.model.records import Identity, Round
 from elasticd_agent.rendezvous.spec_check import stopped_round
@@ -155,7 +155,7 @@ class RoundFollower:
     def _restore(self, round: Round, version: int | None) -> None:
         """Every member of a Round writes it again where the store has lost it, its spec first; the last Round wins."""
         self._restore_spec()
-        self._store.compare_and_swap(self._keys.round, version, round.to_json())
+        self._store.compare_and_swap(self._keys.round, version, encode_record(round))
         self._stale.add(self._keys.round)
 
     def _is_changed(self, key: str, round: Round) -> bool:

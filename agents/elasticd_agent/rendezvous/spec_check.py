@@ -18,7 +18,7 @@ from elasticd.errors import StoreRefused
 from elasticd_agent.model.codec import VERSION
 from elasticd_agent.model.exit_codes import TERMINATED
 from elasticd_agent.model.job import JobSpec, Mode, Policy, option_name
-from elasticd_agent.model.keys import Keys, decode_record
+from elasticd_agent.model.keys import Keys, decode_record, encode_record
 from elasticd_agent.model.records import Round, is_later_run
 from elasticd_agent.store import Store
 
@@ -215,6 +215,6 @@ class SpecAgreement:
                 return f"nodes of an earlier run of this job have not left: {', '.join(left)}"
             if stored is not None and last is not None:
                 over = stopped_round(replace(last, number=last.number + 1), _ABANDONED_RUN)
-                if not store.compare_and_swap(keys.round, stored.version, over.to_json()):
+                if not store.compare_and_swap(keys.round, stored.version, encode_record(over)):
                     return self._compare()
         return "" if store.compare_and_swap(keys.spec, found.version, self._spec) else self._compare()

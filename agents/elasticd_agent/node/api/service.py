@@ -17,7 +17,7 @@ from elasticd_agent.config import job_file
 from elasticd_agent.config.documents import FileFormat
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.config.run_model import name_of
-from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.phrases import count, is_are, listing
 from elasticd_agent.model.records import Round
 from elasticd_agent.node.api import views
@@ -193,8 +193,9 @@ class JobService:
     def _current_round(self, job: Submission) -> Round | None:
         """The job's current Round; None if its runners do not meet in this store."""
         try:
-            found = self.store.read(Keys(job.job).round)
-            agreed = None if found is None else Round.from_json(found.value)
+            key = Keys(job.job).round
+            found = self.store.read(key)
+            agreed = None if found is None else decode_record(Round, key, found.value)
         except WireError:
             return None
         return agreed if agreed is not None and agreed.run in ("", str(job.number)) else None
