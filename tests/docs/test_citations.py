@@ -13,7 +13,13 @@ NOT_OURS = {
     # of users
     *("train.py", "script.py", "job.yaml", "llama.toml", "bert.toml", "a.py", "b.py", "x.py"),
     *("gpu-day/report.md", "report.md", "gpu-day-kernel.py"),
-    *("my-cluster/kustomization.yaml", "my-job/kustomization.yaml", "service/agent.toml", "service/job.toml"),
+    *(
+        "my-cluster/kustomization.yaml",
+        "my-job/kustomization.yaml",
+        "my-values.yaml",
+        "service/agent.toml",
+        "service/job.toml",
+    ),
     # of the docs site
     *("changelog.md", "../CHANGELOG.md", "adr/index.md", "index.md"),
     # of Python and torch

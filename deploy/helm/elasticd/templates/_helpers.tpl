@@ -1,0 +1,34 @@
+{{/* A manifest of deploy/k8s, in the release's namespace. Arguments: the context, the file. */}}
+{{- define "elasticd.manifest" -}}
+{{- $ := index . 0 -}}
+{{- $.Files.Get (printf "manifests/%s" (index . 1)) | replace ".elasticd.svc" (printf ".%s.svc" $.Release.Namespace) -}}
+{{- end -}}
+
+{{/* An object as YAML, with its namespace and labels. Arguments: the context, the object. */}}
+{{- define "elasticd.object" -}}
+{{- $ := index . 0 -}}
+{{- $object := index . 1 -}}
+{{- if ne $object.kind "PriorityClass" -}}
+{{- $_ := set $object.metadata "namespace" $.Release.Namespace -}}
+{{- end -}}
+{{- $labels := dict "app.kubernetes.io/part-of" "elasticd" "helm.sh/chart" (printf "%s-%s" $.Chart.Name $.Chart.Version) "app.kubernetes.io/managed-by" $.Release.Service -}}
+{{- $_ := set $object.metadata "labels" (merge $labels ($object.metadata.labels | default dict)) -}}
+{{- toYaml $object -}}
+{{- end -}}
+
+{{/* agent.toml. */}}
+{{- define "elasticd.config" -}}
+{{- $config := include "elasticd.manifest" (list . "agent.toml") -}}
+{{- if .Values.agentConfig -}}
+{{- .Values.agentConfig -}}
+{{- else if .Values.etcd.enabled -}}
+{{- $config -}}
+{{- else -}}
+{{- if not .Values.etcd.endpoints }}{{ fail "etcd.endpoints: the addresses of your etcd, where etcd.enabled is false" }}{{ end -}}
+{{- regexReplaceAll "(?s)endpoints = \\[.*?\\]" $config (printf "endpoints = %s" (.Values.etcd.endpoints | toJson)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "elasticd.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
