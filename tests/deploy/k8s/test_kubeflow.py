@@ -72,7 +72,7 @@ def test_pods_train_together(path: str, tmp_path: Path) -> None:
     trainer = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "sample-node-0-0.sample"}
     given = {**trainer, "PET_MASTER_PORT": "29400", "JOBSET": "sample", "POD_IP": "127.0.0.1"}
 
-    def start(name: str, node: int = 0) -> subprocess.Popen[str]:
+    def start(name: str, node: int = 0) -> subprocess.Popen[bytes]:
         (container,) = jobs(path)[name]["spec"]["template"]["spec"]["containers"]
         env = {**given, "PET_NODE_RANK": str(node)} if name == "node" else {}
         texts = [*container.get("command", ["elasticd"]), *container["args"]]
@@ -81,17 +81,16 @@ def test_pods_train_together(path: str, tmp_path: Path) -> None:
         words = [word.replace("29400", str(port)).replace("/checkpoints", str(tmp_path)) for word in words]
         words = [word.replace("--nproc-per-node=8", "--nproc-per-node=1").replace("=1:4", "=1:2") for word in words]
         command = [sys.executable, "-m", "elasticd_agent", *words[1:]]
-        return subprocess.Popen(
-            command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        with (tmp_path / f"{name}-{node}.log").open("w") as log:
+            return subprocess.Popen(command, env={**os.environ, **env}, stdout=log, stderr=subprocess.STDOUT)
 
     pods = [start("store"), start("node", 0), start("node", 1)]
     try:
         until(lambda: all(pod.poll() is not None for pod in pods[1:]), "the nodes to end", 150.0)
-        said = [pod.communicate()[0] for pod in pods[1:]]
+        said = [path.read_text() for path in sorted(tmp_path.glob("node-*.log"))]
         assert [pod.returncode for pod in pods[1:]] == [0, 0], said
         assert all("of 2" in text for text in said), said
     finally:
         for pod in pods:
             pod.kill()
-            pod.communicate()
+            pod.wait()
