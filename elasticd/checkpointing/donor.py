@@ -74,7 +74,7 @@ class Donor:
         self._step = 0
         """The last commit: steps without an optimizer's step, such as those that a GradScaler leaves out, are none."""
         self._small: list[bytes] = []
-        self._groups: list[list[tuple[Any, ...]]] = []
+        self._groups: list[list[dict[str, Any]]] = []
         self._whole: Any = None
         """The whole fingerprint as of the last commit, where the optimizer's next step compares it."""
         self._commits, self._copy_s, self._step_s, self._at = 0, 1e9, 1e9, 0.0
@@ -130,12 +130,13 @@ class Donor:
         """In the backward pass, before this rank sends a gradient that the others need for the step."""
         if not self._next_step or self._why:
             return
-        start = time.perf_counter()
+        start = time.perf_counter() if self._commits < TRIALS else 0.0
         try:
             self._record.expect(self._next_step)
         except Exception as error:  # noqa: BLE001 - as in `commit`
             self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
-        self._expect_s = time.perf_counter() - start
+        if start:
+            self._expect_s = time.perf_counter() - start
 
     def begin(self) -> None:
         """At the start of `session.step()`."""
@@ -160,7 +161,7 @@ class Donor:
             self._lock.release()
 
     def _copy(self, step: int) -> None:
-        start = time.perf_counter()
+        start = time.perf_counter() if self._commits < TRIALS else 0.0
         self._step = 0
         self._record.commit(step)
         self._copy_objects()
@@ -170,12 +171,12 @@ class Donor:
         if self._commits & (self._commits - 1) == 0:
             self._fingerprint.refresh()
             self._whole = self._fingerprint.whole()
-        if self._commits <= TRIALS:
+        if start:
             self._measure(start)
 
     def _copy_objects(self) -> None:
         self._small = [pickle.dumps(obj.state_dict(), pickle.HIGHEST_PROTOCOL) for obj in self._others]
-        self._groups = [[tuple(group.items()) for group in each.param_groups] for each in self._optimizers]
+        self._groups = [[group.copy() for group in each.param_groups] for each in self._optimizers]
 
     def _measure(self, start: float) -> None:
         self._copy_s = min(self._copy_s, time.perf_counter() - start + self._expect_s)
@@ -335,7 +336,7 @@ class Donor:
         optimizers = [name for name, obj in self._attached.items() if is_optimizer(obj)]
         for name, groups in zip(optimizers, self._groups, strict=True):
             for saved, committed in zip(content[name]["param_groups"], groups, strict=True):
-                values = {key: value for key, value in committed if key != "params"}
+                values = {key: value for key, value in committed.items() if key != "params"}
                 if not all(_is_constant(value) for value in values.values()):
                     raise CheckpointError("a parameter group of the optimizer has values that can change in place")
                 saved.update(values)

@@ -20,6 +20,8 @@ CPU = torch.device("cpu")
 
 DRAWS: list[tuple[str, Callable[[], Any]]] = [
     ("torch", lambda: torch.rand(3)),
+    ("torch's half of a pair", lambda: torch.randn(1)),
+    ("torch's seed", lambda: torch.manual_seed(5)),
     ("python", random.random),
     ("python's half of a pair", lambda: random.gauss(0, 1)),
     ("numpy", lambda: numpy.random.rand(3)),
@@ -28,8 +30,14 @@ DRAWS: list[tuple[str, Callable[[], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("draw"), [draw for _, draw in DRAWS], ids=[name for name, _ in DRAWS])
-def test_random_states_at_each_commit_are_exact(tmp_path: Path, draw: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("torch_is_known", [True, False], ids=["known", "another-torch"])
+@pytest.mark.parametrize("draw", [draw for _, draw in DRAWS], ids=[name for name, _ in DRAWS])
+def test_random_states_at_each_commit_are_exact(
+    tmp_path: Path, draw: Callable[[], Any], torch_is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch_is_known:
+        monkeypatch.setattr(commit_record, "_torch_place", lambda _: None)
+    assert bool(commit_record._torch_memory(torch.default_generator)) == torch_is_known
     record, path = CommitRecord(str(tmp_path / "record"), [], [torch.ones(3)]), str(tmp_path / "record")
     for step in range(1, 6):
         draw()
@@ -40,6 +48,17 @@ def test_random_states_at_each_commit_are_exact(tmp_path: Path, draw: Callable[[
         assert state.to_bytes({name: found.random_state[name] for name in state.random_state(CPU)}) == expected
         assert (commit_record.read(path, step - 1, [], [torch.ones(3)]) is not None) == (step > 1)
         assert commit_record.read(path, step + 1, [], [torch.ones(3)]) is None
+
+
+def test_memory_that_a_tensor_has_left_is_an_error(tmp_path: Path) -> None:
+    """torch moves a tensor that is sent to another process, and gives the memory back."""
+    parameter = torch.ones(1 << 22)
+    record = CommitRecord(str(tmp_path / "record"), [], [parameter])
+    record.commit(1)
+    parameter.share_memory_()  # type: ignore[no-untyped-call]
+    with pytest.raises(OSError, match="has moved"):
+        record.commit(2)
+    assert commit_record.read(str(tmp_path / "record"), 2, [], [parameter]) is None
 
 
 def test_buffers_are_those_of_the_commit(tmp_path: Path) -> None:
@@ -88,7 +107,7 @@ def test_process_killed_inside_a_commit_leaves_the_step_before(tmp_path: Path) -
     record.commit(6)
     child = os.fork()
     if child == 0:
-        record._generators.moved = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+        record._generators.states = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
         buffer.fill_(1)
         record.commit(8)
     _, status = os.waitpid(child, 0)
