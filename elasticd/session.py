@@ -181,8 +181,8 @@ class Session:
     def restore(self, directory: str | os.PathLike[str] | None = None, step: int | None = None) -> Resumed | None:
         """Load the newest checkpoint that can be read whole; None where there is none.
 
-        With `step`, the run goes back to the checkpoint of that step, once: newer ones are renamed to NAME.aside, and
-        its later rounds continue from what it saves itself.
+        With `step`, the directory goes back to the checkpoint of that step, once: newer ones are renamed to NAME.aside,
+        and every later call continues from what was saved since then.
 
         Loads everything attached and this rank's random states, and sets `steps`. The checkpoint may be of another
         world size; `notes` of the result say which part of it could not be used. `directory` overrides

@@ -21,6 +21,7 @@ from elasticd.errors import CheckpointCorrupt, CheckpointError
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
 _NAME = re.compile(rf"r{_NUMBER}-s{_NUMBER}(\.again)?")
+_ASIDE = re.compile(rf"r{_NUMBER}-s{_NUMBER}\.aside[0-9]*")
 # Not checkpoints, but they show that a round was here: being written, being deleted.
 _HIDDEN = re.compile(rf"\.r{_NUMBER}-s{_NUMBER}\.[0-9a-f]+\.(staging|trash)")
 _READ_BYTES = 1 << 20
@@ -81,6 +82,12 @@ def names(directory: str | os.PathLike[str]) -> list[CheckpointName]:
         elif match := _HIDDEN.fullmatch(name):
             named.append(CheckpointName(base / name, int(match[1]), int(match[2]), hidden=match[3]))
     return named
+
+
+def names_aside(directory: str | os.PathLike[str]) -> list[CheckpointName]:
+    """The checkpoints that were set aside. Raises OSError."""
+    found = [match for name in os.listdir(directory) if (match := _ASIDE.fullmatch(name))]
+    return [CheckpointName(Path(directory, match[0]), int(match[1]), int(match[2])) for match in found]
 
 
 def highest_round(directory: str | os.PathLike[str]) -> int:

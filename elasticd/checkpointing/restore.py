@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import donor, state
+from elasticd.checkpointing import donor, retention, state
 from elasticd.checkpointing.buffers import Snapshot, donor_of
 from elasticd.checkpointing.layout import write_at
 from elasticd.checkpointing.lineage import Entry, find_damage, open_verified
 from elasticd.checkpointing.manifest import STATE, Manifest, parse
-from elasticd.checkpointing.retention import set_aside
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.writer_client import SnapshotRefused
 from elasticd.coordination.store_channel import StoreChannel
@@ -74,7 +73,7 @@ class _Restore:
     optional: Collection[str]
     """Names of which the checkpoint may hold nothing."""
     step: int | None
-    """The step to go back to; None: the newest one."""
+    """The step to go back to, once in a directory; None: the newest one."""
     saver: Saver
     group: DefaultGroup
     channel: StoreChannel
@@ -136,10 +135,11 @@ class _Restore:
         newest = max(in_memory, key=lambda each: (*each.key, each.draft.step), default=None)
         on_disk, skipped = checkpoint.lineage(self.directory)
         if self.step is not None:
-            if (beyond := self._beyond(self.step, in_memory, on_disk)) is None:
-                on_disk = self._go_back(self.step, on_disk)
+            known = [*(each.draft.step for each in in_memory), *(entry.manifest.step for entry in on_disk)]
+            if retention.went_back(self.directory, self.step).exists() and max(known, default=-1) >= self.step:
+                self._stay(self.step)
             else:
-                self._stay(self.step, beyond)
+                newest, on_disk = None, self._go_back(self.step, on_disk)
         if self.saver.environment.failed_restarts >= SUSPECT_AFTER and not self._has_progressed(newest):
             step = max(
                 [each.draft.step for each in in_memory] + [entry.manifest.step for entry in on_disk[:1]], default=0
@@ -174,31 +174,9 @@ class _Restore:
             return entry
         return None
 
-    def _beyond(self, step: int, in_memory: list[Snapshot], on_disk: list[Entry]) -> int | None:
-        """How far this run has trained since it went back to the step, which it does once; None: it has not.
-
-        Slurm's requeues are one run. Several starts of one job may all be run "0".
-        """
-        environment = self.saver.environment
-        requeued = os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
-        newer = [*(each.draft for each in in_memory), *(entry.manifest for entry in on_disk)]
-        own = [
-            each.step
-            for each in newer
-            if each.step > step
-            and each.job == environment.job
-            and (requeued or (environment.round and each.run == environment.run))
-        ]
-        if not environment.round and environment.restarts > 0:
-            own.append(step)
-        return max(own, default=None)
-
-    def _stay(self, step: int, beyond: int) -> None:
-        who = self.saver.environment
-        reason = (
-            f"restore(step={step}) has no effect: run {who.run} of job {who.job} has been there before, and has saved "
-            f"step {beyond}; to go back again, start another run"
-        )
+    def _stay(self, step: int) -> None:
+        mark = retention.went_back(self.directory, step)
+        reason = f"restore(step={step}) has no effect: {self.directory} went back to it before; rm {mark} to go again"
         logger.warning(reason)
         self.events.write("message", reason, step, path=str(self.directory))
 
@@ -211,7 +189,7 @@ class _Restore:
         whys = [find_damage(entry) for entry in on_disk if entry.manifest.step == step]
         if None not in whys:
             raise CheckpointError(f"restore(step={step}): the checkpoint of that step cannot be used: {whys[0]}")
-        aside = set_aside(self.directory, step)
+        aside = retention.set_aside(self.directory, step)
         if aside:
             names = ", ".join(path.name for path in aside)
             reason = f"went back to step {step}: newer checkpoints were set aside as {names}"

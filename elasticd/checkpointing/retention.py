@@ -78,8 +78,8 @@ def _kept(found: LineageWalk, keep: int, keep_every: int, anchor: int) -> set[Pa
 
 
 def set_aside(directory: str | os.PathLike[str], step: int) -> list[Path]:
-    """Rename checkpoints of later steps than `step`, the newest first; returns their new paths. Nothing loads or
-    deletes them any more. Raises OSError.
+    """Rename checkpoints of later steps than `step`, the newest first, and mark that the directory went back to it;
+    returns their new paths. Nothing loads or deletes them any more. Raises OSError.
     """
     later = [each for each in names(directory) if each.hidden is None and each.step > step]
     renamed = []
@@ -90,7 +90,13 @@ def set_aside(directory: str | os.PathLike[str], step: int) -> list[Path]:
             target = each.path.with_name(f"{each.path.name}.aside{number}")
         each.path.rename(target)
         renamed.append(target)
+    went_back(directory, step).touch()
     return renamed
+
+
+def went_back(directory: str | os.PathLike[str], step: int) -> Path:
+    """The file that is there once a directory went back to a step."""
+    return Path(directory, f".went-back-to-s{step}")
 
 
 def _is_readable(named: CheckpointName) -> bool:

@@ -41,7 +41,9 @@ DEFAULT_KEEP = 3
 """Checkpoints that stay, unless the script says otherwise."""
 MOST_SENT_BYTES = 8 << 20
 """The most that rank 0 sends to every node at a save: buffers, random states, numbers. A larger part that is not equal
-on all ranks, such as averaged weights, is kept on rank 0's node only."""
+on all ranks, such as averaged weights, is kept on rank 0's node only. Also the most that rank 0 gets from each rank."""
+_TOO_LARGE = "too large: "
+"""Begins a message that stands for a larger one."""
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
@@ -165,6 +167,8 @@ class Saver:
         check_loadable(own)
         digests = state.digests(attached) if self._saves == 1 else {}
         mine = state.to_bytes([state.random_state(self.group.device), own, digests])
+        if len(mine) > MOST_SENT_BYTES:
+            mine = f"{_TOO_LARGE}rank {self.group.rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB".encode()
         every_rank = self.channel.collect(f"random/{self._saves}", mine, f"random states for the save at step {step}")
         if self._saves == 1:
             what = f"whether the state of step {step} can be loaded again"
@@ -183,6 +187,8 @@ class Saver:
             self._last_at = time.monotonic()
 
     def _check(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes]) -> dict[str, Any]:
+        if larger := _larger(every_rank):
+            raise CheckpointRefused(larger)
         check_loadable(self._content(step, attached, every_rank))
         every = [state.from_bytes(each)[2] for each in every_rank]
         for name, own in every[0].items():
@@ -206,6 +212,11 @@ class Saver:
     def _save(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes], why: str, wait: bool) -> bool:
         start = time.monotonic()
         if self.group.rank != 0 and self.writer is None:
+            return False
+        if larger := _larger(every_rank):
+            assert self.directory is not None
+            reason = f"checkpoint of step {step} failed ({larger}); {self._next_try}"
+            self._warn("checkpoint_failed", reason, self.directory / f"r{self.round}-s{step}", step)
             return False
         content = self._content(step, attached, every_rank)
         if self.group.rank == 0:
@@ -345,6 +356,12 @@ class Saver:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def _larger(every_rank: list[bytes]) -> str:
+    """Which ranks have more than can be sent, "" for none."""
+    found = [each.decode().removeprefix(_TOO_LARGE) for each in every_rank if each.startswith(_TOO_LARGE.encode())]
+    return f"{'; '.join(found)}; at most {MOST_SENT_BYTES >> 20} MB of each rank are sent to rank 0" if found else ""
 
 
 def cursor_of(attached: Mapping[str, Any], states: Mapping[str, Any] | None = None) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ import torch
 
 from elasticd.checkpointing import api
 from elasticd.checkpointing.directory_lock import DirectoryLock
+from elasticd.checkpointing.retention import set_aside
 from elasticd_agent.cli.main import main
 
 
@@ -33,13 +34,15 @@ def test_list_names_what_can_be_restored_and_why_the_rest_cannot(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (directory / "r1-s20" / "manifest.json").write_text("{}")
+    set_aside(directory, 30)
     assert main(["checkpoints", "list", str(directory)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["r1-s40", "r1-s30", "r1-s20", "r1-s10"]
-    assert [line.endswith("can be restored") for line in lines] == [True, True, False, True]
+    assert [line.split()[0] for line in lines] == ["r1-s30", "r1-s20", "r1-s10", "r1-s40.aside"]
+    assert [line.endswith("can be restored") for line in lines] == [True, False, True, False]
+    assert lines[-1].endswith("set aside by session.restore(step=…)")
     assert main(["checkpoints", "list", str(directory), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(row["step"], bool(row["why"])) for row in rows] == [(40, False), (30, False), (20, True), (10, False)]
+    assert [(row["step"], bool(row["why"])) for row in rows] == [(30, False), (20, True), (10, False), (40, True)]
 
 
 def test_show_prints_the_manifest(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

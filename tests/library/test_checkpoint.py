@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ import torch
 from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing import state as training_state
 from elasticd.checkpointing.api import Entry
-from elasticd.checkpointing.lineage import open_verified
+from elasticd.checkpointing.lineage import names_aside, open_verified
 from elasticd.checkpointing.restore import _Restore
 from elasticd.checkpointing.retention import set_aside
 from elasticd.errors import CheckpointCorrupt, CheckpointError
@@ -387,7 +386,9 @@ def test_checkpoints_set_aside_are_neither_loaded_nor_deleted(tmp_path: Path) ->
     assert usable(tmp_path) == ["r1-s10"]
     save(tmp_path, 2, 40, (1, 10))
     checkpoint.retain(tmp_path, 2, 1)
-    assert present(tmp_path) == ["r1-s20.aside", "r1-s20.aside2", "r1-s30.aside", "r2-s40"]
+    mark = ".went-back-to-s10"
+    assert present(tmp_path) == [mark, "r1-s20.aside", "r1-s20.aside2", "r1-s30.aside", "r2-s40"]
+    assert sorted(each.path.name for each in names_aside(tmp_path)) == ["r1-s20.aside", "r1-s20.aside2", "r1-s30.aside"]
 
 
 def test_nothing_is_set_aside_for_a_step_that_cannot_be_loaded(tmp_path: Path) -> None:
@@ -399,30 +400,6 @@ def test_nothing_is_set_aside_for_a_step_that_cannot_be_loaded(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"restore\(step=20\): .* does not match its checksum"):
         back._go_back(20, checkpoint.lineage(tmp_path)[0])
     assert present(tmp_path) == ["r1-s10", "r1-s20", "r1-s30"]
-
-
-@pytest.mark.parametrize(
-    ("job", "run", "requeues", "beyond"),
-    [
-        ("1", "one", "", 30),  # it has gone back and trained
-        ("1", "two", "", None),
-        ("2", "one", "", None),  # every start on several nodes is run "0" unless it says another one
-        ("1", "two", "0", None),
-        ("1", "two", "1", 30),  # Slurm started it again
-        ("2", "two", "1", None),
-    ],
-)
-def test_a_run_goes_back_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, run: str, requeues: str, beyond: int | None
-) -> None:
-    monkeypatch.setenv("SLURM_RESTART_COUNT", requeues)
-    nobody: Any = None
-    saver: Any = SimpleNamespace(environment=SimpleNamespace(job=job, run=run, round=4, restarts=0))
-    for step in (10, 20, 30):
-        state = {"weights": torch.arange(4.0)}
-        checkpoint.save(tmp_path, round=1, step=step, parent=None, state=state, world_size=1, job="1", run="one")
-    back = _Restore(tmp_path, {}, (), 20, saver, nobody, nobody, WorkerEventWriter(None, 4, 0))
-    assert back._beyond(20, [], checkpoint.lineage(tmp_path)[0]) == beyond
 
 
 def test_retention_keeps_links_between_rounds(tmp_path: Path) -> None:

@@ -127,16 +127,27 @@ def run(command: list[str], env: dict[str, str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_going_back_to_a_step_happens_once_in_a_run(start: Any, tmp_path: Path) -> None:
+def test_a_directory_goes_back_to_a_step_once(start: Any, tmp_path: Path) -> None:
+    """Also in another run, as a requeue is; again once the mark is deleted; and not where nothing is left to go on."""
     directory = tmp_path / "shared"
     start("toy.py", {"directory": str(directory)}, world_size=1, ELASTICD_RUN="run-0").results()
     options = {"directory": str(directory), "back_to": 6}
     back = start("toy.py", {**options, "die": 11}, world_size=1, round=2)
     assert back.codes() == [-9]
     assert "newer checkpoints were set aside as r1-s12.aside, r1-s9.aside" in back.ranks[0].read_events()[0].reason
-    again = start("toy.py", options, world_size=1, round=3)
-    assert again.results()[0]["resumed"] == [2, 9, 1], "what this run has trained since then stays"
+    requeued = start("toy.py", options, world_size=1, round=3, ELASTICD_RUN="run-2")
+    assert requeued.results()[0]["resumed"] == [2, 9, 1], "what was trained since then stays"
     assert {path.name for path in directory.glob("*.aside")} == {"r1-s9.aside", "r1-s12.aside"}
+    mark = directory / ".went-back-to-s6"
+    assert f"rm {mark} to go again" in requeued.ranks[0].read_events()[0].reason
+    mark.unlink()
+    again = start("toy.py", options, world_size=1, round=4)
+    assert again.results()[0]["resumed"][1] == 6
+    for path in directory.glob("r*"):
+        path.rename(tmp_path / path.name)
+    refused = start("toy.py", options, world_size=1, round=5)
+    assert refused.codes() == [1]
+    assert "no checkpoint of that step" in refused.ranks[0].errors()
 
 
 def test_going_back_to_a_step_that_is_not_there_is_refused(start: Any, tmp_path: Path) -> None:
@@ -176,6 +187,17 @@ def test_state_of_each_rank_on_another_world_size_is_offered_or_refused(start: A
     assert one["count"] == 6 + 12 + 6
     (one,) = start("toy.py", {**options, "counter": None, "steps": 15}, world_size=1, round=4).results()
     assert one["notes"] == ["nothing is attached per rank as counter: that part of the checkpoint was not used"]
+
+
+def test_state_of_a_rank_that_is_too_large_to_be_sent(start: Any, tmp_path: Path) -> None:
+    """Refused at the first save on every rank; later the save fails, training continues."""
+    options = {"directory": str(tmp_path / "shared"), "counter": "per_rank", "steps": 9}
+    refused = start("toy.py", {**options, "large": 6})
+    assert 0 not in refused.codes()
+    why = "rank 1's state of counter has 9 MB; at most 8 MB of each rank are sent"
+    assert all(why in rank.errors() for rank in refused.ranks)
+    assert [each["steps"] for each in start("toy.py", {**options, "large": 12}).results()] == [9, 9]
+    assert steps_of(tmp_path / "shared") == [(1, 3)]
 
 
 def test_object_that_differs_between_ranks_is_refused_at_the_first_save(start: Any, tmp_path: Path) -> None:

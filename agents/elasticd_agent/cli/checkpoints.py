@@ -21,6 +21,7 @@ from elasticd.checkpointing.lineage import (
     find_damage,
     highest_round,
     names,
+    names_aside,
     walk,
 )
 from elasticd.checkpointing.manifest import Unreadable
@@ -77,12 +78,14 @@ def _parser() -> CommandParser:
 def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
     usable = {entry.path for entry in found.entries}
     skipped = {each.path: each.why for each in found.skipped}
-    present = _present(directory)
+    aside = {each.path: each for each in names_aside(directory)}
+    present = [*_present(directory), *sorted(aside.values(), key=lambda each: each.path.name)]
     if not present and not as_json:
         print(f"{directory} holds no checkpoint")
     for each in present:
         manifest = examine(each)
         why = skipped.get(each.path, "not in the lineage of the newest round")
+        why = "set aside by session.restore(step=…)" if each.path in aside else why
         size, saved = "", ""
         described: dict[str, object] = {}
         if isinstance(manifest, Unreadable):

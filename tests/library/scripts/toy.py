@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "restore": True,
     "back_to": None,  # restore(step=...)
     "counter": None,  # attach a counter of rank + 1: "per_rank", "per_rank with hook", "everywhere"
+    "large": None,  # from this count on, the counter's state has 9 MB
     "extra": None,  # attach one more object, "optional" or "needed"
     "save": False,  # save() at the end
     "optimizer": "adam",  # or "sgd"
@@ -66,7 +67,8 @@ class Counter:
         self.count += self.by
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
+        is_large = options["large"] is not None and self.count >= options["large"]
+        return {"count": self.count, "padding": torch.zeros(9 << 20 if is_large else 0, dtype=torch.uint8)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count = state["count"]
