@@ -17,6 +17,8 @@ from typing import Any
 from elasticd.checkpointing.manifest import Manifest, parse
 
 COUNT = 2
+PROTOCOL = 1
+"""Between ranks and the writer: the script may import another elasticd than its launcher, after an upgrade."""
 ANOTHER_SAVES = "another rank is saving that step"
 """Why a rank's state is refused at a fault; if that rank dies, this one may try again."""
 _DONATED = 1 << 40

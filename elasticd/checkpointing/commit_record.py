@@ -96,14 +96,15 @@ class CommitRecord:
         self._copy(step, step % 2 + _EXPECTED)
 
     def _copy(self, step: int, number: int) -> None:
-        slot = number * self._places.bytes
-        _HEAD.pack_into(self._map, slot, -1, 0)
+        slot, gather = number * self._places.bytes, self._gathers[number]
         states = self._generators.states()
-        if states is not self._written[number]:
-            for at, data in zip((_HEAD.size, self._places.others), states, strict=True):
-                self._map[slot + at : slot + at + len(data)] = data
-            self._written[number] = states
-        self._gathers[number].write()
+        if gather.calls or states is not self._written[number]:
+            _HEAD.pack_into(self._map, slot, -1, 0)
+            if states is not self._written[number]:
+                for at, data in zip((_HEAD.size, self._places.others), states, strict=True):
+                    self._map[slot + at : slot + at + len(data)] = data
+                self._written[number] = states
+            gather.write()
         _HEAD.pack_into(self._map, slot, step, len(states[1]))
 
 
@@ -189,19 +190,19 @@ class _Gather:
         self._tensors = tensors
         """Kept alive, and their memory with them."""
         self._write: Any = ctypes.PyDLL(None).pwritev
-        self._write.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
         self._write.restype = ctypes.c_ssize_t
-        self._calls: list[tuple[tuple[Any, ...], int]] = []
+        self.calls: list[tuple[tuple[Any, ...], int]] = []
         for start in range(0, len(tensors), _MOST_VECTORS):
             part = [tensor for tensor in tensors[start : start + _MOST_VECTORS] if tensor.numel()]
             vectors = (ctypes.c_size_t * (2 * len(part)))()  # struct iovec: address and size
             vectors[::2], vectors[1::2] = ([t.data_ptr() for t in part], [t.numel() for t in part])
             size = sum(vectors[1::2])
-            self._calls.append(((fd, vectors, len(part), offset), size))
+            # Made once: converting numbers at each call takes as long as the call.
+            self.calls.append(((ctypes.c_int(fd), vectors, ctypes.c_int(len(part)), ctypes.c_int64(offset)), size))
             offset += size
 
     def write(self) -> None:
-        for call, size in self._calls:
+        for call, size in self.calls:
             if self._write(*call) != size:
                 raise OSError("the memory of a tensor has moved")
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import commit_record, state
-from elasticd.checkpointing.buffers import ANOTHER_SAVES, donated_number
+from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, donated_number
 from elasticd.checkpointing.donor_rules import is_module, is_optimizer, reason_against, trained
 from elasticd.checkpointing.fingerprint import Fingerprint
 from elasticd.checkpointing.layout import Layout
@@ -49,6 +49,8 @@ TRIALS = 32
 """Commits of which the fastest copy and the fastest step are compared."""
 WAIT_S = 0.25
 """How long a rank that is between the optimizer's step and the commit is waited for: less than the launcher waits."""
+SHORT_S, MOST_SHORT = 1.0, 3
+"""A writer that ends so soon, so many times in a row, will do so again."""
 LONGEST_WAIT_S = 5.0
 """For another rank that copies the same step: the launcher waits for all."""
 EXPECTED = "rng_expected"
@@ -80,6 +82,7 @@ class Donor:
         self._commits, self._copy_s, self._step_s, self._at = 0, 1e9, 1e9, 0.0
         self._expect_s = 0.0
         self._socket: socket.socket | None = None
+        self._closed = False
         self._hooks: list[Any] = []
         self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
         self._why = ""
@@ -94,10 +97,7 @@ class Donor:
 
     def _open(self) -> None:
         self._watch()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        assert self._saver.writer is not None
-        self._socket.connect(self._saver.writer.path)
-        self._socket.send(json.dumps({"do": "donor", "round": self._saver.round}).encode())
+        self._socket = self._connect()
         self._hooks = [each.register_step_pre_hook(self._before_change) for each in self._optimizers]
         parallel = [found for obj in self._attached.values() if (found := state.parallel(obj)) is not None]
         parameters: list[Any] = [next(trained(each)) for each in parallel]
@@ -105,6 +105,18 @@ class Donor:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._expect))
         self._thread.start()
         atexit.register(self._at_exit)
+
+    def _connect(self) -> socket.socket:
+        """To the writer, as a donor; where there is none, the launcher starts it. Raises OSError."""
+        assert self._saver.writer is not None
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(self._saver.writer.path)
+            connection.send(json.dumps({"do": "donor", "round": self._saver.round, "version": PROTOCOL}).encode())
+        except OSError:
+            connection.close()
+            raise
+        return connection
 
     def _watch(self) -> None:
         objects = list(self._attached.values())
@@ -203,13 +215,42 @@ class Donor:
     # --- at a fault ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """The thread: one request, and one answer when the state is saved or cannot be."""
-        connection = self._socket
-        assert connection is not None
+        """The thread: to each request one answer, when the state is saved or cannot be.
+
+        When the writer has ended, connecting again starts another one, which finds the states in the same memory.
+        """
+        short, why = 0, ""
+        while not why and not self._closed:
+            since = time.monotonic()
+            why = self._answer_requests()
+            short = short + 1 if time.monotonic() - since < SHORT_S else 0
+            if short == MOST_SHORT:
+                why = f"the writer has ended {short} times"
+            elif not why and not self._closed:
+                why = self._reconnect()
+        if not self._why and not self._closed:
+            self._give_up(why)
+
+    def _reconnect(self) -> str:
+        """Returns why this is not possible, "" if it is."""
+        assert self._socket is not None
+        self._socket.close()
+        try:
+            self._socket = self._connect()
+        except OSError as error:
+            return f"the writer has ended, and there is no other one ({error})"
+        return ""
+
+    def _answer_requests(self) -> str:
+        """Until the writer or the session ends; returns why the writer refuses this rank, "" if it does not."""
+        assert self._socket is not None
         with contextlib.suppress(OSError):
-            while connection.recv(4096):
+            while packet := self._socket.recv(4096):
+                if refused := json.loads(packet).get("refused"):
+                    return str(refused)
                 self._save(WAIT_S)
-                connection.send(json.dumps({"do": "donated"}).encode())
+                self._socket.send(json.dumps({"do": "donated"}).encode())
+        return ""
 
     def fail(self) -> None:
         """The script has failed, or is about to end by an exception: the launcher will end the others."""
@@ -232,6 +273,7 @@ class Donor:
         """The rank is no donor any more. A forked child has no thread, and the connection is not its own."""
         if self._is_forked():
             return
+        self._closed = True
         atexit.unregister(self._at_exit)
         for hook in self._hooks:
             hook.remove()

@@ -122,7 +122,7 @@ class _Restore:
             return None
         try:
             held = writer.find()
-        except OSError:
+        except (OSError, SnapshotRefused):
             return None
         return held if held is not None and (held.draft.job, held.draft.run) == (who.job, who.run) else None
 
@@ -356,7 +356,7 @@ class _Restore:
                 checkpoint.relink(self.directory, self._entry, self.saver.round)
             elif chosen["number"] is not None:
                 self._adopt((chosen["round"], chosen["number"]))
-        except OSError as error:
+        except (OSError, SnapshotRefused) as error:
             reason = f"{chosen['name']} could not become round {self.saver.round}'s first checkpoint: {error}"
             logger.warning(reason)
             self.events.write("checkpoint_failed", reason, resumed.step, path=str(self.directory / chosen["name"]))

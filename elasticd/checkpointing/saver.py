@@ -308,7 +308,7 @@ class Saver:
         self.heartbeat.set_phase(Phase.CHECKPOINT)
         try:
             result = self.writer.wait(self.round, self._saves, self.channel.timeout_s)
-        except OSError as error:
+        except (OSError, SnapshotRefused) as error:
             result = {"saved": False, "why": f"the writer does not answer: {error}"}
         finally:
             self.heartbeat.set_phase(before)

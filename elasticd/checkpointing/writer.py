@@ -11,6 +11,9 @@
     launcher    donate {round}                                  ->  {}: all donors of the round are done
     rank        adopt {round, number, draft, task}                  ->  {}: the round that resumed from it owns it now
 
+Messages of ranks name the version of this protocol; another one is answered by {refused}. A connection with a message
+that cannot be used is closed.
+
 Each local rank copies a share into the buffer of a save. When all shares are in it, the header is written, from then on
 the state survives its processes, and a thread writes it to disk. Training continues, also in the next round.
 
@@ -43,7 +46,7 @@ if __name__ == "__main__":  # run as a file, isolated: the package of this copy 
     sys.path.insert(_PLACE, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")))
 
 from elasticd.checkpointing import api
-from elasticd.checkpointing.buffers import ANOTHER_SAVES, Buffers, Snapshot, WriteTask, donated_step
+from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, Buffers, Snapshot, WriteTask, donated_step
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.manifest import Manifest, parse, read
 from elasticd.checkpointing.memory_limit import available_bytes
@@ -56,6 +59,7 @@ NICE = 10
 """Of the writing thread: where cores are scarce, training comes first."""
 SPARE_BYTES = 64 << 20
 """Memory that the buffers leave for everything else."""
+ANOTHER_VERSION = "the script's elasticd speaks another version of the writer's protocol"
 DIVERGED = "the ranks of this node hold different states"
 RESULTS = 16
 """How many results are remembered for ranks that ask later."""
@@ -144,12 +148,20 @@ class Writer:
         if not packet:
             self._lost(rank)
             return
-        message = json.loads(packet)
-        verb = getattr(self, f"_do_{message['do']}")
         try:
+            message = json.loads(packet)
+            if message.get("version", PROTOCOL) != PROTOCOL:
+                _send(rank, {"refused": f"{ANOTHER_VERSION}: {message['version']}, and the launcher's is {PROTOCOL}"})
+                return
+            verb = getattr(self, f"_do_{message['do']}")
             with self._changed:
                 verb(rank, message)
         except OSError:
+            self._lost(rank)
+        except Exception as error:  # noqa: BLE001 - what one rank sends must not end what others have in memory
+            print(
+                f"elasticd-writer: a message cannot be used ({error!r}): {packet[:200]!r}", file=sys.stderr, flush=True
+            )
             self._lost(rank)
 
     def _lost(self, rank: socket.socket) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from elasticd.checkpointing.buffers import Snapshot, WriteTask
+from elasticd.checkpointing.buffers import PROTOCOL, Snapshot, WriteTask
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import Manifest
 
@@ -76,7 +76,7 @@ class WriterClient:
         self._send({"do": "copied", **key, **(described if share == 0 else {})})
 
     def find(self) -> Snapshot | None:
-        """The newest whole state in this node's memory. Raises OSError when there is no writer."""
+        """The newest whole state in this node's memory. Raises SnapshotRefused, and OSError when there is no writer."""
         found = self._request({"do": "find"})[0]["snapshot"]
         return Snapshot.from_json(found.encode()) if found else None
 
@@ -85,14 +85,14 @@ class WriterClient:
         return self._borrow({"do": "open", "round": key[0], "number": key[1]})[0]
 
     def adopt(self, key: tuple[int, int], draft: Manifest, task: WriteTask | None) -> None:
-        """The round of `draft` has resumed from this state, and owns it from now on. Raises OSError."""
+        """The round of `draft` has resumed from this state, and owns it now. Raises SnapshotRefused, OSError."""
         described = {"draft": draft.to_json().decode(), "task": task and asdict(task)}
         self._request({"do": "adopt", "round": key[0], "number": key[1], **described})
 
     def wait(self, round: int, number: int, timeout_s: float) -> dict[str, Any]:
         """What became of a save: {saved, path, why}. A writer that was killed meanwhile is asked again.
 
-        Raises OSError: TimeoutError, or when there is no writer.
+        Raises SnapshotRefused, and OSError: TimeoutError, or when there is no writer.
         """
         request = {"do": "wait", "round": round, "number": number}
         try:
@@ -114,7 +114,7 @@ class WriterClient:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET)
             self._socket.connect(self.path)
         try:
-            self._socket.send(json.dumps(message).encode())
+            self._socket.send(json.dumps({**message, "version": PROTOCOL}).encode())
         except OSError:
             self.close()
             raise
@@ -122,8 +122,6 @@ class WriterClient:
 
     def _borrow(self, message: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         answer, fds = self._request(message)
-        if "refused" in answer:
-            raise SnapshotRefused(answer["refused"])
         return fds[0], answer
 
     def _request(self, message: Mapping[str, Any], timeout_s: float = _ANSWER_S) -> tuple[dict[str, Any], list[int]]:
@@ -136,7 +134,10 @@ class WriterClient:
         except OSError:
             self.close()
             raise
-        return json.loads(packet), fds
+        answer = json.loads(packet)
+        if "refused" in answer:
+            raise SnapshotRefused(answer["refused"])
+        return answer, fds
 
 
 def from_environment() -> WriterClient | None:

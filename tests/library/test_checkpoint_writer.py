@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from elasticd.checkpointing import api as checkpoint
+from elasticd.checkpointing import writer_client
 from elasticd.checkpointing.buffers import ANOTHER_SAVES, WriteTask, donated_number
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
@@ -200,6 +202,54 @@ def test_rank_that_comes_to_an_older_save_is_refused(saves: Saves) -> None:
     assert saves.wait()["saved"]
     assert saves.on_disk() == [2]
     assert "before every rank had copied" in saves.events()[0].reason
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"neither JSON nor text: \xff",
+        b"[]",
+        b"{}",
+        b'{"do": "what_a_later_version_does"}',
+        b'{"do": "begin", "round": 2, "number": 2}',
+        b'{"do": "begin", "round": "2", "number": null, "share": 0, "shares": 1, "size": 9, "digest": ""}',
+        b'{"do": "adopt", "round": 1, "number": 1}',
+        b'{"do": "wait"}',
+    ],
+    ids=range(8),
+)
+def test_message_that_cannot_be_used_ends_only_its_connection(saves: Saves, message: bytes) -> None:
+    saves.save(1)
+    assert saves.wait()["saved"]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.connect(str(saves.node.path))
+        other.settimeout(30)
+        other.send(message)
+        assert other.recv(100) == b""
+    saves.save(2)
+    assert saves.wait()["saved"]
+    assert (saves.held(), saves.on_disk()) == (2, [2, 1])
+
+
+@pytest.mark.parametrize("call", ["save", "find", "open", "adopt", "wait"])
+def test_rank_of_another_version_is_refused(saves: Saves, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves.save(1)
+    assert saves.wait()["saved"]
+    draft = saves.draft(saves.layout(1), 1)
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: saves.save(2),
+        "find": saves.ranks[0].find,
+        "open": lambda: saves.ranks[0].open((1, 1)),
+        "adopt": lambda: saves.ranks[0].adopt((1, 1), draft.relinked_to(2), None),
+        "wait": saves.wait,
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_client, "PROTOCOL", 2)
+        with pytest.raises(
+            SnapshotRefused, match="another version of the writer's protocol: 2, and the launcher's is 1"
+        ):
+            calls[call]()
+    assert (saves.held(), saves.on_disk()) == (1, [1])
 
 
 def unfinished(directory: Path) -> list[str]:

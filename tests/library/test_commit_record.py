@@ -107,7 +107,7 @@ def test_process_killed_inside_a_commit_leaves_the_step_before(tmp_path: Path) -
     record.commit(6)
     child = os.fork()
     if child == 0:
-        record._generators.states = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+        record._gathers[0].write = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         buffer.fill_(1)
         record.commit(8)
     _, status = os.waitpid(child, 0)
