@@ -117,10 +117,18 @@ class TorchSave(Job):
 
 
 class DcpAsync(Job):
-    """torch.distributed.checkpoint's async_save, one at a time; a directory counts once its name is written down."""
+    """torch.distributed.checkpoint's async_save, one at a time; a directory counts once its name is written down.
+
+    Its thread needs a process group of its own: its collectives and those of training come in another order on each
+    rank, and on one group they wait for each other for ever.
+    """
 
     future: Any = None
     writing = 0
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        self.group = dist.new_group(backend="gloo")
 
     def restore(self) -> None:
         latest = self.checkpoints / "latest"
@@ -138,7 +146,8 @@ class DcpAsync(Job):
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer}
         self.writing = self.steps
-        self.future = async_save(state, checkpoint_id=self.checkpoints / str(self.steps))
+        where = self.checkpoints / str(self.steps)
+        self.future = async_save(state, checkpoint_id=where, process_group=self.group)
 
     def finished(self) -> bool:
         if self.future is not None:
