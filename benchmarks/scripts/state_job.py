@@ -1,7 +1,8 @@
 """A job with a state of a given size, saved in one of three ways; run by benchmarks/state.py and benchmarks/goodput.py.
 
-Every rank appends "STEP MONOTONIC" to DIRECTORY/steps-RANK.log after each optimizer step, and rank 0 appends one JSON
-object for each measured save or restore to DIRECTORY/costs.jsonl. Times are the slowest rank's, CPU seconds all ranks'.
+Every rank appends "STEP MONOTONIC" to DIRECTORY/steps-RANK.log after each optimizer step, and in each round a line to
+moments-RANK.log: when the script ran, had built its model, had restored its state. Rank 0 appends one JSON object for
+each measured save or restore to DIRECTORY/costs.jsonl. Times are the slowest rank's, CPU seconds all ranks'.
 """
 
 from __future__ import annotations
@@ -257,9 +258,12 @@ def measure(job: Job, args: argparse.Namespace, log: Any) -> None:
         note(job, found)
 
 
-def train(job: Job, args: argparse.Namespace, log: Any) -> None:
+def train(job: Job, args: argparse.Namespace, log: Any, started: float) -> None:
     """Steps of a minimal time, a save every so many seconds by rank 0's clock, until it is killed or time is up."""
+    built = time.monotonic()
     job.restore()
+    with (job.directory / f"moments-{dist.get_rank()}.log").open("a") as moments:
+        moments.write(f"{started:.6f} {built:.6f} {time.monotonic():.6f}\n")
     saved_at = time.monotonic()
     while True:
         start = time.monotonic()
@@ -277,6 +281,7 @@ def train(job: Job, args: argparse.Namespace, log: Any) -> None:
 
 
 def main() -> None:
+    started = time.monotonic()
     parser = argparse.ArgumentParser()
     parser.add_argument("--method", choices=METHODS, required=True)
     parser.add_argument("--megabytes", type=float, required=True)
@@ -295,7 +300,7 @@ def main() -> None:
         if args.saves:
             measure(job, args, log)
         else:
-            train(job, args, log)
+            train(job, args, log, started)
     job.session.close()
 
 

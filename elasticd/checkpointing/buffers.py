@@ -7,6 +7,7 @@ before the first byte is copied and written after the last one, so a buffer with
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -25,6 +26,9 @@ _DONATED = 1 << 40
 """Save numbers count from 1; those of states saved at a fault come after all of them."""
 _MOST_RANKS = 1 << 20
 _HEADER_BYTES = 1 << 20
+_PROVIDED_BYTES = 16 << 20
+_KEEP_SIZE = 1
+"""FALLOC_FL_KEEP_SIZE of linux/falloc.h."""
 
 
 def donated_number(step: int, rank: int) -> int:
@@ -122,6 +126,17 @@ class Buffers:
         record = len(data).to_bytes(8, "little") + hashlib.sha256(data).digest() + data
         os.pwrite(self._headers, record, number * _HEADER_BYTES)
         self.held[number] = snapshot
+
+    def provide(self, number: int) -> None:
+        """Memory for as large a state in the other buffers: the next copy, perhaps at a fault, need not wait for it."""
+        size = os.fstat(self.fds[number]).st_size
+        fallocate = ctypes.CDLL(None).fallocate
+        fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+        for fd in self.fds[:number] + self.fds[number + 1 :]:
+            if os.fstat(fd).st_blocks * 512 < size:
+                # A rank that wants to write into it waits for one piece at most. Its size is the rank's to choose.
+                for at in range(0, size, _PROVIDED_BYTES):
+                    fallocate(fd, _KEEP_SIZE, at, min(_PROVIDED_BYTES, size - at))
 
     def _read(self, number: int) -> Snapshot | None:
         record = os.pread(self._headers, _HEADER_BYTES, number * _HEADER_BYTES)

@@ -372,6 +372,7 @@ class Writer:
     def _write_all(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while (number := self._next()) is not None:
+            self._buffers.provide(number)
             snapshot = self._buffers.held[number]
             assert snapshot is not None
             entry, why = self._write(number, snapshot)
