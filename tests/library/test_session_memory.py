@@ -133,11 +133,12 @@ def test_old_state_of_returning_node_is_not_used(start: Any, nodes: Nodes, tmp_p
     assert third.results()[0]["resumed"] == [2, 3, 2]
 
 
-def test_state_of_another_run_is_not_used(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ELASTICD_RUN", "ELASTICD_JOB"])
+def test_state_of_another_run_or_job_is_not_used(start: Any, nodes: Nodes, tmp_path: Path, name: str) -> None:
     where = nodes(1)
     options = {"directory": str(tmp_path / "one"), "every": 3}
     die(start_on(start, where, {**options, "die": 7}))
-    env = [{**where[0].environment(0, 1, rank, 2), "ELASTICD_RUN": "run-2"} for rank in range(2)]
+    env = [{**where[0].environment(0, 1, rank, 2), name: "another"} for rank in range(2)]
     other = start("toy.py", {"directory": str(tmp_path / "two"), "every": None, "steps": 2}, each_env=env)
     assert other.results()[0]["resumed"] is None
 

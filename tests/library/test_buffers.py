@@ -1,0 +1,94 @@
+"""Headers of states in memory: one that is torn, or of another version, is no state, and harms no other one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from elasticd.checkpointing import buffers, manifest
+from elasticd.checkpointing.buffers import Buffers, Snapshot, WriteTask
+from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[list[int]]:
+    made = [os.memfd_create(f"test-{number}") for number in range(3)]
+    yield made
+    for fd in made:
+        os.close(fd)
+
+
+def held(memory: list[int]) -> list[int | None]:
+    """The steps that a writer finds when it starts."""
+    return [snapshot and snapshot.draft.step for snapshot in Buffers(memory[0], memory[1:]).held]
+
+
+def snapshot(step: int) -> Snapshot:
+    draft = Manifest(1, step, None, 2, 100, NO_CHECKSUM, "job", "run", None, 0.0)
+    return Snapshot(draft, step, WriteTask("/checkpoints", 3, "by a test", "", "", 0, 0.01))
+
+
+def described(change: Callable[[dict[str, Any]], Any]) -> bytes:
+    """A header with a right digest, as another version of this package may have written it."""
+    fields = json.loads(snapshot(1).to_json())
+    data = json.dumps(fields if (found := change(fields)) is None else found).encode()
+    return len(data).to_bytes(8, "little") + hashlib.sha256(data).digest() + data
+
+
+def of_manifest(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    def change(found: dict[str, Any]) -> None:
+        draft = {**json.loads(found["draft"]), **fields}
+        del draft["seal"]
+        found["draft"] = json.dumps({**draft, "seal": manifest._seal(draft)})
+
+    return change
+
+
+HEADERS: dict[str, bytes] = {
+    "nothing": bytes(100),
+    "no digest": (50).to_bytes(8, "little") + bytes(92),
+    "longer than the file": (1 << 40).to_bytes(8, "little") + bytes(92),
+    "beginning of another one": described(lambda _: None)[:90],
+    "one bit differs": described(lambda _: None)[:-1] + b"\x7c",
+    "no object": described(lambda _: [1, 2]),
+    "no draft": described(lambda fields: fields.pop("draft") and None),
+    "a task with more fields": described(lambda fields: fields["task"].update(later=1)),
+    "a task with fewer fields": described(lambda fields: fields["task"].pop("keep") and None),
+    "a later manifest": described(of_manifest(version="2.0")),
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_header_that_is_none_of_ours_is_no_state(memory: list[int], header: bytes) -> None:
+    two = Buffers(memory[0], memory[1:])
+    two.describe(0, snapshot(7))
+    two.describe(1, snapshot(8))
+    assert held(memory) == [7, 8]
+    os.pwrite(memory[0], header, MIB)
+    assert held(memory) == [7, None]
+
+
+def test_header_is_gone_once_its_buffer_is_filled_again(memory: list[int]) -> None:
+    two = Buffers(memory[0], memory[1:])
+    two.describe(0, snapshot(7))
+    two.describe(1, snapshot(8))
+    two.erase(two.newest() or 0)
+    assert held(memory) == [7, None]
+    assert Buffers(memory[0], memory[1:]).newest() == 0
+
+
+def test_other_buffer_gets_memory_and_keeps_its_size(memory: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "_PROVIDED_BYTES", MIB)
+    two = Buffers(memory[0], memory[1:])
+    os.posix_fallocate(memory[1], 0, 5 * MIB // 2)
+    os.ftruncate(memory[2], MIB)
+    two.provide(0)
+    found = os.fstat(memory[2])
+    assert (found.st_size, found.st_blocks * 512) == (MIB, 5 * MIB // 2)
