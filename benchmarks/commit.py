@@ -30,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     normed = [nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)) for _ in range(20)]
     models = {"3 layers": small, "160 parameters": nn.Sequential(*blocks), "20 BatchNorms": nn.Sequential(*normed)}
     for name, model in models.items():
-        for scheduled in (False, True):
-            step, numbers = commits(model, scheduled)
-            print(f"{name:<16}{' and a scheduler' if scheduled else '':<17} {step:6.1f} µs   {numbers}")
+        for more in ("", "a scheduler", "dropout"):
+            step, numbers = commits(model, more)
+            print(f"{name:<16}{f' and {more}' if more else '':<17} {step:6.1f} µs   {numbers}")
     return 0
 
 
-def commits(model: Any, scheduled: bool) -> tuple[float, str]:
+def commits(model: Any, more: str) -> tuple[float, str]:
     """The median of a whole commit, and of its parts, in µs."""
     import torch
 
@@ -45,13 +45,15 @@ def commits(model: Any, scheduled: bool) -> tuple[float, str]:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     attached = {"model": model, "optimizer": optimizer}
-    if scheduled:
+    if more == "a scheduler":
         attached["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     with tempfile.TemporaryDirectory() as directory:
         os.environ["ELASTICD_HEARTBEAT"] = os.path.join(directory, "beat-0")
         donor = without_writer(attached)
         times = []
         for step in range(1, COMMITS + 1):
+            if more == "dropout":
+                torch.rand(1)
             start = time.perf_counter()
             donor._expect(None)
             donor._before_change()
