@@ -96,14 +96,17 @@ class CommitRecord:
         self._copy(step, step % 2 + _EXPECTED)
 
     def _copy(self, step: int, number: int) -> None:
-        slot, gather = number * self._places.bytes, self._gathers[number]
+        slot, gather, before = number * self._places.bytes, self._gathers[number], self._written[number]
         states = self._generators.states()
-        if gather.calls or states is not self._written[number]:
+        if gather.calls or states is not before:
             _HEAD.pack_into(self._map, slot, -1, 0)
-            if states is not self._written[number]:
-                for at, data in zip((_HEAD.size, self._places.others), states, strict=True):
-                    self._map[slot + at : slot + at + len(data)] = data
-                self._written[number] = states
+            if states[0] is not before[0]:
+                at = slot + _HEAD.size
+                self._map[at : at + len(states[0])] = states[0]
+            if states[1] is not before[1]:
+                at = slot + self._places.others
+                self._map[at : at + len(states[1])] = states[1]
+            self._written[number] = states
             gather.write()
         _HEAD.pack_into(self._map, slot, step, len(states[1]))
 
@@ -217,11 +220,10 @@ class _Generators:
 
         self._default = torch.default_generator
         self._own = _torch_memory(self._default)
-        self._own_before = self._torch_state = b""
         self._python: Any = vars(random)["_inst"]
         self._numpy: Any = None
-        self._others = [_memory(self._python)]
-        self._others_before, self._gauss, self._other_states = b"", None, b""
+        self._memory = [self._own, _memory(self._python)]
+        self._before, self._gauss = b"", None
         self._states = (b"", b"")
 
     def states(self) -> tuple[bytes, bytes]:
@@ -233,15 +235,19 @@ class _Generators:
             numpy = sys.modules["numpy"].random.mtrand._rand
             if numpy._bit_generator is not self._numpy:
                 self._numpy = numpy._bit_generator
-                self._others = [_memory(each) for each in (self._python, numpy, self._numpy)]
-        own, others, gauss = bytes(self._own), b"".join(self._others), self._python.gauss_next
-        if not own or own != self._own_before:
-            self._own_before, self._torch_state = own, bytes(self._default.get_state().numpy())
-        elif others == self._others_before and gauss == self._gauss:
+                self._memory = [self._own, *(_memory(each) for each in (self._python, numpy, self._numpy))]
+        now, gauss = b"".join(self._memory), self._python.gauss_next
+        if self._own and now == self._before and gauss == self._gauss:
             return self._states
-        if others != self._others_before or gauss != self._gauss:
-            self._others_before, self._gauss, self._other_states = others, gauss, _other_states()
-        self._states = (self._torch_state, self._other_states)
+        own, others = self._states
+        size = len(self._own)
+        if not size or now[:size] != self._before[:size]:
+            found = self._default.get_state()
+            own = ctypes.string_at(found.data_ptr(), found.numel())
+        if now[size:] != self._before[size:] or gauss != self._gauss:
+            others = _other_states()
+        self._before, self._gauss = now, gauss
+        self._states = (own, others)
         return self._states
 
 
