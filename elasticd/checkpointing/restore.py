@@ -246,7 +246,7 @@ class _Restore:
         self._broadcast(chosen, sender, buffer)
         if buffer >= 0 and writer is not None:
             os.close(buffer)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, SnapshotRefused):
                 writer.copied(draft, chosen["number"], 0)
                 self._held = writer.find()
         self.channel.collect("sent", b"", "whether it has received the state")
