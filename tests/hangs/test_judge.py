@@ -161,3 +161,17 @@ def test_killed_wait_gets_more_time(floor: float | None, kills: int, limit_s: fl
             assert [one.places for one in failures(found, "a", 0, None)] == [
                 ("elsewhere in " + function.replace(":99", "").replace(":1", ""),)
             ]
+
+
+def test_group_that_resumes_is_not_overdue() -> None:
+    """A debugger detaches after 70 s: for a moment its rank trains and the other still waits for it."""
+    judge = HangJudge(Policy())
+
+    def turn(at: float, *, traced: bool, idle_s: float) -> HangVerdict | None:
+        waits = replace(A.ranks[0], idle_s=70.0 + at, waiting_s=70.0 + at)
+        debugged = replace(B.ranks[0], idle_s=idle_s, state="t" if traced else "S")
+        return judge.turn(ROUND, [replace(A, ranks=(waits,)), replace(B, ranks=(debugged,))], NOBODY, NOW + at)
+
+    assert turn(0.0, traced=True, idle_s=70.0) is None
+    assert [turn(at, traced=False, idle_s=0.3) for at in (0.25, 0.5, 5.0)] == [None] * 3
+    assert turn(5.5, traced=False, idle_s=0.3) is not None, "it steps and steps while the other waits"

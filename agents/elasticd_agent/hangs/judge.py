@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from elasticd_agent.hangs.verdict import Hang, judge
+from elasticd_agent.hangs.verdict import Hang, has_progress, judge
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangReport, HangVerdict, RankReport
@@ -27,12 +27,14 @@ class HangJudge:
     new_verdicts: list[HangVerdict] = field(default_factory=list)
     _round: int = 0
     _since: float | None = None
+    _progress_since: float | None = None
     _last_verdict: tuple[object, ...] = ()
     _reporting_nodes: set[str] = field(default_factory=set)
 
     def reset(self) -> None:
         """Another node was leader, or the store was unavailable: every node gets its time to answer again."""
         self._since = None
+        self._progress_since = None
         self._last_verdict = ()
         self._reporting_nodes.clear()
 
@@ -57,7 +59,13 @@ class HangJudge:
         all_reports = [*current.values(), *(_exited_report(round, node) for node in sorted(done - current.keys()))]
         nodes = [member.node for member in round.members]
         passed = now - self._since >= time_for_evidence_s
-        found = judge(all_reports, nodes, self.policy, deadline_passed=passed, kills=dict(round.hang_places))
+        if not has_progress(all_reports, self.policy):
+            self._progress_since = None
+        elif self._progress_since is None:
+            self._progress_since = now
+        progress_s = 0.0 if self._progress_since is None else now - self._progress_since
+        kills = dict(round.hang_places)
+        found = judge(all_reports, nodes, self.policy, deadline_passed=passed, kills=kills, progress_s=progress_s)
         if not isinstance(found, Hang):
             return None
         restarts = self.policy.on_hang == "restart"

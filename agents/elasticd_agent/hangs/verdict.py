@@ -16,6 +16,7 @@ A Hang also needs the evidence of every node, or the end of the time for it: no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -107,12 +108,14 @@ def judge(
     *,
     deadline_passed: bool = False,
     kills: Kills = MappingProxyType({}),
+    progress_s: float = math.inf,
 ) -> Judgement:
     """The judgement on the whole group, which runs on `nodes`.
 
     A Hang needs the evidence of all nodes, or `deadline_passed`: what has not been reported by now will not be.
+    `progress_s`: for how long the group `has_progress`, without a break.
     """
-    case = _Case(_latest(reports), len(set(nodes)), policy, kills)
+    case = _Case(_latest(reports), len(set(nodes)), policy, kills, progress_s)
     if not case.live:
         return NoHang("no running rank has been reported")
     judgement = next(found for rule in RULES if (found := rule(case)) is not None)
@@ -131,6 +134,12 @@ def judge(
     return replace(judgement, why=f"{judgement.why}; {silent} did not answer")
 
 
+def has_progress(reports: Sequence[HangReport], policy: Policy) -> bool:
+    """A rank has made progress within its deadline, and nobody debugs one."""
+    case = _Case(_latest(reports), 0, policy, {})
+    return bool(case.live) and case.idle_s < case.deadline_s and not any(rank.is_debugged for rank in case.live)
+
+
 @dataclass(frozen=True)
 class _Case:
     """What the rules decide on, with what several of them need."""
@@ -140,6 +149,7 @@ class _Case:
     nodes: int
     policy: Policy
     kills: Kills
+    progress_s: float = math.inf
 
     @cached_property
     def live(self) -> list[RankState]:
@@ -218,9 +228,12 @@ def _person(case: _Case) -> SuspectedHang | None:
 def _overdue(case: _Case) -> Judgement | None:
     """A rank waits in a collective for far longer than the group has been without progress.
 
-    What the others do, retries without an end for example, does not resolve that.
+    What the others do, retries without an end for example, does not resolve that. They must have done it for a whole
+    deadline: a group that resumes after a debugger, or a pause of the machine, still waits in one rank for a moment.
     """
     if case.idle_s >= case.deadline_s or any(rank.is_debugged for rank in case.live):
+        return None
+    if case.progress_s < case.deadline_s:
         return None
     waiting = [rank for rank in case.live if rank.waiting_s >= case.deadline_s]
     if not waiting or len(waiting) == len(case.live):
