@@ -13,7 +13,7 @@ from tests.faults.job import Fault
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLAIN, SESSION = "plain.py", "session.py"
-STOPPED, PROVEN, GIL, WEAK, CEILING = "stopped", "proven mismatch", "GIL held", "idle", "ceiling"
+STOPPED, ZOMBIE, PROVEN, GIL, WEAK, CEILING = "stopped", "zombie", "proven mismatch", "GIL held", "idle", "ceiling"
 """Classes of evidence, from the strongest to the weakest; CEILING: as long as an option says."""
 MISMATCH = ("mismatched_collectives", "missed_collective")
 
@@ -68,7 +68,7 @@ HUNG = (
     Situation("stopped of 4", "stop", (2,), ("stopped",), workers=4, evidence=STOPPED),
     Situation("stopped, 2 of 4", "stop", (1, 3), ("stopped",), workers=4, evidence=STOPPED),
     Situation("stopped, all", "stop", (0, 1), ("stopped",), evidence=STOPPED),
-    Situation("zombie", "zombie", (1,), ("zombie",), evidence=STOPPED),
+    Situation("zombie", "zombie", (1,), ("zombie",), evidence=ZOMBIE),
     Situation("skips a collective", "skip", (1,), MISMATCH, workers=3, evidence=PROVEN),
     Situation("another collective", "other", (1,), MISMATCH, workers=3, evidence=PROVEN),
     Situation("mismatched shapes", "shape", (1,), MISMATCH, workers=3, evidence=PROVEN),
@@ -109,7 +109,7 @@ HUNG = (
         "init_process_group", "mute-store", (1,), ("never_joined",), at=0, ceiling="--startup-ceiling", evidence=CEILING
     ),
     Situation("store stopped", "", (), ("store",), evidence=STOPPED),
-    Situation("owner stopped", "", (), (), evidence=STOPPED),
+    Situation("owner stopped", "", (), ()),
     Situation("partition", "", (), ("network",)),
 )
 BY_NAME = {situation.name: situation for situation in HUNG}

@@ -84,6 +84,7 @@ class _Ages:
     waits: int = 0
     waiting_s: float = 0.0
     quiet_s: float = -1.0
+    state: str = ""
     stopped_s: float = 0.0
 
     def on_heartbeat(self, beat: Heartbeat, passed_s: float, now: float) -> None:
@@ -124,7 +125,9 @@ class _Ages:
             self.quiet_s = self.idle_s
 
     def on_state(self, state: str, passed_s: float) -> None:
-        self.stopped_s = self.stopped_s + passed_s if state == "T" else 0.0
+        """Stopped since the first look that saw it, so that the age is never more than the truth."""
+        self.stopped_s = self.stopped_s + passed_s if state == self.state == "T" else 0.0
+        self.state = state
 
 
 @dataclass(slots=True)
@@ -220,7 +223,7 @@ class GroupObserver:
         )
 
     def _count_usage(self, idle_s: float, beats: Sequence[Heartbeat]) -> None:
-        if not self._pids or (idle_s < USAGE_AFTER_IDLE_S and not any(ages.stopped_s for ages in self._ages)):
+        if not self._pids or (idle_s < USAGE_AFTER_IDLE_S and not any(ages.state == "T" for ages in self._ages)):
             self._usage_samples.clear()
             return
         if self._usage_samples and self._observed_s < self._usage_samples[-1][0] + USAGE_INTERVAL_S:
