@@ -189,3 +189,22 @@ def test_dump_without_workers() -> None:
     detector.end()
     detector.dump(None, answers.append)
     assert answers == ["no workers are running"]
+
+
+def test_group_that_is_about_to_start_is_reported() -> None:
+    """Other nodes' ranks wait for it, while a GPU's memory is not free for example. It is not idle."""
+    peers = FakePeers()
+    detector = make_detector(peers, local=False)
+    detector.expect(4)
+    detector.update(observation(0.0, 4), 2.0, 1.0)
+    assert peers.reports == [], "no other node waits"
+    detector.report_requested(4, True)
+    detector.update(observation(0.0, 4), 2.0, 2.0)
+    (report,) = peers.reports
+    assert report is not None
+    assert (report.round, report.why, [rank.idle_s for rank in report.ranks]) == (4, "", [0.0, 0.0])
+    assert peers.gathered == []
+    detector.begin(4, TARGETS, HERE)
+    assert peers.reports[-1] is None
+    detector.update(observation(6.0, 4), 2.0, 8.0)
+    assert peers.gathered == [4]

@@ -80,6 +80,26 @@ def test_withdrawn_report_ends_the_hang() -> None:
     assert judge.new_verdicts == []
 
 
+def test_nothing_is_judged_while_a_node_ends_its_last_group() -> None:
+    """Ranks wait for that node's, however short the floor is: a worker with a GPU may take 20 s to die."""
+    policy = Policy(hang_floor_s=2.0)
+    joins = replace(A.ranks[0], phase="starting", where="init", collectives=-1, evidence=True)
+    reads = replace(joins, rank=2, slot=1, where="elsewhere", function="data.py:8 wait_until_rank_1_has_written_it")
+
+    def waiting(second: int) -> HangReport:
+        return replace(A, ranks=tuple(replace(rank, idle_s=float(second)) for rank in (joins, reads)))
+
+    judge = HangJudge(policy)
+    assert [judge.turn(ROUND, [waiting(s)], NOBODY, NOW + s, ending=["b"]) for s in range(20)] == [None] * 20
+    assert judge.suspected, "the others are asked"
+    assert judge.turn(ROUND, [waiting(20)], NOBODY, NOW + 20) is None, "b gets time to answer"
+    started = replace(B, ranks=(RankReport(1, 4, idle_s=0.0),), gathered=False, why="")
+    assert judge.turn(ROUND, [waiting(21), started], NOBODY, NOW + 21) is None
+    without = HangJudge(policy)
+    verdicts = [without.turn(ROUND, [waiting(s)], NOBODY, NOW + s) for s in range(20)]
+    assert {found.cause for found in verdicts if found} == {"never_joined"}, "that is what it looks like"
+
+
 def test_reset_gives_time_to_answer_again() -> None:
     judge = HangJudge(POLICY)
     late = report("a", 0, 0, behind=False, idle_s=90.0)

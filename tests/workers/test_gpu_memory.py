@@ -8,9 +8,10 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
+from unittest.mock import ANY
 
 import pytest
 
@@ -18,6 +19,8 @@ from elasticd.heartbeat import record as beat
 from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.model.messages import GroupEnded
 from elasticd_agent.model.records import Member, Round
+from elasticd_agent.system import procfs
+from elasticd_agent.workers import gpu_memory
 from elasticd_agent.workers.gpu_memory import (
     ANSWER_S,
     WAIT_S,
@@ -28,7 +31,7 @@ from elasticd_agent.workers.gpu_memory import (
 )
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec
-from elasticd_agent.workers.manager import GroupStarted, LauncherReady, OwnerEvent, WorkerManager
+from elasticd_agent.workers.manager import GroupStarted, LauncherReady, OwnerEvent, WorkerManager, WorkersReleased
 
 PATIENCE_S = 30.0
 
@@ -67,15 +70,15 @@ def inbox() -> Inbox:
 
 
 class Open(Protocol):
-    def __call__(self, within_s: float, answer_s: float = PATIENCE_S) -> GpuMemory: ...
+    def __call__(self, within_s: float, answer_s: float = PATIENCE_S, gpus: Sequence[str] = ()) -> GpuMemory: ...
 
 
 @pytest.fixture
 def opened(nvml: Nvml, inbox: Inbox) -> Iterator[Open]:
     memories: list[GpuMemory] = []
 
-    def start(within_s: float, answer_s: float = PATIENCE_S) -> GpuMemory:
-        memories.append(NvmlGpuMemory(inbox.put, within_s, answer_s))
+    def start(within_s: float, answer_s: float = PATIENCE_S, gpus: Sequence[str] = ()) -> GpuMemory:
+        memories.append(NvmlGpuMemory(inbox.put, within_s, answer_s, gpus=gpus))
         return memories[-1]
 
     yield start
@@ -90,18 +93,29 @@ def until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.01)
 
 
-def checked(inbox: Inbox) -> MemoryChecked:
+def answer_of(inbox: Inbox) -> MemoryChecked:
     message = inbox.get(timeout=PATIENCE_S)
     assert isinstance(message, MemoryChecked)
     return message
 
 
+def checked(inbox: Inbox) -> MemoryChecked:
+    """The last answer."""
+    while (answer := answer_of(inbox)).busy:
+        pass
+    return answer
+
+
+def busy(inbox: Inbox) -> tuple[str, ...]:
+    return answer_of(inbox).busy
+
+
 def test_no_gpus_or_no_nvml(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without gpus or without nvml nobody is asked."""
-    without_gpus = open_gpu_memory(False, inbox.put)
+    without_gpus = open_gpu_memory((), inbox.put)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    for memory in (without_gpus, open_gpu_memory(True, inbox.put)):
-        memory.track([1])
+    for memory in (without_gpus, open_gpu_memory(("0", "1"), inbox.put)):
+        memory.track(dict.fromkeys([1], ""))
         assert not memory.check(except_pids=())
         memory.close()
         assert type(memory) is GpuMemory
@@ -110,17 +124,15 @@ def test_no_gpus_or_no_nvml(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> No
 def test_wait_until_memory_is_free(nvml: Nvml, inbox: Inbox) -> None:
     """With both it is waited until nobody holds any."""
     nvml.set_memory([70], [71, 72])
-    memory = open_gpu_memory(True, inbox.put)
-    memory.track([70, 71])
+    memory = open_gpu_memory(("0", "1"), inbox.put)
+    memory.track({70: "0", 71: "1"})
     assert memory.check(except_pids=())
-    until(lambda: nvml.queries() > 6, "look at the GPUs")
+    assert busy(inbox) == ("0", "1")
     nvml.set_memory([], [71, 72])
-    looks = nvml.queries() + 6
-    until(lambda: nvml.queries() > looks, "look at the GPUs")
-    assert inbox.empty()
+    assert busy(inbox) == ("1",)
     nvml.set_memory([], [72])  # somebody else's
-    answer = checked(inbox)
-    assert (answer.holders, answer.trouble) == ((), "")
+    answer = answer_of(inbox)
+    assert (answer.holders, answer.trouble, answer.busy) == ((), "", ())
     memory.close()
 
 
@@ -128,8 +140,8 @@ def test_holders_after_the_deadline(nvml: Nvml, inbox: Inbox, opened: Open) -> N
     """It is waited for a bounded time and said who it is."""
     nvml.set_memory([5], None, [71, 70])  # the second one has fallen off the bus
     memory = opened(0.3)
-    memory.track([70, 71])
-    memory.track([72])
+    memory.track(dict.fromkeys([70, 71], ""))
+    memory.track(dict.fromkeys([72], ""))
     assert memory.check(except_pids=(71,))
     answer = checked(inbox)
     assert (answer.holders, answer.trouble) == (((70, 2),), "")
@@ -142,11 +154,12 @@ def test_memory_outlives_the_process_id(nvml: Nvml, inbox: Inbox, opened: Open) 
     nvml.set_memory([70], [71], used=[500, 500])
     memory = opened(PATIENCE_S)
     until(lambda: nvml.queries() > 1, "look before the job")
-    memory.track([70])
+    memory.track(dict.fromkeys([70], ""))
     for megabytes in range(9000, 500, -1000):  # it shrinks for longer than memory that stays is waited for
         nvml.set_memory([], [71], used=[megabytes, 500])
         if megabytes == 9000:
             assert memory.check(except_pids=())
+            assert busy(inbox) == ("",)
         time.sleep(0.3)
         assert inbox.empty(), megabytes
     nvml.set_memory([], [71], used=[600, 500])
@@ -155,23 +168,85 @@ def test_memory_outlives_the_process_id(nvml: Nvml, inbox: Inbox, opened: Open) 
     assert answer.seconds >= 2.4
 
 
+def test_other_gpus_are_not_looked_at(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
+    """GPU 0 is another job's, whose processes have numbers of their own in a container."""
+    nvml.set_memory([70], [], used=[500, 500])
+    memory = opened(PATIENCE_S, gpus=("GPU-0001",))
+    until(lambda: nvml.queries() > 0, "look before the job")
+    nvml.set_memory([70], [], used=[9000, 500])
+    memory.track({70: "GPU-0001"})
+    memory.check(except_pids=())
+    assert answer_of(inbox).busy == ()
+    assert set((nvml.directory / "looks").read_text().split()) == {"1"}
+
+
+@pytest.mark.parametrize("gpus", [(), ("GPU-none",)])
+def test_unknown_gpus_are_free_together(nvml: Nvml, inbox: Inbox, opened: Open, gpus: tuple[str, ...]) -> None:
+    nvml.set_memory([70], [])
+    memory = opened(PATIENCE_S, gpus=gpus)
+    memory.track({70: ""})
+    memory.check(except_pids=())
+    assert busy(inbox) == (gpus or ("",))
+    nvml.set_memory([], [])
+    assert busy(inbox) == ()
+
+
+def test_process_on_several_gpus(nvml: Nvml, inbox: Inbox, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context of each rank on GPU 0 is common: none starts before all are free."""
+    monkeypatch.setattr(gpu_memory, "SAMPLE_S", 0.1)
+    nvml.set_memory([70, 71], [71])
+    memory = opened(PATIENCE_S, gpus=("0", "1"))
+    memory.track({70: "0", 71: "1"})
+    looks = nvml.queries() + 6
+    until(lambda: nvml.queries() > looks, "sample")
+    nvml.set_memory([70], [])
+    memory.check(except_pids=())
+    assert busy(inbox) == ("0", "1")
+    nvml.set_memory([], [])
+    assert busy(inbox) == ()
+
+
+@pytest.mark.parametrize(("left", "waits"), [(1500, True), (4000, False)])
+def test_what_the_dead_held_is_waited_for(
+    nvml: Nvml, inbox: Inbox, opened: Open, monkeypatch: pytest.MonkeyPatch, left: int, waits: bool
+) -> None:
+    """1 GB, also if it does not shrink for a while; more than that is somebody else's."""
+    monkeypatch.setattr(gpu_memory, "SAMPLE_S", 0.1)
+    nvml.set_memory([], used=[500])
+    memory = opened(PATIENCE_S, gpus=("0",))
+    until(lambda: nvml.queries() > 0, "look before the job")
+    nvml.set_memory([70], used=[500])
+    memory.track({70: "0"})
+    looks = nvml.queries() + 3
+    until(lambda: nvml.queries() > looks, "sample")
+    nvml.set_memory([], used=[left])
+    memory.check(except_pids=())
+    assert busy(inbox) == ("0",)
+    if waits:
+        with pytest.raises(queue.Empty):
+            inbox.get(timeout=1.5)
+        nvml.set_memory([], used=[500])
+    assert checked(inbox).holders == ()
+
+
 @pytest.mark.parametrize("used", [None, [40_000]])
 def test_memory_that_stays_is_not_waited_for(nvml: Nvml, inbox: Inbox, opened: Open, used: list[int] | None) -> None:
     """Another tenant's, of which NVML shows no process here; or NVML does not say."""
     memory = opened(PATIENCE_S)
     nvml.set_memory([], used=used)
-    memory.track([70])
+    memory.track(dict.fromkeys([70], ""))
     memory.check(except_pids=())
     assert checked(inbox).seconds < 5
 
 
 def test_errors_of_the_driver_are_reported(nvml: Nvml, inbox: Inbox) -> None:
-    """Also where the kernel's log is closed to a job."""
-    nvml.set_memory([], [])
+    """Also where the kernel's log is closed to a job; of its own GPUs only."""
+    nvml.set_memory([], [], [])
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
-    memory = open_gpu_memory(True, inbox.put, said.put)
+    memory = open_gpu_memory(("0", "1"), inbox.put, said.put)
     until(lambda: (nvml.directory / "registered").exists(), "registration for events")
     time.sleep(0.1)  # the set was made before, and counts from there
+    assert (nvml.directory / "registered").read_text().split() == ["0", "1"]
     with open(nvml.directory / "events", "a") as events:
         events.write("1 8 79\n0 8 31\n")
     assert said.get(timeout=PATIENCE_S).startswith("GPU 1 had XID 79; see dmesg")
@@ -186,10 +261,10 @@ def test_nvml_process_that_cannot_start(
     with monkeypatch.context() as gone:
         gone.setattr(sys, "executable", "/no/such/python")
         memory = opened(0.1)
-        memory.track([70])
+        memory.track(dict.fromkeys([70], ""))
         assert memory.check(except_pids=())
         assert "No such file" in checked(inbox).trouble
-    memory.track([70])
+    memory.track(dict.fromkeys([70], ""))
     assert memory.check(except_pids=())
     assert checked(inbox).trouble == ""
 
@@ -198,7 +273,7 @@ def test_driver_that_does_not_answer(nvml: Nvml, inbox: Inbox, opened: Open) -> 
     """A driver that does not answer holds nobody up."""
     nvml.set_memory([], broken="hangs")
     memory = opened(0.1, 0.1)
-    memory.track([70])
+    memory.track(dict.fromkeys([70], ""))
     memory.check(except_pids=())
     assert checked(inbox).trouble == "NVML did not answer within 0.2 s"
 
@@ -207,11 +282,11 @@ def test_nvml_process_that_dies_is_replaced(nvml: Nvml, inbox: Inbox, opened: Op
     """Who asks the driver may die of it and another one asks next time."""
     nvml.set_memory([], broken="dies")
     memory = opened(PATIENCE_S)
-    memory.track([70])
+    memory.track(dict.fromkeys([70], ""))
     memory.check(except_pids=())
     assert "NVML process ended" in checked(inbox).trouble
     nvml.set_memory([])
-    memory.track([71])
+    memory.track(dict.fromkeys([71], ""))
     memory.check(except_pids=())
     assert checked(inbox).trouble == ""
 
@@ -220,7 +295,7 @@ def test_driver_not_loaded(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
     """A driver that is not there neither."""
     nvml.set_memory([], broken="init")
     memory = opened(5.0)
-    memory.track([70])
+    memory.track(dict.fromkeys([70], ""))
     memory.check(except_pids=())
     answer = checked(inbox)
     assert answer.trouble == "NVML: Driver Not Loaded"
@@ -231,14 +306,20 @@ def test_driver_not_loaded(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
 
 
 class Node:
-    """Workers without Python, started by a real owner."""
+    """Workers on GPUs, started by a real owner: without Python, or `warm`."""
 
-    def __init__(self, directory: Path, inbox: Inbox, memory: GpuMemory) -> None:
+    def __init__(self, directory: Path, inbox: Inbox, memory: GpuMemory, warm: bool = False) -> None:
         self.directory, self.inbox = directory, inbox
         (directory / "runtime").mkdir()
-        spec = JobSpec(sys.executable, Mode.EXEC, "sleep", ("600",), directory, job_id="job", run="1")
+        script = directory / "script.py"
+        script.write_text("import sys, time\nopen(sys.argv[1], 'a').write('x')\ntime.sleep(600)\n")
+        how = (Mode.SCRIPT, str(script), (str(directory / "ran"),)) if warm else (Mode.EXEC, "sleep", ("600",))
+        spec = JobSpec(
+            sys.executable, *how, directory, job_id="job", run="1", max_workers=2, devices=("0", "1") if warm else ()
+        )
         owner = OwnerClient(directory / "runtime", inbox.put)
-        self.workers = WorkerManager(spec, "a", dict(os.environ), Preload(cold="no Python"), owner, memory=memory)
+        preload = Preload(("json",)) if warm else Preload(cold="no Python")
+        self.workers = WorkerManager(spec, "a", dict(os.environ), preload, owner, memory=memory)
         self.sentences: list[str] = []
         self.workers.set_listener(self)
 
@@ -248,11 +329,18 @@ class Node:
     def on(self, event: LauncherReady, now: float) -> None:
         pass
 
-    def start(self, number: int) -> None:
-        path = self.directory / f"beat-{number}"
-        beat.create(str(path))
-        round = Round(number, (Member("a", "i", (0,)),))
-        self.workers.start(round, (WorkerSpec({}, None, None, str(path)),), ("127.0.0.1", 1))
+    def start(self, number: int, slots: tuple[int, ...] = (0,)) -> None:
+        workers = []
+        for slot in slots:
+            path = self.directory / f"beat-{number}-{slot}"
+            beat.create(str(path))
+            workers.append(WorkerSpec({"ELASTICD_HEARTBEAT": str(path)}, None, None, str(path)))
+        self.workers.start(Round(number, (Member("a", "i", slots),)), tuple(workers), ("127.0.0.1", 1))
+
+    def ran(self) -> int:
+        """How many workers have run."""
+        path = self.directory / "ran"
+        return len(path.read_text()) if path.exists() else 0
 
     def receive(self) -> list[OwnerEvent | MemoryChecked]:
         message = self.inbox.get(timeout=PATIENCE_S)
@@ -272,6 +360,12 @@ class Node:
                     assert heard.number == number
                     return heard.pids[0], was_checked
 
+    def group_started(self) -> GroupStarted:
+        while True:
+            for heard in self.receive():
+                if isinstance(heard, GroupStarted):
+                    return heard
+
     def end(self, number: int) -> None:
         assert self.workers.signal(number, signal.SIGKILL) == []
         while GroupEnded(number) not in self.receive():
@@ -285,6 +379,13 @@ def node(tmp_path: Path, inbox: Inbox, opened: Open) -> Iterator[Node]:
     node.workers.close()
 
 
+@pytest.fixture
+def warm(tmp_path: Path, inbox: Inbox, opened: Open) -> Iterator[Node]:
+    node = Node(tmp_path, inbox, opened(PATIENCE_S, gpus=("0", "1")), warm=True)
+    yield node
+    node.workers.close()
+
+
 def test_start_waits_for_free_memory(node: Node, nvml: Nvml) -> None:
     """A group starts when the last one has given its memory back."""
     node.start(1)
@@ -293,7 +394,9 @@ def test_start_waits_for_free_memory(node: Node, nvml: Nvml) -> None:
     node.end(1)
     nvml.set_memory([first])
     node.start(2)
-    until(lambda: nvml.queries() > 3, "look at the GPUs")
+    assert node.receive() == [MemoryChecked(1, (), ANY, busy=("",))]
+    looks = nvml.queries() + 3
+    until(lambda: nvml.queries() > looks, "look at the GPUs")
     assert node.inbox.empty()
     nvml.set_memory([])
     second, was_checked = node.started(2)
@@ -309,7 +412,7 @@ def test_cancelled_start_while_waiting_for_memory(node: Node, nvml: Nvml) -> Non
     node.end(1)
     nvml.set_memory([first])
     node.start(2)
-    until(lambda: nvml.queries() > 3, "look at the GPUs")
+    assert node.receive() == [MemoryChecked(1, (), ANY, busy=("",))]
     assert node.workers.signal(2, signal.SIGKILL) == [GroupEnded(2)]
     node.start(3)
     assert node.inbox.empty()
@@ -320,8 +423,9 @@ def test_cancelled_start_while_waiting_for_memory(node: Node, nvml: Nvml) -> Non
     nvml.set_memory([third])
     node.start(4)
     node.workers.signal(4, signal.SIGKILL)
+    assert node.receive() == [MemoryChecked(2, (), ANY, busy=("",))]
     nvml.set_memory([])
-    assert isinstance(node.receive()[0], MemoryChecked)
+    assert node.receive() == [MemoryChecked(2, (), ANY)]
     node.start(5)
     assert not node.started(5)[1], "who held it has been asked about"
 
@@ -332,7 +436,7 @@ def test_start_despite_memory_holders(node: Node, nvml: Nvml) -> None:
     node.started(1)
     node.end(1)
     node.start(2)
-    node.workers.memory_checked(MemoryChecked(((70, 0), (70, 1)), 10.04))
+    node.workers.memory_checked(MemoryChecked(1, ((70, 0), (70, 1)), 10.04))
     node.started(2)
     assert node.sentences == [
         "round 2: ended processes still hold GPU memory (process 70 on GPU 0, process 70 on GPU 1); "
@@ -351,5 +455,33 @@ def test_memory_check_that_never_answers(node: Node, nvml: Nvml) -> None:
     assert due is not None
     assert WAIT_S + ANSWER_S < due - time.monotonic() < 60
     node.workers.tick(due)
-    assert not node.started(2)[1]
+    node.started(2)
     assert node.sentences[0].startswith("round 2: the check of the GPU memory did not answer")
+
+
+def test_worker_waits_for_its_own_gpu_only(warm: Node, nvml: Nvml) -> None:
+    """The others run meanwhile; a round that ends before is no trouble, and the next one waits, too."""
+    nvml.set_memory([], [])
+    warm.start(1, (0, 1))
+    first = warm.group_started()
+    assert first.held == ()
+    until(lambda: warm.ran() == 2, "workers that run")
+    warm.workers.park(2, with_store=True)
+    warm.end(1)
+    nvml.set_memory([], [first.pids[1]])
+    warm.start(2, (0, 1))
+    second = warm.group_started()
+    assert (second.number, second.held, second.warm) == (2, (1,), True)
+    until(lambda: warm.ran() == 3, "worker that runs")
+    assert procfs.state(second.pids[1]) == "S"
+    warm.end(2)
+    warm.start(3, (0, 1))
+    third = warm.group_started()
+    assert third.held == (1,)
+    until(lambda: warm.ran() == 4, "worker that runs")
+    nvml.set_memory([], [])
+    while WorkersReleased(3, [1]) not in warm.receive():
+        pass
+    until(lambda: warm.ran() == 5, "worker that was held")
+    assert warm.sentences == []
+    warm.end(3)

@@ -58,6 +58,7 @@ class HangDetector:
     last_verdict_dir: Path = Path()
     _round: int = 0
     _targets: Sequence[EvidenceTarget] = ()
+    _starting: bool = False
     _directory: Path = Path()
     _requested_round: int = 0
     _why: str = ""
@@ -75,6 +76,12 @@ class HangDetector:
     _report_count: int = 0
     _dump_replies: list[DumpReply] = field(default_factory=list)
 
+    def expect(self, number: int) -> None:
+        """The group of round `number` is about to start: other nodes wait for its ranks, and shall know why."""
+        self.end()
+        self._round = number
+        self._starting = True
+
     def begin(self, number: int, targets: Sequence[EvidenceTarget], directory: Path) -> None:
         """The group of round `number` runs; its evidence goes to `directory`."""
         self.end()
@@ -90,12 +97,14 @@ class HangDetector:
             self.evidence.discard()  # evidence of processes that are being ended is misleading
         if self._open_since is not None:
             self.publish(None)
+        if self._open_since is not None and self._targets:
             self._write(f"reports-{self.node}.jsonl", "".join(line + "\n" for line in self._reports))
         self._open_since = None
         self._evidence_found = None
         self._complete = False
         self._why = ""
         self._targets = ()
+        self._starting = False
 
     def report_requested(self, number: int, on: bool) -> None:
         """The leader requests reports of round `number`, or withdraws the request."""
@@ -108,7 +117,7 @@ class HangDetector:
 
     def update(self, seen: Observation, deadline_s: float, now: float, pause_s: float = 0.0) -> None:
         """Take one observation, and what has been learned of the job: gather evidence and report as is due."""
-        if seen.round != self._round or not self._targets:
+        if seen.round != self._round or not (self._targets or self._starting):
             return
         if seen.pids:
             self._targets = [replace(one, pid=pid) for one, pid in zip(self._targets, seen.pids, strict=True)]
@@ -123,7 +132,7 @@ class HangDetector:
             self._complete = False
             self._gather_count = self._report_count = 0
         self._set_suspicion(why, now, report)
-        if now >= self._gather_at and not self._gathering:
+        if self._targets and now >= self._gather_at and not self._gathering:
             self._gather(why or "another node suspects a hang", self._directory)
         if self.report_every_look or now >= self._report_at:
             self._publish(replace(report, why=why, turn=self._report_count), now)

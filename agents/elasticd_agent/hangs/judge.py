@@ -6,7 +6,7 @@ the reports and the kills by place (in the Round) are in the store, so that anot
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from elasticd_agent.hangs.verdict import Hang, has_progress, judge
@@ -38,10 +38,18 @@ class HangJudge:
         self._last_verdict = ()
         self._reporting_nodes.clear()
 
-    def turn(self, round: Round, reports: Iterable[HangReport], done: frozenset[str], now: float) -> HangVerdict | None:
+    def turn(
+        self,
+        round: Round,
+        reports: Iterable[HangReport],
+        done: frozenset[str],
+        now: float,
+        ending: Collection[str] = (),
+    ) -> HangVerdict | None:
         """The verdict that ends the group, at every turn until it has; `new_verdicts` gets it once.
 
-        `done`: nodes whose workers have all exited with code 0.
+        `done`: nodes whose workers have all exited with code 0. `ending`: members that still end an earlier group,
+        with a worker that is slow to die for example. The others wait for them, and nothing is judged.
         """
         if round.number != self._round:
             self._round = round.number
@@ -50,6 +58,9 @@ class HangJudge:
         self.suspected = any(report.why for report in current.values())
         if not self.suspected:
             self.reset()
+            return None
+        if ending:
+            self._since = None
             return None
         self._reporting_nodes |= current.keys()
         if self._reporting_nodes - current.keys():

@@ -165,6 +165,7 @@ class GroupObserver:
     )
     _pids: tuple[int, ...] = ()
     _store_pid: int = 0
+    _held: set[int] = field(default_factory=set)
     _heartbeat_readers: list[HeartbeatReader] = field(default_factory=list)
     _worker_event_readers: list[WorkerEventReader] = field(default_factory=list)
     _ages: list[_Ages] = field(default_factory=list)
@@ -181,10 +182,18 @@ class GroupObserver:
         self._ages = [_Ages() for _ in self.heartbeat_files]
         self._bytes = [_OwnBytes() for _ in self.heartbeat_files]
 
-    def set_processes(self, pids: Sequence[int], store_pid: int) -> None:
-        """The processes of this group: the workers' by local rank, and the round's store, 0 if it is not here."""
+    def set_processes(self, pids: Sequence[int], store_pid: int, held: Sequence[int] = ()) -> None:
+        """The processes of this group: the workers' by local rank, and the round's store, 0 if it is not here.
+
+        `held` ones do not run yet, by local rank: they grow no older.
+        """
         self._pids = tuple(pids)
         self._store_pid = store_pid
+        self._held = set(held)
+
+    def released(self, local_ranks: Sequence[int]) -> None:
+        """These are not held any more."""
+        self._held -= set(local_ranks)
 
     def worker_exited(self, rank: int) -> None:
         """The worker has exited with code 0."""
@@ -200,8 +209,8 @@ class GroupObserver:
         for reader in self._worker_event_readers:
             with suppress(OSError):  # no file descriptor is left, for example: the next look reads them
                 events += reader.read()[0]
-        for ages, beat in zip(self._ages, beats, strict=True):
-            ages.on_heartbeat(beat, passed_s if self._pids else 0.0, now)
+        for at, (ages, beat) in enumerate(zip(self._ages, beats, strict=True)):
+            ages.on_heartbeat(beat, passed_s if self._pids and at not in self._held else 0.0, now)
         idle_s = min((ages.idle_s for ages in self._ages), default=0.0)
         pids = tuple(_training_pid(beat, pid) for beat, pid in zip(beats, self._pids, strict=bool(self._pids)))
         states = [self.state(pid) for pid in pids] or [""] * len(beats)

@@ -42,6 +42,7 @@ from elasticd_agent.workers.manager import (
     ProcessUnkillable,
     StoreReady,
     WorkerManager,
+    WorkersReleased,
 )
 
 LATE_S = 0.25
@@ -202,6 +203,8 @@ class JobLoop:
                 self._listener.on(event, now)
                 if number == self._pause_round:
                     self._request_pause(number, True)
+            case WorkersReleased():
+                self._monitor.released(event)
             case StoreReady(number, port):
                 if self._rules.multi_node:
                     self._rendezvous.report_master(number, self._address(), port)

@@ -23,7 +23,7 @@ from elasticd_agent.model.messages import FirstStep
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.workers.launcher.requests import WorkerSpec
-from elasticd_agent.workers.manager import GroupStarted
+from elasticd_agent.workers.manager import GroupStarted, WorkersReleased
 
 EAGER_INTERVAL_S = 0.02
 """Until the first step, so that the next group is parked soon."""
@@ -99,6 +99,7 @@ class GroupMonitor:
         """Called before the group of `round` is started."""
         self.drop()
         self._prepared = prepared
+        self.detector.expect(round.number)
         self._history.begin()
         self._wait_shares.begin()
         self._at = now + EAGER_INTERVAL_S
@@ -112,9 +113,13 @@ class GroupMonitor:
         prepared = self._prepared
         if prepared is None or prepared.observer.round != started.number:
             return
-        prepared.observer.set_processes(started.pids, started.store_pid)
+        prepared.observer.set_processes(started.pids, started.store_pid, started.held)
         targets = [replace(t, pid=pid) for t, pid in zip(prepared.targets, started.pids, strict=True)]
         self.detector.begin(started.number, targets, prepared.evidence_dir)
+
+    def released(self, released: WorkersReleased) -> None:
+        if self.number == released.number and self._prepared is not None:
+            self._prepared.observer.released(released.local_ranks)
 
     def exited(self, rank: int) -> None:
         """A worker has exited with code 0."""

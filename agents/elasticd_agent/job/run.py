@@ -15,7 +15,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -91,7 +91,7 @@ def _run(
     context.on_runtime_dir(runtime)
     claimed = claim_node_name(spec, stack)
     node = claimed.name
-    gpus = bool(visible_gpus(spec.base_environment(os.environ)))
+    gpus = spec.devices or visible_gpus(spec.base_environment(os.environ))
 
     def start_owner() -> OwnerClient:
         return OwnerClient(runtime, inbox.put, context.kept_fds)
@@ -131,7 +131,7 @@ def _run(
         monitor=_group_monitor(policy, membership, evidence, reporting),
         workers=running[0],
         make_workers=lambda: make_workers(start_owner()),
-        prepare=WorkerSetup(spec, policy, node, runtime, reporting.logs, gpus=gpus).prepare,
+        prepare=WorkerSetup(spec, policy, node, runtime, reporting.logs, gpus=bool(gpus)).prepare,
         listener=reporting.reporter,
         inbox=inbox,
         max_workers=spec.max_workers,
@@ -150,7 +150,7 @@ def _worker_factory(
     spec: JobSpec,
     node: str,
     runtime: Path,
-    gpus: bool,
+    gpus: Sequence[str],
     inbox: queue.SimpleQueue[Message],
     stack: contextlib.ExitStack,
 ) -> Callable[[OwnerClient], WorkerManager]:

@@ -174,7 +174,9 @@ class Planner:
         if view.failures:
             return view  # the group ends anyway
         reports = self._cache.records(self._keys.hang_reports(round.number), HangReport)
-        verdict = self._judge.turn(round, reports, view.done, now)
+        records = [record for member in round.members if (record := view.record(member.node)) is not None]
+        ending = [record.id for record in records if record.ready_round < round.number]
+        verdict = self._judge.turn(round, reports, view.done, now, ending)
         self._notices += self._judge.new_verdicts
         self._judge.new_verdicts.clear()
         if verdict is None:

@@ -9,10 +9,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from elasticd_agent.system import procfs
 from elasticd_agent.system.helper_process import CLOSE_S, HelperError, HelperProcess, HelperTimeout
@@ -79,10 +79,12 @@ class NvmlClient:
 
     def __init__(
         self,
-        at_start: tuple[Literal["initialize", "events"], ...],
+        at_start: Sequence[Mapping[str, Any]],
         on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
     ) -> None:
-        """`at_start` is sent to every new process. `on_event` is called in another thread, with an event as it came."""
+        """The requests `at_start` are sent to every new process. `on_event` is called in another thread, with an event
+        as it came.
+        """
         self._at_start, self._on_event = at_start, on_event
         self._helper: HelperProcess | None = None
         self._reader: threading.Thread | None = None
@@ -99,8 +101,14 @@ class NvmlClient:
         self._reader = threading.Thread(target=self._read, args=reader_args, name="elasticd-nvml", daemon=True)
         self._reader.start()
         for request in self._at_start:
-            helper.send({"do": request}, time.monotonic() + CLOSE_S)
+            helper.send(request, time.monotonic() + CLOSE_S)
         return helper
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """A request without an answer, if there is a process."""
+        if self._helper is not None:
+            with suppress(HelperError):
+                self._helper.send(message, time.monotonic() + CLOSE_S)
 
     def request(self, message: Mapping[str, Any], within_s: float) -> dict[str, Any]:
         """The answer, or {"trouble": why there is none}."""

@@ -5,13 +5,18 @@ standard input, answers on standard output, and, once asked for, events between 
 ends with its standard input or with the thread that started it.
 
     {"do": "gpus"}                                 -> {"gpus": [{fact: value, ...}, ...], "driver": ..., "trouble": ...}
-    {"do": "holders", "pids": [...], "within_s"}   -> {"holders": [[pid, GPU index], ...]}, as soon as it is empty
-    {"do": "initialize"}                           without an answer: the first "holders" is then answered sooner
-    {"do": "events"}                               -> {"event": {...}} for every critical XID and double-bit ECC error
+    {"do": "initialize", "gpus": [...]}            without an answer: the GPUs of the job, before it has run
+    {"do": "sample", "pids": [...]}                without an answer: what these processes hold now
+    {"do": "holders", "pids": [[pid, GPU], ...]}   -> {"holders": [[pid, GPU index], ...], "busy": [GPU, ...]}: the GPUs
+                                                      with memory that these ended processes hold or have held
+    {"do": "events", "gpus": [...]}                -> {"event": {...}} for every critical XID and double-bit ECC error
+
+A GPU of a job is what CUDA_VISIBLE_DEVICES calls it; no "gpus": all of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -21,7 +26,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -32,10 +37,9 @@ LOST = (15, 16)
 MISSING: dict[str, Any] = {"gpus": [], "trouble": "pynvml is not installed: pip install nvidia-ml-py"}
 MAX_NVLINKS = 18
 """Of an H100 or B200; NVML names more than any GPU has."""
-POLL_S = 0.02
 SETTLED_S = 1.0
 """Memory in use that has not shrunk for so long is not being given back."""
-IDLE_SLACK_BYTES = 256 << 20
+SLACK_BYTES = 256 << 20
 """What the driver itself may use more than before: a context that another client keeps, page retirement."""
 EVENT_WAIT_MS = 10_000
 """An event ends the wait at once."""
@@ -188,63 +192,131 @@ def _scaled(value: Any, by: int) -> Any:
 # ---- memory
 
 
-class MemoryHolders:
-    """Which processes hold GPU memory. NVML stays initialised: initialising takes seconds where no client does that."""
+class GpuHandle:
+    """One GPU of the job, and what its processes held when they were last seen alive."""
 
-    def __init__(self, nvml: Any) -> None:
+    def __init__(self, nvml: Any, name: str, index: int, handle: Any) -> None:
+        self.name, self.index, self.handle = name, index, handle
         self._nvml = nvml
-        nvml.nvmlInit()
-        self._gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        # The driver's own, before the job has run.
-        self._idle = [self._unexplained(gpu, self._processes(gpu)) for gpu in self._gpus]
+        self._idle = self._unexplained(self._processes())
+        """The driver's own, and that of processes that NVML does not list, before the job has run."""
+        self.held: dict[int, int] = {}
+        self._beside = math.inf
+        """What no listed process explained while those held theirs."""
+        self._least = (math.inf, 0.0)
 
-    def wait(self, pids: set[int], within_s: float) -> list[tuple[int, int]]:
-        """(pid, GPU index) of those of `pids` that hold memory: none as soon as none does, else after `within_s`.
+    def sample(self, pids: Collection[int]) -> None:
+        processes = self._processes()
+        held = {process.pid: process.usedGpuMemory or 0 for process in processes if process.pid in pids}
+        if held and held.keys().isdisjoint(self.held):
+            self.held, self._beside = {}, math.inf
+        if held:
+            self.held |= held
+            self._beside = min(self._beside, self._unexplained(processes))  # some may be ending already
 
-        A process id may vanish before its memory is free: each GPU is waited for until what no process explains is as
-        little as before the job, or shrinks no more.
-        """
-        began = time.monotonic()
-        least = [(math.inf, began)] * len(self._gpus)
-        while True:
-            now, holders, busy = time.monotonic(), [], False
-            for index, gpu in enumerate(self._gpus):
-                processes = self._processes(gpu)
-                held = [(process.pid, index) for process in processes if process.pid in pids]
-                used = self._unexplained(gpu, processes)
-                if used < least[index][0] or held:
-                    least[index] = used, now
-                left = used > self._idle[index] + IDLE_SLACK_BYTES and now < least[index][1] + SETTLED_S
-                holders += held
-                busy = busy or bool(held) or left
-            if not busy or now >= began + within_s:
-                return holders
-            time.sleep(POLL_S)
+    def holders(self, pids: Collection[int], now: float) -> tuple[list[int], bool]:
+        """Those of `pids` that hold memory, and whether to wait: they do, or what they held is not given back."""
+        processes = self._processes()
+        listed = [process.pid for process in processes if process.pid in pids]
+        owed = sum(used for pid, used in self.held.items() if pid in pids)
+        used = self._unexplained(processes)
+        if used < self._least[0] or listed:
+            self._least = used, now
+        left = used - (self._beside if owed else self._idle)
+        shrinks = now < self._least[1] + SETTLED_S
+        return listed, bool(listed) or (left > SLACK_BYTES and (left <= owed + SLACK_BYTES or shrinks))
 
-    def _processes(self, gpu: Any) -> list[Any]:
+    def begin_wait(self, now: float) -> None:
+        self._least = math.inf, now
+
+    def _processes(self) -> list[Any]:
         """Empty for a GPU that cannot be queried, because it fell off the bus."""
         try:
-            return list(self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu))
+            return list(self._nvml.nvmlDeviceGetComputeRunningProcesses(self.handle))
         except self._nvml.NVMLError:
             return []
 
-    def _unexplained(self, gpu: Any, processes: list[Any]) -> float:
+    def _unexplained(self, processes: list[Any]) -> float:
         """Bytes in use that no process is listed with; 0 if unknown."""
         try:
-            used = self._nvml.nvmlDeviceGetMemoryInfo(gpu).used
+            used = self._nvml.nvmlDeviceGetMemoryInfo(self.handle).used
         except (self._nvml.NVMLError, AttributeError):
             return 0.0
         return float(max(0, used - sum(process.usedGpuMemory or 0 for process in processes)))
+
+
+class MemoryHolders:
+    """Which processes hold GPU memory. NVML stays initialised: initialising takes seconds where no client does that."""
+
+    def __init__(self, nvml: Any, names: Collection[str]) -> None:
+        nvml.nvmlInit()
+        found = named_handles(nvml, names)
+        self._names = sorted(names) or [""]
+        self._known = found is not None
+        self._pids: Mapping[int, str] = {}
+        every = handles(nvml) if found is None else found
+        self._gpus = [GpuHandle(nvml, name, index, handle) for name, (index, handle) in every.items()]
+
+    def sample(self, pids: Collection[int]) -> None:
+        for gpu in self._gpus:
+            gpu.sample(pids)
+
+    def look(self, pids: Mapping[int, str]) -> tuple[list[tuple[int, int]], list[str]]:
+        """(pid, GPU index) of those of the ended processes `pids` that hold memory, and the GPUs that are not free.
+
+        `pids` has the GPU of each. All are busy while one is, where GPUs are unknown by name, or a process used another
+        one than its own.
+        """
+        now = time.monotonic()
+        if pids != self._pids:
+            self._pids = pids
+            for gpu in self._gpus:
+                gpu.begin_wait(now)
+        found, busy = [], []
+        for gpu in self._gpus:
+            listed, waits = gpu.holders(pids, now)
+            found += [(pid, gpu.index) for pid in listed]
+            busy += [gpu.name] if waits else []
+        own = self._known and all(pids.get(pid, gpu.name) == gpu.name for gpu in self._gpus for pid in gpu.held)
+        return found, busy if own or not busy else self._names
+
+
+def handles(nvml: Any) -> dict[str, tuple[int, Any]]:
+    """By its index as a string, each GPU's index and handle. A lost one is left out."""
+    found = {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with contextlib.suppress(nvml.NVMLError):
+            found[str(index)] = index, nvml.nvmlDeviceGetHandleByIndex(index)
+    return found
+
+
+def named_handles(nvml: Any, names: Collection[str]) -> dict[str, tuple[int, Any]] | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES names so, by these names; None if one is unknown, or there are no names."""
+    every = handles(nvml)
+    by_uuid = {}
+    for index, handle in every.values():
+        with contextlib.suppress(nvml.NVMLError, AttributeError):
+            by_uuid[text(nvml.nvmlDeviceGetUUID(handle))] = index, handle
+    found = {}
+    for name in names:
+        given = every.get(name) or next((by_uuid[uuid] for uuid in by_uuid if uuid.startswith(name)), None)
+        if given is None and name.startswith("MIG-"):
+            with contextlib.suppress(nvml.NVMLError, AttributeError):
+                given = -1, nvml.nvmlDeviceGetHandleByUUID(name)
+        if given is None:
+            return None
+        found[name] = given
+    return found or None
 
 
 # ---- events
 
 
 class EventThread:
-    """Reports critical XIDs and double-bit ECC errors for as long as the process lives."""
+    """Reports critical XIDs and double-bit ECC errors of these GPUs for as long as the process lives."""
 
-    def __init__(self, nvml: Any, send: Callable[[dict[str, Any]], None]) -> None:
-        self._nvml, self._send = nvml, send
+    def __init__(self, nvml: Any, names: Collection[str], send: Callable[[dict[str, Any]], None]) -> None:
+        self._nvml, self._names, self._send = nvml, names, send
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -276,9 +348,8 @@ class EventThread:
     def _register(self, events: Any) -> int:
         nvml, registered = self._nvml, 0
         types = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
-        for index in range(nvml.nvmlDeviceGetCount()):
+        for _, handle in (named_handles(nvml, self._names) or handles(nvml)).values():
             try:
-                handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 nvml.nvmlDeviceRegisterEvents(handle, types & nvml.nvmlDeviceGetSupportedEventTypes(handle), events)
                 registered += 1
             except nvml.NVMLError:
@@ -304,6 +375,7 @@ class Server:
     def __init__(self, nvml: Any, send: Callable[[dict[str, Any]], None]) -> None:
         self._nvml, self._send = nvml, send
         self._memory: MemoryHolders | None = None
+        self._names: Collection[str] = ()
 
     def handle(self, request: dict[str, Any]) -> None:
         try:
@@ -318,11 +390,16 @@ class Server:
             case "gpus":
                 return gpus(self._nvml)
             case "events":
-                EventThread(self._nvml, self._send)
-            case "initialize" | "holders":
-                self._memory = self._memory or MemoryHolders(self._nvml)
-                if request["do"] == "holders":
-                    return {"holders": self._memory.wait(set(request["pids"]), request["within_s"])}
+                EventThread(self._nvml, request["gpus"], self._send)
+            case "initialize":
+                self._names = request["gpus"]
+                self._memory = MemoryHolders(self._nvml, self._names)
+            case "sample" if self._memory is not None:
+                self._memory.sample(request["pids"])
+            case "holders":
+                self._memory = self._memory or MemoryHolders(self._nvml, self._names)
+                holders, busy = self._memory.look(dict(request["pids"]))
+                return {"holders": holders, "busy": busy}
         return {}
 
 

@@ -20,8 +20,7 @@ from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.messages import Event, ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Round
 from elasticd_agent.system import procfs
-from elasticd_agent.workers import gpu_memory
-from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked
+from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked, MemoryWait
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerMessage
 from elasticd_agent.workers.launcher.owned_group import STORE_RANK
 from elasticd_agent.workers.launcher.requests import ALWAYS, LaunchRequests, Preload, WorkerSpec
@@ -49,6 +48,16 @@ class GroupStarted:
     store_pid: int
     """0: the round's store is on another node."""
     warm: bool
+    held: tuple[int, ...] = ()
+    """Local ranks that wait until their GPU's memory is free: WorkersReleased follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersReleased:
+    """Workers of round `number` that were held run, by local rank."""
+
+    number: int
+    local_ranks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,8 @@ class WorkerGroup:
     pids: list[int] = field(default_factory=list)
     store_pid: int = 0
     stopping: bool = False
+    held: tuple[int, ...] = ()
+    """Local ranks whose GPU's memory is not free yet."""
 
 
 @dataclass(slots=True)
@@ -159,11 +170,9 @@ template's start, and then starts cold."""
 PRELOAD_DEADLINE_S = 600.0
 """For one module."""
 FORK_DEADLINE_S = 10.0
-MEMORY_DEADLINE_S = gpu_memory.WAIT_S + gpu_memory.ANSWER_S + 3.0
-"""For a check of the GPU memory that never answers."""
 TEMPLATE_TRIES = 3
 
-OwnerEvent = Event | GroupStarted | StoreReady | ProcessUnkillable | ProcessReaped
+OwnerEvent = Event | GroupStarted | WorkersReleased | StoreReady | ProcessUnkillable | ProcessReaped
 
 
 class WorkersListener(Protocol):
@@ -204,10 +213,9 @@ class WorkerManager:
         self._park_request: tuple[int, bool] | None = None
         """The group to park once the template is ready: size, with a store."""
         self._start: PendingStart | None = None
-        self._memory = memory or GpuMemory()
-        self._memory_requested = False
+        self._memory = MemoryWait(memory or GpuMemory(), spec.devices)
         self._waiting_for_memory: PendingStart | None = None
-        """The start that waits until the last group's GPU memory is free."""
+        """The start that waits until memory of the last group is free on one of its GPUs."""
         self._unkillable: set[int] = set()
         self._groups: dict[int, WorkerGroup] = {}
         self._stores: list[int] = []
@@ -249,28 +257,50 @@ class WorkerManager:
         """Begin to start this node's group of `round`; GroupStarted or StartFailed follows.
 
         Rank 0's node starts the round's store as well: `master` is None there, and StoreReady has its port. On other
-        nodes `master` is its address. The start waits until the last group's GPU memory is free.
+        nodes `master` is its address. Each worker waits until the last group's memory on its GPU is free; without a
+        warm launcher all wait for all.
         """
         self.end_store()
-        start = PendingStart(round, with_master(master, workers), master, time.monotonic() + MEMORY_DEADLINE_S)
-        self._memory_requested = self._memory.check(self._unkillable) or self._memory_requested
-        if not self._memory_requested:
+        self._memory.begin(self._unkillable)
+        start = PendingStart(round, with_master(master, workers), master, 0.0)
+        if self._memory.due is None:
             self._begin(start)
             return
         self._waiting_for_memory = start
         self.park(len(workers), with_store=master is None)
+        self._begin_where_free()
 
     def memory_checked(self, memory: MemoryChecked) -> None:
-        """The answer to the check that a start waits for, if it still does."""
-        self._memory_requested = False
-        start, self._waiting_for_memory = self._waiting_for_memory, None
+        """What a check has found so far."""
+        if not self._memory.take(memory):
+            return
+        waiting = [start.round for start in (self._waiting_for_memory, self._start) if start is not None]
+        waiting += [group.round for group in self._groups.values() if group.held]
+        held = ", ".join(f"process {pid} on GPU {gpu}" for pid, gpu in memory.holders)
+        if waiting and (held or memory.trouble):
+            what = f"ended processes still hold GPU memory ({held})" if held else memory.trouble
+            self._report(f"round {waiting[0].number}: {what}; starting the workers after {memory.seconds:.1f} s")
+        self._begin_where_free()
+        for name, group in self._groups.items():
+            busy = self._memory.held(self._slots(group.round))
+            if free := [rank for rank in group.held if rank not in busy]:
+                group.held = tuple(rank for rank in group.held if rank in busy)
+                self._owner.send(do="release_held", group=name, ranks=free)
+
+    def _begin_where_free(self) -> None:
+        """Begin the start that waits, if a worker of it can run."""
+        start, spare = self._waiting_for_memory, self._spare
         if start is None:
             return
-        held = ", ".join(f"process {pid} on GPU {gpu}" for pid, gpu in memory.holders)
-        if held or memory.trouble:
-            what = f"ended processes still hold GPU memory ({held})" if held else memory.trouble
-            self._report(f"round {start.round.number}: {what}; starting the workers after {memory.seconds:.1f} s")
-        self._begin(start)
+        parked = spare is not None and spare.ready and spare.fits(start)
+        held = self._memory.held(self._slots(start.round))
+        if self._memory.due is None or (parked and len(held) < len(start.workers)):
+            self._waiting_for_memory = None
+            self._begin(start)
+
+    def _slots(self, round: Round) -> tuple[int, ...]:
+        member = round.member(self._node)
+        return member.slots if member is not None else ()
 
     def _begin(self, start: PendingStart) -> None:
         now = time.monotonic()
@@ -360,9 +390,11 @@ class WorkerManager:
                     f"later rounds may use it"
                 )
                 self._execute()
-        elif self._waiting_for_memory is not None and now >= self._waiting_for_memory.deadline:
-            self.memory_checked(MemoryChecked((), MEMORY_DEADLINE_S, "the check of the GPU memory did not answer"))
-        deadlines = [start.deadline for start in (self._start, self._waiting_for_memory) if start is not None]
+        if (overdue := self._memory.overdue(now)) is not None:
+            self.memory_checked(overdue)
+        deadlines = [] if self._start is None else [self._start.deadline]
+        if self._memory.due is not None:
+            deadlines.append(self._memory.due)
         if self._template_since is not None:
             deadlines.append(since + PRELOAD_DEADLINE_S)
         return min(deadlines, default=None)
@@ -389,6 +421,9 @@ class WorkerManager:
                 return [StoreReady(group.round.number, message["port"])] if group is not None else []
             case "started":
                 return self._started(message)
+            case "released":
+                group = self._groups.get(message["group"])
+                return [WorkersReleased(group.round.number, message["ranks"])] if group is not None else []
             case "exited":
                 return self._exited(message)
             case "ended":
@@ -442,6 +477,7 @@ class WorkerManager:
         self._template_tries = 0
         if self._spare is not None and self._spare.name == name:
             self._spare.ready = True
+        self._begin_where_free()
         self._advance()
 
     def _refused(self, message: dict[str, Any]) -> list[OwnerEvent]:
@@ -465,8 +501,8 @@ class WorkerManager:
         if group is None:
             return []
         group.pids, group.store_pid = message["pids"], message["store"]
-        self._memory.track(group.pids)
-        return [GroupStarted(group.round.number, group.pids, group.store_pid, group.warm)]
+        self._memory.track(group.pids, self._slots(group.round))
+        return [GroupStarted(group.round.number, group.pids, group.store_pid, group.warm, group.held)]
 
     def _exited(self, message: dict[str, Any]) -> list[OwnerEvent]:
         group = self._groups.get(message["group"])
@@ -529,7 +565,8 @@ class WorkerManager:
             self._spare = None
 
     def _release(self, spare: ParkedGroup, start: PendingStart) -> None:
-        self._groups[spare.name] = WorkerGroup(start.round, start.workers, start.master, warm=True)
+        held = self._memory.held(self._slots(start.round))
+        self._groups[spare.name] = WorkerGroup(start.round, start.workers, start.master, warm=True, held=held)
         self._spare = self._start = None
         self._owner.send(
             do="release",
@@ -537,6 +574,7 @@ class WorkerManager:
             store=start.master is None,
             keep=keeps_store(start.round),
             workers=[{"env": w.env, "stdout": w.stdout, "stderr": w.stderr} for w in start.workers],
+            held=held,
             **self._store_at,
         )
 

@@ -44,7 +44,7 @@ class NodeChecks:
         self._settings = settings
         self._environ = environ
         self._on_event = on_event
-        self._nvml = NvmlClient(("events",), self._on_nvml_event)
+        self._nvml = NvmlClient(({"do": "events", "gpus": ()},), self._on_nvml_event)
         self._events: queue.SimpleQueue[CheckResult] = queue.SimpleQueue()
         self._most_links: dict[str, int] = {}
         self._ports: dict[str, Any] = {}

@@ -44,6 +44,8 @@ class OwnedGroup:
         self.ranks: dict[int, int] = {}
         """The same, with the members that have ended."""
         self.running = False
+        self.held: dict[int, bytes] = {}
+        """The releases that workers of a running group still wait for, by local rank."""
         self.keeps_store = False
         """After a success the store stays until it is killed: other nodes' workers may need it."""
         self.ended = False

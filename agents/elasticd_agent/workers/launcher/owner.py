@@ -8,14 +8,15 @@ too, ends the rest. The owner starts, releases, signals and reaps the processes 
 Runs as `python -I -S owner.py FD RUNTIME_DIR [KEPT_FD ...]`, in one thread, with the standard library and a few modules
 of ours that need no more. It keeps each KEPT_FD open for as long as it has a process to end: a lock on one shows that.
 
-Messages are one JSON object a packet. Requests of the agent ("do"): writer, template, park, release, exec, signal,
-end_template. Reports to the agent ("kind"): template_ready, template_ended, parked, refused, store_ready, started,
-exited, ended, reaped. `ended` lists the processes that survive SIGKILL (`unkillable`); `reaped` follows when one of
-them has died.
+Messages are one JSON object a packet. Requests of the agent ("do"): writer, template, park, release, release_held,
+exec, signal, end_template. Reports to the agent ("kind"): template_ready, template_ended, parked, refused, store_ready,
+started, released, exited, ended, reaped. `ended` lists the processes that survive SIGKILL (`unkillable`); `reaped`
+follows when one of them has died.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -24,7 +25,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 if __name__ == "__main__":  # run as a file, isolated: our own packages come after the standard library
@@ -216,10 +217,12 @@ class Owner:
                 self.member_exited(group, pid, status, at)
 
     def do_release(self, message: Message) -> None:
-        """Release a parked group: {group, store, keep, host, port, workers: [{env, stdout, stderr}]}; the surplus ends.
+        """Release a parked group: {group, store, keep, host, port, workers: [{env, stdout, stderr}], held}; the surplus
+        ends.
 
         Without a `store` the group uses one on another node, which is in its workers' `env` already. With `keep` the
-        store outlives a group that succeeds, until the group is sent SIGKILL.
+        store outlives a group that succeeds, until the group is sent SIGKILL. `held` are local ranks of workers that
+        wait for `release_held`.
         """
         group = self.groups.get(message["group"])
         if group is None or not group.alive:
@@ -232,18 +235,28 @@ class Owner:
             group.port = 0  # the surplus store ends below
         pids = {rank: pid for pid, rank in group.alive.items()}
         for rank, worker in enumerate(message["workers"]):
-            try:
-                group.channels[rank].send(encode(self.with_port(group, worker)))
-            except OSError:
-                pass  # it died while parked: its exit is reported like any other
+            group.held[rank] = encode(self.with_port(group, worker))
         for rank in [
             rank for rank in pids if rank >= len(message["workers"]) or (rank == STORE_RANK and not group.port)
         ]:
             del group.alive[pids[rank]]
             signal_child(pids.pop(rank), signal.SIGKILL)
-        for rank in [rank for rank in group.channels if rank != STORE_RANK or rank not in pids]:
+        for rank in [rank for rank in group.channels if rank not in pids]:
             group.channels.pop(rank).close()
+        self.release_workers(group, group.held.keys() - set(message["held"]))
         self.begin(group, pids, message["keep"])
+
+    def do_release_held(self, message: Message) -> None:
+        """{group, ranks: [local rank]}"""
+        group = self.groups.get(message["group"])
+        if group is not None:
+            self.release_workers(group, message["ranks"])
+            self.send("released", group=group.name, ranks=message["ranks"])
+
+    def release_workers(self, group: OwnedGroup, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            with group.channels.pop(rank) as channel, contextlib.suppress(OSError):
+                channel.send(group.held.pop(rank))  # if it died while parked, its exit is reported like any other
 
     def do_exec(self, message: Message) -> None:
         """Start a group cold: {group, store, keep, host, port, cwd, env, workers: [{argv, env, stdout, stderr}]}.
