@@ -26,6 +26,7 @@ from elasticd_agent.workers.gpu_memory import (
     WAIT_S,
     GpuMemory,
     MemoryChecked,
+    MemoryWait,
     NvmlGpuMemory,
     open_gpu_memory,
 )
@@ -314,12 +315,11 @@ class Node:
         script = directory / "script.py"
         script.write_text("import sys, time\nopen(sys.argv[1], 'a').write('x')\ntime.sleep(600)\n")
         how = (Mode.SCRIPT, str(script), (str(directory / "ran"),)) if warm else (Mode.EXEC, "sleep", ("600",))
-        spec = JobSpec(
-            sys.executable, *how, directory, job_id="job", run="1", max_workers=2, devices=("0", "1") if warm else ()
-        )
+        spec = JobSpec(sys.executable, *how, directory, job_id="job", run="1", max_workers=2)
+        gpus = ("0", "1") if warm else ()
         owner = OwnerClient(directory / "runtime", inbox.put)
         preload = Preload(("json",)) if warm else Preload(cold="no Python")
-        self.workers = WorkerManager(spec, "a", dict(os.environ), preload, owner, memory=memory)
+        self.workers = WorkerManager(spec, "a", dict(os.environ), preload, owner, memory=MemoryWait(memory, gpus))
         self.sentences: list[str] = []
         self.workers.set_listener(self)
 

@@ -202,6 +202,7 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
         devices=gpus[:high] if len(gpus) >= high else (),
         checkpoint_dir=_path(parsed.checkpoint_dir, cwd),
         preload=_modules(parsed.preload or []),
+        cuda_warm=parsed.cuda_warm,
         log_dir=_path(parsed.log_dir, cwd),
         redirects=_streams("--redirects", parsed.redirects, high),
         tee=_streams("--tee", parsed.tee, high),

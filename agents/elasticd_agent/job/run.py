@@ -37,9 +37,15 @@ from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import installation
 from elasticd_agent.system.devices import visible_gpus
 from elasticd_agent.workers.file_timer import ENABLE_VARIABLE, FILE_VARIABLE, FileTimerServer
-from elasticd_agent.workers.gpu_memory import open_gpu_memory
+from elasticd_agent.workers.gpu_memory import MemoryWait, open_gpu_memory
 from elasticd_agent.workers.launcher.client import OwnerClient
-from elasticd_agent.workers.launcher.requests import Preload, plan_preload, script_of, worker_base_environment
+from elasticd_agent.workers.launcher.requests import (
+    Preload,
+    plan_preload,
+    refuse_contexts,
+    script_of,
+    worker_base_environment,
+)
 from elasticd_agent.workers.manager import WorkerManager
 
 if TYPE_CHECKING:
@@ -162,9 +168,18 @@ def _worker_factory(
         inherited = {**inherited, FILE_VARIABLE: str(timer_file)}
     base_env = worker_base_environment(inherited, spec.max_workers)
     preload = preload_for(spec)
+    slot_gpus = spec.devices or (gpus if len(gpus) == spec.max_workers else ())
+    why_no_contexts = refuse_contexts(script_for(spec), slot_gpus) if spec.cuda_warm else ""
+    if why_no_contexts:
+        _log.warning("--cuda-warm is refused: %s", why_no_contexts)
     memory = open_gpu_memory(gpus, inbox.put, _log.warning)
     stack.callback(memory.close)
-    return lambda owner: WorkerManager(spec, node, base_env, preload, owner, listening_address(spec), memory)
+
+    def make(owner: OwnerClient) -> WorkerManager:
+        host, wait = listening_address(spec), MemoryWait(memory, slot_gpus)
+        return WorkerManager(spec, node, base_env, preload, owner, host, wait, spec.cuda_warm and not why_no_contexts)
+
+    return make
 
 
 def _step_rules(policy: Policy, membership: JobMembership, context: RunContext) -> StepRules:
@@ -221,10 +236,14 @@ def find_on_disk(directory: Path | None) -> tuple[int, tuple[int, int] | None]:
     return checkpoint.highest_round(directory), (newest.round, newest.step) if newest is not None else None
 
 
+def script_for(spec: JobSpec) -> Path | None:
+    return None if spec.mode is Mode.EXEC else script_of(spec.mode is Mode.MODULE, spec.entrypoint, spec.cwd)
+
+
 def preload_for(spec: JobSpec) -> Preload:
     if spec.mode is Mode.EXEC:
         return Preload(cold="--no-python: there is no interpreter to keep warm")
-    script = script_of(spec.mode is Mode.MODULE, spec.entrypoint, spec.cwd)
+    script = script_for(spec)
     listed = spec.base_environment(os.environ).get("PYTHONPATH", "").split(os.pathsep)
     first = spec.cwd if spec.mode is Mode.MODULE or script is None else script.resolve().parent
     return plan_preload(script, spec.args, spec.preload, (first, *(spec.cwd / folder for folder in listed if folder)))

@@ -264,16 +264,18 @@ class MemoryHolders:
     def look(self, pids: Mapping[int, str]) -> tuple[list[tuple[int, int]], list[str]]:
         """(pid, GPU index) of those of the ended processes `pids` that hold memory, and the GPUs that are not free.
 
-        `pids` has the GPU of each. All are busy while one is, where GPUs are unknown by name, or a process used another
-        one than its own.
+        `pids` has the GPU of each; where all were seen on some, the others are not looked at. All are busy while one
+        is, where GPUs are unknown by name, or a process used another one than its own.
         """
         now = time.monotonic()
         if pids != self._pids:
             self._pids = pids
             for gpu in self._gpus:
                 gpu.begin_wait(now)
+        seen = {pid for gpu in self._gpus for pid in gpu.held}
+        theirs = [gpu for gpu in self._gpus if gpu.held.keys() & pids.keys() or not pids.keys() <= seen]
         found, busy = [], []
-        for gpu in self._gpus:
+        for gpu in theirs:
             listed, waits = gpu.holders(pids, now)
             found += [(pid, gpu.index) for pid in listed]
             busy += [gpu.name] if waits else []

@@ -165,11 +165,11 @@ def open_gpu_memory(
 class MemoryWait:
     """Which of a job's GPUs on this node wait for memory of the last group. It belongs to one thread."""
 
-    def __init__(self, memory: GpuMemory, gpus: Sequence[str]) -> None:
+    def __init__(self, memory: GpuMemory | None = None, gpus: Sequence[str] = ()) -> None:
         """`gpus`: one for each slot, none if they are not known."""
         self.due: float | None = None
         """The deadline of a check that is not over."""
-        self._memory = memory
+        self._memory = memory or GpuMemory()
         self._gpus = gpus
         self._number = 0
         self._busy: tuple[str, ...] | None = None

@@ -1,5 +1,6 @@
 /* A libcuda.so.1 for tests: every call is a line in $FAKE_CUDA_LOG. There is one device, and no work is possible. */
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -30,6 +31,35 @@ int cuInit(unsigned flags) {
 int cuDriverGetVersion(int *version) {
     note("cuDriverGetVersion");
     *version = 13000;
+    return 0;
+}
+
+int cuDeviceGet(int *device, int ordinal) {
+    *device = ordinal;
+    return 0;
+}
+
+/* Only the compute mode is asked for. */
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    const char *mode = getenv("FAKE_CUDA_MODE");
+    *value = attribute == 20 && mode ? atoi(mode) : 0;
+    return 0;
+}
+
+/* What takes memory of the device names its process. */
+static void note_process(const char *call) {
+    char line[48];
+    snprintf(line, sizeof line, "%s:%d", call, getpid());
+    note(line);
+}
+
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+    note_process("context");
+    return 0;
+}
+
+int cublasCreate_v2(void **handle) {
+    note_process("cublas");
     return 0;
 }
 

@@ -1,0 +1,77 @@
+"""The groups of one job on this node as its manager knows them: to be started, running, parked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elasticd_agent.model.records import Round
+from elasticd_agent.workers.launcher.requests import WorkerSpec
+
+Master = tuple[str, int]
+"""Where a round's store listens: MASTER_ADDR and MASTER_PORT."""
+
+
+@dataclass(slots=True)
+class PendingStart:
+    """A Round whose group is to be started. Without a `master` the round's store starts as well."""
+
+    round: Round
+    workers: tuple[WorkerSpec, ...]
+    master: Master | None
+    deadline: float
+
+
+@dataclass(slots=True)
+class WorkerGroup:
+    """A started group."""
+
+    round: Round
+    workers: tuple[WorkerSpec, ...]
+    master: Master | None
+    warm: bool
+    pids: list[int] = field(default_factory=list)
+    store_pid: int = 0
+    stopping: bool = False
+    held: tuple[int, ...] = ()
+    """Local ranks whose GPU's memory is not free yet."""
+
+
+@dataclass(slots=True)
+class ParkedGroup:
+    """A group forked ahead that waits for its release."""
+
+    name: int
+    size: int
+    with_store: bool
+    ready: bool = False
+    contexts: tuple[dict[str, Any], ...] = ()
+    """The CUDA contexts that its workers make or have, by local rank: see `cuda_place`."""
+    contexts_due: float | None = None
+    """Until when they are made."""
+
+    def fits(self, start: PendingStart) -> bool:
+        """A release ends surplus processes and cannot add any, nor move a context to another GPU."""
+        places = map(cuda_place, start.workers)
+        alike = all(mine == theirs for mine, theirs in zip(self.contexts, places, strict=False))
+        enough = self.size >= len(start.workers) and (self.with_store or start.master is not None)
+        return enough and alike and self.contexts_due is None
+
+
+def cuda_place(worker: WorkerSpec) -> dict[str, Any]:
+    """The GPU on which the worker's script makes its context, by convention: that of LOCAL_RANK."""
+    visible = {name: worker.env[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in worker.env}
+    return {"env": visible, "device": int(worker.env.get("LOCAL_RANK", "0"))}
+
+
+def with_master(master: Master | None, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
+    """The workers with the address of a store on another node; the owner adds that of its own store."""
+    if master is None:
+        return workers
+    env = {"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])}
+    return tuple(replace(worker, env={**worker.env, **env}) for worker in workers)
+
+
+def keeps_store(round: Round) -> bool:
+    """Whether a store outlives its own node's group: workers of other nodes may end later, as under torchrun."""
+    return len(round.members) > 1
