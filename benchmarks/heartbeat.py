@@ -25,7 +25,7 @@ from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat.collectives import Collectives, flight_recorder_dump
 from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
 from elasticd.heartbeat.record import HeartbeatWriter
-from elasticd.heartbeat.thread import PERIOD_S, HeartbeatThread
+from elasticd.heartbeat.thread import PERIOD_S, STEPPING_PERIODS, HeartbeatThread
 
 STEP_S = 0.02
 """The step for the share: a small model's."""
@@ -138,7 +138,7 @@ def main() -> None:
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
-    share = max(session, hook) / STEP_S + stall / PERIOD_S
+    share = max(session, hook) / STEP_S + stall / (PERIOD_S * STEPPING_PERIODS)
     sys.stdout.write(f"of rank 0's training thread, with steps of {STEP_S * 1e3:g} ms: {share:.4%}\n")
     sys.stdout.write(f"of a core, the heartbeat thread: {busy:.4%}\n")
 

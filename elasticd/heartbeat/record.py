@@ -31,9 +31,10 @@ and are guarded by `seq`.
     184   u64  pid                       the process that maps this file, in its own process namespace, 0 unknown
     192   i64  collectives               issued by the default process group, -1 while there is none; this word,
                                          alive_ticks, wait_ticks and timeout_ms are a background thread's (thread.py)
-    200   u64  alive_ticks               counts while that thread gets the GIL, 0 while there is no such thread
+    200   u64  alive_ticks               counts tenths of a second in which that thread gets the GIL, 0 while there is
+                                         no such thread
     208   i64  collectives_per_step *    issued during the last finished step, -1 unknown
-    216   u64  wait_ticks                ticks that saw the rank wait for others: in torch.distributed, or
+    216   u64  wait_ticks                those that saw the rank wait for others: in torch.distributed, or
                                          after all collectives of a usual step had been issued
     224   u64  timeout_ms                the default process group's own timeout, 0 unknown
     232   i64  collectives_at_step *     issued when the last step was finished, -1 unknown
@@ -257,20 +258,21 @@ class HeartbeatWriter:
         os.register_at_fork(after_in_child=forked)  # after `_detach`: a child's steps stay in its private copy
         return step
 
-    def tick(self, issued: int, timeout_ms: int, waits: bool = False, moved: bool = False) -> None:
+    def tick(self, issued: int, timeout_ms: int, waits: bool = False, moved: bool = False, periods: int = 1) -> None:
         """The background thread got the GIL; `issued` and `timeout_ms` are the default process group's.
 
-        `waits`: the training thread waits for others; `moved`: it is at another place than at the tick before.
+        `waits`: the training thread waits for others; `moved`: it is at another place than at the tick before, which
+        was `periods` of the thread ago.
         """
         words, signed = self._words, self._signed
-        words[_ALIVE] += 1
+        words[_ALIVE] += periods
         words[_MOVED] += moved
         signed[_COLLECTIVES] = issued
         words[_TIMEOUT] = timeout_ms
         if issued < signed[_AT_STEP]:  # the group is gone, or another one counts
             signed[_PER_STEP] = signed[_AT_STEP] = _UNKNOWN
         elif waits or 0 < signed[_PER_STEP] <= issued - signed[_AT_STEP]:
-            words[_WAITS] += 1
+            words[_WAITS] += periods
 
     def write_groups(self, groups: GroupCounts) -> None:
         """What NCCL's recorder says now; MAX_GROUPS at most. For the background thread."""

@@ -1,4 +1,4 @@
-"""The background thread of a worker: ten times a second it writes into the heartbeat what a hung training thread
+"""The background thread of a worker: five to ten times a second it writes into the heartbeat what a hung training thread
 cannot.
 
 It counts `alive_ticks` while it gets the GIL and reports the collectives issued, waits in init_process_group, whether
@@ -35,7 +35,11 @@ from elasticd.heartbeat.main_thread import MainThread
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP, MAX_GROUPS, STACKS_SIGNAL, HeartbeatWriter, Phase
 
 PERIOD_S = 0.1
-"""The agent reads every 0.25 s; a tick costs the training thread 40 to 160 µs (benchmarks/heartbeat.py)."""
+"""The agent reads every 0.25 s; a tick costs the training thread 40 to 160 µs (benchmarks/heartbeat.py), nearly all of
+it two switches of threads."""
+STEPPING_PERIODS, STEPPING_AFTER = 2, 10
+"""Where each of so many ticks has seen progress, steps are shorter than the period: half as many ticks are enough, and
+each counts twice. The first one without progress ends that."""
 TIMEOUT_EVERY = 10
 """The group's timeout is read once in so many ticks: it takes as long as all the rest, and references the group."""
 GROUPS_AFTER_NS = 1_000_000_000
@@ -67,6 +71,8 @@ class HeartbeatThread:
         self._timeout_ms = 0
         self._ticks_with_group = 0
         self._read_groups_at = 0  # CLOCK_MONOTONIC nanoseconds
+        self._progress_ns = 0
+        self._stepping = 0  # ticks in a row that have seen progress
         self._exiting = False
         self._joining = False
         self._main = MainThread()
@@ -108,19 +114,27 @@ class HeartbeatThread:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, NAME, 0, 0, 0)
         try:
             self._tick()
-            while not self._stop.acquire(timeout=self._period_s):
+            while not self._stop.acquire(timeout=self._period_s * self._periods):
                 self._tick()
         finally:
             self._writer.thread_stopped()
             self._over.release()
 
+    @property
+    def _periods(self) -> int:
+        """Between the last tick and the next one."""
+        return STEPPING_PERIODS if self._stepping >= STEPPING_AFTER else 1
+
     def _tick(self) -> None:
-        used = self._main.used_ns()
+        used, periods, progress_ns = self._main.used_ns(), self._periods, self._writer.progress_ns
+        self._stepping = self._stepping + 1 if progress_ns != self._progress_ns else 0
+        self._progress_ns = progress_ns
         issued = self._read_collectives()
         file, _, position = self._main.position()
         moved = position != self._position
         self._position = position
-        self._writer.tick(issued, self._timeout_ms, issued > 0 and self._main.waits(file, used), moved)
+        waits = issued > 0 and self._main.waits(file, used)
+        self._writer.tick(issued, self._timeout_ms, waits, moved, periods)
         if issued >= 0:
             self._read_groups(moved)
         if not self._exiting and script_is_over():

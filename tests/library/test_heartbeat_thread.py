@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from elasticd.heartbeat import record as heartbeat
-from elasticd.heartbeat.record import HeartbeatReader, Phase
+from elasticd.heartbeat.record import HeartbeatReader, HeartbeatWriter, Phase
+from elasticd.heartbeat.thread import STEPPING_AFTER, STEPPING_PERIODS, HeartbeatThread
 
 
 def test_thread_counts_collectives_and_waits(start: Any, wait_for: Any) -> None:
@@ -307,3 +308,23 @@ def test_dump_without_flight_recorder_writes_no_file(python: Any, tmp_path: Path
         assert not (tmp_path / "beat.flight").exists()
         assert reader.read().request == 0, "the other word is untouched"
         ended(process)
+
+
+def test_half_the_ticks_while_steps_are_short(tmp_path: Path) -> None:
+    """Each counts twice; the first one without progress is followed by all of them again."""
+    heartbeat.create(tmp_path / "beat")
+    writer = HeartbeatWriter(tmp_path / "beat")
+    ticker = HeartbeatThread(writer)
+    with HeartbeatReader(tmp_path / "beat") as reader:
+        for step in range(STEPPING_AFTER):
+            assert ticker._periods == 1
+            writer.step(step)
+            ticker._tick()
+        assert (ticker._periods, reader.read().alive_ticks) == (STEPPING_PERIODS, STEPPING_AFTER)
+        writer.step(STEPPING_AFTER)
+        ticker._tick()
+        assert reader.read().alive_ticks == STEPPING_AFTER + STEPPING_PERIODS
+        ticker._tick()
+        assert ticker._periods == 1
+        ticker._tick()
+        assert reader.read().alive_ticks == STEPPING_AFTER + 2 * STEPPING_PERIODS + 1

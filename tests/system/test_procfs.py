@@ -190,6 +190,10 @@ print("ready", flush=True)
         ("python", "pt_nccl_watchdg", False),
         ("python", "pt_autograd_0", True),
         ("python", "Thread-1 (read)", True),
+        ("python", "cuda-EvtHandlr", False),
+        ("python", "cuda00001400006", False),
+        ("python", "cuda_prefetch", True),
+        ("python", "NCCLog-reader", True),
         ("cuda_train", "cuda_train", True),
     ],
 )

@@ -19,7 +19,7 @@ def test_sent_and_received_bytes(address: str, until: Callable[[Callable[[], obj
         ends = [os.fstat(end.fileno()).st_ino for end in (client, peer)]
         assert set(ends) <= sockets_of([os.getpid()])
         listening = os.fstat(server.fileno()).st_ino
-        assert tcp_bytes()[listening].unsent == 0
+        assert tcp_bytes()[listening].queued == 0
         client.sendall(b"x" * 50_000)
         until(lambda: all(inode in tcp_bytes() and tcp_bytes()[inode].moved >= 50_000 for inode in ends), 10)
 
@@ -32,10 +32,23 @@ def test_bytes_that_the_peer_does_not_take_are_unsent(
         client.setblocking(False)
         sent = client.send(b"x" * (1 << 24))
         inode = os.fstat(client.fileno()).st_ino
-        assert tcp_bytes()[inode].unsent > 0
+        assert tcp_bytes()[inode].queued > 0
         while sent:
             sent -= len(peer.recv(1 << 20))
-        until(lambda: tcp_bytes()[inode].unsent == 0, 10)
+        until(lambda: tcp_bytes()[inode].queued == 0, 10)
+
+
+def test_bytes_that_are_not_read_are_queued(until: Callable[[Callable[[], object], float], object]) -> None:
+    """They have arrived, and wake up whoever waits for them as soon as its thread gets a processor."""
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()) as client, server.accept()[0] as peer:
+        ours, theirs = (os.fstat(end.fileno()).st_ino for end in (client, peer))
+        client.sendall(b"123")
+        until(lambda: [tcp_bytes()[inode].queued for inode in (ours, theirs)] == [0, 3], 10)
+        client.close()
+        until(lambda: tcp_bytes()[theirs].queued == 3, 10)
+        assert peer.recv(3) == b"123"
+        assert tcp_bytes()[theirs].queued == 0, "the end of a connection is no data"
 
 
 def test_ended_process_has_no_sockets() -> None:

@@ -289,8 +289,8 @@ class GroupObserver:
             return report
         cpu_s, io_bytes = _used(before[pid], after[pid], ended - began)
         state = "t" if after[pid].traced and state in ("R", "S", "D") else state
-        unsent = after[pid].unsent
-        unsent = -1 if unsent is None else unsent
+        queued = after[pid].queued
+        unsent = -1 if queued is None else queued
         return replace(report, state=state, cpu_s=cpu_s, io_bytes=io_bytes, window_s=ended - began, unsent=unsent)
 
     def close(self) -> None:

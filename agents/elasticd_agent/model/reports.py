@@ -59,7 +59,7 @@ class RankReport(Record):
     cpu_s: float = 0.0  #: of its process tree over the last `window_s`
     io_bytes: int = 0  #: the same
     window_s: float = 0.0
-    unsent: int = -1  #: bytes that its TCP sockets have not got rid of; -1: unknown
+    unsent: int = -1  #: bytes in the queues of its TCP sockets, unsent or unread; -1: unknown
     quiet_s: float = -1.0  #: since its process tree last used CPU, or read or wrote; -1: unknown
     # from its stack
     where: Where = ""

@@ -7,6 +7,7 @@ file that waits for the process's memory lock. A process that ends meanwhile is 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +21,10 @@ _READ_LIMIT = 4096
 WORKING_SHARE = 0.005
 """Of the time a starved thread runs more than this, even under a quota of 1 %. The heartbeat thread, which wakes ten
 times a second, runs a tenth of it and waits for a core each time."""
-DEVICE_THREADS = (b"NCCL", b"pt_nccl_", b"cuda")
+DEVICE_THREADS = re.compile(rb"NCCL |pt_nccl_|cuda-EvtHandlr|cuda\d+$")
 """The names of threads that spin or poll for as long as their device is busy or hung: NCCL's proxy ("NCCL Progress 0"),
-torch's watchdog, CUDA's. They do no work of the script, and wait for none."""
+torch's watchdog, CUDA's ("cuda-EvtHandlr", "cuda00001400006"). They do no work of the script, and wait for none. A
+thread that the script calls "cuda_prefetch" is its own: Python 3.14 gives its threads' names to the kernel."""
 _FLAGS, _PF_EXITING = 6, 0x4
 """The flags' index behind the name in a stat line, and the flag of a thread that exits (linux/sched.h)."""
 
@@ -46,8 +48,8 @@ class Usage:
     """A debugger is attached to the first process."""
     throttled_s: float = 0.0
     """For how long a CPU quota has kept its control groups from running."""
-    unsent: int | None = None
-    """Bytes that its TCP sockets have not got rid of yet. None: no socket of it is known."""
+    queued: int | None = None
+    """Bytes in the queues of its TCP sockets, unsent or unread. None: no socket of it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ class UsageReader:
                 any(known[member].state == "R" for member in members),
                 _tracer(pid) != 0,
                 cgroups.throttled_s(members),
-                sum(one.unsent for one in tcp) if tcp else None,
+                sum(one.queued for one in tcp) if tcp else None,
             )
         return found
 
@@ -186,7 +188,7 @@ class UsageReader:
 def _is_device_thread(pid: int, tid: int) -> bool:
     """By its name, unless it has that of its process: a thread without a name of its own inherits it."""
     name = read(f"/proc/{pid}/task/{tid}/comm")
-    return name.startswith(DEVICE_THREADS) and name != read(f"/proc/{pid}/comm")
+    return DEVICE_THREADS.match(name) is not None and name != read(f"/proc/{pid}/comm")
 
 
 def schedstat(pid: int) -> dict[int, tuple[float, float]]:

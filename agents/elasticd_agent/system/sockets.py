@@ -1,4 +1,4 @@
-"""Bytes that TCP sockets have sent, received and still have to send, by the kernel's socket diagnostics (sock_diag(7)).
+"""Bytes that TCP sockets have sent and received, and those in their queues, from the kernel's sock_diag(7).
 
 /proc/PID/io does not count what recv(2) and send(2) move. The kernel answers any user, for the network namespace of
 the caller: sockets of a worker in another one are not seen.
@@ -16,10 +16,10 @@ _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20  # linux/netlink.h, linux/sock_
 _REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 _ERROR, _DONE = 2, 3
 _HEADER, _ATTRIBUTE, _COUNTERS = struct.Struct("=IHHII"), struct.Struct("=HH"), struct.Struct("=QQ")
-_STATE_AT, _QUEUED_AT, _INODE_AT, _MESSAGE_BYTES = 1, 60, 68, 72
-"""Of struct inet_diag_msg (linux/inet_diag.h)."""
-_LISTENS = 10
-"""TCP_LISTEN: its queue is that of connections."""
+_STATE_AT, _QUEUES_AT, _INODE_AT, _MESSAGE_BYTES = 1, 56, 68, 72
+"""Of struct inet_diag_msg (linux/inet_diag.h); the queues are what is received, and what is to be sent."""
+_CLOSE_WAIT, _LISTENS = 8, 10
+"""TCP_CLOSE_WAIT: the end that the peer has sent counts as a byte. TCP_LISTEN: its queues are those of connections."""
 _INFO, _COUNTERS_AT = 2, 120
 """INET_DIAG_INFO, and tcpi_bytes_acked in struct tcp_info (linux/tcp.h); tcpi_bytes_received follows."""
 _TIMEOUT_S, _BUFFER_BYTES = 0.2, 1 << 16
@@ -31,8 +31,8 @@ class TcpBytes:
 
     moved: int
     """Sent and acknowledged, and received."""
-    unsent: int
-    """Written, and not acknowledged by the other end."""
+    queued: int
+    """Written, and not acknowledged by the other end; or received, and not read."""
 
 
 def tcp_bytes() -> dict[int, TcpBytes]:
@@ -61,11 +61,12 @@ def _read_messages(data: bytes, found: dict[int, TcpBytes]) -> bool:
             return False
         body = data[at + _HEADER.size : at + size]
         (inode,) = struct.unpack_from("=I", body, _INODE_AT)
-        (queued,) = struct.unpack_from("=I", body, _QUEUED_AT)
-        unsent = 0 if body[_STATE_AT] == _LISTENS else queued
+        unread, unsent = struct.unpack_from("=II", body, _QUEUES_AT)
+        state = body[_STATE_AT]
+        queued = 0 if state == _LISTENS else unsent + max(0, unread - (state == _CLOSE_WAIT))
         for name, value in _attributes(body[_MESSAGE_BYTES:]):
             if name == _INFO and len(value) >= _COUNTERS_AT + _COUNTERS.size:
-                found[inode] = TcpBytes(sum(_COUNTERS.unpack_from(value, _COUNTERS_AT)), unsent)
+                found[inode] = TcpBytes(sum(_COUNTERS.unpack_from(value, _COUNTERS_AT)), queued)
         at += _aligned(size)
     return True
 
