@@ -1,5 +1,5 @@
-"""The background thread of a worker: five to ten times a second it writes into the heartbeat what a hung training thread
-cannot.
+"""The background thread of a worker: ten times a second, or five, it writes into the heartbeat what a hung training
+thread cannot.
 
 It counts `alive_ticks` while it gets the GIL and reports the collectives issued, waits in init_process_group, whether
 the main thread moves, and the end of the script; on request it dumps PyTorch's flight recorder. It starts when torch
