@@ -18,7 +18,7 @@ import pytest
 
 from elasticd_agent.system.python_packages import installed_version
 from elasticd_agent.workers.environment import FR_BUFFER, flight_recorder, nccl_environment
-from elasticd_agent.workers.launcher import requests
+from elasticd_agent.workers.launcher import cuda_warm, requests
 from tests.gpu.machine import FAKES, calls, look, make_gpu_machine
 
 pytestmark = pytest.mark.cuda_build
@@ -51,6 +51,21 @@ found["threads"] = sorted({open(f"/proc/self/task/{tid}/comm").read().strip() fo
 print(json.dumps(found), flush=True)
 sys.stdin.read()
 os._exit(0)
+"""
+
+ONE_GROUP = """
+import ctypes, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+print("ready", flush=True)
+(ctypes.PyDLL if sys.argv[1] == "held" else ctypes.CDLL)(None).sleep(600)
+"""
+CONTEXT = """
+import importlib.util, sys, torch
+spec = importlib.util.spec_from_file_location("cuda_warm", sys.argv[1])
+cuda_warm = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(cuda_warm)
+print(cuda_warm.make_context(torch, 0, 1)["why"].splitlines()[0], torch.cuda.is_initialized())
 """
 
 
@@ -96,12 +111,47 @@ def test_parked_worker_shares_the_templates_memory(python: str, machine: dict[st
     assert private < 8 << 10, f"{private} KiB of its own"
 
 
-def start_groups(python: str, directory: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
+@pytest.mark.parametrize(
+    ("mode", "why"), [("0", "RuntimeError: "), ("3", "GPU 0 is in compute mode exclusive-process")]
+)
+def test_context_that_cannot_be_made(python: str, machine: dict[str, str], mode: str, why: str) -> None:
+    """The stub is no driver that CUDA's runtime could use: torch says so, and nothing else happens."""
+    command = [python, "-c", CONTEXT, cuda_warm.__file__]
+    env = machine | {"FAKE_CUDA_MODE": mode}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.startswith(why)
+    assert done.stdout.endswith("False\n")
+    assert not [call for call in calls(machine) if ":" in call]
+
+
+@pytest.mark.parametrize("gil", ["free", "held"])
+def test_dump_through_the_pipe(python: str, tmp_path: Path, gil: str) -> None:
+    env = nccl_environment({}, tmp_path, installed_version("torch", python, {}))
+    pipe, dump = flight_recorder(env, 0) or (None, None)
+    assert pipe is not None
+    assert dump is not None
+    with start_groups(python, tmp_path, env, ONE_GROUP, gil) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        pipe.write_bytes(b"1")
+        began = time.monotonic()
+        while not dump.exists() and time.monotonic() < began + 3:
+            time.sleep(0.02)
+        seconds = time.monotonic() - began
+        process.kill()
+    print(gil, dump.exists(), seconds)
+    assert dump.exists()
+    assert seconds < 1.5
+
+
+def start_groups(
+    python: str, directory: Path, env: Mapping[str, str], source: str = GROUPS, *args: str
+) -> subprocess.Popen[str]:
     preload = directory / "cudart.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", preload, FAKES / "cudart.c"], check=True)
     given = os.environ | {"LD_PRELOAD": str(preload), "PYTHONPATH": str(REPO)} | env
     pipe = subprocess.PIPE
-    return subprocess.Popen([python, "-c", GROUPS], env=given, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen([python, "-c", source, *args], env=given, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.mark.parametrize("known", [True, False])
