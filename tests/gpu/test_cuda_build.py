@@ -112,7 +112,7 @@ def test_parked_worker_shares_the_templates_memory(python: str, machine: dict[st
 
 
 @pytest.mark.parametrize(
-    ("mode", "why"), [("0", "RuntimeError: "), ("3", "GPU 0 is in compute mode exclusive-process")]
+    ("mode", "why"), [("0", "RuntimeError: "), ("3", "GPU 0 is in compute mode exclusive")]
 )
 def test_context_that_cannot_be_made(python: str, machine: dict[str, str], mode: str, why: str) -> None:
     """The stub is no driver that CUDA's runtime could use: torch says so, and nothing else happens."""
