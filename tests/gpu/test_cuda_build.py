@@ -111,9 +111,7 @@ def test_parked_worker_shares_the_templates_memory(python: str, machine: dict[st
     assert private < 8 << 10, f"{private} KiB of its own"
 
 
-@pytest.mark.parametrize(
-    ("mode", "why"), [("0", "RuntimeError: "), ("3", "GPU 0 is in compute mode exclusive")]
-)
+@pytest.mark.parametrize(("mode", "why"), [("0", "RuntimeError: "), ("3", "GPU 0 is in compute mode exclusive")])
 def test_context_that_cannot_be_made(python: str, machine: dict[str, str], mode: str, why: str) -> None:
     """The stub is no driver that CUDA's runtime could use: torch says so, and nothing else happens."""
     command = [python, "-c", CONTEXT, cuda_warm.__file__]

@@ -43,9 +43,9 @@ class Nvml:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def set_memory(self, *gpus: list[int] | None, broken: str = "", used: list[int] | None = None) -> None:
+    def set_memory(self, *gpus: list[int] | None, broken: str = "", **more: object) -> None:
         new = self.directory / "new"
-        new.write_text(json.dumps({"gpus": gpus, "broken": broken, "used": used}))
+        new.write_text(json.dumps({"gpus": gpus, "broken": broken, **more}))
         new.rename(self.directory / "gpus.json")
 
     def queries(self) -> int:
@@ -181,9 +181,10 @@ def test_other_gpus_are_not_looked_at(nvml: Nvml, inbox: Inbox, opened: Open) ->
     assert set((nvml.directory / "looks").read_text().split()) == {"1"}
 
 
-@pytest.mark.parametrize("gpus", [(), ("GPU-none",)])
+@pytest.mark.parametrize("gpus", [(), ("GPU-none",), ("1",)])
 def test_unknown_gpus_are_free_together(nvml: Nvml, inbox: Inbox, opened: Open, gpus: tuple[str, ...]) -> None:
-    nvml.set_memory([70], [])
+    """Without names, a name that NVML does not know, and a number on a machine with several models."""
+    nvml.set_memory([70], [], facts={"1": {"name": "Faster 200"}})
     memory = opened(PATIENCE_S, gpus=gpus)
     memory.track({70: ""})
     memory.check(except_pids=())

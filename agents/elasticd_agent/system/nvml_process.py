@@ -293,12 +293,18 @@ def handles(nvml: Any) -> dict[str, tuple[int, Any]]:
 
 
 def named_handles(nvml: Any, names: Collection[str]) -> dict[str, tuple[int, Any]] | None:
-    """The GPUs that CUDA_VISIBLE_DEVICES names so, by these names; None if one is unknown, or there are no names."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names so, by these names; None if one is unknown, or there are no names.
+
+    CUDA numbers the fastest model first, NVML goes by the bus: numbers are unknown where there are several models.
+    """
     every = handles(nvml)
-    by_uuid = {}
+    by_uuid, models = {}, set()
     for index, handle in every.values():
         with contextlib.suppress(nvml.NVMLError, AttributeError):
+            models.add(nvml.nvmlDeviceGetName(handle))
             by_uuid[text(nvml.nvmlDeviceGetUUID(handle))] = index, handle
+    if len(models) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        every = {}
     found = {}
     for name in names:
         given = every.get(name) or next((by_uuid[uuid] for uuid in by_uuid if uuid.startswith(name)), None)

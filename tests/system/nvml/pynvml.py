@@ -106,8 +106,7 @@ def nvmlDeviceGetUUID(gpu: int) -> bytes:  # noqa: N802
 
 
 def nvmlDeviceGetName(gpu: int) -> str:  # noqa: N802
-    _facts(gpu)
-    return "Fake 100"
+    return str(_facts(gpu).get("name", "Fake 100"))
 
 
 def nvmlDeviceGetPciInfo(gpu: int) -> PciInfo:  # noqa: N802
