@@ -124,6 +124,7 @@ def test_context_that_cannot_be_made(python: str, machine: dict[str, str], mode:
 
 @pytest.mark.parametrize("gil", ["free", "held"])
 def test_dump_through_the_pipe(python: str, tmp_path: Path, gil: str) -> None:
+    """Of an empty recording, which names no frames: that does not need the GIL."""
     env = nccl_environment({}, tmp_path, installed_version("torch", python, {}))
     pipe, dump = flight_recorder(env, 0) or (None, None)
     assert pipe is not None
@@ -137,7 +138,6 @@ def test_dump_through_the_pipe(python: str, tmp_path: Path, gil: str) -> None:
             time.sleep(0.02)
         seconds = time.monotonic() - began
         process.kill()
-    print(gil, dump.exists(), seconds)
     assert dump.exists()
     assert seconds < 1.5
 
