@@ -125,7 +125,7 @@ class NvmlClient:
             if answer is not None:
                 return answer
         except (queue.Empty, HelperTimeout):
-            trouble = f"NVML did not answer within {within_s:g} s"
+            trouble = f"NVML did not answer within {within_s:.3g} s"
         except HelperError:
             pass
         except OSError as error:
