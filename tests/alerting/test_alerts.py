@@ -138,7 +138,7 @@ def test_a_job_that_is_about_to_be_given_up_and_then_is(watched: Watched) -> Non
     ends = [node.event("runner_ended", outcome="failed")["mono"] for node in nodes.nodes.values()]
     failed = in_time(watch, watch.fired("ElasticdJobFailed", SOON), last, min(ends))
     assert failed.severity == "ticket"
-    assert any(f"On {node};" in failed.annotations["description"] for node in nodes.nodes), failed.annotations
+    assert any(f"(reported by {node})" in failed.annotations["description"] for node in nodes.nodes), failed.annotations
     watch.over(within=SOON)
     quiet(watch, {"ElasticdRestartBudgetLow", "ElasticdJobCrashLooping"})
 

@@ -56,6 +56,26 @@ def test_page_of_a_node() -> None:
         node.count(specs.RUNNER_EXITS, "elsewhere")
 
 
+def test_failed_job_keeps_its_reason_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The alert says which job failed, and why, when nothing else on the page knows it any more."""
+    node, now = NodeMetrics("n1", "1.0"), 1000.0
+    monkeypatch.setattr(specs.time, "time", lambda: now)
+    for job in range(specs.MAX_FAILED + 3):
+        node.job_failed(f"job-{job}", "rank 0 exited\nwith code 1")
+    failed = {key: at for key, at in samples(node.render(GAUGES)).items() if "job_failed" in key[0]}
+    assert len(failed) == specs.MAX_FAILED
+    newest = ("elasticd_node_job_failed_timestamp_seconds", f"job_id=job-{job}", "reason=rank 0 exited with code 1")
+    assert failed[newest] == 1000.0
+    now += specs.FAILED_KEPT_S
+    assert newest not in samples(node.render(GAUGES))
+
+
+def test_process_of_the_agent() -> None:
+    found = samples(specs.merge_pages([NodeMetrics("n1", "1.0").render(GAUGES), specs.process_page()]))
+    assert found["process_resident_memory_bytes",] > 1e6
+    assert found["process_open_fds",] > 2
+
+
 def test_lease_of_the_node_status() -> None:
     node = NodeMetrics("n1", "1.0")
     assert ("elasticd_node_lease_seconds",) not in samples(node.render(GAUGES)), "it has none yet"

@@ -156,6 +156,8 @@ def test_node_with_3_jobs_of_8_ranks_has_at_most_1000_series() -> None:
     pages = {job: worst(job, 8).render() for job in ("a", "b", "c")}
     node = NodeMetrics("n1", "1.0")
     node.lease(3.0, 0.01)
+    for job in range(node_metrics.MAX_FAILED):
+        node.job_failed(f"job-{job}", "rank 0 exited with code 1")
     checks = {
         (spec, (f"plugin {number}",)): 0.1
         for spec in (node_metrics.CHECK_FAILING, node_metrics.CHECK_SECONDS)

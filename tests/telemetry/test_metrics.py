@@ -229,6 +229,24 @@ def test_only_slow_ranks_have_a_series() -> None:
     assert not any("straggler" in name for name in samples(metrics))
 
 
+def test_steps_are_counted_with_their_duration() -> None:
+    """Within a round: a round repeats steps, and the time between rounds is no step."""
+    metrics = Metrics("j")
+    metrics.round_published(1, 1, 1, [0])
+    for step, wall in ((10, 100.0), (10, 100.2), (12, 100.4), (13, 102.4)):
+        metrics.progress({0: step}, None, wall)
+    metrics.round_published(2, 1, 1, [0])
+    for step, wall in ((5, 200.0), (6, 200.2)):
+        metrics.progress({0: step}, None, wall)
+    found = samples(metrics)
+    assert (found["elasticd_steps_total"], found["elasticd_step_seconds_count"]) == (4, 4)
+    buckets = [found[f'elasticd_step_seconds_bucket{{le="{le}"}}'] for le in ("0.1", "0.3", "1.0", "3.0")]
+    assert buckets == [0, 3, 3, 4]
+    metrics.progress({0: 10006}, None, 201.2)
+    assert samples(metrics)["elasticd_steps_total"] == 10004
+    assert samples(metrics)["elasticd_step_seconds_count"] == 20, "a part of very many"
+
+
 def test_the_store_s_outages_are_counted() -> None:
     metrics = Metrics("j")
     assert "elasticd_store_up" not in samples(metrics), "nobody has met yet"

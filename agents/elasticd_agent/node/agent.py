@@ -44,7 +44,7 @@ from elasticd_agent.node.health.monitor import HealthMonitor, health_file, repor
 from elasticd_agent.node.health.policy import HealthVerdict
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.loop import LoopDependencies, Message, NodeLoop, SignalRequest, Wakeup
-from elasticd_agent.node.metrics import REQUESTS, NodeMetrics, RunnerScraper, merge_pages
+from elasticd_agent.node.metrics import REQUESTS, NodeMetrics, RunnerScraper, merge_pages, process_page
 from elasticd_agent.node.registration import NodeStatusPublisher, inventory
 from elasticd_agent.node.runners import versions
 from elasticd_agent.node.runners.manager import RunnerManager
@@ -264,7 +264,7 @@ def _pages(loop: NodeLoop, parts: LoopDependencies, local: LocalJobs) -> Monitor
 
     def page() -> bytes:
         jobs = scraper.scrape(loop.jobs())
-        return merge_pages([parts.metrics.render({**loop.gauges(), **parts.health.gauges()}), *jobs])
+        return merge_pages([parts.metrics.render({**loop.gauges(), **parts.health.gauges()}), process_page(), *jobs])
 
     def healthy() -> HealthProbeResult:
         lag_s = loop.lag_s()

@@ -21,10 +21,12 @@ from typing import get_args
 from elasticd_agent.node.api.audit import ACTIONS
 from elasticd_agent.node.records import NodeState, RunnerState
 from elasticd_agent.system.control_socket import ControlSocketError
-from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, MetricSpec, escape_label
+from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, MetricSpec, escape_label, shorten
 
 NODE_STATES: tuple[NodeState, ...] = get_args(NodeState)
 RUNNER_STATES: tuple[RunnerState, ...] = get_args(RunnerState)
+MAX_FAILED = 16
+"""Jobs with a series for their failure."""
 OUTCOMES = ("succeeded", "failed", "refused", "left", "lost")
 
 INFO = MetricSpec("elasticd_node_info", "Always 1; the label is the version of the node's agent.", ("version",))
@@ -54,6 +56,12 @@ RUNNER_EXITS = MetricSpec(
     f"Runners that ended, by outcome: {', '.join(OUTCOMES)}.",
     ("outcome",),
     label_sets=len(OUTCOMES),
+)
+JOB_FAILED = MetricSpec(
+    "elasticd_node_job_failed_timestamp_seconds",
+    "Unix time at which a job failed whose runner was here; for 15 minutes, with the reason.",
+    ("job_id", "reason"),
+    label_sets=MAX_FAILED,
 )
 STORE_UP = MetricSpec("elasticd_node_store_up", "1 while the store is available to this agent.")
 STORE_OUTAGES = MetricSpec("elasticd_node_store_outages_total", "Times the store became unavailable to this agent.")
@@ -92,13 +100,17 @@ CHECK_SECONDS = MetricSpec(
 
 METRICS = (
     INFO, START, SLOTS, SLOTS_USED, STATE, REGISTERED, IS_SCHEDULER, RUNNERS, JOBS_WAITING, RUNNER_STARTS,
-    RUNNER_EXITS, STORE_UP, STORE_OUTAGES, LEASE, LEASE_RENEWAL, LOOP_LAG, EVENT_LOG_LINES_LOST, REQUESTS, HEALTHY,
-    QUARANTINED, QUARANTINE_LEFT, FAILURE_STREAK, CHECK_FAILING, CHECK_SECONDS,
+    RUNNER_EXITS, JOB_FAILED, STORE_UP, STORE_OUTAGES, LEASE, LEASE_RENEWAL, LOOP_LAG, EVENT_LOG_LINES_LOST, REQUESTS,
+    HEALTHY, QUARANTINED, QUARANTINE_LEFT, FAILURE_STREAK, CHECK_FAILING, CHECK_SECONDS,
 )  # fmt: skip
 
 Labels = tuple[str, ...]
 """The values of a metric's labels."""
 Samples = Mapping[tuple[MetricSpec, Labels], float]
+
+
+FAILED_KEPT_S = 900.0
+"""Longer than Prometheus needs to scrape, and a person to look."""
 
 
 class NodeMetrics:
@@ -115,6 +127,7 @@ class NodeMetrics:
             (STORE_OUTAGES, ()): 0,
             **{(REQUESTS, (action,)): 0 for action in ACTIONS},
         }
+        self._failed: dict[str, tuple[float, str]] = {}
         self._renewals = [0] * (len(LEASE_BUCKETS) + 1)
         self._renewals_s = 0.0
 
@@ -122,6 +135,14 @@ class NodeMetrics:
         """KeyError for labels that the metric cannot have."""
         with self._lock:
             self._samples[counter, labels] += 1
+
+    def job_failed(self, job: str, reason: str) -> None:
+        """The alert that follows says which job, and why."""
+        with self._lock:
+            self._failed.pop(job, None)
+            self._failed[job] = time.time(), shorten(reason)
+            for oldest in list(self._failed)[:-MAX_FAILED]:
+                del self._failed[oldest]
 
     def lease(self, ttl_s: float, renewal_s: float | None) -> None:
         """The store granted a lease of `ttl_s`; `renewal_s`: how long its renewal took, also a failed one."""
@@ -135,6 +156,9 @@ class NodeMetrics:
         """The text format, version 0.0.4. `gauges`: the other metrics' present values."""
         with self._lock:
             samples = self._samples | dict(gauges)
+            for job, (at, reason) in self._failed.items():
+                if time.time() < at + FAILED_KEPT_S:
+                    samples[JOB_FAILED, (job, reason)] = at
             renewals = list(accumulate(self._renewals))
             renewals_s = self._renewals_s
         lines = []
@@ -159,6 +183,15 @@ class NodeMetrics:
                 text = ",".join(f'{name}="{escape_label(value)}"' for name, value in labels)
                 lines.append(f"{spec.name}{{{text}}} {float(value)!r}")
         return lines
+
+
+def process_page() -> bytes:
+    """`process_*` of this agent's own process: its memory, CPU time, open files and start."""
+    import prometheus_client  # 61 ms, which only a scraped agent needs
+
+    registry = prometheus_client.CollectorRegistry()
+    prometheus_client.ProcessCollector(registry=registry)
+    return prometheus_client.generate_latest(registry)
 
 
 Query = Callable[[str, int, float], bytes]

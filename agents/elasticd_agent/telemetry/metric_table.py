@@ -24,7 +24,8 @@ LEASE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 MAX_STRAGGLERS = 16
 """Only the slowest stragglers have a series."""
 MAX_REASON_CHARS = 200
-"""Characters of a round's reason in a label."""
+"""Characters of a reason in a label."""
+STEP_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,12 @@ class MetricSpec:
 def escape_label(text: str) -> str:
     """As a label's value in the text format."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def shorten(reason: str) -> str:
+    """A reason as a label's value: one line of at most MAX_REASON_CHARS."""
+    line = " ".join(reason.split())
+    return line if len(line) <= MAX_REASON_CHARS else line[: MAX_REASON_CHARS - 1] + "…"
 
 
 AGENT_UP = MetricSpec("elasticd_agent_up", "1 while the agent runs; the last scrape before it ends still shows 1.")
@@ -111,6 +118,14 @@ WORKER_STEP = MetricSpec(
     "Last optimizer step finished by the rank; only ranks of the current round.",
     ("rank",),
     label_sets=0,
+)
+STEPS = MetricSpec(
+    "elasticd_steps_total", "Optimizer steps finished by this node's fastest worker, repeated ones as well."
+)
+STEP_SECONDS = MetricSpec(
+    "elasticd_step_seconds",
+    "Duration of an optimizer step, from one finished step to the next; of many steps a second only a part.",
+    buckets=STEP_BUCKETS,
 )
 STEPS_PER_SECOND = MetricSpec("elasticd_steps_per_second", "Recent optimizer steps per second.")
 LAST_PROGRESS = MetricSpec(
@@ -219,8 +234,8 @@ LINES_LOST = MetricSpec("elasticd_event_log_lines_lost_total", "Event-log lines 
 
 METRICS: tuple[MetricSpec, ...] = (
     AGENT_UP, AGENT_INFO, AGENT_START, JOB_PHASE, TIME, ROUND, ROUND_INFO, ROUND_START, WORLD_SIZE, WORLD_SIZE_TARGET,
-    WORKERS_RUNNING, RESTARTS, FAULTS_TOTAL, BUDGET, EXITS, STEP, WORKER_STEP, STEPS_PER_SECOND, LAST_PROGRESS,
-    FIRST_STEP, RECOVERY, RECOVERY_PART, CHECKPOINTS_SAVED, CHECKPOINT_FAILURES, CHECKPOINT_FAILED_AT,
+    WORKERS_RUNNING, RESTARTS, FAULTS_TOTAL, BUDGET, EXITS, STEP, WORKER_STEP, STEPS, STEP_SECONDS, STEPS_PER_SECOND,
+    LAST_PROGRESS, FIRST_STEP, RECOVERY, RECOVERY_PART, CHECKPOINTS_SAVED, CHECKPOINT_FAILURES, CHECKPOINT_FAILED_AT,
     CHECKPOINTS_SKIPPED, CHECKPOINT_STEP, CHECKPOINT_TIME, CHECKPOINT_BYTES, CHECKPOINT_SECONDS, CHECKPOINT_INTERVAL,
     CHECKPOINTS_DROPPED, CHECKPOINT_WRITTEN, SNAPSHOT_STEP, SNAPSHOT_TIME, DONOR_RESUMES, DONOR_STEPS,
     LAUNCHER_STARTS, HANG_SUSPICIONS, HANGS_TOTAL, LAST_HANG, HANG_DETECTION, STRAGGLER_RATIO, STUCK_PROCESSES,

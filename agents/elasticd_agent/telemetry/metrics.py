@@ -16,6 +16,9 @@ from elasticd_agent.telemetry import metric_table as names
 from elasticd_agent.telemetry.goodput import TimeSplit, monotonic_counters
 from elasticd_agent.telemetry.metric_table import MetricSpec
 
+MOST_STEPS_PER_LOOK = 16
+"""Of more steps between two looks so many are in the histogram: their average says no more."""
+
 
 class _NullLibrary:
     """Stands for prometheus_client where no metrics are served: whatever is read or called, it is the same object."""
@@ -54,6 +57,7 @@ class Metrics:
         self._exported = TimeSplit()
         self._render_lock = threading.Lock()
         self._lines_lost = 0
+        self._step: tuple[int, float] | None = None  # the last one of this round, and when
         self._series(names.AGENT_UP).set(1)
         self._series(names.AGENT_INFO, version).set(1)
         self._series(names.AGENT_START).set(time.time())
@@ -93,14 +97,13 @@ class Metrics:
         for rank in self._ranks - now:
             self._drop(names.WORKER_STEP, str(rank))
         self._ranks &= now
+        self._step = None
 
     def round_info(self, number: int, cause: str, reason: str, wall: float) -> None:
         """The current round and its reason; it has a series on the leader node only, one at a time."""
         self._series(names.ROUND_START).set(wall)
-        reason = " ".join(reason.split())
-        short = reason if len(reason) <= names.MAX_REASON_CHARS else reason[: names.MAX_REASON_CHARS - 1] + "…"
         self._show_round(None)
-        self._round = str(number), cause, short
+        self._round = str(number), cause, names.shorten(reason)
         self._show_round(self._round if self._leads else None)
 
     def leading(self, on: bool) -> None:
@@ -167,8 +170,16 @@ class Metrics:
             self._series(names.WORKER_STEP, str(rank)).set(step)
         self._ranks |= steps.keys()
         if steps:
-            self._series(names.STEP).set(max(steps.values()))
+            newest = max(steps.values())
+            self._series(names.STEP).set(newest)
             self._series(names.LAST_PROGRESS).set(wall)
+            if self._step is not None and newest > self._step[0]:
+                done = newest - self._step[0]
+                self._series(names.STEPS).inc(done)
+                for _ in range(min(done, MOST_STEPS_PER_LOOK)):
+                    self._series(names.STEP_SECONDS).observe(max(0.0, wall - self._step[1]) / done)
+            if self._step is None or newest != self._step[0]:
+                self._step = newest, wall
         if steps_per_second is not None:
             self._series(names.STEPS_PER_SECOND).set(steps_per_second)
 
