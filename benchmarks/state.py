@@ -2,8 +2,9 @@
 
     python -m benchmarks.state --megabytes 10 300 2000 --workers 2 4
 
-Per gigabyte of state: seconds that a save blocks training (the slowest rank), seconds until it is on the disk, CPU
-seconds of all ranks and of the writer, and the peak of memory a rank; the same for a restore from the disk. Medians.
+Per gigabyte of state: seconds that a save blocks training (the slowest rank), seconds of a plain copy of as many bytes
+by all ranks at the same time, seconds until it is on the disk, CPU seconds of all ranks and of the writer, and the peak
+of memory a rank; the same for a restore from the disk. Medians.
 Each cell is two jobs: one that saves, and one that restores what the first one saved.
 """
 
@@ -51,17 +52,19 @@ def measure(method: str, workers: int, megabytes: float, saves: int, scratch: Pa
     """Medians per gigabyte; the first save, which makes the memory, is left out of them and stands by itself."""
     directory = Path(tempfile.mkdtemp(dir=scratch))
     try:
-        written = [cost for cost in run(method, workers, megabytes, saves, directory) if cost["what"] == "save"]
+        costs = run(method, workers, megabytes, saves, directory)
+        written, copied = ([cost for cost in costs if cost["what"] == what] for what in ("save", "copy"))
         restored = run(method, workers, megabytes, 1, directory)[0]
     finally:
         shutil.rmtree(directory)
 
-    def median(name: str) -> float:
-        return float(statistics.median(cost.get(name, 0.0) for cost in written[1:])) * 1000 / megabytes
+    def median(name: str, costs: list[dict[str, Any]] = written[1:]) -> float:
+        return float(statistics.median(cost.get(name, 0.0) for cost in costs)) * 1000 / megabytes
 
     return {
         "first": written[0]["wall_s"] * 1000 / megabytes,
         "blocked": median("wall_s"),
+        "plain copy": median("wall_s", copied),
         "on disk": median("wall_s") + median("then_s"),
         "CPU of ranks": median("cpu_s"),
         "CPU of writer": median("writer_cpu_s"),

@@ -238,12 +238,19 @@ def note(job: Job, found: dict[str, Any]) -> None:
 
 
 def measure(job: Job, args: argparse.Namespace, log: Any) -> None:
-    """Restore what there is, then save a few times, and wait for the disk after each."""
+    """Restore what there is, then save a few times, and wait for the disk after each. Before each save, ranks copy as
+    many bytes together from memory to memory.
+    """
     job.step()  # the optimizer has its state
     with measured(job, "restore") as found:
         job.restore()
     note(job, found)
+    share = torch.ones(int(args.megabytes * 1e6) // dist.get_world_size(), dtype=torch.uint8)
+    target = torch.zeros_like(share)
     for _ in range(args.saves):
+        with measured(job, "copy") as found:
+            target.copy_(share)
+        note(job, found)
         job.step()
         job.finished_step(log)
         written = writer_cpu_seconds() if dist.get_rank() == 0 else 0.0
