@@ -189,6 +189,25 @@ def test_writer_killed_again_and_again_does_not_stop_training(start: Any, nodes:
     assert again.results()[0]["resumed"][1] >= 98
 
 
+def test_ranks_report_at_once_that_no_writer_is_left(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    """They cannot save at a fault any more; training continues."""
+    (node,) = nodes(1)
+    options = {"directory": str(tmp_path / "checkpoints"), "every": 1000, "steps": 100_000, "sleep": 0.005}
+    job = start_on(start, [node], options)
+    for rank in job.ranks:
+        wait_for(lambda rank=rank: rank.read_heartbeat().step > 3, "some steps")
+    node.listener.close()
+    node.end(signal.SIGKILL)
+    for number, rank in enumerate(job.ranks):
+        why = f"rank {number} cannot save its state at a fault: the writer has ended"
+        wait_for(lambda rank=rank, why=why: [e for e in rank.read_events() if why in e.reason], "the message")
+    step = job.ranks[0].read_heartbeat().step
+    wait_for(lambda: job.ranks[0].read_heartbeat().step > step, "training")
+    for rank in job.ranks:
+        os.kill(rank.pid, signal.SIGKILL)
+    job.codes()
+
+
 @pytest.mark.system
 def test_save_on_bad_machine_is_whole(start: Any, nodes: Nodes, tmp_path: Path) -> None:
     """Fifty kills of all ranks at any moment: a whole state is always there, and never an older one than before."""
