@@ -15,11 +15,12 @@ import operator
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from elasticd.errors import SamplerError
+from elasticd.order import GivenOrder, length
 from elasticd.shuffle import ALGORITHM, LARGEST, Permutation
 
 # Positions shuffled at a time: a call into torch costs 0.3 ms, and 0.15 ms more for each thousand of them. The first
@@ -95,6 +96,9 @@ class ElasticBatchSampler:
             `elasticd.shuffle`.
         drop_last: leave out the samples after the last full global batch of an epoch.
         rank, world_size: from the default process group unless both are given; 0 of 1 where there is none.
+        order: a sampler of your own (weighted, grouped by length), a sequence of indices, or a function that gives one
+            for an epoch, in place of the shuffle. It has to be the same on all ranks; see `elasticd.order`. `shuffle`
+            has no effect then, and an epoch is as long as the order.
 
     The global batch at the cursor is cut into `accumulate * world_size` contiguous slices, sizes differing by one at
     most; micro-batch m of rank r is slice `m * world_size + r`. Where there are fewer samples than slices, a rank
@@ -117,6 +121,7 @@ class ElasticBatchSampler:
         drop_last: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
+        order: Iterable[int] | Callable[[int], Iterable[int]] | None = None,
     ) -> None:
         self._size = _length(dataset)
         self._global_batch = _integer("global_batch", global_batch, at_least=1)
@@ -127,6 +132,11 @@ class ElasticBatchSampler:
         self._rank, self._world_size = _rank_in_world(rank, world_size)
         if self._seed >= 2**64:
             raise SamplerError(f"seed={seed} does not fit into 64 bits")
+        self._given = order
+        self._given_orders: dict[int, GivenOrder] = {}
+        """The order of the last epoch that was asked for, by its number."""
+        if order is not None:
+            self._size = _length(length(order, self._seed))
         if self._drop_last and self._size < self._global_batch:
             raise SamplerError(
                 f"drop_last=True leaves nothing to train on: {self._size} samples are no full global batch of "
@@ -256,7 +266,7 @@ class ElasticBatchSampler:
         """The cursor and the arguments it depends on: plain ints, bools and one str; the same on every rank."""
         return {
             "version": 1,
-            "order": ALGORITHM if self._shuffle else "sequential",
+            "order": self._order_name(self._epoch),
             "dataset_size": self._size,
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -266,6 +276,23 @@ class ElasticBatchSampler:
             "offset": self._offset,
         }
 
+    def _order_name(self, epoch: int) -> str:
+        if self._given is not None:
+            return self._given_order(epoch).name
+        return ALGORITHM if self._shuffle else "sequential"
+
+    def _given_order(self, epoch: int) -> GivenOrder:
+        assert self._given is not None
+        if epoch not in self._given_orders:
+            order = GivenOrder(self._given, self._seed, epoch)
+            if len(order) != self._size:
+                raise SamplerError(
+                    f"order={order.name}: epoch {epoch} has {len(order)} samples, and the first one had {self._size}; "
+                    "every epoch has to be as long"
+                )
+            self._given_orders = {epoch: order}
+        return self._given_orders[epoch]
+
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore the cursor of `state_dict()`. World size, rank and accumulate may differ.
 
@@ -273,7 +300,7 @@ class ElasticBatchSampler:
         offset would mean other samples. A different global_batch or drop_last is accepted between epochs (at the
         beginning or the end of one) and refused inside one.
         """
-        epoch, offset = _check_state(state, self.state_dict())
+        epoch, offset = _check_state(state, self.state_dict(), self._order_name)
         self._place_cursor(epoch, offset)
         self._restored = True
         self._finished_here = False
@@ -295,7 +322,7 @@ class ElasticBatchSampler:
 
     def _micro_batches(self, starts: range, generation: int) -> Iterator[list[int]]:
         epoch = self._epoch
-        order = Permutation(self._size, self._seed, epoch) if self._shuffle else None
+        order = self._order(epoch)
         share = -(-self._global_batch // self._world_size)
         chunk, done = _FIRST_CHUNK, 0
         while done < len(starts):
@@ -316,6 +343,11 @@ class ElasticBatchSampler:
         if generation == self._generation:
             self._consumption.exhausted = True
             self._refuse_skipped_steps(self._consumption.skips(self._global_batch))
+
+    def _order(self, epoch: int) -> Permutation | GivenOrder | None:
+        if self._given is not None:
+            return self._given_order(epoch)
+        return Permutation(self._size, self._seed, epoch) if self._shuffle else None
 
     def _refuse_skipped_steps(self, skipped: bool) -> None:
         """SamplerError for an iteration that commits only some of the steps it fetches.
@@ -456,7 +488,9 @@ def _rank_in_group() -> tuple[int, int]:
     return 0, 1
 
 
-def _check_state(state: Mapping[str, object], mine: Mapping[str, int | bool | str]) -> tuple[int, int]:
+def _check_state(
+    state: Mapping[str, object], mine: Mapping[str, int | bool | str], order_name: Callable[[int], str]
+) -> tuple[int, int]:
     """(epoch, offset) of a saved state that fits this sampler; SamplerError, naming the difference, otherwise."""
     if state.get("version") != mine["version"]:
         raise SamplerError(
@@ -465,6 +499,7 @@ def _check_state(state: Mapping[str, object], mine: Mapping[str, int | bool | st
     for key, value in mine.items():
         if type(state.get(key)) is not type(value):
             raise SamplerError(f"this is not a sampler's state: {key} is {state.get(key)!r}")
+    mine = {**mine, "order": order_name(max(0, cast("int", state["epoch"])))}
     for key in ("dataset_size", "shuffle", "seed", "order"):
         if state[key] != mine[key]:
             raise SamplerError(

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from elasticd.errors import SamplerError
 from elasticd.sampler import ElasticBatchSampler
@@ -532,3 +544,83 @@ def test_commit_of_unordered_batches_raises(workers: int, wrapper: type[SecondDi
         return
     with pytest.raises(SamplerError, match="in_order at its default"):
         sampler.commit()
+
+
+WEIGHTS = [1.0, 5.0, 0.5, 2.0] * 5
+
+
+def weighted() -> WeightedRandomSampler:
+    return WeightedRandomSampler(WEIGHTS, 24)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [weighted, lambda: SubsetRandomSampler(range(3, 19)), lambda: list(range(19, -1, -1)), lambda: backwards],
+    ids=["weighted", "subset", "sequence", "function"],
+)
+def test_given_order_is_the_same_for_any_number_of_ranks_and_after_a_resume(order: Callable[[], Any]) -> None:
+    """Four ranks train on half of an epoch, and three on the rest: together on what one rank trains on."""
+    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))  # nothing is drawn from the script's own stream
+    before = torch.get_rng_state()
+    one = ElasticBatchSampler(20, 4, seed=7, order=order(), rank=0, world_size=1)
+    expected = [train(one), one.set_epoch(1), train(one)]
+
+    done: list[list[int]] = []
+    states = None
+    for world_size, steps in ((4, 2), (3, None)):
+        ranks = [
+            ElasticBatchSampler(20, 4, seed=7, order=order(), rank=r, world_size=world_size) for r in range(world_size)
+        ]
+        for each in ranks if states is not None else ():
+            each.load_state_dict(states)
+        for batches in islice(zip(*ranks, strict=True), steps):
+            shares = [batch for batch, each in zip(batches, ranks, strict=True) if each.samples()]
+            done.append([index for share in shares for index in share])
+            for each in ranks:
+                each.commit()
+        states = json.loads(json.dumps(ranks[0].state_dict()))
+        assert all(each.state_dict() == ranks[0].state_dict() for each in ranks)
+    assert done == expected[0]
+    assert expected[0] != expected[2] or order()[0] == 19  # a sequence is the same in every epoch
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def backwards(epoch: int) -> list[int]:
+    return list(range(19 + epoch, epoch - 1, -1))
+
+
+class EachRankItsOwn(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(20), 20))
+
+    def __len__(self) -> int:
+        return 20
+
+
+def test_given_order_that_is_not_the_same_again_is_refused() -> None:
+    before = ElasticBatchSampler(20, 4, order=EachRankItsOwn(), rank=0, world_size=1)
+    train(before, 2)
+    after = ElasticBatchSampler(20, 4, order=EachRankItsOwn(), rank=0, world_size=1)
+    with pytest.raises(SamplerError, match="order was 'EachRankItsOwn/"):
+        after.load_state_dict(before.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (DistributedSampler(range(20), 2, 0), "gives each rank a share"),
+        (7, "give a sampler"),
+        ([], "the dataset has 0 samples"),
+    ],
+)
+def test_given_order_that_cannot_work(order: Any, message: str) -> None:
+    with pytest.raises(SamplerError, match=message):
+        ElasticBatchSampler(20, 4, order=order, rank=0, world_size=1)
+
+
+def test_given_order_of_another_length_in_a_later_epoch_is_refused() -> None:
+    sampler = ElasticBatchSampler(20, 4, order=lambda epoch: range(20 - epoch), rank=0, world_size=1)
+    train(sampler)
+    sampler.set_epoch(1)
+    with pytest.raises(SamplerError, match="epoch 1 has 19 samples, and the first one had 20"):
+        next(iter(sampler))
