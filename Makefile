@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system test-upstream test-cuda-build test-gpu gpu-day check bench soak fuzz audit sbom lock fmt docs site clean
+.PHONY: help demo test test-system test-upstream test-frameworks test-cuda-build test-gpu gpu-day check bench soak fuzz audit sbom lock fmt docs site clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -41,6 +41,17 @@ test-cuda-build: $(READY)  ## the CUDA build of torch without a device: template
 	@test -x $(VENV)/cuda/bin/python || $(PYTHON) -m venv $(VENV)/cuda
 	@$(VENV)/cuda/bin/python -m pip install --quiet --disable-pip-version-check numpy "torch===$$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt)"
 	@ELASTICD_CUDA_PYTHON=$(abspath $(VENV))/cuda/bin/python $(BIN)/python -m pytest -q -m cuda_build tests/gpu
+
+# What the frameworks ask for is not what elasticd needs; torch and elasticd are those of .venv.
+$(VENV)-frameworks/.ready: $(READY) tests/frameworks/requirements.txt
+	@test -x $(VENV)-frameworks/bin/python || $(BIN)/python -m venv --without-pip $(VENV)-frameworks
+	@for folder in $(VENV)-frameworks/lib/python3*/site-packages; do \
+	    echo "import site; site.addsitedir('$$(cd $(VENV)/$${folder#$(VENV)-frameworks/} && pwd)')" > $$folder/elasticd.pth; done
+	@$(VENV)-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -r tests/frameworks/requirements.txt
+	@touch $@
+
+test-frameworks: $(VENV)-frameworks/.ready  ## Hugging Face Trainer, Accelerate, Lightning and torchdata themselves, killed and stopped
+	@$(VENV)-frameworks/bin/python -m pytest -q -m frameworks tests/frameworks
 
 test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, under 8 minutes; skips without one; ON=cpu tries the tests themselves over gloo
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'

@@ -182,4 +182,6 @@ def _is_alike(obj: Any) -> bool:
         return not isinstance(obj, ReduceLROnPlateau)
     if (parallel := state.parallel(obj)) is not None:
         return not parallel.parameters_to_ignore
+    if getattr(obj, state.RANK_INDEPENDENT, False):
+        return True
     return isinstance(obj, (AveragedModel, ElasticBatchSampler, torch.amp.GradScaler)) or is_optimizer(obj)

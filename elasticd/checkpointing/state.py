@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 RESERVED = "elasticd"
 _COMPILED = "_orig_mod"
+RANK_INDEPENDENT = "rank_independent"
+"""An attribute that is True of an object whose state any rank may save for all, even where ranks' states differ."""
 
 
 def check_attachable(name: str, obj: Any) -> None:
@@ -228,7 +230,11 @@ def digests(attached: Mapping[str, Any]) -> dict[str, str]:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    small = {name: obj for name, obj in attached.items() if not isinstance(obj, (Module, Optimizer))}
+    small = {
+        name: obj
+        for name, obj in attached.items()
+        if not isinstance(obj, (Module, Optimizer)) and not getattr(obj, RANK_INDEPENDENT, False)
+    }
     return {name: hashlib.sha256(_text(obj.state_dict()).encode()).hexdigest()[:16] for name, obj in small.items()}
 
 
@@ -252,8 +258,8 @@ def scatter_per_rank(
 ) -> list[str]:
     """Load each object's state of this rank; returns sentences about what was not used.
 
-    On another world size an object gets all ranks' states by `load_state_dicts(states, rank, world_size)`. Raises
-    CheckpointError where it has no such method.
+    On another world size an object gets all ranks' states by `load_state_dicts(states, rank, world_size)`, which may
+    return such a sentence. Raises CheckpointError where it has no such method.
     """
     notes: list[str] = []
     for name, obj in objects.items():
@@ -267,7 +273,8 @@ def scatter_per_rank(
         elif len(states[name]) == world_size:
             obj.load_state_dict(copy.deepcopy(states[name][rank]))
         elif callable(getattr(obj, "load_state_dicts", None)):
-            obj.load_state_dicts(copy.deepcopy(states[name]), rank, world_size)
+            note = obj.load_state_dicts(copy.deepcopy(states[name]), rank, world_size)
+            notes += [f"{name}: {note}"] if note else []
         else:
             raise CheckpointError(
                 f"{name} was saved by {len(states[name])} ranks, and now there are {world_size}: give "

@@ -1,0 +1,27 @@
+"""The session in other training loops: Hugging Face Trainer, Accelerate, Lightning, torchdata's loaders.
+
+Each module is for one package, which it imports when it is first called and not before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from elasticd.errors import UsageError
+
+
+def check_ranks(theirs: int, ours: int, what: str, instead: str) -> None:
+    """Raises UsageError where a framework has another number of ranks than the session: each would train alone."""
+    if theirs != ours:
+        raise UsageError(f"{what} counts {theirs} ranks, and the session {ours}: {instead}")
+
+
+def require(package: str, extra: str) -> Any:
+    """The package, imported. Raises UsageError with the command that installs it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UsageError(
+            f"elasticd.integrations.{extra} needs {package} ({error}): pip install 'elasticd[{extra}]'"
+        ) from error

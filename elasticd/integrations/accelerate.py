@@ -1,0 +1,176 @@
+"""Hugging Face Accelerate in a session: a training loader that `accelerator.prepare()` leaves alone.
+
+    loader = ElasticDataLoader(accelerator, loader)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for epoch in loader.epochs(3):
+        for batch in loader:
+
+The loop's body stays as it is. `python -m elasticd.integrations.accelerate` prints what `accelerate launch` would put
+into the environment of its processes, for `elasticd run`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from elasticd.errors import UsageError
+from elasticd.integrations import check_ranks, require
+from elasticd.integrations.loader import ElasticLoader
+from elasticd.session import init
+
+
+class ElasticDataLoader(ElasticLoader):
+    """The training loader of a script with an Accelerator; it has a session, `session`.
+
+    When its first epoch begins, what the accelerator has prepared or registered for checkpointing is attached and
+    restored. An optimizer step ends, with `session.step()`, when the loop asks for the batch after it. Once all ranks
+    have decided to stop, there are no more batches and no more epochs. Batches are on the accelerator's device.
+
+    Args:
+        accelerator: what the script trains with; its `backward()` weights the losses of uneven batches from here on.
+        loader: the script's DataLoader, before `prepare()`.
+        global_batch: samples in one optimizer step, over all ranks; by default what the batch size and the
+            accelerator's `gradient_accumulation_steps` make of the present number of ranks. Give it where that number
+            may change; the learning rate then follows the schedule as if it never had.
+        every, keep, directory: as in `Session.checkpoint`.
+
+    Raises UsageError for plug-ins that keep a part of the state on every rank, and without the package.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        loader: Any,
+        *,
+        global_batch: int | None = None,
+        every: Any = 50,
+        keep: int = 3,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        kinds = require("accelerate.utils", "accelerate").DistributedType
+        if accelerator.distributed_type in (kinds.DEEPSPEED, kinds.FSDP, kinds.MEGATRON_LM):
+            raise UsageError(
+                f"ElasticDataLoader: {accelerator.distributed_type.value} keeps a part of the state on every rank; "
+                "resume from accelerator.save_state() and load_state(), or train with DistributedDataParallel"
+            )
+        self.session = init()
+        ranks = self.session.world_size
+        check_ranks(accelerator.num_processes, ranks, "Accelerator", "on CPUs, give Accelerator(cpu=True)")
+        accumulates = accelerator.gradient_accumulation_steps
+        self._per_step = loader.batch_size * accumulates
+        batch = global_batch or self._per_step * ranks
+        # A loop without accumulation ends a step with every batch.
+        super().__init__(loader, batch, loader.batch_size if accumulates > 1 else None)
+        accelerator.gradient_accumulation_steps = self.sampler.accumulate
+        self._accelerator = accelerator
+        self._saves = (every, directory, keep)
+        self._begun = False
+        self._micro: int | None = None
+        """The micro-batch that the loop trains on; None outside of an iteration."""
+        self._outside = ExitStack()
+        """What the script does between two iterations has no steps."""
+        self._backward = accelerator.backward
+        accelerator.backward = self._weighted_backward
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """In place of `range(count)`: the epochs that are left."""
+        self._begin()
+        for epoch in super().epochs(count):
+            if self.session.should_stop:
+                return
+            yield epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begin()
+        send = require("accelerate.utils", "accelerate").send_to_device
+        self._outside.close()
+        if self._micro == self.sampler.accumulate - 1:  # the loop left the last iteration after that step
+            self.session.step()
+        self._micro = None
+        micro = -1
+        for batch in super().__iter__():
+            micro = (micro + 1) % self.sampler.accumulate
+            if self._micro is not None and micro == 0:
+                self.session.step()
+                if self.session.should_stop:
+                    break
+            self._micro = micro
+            yield send(batch, self._accelerator.device, non_blocking=True)
+        else:
+            if self._micro is not None:
+                self.session.step()
+        self._micro = None
+        self._outside.enter_context(self.session.phase("eval"))
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        own = self._accelerator
+        optimizers = [each.optimizer for each in own._optimizers]
+        schedulers = [self._steady(each) for each in own._schedulers]
+        scaler = {"scaler": own.scaler} if own.scaler is not None else {}
+        kinds = {"model": own._models, "optimizer": optimizers, "scheduler": schedulers, "object": own._custom_objects}
+        named = {f"{kind}{n or ''}": each for kind, every in kinds.items() for n, each in enumerate(every)}
+        if not own._models or not optimizers:
+            raise UsageError("ElasticDataLoader: accelerator.prepare(model, optimizer, ...) first, then iterate")
+        self.session.attach(**named, **scaler, sampler=self.sampler)
+        every, directory, keep = self._saves
+        self.session.restore(directory)
+        self.session.checkpoint(every, directory, keep)
+
+    def _steady(self, scheduler: Any) -> Any:
+        """Accelerate steps a schedule once for each process: from here on, for as many as the global batch stands for.
+
+        Returns the schedule itself.
+        """
+        if scheduler.split_batches or not scheduler.step_with_optimizer:
+            return scheduler.scheduler
+        times, left = divmod(self.sampler.global_batch, self._per_step)
+        if left:
+            raise UsageError(
+                f"ElasticDataLoader(global_batch={self.sampler.global_batch}): Accelerate steps the schedule once for "
+                f"each {self._per_step} samples; give a multiple of that"
+            )
+        scheduler.split_batches = True
+        inner, scheduler.scheduler = scheduler.scheduler, _Repeated(scheduler.scheduler, times)
+        return inner
+
+    def _weighted_backward(self, loss: Any, **options: Any) -> None:
+        if self._micro is not None:
+            loss = loss * self.sampler.loss_scale(self._micro) * self.sampler.accumulate  # Accelerate divides by that
+        self._backward(loss, **options)
+
+
+class _Repeated:
+    """A schedule that steps several times for each `step()`."""
+
+    def __init__(self, scheduler: Any, times: int) -> None:
+        self._scheduler, self._times = scheduler, times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def step(self, *args: Any, **options: Any) -> None:
+        for _ in range(self._times):
+            self._scheduler.step(*args, **options)
+
+
+def main(arguments: list[str]) -> None:
+    """Print `export` lines of what `accelerate launch ARGUMENTS` adds to the environment of its processes."""
+    launch = require("accelerate.commands.launch", "accelerate")
+    options = launch.launch_command_parser().parse_args([*arguments, "script"])
+    options, _, _ = launch._validate_launch_command(options)
+    environment = require("accelerate.utils.launch", "accelerate").prepare_multi_gpu_env(options)
+    for name, value in sorted(environment.items()):
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")) and os.environ.get(name) != value:
+            print(f"export {name}={shlex.quote(value)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

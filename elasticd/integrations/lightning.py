@@ -1,0 +1,180 @@
+"""Lightning in a session.
+
+    elastic = ElasticdCallback(global_batch=64)
+    trainer = Trainer(max_epochs=3, **elastic.arguments(callbacks=[...]))
+    trainer.fit(model, elastic.loader(loader))
+
+Lightning's loops stay their own, and so do its checkpoints; a restart continues from the session's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from elasticd.errors import UsageError
+from elasticd.integrations import check_ranks, require
+from elasticd.integrations.loader import ElasticLoader
+from elasticd.session import init
+
+
+def _lightning(module: str) -> Any:
+    """A module of `lightning`, or of `pytorch_lightning` if that is what the script has imported."""
+    is_older = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+    return require(module.replace("lightning.", "pytorch_lightning.", 1) if is_older else module, "lightning")
+
+
+class ElasticdCallback:
+    """A Lightning callback with a session, `session`; it resumes from the session's newest checkpoint by itself.
+
+    An optimizer step ends, with `session.step()`, after the last hook of its batch and before a validation.
+
+    Args:
+        global_batch: samples in one optimizer step, over all ranks. It does not change with their number.
+        every, keep, directory: as in `Session.checkpoint`.
+
+    Raises UsageError without the package.
+    """
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        base = _lightning("lightning.pytorch").Callback
+        return object.__new__(type(cls.__name__, (cls, base), {}))
+
+    def __init__(
+        self, global_batch: int, *, every: Any = 50, keep: int = 3, directory: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.session = init()
+        self._global_batch = global_batch
+        self._saves = (every, directory, keep)
+        self._loader: ElasticLoader | None = None
+        self._phase = ExitStack()
+        self._global_step = 0
+
+    @property
+    def environment(self) -> Any:
+        """A ClusterEnvironment for `Trainer(plugins=)`: ranks and their number are the session's."""
+        base = _lightning("lightning.fabric.plugins.environments").TorchElasticEnvironment
+        session = self.session
+        own = {
+            "world_size": lambda _: session.world_size,
+            "global_rank": lambda _: session.rank,
+            "local_rank": lambda _: session.local_rank,
+            "validate_settings": lambda *_, **__: None,  # the round decides, not the script
+        }
+        return type("ElasticdEnvironment", (base,), own)()
+
+    def arguments(self, callbacks: Iterable[Any] = (), plugins: Iterable[Any] = ()) -> dict[str, Any]:
+        """For Trainer: its callbacks and plug-ins with these, and `devices` and `num_nodes` of this round."""
+        return {
+            "callbacks": [*callbacks, self],
+            "plugins": [*plugins, self.environment],
+            "devices": int(os.environ.get("LOCAL_WORLD_SIZE", self.session.world_size)),
+            "num_nodes": int(os.environ.get("GROUP_WORLD_SIZE", 1)),
+        }
+
+    def loader(self, loader: Any, per_rank_batch: int | None = None, seed: int = 0) -> ElasticLoader:
+        """In place of `loader`, in `fit()` or in `train_dataloader()`: Lightning gives it no sampler of its own.
+
+        With `per_rank_batch`, samples that fit on a rank, Trainer has to be given the loader's
+        `accumulate_grad_batches=loader.sampler.accumulate`.
+        """
+        self._loader = ElasticLoader(loader, self._global_batch, per_rank_batch, seed)
+        return self._loader
+
+    # --- Lightning's hooks -------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._loader is None:
+            raise UsageError(
+                "ElasticdCallback: the training data has no elastic loader; fit(model, elastic.loader(loader))"
+            )
+        check_ranks(trainer.world_size, self.session.world_size, "Trainer", "give Trainer(**elastic.arguments())")
+        if self._loader.sampler.accumulate != trainer.accumulate_grad_batches:
+            raise UsageError(
+                f"ElasticdCallback: the loader gives {self._loader.sampler.accumulate} batches for a step, and "
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) takes another number of them"
+            )
+        optimizers = {f"optimizer{n or ''}": each for n, each in enumerate(trainer.optimizers)}
+        schedulers = {f"scheduler{n or ''}": each.scheduler for n, each in enumerate(trainer.lr_scheduler_configs)}
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.session.attach(
+            model=trainer.strategy.model,
+            sampler=self._loader.sampler,
+            trainer=_TrainerState(trainer),
+            **optimizers,
+            **schedulers,
+            **({"scaler": scaler} if scaler is not None else {}),
+        )
+        every, directory, keep = self._saves
+        resumed = self.session.restore(directory)
+        self.session.checkpoint(every, directory, keep)
+        if resumed is not None:
+            trainer.fit_loop.reset()  # finds out at which point of its epoch it is
+        self._global_step = trainer.global_step
+        backward = pl_module.backward
+        pl_module.backward = lambda loss, *args, **options: backward(loss * self._scale(trainer), *args, **options)
+        # Lightning's handler calls a collective from wherever the signal comes; the session's only notes it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _scale(self, trainer: Any) -> float:
+        assert self._loader is not None
+        sampler = self._loader.sampler
+        micro = trainer.fit_loop.epoch_loop.batch_idx % sampler.accumulate
+        return sampler.loss_scale(micro) * sampler.accumulate  # Lightning divides by that
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._phase.close()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self._global_step:
+            return
+        self._global_step = trainer.global_step
+        self.session.step()
+        if self.session.should_stop:
+            trainer.should_stop = True
+            trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._phase.close()
+        self._phase.enter_context(self.session.phase("eval"))
+
+    on_test_start = on_predict_start = on_train_end = on_validation_start
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self._phase.close()
+        self._phase.enter_context(self.session.phase("checkpoint"))
+
+
+class _TrainerState:
+    """Where Lightning's loops are, and what its callbacks keep."""
+
+    rank_independent = True
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        callbacks = {each.state_key: each.state_dict() for each in self._trainer.callbacks}
+        return {"loops": self._trainer.fit_loop.state_dict(), "callbacks": json.dumps(callbacks, default=_pack)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._trainer.fit_loop.load_state_dict(state["loops"])
+        callbacks = json.loads(state["callbacks"], object_hook=_unpack)
+        for each in self._trainer.callbacks:
+            if callbacks.get(each.state_key):
+                each.load_state_dict(callbacks[each.state_key])
+
+
+def _pack(value: Any) -> Any:
+    return {"__tensor__": value.tolist()} if hasattr(value, "tolist") else str(value)
+
+
+def _unpack(value: dict[str, Any]) -> Any:
+    import torch
+
+    return torch.tensor(value["__tensor__"]) if "__tensor__" in value else value

@@ -1,0 +1,90 @@
+"""Loaders that keep a state of their own on each rank: torchdata's StatefulDataLoader, streams, shards of files.
+
+loader = RankLoader(StatefulDataLoader(dataset, batch_size=8))
+session.attach(model=model, optimizer=optimizer, per_rank={"loader": loader})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from elasticd.errors import UsageError
+
+
+class RankLoader:
+    """A loader whose every rank continues at its own place. Iterate over this in place of the loader.
+
+    On the same number of ranks each rank's loader gets its own state back, and nothing is lost or repeated. On another:
+
+    - A map-style dataset with torchdata's StatefulDistributedSampler continues where the ranks were together. Less than
+      one sample a rank is trained on again, where their number does not divide what had been trained on.
+    - Any other loader begins its epoch again, because the parts of a stream belong to ranks that no longer exist.
+
+    The event `resumed` says which of them happened.
+
+    Args:
+        loader: with `state_dict()` and `load_state_dict()`, over this rank's share of the data.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(loader, name, None))]
+        if missing:
+            raise UsageError(
+                f"RankLoader({type(loader).__name__}): it has no {' and no '.join(missing)}; use torchdata's "
+                "StatefulDataLoader, or ElasticBatchSampler for a dataset whose samples have numbers"
+            )
+        self._loader = loader
+        self.epoch = 0
+        """That the next iteration begins or continues."""
+        self._samples = 0
+        """Of this rank and epoch, that the loop has got."""
+        self._per_batch = getattr(loader, "batch_size", None) or 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """In place of `range(count)`: the epochs that are left."""
+        while self.epoch < count:
+            yield self.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for name in ("sampler", "dataset"):
+            if callable(set_epoch := getattr(getattr(self._loader, name, None), "set_epoch", None)):
+                set_epoch(self.epoch)
+        for batch in self._loader:
+            self._samples += self._per_batch
+            yield batch
+        self.epoch += 1
+        self._samples = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank. Between two epochs the loader's own state is that of a finished iteration, and is left out."""
+        own = self._loader.state_dict() if self._samples else {}
+        return {"epoch": self.epoch, "samples": self._samples, "loader": own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self._samples = state["epoch"], state["samples"]
+        if self._samples:
+            self._loader.load_state_dict(state["loader"])
+
+    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world_size: int) -> str:
+        """Of all ranks, for another number of them; returns a sentence about what cannot be continued, "" for none."""
+        self.epoch = max(state["epoch"] for state in states)
+        samples = min(state["samples"] for state in states if state["epoch"] == self.epoch)
+        if not samples:
+            return ""
+        sampler, ranks = getattr(self._loader, "sampler", None), f"{len(states)} ranks, and now there are {world_size}"
+        load = getattr(sampler, "load_state_dict", None)
+        if not hasattr(sampler, "num_replicas") or load is None:
+            return f"epoch {self.epoch} begins again: its stream was read by {ranks}"
+        # Rank r of n has had the positions r, r + n, r + 2n, … of the epoch's order.
+        self._samples, again = divmod(samples * len(states), world_size)
+        load({"yielded": self._samples})
+        return f"{again} samples are trained on again: the epoch was shared by {ranks}" if again else ""

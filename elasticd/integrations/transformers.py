@@ -1,0 +1,271 @@
+"""Hugging Face Trainer in a session: `trainer.add_callback(ElasticdCallback(trainer))`.
+
+Trainer's loop stays its own. The callback exchanges the sampler of its training data, restores its whole state when the
+loop begins, and ends each of its optimizer steps with `session.step()`. Trainer's checkpoints stay the results that
+they are; a restart continues from the session's, which fit any number of ranks and the middle of an epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from elasticd.checkpointing.api import lineage
+from elasticd.errors import UsageError
+from elasticd.integrations import check_ranks, require
+from elasticd.integrations.loader import ElasticLoader
+from elasticd.session import init
+
+_OVERRIDDEN = ("get_train_dataloader", "compute_loss", "evaluation_loop", "train")
+"""Methods of this trainer that the callback wraps; Trainer documents them as those that a subclass may override."""
+_IGNORED_LABEL = -100
+
+
+class ElasticdCallback:
+    """Gives a Trainer a session, `session`, and resumes it from the session's newest checkpoint by itself.
+
+    Args:
+        trainer: with a map-style training dataset. Its `per_device_train_batch_size` is what fits on a rank, and its
+            `gradient_accumulation_steps` are set from that, the global batch and the number of ranks.
+        global_batch: samples in one optimizer step, over all ranks; by default what Trainer's arguments make of the
+            present number of ranks. Give it where that number may change.
+        every, keep: as in `Session.checkpoint`.
+        directory: of the session's checkpoints; by default ELASTICD_CHECKPOINT_DIR, else `elasticd` in `output_dir`.
+
+    Raises UsageError for a Trainer that shares out model or batches in a way that a session cannot keep.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        global_batch: int | None = None,
+        every: Any = 50,
+        keep: int = 3,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        _check(trainer)
+        self.session = init()
+        args = trainer.args
+        check_ranks(
+            args.world_size, self.session.world_size, "Trainer", "on CPUs, give TrainingArguments(use_cpu=True)"
+        )
+        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self._trainer = trainer
+        self._global_batch = global_batch or per_step * self.session.world_size
+        self._every, self._keep = every, keep
+        chosen = directory or os.environ.get("ELASTICD_CHECKPOINT_DIR") or Path(args.output_dir) / "elasticd"
+        self._directory = Path(chosen)
+        self._history = self._directory / "log_history.jsonl"
+        self._phase = ExitStack()
+        self._micro = 0
+        self._due = {"evaluate": False, "save": False}
+        """What Trainer does after this step."""
+        self._missed = dict(self._due)
+        """What a fault has kept it from doing after the step that was resumed from."""
+        args.ignore_data_skip = True
+        self._original = {name: getattr(trainer, name) for name in _OVERRIDDEN}
+        for name in _OVERRIDDEN:
+            setattr(trainer, name, getattr(self, f"_{name}"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("on_"):  # an event that nothing is done for
+            return lambda *_, **__: None
+        raise AttributeError(name)
+
+    # --- what the trainer calls in place of its own methods ----------------------------------------------------------
+
+    def _train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        import torch.distributed as dist
+
+        has_own = [self.session.rank == 0 and bool(lineage(self._directory)[0])]
+        if self.session.world_size > 1:
+            dist.broadcast_object_list(has_own)
+        return self._original["train"](None if has_own[0] else resume_from_checkpoint, *args, **options)
+
+    def _get_train_dataloader(self) -> Any:
+        args = self._trainer.args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        own = self._original["get_train_dataloader"]()
+        self._loader = _TrainerLoader(own, self._global_batch, args.per_device_train_batch_size, seed)
+        self._loader.trainer = self._trainer
+        args.gradient_accumulation_steps = self._loader.sampler.accumulate
+        return self._loader
+
+    def _compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        loss = self._original["compute_loss"](model, inputs, *args, **options)
+        if not model.training:
+            return loss
+        sampler = self._loader.sampler
+        if not sampler.samples(self._micro):
+            return loss * 0
+        if options.get("num_items_in_batch") is None:
+            return loss * sampler.loss_scale(self._micro) * sampler.accumulate  # Trainer divides by that number
+        return loss  # Trainer divides the sum by the number of labels in the global batch, which is exact
+
+    def _evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        with self.session.phase("eval"):
+            return self._original["evaluation_loop"](*args, **options)
+
+    # --- Trainer's events --------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer, sampler = self._trainer, self._loader.sampler
+        scaler = {"scaler": trainer.accelerator.scaler} if trainer.accelerator.scaler is not None else {}
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        self.session.attach(
+            model=trainer.model_wrapped,
+            optimizer=optimizer,
+            scheduler=trainer.lr_scheduler,
+            sampler=sampler,
+            trainer=_TrainerState(trainer, self._due),
+            **scaler,
+        )
+        resumed = self.session.restore(self._directory)
+        self.session.checkpoint(self._every, self._directory, self._keep)
+        if resumed is not None:
+            self._resume(args, state)
+        elif state.global_step:  # from a checkpoint of Trainer's
+            epoch, steps = divmod(state.global_step, sampler.steps_per_epoch)
+            sampler.set_epoch(epoch)
+            sampler.load_state_dict({**sampler.state_dict(), "offset": steps * sampler.global_batch})
+        elif self.session.rank == 0:
+            self._history.unlink(missing_ok=True)
+        trainer._globalstep_last_logged = trainer._initial_global_step = state.global_step
+
+    def _resume(self, args: Any, state: Any) -> None:
+        """Read the log's history, and find what has to be made up for: rank 0 decides for all."""
+        import torch.distributed as dist
+
+        step = state.global_step
+        shared: list[Any] = [[], self._due]
+        if self.session.rank == 0:
+            lines = self._history.read_text().splitlines() if self._history.exists() else []
+            shared[0] = [each for each in map(json.loads, lines) if each["step"] <= step]
+            self._history.write_text("".join(json.dumps(each) + "\n" for each in shared[0]))
+            ended = not len(self._loader.sampler)
+            evaluated = any(each["step"] == step and any(k.startswith("eval_") for k in each) for each in shared[0])
+            saved = (Path(args.output_dir) / f"checkpoint-{step}" / "trainer_state.json").exists()
+            shared[1] = {
+                "evaluate": not evaluated and (self._due["evaluate"] or (ended and args.eval_strategy == "epoch")),
+                "save": not saved and (self._due["save"] or (ended and args.save_strategy == "epoch")),
+            }
+        if self.session.world_size > 1:
+            dist.broadcast_object_list(shared)
+        state.log_history, self._missed = shared
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._micro = 0
+        self._phase.close()
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self._micro += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        sampler = self._loader.sampler
+        state.epoch = sampler.epoch + min(sampler.offset / sampler.global_batch + 1, n := sampler.steps_per_epoch) / n
+        self._make_up(control)
+        self._due.update(evaluate=control.should_evaluate, save=control.should_save)
+        self.session.step()
+        self._before_pause(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._make_up(control)
+        self._before_pause(control)
+
+    def _make_up(self, control: Any) -> None:
+        control.should_evaluate |= self._missed.pop("evaluate", False)
+        control.should_save |= self._missed.pop("save", False)
+
+    def _before_pause(self, control: Any) -> None:
+        """A stop is at once; before Trainer saves, the phase is that."""
+        if self.session.should_stop:
+            control.should_training_stop = True
+            control.should_evaluate = control.should_save = False
+        if control.should_save:
+            self._phase.enter_context(self.session.phase("checkpoint"))
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self._phase.close()
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.session.rank == 0 and self._trainer.is_in_train:
+            with self._history.open("a") as file:
+                file.write(json.dumps(state.log_history[-1], default=float) + "\n")
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """What the script does from here on has no steps."""
+        self._phase.close()
+        self._phase.enter_context(self.session.phase("eval"))
+
+
+class _TrainerLoader(ElasticLoader):
+    """For Trainer's loop, which counts epochs from its own start."""
+
+    trainer: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        sampler, trainer = self.sampler, self.trainer
+        if trainer.state.global_step >= trainer.state.max_steps:
+            return
+        if not len(sampler):
+            sampler.set_epoch(sampler.epoch + 1)
+        counts_labels = trainer.compute_loss_func is None and trainer.args.average_tokens_across_devices
+        for number, batch in enumerate(super().__iter__()):
+            if counts_labels and "labels" in batch and not sampler.samples(number % sampler.accumulate):
+                batch["labels"].fill_(_IGNORED_LABEL)  # a stand-in's labels are not counted
+            yield batch
+
+
+class _TrainerState:
+    """What of a Trainer's state is not in model, optimizer and schedule; its log has a file of its own."""
+
+    rank_independent = True
+    _FIELDS = (
+        "global_step",
+        "epoch",
+        "total_flos",
+        "num_input_tokens_seen",
+        "best_metric",
+        "best_global_step",
+        "best_model_checkpoint",
+    )
+
+    def __init__(self, trainer: Any, due: dict[str, bool]) -> None:
+        self._trainer, self._due = trainer, due
+
+    def _callbacks(self) -> list[Any]:
+        return [each for each in self._trainer.callback_handler.callbacks if callable(getattr(each, "state", None))]
+
+    def state_dict(self) -> dict[str, Any]:
+        fields = {name: getattr(self._trainer.state, name) for name in self._FIELDS}
+        callbacks = [each.state()["attributes"] for each in self._callbacks()]
+        state = {"fields": fields, "callbacks": callbacks, "due": self._due}
+        plain: dict[str, Any] = json.loads(json.dumps(state, default=float))  # numpy's floats are none of Python's
+        return plain
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state["fields"].items():
+            setattr(self._trainer.state, name, value)
+        for callback, attributes in zip(self._callbacks(), state["callbacks"], strict=False):
+            for name, value in attributes.items():
+                setattr(callback, name, value)
+        self._due.update(state["due"])
+
+
+def _check(trainer: Any) -> None:
+    if not isinstance(trainer, require("transformers", "transformers").Trainer):
+        raise UsageError(f"ElasticdCallback(trainer): {type(trainer).__name__} is no transformers.Trainer")
+    shared = any(getattr(trainer, f"get_{kind}_size", int)() > 1 for kind in ("tp", "cp", "sp"))
+    found = {
+        "auto_find_batch_size changes the global batch": trainer.args.auto_find_batch_size,
+        "DeepSpeed keeps a state of its own on every rank": trainer.is_deepspeed_enabled,
+        "Trainer's FSDP keeps a part of the state on every rank": trainer.is_fsdp_enabled,
+        "tensor, context and sequence parallelism share batches between ranks": shared,
+    }
+    if why := next((why for why, applies in found.items() if applies), None):
+        raise UsageError(f"ElasticdCallback: {why}; leave it out, or resume from Trainer's own checkpoints")

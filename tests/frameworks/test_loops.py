@@ -1,0 +1,116 @@
+"""Each framework's own loop: killed, stopped and on another number of ranks, it ends where an undisturbed run ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.examples.launching import REPOSITORY, Run
+from tests.frameworks.jobs import Job
+
+HERE = Path(__file__).parent
+STEPS = 3 * 63
+"""3 epochs of 1000 samples, 16 a step."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    script: str
+    package: str
+    final: str
+    """What a finished run leaves, in its output."""
+    same_numbers: tuple[str, ...] = ()
+    """Arguments without which two numbers of ranks draw different random numbers."""
+
+    def job(self, run: Run, folder: Path) -> Job:
+        folder.mkdir()
+        return Job(run, folder, REPOSITORY / "examples" / self.script, self.package)
+
+    def weights(self, job: Job) -> dict[str, torch.Tensor]:
+        path = job.folder / "output" / self.final
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        loaded: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["state_dict"]
+        return loaded
+
+
+TRANSFORMERS = Framework("hf_trainer.py", "transformers", "final/model.safetensors", ("--dropout", "0"))
+FRAMEWORKS = [
+    TRANSFORMERS,
+    Framework("accelerate_loop.py", "accelerate", "model.safetensors"),
+    Framework("lightning_fit.py", "lightning", "final.ckpt"),
+]
+every_framework = pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda each: each.package)
+
+
+@every_framework
+def test_example_has_five_lines_of_elasticd(framework: Framework) -> None:
+    code = (REPOSITORY / "examples" / framework.script).read_text().split('"""')[2:]
+    lines = [line for line in '"""'.join(code).splitlines() if any(word in line for word in WORDS)]
+    assert 0 < len(lines) <= 5, lines
+
+
+WORDS = ("elastic", "Elastic", ".epochs(", "session")
+
+
+@every_framework
+def test_killed_ranks_cost_no_sample(framework: Framework, run: Run, tmp_path: Path) -> None:
+    undisturbed = framework.job(run, tmp_path / "undisturbed")
+    undisturbed.finish(2)
+    expected = framework.weights(undisturbed)
+    job = framework.job(run, tmp_path / "killed")
+    ran = job.start(2)
+    for step, rank in ((60, 1), (120, 0)):
+        ran.until(lambda step=step: job.saved(step))
+        job.kill(rank)
+    assert ran.wait() == 0, ran.output
+    assert len(job.events("group_started")) == 3, "a fault did not fire"
+    assert [each["step"] >= step for each, step in zip(job.events("resumed"), (60, 120), strict=True)] == [True] * 2
+    found = framework.weights(job)
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == [], ran.output
+
+
+@every_framework
+def test_sigterm_saves_and_stops_all_ranks(framework: Framework, run: Run, tmp_path: Path) -> None:
+    """The next run goes on with another number of ranks."""
+    undisturbed = framework.job(run, tmp_path / "undisturbed")
+    undisturbed.finish(2, *framework.same_numbers)
+    expected = framework.weights(undisturbed)
+    job = framework.job(run, tmp_path / "stopped")
+    ran = job.start(2, *framework.same_numbers)
+    ran.until(lambda: job.saved(60))
+    ran.process.send_signal(signal.SIGTERM)
+    assert ran.wait() == 128 + signal.SIGTERM, ran.output
+    assert not (job.folder / "output" / framework.final).exists(), "it went on after the stop"
+    step = job.checkpoint()["elasticd"]["step"]
+    assert 60 <= step < STEPS
+    ran = job.finish(3, *framework.same_numbers)
+    assert [each["step"] for each in job.events("resumed")] == [step]
+    found = framework.weights(job)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5, msg=f"{name}\n{ran.output}")
+
+
+def logged(job: Job) -> list[dict[str, float]]:
+    state = json.loads((job.folder / f"output/checkpoint-{STEPS}/trainer_state.json").read_text())
+    found: list[dict[str, float]] = state["log_history"]
+    return found
+
+
+def test_trainers_log_and_checkpoints_have_no_gap_and_no_step_twice(run: Run, tmp_path: Path) -> None:
+    job = TRANSFORMERS.job(run, tmp_path / "killed")
+    job.script = HERE / "scripts" / "hf_slow_evaluation.py"
+    ran = job.start(2, "--every", 1)
+    ran.until(lambda: ran.output.count("an evaluation begins") == 2)
+    job.kill(1)
+    assert ran.wait() == 0, ran.output
+    assert [each["step"] for each in job.events("resumed")] == [126], "a step was lost"
+    assert [line["step"] for line in logged(job) if "eval_loss" in line] == [63, 127, 189]
+    assert [line["step"] for line in logged(job) if "loss" in line] == list(range(10, STEPS, 10))
+    assert {path.name for path in (job.folder / "output").glob("checkpoint-*")} == {"checkpoint-100", "checkpoint-189"}
