@@ -1,10 +1,13 @@
-"""The groups of one job on this node as its manager knows them: to be started, running, parked."""
+"""The groups of one job on this node as its manager knows them: to be started, running, parked; their heartbeats."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elasticd.errors import WireError
+from elasticd.heartbeat.exit_report import ExitReport
+from elasticd.heartbeat.record import HeartbeatReader
 from elasticd_agent.model.records import Round
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 
@@ -75,3 +78,20 @@ def with_master(master: Master | None, workers: tuple[WorkerSpec, ...]) -> tuple
 def keeps_store(round: Round) -> bool:
     """Whether a store outlives its own node's group: workers of other nodes may end later, as under torchrun."""
     return len(round.members) > 1
+
+
+def write_request(path: str, request: int) -> None:
+    """Write STOP, PAUSE or 0."""
+    try:
+        with HeartbeatReader(path) as reader:
+            reader.request(request)
+    except (OSError, WireError):
+        pass  # the signal that follows STOP is enough
+
+
+def read_exit_report(path: str) -> ExitReport | None:
+    try:
+        with HeartbeatReader(path) as reader:
+            return reader.read().exit_report
+    except (OSError, WireError):
+        return None

@@ -12,10 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from elasticd.errors import WireError
 from elasticd.heartbeat import record as heartbeat
-from elasticd.heartbeat.exit_report import ExitReport
-from elasticd.heartbeat.record import HeartbeatReader
 from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.messages import Event, ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Round
@@ -28,7 +25,9 @@ from elasticd_agent.workers.groups import (
     WorkerGroup,
     cuda_place,
     keeps_store,
+    read_exit_report,
     with_master,
+    write_request,
 )
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerMessage
 from elasticd_agent.workers.launcher.owned_group import STORE_RANK
@@ -99,23 +98,6 @@ class ProcessReaped:
     """An unkillable process has ended."""
 
     pid: int
-
-
-def write_request(path: str, request: int) -> None:
-    """Write STOP, PAUSE or 0."""
-    try:
-        with HeartbeatReader(path) as reader:
-            reader.request(request)
-    except (OSError, WireError):
-        pass  # the signal that follows STOP is enough
-
-
-def read_exit_report(path: str) -> ExitReport | None:
-    try:
-        with HeartbeatReader(path) as reader:
-            return reader.read().exit_report
-    except (OSError, WireError):
-        return None
 
 
 START_WAIT_S = 180.0
@@ -228,10 +210,13 @@ class WorkerManager:
         self.end_store()
         self._memory.begin(self._unkillable)
         start = PendingStart(round, with_master(master, workers), master, 0.0)
+        self._stepped = None
         if self._memory.due is None:
             self._begin(start)
             return
         self._waiting_for_memory = start
+        if self._spare is not None and not self._spare.fits(start):
+            self._end_spare()
         self.park(len(workers), with_store=master is None)
         self._begin_where_free()
 
@@ -272,7 +257,7 @@ class WorkerManager:
         since = now if self._template_since is None else self._template_since
         start.deadline = now + FORK_DEADLINE_S if self._template_ready else max(now, since + START_WAIT_S)
         self._start = start
-        self._park_request = self._stepped = None
+        self._park_request = None
         self._advance()
 
     def first_step(self, number: int, size: int, with_store: bool) -> None:

@@ -6,7 +6,7 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.model.messages import GroupEnded
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers import manager
+from elasticd_agent.workers.gpu_memory import GpuMemory, MemoryChecked, MemoryWait
 from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec, refuse_contexts
 from elasticd_agent.workers.manager import GroupStarted, LauncherReady, OwnerEvent, WorkerManager
@@ -56,6 +57,17 @@ time.sleep(600)
 """
 
 
+class CheckedMemory(GpuMemory):
+    """Each start but the first waits for an answer."""
+
+    def __init__(self) -> None:
+        self.checks = -1
+
+    def check(self, except_pids: Collection[int]) -> int:
+        self.checks += 1
+        return self.checks
+
+
 class Node:
     """Two workers on GPUs 4 and 5, or others, started by a real owner."""
 
@@ -72,7 +84,8 @@ class Node:
         )
         owner = OwnerClient(directory / "runtime", self.inbox.put)
         env = env | {"PYTHONPATH": str(directory)}
-        self.workers = WorkerManager(spec, "a", env, Preload(("torch",)), owner, cuda_warm=True)
+        wait = MemoryWait(CheckedMemory(), ("4", "5"))
+        self.workers = WorkerManager(spec, "a", env, Preload(("torch",)), owner, memory=wait, cuda_warm=True)
         self.workers.set_listener(self)
         self.sentences: list[str] = []
         self.messages: list[dict[str, Any]] = []
@@ -98,7 +111,7 @@ class Node:
             self.events += self.workers.handle(message)
         return found
 
-    def start(self, number: int, gpus: str = "4,5") -> GroupStarted:
+    def start(self, number: int, gpus: str = "4,5", busy: str = "") -> GroupStarted:
         workers = []
         for rank in range(2):
             path = self.directory / f"beat-{number}-{rank}"
@@ -106,6 +119,7 @@ class Node:
             env = {"ELASTICD_HEARTBEAT": str(path), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": gpus}
             workers.append(WorkerSpec(env, None, None, str(path)))
         self.workers.start(Round(number, (Member("a", "i", (0, 1)),)), tuple(workers), ("127.0.0.1", 1))
+        self.workers.memory_checked(MemoryChecked(number - 1, busy=tuple(busy)))
         found = self.until(
             lambda: next((e for e in self.events if isinstance(e, GroupStarted) and e.number == number), None)
         )
@@ -180,6 +194,22 @@ def test_contexts_on_other_gpus_are_not_used(machine: Machine) -> None:
     assert not set(second.pids) & set(warm)
     node.until(lambda: len(node.ran()) == 4 or None)
     assert {line.split(" ", 1)[1] for line in node.ran()[2:]} == {"False []"}
+
+
+def test_contexts_on_other_gpus_hold_up_no_start(machine: Machine) -> None:
+    """GPU 5 is not free for 30 s: the worker on GPU 4 starts at once, in a group without contexts, which gets none."""
+    node = machine.start()
+    node.start(1)
+    node.workers.first_step(1, 2, with_store=True)
+    node.until(lambda: node.sentences)
+    made = machine.took_memory()
+    node.end(1)
+    second = node.start(2, gpus="4,6", busy="5")
+    assert (second.warm, second.held) == (True, (1,))
+    node.until(lambda: len(node.ran()) == 3)
+    node.workers.memory_checked(MemoryChecked(1))
+    node.until(lambda: len(node.ran()) == 4)
+    assert machine.took_memory() == made
 
 
 REFUSALS = {
