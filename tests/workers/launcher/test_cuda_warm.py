@@ -185,6 +185,7 @@ def test_parked_workers_make_contexts_after_the_first_step(machine: Machine) -> 
 def test_contexts_on_other_gpus_are_not_used(machine: Machine) -> None:
     node = machine.start()
     node.start(1)
+    node.until(lambda: len(node.ran()) == 2)
     node.workers.first_step(1, 2, with_store=True)
     node.until(lambda: node.sentences)
     warm = node.parked()[-1]
@@ -192,7 +193,7 @@ def test_contexts_on_other_gpus_are_not_used(machine: Machine) -> None:
     second = node.start(2, gpus="4,6")
     assert second.warm
     assert not set(second.pids) & set(warm)
-    node.until(lambda: len(node.ran()) == 4 or None)
+    node.until(lambda: len(node.ran()) == 4)
     assert {line.split(" ", 1)[1] for line in node.ran()[2:]} == {"False []"}
 
 
@@ -200,6 +201,7 @@ def test_contexts_on_other_gpus_hold_up_no_start(machine: Machine) -> None:
     """GPU 5 is not free for 30 s: the worker on GPU 4 starts at once, in a group without contexts, which gets none."""
     node = machine.start()
     node.start(1)
+    node.until(lambda: len(node.ran()) == 2)
     node.workers.first_step(1, 2, with_store=True)
     node.until(lambda: node.sentences)
     made = machine.took_memory()
