@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from elasticd import process_group
-from elasticd.checkpointing import restore, state
+from elasticd.checkpointing import restore, sharded, state
 from elasticd.checkpointing.donor import Donor
 from elasticd.checkpointing.restore import Resumed
 from elasticd.checkpointing.saver import DEFAULT_KEEP, SaveInterval, Saver
@@ -149,7 +149,8 @@ class Session:
     def attach(self, *, optional: bool = False, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> None:
         """Name what a checkpoint holds: model=, optimizer=, scheduler=, sampler=, anything with state_dict().
 
-        Rank 0's state is saved, and loaded by all; of `per_rank`, a dict by name, every rank's. On another world size
+        Rank 0's state is saved, and loaded by all; of sharded modules and optimizers (FSDP2, DTensor,
+        ZeroRedundancyOptimizer) each rank's part; of `per_rank`, a dict by name, every rank's. On another world size
         such an object gets all of them: it needs a method `load_state_dicts(states, rank, world_size)` for that.
 
         With `optional=True` a checkpoint that holds nothing under these names can be restored; they stay as they are.
@@ -162,6 +163,7 @@ class Session:
         names = {*self._attached, *self._saver.per_rank}
         for name, obj in every:
             state.check_attachable(name, obj)
+            sharded.check_mesh(name, obj, self._group.world_size)
             if name in names:
                 raise UsageError(f"attach({name}=...): that name is taken; each object needs its own")
             names.add(name)

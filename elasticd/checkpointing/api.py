@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elasticd.checkpointing.atomic_write import HashingFile, Staging, sweep
+from elasticd.checkpointing.atomic_write import HashingFile, Staging, sweep, write_file
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.layout import UNPICKLABLE, Layout
 from elasticd.checkpointing.lineage import (
@@ -29,7 +29,7 @@ from elasticd.checkpointing.lineage import (
     names,
     open_verified,
 )
-from elasticd.checkpointing.manifest import MANIFEST, STATE, Manifest, Unreadable, parse
+from elasticd.checkpointing.manifest import MANIFEST, STATE, FileState, Manifest, Unreadable, parse
 from elasticd.checkpointing.retention import retain
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.errors import CheckpointCorrupt, CheckpointRefused
@@ -59,7 +59,7 @@ def save(
     draft = Manifest(round, step, parent, world_size, 0, "", job, run, cursor, time.time())
     check_cursor(draft)
     layout = Layout(state)
-    return write(directory, draft, lambda file: layout.write(file.write))
+    return write(directory, draft, layout.fill)
 
 
 def check_cursor(draft: Manifest) -> None:
@@ -75,13 +75,21 @@ def write(directory: str | os.PathLike[str], draft: Manifest, fill: Callable[[Ha
 
     `save` describes what is raised.
     """
+    return write_files(directory, draft, lambda staging: {STATE: write_file(staging.path / STATE, fill)})
+
+
+def write_files(
+    directory: str | os.PathLike[str], draft: Manifest, fill: Callable[[Staging], dict[str, FileState]], token: str = ""
+) -> Entry:
+    """The same for any files: `fill` writes them, state.pt among them, and returns what they are."""
     base = Path(directory)
     draft = replace(draft, parent=_parent(base, draft.round, draft.parent))
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     sweep(base, draft.round)
-    with Staging(base, draft.round, draft.step) as staging:
-        size, checksum = staging.write_state(fill)
-        manifest = replace(draft, bytes=size, checksum=checksum)
+    with Staging(base, draft.round, draft.step, token) as staging:
+        files = fill(staging)
+        size, checksum = files.pop(STATE)
+        manifest = replace(draft, bytes=size, checksum=checksum, files=files)
         return Entry(staging.publish(manifest), manifest)
 
 
@@ -115,8 +123,8 @@ def load_mapped(fd: int, map_location: Any = "cpu") -> dict[str, Any]:
 def relink(directory: str | os.PathLike[str], entry: Entry, round: int) -> Entry:
     """Make `entry`, which round `round` has loaded, that round's own first checkpoint, before its first step.
 
-    From then on nothing that an older round writes is in the lineage. A hard link of state.pt where the file system has
-    them, else a copy. A second call, or one for an entry of this round, changes nothing. Raises OSError; with ESTALE
+    From then on nothing that an older round writes is in the lineage. Hard links where the file system has
+    them, else copies. A second call, or one for an entry of this round, changes nothing. Raises OSError; with ESTALE
     when the checkpoint has changed since it was loaded.
     """
     base, source = Path(directory), entry.manifest
@@ -135,9 +143,10 @@ def relink(directory: str | os.PathLike[str], entry: Entry, round: int) -> Entry
         if _manifest_in(fd) != source:
             raise OSError(errno.ESTALE, "the checkpoint was replaced after it was loaded", str(entry.path))
         with Staging(base, round, source.step) as staging:
-            copied = staging.link_state(fd)
-            if copied is not None and copied != (source.bytes, source.checksum):
-                raise OSError(errno.ESTALE, "the checkpoint changed while it was copied", str(entry.path))
+            for name, expected in {STATE: (source.bytes, source.checksum), **source.files}.items():
+                copied = staging.link(name, fd)
+                if copied is not None and copied != expected:
+                    raise OSError(errno.ESTALE, "the checkpoint changed while it was copied", str(entry.path))
             return Entry(staging.publish(manifest), manifest)
     finally:
         os.close(fd)

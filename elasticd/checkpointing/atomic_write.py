@@ -13,12 +13,13 @@ import mmap
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from elasticd.checkpointing.lineage import CheckpointName, names
-from elasticd.checkpointing.manifest import MANIFEST, STATE, Checksum, Manifest
+from elasticd.checkpointing.manifest import MANIFEST, Checksum, FileState, Manifest
 
 _BLOCK_BYTES = 4 << 20
 _ALIGNMENT = 4096
@@ -59,10 +60,10 @@ class HashingFile:
             self._add(count)
             view = view[count:]
 
-    def copy(self, source: int) -> None:
-        """Write the whole file that the descriptor `source` reads. Raises OSError."""
-        at = 0
-        while count := os.preadv(source, [self._block[self._filled :]], at):
+    def copy(self, source: int, start: int = 0, size: int | None = None) -> None:
+        """Write `size` bytes of the descriptor `source`, from `start` on; None: all of them. Raises OSError."""
+        at, end = start, sys.maxsize if size is None else start + size
+        while count := os.preadv(source, [self._block[self._filled : self._filled + end - at]], at):
             at += count
             self._add(count)
 
@@ -99,13 +100,29 @@ class HashingFile:
         self._direct = False
 
 
+def write_file(path: Path, fill: Callable[[HashingFile], None]) -> FileState:
+    """Let `fill` write a new file; returns its size and checksum. Raises OSError and what `fill` raises."""
+    file = HashingFile(path)
+    try:
+        fill(file)
+        file.sync()
+    finally:
+        file.close()
+    return file.bytes, str(file.checksum)
+
+
+def staging_path(directory: Path, round: int, step: int, token: str) -> Path:
+    return directory / f".r{round}-s{step}.{token}.staging"
+
+
 class Staging:
     """A checkpoint being written. Leaving the `with` block without `publish` removes what was written."""
 
-    def __init__(self, directory: Path, round: int, step: int) -> None:
+    def __init__(self, directory: Path, round: int, step: int, token: str = "") -> None:
+        """`token`: hexadecimal digits in the hidden name, if other processes write into it, too."""
         self._directory = directory
         self._final = directory / f"r{round}-s{step}"
-        self.path = directory / f".{self._final.name}.{secrets.token_hex(4)}.staging"
+        self.path = staging_path(directory, round, step, token or secrets.token_hex(4))
         self._manifest = -1
 
     def __enter__(self) -> Staging:
@@ -130,24 +147,14 @@ class Staging:
             self._manifest = -1
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def write_state(self, writer: Callable[[HashingFile], None]) -> tuple[int, str]:
-        """Let `writer` fill state.pt; returns its size and checksum. Raises OSError and what the writer raises."""
-        file = HashingFile(self.path / STATE)
+    def link(self, name: str, source: int) -> FileState | None:
+        """Hard-link a file from the directory with descriptor `source`, or copy it: then its size and checksum."""
         try:
-            writer(file)
-            file.sync()
-        finally:
-            file.close()
-        return file.bytes, str(file.checksum)
-
-    def link_state(self, source: int) -> tuple[int, str] | None:
-        """Hard-link state.pt from the directory with descriptor `source`, or copy it: then its size and checksum."""
-        try:
-            os.link(STATE, self.path / STATE, src_dir_fd=source)
+            os.link(name, self.path / name, src_dir_fd=source)
         except OSError:
             # No hard links here, too many of them, or not ours to link (fs.protected_hardlinks). The copy raises other
             # errors.
-            return self.write_state(lambda file: _copy(source, file))
+            return write_file(self.path / name, lambda file: _copy(source, name, file))
         return None
 
     def publish(self, manifest: Manifest) -> Path:
@@ -236,8 +243,8 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _copy(directory: int, file: HashingFile) -> None:
-    fd = os.open(STATE, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+def _copy(directory: int, name: str, file: HashingFile) -> None:
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
     try:
         file.copy(fd)
     finally:

@@ -11,7 +11,8 @@ import ctypes
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,10 @@ class WriteTask:
     """How long training was blocked by the copy."""
     keep_every: int = 0
     """Steps that are multiples of it are never deleted; 0: none."""
+    token: str = ""
+    """Of a sharded state: the staging directory's. `node` of `nodes` writes its part there."""
+    node: int = 0
+    nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,8 @@ class Snapshot:
     """None: it is not to be written to disk, or that has been done."""
     path: str = ""
     """The checkpoint that it was written to."""
+    files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Of a sharded state: offset and size of each of this node's files. Such a state is written, not resumed from."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -88,6 +95,7 @@ class Snapshot:
 
     def to_json(self) -> bytes:
         fields: dict[str, Any] = {"number": self.number, "task": self.task and asdict(self.task), "path": self.path}
+        fields["files"] = dict(self.files)
         return json.dumps({**fields, "draft": self.draft.to_json().decode()}).encode()
 
     @classmethod
@@ -97,7 +105,8 @@ class Snapshot:
         draft = parse(found["draft"].encode())
         if not isinstance(draft, Manifest):
             raise ValueError(draft.why)
-        return cls(draft, found["number"], found["task"] and WriteTask(**found["task"]), found["path"])
+        task = found["task"] and WriteTask(**found["task"])
+        return cls(draft, found["number"], task, found["path"], found.get("files", {}))
 
 
 class Buffers:
@@ -109,8 +118,9 @@ class Buffers:
         self.held: list[Snapshot | None] = [self._read(number) for number in range(len(buffers))]
 
     def newest(self) -> int | None:
-        """The buffer with the newest state."""
-        held = [(each.draft.round, each.draft.step, each.number, at) for at, each in enumerate(self.held) if each]
+        """The buffer with the newest state that can be resumed from."""
+        whole = [(at, each) for at, each in enumerate(self.held) if each and not each.files]
+        held = [(each.draft.round, each.draft.step, each.number, at) for at, each in whole]
         return max(held, default=(0, 0, 0, None))[3]
 
     def erase(self, number: int) -> None:

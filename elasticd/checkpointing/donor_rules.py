@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from elasticd.checkpointing import state
+from elasticd.checkpointing import sharded, state
 from elasticd.checkpointing.layout import tensors
 from elasticd.sampler import ElasticBatchSampler
 
@@ -57,6 +57,12 @@ def _one_rank_or_a_gpu(rank: _Rank) -> str:
     group = rank.saver.group
     if group.world_size == 1 or group.device.type != "cpu":
         return "this is built for several ranks that train on CPUs"
+    return ""
+
+
+def _sharded(rank: _Rank) -> str:
+    if sharded.names(rank.attached):
+        return "each rank has only a part of a sharded state; the next round resumes from the last checkpoint"
     return ""
 
 
@@ -141,6 +147,7 @@ def _unusual_tensor(rank: _Rank) -> str:
 
 _RULES = (
     _no_launcher,
+    _sharded,
     _one_rank_or_a_gpu,
     _no_replicated_model,
     _own_communication,

@@ -55,7 +55,7 @@ class Layout:
     CheckpointRefused for a state that cannot be pickled. The object keeps the state's storages alive.
     """
 
-    def __init__(self, state: dict[str, Any], shared: frozenset[int] = frozenset()) -> None:
+    def __init__(self, state: Any, shared: frozenset[int] = frozenset()) -> None:
         pickled, storages = _pickle(state)
         self._state = state
         self._records: list[_Record] = []
@@ -136,6 +136,20 @@ class Layout:
         for offset, data in self._small:
             yield offset, memoryview(data)
 
+    def around(self) -> tuple[bytes, bytes]:
+        """What the file holds before and after its only storage."""
+        ((start, storage),) = self._own
+        end = start + storage.nbytes()
+        before, after = bytearray(start), bytearray(self.bytes - end)
+        for offset, data in self._small:
+            part, at = (before, offset) if offset < start else (after, offset - end)
+            part[at : at + len(data)] = data
+        return bytes(before), bytes(after)
+
+    def fill(self, file: Any) -> None:
+        """Write the whole file by `file.write`."""
+        self.write(file.write)
+
     def write(self, write: Callable[[memoryview], Any]) -> None:
         """Pass the whole file to `write`, from its beginning to its end."""
         at = 0
@@ -157,7 +171,7 @@ def write_packed(fd: int, packed: bytes) -> None:
         data = data[size:]
 
 
-def _pickle(state: dict[str, Any]) -> tuple[bytes, list[torch.UntypedStorage]]:
+def _pickle(state: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
     """The pickle, and the storages in the order of their first appearance: number n has the key str(n)."""
     import torch
 

@@ -16,7 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd.checkpointing.manifest import STATE, Checksum, Manifest, Unreadable, read
+from elasticd.checkpointing.manifest import STATE, Checksum, FileState, Manifest, Unreadable, read
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
@@ -166,20 +166,22 @@ def examine(named: CheckpointName) -> Manifest | Unreadable:
 def find_damage(entry: Entry) -> str | None:
     """Why the state cannot be used, after reading all of it from the disk; None if it is whole."""
     try:
-        os.close(open_verified(entry, from_disk=True))
+        for name in (STATE, *entry.manifest.files):
+            os.close(open_verified(entry, name, from_disk=True))
     except (CheckpointCorrupt, OSError) as error:
         return str(error)
     return None
 
 
-def open_verified(entry: Entry, from_disk: bool = False) -> int:
-    """Open state.pt, read all of it and compare the checksum; returns its descriptor. `from_disk`: not from the cache.
+def open_verified(entry: Entry, name: str = STATE, from_disk: bool = False) -> int:
+    """Open a file, read all of it and compare the checksum; returns its descriptor. `from_disk`: not from the cache.
 
     Raises CheckpointCorrupt if it is damaged, CheckpointError if its checksum cannot be computed here, OSError if it
     cannot be opened.
     """
-    expected = entry.manifest
-    algorithm = expected.checksum.partition(":")[0]
+    manifest = entry.manifest
+    expected = manifest.files.get(name, (manifest.bytes, manifest.checksum))
+    algorithm = expected[1].partition(":")[0]
     try:
         checksum = Checksum(algorithm)
     except LookupError:
@@ -188,33 +190,33 @@ def open_verified(entry: Entry, from_disk: bool = False) -> int:
         ) from None
     fd = -1
     try:
-        fd = os.open(entry.path / STATE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is damage, too
+        fd = os.open(entry.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is damage, too
         if from_disk:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        _check(fd, expected, checksum)
+        _check(fd, name, expected, checksum)
     except BaseException as error:
         if fd >= 0:
             os.close(fd)
         if isinstance(error, OSError) and error.errno in _DAMAGE:
-            raise CheckpointCorrupt(f"{STATE} cannot be read: {error.strerror}") from error
+            raise CheckpointCorrupt(f"{name} cannot be read: {error.strerror}") from error
         raise
     return fd
 
 
-def _check(fd: int, expected: Manifest, checksum: Checksum) -> None:
+def _check(fd: int, name: str, expected: FileState, checksum: Checksum) -> None:
     size = os.fstat(fd).st_size
-    if size != expected.bytes:
-        raise CheckpointCorrupt(_wrong_size(size, expected))
+    if size != expected[0]:
+        raise CheckpointCorrupt(_wrong_size(name, size, expected))
     buffer = memoryview(bytearray(_READ_BYTES))
     done = 0
     while done < size:
         count = os.preadv(fd, [buffer], done)
         if not count:
-            raise CheckpointCorrupt(f"{STATE} ended early while being read")
+            raise CheckpointCorrupt(f"{name} ended early while being read")
         checksum.update(buffer[:count])
         done += count
-    if str(checksum) != expected.checksum:
-        raise CheckpointCorrupt(f"{STATE} does not match its checksum: it was damaged after it was written")
+    if str(checksum) != expected[1]:
+        raise CheckpointCorrupt(f"{name} does not match its checksum: it was damaged after it was written")
 
 
 def _beyond(found: Manifest, limit: int | None, newer: int, parent_checksum: str | None) -> str | None:
@@ -228,16 +230,21 @@ def _beyond(found: Manifest, limit: int | None, newer: int, parent_checksum: str
 
 
 def _state_damage(path: Path, found: Manifest) -> str | None:
+    files = {STATE: (found.bytes, found.checksum), **found.files}
+    return next((why for name, each in files.items() if (why := _file_damage(path, name, each))), None)
+
+
+def _file_damage(path: Path, name: str, expected: FileState) -> str | None:
     try:
-        status = os.stat(path / STATE)
+        status = os.stat(path / name)
     except FileNotFoundError:
-        return f"{STATE} is missing"
+        return f"{name} is missing"
     except OSError as error:
-        return f"{STATE} cannot be read: {error.strerror}"
+        return f"{name} cannot be read: {error.strerror}"
     if not stat.S_ISREG(status.st_mode):
-        return f"{STATE} is not a file"
-    return None if status.st_size == found.bytes else _wrong_size(status.st_size, found)
+        return f"{name} is not a file"
+    return None if status.st_size == expected[0] else _wrong_size(name, status.st_size, expected)
 
 
-def _wrong_size(size: int, expected: Manifest) -> str:
-    return f"{STATE} has {size} bytes, its manifest says {expected.bytes}: it was cut short or replaced"
+def _wrong_size(name: str, size: int, expected: FileState) -> str:
+    return f"{name} has {size} bytes, its manifest says {expected[0]}: it was cut short or replaced"

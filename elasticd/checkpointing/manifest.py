@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-VERSION = "1.0"
+VERSION = "1.1"
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 
@@ -34,7 +34,12 @@ of 0.57 s a gigabyte); `xxhsum -H2 state.pt` checks a file by hand."""
 NO_CHECKSUM = "none:"
 """Of a state in memory."""
 _MAX_BYTES = 1 << 20
+"""Ten thousand ranks' files fit."""
 _LARGEST = 1 << 63
+
+
+FileState = tuple[int, str]
+"""The size of a file in bytes, and its checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class Manifest:
     relinked: bool = False
     """The round did not train this: it made its parent's checkpoint its own."""
     version: str = VERSION
+    files: Mapping[str, FileState] = field(default_factory=dict)
+    """Of a sharded checkpoint: its files other than state.pt."""
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Fields of a newer minor version."""
 
@@ -75,6 +82,11 @@ class Manifest:
                 f"r{self.round}-s{self.step} cannot have the parent r{self.parent[0]}-s{self.parent[1]}: "
                 "a parent has an older round and no later step"
             )
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all files."""
+        return self.bytes + sum(size for size, _ in self.files.values())
 
     def to_json(self) -> builtins.bytes:
         """Readable JSON with its seal. Raises TypeError or ValueError for a cursor that is not JSON."""
@@ -135,12 +147,14 @@ def parse(data: bytes) -> Manifest | Unreadable:
     seal = raw.pop("seal", None)
     if seal != _seal(raw):
         return Unreadable(f"{MANIFEST} does not match its seal: it was damaged or edited")
+    raw.setdefault("files", {})  # version 1.0
     for name, check in _CHECKS.items():
         if name not in raw or not check(raw[name]):
             return Unreadable(f"{MANIFEST}: {name} is missing or invalid")
     known = {name: raw[name] for name in _CHECKS}
     if known["parent"] is not None:
         known["parent"] = tuple(known["parent"])
+    known["files"] = {name: (size, checksum) for name, (size, checksum) in known["files"].items()}
     try:
         return Manifest(**known, unknown={name: value for name, value in raw.items() if name not in _CHECKS})
     except ValueError as error:
@@ -186,6 +200,18 @@ def _is_checksum(value: Any) -> bool:
     return isinstance(value, str) and ":" in value
 
 
+def _is_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        os.path.basename(name) == name not in (STATE, MANIFEST)
+        and isinstance(found, list)
+        and len(found) == 2
+        and _is_integer(found[0])
+        and found[0] >= 0
+        and _is_checksum(found[1])
+        for name, found in value.items()
+    )
+
+
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "version": _is_text,
     "round": _is_integer,
@@ -199,5 +225,6 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "run": _is_text,
     "cursor": lambda value: value is None or isinstance(value, dict),
     "wall": lambda value: isinstance(value, float) or _is_integer(value),
+    "files": _is_files,
 }
 assert {each.name for each in fields(Manifest)} == {*_CHECKS, "unknown"}

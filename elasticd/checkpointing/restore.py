@@ -15,12 +15,12 @@ import logging
 import os
 import socket
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import donor, retention, state
+from elasticd.checkpointing import donor, retention, shard_plan, sharded, state
 from elasticd.checkpointing.buffers import Snapshot, donor_of
 from elasticd.checkpointing.layout import write_at
 from elasticd.checkpointing.lineage import Entry, find_damage, open_verified
@@ -35,6 +35,8 @@ from elasticd.process_group import DefaultGroup
 logger = logging.getLogger("elasticd")
 
 _PIECE_BYTES = 64 << 20
+LOST_PART_S = 2.0
+"""How long a node's part of an earlier round's checkpoint is waited for once all nodes of this round have theirs."""
 SUSPECT_AFTER = 2
 """After so many restarts without progress the state itself may be broken (NaN in it), and an older one is tried."""
 
@@ -82,6 +84,8 @@ class _Restore:
     """Rank 0: the chosen checkpoint; None for a state in memory."""
     _held: Snapshot | None = None
     """The newest state in this node's memory."""
+    _candidates: list[Entry] = field(default_factory=list)
+    """Rank 0: the checkpoints that may be loaded and have not been tried yet."""
     _fd: int = -1
     """The chosen state."""
 
@@ -93,10 +97,15 @@ class _Restore:
                 os.close(self._fd)
 
     def _run(self) -> Resumed | None:
+        if self.saver.shards(self.attached) is not None:
+            self._settle()
         self._held = self._find_held()
         own = self._held.to_json() if self._held is not None else b""
         held = self.channel.collect("held", own, "what its node has in memory")
         chosen = self.channel.on_rank0("restore", "which state it restores", lambda: self._choose(held))
+        attempt = 0
+        while chosen["step"] is not None and (other := self._verify_shards(chosen, attempt)) is not None:
+            chosen, attempt = other, attempt + 1
         if chosen["step"] is None:
             return None
         self._open_everywhere(chosen)
@@ -104,7 +113,7 @@ class _Restore:
         error: Exception | None = None
         try:
             content = checkpoint.load_mapped(self._fd)
-            notes += state.scatter(self.attached, content, self.optional)
+            notes += self._load(chosen, content)
             of_ranks = content[state.RESERVED].get("per_rank", {})
             rank, world_size = self.group.rank, self.group.world_size
             notes += state.scatter_per_rank(self.saver.per_rank, of_ranks, rank, world_size, self.optional)
@@ -115,6 +124,67 @@ class _Restore:
         self.saver.parent = (resumed.round, resumed.step)
         self._take_over(chosen, resumed)
         return resumed
+
+    def _settle(self) -> None:
+        """Wait for the sharded states that earlier rounds have copied to be written: they are the newest ones."""
+
+        def settle() -> None:
+            writer = self.saver.writer
+            if writer is not None and writer.share == 0:
+                with contextlib.suppress(OSError, SnapshotRefused):
+                    writer.settle(True, self.channel.timeout_s, LOST_PART_S)
+
+        if self.group.rank != 0:
+            settle()
+        self.channel.collect("settled", b"", "whether its node has written what it has in memory")
+        if self.group.rank == 0:
+            settle()
+
+    def _verify_shards(self, chosen: Mapping[str, Any], attempt: int) -> dict[str, Any] | None:
+        """Each rank reads some files of a sharded checkpoint; if one is damaged, the next checkpoint, on all ranks."""
+        manifest = parse(chosen["draft"].encode())
+        if not isinstance(manifest, Manifest) or not manifest.files:
+            return None
+        entry = Entry(self.directory / chosen["name"], manifest)
+        found = {"shared": entry.path.is_dir(), "why": ""}
+        for name in sorted(manifest.files)[self.group.rank :: self.group.world_size]:
+            try:
+                os.close(open_verified(entry, name))
+            except (CheckpointCorrupt, OSError) as error:
+                found["why"] = str(error)
+        key, what = f"verified/{attempt}", f"whether its part of {chosen['name']} is whole"
+        every = [json.loads(each) for each in self.channel.collect(key, json.dumps(found).encode(), what)]
+
+        def decide() -> dict[str, Any]:
+            if not all(each["shared"] for each in every):
+                blind = ", ".join(str(rank) for rank, each in enumerate(every) if not each["shared"])
+                raise CheckpointError(
+                    f"rank {blind} cannot see {entry.path}: a sharded checkpoint needs a directory that all nodes share"
+                )
+            why = next((each["why"] for each in every if each["why"]), "")
+            if not why:
+                return {"other": None}
+            self._skip(entry.path, why)
+            os.close(self._fd)
+            self._fd = -1
+            return {"other": self._describe_first()}
+
+        other: dict[str, Any] | None = self.channel.on_rank0(key, "whether all parts are whole", decide)["other"]
+        return other
+
+    def _load(self, chosen: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
+        """Load what is attached; returns sentences about what was not used."""
+        names = content[state.RESERVED].get(sharded.NAMES, [])
+        large = {name: obj for name, obj in self.attached.items() if name in names}
+        small = {name: obj for name, obj in self.attached.items() if name not in names}
+        if whole := [name for name in sharded.names(small) if name in content]:
+            raise CheckpointError(f"the checkpoint holds {whole[0]} whole, from a job in which it was not sharded")
+        if large:
+            path = self.directory / chosen["name"]
+            sharded.scatter(large, shard_plan.read(path, lambda metadata: sharded.targets(large, metadata)))
+        unused = [name for name in names if name not in large]
+        notes = state.scatter(small, content, self.optional)
+        return notes + [f"nothing is attached as {name}: that part of the checkpoint was not used" for name in unused]
 
     def _find_held(self) -> Snapshot | None:
         writer, who = self.saver.writer, self.saver.environment
@@ -154,12 +224,17 @@ class _Restore:
                 return {**found, "on_disk": first.step if first is not None else 0}
         for each in skipped:
             self._skip(each.path, each.why)
-        entry = self._open_first(on_disk)
+        self._candidates = on_disk
+        return self._describe_first()
+
+    def _describe_first(self) -> dict[str, Any]:
+        entry = self._open_first(self._candidates)
         return {"step": None} if entry is None else self._describe(entry.manifest, None, entry.path.name)
 
     def _open_first(self, on_disk: list[Entry]) -> Entry | None:
         """Keep the first checkpoint that can be read open; skip those before it."""
-        for entry in on_disk:
+        while on_disk:
+            entry = on_disk.pop(0)
             try:
                 fd = open_verified(entry)
                 try:

@@ -8,6 +8,7 @@ training continues, and the save is tried again when the next one is due.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import logging
 import os
@@ -21,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import state, writer_client
+from elasticd.checkpointing import sharded, state, writer_client
 from elasticd.checkpointing.buffers import WriteTask
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.layout import Layout, write_packed
+from elasticd.checkpointing.lineage import Entry
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest, parse
 from elasticd.checkpointing.safe_types import check_loadable
+from elasticd.checkpointing.sharded_saver import ShardedSaver
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import CheckpointRefused, UsageError
@@ -95,11 +98,14 @@ class Saver:
     """Checkpoints of these steps stay for ever; 0: none."""
     saved_step: int | None = None
     """The newest step that every rank knows to be on the disk: that of the last save which was waited for."""
+    _shards: ShardedSaver | None = None
     _lock: DirectoryLock | None = None
     _last_at: float = field(default_factory=time.monotonic)
     writer: WriterClient | None = field(default_factory=writer_client.from_environment)
     """None: there is no writer on this node, and rank 0 writes checkpoints itself."""
-    _saves: int = 0
+    saves: int = 0
+    _copied: int = 0
+    """The last save of which the writer has a copy."""
     _pending: bool = False
     """The writer has a checkpoint of this process to write, or has written it."""
     _refused: bool = False
@@ -127,9 +133,7 @@ class Saver:
         try:
             self._take_lock(path)
         except OSError as error:
-            self._warn(
-                "message", f"checkpoint directory {path}: {error}; training continues, saves will be tried", path
-            )
+            self.warn("message", f"checkpoint directory {path}: {error}; training continues, saves will be tried", path)
         if self.environment.round:
             return {"round": self.environment.round}
         # Without an agent each start is a round of its own, so that its checkpoints come after all others.
@@ -161,25 +165,31 @@ class Saver:
         """
         if not attached:
             raise UsageError("nothing is attached: call session.attach(model=..., optimizer=...) before saving")
-        self._saves += 1
+        self.saves += 1
         self._last_at = time.monotonic()
+        shards = self.shards(attached)
+        attached = {name: obj for name, obj in attached.items() if shards is None or name not in shards.objects}
         own: dict[str, Any] = {name: obj.state_dict() for name, obj in self.per_rank.items()}
         check_loadable(own)
-        digests = state.digests(attached) if self._saves == 1 else {}
+        digests = state.digests(attached) if self.saves == 1 else {}
         mine = state.to_bytes([state.random_state(self.group.device), own, digests])
         if len(mine) > MOST_SENT_BYTES:
             mine = f"{_TOO_LARGE}rank {self.group.rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB".encode()
-        every_rank = self.channel.collect(f"random/{self._saves}", mine, f"random states for the save at step {step}")
-        if self._saves == 1:
+        every_rank = self.channel.collect(f"random/{self.saves}", mine, f"random states for the save at step {step}")
+        if self.saves == 1:
             what = f"whether the state of step {step} can be loaded again"
             self.channel.on_rank0("first save", what, lambda: self._check(step, attached, every_rank))
         before = self.heartbeat.current_phase
         self.heartbeat.set_phase(Phase.CHECKPOINT)
         try:
-            saved = self._save(step, attached, every_rank, why, wait)
+            if shards is not None:
+                content = functools.partial(self._content, step, attached, every_rank)
+                saved = shards.save(self._draft(step, 0, attached), content, _larger(every_rank), why, wait)
+            else:
+                saved = self._save(step, attached, every_rank, why, wait)
             if wait:
                 what = f"whether the checkpoint of step {step} is on the disk"
-                saved = bool(self.channel.on_rank0(f"saved/{self._saves}", what, lambda: {"saved": saved})["saved"])
+                saved = bool(self.channel.on_rank0(f"saved/{self.saves}", what, lambda: {"saved": saved})["saved"])
                 self.saved_step = step if saved else self.saved_step
             return saved
         finally:
@@ -215,17 +225,14 @@ class Saver:
             return False
         if larger := _larger(every_rank):
             assert self.directory is not None
-            reason = f"checkpoint of step {step} failed ({larger}); {self._next_try}"
-            self._warn("checkpoint_failed", reason, self.directory / f"r{self.round}-s{step}", step)
+            reason = f"checkpoint of step {step} failed ({larger}); {self.next_try}"
+            self.warn("checkpoint_failed", reason, self.directory / f"r{self.round}-s{step}", step)
             return False
         content = self._content(step, attached, every_rank)
         if self.group.rank == 0:
             check_loadable(content)
         layout = Layout(content, state.replicated(attached, self.group.world_size))
-        whose = (self.group.world_size, layout.bytes, NO_CHECKSUM, self.environment.job, self.environment.run)
-        # Another start of the same round, with a directory that the agent does not know, continues that round.
-        parent = self.parent if self.parent is not None and self.parent[0] < self.round else None
-        draft = Manifest(self.round, step, parent, *whose, cursor_of(attached), time.time())
+        draft = self._draft(step, layout.bytes, attached)
         if self.group.rank == 0:
             checkpoint.check_cursor(draft)
         draft, copy_own = self._exchange_own(draft, layout)
@@ -233,8 +240,23 @@ class Saver:
         if self.group.rank != 0:
             return False
         if not copied:
-            return self._write(draft, layout, why, start)
+            return self.write(draft, lambda path: checkpoint.write(path, draft, layout.fill), why, start)
         return self.wait() if wait else True
+
+    def shards(self, attached: Mapping[str, Any]) -> ShardedSaver | None:
+        """What saves the sharded objects, None without any; all ranks call it at the same place.
+
+        Raises UsageError on every rank where these objects differ between ranks.
+        """
+        if self._shards is None and (names := sharded.names(attached)):
+            self._shards = ShardedSaver(self, {name: attached[name] for name in attached if name in names})
+        return self._shards
+
+    def _draft(self, step: int, size: int, attached: Mapping[str, Any]) -> Manifest:
+        whose = (self.group.world_size, size, NO_CHECKSUM, self.environment.job, self.environment.run)
+        # Another start of the same round, with a directory that the agent does not know, continues that round.
+        parent = self.parent if self.parent is not None and self.parent[0] < self.round else None
+        return Manifest(self.round, step, parent, *whose, cursor_of(attached), time.time())
 
     def _exchange_own(self, draft: Manifest, layout: Layout) -> tuple[Manifest, Callable[[int], None]]:
         """What only rank 0 has, on every node that keeps a copy: equal copies, so that any of them may be resumed from.
@@ -246,11 +268,11 @@ class Saver:
             if self.environment.nodes > 1 and self.environment.round:
                 header = json.dumps({"draft": draft.to_json().decode(), "digest": layout.shared_digest})
                 packed = layout.pack_own(MOST_SENT_BYTES)
-                self.channel.put(f"own/{self._saves}", header.encode() + b"\n" + packed if packed else b"")
-                if self._saves > 1:
-                    self.channel.delete(f"own/{self._saves - 1}")
+                self.channel.put(f"own/{self.saves}", header.encode() + b"\n" + packed if packed else b"")
+                if self.saves > 1:
+                    self.channel.delete(f"own/{self.saves - 1}")
         elif writer is not None and writer.share == 0 and not writer.first_node:
-            sent = self.channel.read(f"own/{self._saves}", f"rank 0's part of the state of step {draft.step}")
+            sent = self.channel.read(f"own/{self.saves}", f"rank 0's part of the state of step {draft.step}")
             described, _, packed = sent.partition(b"\n")
             of_rank0 = json.loads(described) if packed else {}
             found = parse(of_rank0.get("draft", "").encode())
@@ -275,28 +297,36 @@ class Saver:
             return self.task(why, time.monotonic() - start)
 
         try:
-            self.writer.copy(draft, self._saves, layout, copy_own, task if self.group.rank == 0 else None)
+            self.writer.copy(draft, self.saves, layout, copy_own, task if self.group.rank == 0 else None)
         except (OSError, SnapshotRefused) as error:
-            if self.group.rank == 0 and not self._refused:
-                self._refused = True
-                why = str(error) if isinstance(error, SnapshotRefused) else f"the writer has ended ({error})"
-                reason = f"checkpoints are written while training waits: {why}"
-                logger.warning(reason)
-                self.events.write("message", reason, draft.step)
+            why = str(error) if isinstance(error, SnapshotRefused) else f"the writer has ended ({error})"
+            self.report_refusal(why, draft.step)
             return False
-        self._refused = False
+        self.expect_write()
+        return True
+
+    def report_refusal(self, why: str, step: int) -> None:
+        """Once, on rank 0: there is no copy in memory."""
+        if self.group.rank == 0 and not self._refused:
+            self._refused = True
+            reason = f"checkpoints are written while training waits: {why}"
+            logger.warning(reason)
+            self.events.write("message", reason, step)
+
+    def expect_write(self) -> None:
+        """The writer has a copy of the state."""
+        self._refused, self._copied = False, self.saves
         if self.group.rank == 0:
             if not self._pending:
                 atexit.register(self._wait_at_exit)
             self._pending = True
-        return True
 
     def task(self, why: str, blocked_s: float) -> WriteTask:
         """What the writer does with a state of this session."""
         assert self.directory is not None
         events = str(self.events.path or "")
         rank = self.group.rank
-        return WriteTask(str(self.directory), self.keep, why, self._next_try, events, rank, blocked_s, self.keep_every)
+        return WriteTask(str(self.directory), self.keep, why, self.next_try, events, rank, blocked_s, self.keep_every)
 
     def wait(self) -> bool:
         """On rank 0: wait until the writer has finished with the last save; True if it is on the disk."""
@@ -307,7 +337,7 @@ class Saver:
         before = self.heartbeat.current_phase
         self.heartbeat.set_phase(Phase.CHECKPOINT)
         try:
-            result = self.writer.wait(self.round, self._saves, self.channel.timeout_s)
+            result = self.writer.wait(self.round, self._copied, self.channel.timeout_s)
         except (OSError, SnapshotRefused) as error:
             result = {"saved": False, "why": f"the writer does not answer: {error}"}
         finally:
@@ -322,29 +352,34 @@ class Saver:
             self.wait()
 
     @property
-    def _next_try(self) -> str:
+    def next_try(self) -> str:
         return f"it is tried again {self.every}" if self.every else "it is not tried again"
 
-    def _write(self, draft: Manifest, layout: Layout, why: str, start: float) -> bool:
-        """Write the checkpoint here and now."""
+    def write(self, draft: Manifest, write: Callable[[Path], Entry], why: str, start: float) -> bool:
+        """Write the checkpoint here and now; False if that fails."""
         assert self.directory is not None
-        path = self.directory / f"r{draft.round}-s{draft.step}"
+        path = self.path(draft)
         try:
             if self._lock is None:
                 self._take_lock(self.directory)
-            entry = checkpoint.write(self.directory, draft, lambda file: layout.write(file.write))
-            fields = {"path": str(path), "bytes": entry.manifest.bytes, "seconds": time.monotonic() - start}
+            entry = write(self.directory)
+            fields = {"path": str(path), "bytes": entry.manifest.total_bytes, "seconds": time.monotonic() - start}
             self.events.write(
                 "checkpoint_saved", f"checkpoint of step {draft.step} saved ({why})", draft.step, **fields
             )
             checkpoint.retain(self.directory, self.round, self.keep, self.keep_every)
         except OSError as error:
-            reason = f"checkpoint of step {draft.step} failed ({error}); {self._next_try}"
-            self._warn("checkpoint_failed", reason, path, draft.step)
+            reason = f"checkpoint of step {draft.step} failed ({error}); {self.next_try}"
+            self.warn("checkpoint_failed", reason, path, draft.step)
             return False
         return True
 
-    def _warn(self, kind: str, reason: str, path: Path, step: int | None = None) -> None:
+    def path(self, draft: Manifest) -> Path:
+        """The checkpoint's, once it is written."""
+        assert self.directory is not None
+        return self.directory / f"r{draft.round}-s{draft.step}"
+
+    def warn(self, kind: str, reason: str, path: Path, step: int | None = None) -> None:
         logger.warning(reason)
         self.events.write(kind, reason, step, path=str(path))
 

@@ -34,29 +34,6 @@ def check_attachable(name: str, obj: Any) -> None:
     missing = [f"{name}()" for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
     if missing:
         raise UsageError(f"attach({name}=...): {type(obj).__name__} has no {' and no '.join(missing)}")
-    sharded = _sharded_key(obj)
-    if sharded:
-        raise UsageError(
-            f"attach({name}=...): {sharded} is a DTensor, of which each rank has a part; rank 0 alone saves. Attach "
-            "an object that gathers the whole state on all ranks before each save: docs/library.md#sharded-models"
-        )
-
-
-def _sharded_key(obj: Any) -> str:
-    """The first key in the state of a module, or parameter of an optimizer, that is a DTensor; "" without one."""
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    kind = getattr(tensors, "DTensor", None)  # nobody has made one before that module was imported
-    if kind is None:
-        return ""
-    if isinstance(obj, Optimizer):
-        own = [each for group in obj.param_groups for each in group["params"]]
-        return "a parameter" if any(isinstance(each, kind) for each in own) else ""
-    if not isinstance(obj, Module) or not any(isinstance(each, kind) for each in (*obj.parameters(), *obj.buffers())):
-        return ""
-    return next((key for key, value in unwrap(obj).state_dict().items() if isinstance(value, kind)), "")
 
 
 def unwrap(obj: Any) -> Any:

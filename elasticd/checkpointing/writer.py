@@ -1,9 +1,11 @@
 """The writer: a process on each node that holds the newest states in memory and writes them as checkpoints.
 
-    rank        begin {round, number, share, shares, size, digest}  ->  {shares}, with a buffer's descriptor,
+    rank        begin {round, number, share, shares, size, copies, digest}
+                                                                    ->  {shares}, with a buffer's descriptor,
                                                                         or {refused: why}
-    rank        copied {round, number, share [, draft, task]}           the rank's share is in the buffer
+    rank        copied {round, number, share, files [, draft, task]}    the rank's share is in the buffer
     rank        wait {round, number}                                ->  {saved, path, why}, once that is known
+    rank        settle {wait, parts_s}                              ->  {writing}: a sharded state is being written
     rank        find                                                ->  {snapshot}: the newest whole state here, or null
     rank        open {round, number}                                ->  {} with its descriptor, or {refused: why}
     rank        donor {round}                                       it saves its state when {save} arrives, and then
@@ -37,6 +39,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +48,7 @@ if __name__ == "__main__":  # run as a file, isolated: the package of this copy 
     _PLACE = next((at for at, path in enumerate(sys.path) if path.endswith("-packages")), len(sys.path))
     sys.path.insert(_PLACE, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")))
 
-from elasticd.checkpointing import api
+from elasticd.checkpointing import api, shard_files
 from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, Buffers, Snapshot, WriteTask, donated_step
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.manifest import Manifest, parse, read
@@ -61,6 +64,8 @@ SPARE_BYTES = 64 << 20
 """Memory that the buffers leave for everything else."""
 ANOTHER_VERSION = "the script's elasticd speaks another version of the writer's protocol"
 DIVERGED = "the ranks of this node hold different states"
+END_PARTS_S = 4.0
+"""For the parts of other nodes when the job has ended: the launcher waits a little longer."""
 RESULTS = 16
 """How many results are remembered for ranks that ask later."""
 
@@ -82,6 +87,7 @@ class Fill:
     copied: set[int] = field(default_factory=set)
     failed: str = ""
     snapshot: Snapshot | None = None
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class Writer:
@@ -97,7 +103,10 @@ class Writer:
         self._diverged = -1
         """The last round whose ranks held different states: share 0 is the whole state from then on."""
         self._results: dict[Key, Message] = {}
-        self._waiting: list[tuple[Key, socket.socket]] = []
+        self._waiting: list[tuple[Key | None, socket.socket]] = []
+        """None: for the end of all sharded writes."""
+        self._parts_until = float("inf")
+        """How long the sharded write waits for the parts of other nodes."""
         self._donors: dict[socket.socket, int] = {}
         """Connections of ranks that save at a fault: their rounds."""
         self._saving: dict[socket.socket, set[socket.socket]] = {}
@@ -215,7 +224,8 @@ class Writer:
         if fill.buffer < 0:
             fill.refused = "an earlier save is still being copied"
         else:
-            fill.refused = self._refusal(message["size"])
+            kept = self._buffers.fds if message.get("copies", 2) == 2 else [self._buffers.fds[fill.buffer]]
+            fill.refused = self._refusal(message["size"], kept)
         if not fill.refused:
             held = self._buffers.held[fill.buffer]
             self._buffers.erase(fill.buffer)
@@ -231,17 +241,16 @@ class Writer:
         newest = self._buffers.newest()
         return min(free, key=lambda number: (number == newest, number), default=-1)
 
-    def _refusal(self, size: int) -> str:
-        """Why two copies of the state cannot be kept in memory, "" if they can."""
-        held = [os.fstat(fd).st_blocks * 512 for fd in self._buffers.fds]
+    def _refusal(self, size: int, buffers: list[int]) -> str:
+        """Why there is no memory for a state in each of these buffers, "" if there is."""
+        held = [os.fstat(fd).st_blocks * 512 for fd in buffers]
         need = sum(max(size - each, 0) for each in held) + SPARE_BYTES
         left, where = available_bytes()
         if need <= left:
             return ""
-        return (
-            f"two copies of a state of {size >> 20} MB take {need >> 20} MB more, and {max(left, 0) >> 20} MB are left "
-            f"{where}"
-        )
+        whole = len(held) == 2
+        what = f"two copies of a state of {size >> 20} MB take" if whole else f"a part of {size >> 20} MB takes"
+        return f"{what} {need >> 20} MB more, and {max(left, 0) >> 20} MB are left {where}"
 
     def _do_copied(self, rank: socket.socket, message: Message) -> None:
         key = (message["round"], message["number"])
@@ -250,6 +259,7 @@ class Writer:
             return
         fill.copying.discard(rank)
         fill.copied.add(message["share"])
+        fill.files |= message.get("files", {})
         if message["share"] == 0:
             draft = parse(message["draft"].encode())
             assert isinstance(draft, Manifest)
@@ -258,7 +268,9 @@ class Writer:
             self._fail(fill, fill.failed)
         elif fill.snapshot is not None and len(fill.copied) == fill.shares and not fill.copying:
             try:
+                fill.snapshot = replace(fill.snapshot, files=fill.files)
                 self._buffers.describe(fill.buffer, fill.snapshot)
+                self._parts_until = float("inf")
                 self._report_whole(fill.snapshot)
                 self._whole_at = {key: time.monotonic(), **dict(list(self._whole_at.items())[:RESULTS])}
             except ValueError as error:
@@ -267,7 +279,7 @@ class Writer:
             self._changed.notify()
 
     def _report_whole(self, snapshot: Snapshot) -> None:
-        if (task := snapshot.task) is not None:
+        if (task := snapshot.task) is not None and not snapshot.files:
             events = WorkerEventWriter(task.events or None, snapshot.draft.round, task.rank)
             events.write("snapshot", f"step {snapshot.draft.step} is in memory ({task.why})", snapshot.draft.step)
 
@@ -332,12 +344,27 @@ class Writer:
     def _do_wait(self, rank: socket.socket, message: Message) -> None:
         self._waiting.append(((message["round"], message["number"]), rank))
 
+    def _do_settle(self, rank: socket.socket, message: Message) -> None:
+        if message["wait"]:
+            self._waiting.append((None, rank))
+            self._parts_until = time.monotonic() + message["parts_s"]
+        else:
+            _send(rank, {"writing": self._is_writing_shards()})
+
+    def _is_writing_shards(self) -> bool:
+        return any(held is not None and held.files and held.task is not None for held in self._buffers.held)
+
     def _answer_waiting(self) -> None:
         with self._changed:
             pending = {held.key for held in self._buffers.held if held is not None and held.task is not None}
             pending |= {fill.key for fill in self._fills if fill.snapshot is not None}
             for key, rank in list(self._waiting):
-                if key in self._results or key not in pending:
+                if key is None:
+                    if not self._is_writing_shards():
+                        self._waiting.remove((key, rank))
+                        with contextlib.suppress(OSError):
+                            _send(rank, {"writing": False})
+                elif key in self._results or key not in pending:
                     self._waiting.remove((key, rank))
                     with contextlib.suppress(OSError):
                         _send(rank, self._results.get(key) or self._result_in_header(key))
@@ -361,7 +388,7 @@ class Writer:
             now = time.monotonic()
             written_s = now - self._whole_at.get(snapshot.key, now)
             seconds = {"seconds": task.blocked_s, "written_seconds": task.blocked_s + written_s}
-            fields = {"path": str(entry.path), "bytes": entry.manifest.bytes}
+            fields = {"path": str(entry.path), "bytes": entry.manifest.total_bytes}
             events.write("checkpoint_saved", reason, draft.step, **fields, **seconds)
             return
         reason = f"checkpoint of step {draft.step} failed ({why}); {task.again}"
@@ -372,9 +399,10 @@ class Writer:
     def _write_all(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while (number := self._next()) is not None:
-            self._buffers.provide(number)
             snapshot = self._buffers.held[number]
             assert snapshot is not None
+            if not snapshot.files:
+                self._buffers.provide(number)
             entry, why = self._write(number, snapshot)
             with self._changed:
                 self._writing = None
@@ -405,6 +433,8 @@ class Writer:
                 (task.directory, draft.job, draft.run), DirectoryLock(task.directory, draft.job, draft.run)
             )
             lock.acquire()
+            if snapshot.files:
+                return shard_files.write_snapshot(self._buffers.fds[number], snapshot, self._gives_up(snapshot)), ""
             if snapshot.path:  # an older round's checkpoint is this state
                 return api.relink(task.directory, _entry(snapshot.path), draft.round), ""
             return api.write(task.directory, draft, lambda file: file.copy(self._buffers.fds[number])), ""
@@ -412,6 +442,19 @@ class Writer:
             if snapshot.path:
                 return self._write(number, replace(snapshot, path=""))
             return None, str(error)
+
+    def _gives_up(self, snapshot: Snapshot) -> Callable[[], str]:
+        """Why it does not wait any longer for the other nodes' parts of a sharded state."""
+
+        def why() -> str:
+            with self._changed:
+                if any(held is not None and held.key > snapshot.key for held in self._buffers.held):
+                    return "a later save has begun"
+                if self._ending:
+                    self._parts_until = min(self._parts_until, time.monotonic() + END_PARTS_S)
+                return "another node did not write its part" if time.monotonic() > self._parts_until else ""
+
+        return why
 
     def _retain(self, snapshot: Snapshot) -> None:
         assert snapshot.task is not None

@@ -58,20 +58,32 @@ class WriterClient:
             os.close(fd)
         self.copied(draft, number, self.share, task)
 
-    def begin(self, draft: Manifest, number: int, share: int, shares: int, digest: str) -> tuple[int, int]:
+    def begin(
+        self, draft: Manifest, number: int, share: int, shares: int, digest: str, copies: int = 2
+    ) -> tuple[int, int]:
         """Borrow a buffer for one of the shares of a state; returns its descriptor and how many shares there are.
+
+        `copies`: for so many states of this size there has to be memory.
 
         Raises SnapshotRefused, OSError.
         """
         key = {"round": draft.round, "number": number, "share": share}
-        fd, answer = self._borrow({"do": "begin", **key, "shares": shares, "size": draft.bytes, "digest": digest})
+        need = {"size": draft.bytes, "copies": copies}
+        fd, answer = self._borrow({"do": "begin", **key, **need, "shares": shares, "digest": digest})
         if share == 0:
             os.ftruncate(fd, draft.bytes)
         return fd, answer["shares"]
 
-    def copied(self, draft: Manifest, number: int, share: int, task: Callable[[], WriteTask] | None = None) -> None:
-        """The share is in the buffer. Raises OSError."""
-        key = {"round": draft.round, "number": number, "share": share}
+    def copied(
+        self,
+        draft: Manifest,
+        number: int,
+        share: int,
+        task: Callable[[], WriteTask] | None = None,
+        files: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        """The share is in the buffer; of a sharded state these files, each at an offset. Raises OSError."""
+        key = {"round": draft.round, "number": number, "share": share, "files": files or {}}
         described = {"draft": draft.to_json().decode(), "task": asdict(task()) if task else None}
         self._send({"do": "copied", **key, **(described if share == 0 else {})})
 
@@ -101,6 +113,12 @@ class WriterClient:
             raise
         except OSError:
             return self._request(request, timeout_s)[0]
+
+    def settle(self, wait: bool, timeout_s: float = _ANSWER_S, parts_s: float = 1e9) -> bool:
+        """True if a sharded state is being written. With `wait`, wait for its end, and there for the parts of other
+        nodes at most for `parts_s`. Raises SnapshotRefused, OSError.
+        """
+        return bool(self._request({"do": "settle", "wait": wait, "parts_s": parts_s}, timeout_s)[0]["writing"])
 
     def close(self) -> None:
         if self._socket is not None:

@@ -12,7 +12,8 @@ counts the lost ones.
     checkpoint_saved    path, bytes, seconds (training was blocked), written_seconds (until it was on the disk, where a
                         process of its own writes)
     checkpoint_failed   path
-    checkpoint_dropped  path (a newer state took its place in memory before it was on the disk)
+    checkpoint_dropped  path (a newer state took its place in memory before it was on the disk; of sharded states: an
+                        older one was still being written)
     snapshot            (the state is whole in the memory of rank 0's node)
     checkpoint_skipped  path
     resumed             path, from_round, from_step; donor (the rank that saved the state after the fault) and

@@ -207,26 +207,3 @@ def test_misuse_raises_usage_error_with_fix(start: Any) -> None:
     assert "keep at least 1" in said["keep nothing"]
     assert "already uses" in said["another directory"]
     assert "before the first step" in said["restore after a step"]
-
-
-SHARDED = """
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_module
-import elasticd
-session = elasticd.init()
-plain, sharded = torch.nn.Linear(2, 1), distribute_module(torch.nn.Linear(2, 1), init_device_mesh("cpu", (1,)))
-session.attach(plain=plain)
-for obj in (sharded, torch.nn.Sequential(sharded), torch.optim.SGD(sharded.parameters(), lr=0.1)):
-    try:
-        session.attach(model=obj)
-    except elasticd.UsageError as error:
-        print(error)
-"""
-
-
-def test_attach_of_sharded_state_raises_at_once(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-c", SHARDED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    lines = done.stdout.splitlines()
-    assert [("DTensor" in line, "library.md#sharded-models" in line) for line in lines] == [(True, True)] * 3, done

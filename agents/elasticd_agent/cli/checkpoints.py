@@ -86,19 +86,25 @@ def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
         manifest = examine(each)
         why = skipped.get(each.path, "not in the lineage of the newest round")
         why = "set aside by session.restore(step=…)" if each.path in aside else why
-        size, saved = "", ""
+        size, saved, kind = "", "", ""
         described: dict[str, object] = {}
         if isinstance(manifest, Unreadable):
             why = manifest.why
         else:
-            size = f"{manifest.bytes / 1e6:.1f} MB"
+            size = f"{manifest.total_bytes / 1e6:.1f} MB"
             saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.wall))
-            described = {"bytes": manifest.bytes, "world_size": manifest.world_size, "wall": manifest.wall}
+            kind = "sharded" if manifest.files else "whole"
+            described = {
+                "kind": kind,
+                "bytes": manifest.total_bytes,
+                "world_size": manifest.world_size,
+                "wall": manifest.wall,
+            }
         why = "" if each.path in usable else why
         if as_json:
             print(json.dumps({"name": each.path.name, "round": each.round, "step": each.step, **described, "why": why}))
         else:
-            print(f"{each.path.name:<16} {size:>12}  {saved:<16}  {why or 'can be restored'}".rstrip())
+            print(f"{each.path.name:<16} {size:>12}  {kind:<7}  {saved:<16}  {why or 'can be restored'}".rstrip())
 
 
 def _present(directory: Path) -> list[CheckpointName]:

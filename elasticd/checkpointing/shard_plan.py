@@ -1,0 +1,261 @@
+"""Which rank writes which tensor, and the bytes of each rank's file: torch.distributed.checkpoint's plan and format.
+
+DCP's planner decides, and its metadata describes the files, so plain `torch.distributed.checkpoint.load` opens them. A
+file is a row of small archives, one for each tensor, as `torch.save` writes it; their sizes depend on shapes alone. So
+a plan is made by all ranks once, and again only when the state of a rank has another structure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import io
+import mmap
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing.layout import Layout
+from elasticd.errors import CheckpointCorrupt, CheckpointError
+from elasticd.process_group import DefaultGroup
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+METADATA = ".metadata"
+_VECTORS, _VECTOR_BYTES = 1000, 64 << 20
+"""The most that one system call writes; the first is below IOV_MAX."""
+
+
+def file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+class ShardPlan:
+    """Made by all ranks at the same time, each for its own `state`. Raises CheckpointError on all of them."""
+
+    def __init__(self, state: dict[str, Any], group: DefaultGroup) -> None:
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+        from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+        from torch.distributed.checkpoint.planner import WriteItemType
+
+        self._planner = DefaultSavePlanner()
+        self._planner.set_up_planner(state, None, group.rank == 0)
+        self._structure = _structure(self._planner.state_dict)
+        plans = _gather(self._planner.create_local_plan(), group)
+        answer: list[Any] = []
+        metadata: Metadata | None = None
+        if plans:
+            try:
+                global_plan, metadata = self._planner.create_global_plan(plans)
+                answer = [(each, "") for each in global_plan]
+            except Exception as error:  # noqa: BLE001 - the planner raises many kinds, and all ranks wait
+                answer = [(None, str(error))] * group.world_size
+        plan, why = _scatter(answer, group)
+        if plan is None:
+            raise CheckpointError(f"torch.distributed.checkpoint cannot plan this state: {why}")
+        # Python values last: theirs are the only sizes that may change.
+        self._items = sorted(plan.items, key=lambda item: item.type is WriteItemType.BYTE_IO)
+        self._values = [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
+        self._value_sizes = [len(each) for each in self._value_bytes()]
+        at = 0
+        places = []
+        for item, size in zip(self._items, self._sizes(), strict=True):
+            places.append((item.index, _StorageInfo(file_name(group.rank), at, size)))
+            at += size
+        self.metadata = b""
+        """The content of .metadata, on rank 0."""
+        every = _gather((at, places), group)
+        if metadata is not None:
+            metadata.version = CURRENT_DCP_VERSION
+            metadata.storage_data = dict(pair for _, each in every for pair in each)
+            self.metadata = pickle.dumps(metadata)
+        self.sizes: list[int] = _scatter([[size for size, _ in every]] * group.world_size, group)
+        """The bytes of each rank's file."""
+
+    def fits(self, state: dict[str, Any]) -> bool:
+        """Use this state from now on; False if another plan has to be made for it."""
+        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+        self._planner.state_dict = flatten_state_dict(state)[0]
+        if _structure(self._planner.state_dict) != self._structure:
+            return False
+        return [len(each) for each in self._value_bytes()] == self._value_sizes
+
+    def content(self) -> Iterator[bytes | memoryview]:
+        """This rank's file from its beginning to its end."""
+        import torch
+
+        with torch.no_grad():
+            for item in self._items[: len(self._items) - len(self._values)]:
+                found = self._planner.resolve_data(item)
+                assert isinstance(found, torch.Tensor)
+                before, after = _around(found.dtype, found.shape)
+                yield before
+                yield _bytes_of(found)
+                yield after
+        yield from self._value_bytes()
+
+    def _value_bytes(self) -> list[bytes]:
+        found = [self._planner.resolve_data(item) for item in self._values]
+        return [each.getvalue() for each in found if isinstance(each, io.BytesIO)]
+
+    def _sizes(self) -> Iterator[int]:
+        for item in self._items[: len(self._items) - len(self._values)]:
+            data = item.tensor_data
+            assert data is not None
+            before, after = _around(data.properties.dtype, data.chunk.sizes)
+            yield len(before) + data.chunk.sizes.numel() * data.properties.dtype.itemsize + len(after)
+        yield from self._value_sizes
+
+
+def write_pieces(fd: int, offset: int, content: Iterator[bytes | memoryview]) -> None:
+    """Write all of it, with one system call for many small pieces. Raises OSError."""
+    waiting: list[bytes | memoryview] = []
+    size = 0
+    for piece in content:
+        waiting.append(piece)
+        size += len(piece)
+        if len(waiting) == _VECTORS or size >= _VECTOR_BYTES:
+            offset, size = _write(fd, offset, waiting), 0
+    _write(fd, offset, waiting)
+
+
+def _write(fd: int, offset: int, waiting: list[bytes | memoryview]) -> int:
+    while waiting:
+        count = os.pwritev(fd, waiting, offset)
+        offset += count
+        while waiting and count >= len(waiting[0]):
+            count -= len(waiting.pop(0))
+        if count:
+            waiting[0] = memoryview(waiting[0])[count:]
+    return offset
+
+
+def read(path: Path, make_targets: Any) -> dict[str, Any]:
+    """Load into what `make_targets(metadata)` returns, nested; its tensors are filled in place.
+
+    Raises CheckpointError, CheckpointCorrupt.
+    """
+    from torch.distributed._shard._utils import narrow_tensor_by_index
+    from torch.distributed.checkpoint._traverse import set_element
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.planner import LoadItemType
+
+    metadata = _read_metadata(path / METADATA)
+    planner = DefaultLoadPlanner()
+    targets: dict[str, Any] = make_targets(metadata)
+    planner.set_up_planner(targets, metadata, True)
+    by_file: dict[str, list[tuple[Any, Any]]] = {}
+    for item in planner.create_local_plan().items:
+        place = metadata.storage_data[item.storage_index]
+        by_file.setdefault(place.relative_path, []).append((item, place))
+    for name, items in by_file.items():
+        with open(path / name, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+            for item, place in items:
+                value = _load(mapped, place, metadata.state_dict_metadata[item.storage_index.fqn], item.storage_index)
+                if item.type is LoadItemType.BYTE_IO:
+                    set_element(targets, planner.mappings[item.dest_index.fqn], value)
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))
+                del value  # or the file could not be unmapped
+    return targets
+
+
+def _load(mapped: mmap.mmap, place: Any, described: Any, index: MetadataIndex) -> Any:
+    """A tensor or a value. A tensor that was written here is mapped, another one is loaded as DCP does."""
+    import torch
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    if isinstance(described, TensorStorageMetadata):
+        dtype, shape = described.properties.dtype, described.chunks[index.index or 0].sizes
+        before, after = _around(dtype, shape)
+        start, size = place.offset + len(before), shape.numel() * dtype.itemsize
+        if place.length == len(before) + size + len(after) and mapped[place.offset : start] == before:
+            flat = torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=start) if size else torch.empty(0)
+            return flat.view(shape)
+    data = io.BytesIO(mapped[place.offset : place.offset + place.length])
+    return torch.load(data, map_location="cpu", weights_only=True)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of metadata: a pickle that cannot run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        found = super().find_class(module, name)
+        known = module == "torch.distributed.checkpoint.metadata" or name in _METADATA_TYPES.get(module, ())
+        if known or isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+
+
+_METADATA_TYPES = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+}
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with open(path, "rb") as file:
+            metadata: Metadata = _Unpickler(file).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+        raise CheckpointCorrupt(f"{METADATA} cannot be loaded by this torch: {error}") from error
+    return metadata
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """On the host. The view keeps the tensor."""
+    host = tensor.detach().contiguous().cpu()
+    buffer = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
+    buffer.tensor = host  # type: ignore[attr-defined]
+    return memoryview(buffer).cast("B")
+
+
+@functools.lru_cache(1 << 16)
+def _around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+    """What `torch.save` writes before and after the bytes of such a tensor."""
+    import torch
+
+    return Layout(torch.empty(shape, dtype=dtype)).around()
+
+
+def _structure(flat: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """What a plan depends on; it differs in nothing else."""
+    import torch
+
+    return [
+        (key, value.dtype, tuple(value.shape), getattr(value, "placements", None))
+        if isinstance(value, torch.Tensor)
+        else (key,)
+        for key, value in flat.items()
+    ]
+
+
+def _gather(mine: Any, group: DefaultGroup) -> list[Any]:
+    """Rank 0 gets every rank's object, the others nothing."""
+    import torch.distributed as dist
+
+    found = [None] * group.world_size if group.rank == 0 else None
+    if group.world_size == 1:
+        return [mine]
+    dist.gather_object(mine, found)
+    return found or []
+
+
+def _scatter(every: list[Any], group: DefaultGroup) -> Any:
+    """Each rank gets its object of rank 0's list."""
+    import torch.distributed as dist
+
+    if group.world_size == 1:
+        return every[0]
+    mine = [None]
+    dist.scatter_object_list(mine, every if group.rank == 0 else None)
+    return mine[0]

@@ -1,0 +1,224 @@
+"""How all ranks save a sharded state together: each copies its part into its node's memory, and the writers write it.
+
+Rank 0 decides three things at every save, and the others wait for it: whether the planner has to run again, whether the
+disk is ready for another state, and whether every node could take its copy. Otherwise all ranks write their files at
+once and train on when they are done; so it is without our launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing import api, shard_files, shard_plan, sharded
+from elasticd.checkpointing.atomic_write import Staging
+from elasticd.checkpointing.buffers import WriteTask
+from elasticd.checkpointing.layout import Layout
+from elasticd.checkpointing.manifest import STATE, FileState, Manifest
+from elasticd.checkpointing.safe_types import check_loadable
+from elasticd.checkpointing.shard_plan import ShardPlan
+from elasticd.checkpointing.state import RESERVED
+from elasticd.checkpointing.writer_client import SnapshotRefused
+from elasticd.errors import UsageError
+
+if TYPE_CHECKING:
+    from elasticd.checkpointing.saver import Saver
+
+_BUSY = "the disk is slower than the saves: an earlier state is still being written"
+
+
+class ShardedSaver:
+    """Of one session. All ranks call `save` at the same steps."""
+
+    def __init__(self, saver: Saver, objects: Mapping[str, Any]) -> None:
+        """`objects` are saved in shards. Raises UsageError on every rank where they differ between ranks."""
+        self._saver, self.objects = saver, objects
+        self._plan: ShardPlan | None = None
+        try:
+            mine = sharded.digests(objects)
+        except UsageError as error:
+            mine = {"error": str(error)}
+        probe = self._agree("sharded objects", "what is attached there", mine, self._compare)["probe"]
+        sees = not probe or (self._saver.directory is not None and (self._saver.directory / probe).exists())
+        self._agree("shared directory", "whether it sees the checkpoint directory", sees, self._check_shared)
+
+    def _compare(self, every: list[dict[str, str]]) -> dict[str, Any]:
+        """Raises UsageError for other objects than rank 0's; makes a file that all ranks should see."""
+        if why := next((each["error"] for each in every if "error" in each), ""):
+            raise UsageError(why)
+        for name in every[0]:
+            different = [str(rank) for rank, each in enumerate(every) if each.get(name) != every[0][name]]
+            if different:
+                raise UsageError(
+                    f"attach({name}=...): its class, parameters, settings, mesh or placements on rank "
+                    f"{', '.join(different)} are not those of rank 0; a sharded state needs the same on all ranks"
+                )
+        directory = self._saver.directory
+        assert directory is not None
+        self._probe = directory / f".probe-{secrets.token_hex(4)}"
+        try:
+            self._probe.touch(0o600)
+        except OSError:
+            return {"probe": ""}  # the disk may be writable later
+        return {"probe": self._probe.name}
+
+    def _check_shared(self, every: list[bool]) -> dict[str, Any]:
+        with contextlib.suppress(OSError):
+            self._probe.unlink()
+        if blind := [str(rank) for rank, sees in enumerate(every) if not sees]:
+            raise UsageError(
+                f"rank {', '.join(blind)} does not see what rank 0 writes in {self._saver.directory}: a sharded state "
+                "needs a checkpoint directory that all nodes share"
+            )
+        return {}
+
+    def save(self, draft: Manifest, content: Callable[[], dict[str, Any]], unable: str, why: str, wait: bool) -> bool:
+        """As `Saver.save`. On rank 0 `content` returns what goes into state.pt, and `unable` why there is none."""
+        saver, start = self._saver, time.monotonic()
+        state = sharded.gather(self.objects, saver.group.rank)
+        changed = self._plan is None or not self._plan.fits(state)
+        layout: Layout | None = None
+
+        def begin(every: list[dict[str, bool]]) -> dict[str, Any]:
+            nonlocal layout
+            if unable:
+                return {"event": "checkpoint_failed", "why": unable}
+            if self._is_busy(True) if wait else any(each["busy"] for each in every):
+                return {"event": "checkpoint_dropped", "why": _BUSY}
+            api.check_cursor(draft)
+            plan = any(each["changed"] for each in every)
+            if plan:
+                check_loadable(sharded.values(state))
+            small = content()
+            small[RESERVED][sharded.NAMES] = list(self.objects)
+            check_loadable(small)
+            layout = Layout(small)
+            return {"event": "", "plan": plan}
+
+        mine = {"changed": changed, "busy": self._is_busy(wait and saver.group.rank != 0)}
+        answer = self._agree("plan", f"whether it has another state at step {draft.step}", mine, begin)
+        if answer["event"]:
+            if saver.group.rank == 0:
+                reason = f"checkpoint of step {draft.step} failed ({answer['why']}); {saver.next_try}"
+                saver.warn(answer["event"], reason, saver.path(draft), draft.step)
+            return False
+        if answer["plan"] or self._plan is None:
+            self._plan = ShardPlan(state, saver.group)
+        if (token := self._copy(draft, self._plan, layout, why, start)) is not None:
+            return self._write(draft, token, self._plan, layout, why, start)
+        return saver.wait() if wait else saver.group.rank == 0
+
+    def _agree(self, key: str, what: str, mine: Any, decide: Callable[[list[Any]], dict[str, Any]]) -> dict[str, Any]:
+        """Rank 0's decision about every rank's word, on every rank."""
+        channel, number = self._saver.channel, self._saver.saves
+        every = channel.collect(f"{key}/{number}", json.dumps(mine).encode(), what)
+        if channel.rank == 0 and channel.store is not None and number > 1:
+            channel.delete(f"{key}/{number - 1}")
+        return channel.on_rank0(f"{key}/{number}", what, lambda: decide([json.loads(each) for each in every]))
+
+    def _is_busy(self, wait: bool) -> bool:
+        """Whether this node is still writing an earlier state, the first node also whether others are."""
+        writer = self._saver.writer
+        try:
+            return writer is not None and writer.share == 0 and writer.settle(wait, self._saver.channel.timeout_s)
+        except (OSError, SnapshotRefused):
+            return False
+
+    def _copy(self, draft: Manifest, plan: ShardPlan, layout: Layout | None, why: str, start: float) -> str | None:
+        """Copy this rank's part into its node's memory; where a node takes no copy, returns a token for `_write`."""
+        saver = self._saver
+        fd, files, refused = self._borrow(draft, plan, layout)
+        try:
+
+            def decide(every: list[str]) -> dict[str, Any]:
+                refusal = next((each for each in every if each), "")
+                return {"refused": refusal, "token": secrets.token_hex(4)}
+
+            answer = self._agree("copy", "whether its node takes a copy", refused, decide)
+            if answer["refused"]:
+                if saver.writer is not None:
+                    saver.writer.close()  # gives the buffer back
+                    saver.report_refusal(answer["refused"], draft.step)
+                token: str = answer["token"]
+                return token
+            for name, (offset, _) in files.items():
+                shard_plan.write_pieces(fd, offset, self._content(name, plan, layout))
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        node, nodes = int(os.environ.get("GROUP_RANK", "0")), saver.environment.nodes
+
+        def task() -> WriteTask:
+            found = replace(saver.task(why, time.monotonic() - start), token=answer["token"], node=node, nodes=nodes)
+            return found if node == 0 else replace(found, events="")
+
+        assert saver.writer is not None
+        saver.writer.copied(draft, saver.saves, saver.writer.share, task, files)
+        saver.expect_write()
+        return None
+
+    def _borrow(
+        self, draft: Manifest, plan: ShardPlan, layout: Layout | None
+    ) -> tuple[int, dict[str, tuple[int, int]], str]:
+        """The node's buffer, where this rank's files go in it, and why there is none."""
+        writer, rank = self._saver.writer, self._saver.group.rank
+        if writer is None:
+            return -1, {}, "there is no launcher that runs a writer"
+        first = rank - writer.share
+        local = plan.sizes[first : first + writer.shares]
+        files, end = {shard_plan.file_name(rank): (sum(local[: writer.share]), plan.sizes[rank])}, sum(local)
+        if layout is not None:  # last, as their sizes change
+            files |= {shard_plan.METADATA: (end, len(plan.metadata)), STATE: (end + len(plan.metadata), layout.bytes)}
+            end += len(plan.metadata) + layout.bytes
+        try:
+            shares = (writer.share, writer.shares)
+            fd, _ = writer.begin(replace(draft, bytes=end), self._saver.saves, *shares, digest="", copies=1)
+        except (OSError, SnapshotRefused) as error:
+            return -1, {}, str(error)
+        return fd, files, ""
+
+    def _content(self, name: str, plan: ShardPlan, layout: Layout | None) -> Any:
+        if name == shard_plan.METADATA:
+            return iter([plan.metadata])
+        if name == STATE and layout is not None:
+            small = io.BytesIO()
+            layout.write(small.write)
+            return iter([small.getbuffer()])
+        return plan.content()
+
+    def _write(
+        self, draft: Manifest, token: str, plan: ShardPlan, layout: Layout | None, why: str, start: float
+    ) -> bool:
+        """All ranks write their files; rank 0 commits them."""
+        saver, group = self._saver, self._saver.group
+        names = [shard_plan.file_name(group.rank), *((shard_plan.METADATA, STATE) if layout is not None else ())]
+        contents = {name: shard_files.stream(self._content(name, plan, layout)) for name in names}
+        key, what = f"part/{saver.saves}", f"its part of the checkpoint of step {draft.step}"
+        if group.rank != 0:
+            folder = saver.channel.on_rank0(key, "the staging directory", dict)["folder"]
+            part = shard_files.write_part(Path(folder), contents) if folder else {}
+            if folder:
+                saver.channel.collect(key, json.dumps(part).encode(), what)
+            return False
+        opened = False
+
+        def fill(staging: Staging) -> dict[str, FileState]:
+            nonlocal opened
+            opened = True
+            saver.channel.on_rank0(key, what, lambda: {"folder": str(staging.path)})
+            own = json.dumps(shard_files.write_part(staging.path, contents)).encode()
+            every = [json.loads(each) for each in saver.channel.collect(key, own, what)]
+            return shard_files.merge({f"rank {rank}": part for rank, part in enumerate(every)})
+
+        saved = saver.write(draft, lambda path: api.write_files(path, draft, fill, token), why, start)
+        if not opened:
+            saver.channel.on_rank0(key, what, lambda: {"folder": ""})
+        return saved

@@ -1,0 +1,133 @@
+"""A model that is sharded in the way its argument says; prints digests of the whole state before and after training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import elasticd
+
+DEFAULTS: dict[str, Any] = {
+    "kind": "fsdp",  # "hsdp", "fsdp and tp", "zero", "ddp", "whole"
+    "steps": 4,
+    "directory": None,
+    "every": 2,
+    "mistake": "",
+    "numbers": 0,  # so many more parameters, of one number each
+    "ballast": 0,  # bytes of one more parameter
+    "sleep": 0,  # seconds a step
+    "two groups": True,
+}
+options = {**DEFAULTS, **json.loads(sys.argv[1])}
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Linear(10, 3)
+        self.tied = nn.Linear(10, 3, bias=False)
+        self.tied.weight = self.last.weight
+        numbers = [nn.Parameter(torch.ones(1)) for _ in range(options["numbers"])]
+        self.numbers = nn.ParameterList([*numbers, nn.Parameter(torch.ones(options["ballast"] // 4 + 1))])
+        self.register_buffer("rank", torch.tensor(dist.get_rank()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.first(x)).relu()
+        return self.last(y) + self.tied(y) + sum(each.sum() for each in self.numbers)
+
+
+def build(session: elasticd.Session) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: Any = Net()
+    size, mistake = session.world_size, options["mistake"]
+    match options["kind"]:
+        case "fsdp":
+            mesh = init_device_mesh("cpu", (size,))
+            if mistake == "mesh":
+                mesh = DeviceMesh("cpu", [session.rank])
+            if mistake == "order":
+                mesh = DeviceMesh("cpu", list(reversed(range(size))) if session.rank else list(range(size)))
+            fully_shard(model.first, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        case "hsdp":
+            fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("a", "b")))
+        case "fsdp and tp":
+            both = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+            parallelize_module(model.first, both["tp"], ColwiseParallel(output_layouts=None, use_local_output=True))
+        case "zero" | "ddp":
+            model = DistributedDataParallel(model)
+    trained = list(model.parameters())
+    if options["kind"] == "zero":
+        zero = ZeroRedundancyOptimizer(trained, torch.optim.AdamW, lr=0.01)
+        return model, zero
+    groups: list[Any] = [{"params": trained[1:]}, {"params": trained[:1], "lr": 0.02}]
+    if mistake == "optimizer" and session.rank == 1:
+        return model, torch.optim.SGD(groups, lr=0.01)
+    if mistake == "settings" and session.rank == 1:
+        return model, torch.optim.AdamW(groups, lr=0.03)
+    return model, torch.optim.AdamW(groups if options["two groups"] else trained, lr=0.01)
+
+
+def digests(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Of every tensor, as a whole."""
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    found = {key: whole(value) for key, value in module.state_dict().items()}
+    part = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    own = {}
+    for key, parameter in module.named_parameters():
+        for name, value in part.state.get(parameter, {}).items():
+            own[f"{key} {name}"] = whole(value)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return {**found, **{key: value for each in every for key, value in each.items()}}
+
+
+def whole(tensor: Any) -> str:
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return hashlib.sha256(tensor.detach().contiguous().view(-1).numpy().tobytes()).hexdigest()[:8]
+
+
+def main() -> None:
+    session = elasticd.init()
+    model, optimizer = build(session)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    if options["mistake"] == "fsdp 1":
+        model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
+    if options["mistake"] == "stranger":
+        session.attach(optimizer=optimizer)
+    else:
+        session.attach(model=model, optimizer=optimizer, scheduler=scheduler)
+    resumed = session.restore(options["directory"])
+    session.checkpoint(every=options["every"], directory=options["directory"])
+    before = digests(model, optimizer)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    while session.steps < options["steps"]:
+        torch.manual_seed(session.steps * 100 + session.rank)
+        model(torch.randn(4, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        session.step()
+        time.sleep(options["sleep"])
+    after = digests(model, optimizer)
+    own = {"step": resumed.step, "world_size": resumed.world_size, "notes": resumed.notes} if resumed else None
+    saved = session.saved_step
+    session.close()
+    print(json.dumps({"resumed": own, "before": before, "after": after, "rates": rates, "saved": saved}))
+
+
+if __name__ == "__main__":
+    main()
