@@ -59,27 +59,29 @@ class Commit:
 
 
 class CommitRecord:
-    """The writing side. `buffers` and `parameters` are tensors on the CPU whose memory stays where it is.
-
-    Raises OSError; where memory has gone all the same, too.
-    """
+    """The writing side, of tensors on the CPU. Raises OSError."""
 
     def __init__(self, path: str, buffers: list[torch.Tensor], parameters: list[torch.Tensor]) -> None:
         self._parameters = [piece(parameter, PIECE_BYTES) for parameter in parameters[:MOST_PIECES]]
+        self._buffers = [piece(buffer) for buffer in buffers]
         self._places = _Places(buffers, self._parameters)
         size = self._places.bytes
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._fd = fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, fd)
         os.posix_fallocate(fd, 0, _SLOTS * size)
         self._map = mmap.mmap(fd, _SLOTS * size)
-        own = [piece(buffer) for buffer in buffers]
-        pieces = self._parameters + own
-        self._gathers = [_Gather(fd, at * size + self._places.pieces, pieces) for at in range(_EXPECTED)]
-        expected = range(_EXPECTED, _SLOTS)
-        self._gathers += [_Gather(fd, at * size + self._places.buffers, own) for at in expected]
+        self.locate()
         self._generators = _Generators()
         self._written: list[tuple[bytes, bytes]] = [(b"", b"")] * _SLOTS
         """The random states in each slot."""
+
+    def locate(self) -> None:
+        """Find the memory of the tensors again: torch moves one that the script sends to another process."""
+        pieces, buffers, size = self._places.pieces, self._places.buffers, self._places.bytes
+        both = self._parameters + self._buffers
+        self._addresses = [buffer.data_ptr() for buffer in self._buffers]
+        self._gathers = [_Gather(self._fd, at * size + pieces, both) for at in range(_EXPECTED)]
+        self._gathers += [_Gather(self._fd, at * size + buffers, self._buffers) for at in range(_EXPECTED, _SLOTS)]
 
     def pieces(self) -> bytes:
         """Of the parameters as they are now."""
@@ -107,7 +109,11 @@ class CommitRecord:
                 at = slot + self._places.others
                 self._map[at : at + len(states[1])] = states[1]
             self._written[number] = states
-            gather.write()
+            # What is read of a parameter that has moved is found at the fault: it differs from the parameter then.
+            if not gather.write() or [buffer.data_ptr() for buffer in self._buffers] != self._addresses:
+                self.locate()
+                if not self._gathers[number].write():
+                    raise OSError("the memory of a tensor cannot be read")
         _HEAD.pack_into(self._map, slot, step, len(states[1]))
 
 
@@ -186,12 +192,10 @@ def piece(tensor: torch.Tensor, most: int | None = None) -> torch.Tensor:
 
 class _Gather:
     """Writes the memory of many tensors to one place of a file by one system call: ten times as fast as a copy of each,
-    and memory that was given back (torch moves a tensor that is sent to another process) is an error and no crash.
+    and memory that was given back meanwhile is an error and no crash.
     """
 
     def __init__(self, fd: int, offset: int, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        """Kept alive, and their memory with them."""
         self._write: Any = ctypes.PyDLL(None).pwritev
         self._write.restype = ctypes.c_ssize_t
         self.calls: list[tuple[tuple[Any, ...], int]] = []
@@ -204,10 +208,12 @@ class _Gather:
             self.calls.append(((ctypes.c_int(fd), vectors, ctypes.c_int(len(part)), ctypes.c_int64(offset)), size))
             offset += size
 
-    def write(self) -> None:
-        for call, size in self.calls:
+    def write(self) -> bool:
+        """False if some memory has gone."""
+        for call, size in self.calls:  # noqa: SIM110 - a generator takes 0.2 µs
             if self._write(*call) != size:
-                raise OSError("the memory of a tensor has moved")
+                return False
+        return True
 
 
 class _Generators:

@@ -182,6 +182,7 @@ class Donor:
         self._commits += 1
         if self._commits & (self._commits - 1) == 0:
             self._fingerprint.refresh()
+            self._record.locate()
             self._whole = self._fingerprint.whole()
         if start:
             self._measure(start)

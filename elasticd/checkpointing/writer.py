@@ -412,6 +412,8 @@ class Writer:
             os.write(self._wake_write, b"\0")
             if entry is not None:
                 self._retain(snapshot)
+            if not self._ending:
+                self._buffers.provide(number)
 
     def _next(self) -> int | None:
         """Wait for the buffer with the newest state that is to be written, and mark it; None at the end."""
