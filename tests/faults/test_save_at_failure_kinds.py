@@ -17,6 +17,7 @@ FLAGS = ["--checkpoint-dir", "checkpoints"]
     [
         "gan",
         "averaged",
+        "sent",
         "clamped",
         "clamped_data",
         "scaled",
