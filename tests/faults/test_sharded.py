@@ -44,36 +44,28 @@ def parameters(work: Path) -> list[float]:
     return found
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp", "zero"])
 def test_four_three_two_four_nodes(nodes: StartNodes, job: StartJob, tmp_path: Path, kind: str) -> None:
     """A node is killed, another one, and two come back; each change in the middle of an epoch."""
-    steps = 200
-    whole = job(
-        "sharded.py",
-        "--kind",
-        "whole",
-        "--steps",
-        str(steps),
-        "--pause",
-        "0",
-        workers="1",
-        flags=directory(tmp_path, "a"),
-    )
-    assert whole.wait() == 0
+    steps = 160
+    alone = ("sharded.py", "--kind", "whole", "--steps", str(steps), "--pause", "0")
+    whole = job(*alone, workers="1", flags=directory(tmp_path, "a"))
     job_nodes = nodes("2:4")
-    how: dict[str, Any] = {"flags": directory(tmp_path, "b")}
+    how: dict[str, Any] = {"flags": directory(tmp_path, "b"), "warm": True}
     train = ("sharded.py", "--kind", kind, "--steps", str(steps), "--every", "5", "--pause", "0.05")
     agents = {name: job_nodes.agent(name, *train, **how) for name in "abcd"}
     size_at(agents, 4)
     lost = [agents.pop(name) for name in "dc"]
     for size, agent in zip((3, 2), lost, strict=True):
-        trained(agents, 12)
+        trained(agents, 8)
         agent.end()
         size_at(agents, size)
-    trained(agents, 12)
+    trained(agents, 8)
     agents |= {name: job_nodes.agent(name, *train, **how) for name in "ef"}
     size_at(agents, 4)
     assert [agent.wait(120) for agent in agents.values()] == [0] * 4
+    assert whole.wait() == 0
 
     everyone = [*agents.values(), *lost]
     (ended,) = [agent for agent in agents.values() if (agent.work / "parameters").exists()]
@@ -97,13 +89,21 @@ def steps_of(agents: dict[str, Job]) -> list[tuple[int, int, int]]:
 
 
 def size_at(agents: dict[str, Job], size: int) -> None:
-    until(lambda: (found := steps_of(agents)) and found[-1][2] == size, f"a step on {size} ranks", within=90)
+    def look() -> bool:
+        assert all(agent.process.poll() is None for agent in agents.values()), report(agents)
+        return [each[2] for each in steps_of(agents)[-1:]] == [size]
+
+    until(look, lambda: f"a step on {size} ranks\n{report(agents)}", within=120)
+
+
+def report(agents: dict[str, Job]) -> str:
+    return "\n".join(f"--- {name}\n{agent.err[-2000:]}" for name, agent in agents.items())
 
 
 def trained(agents: dict[str, Job], steps: int) -> None:
     """Wait for so many more steps."""
     first = steps_of(agents)[-1][1]
-    until(lambda: steps_of(agents)[-1][1] >= first + steps, f"{steps} more steps")
+    until(lambda: steps_of(agents)[-1][1] >= first + steps, lambda: f"{steps} more steps\n{report(agents)}")
 
 
 def test_state_in_memory_is_written_although_all_workers_die(job: StartJob, tmp_path: Path) -> None:
