@@ -20,7 +20,7 @@ from typing import Any
 
 from elasticd.errors import UsageError
 from elasticd.integrations import check_ranks, require
-from elasticd.integrations.loader import ElasticLoader
+from elasticd.integrations.loader import ElasticLoader, batches_of
 from elasticd.session import init
 
 
@@ -62,10 +62,11 @@ class ElasticDataLoader(ElasticLoader):
         ranks = self.session.world_size
         check_ranks(accelerator.num_processes, ranks, "Accelerator", "on CPUs, give Accelerator(cpu=True)")
         accumulates = accelerator.gradient_accumulation_steps
-        self._per_step = loader.batch_size * accumulates
+        batch_size = batches_of(loader).batch_size
+        self._per_step = batch_size * accumulates
         batch = global_batch or self._per_step * ranks
         # A loop without accumulation ends a step with every batch.
-        super().__init__(loader, batch, loader.batch_size if accumulates > 1 else None)
+        super().__init__(loader, batch, batch_size if accumulates > 1 else None)
         accelerator.gradient_accumulation_steps = self.sampler.accumulate
         self._accelerator = accelerator
         self._saves = (every, directory, keep)

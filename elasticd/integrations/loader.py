@@ -33,7 +33,7 @@ class ElasticLoader:
         import torch
         from torch.utils.data import DataLoader
 
-        batches = _batches(loader)
+        batches = batches_of(loader)
         order, shuffle = _order(batches.sampler, len(loader.dataset))
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         self.sampler = ElasticBatchSampler(
@@ -77,7 +77,7 @@ class ElasticLoader:
             yield epoch
 
 
-def _batches(loader: Any) -> Any:
+def batches_of(loader: Any) -> Any:
     """The loader's own BatchSampler, inside of what shards its batches."""
     from torch.utils.data import BatchSampler, IterableDataset
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ class ElasticdCallback:
             sampler.set_epoch(epoch)
             sampler.load_state_dict({**sampler.state_dict(), "offset": steps * sampler.global_batch})
         elif self.session.rank == 0:
-            self._history.unlink(missing_ok=True)
+            _cut(self._history, 0)
         trainer._globalstep_last_logged = trainer._initial_global_step = state.global_step
 
     def _resume(self, args: Any, state: Any) -> None:
@@ -144,9 +144,7 @@ class ElasticdCallback:
         step = state.global_step
         shared: list[Any] = [[], self._due]
         if self.session.rank == 0:
-            lines = self._history.read_text().splitlines() if self._history.exists() else []
-            shared[0] = [each for each in map(json.loads, lines) if each["step"] <= step]
-            self._history.write_text("".join(json.dumps(each) + "\n" for each in shared[0]))
+            shared[0] = _cut(self._history, step)
             ended = not len(self._loader.sampler)
             evaluated = any(each["step"] == step and any(k.startswith("eval_") for k in each) for each in shared[0])
             saved = (Path(args.output_dir) / f"checkpoint-{step}" / "trainer_state.json").exists()
@@ -194,8 +192,9 @@ class ElasticdCallback:
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.session.rank == 0 and self._trainer.is_in_train:
-            with self._history.open("a") as file:
-                file.write(json.dumps(state.log_history[-1], default=float) + "\n")
+            # A full disk stops no training, and the session's saves report it.
+            with suppress(OSError), self._history.open("a") as file:
+                file.write(json.dumps(state.log_history[-1], default=_plain) + "\n")
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """What the script does from here on has no steps."""
@@ -245,7 +244,7 @@ class _TrainerState:
         fields = {name: getattr(self._trainer.state, name) for name in self._FIELDS}
         callbacks = [each.state()["attributes"] for each in self._callbacks()]
         state = {"fields": fields, "callbacks": callbacks, "due": self._due}
-        plain: dict[str, Any] = json.loads(json.dumps(state, default=float))  # numpy's floats are none of Python's
+        plain: dict[str, Any] = json.loads(json.dumps(state, default=_plain))
         return plain
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -255,6 +254,25 @@ class _TrainerState:
             for name, value in attributes.items():
                 setattr(callback, name, value)
         self._due.update(state["due"])
+
+
+def _plain(value: Any) -> float | str:
+    """numpy's and torch's numbers as Python's."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _cut(history: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of a log up to a step. The others are removed from the file, as is one that a kill has cut off."""
+    kept = []
+    with suppress(OSError):
+        for line in history.read_text().splitlines():
+            with suppress(ValueError):
+                kept += [found for found in [json.loads(line)] if found["step"] <= step]
+        history.write_text("".join(json.dumps(each) + "\n" for each in kept))
+    return kept
 
 
 def _check(trainer: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.examples.launching import REPOSITORY, Run
+from tests.examples.launching import REPOSITORY, Run, json_lines
 from tests.frameworks.jobs import Job
 
 HERE = Path(__file__).parent
@@ -97,10 +96,32 @@ def test_sigterm_saves_and_stops_all_ranks(framework: Framework, run: Run, tmp_p
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5, msg=f"{name}\n{ran.output}")
 
 
+@every_framework
+def test_gradient_is_that_of_the_global_batch_however_it_divides(
+    framework: Framework, run: Run, tmp_path: Path
+) -> None:
+    """The last step has one sample, so that two of three ranks have none of their own."""
+    found = []
+    for workers in (1, 3):
+        job = framework.job(run, tmp_path / f"{workers}")
+        ran = job.finish(workers, "--samples", 161, "--epochs", 1, *framework.same_numbers)
+        found.append(framework.weights(job))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-5, msg=f"{name}\n{ran.output}")
+
+
+def test_evaluation_and_save_of_rank_0_are_no_hang(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = TRANSFORMERS.job(run, tmp_path / "slow")
+    job.script = HERE / "scripts" / "hf_slow_evaluation.py"
+    monkeypatch.setenv("SLOW", "12")
+    ran = job.start(2, "--samples", 160, "--epochs", 1, options=("--hang-floor", "5s"))
+    assert ran.wait() == 0, ran.output
+    assert job.events("hang_detected") == []
+    assert len(job.events("group_started")) == 1
+
+
 def logged(job: Job) -> list[dict[str, float]]:
-    state = json.loads((job.folder / f"output/checkpoint-{STEPS}/trainer_state.json").read_text())
-    found: list[dict[str, float]] = state["log_history"]
-    return found
+    return json_lines(job.folder / "checkpoints" / "log_history.jsonl")
 
 
 def test_trainers_log_and_checkpoints_have_no_gap_and_no_step_twice(run: Run, tmp_path: Path) -> None:
