@@ -50,10 +50,11 @@ def test_slow_steps(hanging: StartHanging) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.timeout(400)
 def test_straggler_is_reported_and_not_ended(hanging: StartHanging) -> None:
-    """Said after the first window, a minute; by an event, and no more is done."""
+    """Said after two windows of a minute; by an event, and no more is done."""
     runs = [hanging(SESSION, [], "--lag", "0.02", workers=3, flags=flags) for flags in ([], ["--slow-factor", "9"])]
-    until(lambda: runs[0].events("straggler"), "slow_rank", within=100)
+    until(lambda: runs[0].events("straggler"), "the straggler", within=240)
     slow_rank = runs[0].event("straggler")
     assert (slow_rank["rank"], slow_rank["ratio"] > 1.5) == (1, True)
     for run in runs:
