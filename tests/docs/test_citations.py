@@ -17,6 +17,7 @@ NOT_OURS = {
         "my-cluster/kustomization.yaml",
         "my-job/kustomization.yaml",
         "my-values.yaml",
+        "default_config.yaml",
         "service/agent.toml",
         "service/job.toml",
     ),
