@@ -78,7 +78,7 @@ class SimulatedAgent:
             keep_links=self.lines.keep,
         )
         self._member = member
-        self._thread = MemberThread(member, self.on_notice, hosts)
+        self._thread = MemberThread(member, self.on_notice, lambda: hosts)
         self._thread.start()
 
     @property

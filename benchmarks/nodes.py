@@ -145,7 +145,7 @@ def torchrun_command(endpoint: tuple[str, int], job: str) -> list[str]:
 def faults(
     kinds: Sequence[str], store: str, repetitions: int, deadline_s: float, rng: random.Random
 ) -> list[NodeLossOutcome]:
-    """Each fault hits a fresh job of 3 nodes. With c10d the first node hosts the store, and is no victim."""
+    """Each fault hits a fresh job of 3 nodes. With c10d the first node hosts the store, and leads."""
     outcomes = {kind: NodeLossOutcome(f"elasticd, {store}: {kind}") for kind in kinds}
     with etcd_servers() as etcd, tempfile.TemporaryDirectory(prefix="elasticd-bench-") as scratch:
         for repetition in range(repetitions):
@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ended():
         here = [kind for kind in args.faults if kind != "node vanishes"]
         if args.store == "c10d":
-            here = [kind for kind in here if kind in ("node", "worker")]
+            here = [kind for kind in here if kind in ("node", "planner", "worker")]
         outcomes = faults(here, args.store, args.repetitions, args.deadline, random.Random(args.seed))
         if "node vanishes" in args.faults:
             outcomes.append(vanishing(args.repetitions, args.deadline))

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from benchmarks.history import AgentHistory, History, View
 from elasticd_agent.hangs.detector import HangDetector
@@ -141,9 +141,7 @@ class Cluster:
         incarnation = f"{name}{port}"
         highest = self.highest.get(name, 0)
         away = Partition()
-        store = NodeStore(
-            self.store, lambda: self.is_store_up and not away.store, lambda deliver: self.hints(deliver), version
-        )
+        store = self._node_store(label, incarnation, away, version)
         record = NodeRecord(name, incarnation, f"{label}:{port}", tuple(range(self.slots)), "d", highest, role=role)
         spec = {"role": role, "args": [], "min_nodes": self.asked.min_nodes, "max_nodes": self.asked.max_nodes}
         spec["run"] = self.asked.run
@@ -168,8 +166,7 @@ class Cluster:
             lambda nodes: self._knock(node, nodes),
             log,
             single_key_cas=self.single_key_cas,
-            may_lead=lambda: self.host in ("", label),
-            others_may_lead=lambda: not self.host,
+            **self._hosting(store, record, lambda: node, log),
         )
         store.single_key_cas = self.single_key_cas
         rules = StepRules(name, incarnation=incarnation, multi_node=True, leave_on_stop=True)
@@ -182,6 +179,20 @@ class Cluster:
         )
         self.nodes[label] = self.agents[incarnation] = node
         return node
+
+    def _node_store(self, label: str, incarnation: str, away: Partition, version: str) -> NodeStore:
+        return NodeStore(
+            self.store, lambda: self.is_store_up and not away.store, lambda deliver: self.hints(deliver), version
+        )
+
+    def _hosting(
+        self, store: NodeStore, record: NodeRecord, node: Callable[[], Node], log: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """Who may lead."""
+        return {"may_lead": lambda: self.host in ("", node().label), "others_may_lead": lambda: not self.host}
+
+    def _reaches_store(self, node: Node) -> bool:
+        return self.is_store_up and not node.partition.store
 
     @property
     def is_store_up(self) -> bool:
@@ -299,7 +310,7 @@ class Cluster:
             if node.hears:
                 hears[-1] = hears[-1][0], self.now
             lives = not (node.dead or node.frozen or node.left)
-            reaches = lives and self.is_store_up and not node.partition.store
+            reaches = lives and self._reaches_store(node)
             if reaches and not node.hears:
                 hears.append((self.now, self.now))
             node.hears = reaches
@@ -423,7 +434,7 @@ class Cluster:
     def _published(self, round: Round) -> None:
         new = round.number not in self.rounds
         # But for what the store alone has added to them: see WayStore.written.
-        alike = replace(round, version=VERSION, unknown={})
+        alike = replace(round, version=VERSION, unknown={}, store=None, electors=(), quorum=0)
         known = self.rounds.setdefault(round.number, alike)
         assert known == alike or self.twins, f"two rounds are numbered {round.number}"
         if known != alike:
@@ -608,7 +619,7 @@ class Cluster:
     def _answer(self, who: Node, whom: Node) -> ProbeAlive | ProbeRefused | ProbeNoAnswer:
         if not self._reaches(who, whom) or whom.frozen or self.deaf:
             return SILENT
-        return ProbeRefused() if whom.dead or whom.left else ProbeAlive(whom.name, whom.incarnation)
+        return ProbeRefused() if whom.dead or whom.left else ProbeAlive(whom.name, whom.incarnation, *whom.says)
 
     def tell(self, who: str, what: str) -> None:
         self.lines.append((self.now, who, what))

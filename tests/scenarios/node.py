@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.job.slots import Slots
 from elasticd_agent.model.messages import Joining, Leave, Phase, StepRules
-from elasticd_agent.model.records import Round
+from elasticd_agent.model.records import Round, StoreLife
 from elasticd_agent.rendezvous.member import RendezvousMember
 from tests.scenarios.waystore import NodeStore
 
@@ -28,7 +28,8 @@ class Node:
     `done`: the round whose workers here have all ended with code 0. `stuck`: what they do instead of training:
     "sleeps", "burns" (processor time), "stopped", "collective" (inside one, like those that wait for it). `unkillable`:
     slots whose workers do not die of SIGKILL; `blocked`: the round that waits for such a slot. `ahead_s`: its clock's
-    lead over the cluster's: no two nodes' clocks agree. `hears`: it reaches the store, as last noted.
+    lead over the cluster's: no two nodes' clocks agree. `hears`: it reaches the store, as last noted. `says`: what it
+    answers a probe about its store.
     """
 
     label: str
@@ -58,3 +59,4 @@ class Node:
     ahead_s: float = 0.0
     suspicion: HangDetector | None = None
     look_at: float = 0.0
+    says: tuple[StoreLife | None, bool, bool] = None, False, False

@@ -10,10 +10,12 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model.job import JobSpec, Policy
@@ -25,9 +27,10 @@ from elasticd_agent.rendezvous.member import RendezvousMember, TurnResult
 from elasticd_agent.rendezvous.peer_links import PeerLinks
 from elasticd_agent.rendezvous.probe import ProbeServer, probe_nodes
 from elasticd_agent.rendezvous.spec_check import mismatch, spec_document
+from elasticd_agent.rendezvous.takeover import MovableStore, TakeOver
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.lease import RenewalListener, ignore_renewals
-from elasticd_agent.store.open import any_agent_may_lead, open_store
+from elasticd_agent.store.open import FEWEST_TO_TAKE_OVER, any_agent_may_lead, is_hosted_here, open_signpost, open_store
 from elasticd_agent.system.addresses import format_endpoint, local_address
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 
@@ -84,6 +87,7 @@ def join_job(
     shared = options.backend != "memory"
     incarnation = secrets.token_hex(8)
     own, address = OwnAddress(lambda: workers_address(spec)), ""
+    probe_server: ProbeServer | None = None
     if shared:
         probe_server = ProbeServer(own.known, node, incarnation, answered=lambda: post(Probed()))
         stack.callback(probe_server.close)
@@ -99,7 +103,7 @@ def join_job(
         warm=int(not shared or warm),
         role=spec.role,
     )
-    store, hosts = open_store(options, spec.python, policy, log, may_host)
+    store = open_store(options, spec.python, policy, log, may_host, incarnation)
     stack.callback(store.close)
     keys, times = Keys(spec.job_id), policy if shared else _without_renewal(policy)
     last_call_timeout_s = policy.last_call_timeout_s if shared else 0.0
@@ -108,6 +112,21 @@ def join_job(
     )
     links = PeerLinks(lambda node: member.peer_disconnected(node))
     stack.callback(links.close)
+    take_over: TakeOver | None = None
+    if probe_server is not None and options.backend == "c10d" and options.max_nodes >= FEWEST_TO_TAKE_OVER:
+        signpost = open_signpost(options, spec.python, policy, keys, lambda: member.hosted_round, log)
+        stack.callback(signpost.close)
+        take_over = TakeOver(
+            cast(MovableStore, store),
+            record.identity,
+            address,
+            policy,
+            lambda nodes: probe_nodes(nodes, PROBE_S),
+            reaches,
+            probe_server.publish,
+            signpost.start,
+            log,
+        )
     member = RendezvousMember(
         store,
         keys,
@@ -119,18 +138,26 @@ def join_job(
         lambda mine, theirs: mismatch(mine, theirs, log),
         lambda nodes: probe_nodes(nodes, PROBE_S),
         log,
-        may_lead=lambda: hosts or any_agent_may_lead(options.backend, store),
-        others_may_lead=lambda: any_agent_may_lead(options.backend, store),
+        may_lead=lambda: is_hosted_here(store) or any_agent_may_lead(store),
+        others_may_lead=lambda: any_agent_may_lead(store),
         single_key_cas=options.backend == "c10d",
         attentive=attentive,
         keep_links=links.keep,
         renewed=renewed if shared else ignore_renewals,
+        take_over=take_over,
     )
     if not shared:
         return JobMembership(node, incarnation, shared, member, own)
-    thread = MemberThread(member, post, hosts)
+    thread = MemberThread(member, post, lambda: is_hosted_here(store))
     stack.callback(thread.close)
     return JobMembership(node, incarnation, shared, member, own, thread)
+
+
+def reaches(address: tuple[str, int]) -> bool:
+    """Whether something listens there."""
+    with contextlib.suppress(OSError), socket.create_connection(address, PROBE_S):
+        return True
+    return False
 
 
 def _without_renewal(policy: Policy) -> Policy:

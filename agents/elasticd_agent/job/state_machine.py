@@ -140,6 +140,8 @@ def _running(phase: Running, event: Event, rules: StepRules) -> Transition:
             return replace(phase, first_step=True), []
         case GroupEnded(number) if number == round_.number:
             return _group_lost(round_, phase.exits, rules)
+        case StoreAbandoned(why, at, stuck=True):
+            return Stopping(round_, stop=PendingStop("", REQUEUE, at, why)), [KillGroup(round_.number, why)]
         case StopRequested() if rules.leave_on_stop:
             return _request_leave(phase, event, rules)
         case TimerExpired(at) if phase.stop is not None and at >= phase.stop.until:

@@ -117,10 +117,11 @@ class FirstStep:
 
 @dataclass(frozen=True, slots=True)
 class StoreAbandoned:
-    """The store has been unavailable for longer than this agent waits for it."""
+    """The store has been unavailable for longer than this agent waits for it, or of no use."""
 
     why: str  #: a whole sentence
     at: float
+    stuck: bool = False  #: the group has not trained since, because members are lost
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,7 @@ Identity = tuple[str, str]
 SHARED_ERRORS = ("user_error", "shared_error")
 """Kinds of failures before the first step: all ranks of the node raised the same error of the script. Every start
 raises a user_error again."""
+TERM_BITS = 32
 
 
 def is_later_run(run: str, than: str) -> bool:
@@ -44,6 +46,24 @@ class Member(Record):
             raise WireError(f"member {self.node!r} needs a name and at least one slot")
         if min(self.slots) < 0 or len(set(self.slots)) != len(self.slots):
             raise WireError(f"member {self.node!r}: slots must be distinct and not negative, got {list(self.slots)}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLife(Record):
+    """One life of a store that an agent hosts. Another agent may host the job's next one, with a later term."""
+
+    term: int  #: above it, how many lives were before, then a part of the host's incarnation
+    agent: str  #: where the host's agent answers a probe, "host:port"
+    endpoint: str  #: where the store is, "host:port"
+
+    @property
+    def count(self) -> int:
+        return self.term >> TERM_BITS
+
+
+def life_term(count: int, incarnation: str) -> int:
+    """The term of this agent's store, the first one of the job or after `count` others. Terms of two hosts differ."""
+    return count << TERM_BITS | int.from_bytes(hashlib.sha256(incarnation.encode()).digest()[:4], "big") | 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +136,9 @@ class Round(Document):
     outcome: Outcome | None = None
     exit_code: int | None = None
     leader: str = ""  #: the node that published it; "" in a Round of an older leader
+    store: StoreLife | None = None  #: where it was published; None: no other agent may host that store
+    electors: tuple[str, ...] = ()  #: incarnations: the last Round's members that could have continued without this one
+    quorum: int = 0  #: so many electors must have read it before another Round follows it
 
     def check(self) -> None:
         if self.number < 1 or self.restarts < 0:
@@ -138,11 +161,17 @@ class Round(Document):
         """True for the Round that ends the job."""
         return self.outcome is not None
 
+    @property
+    def term(self) -> int:
+        return 0 if self.store is None else self.store.term
+
     def precedes(self, other: Round) -> bool:
-        """True if `other` replaces this Round: it is of a later run, or of no other known order and numbered above."""
+        """True if `other` replaces this Round: of a later run or, in no earlier one, of a later term or number."""
         if is_later_run(self.run, than=other.run):
             return False
-        return is_later_run(other.run, than=self.run) or self.number < other.number
+        if is_later_run(other.run, than=self.run):
+            return True
+        return (self.term, self.number) < (other.term, other.number)
 
     def member(self, node: str) -> Member | None:
         return next((m for m in self.members if m.node == node), None)
@@ -186,6 +215,7 @@ class NodeRecord(Document):
     directory: str = ""  #: names its checkpoint directory: nodes with the same value share it
     highest_round: int = 0  #: in its checkpoint directory and logs: the job's next Round is numbered above it
     seen_round: int = 0  #: the newest Round its agent has read
+    seen_term: int = 0  #: the term of the store that it was published in
     ready_round: int = 0  #: the newest round whose group was started here, after every earlier group was gone
     stepped_round: int = 0  #: the newest round with a finished step here
     can_pause: int = 0  #: the round whose workers can pause at a checkpoint

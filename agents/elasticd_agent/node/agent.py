@@ -291,7 +291,7 @@ def _open_store(settings: NodeSettings, journal: AgentJournal) -> Store:
     if settings.store.backend == "local":
         return FileStore(settings.state_dir / STORE_JOURNAL, log=journal.warn)
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # our forks exec at once; gRPC would log a warning for each
-    return open_store(store_rendezvous(settings), sys.executable, store_policy(settings), journal.warn)[0]
+    return open_store(store_rendezvous(settings), sys.executable, store_policy(settings), journal.warn)
 
 
 @contextlib.contextmanager

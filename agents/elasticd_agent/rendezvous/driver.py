@@ -31,7 +31,10 @@ class DriverFailed:
 class MemberThread:
     """Posts the notices of each turn to the loop's inbox."""
 
-    def __init__(self, member: RendezvousMember, post: Callable[[Notice | DriverFailed], None], hosts: bool) -> None:
+    def __init__(
+        self, member: RendezvousMember, post: Callable[[Notice | DriverFailed], None], hosts: Callable[[], bool]
+    ) -> None:
+        """`hosts`: whether the store is a process of this agent."""
         self._member = member
         self._post = post
         self._hosts = hosts
@@ -70,7 +73,7 @@ class MemberThread:
         self.abandon()
         deadline = time.monotonic() + LINGER_S
         try:
-            while self._hosts and time.monotonic() < deadline and not self._member.others_left():
+            while self._hosts() and time.monotonic() < deadline and not self._member.others_left():
                 time.sleep(0.05)
         except ElasticdError:
             pass  # the store is gone, and nothing can be reported any more

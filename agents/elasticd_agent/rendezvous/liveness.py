@@ -116,5 +116,6 @@ class LivenessProber:
         return {m.node: m.incarnation for m in round.members if m.node != self._node}
 
     def _probe(self, view: View, incarnations: dict[str, str], now: float) -> None:
-        self._observations.probe_members((p.record for p in view.nodes), incarnations, now)
+        members = view.current.members if view.current is not None else ()
+        self._observations.probe_members((*(p.record for p in view.nodes), *members), incarnations, now)
         self._next_at = now + PROBE_INTERVAL_S

@@ -20,6 +20,7 @@ from elasticd_agent.model.notices import LeadershipChanged, Notice, Rejected, St
 from elasticd_agent.model.records import Failure, NodeRecord, Round
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.election import LeaderElection
+from elasticd_agent.rendezvous.membership import STALLED_S
 from elasticd_agent.rendezvous.observations import Address, PeerObservations, Probe
 from elasticd_agent.rendezvous.outbox import HangReportPublisher, Outbox
 from elasticd_agent.rendezvous.planner import HandOver, Planner
@@ -27,6 +28,7 @@ from elasticd_agent.rendezvous.reachability import ReachabilityMonitor
 from elasticd_agent.rendezvous.registration import NodeRegistration
 from elasticd_agent.rendezvous.round_follower import RoundFollower
 from elasticd_agent.rendezvous.spec_check import SpecAgreement
+from elasticd_agent.rendezvous.takeover import TakeOver
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements, Wait
 from elasticd_agent.store import Store, Watch
 from elasticd_agent.store.lease import RenewalListener, ignore_renewals
@@ -65,12 +67,13 @@ class RendezvousMember:
         attentive: Callable[[], bool] = lambda: True,
         keep_links: Callable[[Mapping[str, Address]], None] = lambda nodes: None,
         renewed: RenewalListener = ignore_renewals,
+        take_over: TakeOver | None = None,
     ) -> None:
         """`mismatch(mine, theirs)`: why two specs of the job cannot run together, None if they can.
 
         `may_lead` and `others_may_lead` are called once the store has answered. `single_key_cas`: the store compares
         one key at a time. `keep_links` gets the nodes to keep a standing connection to; `peer_disconnected` is to be
-        called when one of them breaks.
+        called when one of them breaks. `take_over`: where an agent hosts the store.
         """
         me = record.identity
         self.facts = facts
@@ -82,6 +85,7 @@ class RendezvousMember:
         self._others_may_lead = others_may_lead
         self._single_key_cas = single_key_cas
         self._keep_links = keep_links
+        self._take_over = take_over
         self._observations = PeerObservations(record.id, probe)
         self._planner = Planner(store, keys, policy, requirements, record.id, self._observations, log)
         self._agreement = SpecAgreement(store, keys, spec, mismatch, policy.join_timeout_s, log)
@@ -107,9 +111,11 @@ class RendezvousMember:
         self._reread_at = float("-inf")
         self._last_turn = float("-inf")
         self._unavailable_since: float | None = None
+        self._blocked_since: float | None = None
         self._retries = 0
         self._notices: list[Notice] = []
         self._leadership_reported = False
+        self._posted = "", 0
         self._rejected = ""
         self._rejected_at = 0.0
         self._waiting_for = ""
@@ -163,6 +169,13 @@ class RendezvousMember:
         """True while this agent holds the leader key."""
         return self._election.key_version is not None
 
+    @property
+    def hosted_round(self) -> Round | None:
+        """The Round that runs, if this agent has taken the store over and the Round was published there."""
+        life = self._take_over.hosted if self._take_over is not None else None
+        round = self._follower.running
+        return round if life is not None and life.count and round is not None and round.term == life.term else None
+
     # --- turns ------------------------------------------------------------------------------------------------------
 
     def turn(self, now: float) -> TurnResult:
@@ -172,6 +185,7 @@ class RendezvousMember:
             self._observations.distrust_absences(now)  # this agent did not listen meanwhile
         self._last_turn = now
         try:
+            self._find_store(now)
             until = self._turn(now)
         except StoreUnavailable as error:
             until = self._unavailable(str(error), now)
@@ -185,6 +199,21 @@ class RendezvousMember:
             self._leadership_reported = self.leads
             self._notices.append(LeadershipChanged(self.leads))
         return self._notices, until
+
+    def _find_store(self, now: float) -> None:
+        """Use the job's store that another agent hosts now, or host it. Raises StoreUnavailable while there is none."""
+        leaving = bool(self._registration.record.leaving)
+        if self._take_over is not None and self._take_over.turn(self._follower.running, leaving, now):
+            self._store_replaced(now)
+
+    def _store_replaced(self, now: float) -> None:
+        """Nothing that was read or written before is in the store."""
+        self._planner.reset()
+        self._observations.distrust_absences(now)
+        self._registration.key.lease = None
+        self._election.key_lost()
+        self._follower.invalidate_all()
+        self._reread_at = float("-inf")
 
     def _turn(self, now: float) -> float:
         if self._follower.is_replaced():
@@ -202,7 +231,7 @@ class RendezvousMember:
         if not self._agreement.is_reached(now):
             return now + NAME_RETRY_S
         self._watch_keys()
-        self._read_round()  # first: a Round without this node ends its group, also where its name is another agent's
+        self._read_round(now)  # first: a Round without this node ends its group, also where its name is another agent's
         if self._follower.is_replaced():
             return now + REREAD_S
         if not self._agreement.is_reached(now) or not self._register(now, check=reread and not self.leads):
@@ -214,6 +243,8 @@ class RendezvousMember:
         self._probe_disconnected(now)
         lead_at = self._lead(now)
         self._keep_links(self._links())
+        if self._take_over is not None:
+            self._take_over.answered(now, self.leads and self._planner.succession.few)
         if self._unavailable_since is not None:
             away_s = now - self._unavailable_since
             self._notices.append(StoreAvailability(False, "the store answers again", away_s))
@@ -268,7 +299,7 @@ class RendezvousMember:
         if self._registration.lease is not None and self._hang_report.send(self._registration.lease) and self.leads:
             self._planner.hint(self._keys.hang_reports())
 
-    def _read_round(self) -> None:
+    def _read_round(self, now: float) -> None:
         round = self._follower.read_round()
         if round is None:
             return
@@ -279,14 +310,20 @@ class RendezvousMember:
             return
         self._follower.follow(round)
         self._followed(round)
+        if self._take_over is not None and self._take_over.read(round, now):
+            self._store_replaced(now)
+            raise StoreUnavailable("the store of this job is another one now")
 
     def _followed(self, round: Round) -> None:
         self._waiting_for = ""
         if self._follower.is_non_member:
             self._agreement.check_again()
         self._election.round_published()
-        self._registration.update(seen_round=round.number, paused=0)
-        self._notices.append(RoundPublished(round))
+        self._registration.update(seen_round=round.number, seen_term=round.term)
+        if (round.run, round.number) != self._posted:  # an earlier store's Round is published again in the next one
+            self._posted = round.run, round.number
+            self._registration.update(paused=0)
+            self._notices.append(RoundPublished(round))
 
     def _check_reachability(self, now: float) -> float | None:
         record = self._registration.record
@@ -331,7 +368,7 @@ class RendezvousMember:
         if not self.leads:
             return claim_at
         if not led:
-            self._begin_to_lead()
+            self._begin_to_lead(now)
         elif self._a_member_should_lead():
             return self._election.resign(now, 0.0)
         return self._plan(now)
@@ -346,11 +383,11 @@ class RendezvousMember:
             self._notices.append(StoreAbandoned(why, now))
         return max(since + self._policy.store_away_s, now + self._policy.renewal_s)
 
-    def _begin_to_lead(self) -> None:
-        self._read_round()
+    def _begin_to_lead(self, now: float) -> None:
+        self._read_round(now)
         if self._single_key_cas:
             self._follower.fence()
-            self._read_round()
+            self._read_round(now)
 
     def _a_member_should_lead(self) -> bool:
         """A leader outside the Round leaves the leader key to a member: it notices at once that workers stand still."""
@@ -366,7 +403,9 @@ class RendezvousMember:
         if key is None:
             return now
         self._observations.store_answers(now)
-        verdict = self._planner.turn(self._follower.stored, self.facts, now, (self._keys.planner, key))
+        life = self._take_over.hosted if self._take_over is not None else None
+        verdict = self._planner.turn(self._follower.stored, self.facts, now, (self._keys.planner, key), life)
+        self._abandon_if_blocked(now)
         self._notices += self._planner.take_notices()
         match verdict:
             case Round():
@@ -385,6 +424,16 @@ class RendezvousMember:
                     self._waiting_for = verdict.why
                     self._notices.append(WaitingFor(verdict.why, verdict.too_few_nodes))
         return verdict.until
+
+    def _abandon_if_blocked(self, now: float) -> None:
+        """The side of a partition that may not continue gives up as one does whose store is away."""
+        why, due = self._planner.succession.blocked, self.facts.next_step_due
+        if not why or (due is not None and now < due + STALLED_S):
+            self._blocked_since = None
+        elif self._blocked_since is None:
+            self._blocked_since = now
+        elif (blocked_s := now - self._blocked_since) >= self._policy.store_away_s:
+            self._notices.append(StoreAbandoned(f"{why}; waited for {blocked_s:.0f} s", now, stuck=True))
 
     def _leadership_changed(self) -> None:
         self._planner.reset()

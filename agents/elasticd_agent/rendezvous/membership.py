@@ -113,8 +113,11 @@ def _delay(
 
 
 def _partitioned(view: View, current: Round, lost: dict[str, str]) -> dict[str, str]:
-    """Members outside the largest set of members that reach each other. A node that is done needs no peers."""
-    here = [m.node for m in current.members if m.node not in lost and m.node not in view.done]
+    """Members outside the largest set of members that reach each other, of those that are in the store.
+
+    A node that is done needs no peers.
+    """
+    here = [m.node for m in current.members if m.node not in lost and m.node not in view.done and view.record(m.node)]
     cuts = _unreachable_pairs(view, here, current.number)
     if not cuts:
         return {}

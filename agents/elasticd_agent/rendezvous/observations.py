@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from elasticd_agent.model.records import Identity, NodeRecord, Round
+from elasticd_agent.model.records import Identity, Member, NodeRecord, Round
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
 from elasticd_agent.rendezvous.view import ProbeResult
 from elasticd_agent.system.addresses import try_parse_endpoint
@@ -67,11 +67,11 @@ class PeerObservations:
         address = try_parse_endpoint(record.address)
         return None if address is None else self.probe({record.id: address}).get(record.id)
 
-    def probe_members(self, records: Iterable[NodeRecord], incarnations: Mapping[str, str], now: float) -> None:
-        """Probe these incarnations; `results` and `silent_since` are of this probe."""
-        for record in records:
-            identity = record.identity
-            if identity not in self._addresses and (address := try_parse_endpoint(record.address)) is not None:
+    def probe_members(self, known: Iterable[NodeRecord | Member], incarnations: Mapping[str, str], now: float) -> None:
+        """Probe these incarnations; `results` and `silent_since` are of this probe. `known` names their addresses."""
+        for one in known:
+            identity = one.identity
+            if identity not in self._addresses and (address := try_parse_endpoint(one.address)) is not None:
                 self._addresses[identity] = address
         addresses = {n: self._addresses[n, i] for n, i in incarnations.items() if (n, i) in self._addresses}
         self.results.clear()

@@ -14,12 +14,13 @@ from elasticd_agent.hangs.stragglers import PersistentStragglers
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys, decode_record, encode_record
 from elasticd_agent.model.notices import FaultDetected, Notice, StragglersFound
-from elasticd_agent.model.records import Failure, Identity, NodeRecord, Round
+from elasticd_agent.model.records import Failure, Identity, NodeRecord, Round, StoreLife
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.faults import FaultLog
 from elasticd_agent.rendezvous.liveness import LivenessProber
 from elasticd_agent.rendezvous.observations import PeerObservations
 from elasticd_agent.rendezvous.plan import plan
+from elasticd_agent.rendezvous.succession import Succession
 from elasticd_agent.rendezvous.view import LocalFacts, Pause, PresentNode, Requirements, View, Wait
 from elasticd_agent.store import Store, Versioned
 from elasticd_agent.store.cache import StoreCache
@@ -56,6 +57,7 @@ class Planner:
         self._liveness = LivenessProber(self._node, self._policy, self._observations)
         self._judge = HangJudge(self._policy)
         self._faults = FaultLog(self._policy)
+        self.succession = Succession(self._node)
         self._persistent_stragglers = PersistentStragglers(self._policy)
         self._stragglers: tuple[tuple[int, float], ...] = ()
         self._notices: list[Notice] = []
@@ -82,14 +84,28 @@ class Planner:
         return notices
 
     def turn(
-        self, current: Versioned | None, facts: LocalFacts, now: float, guard: tuple[str, int] | None
+        self,
+        current: Versioned | None,
+        facts: LocalFacts,
+        now: float,
+        guard: tuple[str, int] | None,
+        life: StoreLife | None = None,
     ) -> Round | Pause | Wait | HandOver:
-        """Evaluate the job once; publish the next Round if there is one. Raises StoreUnavailable."""
+        """Evaluate the job once; publish the next Round if there is one. Raises StoreUnavailable.
+
+        `life`: of the store, if an agent hosts it and another one may host the next.
+        """
         if now >= self._refreshed_at + REFRESH_S:
             self._cache.clear()
             self._refreshed_at = now
         round = self._decode(current)
         view = self._reader.read(round, facts, now)
+        self.succession.look(round, life, (p.record for p in view.nodes))
+        if current is not None and (adopted := self.succession.adoption(now)) is not None:
+            if isinstance(adopted, Wait):
+                return adopted
+            self._store.compare_and_swap(self._keys.round, current.version, adopted.to_json(), guard)
+            return Wait("the round of an earlier store continues in this one", now)
         if round is not None and not round.terminal:
             view = self._probe_members(view, round, facts, now)
             self._liveness.check_joiners(view, round, now)
@@ -103,6 +119,8 @@ class Planner:
             view = self._judge_hangs(view, round, facts, now)
             self._find_stragglers(view, round)
         verdict = plan(view, self._policy, now)
+        if isinstance(verdict, Round):
+            verdict = self.succession.next(verdict, now)
         self._reader.too_few_nodes = isinstance(verdict, Wait) and verdict.too_few_nodes
         if isinstance(verdict, Round):
             verdict = replace(verdict, leader=self._node)
@@ -201,7 +219,8 @@ class Planner:
         self._observe_faults(view, now)
         keys = self._keys
         self._garbage += self._cache.drop((keys.failures(), keys.done(), keys.hang_reports()))
-        self._garbage.append(keys.master(round.number - 1))
+        if view.current is not None:
+            self._garbage.append(keys.master(view.current.number))
         self._reader.forget_before(round.number)
         self._observations.round_published()
         self._liveness.reset()

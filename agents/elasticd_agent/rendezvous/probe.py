@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from elasticd.errors import UsageError, WireError
 from elasticd_agent.model.codec import Document
+from elasticd_agent.model.records import StoreLife
 from elasticd_agent.system.waker import Waker
 
 BACKLOG = 1024  # connections that the kernel keeps until they are accepted; measured with a thousand agents
@@ -38,6 +39,9 @@ class ProbeAlive(Document):
 
     node: str
     incarnation: str
+    store: StoreLife | None = None  #: which it uses, if another agent may host the next one
+    lost: bool = False  #: it has lost that store, or hosts it and has too few members there
+    leaving: bool = False  #: and will host no other
 
     def check(self) -> None:
         if not self.node or not self.incarnation:
@@ -73,7 +77,8 @@ class ProbeServer:
         answered: Callable[[], None] = lambda: None,
     ) -> None:
         """Raises UsageError if the port cannot be bound."""
-        self._answer = ProbeAlive(node, incarnation).to_json() + b"\n"
+        self._node, self._incarnation = node, incarnation
+        self.publish(None, False, False)
         self._answering = answering
         self._answered = answered
         self._listener = _listening(address, port)
@@ -83,6 +88,10 @@ class ProbeServer:
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name="elasticd-probe", daemon=False)
         self._thread.start()
+
+    def publish(self, store: StoreLife | None, lost: bool, leaving: bool) -> None:
+        """Say this in every answer from now on. Safe from any thread."""
+        self._answer = ProbeAlive(self._node, self._incarnation, store, lost, leaving).to_json() + b"\n"
 
     def close(self) -> None:
         """Refuse from now on, within microseconds. May be called again."""

@@ -8,39 +8,52 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from elasticd_agent.model.job import Policy, Rendezvous
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.records import Round, life_term
 from elasticd_agent.store import Store
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_agent.system.addresses import is_local
 
+if TYPE_CHECKING:
+    from elasticd_agent.store.c10d.signpost import Signpost
+
 FIRST_REQUEST_S = 30.0
 """How long the first request to a c10d store waits: its host may start later than the others, and imports torch."""
+FEWEST_TO_TAKE_OVER = 3
+"""Nodes of a job of which another one may host the store."""
 Log = Callable[[str], None]
 
 
 def open_store(
-    rendezvous: Rendezvous, python: str, policy: Policy, log: Log, may_host: bool = True
-) -> tuple[Store, bool]:
-    """The store, and whether this agent hosts it: it may, unless `may_host` is False and `is_host` not given.
+    rendezvous: Rendezvous, python: str, policy: Policy, log: Log, may_host: bool = True, incarnation: str = ""
+) -> Store:
+    """The store. This agent may host it, unless `may_host` is False and `is_host` not given.
 
     Raises StoreRefused for a store that can never work.
     """
     if rendezvous.is_host is None and not may_host:
         rendezvous = replace(rendezvous, is_host=False)
-    return OPENERS[rendezvous.backend](rendezvous, python, policy, log)
+    return OPENERS[rendezvous.backend](rendezvous, python, policy, log, incarnation)
 
 
-def any_agent_may_lead(backend: str, store: Store) -> bool:
+def any_agent_may_lead(store: Store) -> bool:
     """Whether any agent may lead, not only the store's host: if an agent hosts the store, the store ends with it."""
-    return backend != "c10d" or bool(getattr(store, "standalone", False))
+    return bool(getattr(store, "standalone", True))
 
 
-def _open_memory(rendezvous: Rendezvous, python: str, policy: Policy, log: Log) -> tuple[Store, bool]:
-    return MemoryStore(), False
+def is_hosted_here(store: Store) -> bool:
+    """Whether the store is a process of this agent."""
+    return bool(getattr(store, "hosts", False))
 
 
-def _open_c10d(rendezvous: Rendezvous, python: str, policy: Policy, log: Log) -> tuple[Store, bool]:
+def _open_memory(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, incarnation: str) -> Store:
+    return MemoryStore()
+
+
+def _open_c10d(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, incarnation: str) -> Store:
     from elasticd_agent.store.c10d.connection import listen
     from elasticd_agent.store.c10d.store import C10dStore
 
@@ -53,14 +66,33 @@ def _open_c10d(rendezvous: Rendezvous, python: str, policy: Policy, log: Log) ->
         serve = listener is not None
     first_s = min(FIRST_REQUEST_S, policy.join_timeout_s)
     times = {"timeout_s": policy.store_timeout_s, "start_timeout_s": first_s}
-    return C10dStore(host, port, serve=serve, listener=listener, python=python, log=log, **times), serve
+    # Of two members, the one that is left is no majority: it waits for the host.
+    term = life_term(0, incarnation) if serve and rendezvous.max_nodes >= FEWEST_TO_TAKE_OVER else 0
+    return C10dStore(host, port, serve=serve, listener=listener, term=term, python=python, log=log, **times)
 
 
-def _open_etcd(rendezvous: Rendezvous, python: str, policy: Policy, log: Log) -> tuple[Store, bool]:
+def open_signpost(
+    rendezvous: Rendezvous, python: str, policy: Policy, keys: Keys, current: Callable[[], Round | None], log: Log
+) -> Signpost:
+    """Of a job whose store an agent hosts: for its original endpoint."""
+    from elasticd_agent.store.c10d.signpost import Signpost
+    from elasticd_agent.store.c10d.store import C10dStore
+
+    (endpoint,) = rendezvous.endpoints
+
+    def open_store() -> Store:
+        return C10dStore(
+            *endpoint, serve=False, python=python, timeout_s=policy.store_timeout_s, start_timeout_s=FIRST_REQUEST_S
+        )
+
+    return Signpost(endpoint, keys.round, current, open_store, log)
+
+
+def _open_etcd(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, incarnation: str) -> Store:
     from elasticd_agent.store.etcd.store import EtcdStore
 
     login = {"tls": rendezvous.tls, "user": rendezvous.user, "password": rendezvous.password}
-    return EtcdStore(rendezvous.endpoints, **login, timeout_s=policy.store_timeout_s, log=log), False  # type: ignore[arg-type]
+    return EtcdStore(rendezvous.endpoints, **login, timeout_s=policy.store_timeout_s, log=log)  # type: ignore[arg-type]
 
 
 OPENERS = {"memory": _open_memory, "c10d": _open_c10d, "etcd": _open_etcd}

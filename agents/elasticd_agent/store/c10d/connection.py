@@ -7,6 +7,7 @@ end. torch is never imported here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from typing import Any
 
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store import Traffic
-from elasticd_agent.store.c10d.tcp_store import STANDALONE
+from elasticd_agent.store.c10d.tcp_store import parse_start
 from elasticd_agent.system.addresses import format_endpoint
 from elasticd_agent.system.helper_process import HelperError, LineReader, end_process
 from elasticd_agent.system.installation import program
@@ -110,6 +111,18 @@ class Helper:
         self._control.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The store to use."""
+
+    host: str
+    port: int
+    term: int
+    serve: bool = False
+    listener: socket.socket | None = None  #: to serve on
+    serve_on: bool = False  #: a store that was hosted here before serves on
+
+
 @dataclass(slots=True)
 class _Call:
     answer: dict[str, Any] | None = None
@@ -118,7 +131,8 @@ class _Call:
 
 class C10dConnection:
     """`serve`: host the store, on all addresses; port 0 takes a free one. `standalone`: host it as no agent of a
-    job. `listener`: the store's socket, if it listens already. `python` must have torch.
+    job. `listener`: the store's socket, if it listens already. `term`: of the store that is hosted, as in StoreLife;
+    0: no other agent may host the next. `python` must have torch.
     """
 
     def __init__(
@@ -129,6 +143,7 @@ class C10dConnection:
         serve: bool,
         standalone: bool = False,
         listener: socket.socket | None = None,
+        term: int = 0,
         python: str = sys.executable,
         timeout_s: float = 0.9,
         start_timeout_s: float = 30.0,
@@ -138,9 +153,10 @@ class C10dConnection:
         """The client's requests; the host's maintenance stays on its machine and is not counted."""
         self.standalone = standalone
         """Whether the host is no agent of a job, as its marker says; False before it has answered."""
-        self.port = port
-        self._host = host
-        self._serve = serve
+        self.term = term
+        """Of the store that answered last, or that is hosted here."""
+        self._expected: int | None = None
+        """Only a store of this term is used."""
         self._python = python
         self._timeout_s = timeout_s
         self._log = log
@@ -162,20 +178,78 @@ class C10dConnection:
         self._server_channel: socket.socket | None = None
         """The server ends when it is closed."""
         self._listener = listener
-        if (
-            serve and listener is None
-        ):  # at once, so that the port is known, and early clients wait instead of being refused
-            try:
+        if serve and listener is None:
+            # At once, so that the port is known, and early clients wait instead of being refused.
+            with contextlib.suppress(OSError):  # the thread tries again and reports it
                 self._listener = listen(port)
-                self.port = self._listener.getsockname()[1]
-            except OSError:  # the thread tries again and reports it
-                pass
+                port = self._listener.getsockname()[1]
+        self._wanted = self._used = _Target(host, port, term, serve)
+        """They differ until the thread has seen that there is another store to use."""
+        self._hurry = threading.Event()
+        """Ends the pause between two attempts: there is another store, or the end."""
         self._thread = threading.Thread(target=self._run, name="c10d-link", daemon=True)
         self._thread.start()
 
     @property
+    def port(self) -> int:
+        return self._wanted.port
+
+    @property
     def where(self) -> str:
-        return format_endpoint(self._host, self.port)
+        return format_endpoint(self._wanted.host, self._wanted.port)
+
+    @property
+    def hosts(self) -> bool:
+        """This agent hosts the store that it uses."""
+        return self._wanted.serve
+
+    @property
+    def answers(self) -> bool:
+        """There is a connection; False is no proof of anything."""
+        return self._ready
+
+    # ---- another store: see rendezvous/takeover.py
+
+    def pin(self, term: int) -> None:
+        """Use no store of another term until `move` or `host`."""
+        self._expected = term
+
+    def move(self, endpoint: tuple[str, int], term: int, serve_on: bool) -> None:
+        """Use the store of this term there from now on. One that was hosted here ends, unless it is to serve on."""
+        self._use(_Target(*endpoint, term, serve_on=serve_on))
+
+    def host(self, term: int) -> None:
+        """Host an empty store of this term, at `port`, and use it. One that was hosted here ends. Raises OSError."""
+        try:
+            listener = listen(self.port)  # a firewall may expect it
+        except OSError:
+            listener = listen(0)
+        self._use(_Target("127.0.0.1", listener.getsockname()[1], term, True, listener))
+
+    def _use(self, target: _Target) -> None:
+        with self._state:
+            self._wanted = target
+            self._expected = self.term = target.term
+            self._ready = False
+            self._why = "it has not answered yet"
+            if self._channel is not None:
+                _shut_down(self._channel)
+        self._hurry.set()
+
+    def _take_target(self) -> None:
+        """In the thread, while there is no client."""
+        with self._state:
+            target, before = self._wanted, self._used
+            self._used = target
+            self._hurry.clear()
+        if target is before:
+            return
+        if not target.serve_on:
+            self._drop_server_channel()
+        self._server = 0
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = target.listener
 
     # ---- for callers, from any thread
 
@@ -239,6 +313,7 @@ class C10dConnection:
 
     def close(self) -> None:
         self._closing.set()
+        self._hurry.set()
         with self._state:
             if self._channel is not None:
                 self._abandon(self._channel)
@@ -275,10 +350,7 @@ class C10dConnection:
         if self._channel is channel:
             self._begin_outage()
             self._ready = False
-            try:
-                channel.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
+            _shut_down(channel)
 
     def _begin_outage(self) -> None:
         if not self._in_outage and not self._closing.is_set():
@@ -286,7 +358,7 @@ class C10dConnection:
             self._log(f"{self._sentence()}; retrying, running workers continue")
 
     def _sentence(self) -> str:
-        if self._serve:
+        if self._wanted.serve:
             host, hint = "hosted here" if self.standalone else "hosted by this agent", ""
         else:
             server = "its host" if self.standalone else "its host's agent"
@@ -299,6 +371,7 @@ class C10dConnection:
         pause = MIN_PAUSE_S
         while not self._closing.is_set():
             was_ready = False
+            self._take_target()
             try:
                 was_ready = self._connection()
                 longest = MAX_PAUSE_S
@@ -315,7 +388,7 @@ class C10dConnection:
             except OSError as error:  # e.g. no file descriptor is left: only this thread ever connects again
                 self._why, longest = error.strerror or str(error), MAX_PAUSE_S
             pause = MIN_PAUSE_S if was_ready else min(2 * pause, longest)
-            self._closing.wait(pause * random.uniform(0.5, 1.0))
+            self._hurry.wait(pause * random.uniform(0.5, 1.0))
         self._end_helper()
         if self._listener is not None:
             self._listener.close()
@@ -329,7 +402,7 @@ class C10dConnection:
 
     def _connection(self) -> bool:
         """Run one client until it ends. True if it became ready."""
-        if self._serve and not self._server:
+        if self._used.serve and not self._server:
             self._bind()  # before a second of a core is spent on the helper
         helper = self._helper
         if helper is None:
@@ -339,18 +412,19 @@ class C10dConnection:
             if self._closing.is_set():
                 return False
             helper.wait_until_ready()
-        if self._serve:
+        if self._used.serve:
             self._ensure_server(helper)
         mine, theirs = socket.socketpair()
         with mine:
             with theirs:
-                host = "127.0.0.1" if self._serve else self._host
-                request = {"do": "connect", "host": host, "port": self.port, "timeout_s": CONNECT_DEADLINE_S}
+                host = "127.0.0.1" if self._used.serve else self._used.host
+                request = {"do": "connect", "host": host, "port": self._used.port, "timeout_s": CONNECT_DEADLINE_S}
                 pid = helper.ask(request, theirs)["pid"]
             with self._state:
                 self._channel = mine
+                wanted = self._wanted is self._used
             try:
-                return self._read_messages(mine)
+                return self._read_messages(mine) if wanted else False
             finally:
                 with self._state:
                     self._channel = None
@@ -368,18 +442,19 @@ class C10dConnection:
         self._server_channel, theirs = socket.socketpair()
         with listening as listener, theirs:
             self._listener = None
-            self._server = helper.ask({"do": "serve", "standalone": self.standalone}, listener, theirs)["pid"]
+            request = {"do": "serve", "standalone": self.standalone, "term": self._used.term}
+            self._server = helper.ask(request, listener, theirs)["pid"]
 
     def _bind(self) -> socket.socket:
         give_up_at = time.monotonic() + BIND_DEADLINE_S
         while self._listener is None:
             try:
-                self._listener = listen(self.port)
+                self._listener = listen(self._used.port)
             except OSError as error:
                 if time.monotonic() >= give_up_at or self._closing.is_set():
                     raise StoreRefused(
-                        f"cannot host the c10d store at port {self.port}: {error.strerror or error}; free the port, "
-                        "or give --rdzv-endpoint another port on every node"
+                        f"cannot host the c10d store at port {self._used.port}: {error.strerror or error}; "
+                        "free the port, or give --rdzv-endpoint another port on every node"
                     ) from None
                 self._closing.wait(0.1)
         return self._listener
@@ -394,7 +469,8 @@ class C10dConnection:
         ready = False
         deadline = time.monotonic() + CONNECT_DEADLINE_S
         lines = LineReader(channel.fileno())
-        server = None if self._server_channel is None else self._server_channel.fileno()  # readable: it has ended
+        hosted = self._server_channel if self._used.serve else None
+        server = None if hosted is None else hosted.fileno()  # readable: it has ended
         while True:
             try:
                 message: dict[str, Any] = json.loads(lines.next(math.inf if ready else deadline, server))
@@ -403,8 +479,9 @@ class C10dConnection:
             self._count(message.get("counts", (0, 0, 0)))
             match message:
                 case {"ready": start}:
+                    if not self._accepts(start):
+                        break
                     ready = True
-                    self.standalone = start.endswith(STANDALONE)
                     self._connected(channel)
                 case {"id": number}:
                     with self._state:
@@ -425,12 +502,26 @@ class C10dConnection:
                 self._begin_outage()
         return ready
 
+    def _accepts(self, start: str) -> bool:
+        """Whether the store is the one to use: another agent may have begun to host one at this address."""
+        standalone, term = parse_start(start)
+        with self._state:
+            if self._wanted is not self._used:
+                return False
+            if self._expected not in (None, term):
+                self._why = "another agent has begun to host a store there"
+                return False
+            self.standalone, self.term = standalone, term
+            return True
+
     def _connected(self, channel: socket.socket) -> None:
         with self._state:
             prefixes = list(self._prefixes)
         for prefix in prefixes:
             self._send_without_answer(channel, "watch", prefix, CONNECT_DEADLINE_S)
         with self._state:
+            if self._wanted is not self._used:
+                return  # `_use` has ended the channel
             back = self._in_outage
             self._ready = self._was_ready = True
             self._in_outage = False
@@ -444,6 +535,11 @@ class C10dConnection:
         self.traffic.requests += counts[0]
         self.traffic.sent_bytes += counts[1]
         self.traffic.received_bytes += counts[2]
+
+
+def _shut_down(channel: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        channel.shutdown(socket.SHUT_RDWR)
 
 
 def listen(port: int) -> socket.socket:

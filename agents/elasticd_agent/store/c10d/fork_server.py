@@ -5,7 +5,7 @@ start costs a second, so a client stuck in torch is killed and replaced at once.
 packet:
 
     {"do": "connect", "host", "port", "timeout_s"}  + one end of a channel   -> {"pid"}
-    {"do": "serve", "standalone"}  + a listening socket, one end of a channel -> {"pid"}
+    {"do": "serve", "standalone", "term"}  + a listening socket, one end of a channel -> {"pid"}
     {"do": "end", "pid"}                                                     -> {"pid"}
     {"do": "alive", "pid"}                                                   -> {"alive"}
 
@@ -86,7 +86,7 @@ class ForkServer:
                     return {"pid": self._fork(lambda: self._connect(request, channel))}
             case "serve":
                 with socket.socket(fileno=fds[0]) as listener, socket.socket(fileno=fds[1]) as channel:
-                    return {"pid": self._fork(lambda: self._host(listener, channel, request["standalone"]))}
+                    return {"pid": self._fork(lambda: self._host(request, listener, channel))}
             case "end":
                 self._end(request["pid"])
                 return {"pid": request["pid"]}
@@ -130,13 +130,13 @@ class ForkServer:
 
         C10dClient(connect, channel).serve()
 
-    def _host(self, listener: socket.socket, channel: socket.socket, standalone: bool) -> None:
+    def _host(self, request: dict[str, Any], listener: socket.socket, channel: socket.socket) -> None:
         prctl(PR_SET_NAME, b"elasticd-c10d-h")
         set_host_lookup(b"files")
         # A connection for each agent and each watch of an agent: thousands in a large job.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        serve(self._tcp_store, listener, channel, standalone)
+        serve(self._tcp_store, listener, channel, request["standalone"], request["term"])
 
     def _is_alive(self, pid: int) -> bool:
         """Reaps an ended child here, so that no other process can get its pid before."""

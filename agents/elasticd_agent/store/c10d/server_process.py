@@ -29,7 +29,11 @@ _NOTHING = tcp.Envelope(tcp.KeyState.TOMBSTONE, 0, "", b"")
 
 
 def serve(
-    tcp_store: Callable[..., Any], listener: socket.socket, channel: socket.socket, standalone: bool = False
+    tcp_store: Callable[..., Any],
+    listener: socket.socket,
+    channel: socket.socket,
+    standalone: bool = False,
+    term: int = 0,
 ) -> None:
     """Serve on an already listening socket until the channel's end of file. `standalone`: by no agent of a job."""
     port = listener.getsockname()[1]
@@ -38,7 +42,7 @@ def serve(
         serving(tcp_store), "127.0.0.1", port, 10.0, is_master=True, master_listen_fd=listener.detach()
     )
     maintenance = HostMaintenance(wire)
-    maintenance.initialize(standalone)
+    maintenance.initialize(standalone, term)
     channel.settimeout(TURN_S)
     while True:
         try:
@@ -81,13 +85,14 @@ class HostMaintenance:
         self._swept_at = 0.0
         self._swept: bytes | None = None
 
-    def initialize(self, standalone: bool = False) -> None:
+    def initialize(self, standalone: bool = False, term: int = 0) -> None:
         # A restarted host has an empty store, whose versions must differ from those before. Milliseconds grow faster
         # than versions, and the random part separates two starts in one millisecond or after a clock set back.
         self._wire.set(tcp.VERSION, str((time.time_ns() // 1_000_000 << 20) + secrets.randbits(20)).encode())
         for register in (tcp.DIRECTORIES, tcp.LEASES, tcp.WATCHED):
             self._wire.set(register, tcp.join_entries(()))
-        self._wire.set(tcp.MARKER, f"{PROTOCOL} {secrets.token_hex(8)}{tcp.STANDALONE if standalone else ''}".encode())
+        host = tcp.STANDALONE if standalone else f"{tcp.TERM}{term}" if term else ""
+        self._wire.set(tcp.MARKER, f"{PROTOCOL} {secrets.token_hex(8)}{host}".encode())
 
     def turn(self, monotonic: float) -> None:
         if self._last is not None:

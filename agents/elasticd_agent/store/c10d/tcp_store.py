@@ -32,6 +32,8 @@ MARKER = ROOT + b"host"
 """Identifies one start of the host. Written last, so that everything else is in place once it is there."""
 STANDALONE = " standalone"
 """Ends the marker of a host that is no agent of a job: any of its agents may lead then."""
+TERM = " term="
+"""Begins the end of the marker of a host that is an agent, where another agent may host the job's next store."""
 VERSION = ROOT + b"version"
 """The counter from which all versions are drawn."""
 DIRECTORIES = ROOT + b"directories"
@@ -95,6 +97,11 @@ def entries(raw: bytes | None) -> dict[str, None]:
 def join_entries(texts: Iterable[str]) -> bytes:
     """A register with these entries. Never empty: to a TCPStore an empty value is none."""
     return b"".join(map(entry, texts)) or b"\n"
+
+
+def parse_start(start: str) -> tuple[bool, int]:
+    """Of a marker: whether the host is no agent of a job, and the store's term, 0 for none."""
+    return start.endswith(STANDALONE), parse_number(start.partition(TERM)[2].encode()) or 0
 
 
 def parse_number(raw: bytes | None) -> int | None:

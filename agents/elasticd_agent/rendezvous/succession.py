@@ -1,0 +1,106 @@
+"""Pure but for one memory: which Round may follow, where an agent hosts the store and another may host the next one.
+
+Two stores of one job may be used at once, by two sides of a partition, and each has a leader. An agent uses them in the
+order of their terms and never goes back. So these two rules let at most one side continue:
+
+1. A Round keeps a quorum of the last one's electors: its members, without those that leave for good.
+2. A Round is followed by another one only once a quorum of the electors before it has read it.
+
+A quorum is more than half, or half for the store in which the last Round was published: nobody else has more than half
+then. A leader in a later store first publishes the Round that it found there once more, with the store's term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from elasticd_agent.model.phrases import count
+from elasticd_agent.model.records import NodeRecord, Round, StoreLife
+from elasticd_agent.rendezvous.view import Wait
+
+LOOK_AGAIN_S = 1.0
+
+
+@dataclass
+class Succession:
+    """One leader's. `look` first; the other methods are about what it has seen."""
+
+    _node: str
+    few: bool = False  #: fewer members than a quorum are registered here and have read the Round
+    blocked: str = ""  #: why no Round may follow, although one is due
+    _life: StoreLife | None = None
+    _base: Round | None = None
+    _electors: tuple[str, ...] = ()
+    _kept: frozenset[str] = frozenset()
+    _quorum: int = 0
+    _readers: set[str] = field(default_factory=set)  #: have ever read `_base`
+
+    def look(self, base: Round | None, life: StoreLife | None, records: Iterable[NodeRecord]) -> None:
+        """`base`: the Round in the store; `life`: the store's, None if no other agent may host the next one."""
+        constrained = base is not None and life is not None and base.store is not None and not base.terminal
+        if self._base is None or base is None or (self._base.term, self._base.number) != (base.term, base.number):
+            self._readers.clear()
+        self._life, self._base, self.few, self.blocked = life, base if constrained else None, False, ""
+        if base is None or not constrained:
+            return
+        here = [r for r in records if r.seen_round == base.number and self._has_read(r)]
+        leaving = {r.incarnation for r in here if r.leaving}
+        self._readers |= {r.incarnation for r in here}
+        self._electors = tuple(m.incarnation for m in base.members if m.incarnation not in leaving)
+        self._kept = frozenset(self._electors).intersection(r.incarnation for r in here)
+        size = len(self._electors)
+        self._quorum = (size + 1) // 2 if self._is_own else size // 2 + 1
+        self.few = len(self._kept) < self._quorum
+
+    def _has_read(self, record: NodeRecord) -> bool:
+        """An older version's agent writes no term: it cannot leave the first store."""
+        assert self._base is not None
+        return record.seen_term == self._base.term or (record.seen_term == 0 and self._is_own)
+
+    @property
+    def _is_own(self) -> bool:
+        """The Round was published in this store."""
+        return self._base is not None and self._life is not None and self._base.term == self._life.term
+
+    @property
+    def _is_read(self) -> bool:
+        base = self._base
+        return base is None or len(self._readers.intersection(base.electors)) >= base.quorum
+
+    def adoption(self, now: float) -> Round | Wait | None:
+        """The Round that an earlier store has left, with this store's term; None: it has that already."""
+        base, life = self._base, self._life
+        if base is None or life is None or self._is_own:
+            return None
+        if base.store is not None and base.store.count >= life.count:
+            return Wait(f"round {base.number} belongs to another agent's store", now + LOOK_AGAIN_S)
+        if (missing := self._missing(base, now)) is not None:
+            return replace(missing, notable=False)  # they are on their way
+        return replace(base, store=life, electors=self._electors, quorum=self._quorum)
+
+    def next(self, verdict: Round, now: float) -> Round | Wait:
+        """`verdict` as it may be published, or what it waits for."""
+        base, life = self._base, self._life
+        if base is None:
+            return replace(verdict, store=life, electors=(), quorum=0)
+        if verdict.outcome != "succeeded" and (missing := self._missing(verdict, now)):
+            return missing
+        # A leader that was left behind may have published a Round of the next number, which nobody may continue.
+        skipped = life.count if life is not None and base.leader != self._node else 0
+        number = verdict.number + skipped
+        return replace(verdict, number=number, store=life, electors=self._electors, quorum=self._quorum)
+
+    def _missing(self, following: Round, now: float) -> Wait | None:
+        base = self._base
+        assert base is not None
+        if not self._is_read:
+            self.blocked = f"too few of the last round's nodes have read round {base.number}"
+            return Wait(self.blocked, now + LOOK_AGAIN_S)
+        members = {m.incarnation for m in following.members}
+        staying = self._kept if following.terminal else self._kept & members
+        if len(staying) >= self._quorum:
+            return None
+        here = f"{len(staying)} of {count(len(self._electors), 'node')} of round {base.number} are here"
+        self.blocked = f"{following.reason}; {here}, and without {self._quorum} of them others may go on elsewhere"
+        return Wait(self.blocked, now + LOOK_AGAIN_S, notable=True)

@@ -1,0 +1,230 @@
+"""Where the job's store is, once the agent that hosted it may be gone: another member hosts the next one.
+
+See docs/adr/0011. The members that have lost their store say so where they answer probes. Once those are more than half
+of the Round's members, the first of them in the Round's order after the host hosts a store of a later term, and the
+others find it by probing. What may happen in that store is decided by succession.py: two agents may host at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from elasticd.errors import StoreUnavailable
+from elasticd_agent.model.job import Policy
+from elasticd_agent.model.records import Identity, Round, StoreLife, life_term
+from elasticd_agent.rendezvous.observations import Address, Probe
+from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeRefused
+from elasticd_agent.system.addresses import format_endpoint, parse_endpoint, try_parse_endpoint
+
+ASKED_FIRST = 8
+"""The deputies that every member probes. Only if none of them is without its store does it probe all members."""
+_HOST = "host of the store"
+
+
+class MovableStore(Protocol):
+    """A store that an agent hosts. Thread-safe."""
+
+    @property
+    def term(self) -> int:
+        """Of the store that answered last; 0: no other agent may host the next one."""
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def hosts(self) -> bool:
+        """This agent hosts it."""
+
+    @property
+    def answers(self) -> bool:
+        """There is a connection; False is no proof of anything."""
+
+    def pin(self, term: int) -> None:
+        """Use no store of another term until `move` or `host`."""
+
+    def move(self, endpoint: Address, term: int, serve_on: bool) -> None:
+        """Use the store of this term there from now on. One that was hosted here ends, unless it is to serve on."""
+
+    def host(self, term: int) -> None:
+        """Host an empty store of this term, at `port`, and use it. One that was hosted here ends."""
+
+
+def deputies(round: Round) -> list[str]:
+    """The members in order, from the one after the store's host."""
+    agent = round.store.agent if round.store is not None else ""
+    names = [m.node for m in round.members]
+    at = next((i + 1 for i, m in enumerate(round.members) if m.address == agent), 0)
+    return names[at:] + names[:at]
+
+
+def choose(
+    me: str, round: Round, life: StoreLife, hosts: bool, leaving: bool, answers: Mapping[str, ProbeAlive]
+) -> StoreLife | int | None:
+    """What an agent without its store does next: the life that it uses, the count of that it hosts, or None: wait.
+
+    `life`: of the store it has lost, `hosts`: its own, which too few members use. `answers`: of other members.
+    """
+    known = [a.store for a in answers.values() if a.store is not None]
+    newest = max([life, *known], key=lambda one: one.term)
+    if newest.term > life.term:
+        return newest
+    order = deputies(round)
+    votes = {node for node, answer in answers.items() if answer.lost} | {me}.intersection(order)
+    ready = {node for node in votes if not (leaving if node == me else answers[node].leaving)}
+    if 2 * len(votes) <= len(order) or me != min(ready, key=order.index, default=None):
+        return None
+    return None if hosts else newest.count + 1
+
+
+class TakeOver:
+    """One agent's. It belongs to the thread that talks to the store. Times are monotonic seconds."""
+
+    def __init__(
+        self,
+        store: MovableStore,
+        me: Identity,
+        address: str,
+        policy: Policy,
+        probe: Probe,
+        reaches: Callable[[Address], bool],
+        publish: Callable[[StoreLife | None, bool, bool], None],
+        hosting: Callable[[], None],
+        log: Callable[[str], None],
+    ) -> None:
+        """`address`: where this agent answers probes; `publish(life, lost, leaving)`: what it answers.
+        `reaches`: whether a connection can be made; `hosting` is called once this agent hosts another store."""
+        self._store = store
+        self._node, self._incarnation = me
+        self._address = address
+        self._few_s, self._silent_s = policy.lease_s, policy.lease_s + 2 * policy.renewal_s
+        self._probe = probe
+        self._reaches = reaches
+        self._publish = publish
+        self._hosting = hosting
+        self._log = log
+        self._life: StoreLife | None = None
+        self._answered_at = float("-inf")
+        self._few_since: float | None = None
+        self._published: tuple[StoreLife | None, bool, bool] = None, False, False
+
+    @property
+    def hosted(self) -> StoreLife | None:
+        """The life of the store that this agent hosts, if another agent may host the next one."""
+        store = self._store
+        if not store.hosts or not store.term:
+            return None
+        if self._life is None or self._life.term != store.term:
+            self._life = self._own_life(store.term)
+            store.pin(store.term)
+        return self._life
+
+    def answered(self, now: float, few: bool) -> None:
+        """The store has answered all requests of a turn. `few`: it is hosted here, and too few members use it."""
+        self._answered_at = now
+        self._few_since = None if not few else now if self._few_since is None else self._few_since
+
+    def read(self, round: Round, now: float) -> bool:
+        """`round` was read in the store. True: it says that the job's store is another one."""
+        life = round.store
+        if life is None or round.terminal or life.term < self._store.term:
+            return False
+        if life.term == self._store.term:
+            self._life = life
+            self._store.pin(life.term)
+            return False
+        return self._follow(life, now, serve_on=True)
+
+    def turn(self, round: Round | None, leaving: bool, now: float) -> bool:
+        """Look for another store if this agent's is lost; True: there is one. Raises StoreUnavailable: none yet."""
+        life = self._life
+        if life is None or round is None:
+            return False
+        why = self._lost(life, now)
+        self._say(bool(why), leaving)
+        if not why:
+            return False
+        chosen = self._ask(round, life, leaving)
+        if isinstance(chosen, StoreLife):
+            self._log(why)
+            return self._follow(chosen, now, serve_on=False)
+        if isinstance(chosen, int):
+            self._log(f"{why}; this agent hosts the job's store now")
+            term = life_term(chosen, self._incarnation)
+            try:
+                self._store.host(term)
+            except OSError as error:
+                raise StoreUnavailable(f"{why}; this agent cannot host one: {error.strerror or error}") from None
+            self._life = self._own_life(term)
+            self._hosting()
+            return self._moved(now)
+        if self._store.hosts:
+            return False  # its own one answers it, at least
+        raise StoreUnavailable(f"{why}; no member hosts another one, and too few have lost it for that")
+
+    def _lost(self, life: StoreLife, now: float) -> str:
+        """Why the store counts as lost, in words, or ""."""
+        where = f"the store at {life.endpoint}"
+        if self._store.answers:
+            few_s = 0.0 if self._few_since is None else now - self._few_since
+            return f"too few members have used {where} for {few_s:.0f} s" if few_s > self._few_s else ""
+        address = try_parse_endpoint(life.agent)
+        if address is not None and life.agent != self._address:
+            answer = self._probe({_HOST: address}).get(_HOST)
+            if isinstance(answer, ProbeRefused):
+                return f"{where} is lost: the port of its host's agent is closed"
+            if isinstance(answer, ProbeAlive) and answer.store is not None and answer.store.term > life.term:
+                return f"{where} is lost: its host uses another one"
+        silent_s = now - self._answered_at
+        return f"{where} has not answered for {silent_s:.0f} s" if silent_s > self._silent_s else ""
+
+    def _ask(self, round: Round, life: StoreLife, leaving: bool) -> StoreLife | int | None:
+        """The nearest deputies first: where one of them has lost the store, too, it decides."""
+        addresses = {m.node: try_parse_endpoint(m.address) for m in round.members if m.node != self._node}
+        others = {node: address for node, address in addresses.items() if address is not None}
+        order = deputies(round)
+        before = order[: order.index(self._node)] if self._node in order else order
+        first = {node: others[node] for node in before[:ASKED_FIRST] if node in others}
+        answers = self._answers(round, first)
+        chosen = choose(self._node, round, life, self._store.hosts, leaving, answers)
+        if chosen is None and not any(a.lost and not a.leaving for a in answers.values()):
+            answers |= self._answers(round, {node: at for node, at in others.items() if node not in first})
+            chosen = choose(self._node, round, life, self._store.hosts, leaving, answers)
+        return chosen
+
+    def _answers(self, round: Round, addresses: dict[str, Address]) -> dict[str, ProbeAlive]:
+        """Of these members' agents; a store that this agent cannot reach is left out."""
+        incarnations = {m.node: m.incarnation for m in round.members}
+        found = self._probe(addresses) if addresses else {}
+        answers = {n: a for n, a in found.items() if isinstance(a, ProbeAlive) and a.incarnation == incarnations[n]}
+        reached = {life: self._reaches_store(life) for life in {a.store for a in answers.values()} if life is not None}
+        return {n: a if a.store and reached[a.store] else replace(a, store=None) for n, a in answers.items()}
+
+    def _reaches_store(self, life: StoreLife) -> bool:
+        address = try_parse_endpoint(life.endpoint)
+        return life == self._life or (address is not None and self._reaches(address))
+
+    def _follow(self, life: StoreLife, now: float, *, serve_on: bool) -> bool:
+        """`serve_on`: a store that is hosted here keeps saying where the job's is."""
+        address = parse_endpoint(life.endpoint)
+        self._log(f"the job's store is at {life.endpoint} now")
+        self._store.move(address, life.term, serve_on)
+        self._life = life
+        return self._moved(now)
+
+    def _moved(self, now: float) -> bool:
+        self._answered_at = now
+        self._few_since = None
+        self._say(False, False)
+        return True
+
+    def _own_life(self, term: int) -> StoreLife:
+        host, _ = parse_endpoint(self._address)
+        return StoreLife(term, self._address, format_endpoint(host, self._store.port))
+
+    def _say(self, lost: bool, leaving: bool) -> None:
+        said = self._life, lost, leaving
+        if said != self._published:
+            self._published = said
+            self._publish(*said)

@@ -1,0 +1,117 @@
+"""The agent that hosts a c10d store is lost, or only its store: another agent hosts the job's store, nobody waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import StartJob
+from tests.faults.job import Event, Job, comm_of, descendants, until
+from tests.faults.nodes import COLD
+from tests.faults.test_one_host import free_port
+
+pytestmark = pytest.mark.system
+Start = Callable[[str], Job]
+SERVER = "elasticd-c10d-h"
+
+
+@pytest.fixture
+def plain(job: StartJob) -> Start:
+    """A node whose worker needs no others; a hosts the store."""
+    return starter(job, "tells.py", COLD)
+
+
+@pytest.fixture
+def training(job: StartJob, tmp_path: Path) -> Start:
+    """A node of a job that saves checkpoints, and pauses for a node that joins."""
+    directory = str(tmp_path / "checkpoints")
+    return starter(job, "resume.py", "--steps", "100000", flags=["--checkpoint-dir", directory])
+
+
+def starter(job: StartJob, *script: str, flags: list[str] | None = None) -> Start:
+    meet = ["--nnodes", "2:3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--local-addr", "127.0.0.1"]
+    meet += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", *(flags or [])]
+
+    def start(name: str) -> Job:
+        conf = f"last_call_timeout=60,is_host={int(name == 'a')}"
+        return job(*script, flags=[*meet, "--node-id", name, "--rdzv-conf", conf], workers="1")
+
+    return start
+
+
+def server(host: Job) -> int:
+    """The process that serves the store."""
+    return until(lambda: next((p for p in descendants(host.pid) if comm_of(p) == SERVER), 0), "the store's process")
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_host_is_killed_and_comes_back(training: Start) -> None:
+    agents = {name: training(name) for name in "abc"}
+    for agent in agents.values():
+        agent.event("first_step", round=1)
+    agents["a"].process.kill()
+    left = [agents["b"], agents["c"]]
+    for agent in left:
+        without = next_round(agent, 1)
+        assert sorted(without["nodes"]) == ["b", "c"]
+        assert "a is lost" in without["reason"]
+        agent.event("first_step", round=without["round"])
+    again = training("a")  # at the endpoint, where it hosts a store that is empty
+    together = next_round(left[0], without["round"])
+    assert "a joined" in together["reason"]
+    again.event("first_step", round=together["round"])
+
+
+def test_only_the_stores_process_is_killed(plain: Start) -> None:
+    agents = [plain(name) for name in "abc"]
+    for agent in agents:
+        agent.event("group_started", round=1)
+    for _ in range(3):
+        pid = server(agents[0])
+        os.kill(pid, signal.SIGKILL)
+        until(lambda pid=pid: server(agents[0]) != pid, "another process")  # type: ignore[misc]
+    os.kill(agents[2].worker(rank_of(agents[2])), signal.SIGKILL)
+    for agent in agents:
+        assert len(agent.event("group_started", round=2)["ranks"]) == 1
+        assert [e["round"] for e in agent.events("group_started")] == [1, 2], "only the worker's end restarts them"
+
+
+def test_host_is_stopped_for_a_while(plain: Start) -> None:
+    """Nobody reaches its store: the others host one, no worker is restarted, and the former host finds that."""
+    agents = {name: plain(name) for name in "abc"}
+    for agent in agents.values():
+        agent.event("group_started", round=1)
+    with stopped(agents["a"].pid, server(agents["a"])):
+        until(lambda: any(SERVER in map(comm_of, descendants(agents[n].pid)) for n in "bc"), "another host")
+    until(lambda: "the job's store is at" in agents["a"].err, lambda: f"a has moved: {agents['a'].err}")
+    os.kill(agents["a"].worker(rank_of(agents["a"])), signal.SIGKILL)
+    for agent in agents.values():
+        number = next_round(agent, 1)["round"]
+        agent.event("group_started", round=number)
+        assert [e["round"] for e in agent.events("group_started")] == [1, number]
+
+
+def next_round(agent: Job, number: int) -> Event:
+    return until(
+        lambda: [e for e in agent.events("round_published") if e["round"] > number], f"a round after {number}"
+    )[0]
+
+
+def rank_of(agent: Job) -> int:
+    rank: int = agent.event("group_started", round=1)["ranks"][0]
+    return rank
