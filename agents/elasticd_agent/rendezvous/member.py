@@ -171,10 +171,10 @@ class RendezvousMember:
 
     @property
     def hosted_round(self) -> Round | None:
-        """The Round that runs, if this agent has taken the store over and the Round was published there."""
-        life = self._take_over.hosted if self._take_over is not None else None
+        """The Round that runs, if it was published in a store that this agent has taken over. Safe from any thread."""
+        life = self._take_over.taken_over if self._take_over is not None else None
         round = self._follower.running
-        return round if life is not None and life.count and round is not None and round.term == life.term else None
+        return round if life is not None and round is not None and round.term == life.term else None
 
     # --- turns ------------------------------------------------------------------------------------------------------
 

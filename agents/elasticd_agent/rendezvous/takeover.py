@@ -120,6 +120,12 @@ class TakeOver:
             store.pin(store.term)
         return self._life
 
+    @property
+    def taken_over(self) -> StoreLife | None:
+        """The life of the store that this agent hosts instead of an earlier host. Safe from any thread."""
+        life = self._life
+        return life if life is not None and life.count and self._store.hosts else None
+
     def answered(self, now: float, few: bool) -> None:
         """The store has answered all requests of a turn. `few`: it is hosted here, and too few members use it."""
         self._answered_at = now
@@ -207,7 +213,9 @@ class TakeOver:
 
     def _follow(self, life: StoreLife, now: float, *, serve_on: bool) -> bool:
         """`serve_on`: a store that is hosted here keeps saying where the job's is."""
-        address = parse_endpoint(life.endpoint)
+        address = try_parse_endpoint(life.endpoint)
+        if address is None:
+            return False
         self._log(f"the job's store is at {life.endpoint} now")
         self._store.move(address, life.term, serve_on)
         self._life = life
