@@ -131,7 +131,8 @@ def test_answer_is_one_line_of_json() -> None:
         while data := sock.recv(1000):
             text += data
     assert text.endswith(b"\n") and text.count(b"\n") == 1
-    assert json.loads(text) == {"node": "a", "incarnation": "i1", "version": "1.0"}
+    store = {"store": None, "lost": False, "leaving": False}
+    assert json.loads(text) == {"node": "a", "incarnation": "i1", "version": "1.0", **store}
 
 
 def test_no_nodes() -> None:
