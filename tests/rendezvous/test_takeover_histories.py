@@ -141,7 +141,7 @@ acts = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(began=st.integers(2, 4), fewest=st.integers(1, 2), acts=st.lists(acts, max_size=10))
 def test_random_histories(began: int, fewest: int, acts: list[Step]) -> None:
     c = cluster(began, fewest)
