@@ -98,6 +98,7 @@ def test_host_is_stopped_for_a_while(plain: Start) -> None:
         agent.event("group_started", round=1)
     with stopped(agents["a"].pid, server(agents["a"])):
         until(lambda: any(SERVER in map(comm_of, descendants(agents[n].pid)) for n in "bc"), "another host")
+        until(lambda: any("the job's store is at" in agents[n].err for n in "bc"), "the other one is there, too")
     until(lambda: "the job's store is at" in agents["a"].err, lambda: f"a has moved: {agents['a'].err}")
     os.kill(agents["a"].worker(rank_of(agents["a"])), signal.SIGKILL)
     for agent in agents.values():

@@ -121,6 +121,21 @@ def test_all_but_the_host_are_asked_to_leave() -> None:
     assert newest(c) == "a"
 
 
+def test_host_is_back_as_the_others_have_begun_to_move() -> None:
+    """b hosts a store, and c's is back before it is there: b goes back, too."""
+    c = cluster(3)
+    first = c.nodes["a"].store.term
+    c.cut("b", store=True)
+    c.nodes["c"].says = c.nodes["c"].says[0], True, False  # c has lost the store, too, for a moment
+    while not c.nodes["b"].store.hosts:
+        c.wait(0.1)
+    c.heal("b")
+    c.wait(10.0)
+    assert {n.store.term for n in c.nodes.values()} == {first}
+    assert newest(c) == "abc"
+    assert list(c.rounds) == [1]
+
+
 def test_without_the_quorum_two_groups_train(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Succession, "_missing", lambda self, following, now: None)
     c = cluster(4)

@@ -57,6 +57,7 @@ class Agent:
     lost: bool = False
     answered_at: int = 0
     few_since: int | None = None
+    before: StoreLife | None = None
 
     @property
     def record(self) -> NodeRecord:
@@ -110,6 +111,9 @@ class World:
 
     def _turn(self, agent: Agent) -> None:
         store = self._answering(agent, agent.life)
+        if (back := self._way_back(agent, store)) is not None:
+            agent.life, agent.before, agent.few_since, agent.answered_at = back, None, None, self.now
+            store = self._answering(agent, agent.life)
         agent.lost = self._has_lost(agent, store)
         if agent.lost and self._find_store(agent):
             store = self._answering(agent, agent.life)
@@ -123,6 +127,21 @@ class World:
         store.records[agent.name] = agent.record, self.now + LEASE
         if store.life.agent == f"{agent.name}:1":
             self._lead(agent, store)
+
+    def _way_back(self, agent: Agent, store: Store | None) -> StoreLife | None:
+        """As TakeOver's."""
+        if agent.before is None or agent.life is None:
+            return None
+        if agent.life.agent == f"{agent.name}:1":
+            assert store is not None
+            host = self.agents[agent.before.agent[0]]
+            used = store.leader.used == store.life.term
+            if agent.few_since is None or self.now <= agent.few_since or used or host.lost:
+                return None
+            return agent.before if self._answering(agent, agent.before) else None
+        host = self.agents[agent.life.agent[0]]
+        gone_back = self._answers(agent, host) and host.life is not None and host.life.term < agent.life.term
+        return agent.before if store is None and gone_back else None
 
     def _has_lost(self, agent: Agent, store: Store | None) -> bool:
         if agent.life is None:
@@ -149,7 +168,8 @@ class World:
             chosen = life_of(chosen, agent.name)
             self.stores[chosen] = Store(chosen, agent.round, Succession(agent.name))
         assert agent.life is None or chosen.term > agent.life.term, "an agent never goes back"
-        agent.life, agent.few_since, agent.lost, agent.answered_at = chosen, None, False, self.now
+        agent.before, agent.life = agent.life, chosen
+        agent.few_since, agent.lost, agent.answered_at = None, False, self.now
         return True
 
     def _answer(self, agent: Agent, peer: Agent) -> ProbeAlive:

@@ -202,8 +202,10 @@ class RendezvousMember:
 
     def _find_store(self, now: float) -> None:
         """Use the job's store that another agent hosts now, or host it. Raises StoreUnavailable while there is none."""
-        leaving = bool(self._registration.record.leaving)
-        if self._take_over is not None and self._take_over.turn(self._follower.running, leaving, now):
+        if self._take_over is None:
+            return
+        leaving, used = bool(self._registration.record.leaving), self._planner.succession.used
+        if self._take_over.turn(self._follower.running, leaving, used, now):
             self._store_replaced(now)
 
     def _store_replaced(self, now: float) -> None:

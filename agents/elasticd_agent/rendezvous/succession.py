@@ -29,6 +29,7 @@ class Succession:
     _node: str
     few: bool = False  #: fewer members than a quorum are registered here and have read the Round
     blocked: str = ""  #: why no Round may follow, although one is due
+    used: int = 0  #: the term of the last store in which a Round was or may have been published
     _life: StoreLife | None = None
     _base: Round | None = None
     _electors: tuple[str, ...] = ()
@@ -77,11 +78,13 @@ class Succession:
             return Wait(f"round {base.number} belongs to another agent's store", now + LOOK_AGAIN_S)
         if (missing := self._missing(base, now)) is not None:
             return replace(missing, notable=False)  # they are on their way
+        self.used = life.term
         return replace(base, store=life, electors=self._electors, quorum=self._quorum)
 
     def next(self, verdict: Round, now: float) -> Round | Wait:
         """`verdict` as it may be published, or what it waits for."""
         base, life = self._base, self._life
+        self.used = 0 if life is None else life.term
         if base is None:
             return replace(verdict, store=life, electors=(), quorum=0)
         if verdict.outcome != "succeeded" and (missing := self._missing(verdict, now)):

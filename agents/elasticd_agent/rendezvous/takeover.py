@@ -20,6 +20,8 @@ from elasticd_agent.system.addresses import format_endpoint, parse_endpoint, try
 
 ASKED_FIRST = 8
 """The deputies that every member probes. Only if none of them is without its store does it probe all members."""
+GO_BACK_S = 2.0
+"""Members that have said that they have lost their store are in the next one by then, unless theirs is back."""
 _HOST = "host of the store"
 
 
@@ -107,6 +109,7 @@ class TakeOver:
         self._life: StoreLife | None = None
         self._answered_at = float("-inf")
         self._few_since: float | None = None
+        self._before: StoreLife | None = None  #: which this agent used before `_life`
         self._published: tuple[StoreLife | None, bool, bool] = None, False, False
 
     @property
@@ -142,13 +145,20 @@ class TakeOver:
             return False
         return self._follow(life, now, serve_on=True)
 
-    def turn(self, round: Round | None, leaving: bool, now: float) -> bool:
-        """Look for another store if this agent's is lost; True: there is one. Raises StoreUnavailable: none yet."""
+    def turn(self, round: Round | None, leaving: bool, used: int, now: float) -> bool:
+        """Look for another store if this agent's is lost; True: there is one. Raises StoreUnavailable: none yet.
+
+        `used`: the term of the last store in which this agent has published a Round, or may have.
+        """
         life = self._life
         if life is None or round is None:
             return False
         why = self._lost(life, now)
         self._say(bool(why), leaving)
+        if (back := self._way_back(life, used == life.term, now)) is not None:
+            moved = self._follow(back, now, serve_on=False)
+            self._before = None
+            return moved
         if not why:
             return False
         chosen = self._ask(round, life, leaving)
@@ -162,7 +172,7 @@ class TakeOver:
                 self._store.host(term)
             except OSError as error:
                 raise StoreUnavailable(f"{why}; this agent cannot host one: {error.strerror or error}") from None
-            self._life = self._own_life(term)
+            self._life, self._before = self._own_life(term), life
             self._hosting()
             return self._moved(now)
         if self._store.hosts:
@@ -184,6 +194,28 @@ class TakeOver:
                 return f"{where} is lost: its host uses another one"
         silent_s = now - self._answered_at
         return f"{where} has not answered for {silent_s:.0f} s" if silent_s > self._silent_s else ""
+
+    def _way_back(self, life: StoreLife, used: bool, now: float) -> StoreLife | None:
+        """The store before, if no Round was published in this one, nor will be: nobody's promise to it binds anybody.
+
+        Its host goes back once the host before answers again; the others do once its agent says that it did.
+        """
+        before, hosts = self._before, self._store.hosts
+        few_s = 0.0 if self._few_since is None else now - self._few_since
+        if before is None or used or (few_s < GO_BACK_S if hosts else self._store.answers):
+            return None
+        asked = before if hosts else life
+        address = try_parse_endpoint(asked.agent)
+        answer = self._probe({_HOST: address}).get(_HOST) if address is not None else None
+        if not isinstance(answer, ProbeAlive) or answer.store is None:
+            return None
+        if life_term(asked.count, answer.incarnation) != asked.term:
+            return None  # another agent has that port now
+        if hosts:
+            back = answer.store == before and not answer.lost and self._reaches_store(before)
+        else:
+            back = answer.store.term < life.term
+        return before if back else None
 
     def _ask(self, round: Round, life: StoreLife, leaving: bool) -> StoreLife | int | None:
         """The nearest deputies first: where one of them has lost the store, too, it decides."""
@@ -218,7 +250,7 @@ class TakeOver:
             return False
         self._log(f"the job's store is at {life.endpoint} now")
         self._store.move(address, life.term, serve_on)
-        self._life = life
+        self._life, self._before = life, self._life
         return self._moved(now)
 
     def _moved(self, now: float) -> bool:
