@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,17 +48,6 @@ def server(host: Job) -> int:
     return until(lambda: next((p for p in descendants(host.pid) if comm_of(p) == SERVER), 0), "the store's process")
 
 
-@contextmanager
-def stopped(*pids: int) -> Iterator[None]:
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-
-
 def test_host_is_killed_and_comes_back(training: Start) -> None:
     agents = {name: training(name) for name in "abc"}
     for agent in agents.values():
@@ -89,22 +77,6 @@ def test_only_the_stores_process_is_killed(plain: Start) -> None:
     for agent in agents:
         assert len(agent.event("group_started", round=2)["ranks"]) == 1
         assert [e["round"] for e in agent.events("group_started")] == [1, 2], "only the worker's end restarts them"
-
-
-def test_host_is_stopped_for_a_while(plain: Start) -> None:
-    """Nobody reaches its store: the others host one, no worker is restarted, and the former host finds that."""
-    agents = {name: plain(name) for name in "abc"}
-    for agent in agents.values():
-        agent.event("group_started", round=1)
-    with stopped(agents["a"].pid, server(agents["a"])):
-        until(lambda: any(SERVER in map(comm_of, descendants(agents[n].pid)) for n in "bc"), "another host")
-        until(lambda: any("the job's store is at" in agents[n].err for n in "bc"), "the other one is there, too")
-    until(lambda: "the job's store is at" in agents["a"].err, lambda: f"a has moved: {agents['a'].err}")
-    os.kill(agents["a"].worker(rank_of(agents["a"])), signal.SIGKILL)
-    for agent in agents.values():
-        number = next_round(agent, 1)["round"]
-        agent.event("group_started", round=number)
-        assert [e["round"] for e in agent.events("group_started")] == [1, number]
 
 
 def next_round(agent: Job, number: int) -> Event:

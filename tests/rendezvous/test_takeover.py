@@ -53,12 +53,21 @@ def test_next_host(
     members: str, me: str, answers: dict[str, tuple[StoreLife, bool, bool]], expected: StoreLife | int | None
 ) -> None:
     told = {node: ProbeAlive(node, node, *said) for node, said in answers.items()}
-    assert choose(me, round_of(members), FIRST, False, False, told) == expected
+    reached = {said[0] for said in answers.values()}
+    assert choose(me, round_of(members), FIRST, False, False, told, reached) == expected
 
 
 def test_host_with_too_few_members_waits_for_those_who_have_lost_an_earlier_store() -> None:
     told = {"c": ProbeAlive("c", "c", FIRST, True, False)}
-    assert choose("b", round_of("abc"), SECOND, True, False, told) is None
+    assert choose("b", round_of("abc"), SECOND, True, False, told, ()) is None
+
+
+@pytest.mark.parametrize(("life", "hosts"), [(FIRST, False), (SECOND, True)])
+def test_store_that_a_member_follows_and_nobody_reaches(life: StoreLife, hosts: bool) -> None:
+    """The next one is of a later term still, or that member would not come."""
+    lost = StoreLife(life_term(2, "d"), "d:1", "d:2")
+    told = {"c": ProbeAlive("c", "c", lost, True, False)}
+    assert choose("b", round_of("abc"), life, hosts, False, told, ()) == 3
 
 
 def test_deputies_begin_after_the_host() -> None:

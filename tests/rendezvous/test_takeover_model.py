@@ -158,9 +158,11 @@ class World:
             lives = [p.life for p in others if p.life is not None and self._answering(agent, p.life)]
             chosen: StoreLife | int | None = max(lives, key=lambda life: life.term, default=None)
         else:
-            answers = {p.name: self._answer(agent, p) for p in others if agent.round.member(p.name)}
+            peers = [p for p in others if agent.round.member(p.name)]
+            answers = {p.name: ProbeAlive(p.name, p.name, p.life, p.lost, p.leaving) for p in peers}
+            reached = {p.life for p in peers if p.life is not None and self._answering(agent, p.life)}
             hosts = agent.life.agent == f"{agent.name}:1"
-            chosen = choose(agent.name, agent.round, agent.life, hosts, agent.leaving, answers)
+            chosen = choose(agent.name, agent.round, agent.life, hosts, agent.leaving, answers, reached)
         if chosen is None:
             return False
         if isinstance(chosen, int):
@@ -171,10 +173,6 @@ class World:
         agent.before, agent.life = agent.life, chosen
         agent.few_since, agent.lost, agent.answered_at = None, False, self.now
         return True
-
-    def _answer(self, agent: Agent, peer: Agent) -> ProbeAlive:
-        reached = peer.life if peer.life == agent.life or self._answering(agent, peer.life) else None
-        return ProbeAlive(peer.name, peer.name, reached, peer.lost, peer.leaving)
 
     def _answering(self, agent: Agent, life: StoreLife | None) -> Store | None:
         """A store ends when its host uses another one."""

@@ -7,8 +7,7 @@ others find it by probing. What may happen in that store is decided by successio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from elasticd.errors import StoreUnavailable
@@ -62,22 +61,28 @@ def deputies(round: Round) -> list[str]:
 
 
 def choose(
-    me: str, round: Round, life: StoreLife, hosts: bool, leaving: bool, answers: Mapping[str, ProbeAlive]
+    me: str,
+    round: Round,
+    life: StoreLife,
+    hosts: bool,
+    leaving: bool,
+    answers: Mapping[str, ProbeAlive],
+    reached: Collection[StoreLife],
 ) -> StoreLife | int | None:
     """What an agent without its store does next: the life that it uses, the count of that it hosts, or None: wait.
 
-    `life`: of the store it has lost, `hosts`: its own, which too few members use. `answers`: of other members.
+    `life`: of the store it has lost, `hosts`: its own, which too few members use. `answers`: of other members,
+    `reached`: the stores they named that this agent can connect to.
     """
-    known = [a.store for a in answers.values() if a.store is not None]
-    newest = max([life, *known], key=lambda one: one.term)
-    if newest.term > life.term:
-        return newest
+    if later := [one for one in reached if one.term > life.term]:
+        return max(later, key=lambda one: one.term)
+    newest = max([life, *(a.store for a in answers.values() if a.store is not None)], key=lambda one: one.term)
     order = deputies(round)
     votes = {node for node, answer in answers.items() if answer.lost} | {me}.intersection(order)
     ready = {node for node in votes if not (leaving if node == me else answers[node].leaving)}
     if 2 * len(votes) <= len(order) or me != min(ready, key=order.index, default=None):
         return None
-    return None if hosts else newest.count + 1
+    return None if hosts and newest == life else newest.count + 1
 
 
 class TakeOver:
@@ -100,7 +105,7 @@ class TakeOver:
         self._store = store
         self._node, self._incarnation = me
         self._address = address
-        self._few_s, self._silent_s = policy.lease_s, policy.lease_s + 2 * policy.renewal_s
+        self._few_s, self._silent_s = policy.renewal_s, policy.lease_s + 2 * policy.renewal_s
         self._probe = probe
         self._reaches = reaches
         self._publish = publish
@@ -225,19 +230,20 @@ class TakeOver:
         before = order[: order.index(self._node)] if self._node in order else order
         first = {node: others[node] for node in before[:ASKED_FIRST] if node in others}
         answers = self._answers(round, first)
-        chosen = choose(self._node, round, life, self._store.hosts, leaving, answers)
+        hosts, reached = self._store.hosts, self._reached(answers)
+        chosen = choose(self._node, round, life, hosts, leaving, answers, reached)
         if chosen is None and not any(a.lost and not a.leaving for a in answers.values()):
             answers |= self._answers(round, {node: at for node, at in others.items() if node not in first})
-            chosen = choose(self._node, round, life, self._store.hosts, leaving, answers)
+            chosen = choose(self._node, round, life, hosts, leaving, answers, self._reached(answers))
         return chosen
 
     def _answers(self, round: Round, addresses: dict[str, Address]) -> dict[str, ProbeAlive]:
-        """Of these members' agents; a store that this agent cannot reach is left out."""
         incarnations = {m.node: m.incarnation for m in round.members}
         found = self._probe(addresses) if addresses else {}
-        answers = {n: a for n, a in found.items() if isinstance(a, ProbeAlive) and a.incarnation == incarnations[n]}
-        reached = {life: self._reaches_store(life) for life in {a.store for a in answers.values()} if life is not None}
-        return {n: a if a.store and reached[a.store] else replace(a, store=None) for n, a in answers.items()}
+        return {n: a for n, a in found.items() if isinstance(a, ProbeAlive) and a.incarnation == incarnations[n]}
+
+    def _reached(self, answers: Mapping[str, ProbeAlive]) -> set[StoreLife]:
+        return {life for life in {a.store for a in answers.values()} if life is not None and self._reaches_store(life)}
 
     def _reaches_store(self, life: StoreLife) -> bool:
         address = try_parse_endpoint(life.endpoint)
