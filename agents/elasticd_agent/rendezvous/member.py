@@ -233,7 +233,7 @@ class RendezvousMember:
         if not self._agreement.is_reached(now):
             return now + NAME_RETRY_S
         self._watch_keys()
-        self._read_round(now)  # first: a Round without this node ends its group, also where its name is another agent's
+        self._read_round()  # first: a Round without this node ends its group, also where its name is another agent's
         if self._follower.is_replaced():
             return now + REREAD_S
         if not self._agreement.is_reached(now) or not self._register(now, check=reread and not self.leads):
@@ -301,7 +301,7 @@ class RendezvousMember:
         if self._registration.lease is not None and self._hang_report.send(self._registration.lease) and self.leads:
             self._planner.hint(self._keys.hang_reports())
 
-    def _read_round(self, now: float) -> None:
+    def _read_round(self) -> None:
         round = self._follower.read_round()
         if round is None:
             return
@@ -312,8 +312,8 @@ class RendezvousMember:
             return
         self._follower.follow(round)
         self._followed(round)
-        if self._take_over is not None and self._take_over.read(round, now):
-            self._store_replaced(now)
+        if self._take_over is not None and self._take_over.read(round, self._last_turn):
+            self._store_replaced(self._last_turn)
             raise StoreUnavailable("the store of this job is another one now")
 
     def _followed(self, round: Round) -> None:
@@ -370,7 +370,7 @@ class RendezvousMember:
         if not self.leads:
             return claim_at
         if not led:
-            self._begin_to_lead(now)
+            self._begin_to_lead()
         elif self._a_member_should_lead():
             return self._election.resign(now, 0.0)
         return self._plan(now)
@@ -385,11 +385,11 @@ class RendezvousMember:
             self._notices.append(StoreAbandoned(why, now))
         return max(since + self._policy.store_away_s, now + self._policy.renewal_s)
 
-    def _begin_to_lead(self, now: float) -> None:
-        self._read_round(now)
+    def _begin_to_lead(self) -> None:
+        self._read_round()
         if self._single_key_cas:
             self._follower.fence()
-            self._read_round(now)
+            self._read_round()
 
     def _a_member_should_lead(self) -> bool:
         """A leader outside the Round leaves the leader key to a member: it notices at once that workers stand still."""
