@@ -72,12 +72,12 @@ def test_second_writer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that overwrites the Round without comparing it."""
     turn, count = Planner.turn, itertools.count()
 
-    def forge(planner: Planner, current: object, facts: object, now: float, guard: object) -> object:
+    def forge(planner: Planner, current: object, facts: object, now: float, guard: object, life: object) -> object:
         stored = planner._store.read(planner._keys.round)
         if stored is not None and next(count) == 3:
             forged = replace(Round.from_json(stored.value), reason="another one").to_json()
             planner._store.compare_and_swap(planner._keys.round, stored.version, forged)
-        return turn(planner, current, facts, now, guard)  # type: ignore[arg-type]
+        return turn(planner, current, facts, now, guard, life)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Planner, "turn", forge)
     _, history = nodes.play("> job nodes=1:3\n> twins allowed\n> start a b\n> wait 9\n> start c\n> wait 9\n")
