@@ -54,7 +54,6 @@ def test_trainer_that_takes_each_rank_for_the_only_one(run: Run, tmp_path: Path)
     ran = job.start(2)
     assert ran.wait() == 1, ran.output
     assert "Trainer counts 1 ranks, and the session 2: on CPUs, give TrainingArguments(use_cpu=True)" in ran.output
-    assert len(job.events("group_started")) == 1, "it was restarted"
 
 
 @pytest.mark.usefixtures("group")
