@@ -87,24 +87,26 @@ class ShardedSaver:
         changed = self._plan is None or not self._plan.fits(state)
         layout: Layout | None = None
 
-        def begin(every: list[dict[str, bool]]) -> dict[str, Any]:
+        def begin(every: list[bool]) -> dict[str, Any]:
             nonlocal layout
             if unable:
                 return {"event": "checkpoint_failed", "why": unable}
-            if self._is_busy(True) if wait else any(each["busy"] for each in every):
+            if self._is_busy(wait):
                 return {"event": "checkpoint_dropped", "why": _BUSY}
             api.check_cursor(draft)
-            plan = any(each["changed"] for each in every)
-            if plan:
+            if any(every):
                 check_loadable(sharded.values(state))
             small = content()
             small[RESERVED][sharded.NAMES] = list(self.objects)
             check_loadable(small)
             layout = Layout(small)
-            return {"event": "", "plan": plan}
+            return {"event": "", "plan": any(every)}
 
-        mine = {"changed": changed, "busy": self._is_busy(wait and saver.group.rank != 0)}
-        answer = self._agree("plan", f"whether it has another state at step {draft.step}", mine, begin)
+        if saver.group.rank != 0:
+            self._is_busy(
+                wait=False
+            )  # a connection starts a writer that has died, and the first node waits for its part
+        answer = self._agree("plan", f"whether it has another state at step {draft.step}", changed, begin)
         if answer["event"]:
             if saver.group.rank == 0:
                 reason = f"checkpoint of step {draft.step} failed ({answer['why']}); {saver.next_try}"
@@ -125,7 +127,7 @@ class ShardedSaver:
         return channel.on_rank0(f"{key}/{number}", what, lambda: decide([json.loads(each) for each in every]))
 
     def _is_busy(self, wait: bool) -> bool:
-        """Whether this node is still writing an earlier state, the first node also whether others are."""
+        """Whether this node is still writing an earlier state; on the first node, whether it is not committed yet."""
         writer = self._saver.writer
         try:
             return writer is not None and writer.share == 0 and writer.settle(wait, self._saver.channel.timeout_s)

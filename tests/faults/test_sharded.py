@@ -111,13 +111,13 @@ def test_state_in_memory_is_written_although_all_workers_die(job: StartJob, tmp_
     train = ("sharded.py", "--steps", "100000", "--every", "10", "--ballast", str(100 << 20))
     run = job(*train, flags=directory(tmp_path, "shared"))
     run.step(30)
-    before = run.events("checkpoint_saved")
+    before = [each["step"] for each in run.events("checkpoint_saved")]
     run.kill_all((0, 1), round=1)
     resumed = run.event("resumed", round=2)
-    assert resumed["step"] >= before[-1]["step"]
-    assert not run.events("checkpoint_failed")
-    reasons = [each["reason"] for each in run.events("message", round=1)]
-    assert any("each rank has only a part of a sharded state" in reason for reason in reasons)
+    assert resumed["step"] >= max(before, default=10), "the first one was in memory at step 10"
+    failed = [each["reason"] for each in run.events("checkpoint_failed")]
+    assert [reason for reason in failed if "while it copied its share" not in reason] == []
+    assert "each rank has only a part of a sharded state" in run.err
     run.step(resumed["step"] + 10, round=2)
     run.process.terminate()
     assert run.wait() == 128 + signal.SIGTERM
