@@ -98,8 +98,9 @@ def test_one_side_of_a_partition_continues(side: str, expected: str) -> None:
     assert newest(c) == "abcd"
 
 
-def test_minority_exits_with_requeue() -> None:
-    c = cluster(4)
+@pytest.mark.parametrize("fewest", [1, 2])
+def test_minority_exits_with_requeue(fewest: int) -> None:
+    c = cluster(4, fewest)
     split(c, "a")
     c.wait(AWAY_S + 15.0)
     assert newest(c) == "bcd"

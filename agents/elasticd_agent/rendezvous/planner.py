@@ -121,6 +121,8 @@ class Planner:
         verdict = plan(view, self._policy, now)
         if isinstance(verdict, Round):
             verdict = self.succession.next(verdict, now)
+        elif isinstance(verdict, Wait):
+            self.succession.wait(verdict)
         self._reader.too_few_nodes = isinstance(verdict, Wait) and verdict.too_few_nodes
         if isinstance(verdict, Round):
             verdict = replace(verdict, leader=self._node)

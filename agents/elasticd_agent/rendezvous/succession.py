@@ -94,6 +94,15 @@ class Succession:
         number = verdict.number + skipped
         return replace(verdict, number=number, store=life, electors=self._electors, quorum=self._quorum)
 
+    def wait(self, verdict: Wait) -> None:
+        """Nothing is to be published. Where too few nodes are left, the missing ones may go on elsewhere."""
+        if verdict.too_few_nodes and self.few and self._base is not None:
+            self.blocked = f"{verdict.why}; {self._here(len(self._kept))}"
+
+    def _here(self, number: int) -> str:
+        assert self._base is not None
+        return f"{number} of {count(len(self._electors), 'node')} of round {self._base.number} are here"
+
     def _missing(self, following: Round, now: float) -> Wait | None:
         base = self._base
         assert base is not None
@@ -104,6 +113,6 @@ class Succession:
         staying = self._kept if following.terminal else self._kept & members
         if len(staying) >= self._quorum:
             return None
-        here = f"{len(staying)} of {count(len(self._electors), 'node')} of round {base.number} are here"
+        here = self._here(len(staying))
         self.blocked = f"{following.reason}; {here}, and without {self._quorum} of them others may go on elsewhere"
         return Wait(self.blocked, now + LOOK_AGAIN_S, notable=True)
