@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,17 @@ def server(host: Job) -> int:
     return until(lambda: next((p for p in descendants(host.pid) if comm_of(p) == SERVER), 0), "the store's process")
 
 
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 def test_host_is_killed_and_comes_back(training: Start) -> None:
     agents = {name: training(name) for name in "abc"}
     for agent in agents.values():
@@ -77,6 +89,25 @@ def test_only_the_stores_process_is_killed(plain: Start) -> None:
     for agent in agents:
         assert len(agent.event("group_started", round=2)["ranks"]) == 1
         assert [e["round"] for e in agent.events("group_started")] == [1, 2], "only the worker's end restarts them"
+
+
+def test_hosts_agent_is_stopped_for_a_while(training: Start) -> None:
+    """Nobody reaches its store: the others host one, all ranks train on, and the former host finds that store."""
+    agents = {name: training(name) for name in "abc"}
+    for agent in agents.values():
+        agent.event("first_step", round=1)
+    with stopped(agents["a"].pid, server(agents["a"])):
+        until(lambda: any(SERVER in map(comm_of, descendants(agents[n].pid)) for n in "bc"), "another host")
+        until(lambda: any("the job's store is at" in agents[n].err for n in "bc"), "the other one is there, too")
+    until(lambda: "the job's store is at" in agents["a"].err, lambda: f"a has moved: {agents['a'].err}")
+    rank = rank_of(agents["a"])
+    agents["a"].step(max(agents["a"].steps(rank))[1] + 20, rank=rank)
+    assert [e["round"] for agent in agents.values() for e in agent.events("group_started")] == [1, 1, 1]
+    os.kill(agents["c"].worker(rank_of(agents["c"])), signal.SIGKILL)
+    for agent in agents.values():
+        after = next_round(agent, 1)
+        assert sorted(after["nodes"]) == ["a", "b", "c"]
+        agent.event("first_step", round=after["round"])
 
 
 def next_round(agent: Job, number: int) -> Event:
