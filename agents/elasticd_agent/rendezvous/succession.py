@@ -1,4 +1,4 @@
-"""Pure but for one memory: which Round may follow, where an agent hosts the store and another may host the next one.
+"""Pure except one memory: which Round may follow, where an agent hosts the store and another may host the next one.
 
 Two stores of one job may be used at once, by two sides of a partition, and each has a leader. An agent uses them in the
 order of their terms and never goes back. So these two rules let at most one side continue:
