@@ -210,13 +210,8 @@ class _Restore:
                 self._stay(self.step)
             else:
                 newest, on_disk = None, self._go_back(self.step, on_disk)
-        if self.saver.environment.failed_restarts >= SUSPECT_AFTER and not self._has_progressed(newest):
-            step = max(
-                [each.draft.step for each in in_memory] + [entry.manifest.step for entry in on_disk[:1]], default=0
-            )
-            if older := [entry for entry in on_disk if entry.manifest.step < step]:
-                self._skip_newest(step)
-                newest, on_disk = None, older
+        if older := self._suspected(newest, in_memory, on_disk):
+            newest, on_disk = None, older
         if newest is not None and newest.draft.round >= checkpoint.highest_round(self.directory):
             first = on_disk[0].manifest if on_disk else None
             if first is None or (first.round, first.step) <= (newest.draft.round, newest.draft.step):
@@ -226,6 +221,16 @@ class _Restore:
             self._skip(each.path, each.why)
         self._candidates = on_disk
         return self._describe_first()
+
+    def _suspected(self, newest: Snapshot | None, in_memory: list[Snapshot], on_disk: list[Entry]) -> list[Entry]:
+        """The older checkpoints to use where restarts in a row made no progress from the newest state; else none."""
+        if self.saver.environment.failed_restarts < SUSPECT_AFTER or self._has_progressed(newest):
+            return []
+        step = max([each.draft.step for each in in_memory] + [entry.manifest.step for entry in on_disk[:1]], default=0)
+        older = [entry for entry in on_disk if entry.manifest.step < step]
+        if older:
+            self._skip_newest(step)
+        return older
 
     def _describe_first(self) -> dict[str, Any]:
         entry = self._open_first(self._candidates)
