@@ -183,15 +183,21 @@ def _load(mapped: mmap.mmap, place: Any, described: Any, index: MetadataIndex) -
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of metadata: a pickle that cannot run code."""
+    """Of metadata: a pickle that cannot run code. Names are checked before anything is imported for them, and a name
+    with a dot would lead out of its module.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         import torch
 
-        found = super().find_class(module, name)
-        known = module == "torch.distributed.checkpoint.metadata" or name in _METADATA_TYPES.get(module, ())
-        if known or isinstance(found, torch.dtype):
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
+        if name in _METADATA_TYPES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch.distributed.checkpoint.metadata" and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing import shard_plan
+from elasticd.errors import CheckpointCorrupt
 from elasticd.process_group import DefaultGroup
 from elasticd_agent.cli.main import main
 
@@ -147,3 +148,24 @@ def test_metadata_cannot_run_code(tmp_path: Path) -> None:
     with pytest.raises(checkpoint.CheckpointCorrupt, match=r"it refers to posix\.mkdir"):
         shard_plan.read(tmp_path, lambda metadata: {})
     assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("torch.distributed.checkpoint.metadata", "os.system"),
+        ("torch.distributed.checkpoint.metadata", "dataclass"),
+        ("torch", "load"),
+        ("this_is_imported", "x"),
+    ],
+)
+def test_metadata_runs_no_code(tmp_path: Path, module: str, name: str) -> None:
+    """A directory may be another user's: its pickle gets the classes of DCP's metadata and nothing else."""
+    (tmp_path / "metadata").write_bytes(b"\x80\x04" + _text(module) + _text(name) + b"\x93" + _text("x") + b"\x85R.")
+    with pytest.raises(CheckpointCorrupt, match=f"it refers to {module}.{name}"):
+        shard_plan._read_metadata(tmp_path / "metadata")
+
+
+def _text(value: str) -> bytes:
+    return b"\x8c" + bytes([len(value)]) + value.encode()

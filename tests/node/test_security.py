@@ -364,6 +364,7 @@ FORBIDDEN = {"marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
 PICKLE = {
     "elasticd/checkpointing/api.py": "names its errors",
     "elasticd/checkpointing/donor.py": "copies small objects within its own process",
+    "elasticd/checkpointing/shard_plan.py": "DCP's metadata is a pickle: its own classes only",
     "elasticd/checkpointing/layout.py": "writes what torch.load(weights_only=True) reads",
     "agents/elasticd_agent/hangs/collector/flight_recorder.py": "NCCL writes pickles: reads plain values only",
 }
