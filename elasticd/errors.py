@@ -12,7 +12,8 @@
     └── CheckpointError
         ├── CheckpointRefused   the state holds a value that `torch.load(weights_only=True)` would not load; names it
         ├── CheckpointCorrupt   a checkpoint failed its checksum, or its manifest is invalid
-        └── DirectoryInUse      another run holds the checkpoint directory
+        ├── DirectoryInUse      another run holds the checkpoint directory
+        └── ObjectStoreError    the object store of the checkpoints refuses, or does not answer; an OSError, too
 
 A message says what happened, where, and what to do about it.
 """
@@ -80,3 +81,7 @@ class CheckpointCorrupt(CheckpointError):
 
 class DirectoryInUse(CheckpointError):
     """Another run holds the lock on the checkpoint directory."""
+
+
+class ObjectStoreError(CheckpointError, OSError):
+    """The object store that holds the checkpoints refuses, or does not answer; or its copy has no room on this node."""

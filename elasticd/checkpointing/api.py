@@ -30,6 +30,7 @@ from elasticd.checkpointing.lineage import (
     open_verified,
 )
 from elasticd.checkpointing.manifest import MANIFEST, STATE, FileState, Manifest, Unreadable, parse
+from elasticd.checkpointing.object_store import files_of
 from elasticd.checkpointing.retention import retain
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.errors import CheckpointCorrupt, CheckpointRefused
@@ -142,8 +143,8 @@ def relink(directory: str | os.PathLike[str], entry: Entry, round: int) -> Entry
         # Manifest and state come from one open directory, so they belong together whatever is renamed.
         if _manifest_in(fd) != source:
             raise OSError(errno.ESTALE, "the checkpoint was replaced after it was loaded", str(entry.path))
-        with Staging(base, round, source.step) as staging:
-            for name, expected in {STATE: (source.bytes, source.checksum), **source.files}.items():
+        with Staging(base, round, source.step, source=entry.path.name) as staging:
+            for name, expected in files_of(source).items():
                 copied = staging.link(name, fd)
                 if copied is not None and copied != expected:
                     raise OSError(errno.ESTALE, "the checkpoint changed while it was copied", str(entry.path))

@@ -20,6 +20,7 @@ from types import TracebackType
 
 from elasticd.checkpointing.lineage import CheckpointName, names
 from elasticd.checkpointing.manifest import MANIFEST, Checksum, FileState, Manifest
+from elasticd.checkpointing.object_store import ObjectStore, store_of
 
 _BLOCK_BYTES = 4 << 20
 _ALIGNMENT = 4096
@@ -118,8 +119,11 @@ def staging_path(directory: Path, round: int, step: int, token: str) -> Path:
 class Staging:
     """A checkpoint being written. Leaving the `with` block without `publish` removes what was written."""
 
-    def __init__(self, directory: Path, round: int, step: int, token: str = "") -> None:
-        """`token`: hexadecimal digits in the hidden name, if other processes write into it, too."""
+    def __init__(self, directory: Path, round: int, step: int, token: str = "", source: str | None = None) -> None:
+        """`token`: hexadecimal digits in the hidden name, if other processes write into it, too. `source`: the
+        checkpoint in the same directory that has the same files.
+        """
+        self._source = source
         self._directory = directory
         self._final = directory / f"r{round}-s{step}"
         self.path = staging_path(directory, round, step, token or secrets.token_hex(4))
@@ -149,6 +153,8 @@ class Staging:
 
     def link(self, name: str, source: int) -> FileState | None:
         """Hard-link a file from the directory with descriptor `source`, or copy it: then its size and checksum."""
+        if store_of(self._directory) is not None and not os.path.exists(f"/proc/self/fd/{source}/{name}"):
+            return None  # it is in the object store
         try:
             os.link(name, self.path / name, src_dir_fd=source)
         except OSError:
@@ -164,6 +170,8 @@ class Staging:
             data = data[os.write(self._manifest, data) :]
         os.fsync(self._manifest)
         fsync_directory(self.path)
+        if (store := store_of(self._directory)) is not None:
+            return self._publish_to(store, manifest)
         replacement = self._final.with_name(f"{self._final.name}.again")
         if os.path.lexists(replacement):
             self._replace(replacement)
@@ -178,6 +186,17 @@ class Staging:
         fsync_directory(self._directory)
         return self._final
 
+    def _publish_to(self, store: ObjectStore, manifest: Manifest) -> Path:
+        """A step saved a second time has the other one of two names, and then the first one goes."""
+        path = self._directory / store.commit(self.path, self._final.name, manifest, self._source)
+        _remove(path)
+        os.rename(self.path, path)
+        other = path.with_name(f"{path.name}.again" if path == self._final else self._final.name)
+        if other.exists():
+            discard(other)
+        store.drop_copies(path)
+        return path
+
     def _replace(self, replacement: Path) -> None:
         """Give the replacement of a checkpoint its name. At any moment one of the two is there, whole."""
         discard(self._final)
@@ -186,6 +205,8 @@ class Staging:
 
 def discard(path: Path) -> None:
     """Delete a checkpoint: one rename makes it invalid, then its files go. Raises OSError if it cannot be renamed."""
+    if (store := store_of(path.parent)) is not None:
+        store.delete(path.name)
     trash = path.with_name(f".{path.name.removesuffix('.again')}.{secrets.token_hex(4)}.trash")
     try:
         os.rename(path, trash)

@@ -16,6 +16,7 @@ import socket
 import time
 from pathlib import Path
 
+from elasticd.checkpointing.object_store import store_of
 from elasticd.errors import DirectoryInUse
 
 logger = logging.getLogger("elasticd")
@@ -32,14 +33,19 @@ _MAX_BYTES = 1 << 16
 class DirectoryLock:
     """The lock of one directory. `unlocked` is the reason why the file system gave none, else None."""
 
-    def __init__(self, directory: str | os.PathLike[str], job: str, run: str) -> None:
+    def __init__(self, directory: str | os.PathLike[str], job: str, run: str, claims: bool = True) -> None:
+        """`claims`: an object store, too; the agent does that in a process of its own."""
+        self._claims = claims
         self._path = Path(directory) / NAME
         self._own = {"job": job, "run": run}
         self._fd: int | None = None
         self.unlocked: str | None = None
 
     def acquire(self) -> None:
-        """Take the lock; DirectoryInUse names another run's holder. Without locks on the file system it only warns."""
+        """Take the lock; DirectoryInUse names another run's holder. Without locks on the file system it only warns.
+
+        Of an object store also claim it, which takes it from a run that has not released it. Raises OSError.
+        """
         if self._fd is not None:
             return
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,6 +57,14 @@ class DirectoryLock:
             os.close(fd)
             raise
         self._fd = fd
+        if self._claims and (store := store_of(self._path.parent)) is not None:
+            try:
+                taken = store.claim(self._own["job"], self._own["run"])
+            except BaseException:
+                self.release()
+                raise
+            if taken:
+                logger.warning(taken)
 
     def release(self) -> None:
         """Release it; the name stays in the file and means nothing without the lock."""

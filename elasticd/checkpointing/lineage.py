@@ -16,7 +16,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from elasticd.checkpointing import object_store
 from elasticd.checkpointing.manifest import STATE, Checksum, FileState, Manifest, Unreadable, read
+from elasticd.checkpointing.object_store import store_of
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
@@ -90,6 +92,12 @@ def names_aside(directory: str | os.PathLike[str]) -> list[CheckpointName]:
     return [CheckpointName(Path(directory, match[0]), int(match[1]), int(match[2])) for match in found]
 
 
+def refresh(directory: str | os.PathLike[str]) -> None:
+    """Of an object store: what is there now. Raises OSError."""
+    if (store := store_of(directory)) is not None:
+        store.pull(lambda name: bool(_NAME.fullmatch(name) or _ASIDE.fullmatch(name)))
+
+
 def highest_round(directory: str | os.PathLike[str]) -> int:
     """The highest round that ever wrote here, valid, damaged or unfinished; 0 if none. Raises OSError."""
     return max((each.round for each in names(directory)), default=0)
@@ -98,8 +106,10 @@ def highest_round(directory: str | os.PathLike[str]) -> int:
 def lineage(directory: str | os.PathLike[str]) -> tuple[list[Entry], list[SkippedCheckpoint]]:
     """The checkpoints that may be loaded, newest first, and the skipped ones with their reasons.
 
-    Reads manifests and file sizes only. Raises OSError if the directory cannot be listed; a missing one is empty.
+    Reads manifests and file sizes only. Raises OSError if the directory cannot be listed; a missing one is empty. Of an
+    object store, what is there now.
     """
+    refresh(directory)
     found = walk(directory)
     return found.entries, found.skipped
 
@@ -166,6 +176,8 @@ def examine(named: CheckpointName) -> Manifest | Unreadable:
 def find_damage(entry: Entry) -> str | None:
     """Why the state cannot be used, after reading all of it from the disk; None if it is whole."""
     try:
+        if (store := store_of(entry.path.parent)) is not None:
+            return store.find_damage(entry.path.name, entry.manifest)
         for name in (STATE, *entry.manifest.files):
             os.close(open_verified(entry, name, from_disk=True))
     except (CheckpointCorrupt, OSError) as error:
@@ -176,9 +188,18 @@ def find_damage(entry: Entry) -> str | None:
 def open_verified(entry: Entry, name: str = STATE, from_disk: bool = False) -> int:
     """Open a file, read all of it and compare the checksum; returns its descriptor. `from_disk`: not from the cache.
 
-    Raises CheckpointCorrupt if it is damaged, CheckpointError if its checksum cannot be computed here, OSError if it
-    cannot be opened.
+    Of an object store: a copy of the file on this node; a damaged copy is made again. Raises CheckpointCorrupt if it is
+    damaged, CheckpointError if its checksum cannot be computed here, OSError if it cannot be opened.
     """
+    if store_of(entry.path.parent) is not None:
+        try:
+            return _open_verified(entry, name, from_disk)
+        except CheckpointCorrupt:
+            (entry.path / name).unlink(missing_ok=True)
+    return _open_verified(entry, name, from_disk)
+
+
+def _open_verified(entry: Entry, name: str, from_disk: bool) -> int:
     manifest = entry.manifest
     expected = manifest.files.get(name, (manifest.bytes, manifest.checksum))
     algorithm = expected[1].partition(":")[0]
@@ -190,7 +211,10 @@ def open_verified(entry: Entry, name: str = STATE, from_disk: bool = False) -> i
         ) from None
     fd = -1
     try:
-        fd = os.open(entry.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is damage, too
+        if (store := store_of(entry.path.parent)) is not None:
+            fd = store.fetch(entry.path, name)
+        else:
+            fd = os.open(entry.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is damage, too
         if from_disk:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         _check(fd, name, expected, checksum)
@@ -230,7 +254,7 @@ def _beyond(found: Manifest, limit: int | None, newer: int, parent_checksum: str
 
 
 def _state_damage(path: Path, found: Manifest) -> str | None:
-    files = {STATE: (found.bytes, found.checksum), **found.files}
+    files = object_store.files_of(found)
     return next((why for name, each in files.items() if (why := _file_damage(path, name, each))), None)
 
 
@@ -238,7 +262,7 @@ def _file_damage(path: Path, name: str, expected: FileState) -> str | None:
     try:
         status = os.stat(path / name)
     except FileNotFoundError:
-        return f"{name} is missing"
+        return object_store.damage(path, name)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     if not stat.S_ISREG(status.st_mode):

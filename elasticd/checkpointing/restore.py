@@ -23,12 +23,13 @@ from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing import donor, retention, shard_plan, sharded, state
 from elasticd.checkpointing.buffers import Snapshot, donor_of
 from elasticd.checkpointing.layout import write_at
-from elasticd.checkpointing.lineage import Entry, find_damage, open_verified
+from elasticd.checkpointing.lineage import Entry, SkippedCheckpoint, find_damage, open_verified, walk
 from elasticd.checkpointing.manifest import STATE, Manifest, parse
+from elasticd.checkpointing.object_store import RESTORE_PATIENCE_S, shown, store_of
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.writer_client import SnapshotRefused
 from elasticd.coordination.store_channel import StoreChannel
-from elasticd.errors import CheckpointCorrupt, CheckpointError
+from elasticd.errors import CheckpointCorrupt, CheckpointError, ObjectStoreError
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 from elasticd.process_group import DefaultGroup
 
@@ -145,9 +146,12 @@ class _Restore:
         manifest = parse(chosen["draft"].encode())
         if not isinstance(manifest, Manifest) or not manifest.files:
             return None
-        entry = Entry(self.directory / chosen["name"], manifest)
+        entry = self._placed(chosen)
         found = {"shared": entry.path.is_dir(), "why": ""}
-        for name in sorted(manifest.files)[self.group.rank :: self.group.world_size]:
+        share, shares = self.group.rank, self.group.world_size
+        if store_of(self.directory) is not None:  # each node reads all files, which copies them to it
+            share, shares = self.saver.environment.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        for name in sorted(manifest.files)[share::shares]:
             try:
                 os.close(open_verified(entry, name))
             except (CheckpointCorrupt, OSError) as error:
@@ -180,8 +184,8 @@ class _Restore:
         if whole := [name for name in sharded.names(small) if name in content]:
             raise CheckpointError(f"the checkpoint holds {whole[0]} whole, from a job in which it was not sharded")
         if large:
-            path = self.directory / chosen["name"]
-            sharded.scatter(large, shard_plan.read(path, lambda metadata: sharded.targets(large, metadata)))
+            entry = self._placed(chosen)
+            sharded.scatter(large, shard_plan.read(entry.path, lambda metadata: sharded.targets(large, metadata)))
         unused = [name for name in names if name not in large]
         notes = state.scatter(small, content, self.optional)
         return notes + [f"nothing is attached as {name}: that part of the checkpoint was not used" for name in unused]
@@ -203,7 +207,7 @@ class _Restore:
         """
         in_memory = [Snapshot.from_json(each) for each in held if each]
         newest = max(in_memory, key=lambda each: (*each.key, each.draft.step), default=None)
-        on_disk, skipped = checkpoint.lineage(self.directory)
+        on_disk, skipped = self._lineage(newest is not None)
         if self.step is not None:
             known = [*(each.draft.step for each in in_memory), *(entry.manifest.step for entry in on_disk)]
             if retention.went_back(self.directory, self.step).exists() and max(known, default=-1) >= self.step:
@@ -221,6 +225,19 @@ class _Restore:
             self._skip(each.path, each.why)
         self._candidates = on_disk
         return self._describe_first()
+
+    def _lineage(self, has_other: bool) -> tuple[list[Entry], list[SkippedCheckpoint]]:
+        """As `lineage`; if the object store does not answer and there is a state in memory, what this node knows."""
+        if (store := store_of(self.directory)) is not None and not has_other:
+            store.patience_s = RESTORE_PATIENCE_S
+        try:
+            return checkpoint.lineage(self.directory)
+        except ObjectStoreError as error:
+            if not has_other:
+                raise
+            self.saver.warn("message", f"the state in memory is used: {error}", self.directory)
+            found = walk(self.directory)
+            return found.entries, found.skipped
 
     def _suspected(self, newest: Snapshot | None, in_memory: list[Snapshot], on_disk: list[Entry]) -> list[Entry]:
         """The older checkpoints to use where restarts in a row made no progress from the newest state; else none."""
@@ -247,6 +264,8 @@ class _Restore:
                 except BaseException:
                     os.close(fd)
                     raise
+            except ObjectStoreError:
+                raise  # an older one is no better
             except (CheckpointCorrupt, OSError) as error:
                 self._skip(entry.path, str(error))
                 continue
@@ -256,7 +275,8 @@ class _Restore:
 
     def _stay(self, step: int) -> None:
         mark = retention.went_back(self.directory, step)
-        reason = f"restore(step={step}) has no effect: {self.directory} went back to it before; rm {mark} to go again"
+        where, what = shown(self.directory), shown(mark)
+        reason = f"restore(step={step}) has no effect: {where} went back to it before; rm {what} to go again"
         logger.warning(reason)
         self.events.write("message", reason, step, path=str(self.directory))
 
@@ -369,6 +389,11 @@ class _Restore:
                     return "no copy in memory"
                 self._fd = self.saver.writer.open((chosen["round"], chosen["number"]))
                 return ""
+            if (store := store_of(self.directory)) is not None:
+                entry = self._placed(chosen)
+                first = self.saver.environment.local_rank == 0
+                self._fd = open_verified(entry) if first else store.fetch(entry.path, STATE)
+                return ""
             for entry in checkpoint.lineage(self.directory)[0]:
                 found = entry.manifest
                 if (found.round, found.step, found.checksum) == (chosen["round"], chosen["step"], chosen["checksum"]):
@@ -380,6 +405,15 @@ class _Restore:
         except (CheckpointCorrupt, SnapshotRefused, OSError) as error:
             return str(error)
         return f"there is no {chosen['name']} with rank 0's checksum"
+
+    def _placed(self, chosen: Mapping[str, Any]) -> Entry:
+        """The checkpoint that rank 0 has chosen; in an object store, this node need not have listed it."""
+        manifest = parse(chosen["draft"].encode())
+        assert isinstance(manifest, Manifest)
+        entry = Entry(self.directory / chosen["name"], manifest)
+        if (store := store_of(self.directory)) is not None:
+            store.place(entry.path.name, manifest)
+        return entry
 
     def _restore_random_state(self, chosen: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
         """Last, so that no load_state_dict moves the streams again."""

@@ -11,22 +11,35 @@ import os
 from pathlib import Path
 
 from elasticd.checkpointing.atomic_write import discard, sweep
-from elasticd.checkpointing.lineage import CheckpointName, Entry, LineageWalk, examine, find_damage, names, walk
+from elasticd.checkpointing.lineage import (
+    CheckpointName,
+    Entry,
+    LineageWalk,
+    examine,
+    find_damage,
+    names,
+    refresh,
+    walk,
+)
 from elasticd.checkpointing.manifest import Unreadable
+from elasticd.checkpointing.object_store import store_of
 
 
 def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_every: int = 0) -> list[Path]:
     """Keep the newest `keep` steps of the lineage across rounds; returns the deleted paths. Call it after a save.
 
-    Steps that are multiples of `keep_every` stay as well. Before it deletes, it reads the newest checkpoint back, once.
+    Steps that are multiples of `keep_every` stay as well. Before it deletes, it reads the newest checkpoint back, once;
+    not from an object store, which compares what it receives: there the sizes are compared.
     Raises ValueError for keep < 1, OSError if the directory cannot be listed or changed.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}: at least one checkpoint must stay")
+    refresh(directory)
     found = walk(directory)
     if not _to_delete(directory, found, 0, own_round, keep, keep_every):
         return []
-    anchor = next((i for i, entry in enumerate(found.entries) if find_damage(entry) is None), None)
+    trusted = store_of(directory) is not None
+    anchor = next((i for i, entry in enumerate(found.entries) if trusted or find_damage(entry) is None), None)
     if anchor is None:
         return []
     deletable = _to_delete(directory, found, anchor, own_round, keep, keep_every)
@@ -83,14 +96,19 @@ def set_aside(directory: str | os.PathLike[str], step: int) -> list[Path]:
     """
     later = [each for each in names(directory) if each.hidden is None and each.step > step]
     renamed = []
+    store = store_of(directory)
     for each in sorted(later, key=lambda each: (each.round, each.step), reverse=True):
         target, number = each.path.with_name(f"{each.path.name}.aside"), 1
         while target.exists():
             number += 1
             target = each.path.with_name(f"{each.path.name}.aside{number}")
+        if store is not None:
+            store.rename(each.path.name, target.name)
         each.path.rename(target)
         renamed.append(target)
     went_back(directory, step).touch()
+    if store is not None:
+        store.mark(went_back(directory, step).name)
     return renamed
 
 

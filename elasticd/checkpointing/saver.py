@@ -28,6 +28,7 @@ from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.layout import Layout, write_packed
 from elasticd.checkpointing.lineage import Entry
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest, parse
+from elasticd.checkpointing.object_store import missing_package, resolve
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.sharded_saver import ShardedSaver
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
@@ -114,7 +115,7 @@ class Saver:
     def open(self, directory: str | os.PathLike[str] | None, caller: str) -> Path:
         """Choose the directory (the argument, else ELASTICD_CHECKPOINT_DIR) and lock it; a second call only checks."""
         chosen = directory or os.environ.get("ELASTICD_CHECKPOINT_DIR")
-        if self.directory is not None and (directory is None or Path(directory).absolute() == self.directory):
+        if self.directory is not None and (directory is None or resolve(directory) == self.directory):
             return self.directory
         if self.directory is not None:
             raise UsageError(f"{caller}(directory={directory!r}): this session already uses {self.directory}")
@@ -123,7 +124,9 @@ class Saver:
                 f"{caller}(): there is no checkpoint directory. Give one with `elasticd run --checkpoint-dir DIR`, or "
                 f"in the script with {caller}(directory=...), or set ELASTICD_CHECKPOINT_DIR"
             )
-        path = Path(chosen).absolute()
+        path = resolve(chosen)
+        if why := missing_package(path):
+            raise UsageError(f"{caller}(): {why}")
         what = f"the lock of the checkpoint directory {path}"
         self.round = self.channel.on_rank0("directory", what, lambda: self._open_first(path))["round"]
         self.directory = path
@@ -137,6 +140,7 @@ class Saver:
         if self.environment.round:
             return {"round": self.environment.round}
         # Without an agent each start is a round of its own, so that its checkpoints come after all others.
+        checkpoint.lineage(path)
         return {"round": checkpoint.highest_round(path) + 1}
 
     def _take_lock(self, path: Path) -> None:

@@ -6,11 +6,13 @@
     .r3-s1200.<token>.staging/part-1.json     node 1 has written its files: their sizes and checksums, or an error
 
 The first node makes the staging directory, with its lock, and the others wait for it. It waits for their parts, writes
-the manifest and renames the directory: a checkpoint is visible once it is whole, and a node that dies leaves none.
+the manifest and renames the directory: a checkpoint is visible once it is whole, and a node that dies leaves none. In
+an object store each node puts its files and its part below the checkpoint's name, and the first one the manifest.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -21,11 +23,12 @@ from typing import Any, TypeVar
 from elasticd.checkpointing import api
 from elasticd.checkpointing.atomic_write import HashingFile, Staging, staging_path, write_file
 from elasticd.checkpointing.buffers import Snapshot, WriteTask
-from elasticd.checkpointing.manifest import MANIFEST, FileState
+from elasticd.checkpointing.manifest import MANIFEST, FileState, Manifest
+from elasticd.checkpointing.object_store import store_of
 
 PART_S = 600.0
 """For another node to write its files once the first one has written its own."""
-_POLL_S = 0.02
+_POLL_S, _STORE_POLL_S = 0.02, 0.5
 
 Content = Callable[[HashingFile], None]
 Found = TypeVar("Found")
@@ -41,12 +44,18 @@ def write_snapshot(fd: int, snapshot: Snapshot, gives_up: Callable[[], str]) -> 
     contents = {name: _range(fd, start, size) for name, (start, size) in snapshot.files.items()}
     if task.node == 0:
         return api.write_files(
-            task.directory, draft, lambda staging: _commit(staging, contents, task, gives_up), task.token
+            task.directory, draft, lambda staging: _commit(staging, draft, contents, task, gives_up), task.token
         )
-    folder = staging_path(Path(task.directory), draft.round, draft.step, task.token)
-    _wait(lambda: (folder / MANIFEST).exists() or None, gives_up, "the first node has not begun to write")
-    part = json.dumps(write_part(folder, contents)).encode()
-    path = folder / f"part-{task.node}.json"
+    directory = Path(task.directory)
+    folder = staging_path(directory, draft.round, draft.step, task.token)
+    store = store_of(directory)
+    if store is None:
+        _wait(lambda: (folder / MANIFEST).exists() or None, gives_up, "the first node has not begun to write")
+    part = json.dumps(write_other_part(directory, draft, task.token, task.node, contents)).encode()
+    if store is not None:
+        store.put_part(store.free_name(_name(draft)), _part_name(task, task.node), part)
+        return None
+    path = folder / _part_name(task, task.node)
     write_file(path.with_suffix(".tmp"), lambda file: file.write(part))
     os.rename(path.with_suffix(".tmp"), path)
     return None
@@ -60,6 +69,23 @@ def write_part(folder: Path, contents: Mapping[str, Content]) -> dict[str, Any]:
         return {"error": str(error)}
 
 
+def write_other_part(
+    directory: Path, draft: Manifest, token: str, number: int, contents: Mapping[str, Content]
+) -> dict[str, Any]:
+    """As `write_part`, for another node or rank than the first: to where the first one commits it."""
+    store = store_of(directory)
+    if store is None:
+        return write_part(staging_path(directory, draft.round, draft.step, token), contents)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with Staging(directory, draft.round, draft.step, f"{token}{number:04x}") as staging:
+            part = write_part(staging.path, contents)
+            store.put(staging.path, store.free_name(_name(draft)), part.get("files", ()))
+            return part
+    except OSError as error:
+        return {"error": str(error)}
+
+
 def merge(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, FileState]:
     """All files of all parts. Raises OSError for a part with an error."""
     for who, part in parts.items():
@@ -69,30 +95,46 @@ def merge(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, FileState]:
 
 
 def _commit(
-    staging: Staging, contents: Mapping[str, Content], task: WriteTask, gives_up: Callable[[], str]
+    staging: Staging, draft: Manifest, contents: Mapping[str, Content], task: WriteTask, gives_up: Callable[[], str]
 ) -> dict[str, FileState]:
     parts = {"node 0": write_part(staging.path, contents)}
+    store = store_of(task.directory)
     for node in range(1, task.nodes):
-        path = staging.path / f"part-{node}.json"
         slow = f"node {node} has not written its part; do all nodes share {task.directory}?"
-        parts[f"node {node}"] = json.loads(_wait(lambda path=path: _content(path), gives_up, slow))  # type: ignore[misc]
-        path.unlink()
+        name = _part_name(task, node)
+        if store is None:
+            taken = _wait(functools.partial(_take, staging.path / name), gives_up, slow)
+        else:
+            take = functools.partial(store.take_part, store.free_name(_name(draft)), name)
+            taken = _wait(take, gives_up, f"node {node} has not put its part", _STORE_POLL_S)
+        parts[f"node {node}"] = json.loads(taken)
     return merge(parts)
 
 
-def _content(path: Path) -> bytes | None:
+def _name(draft: Manifest) -> str:
+    return f"r{draft.round}-s{draft.step}"
+
+
+def _part_name(task: WriteTask, node: int) -> str:
+    """In an object store there is no staging directory: a part of an earlier try is another object."""
+    return f"part-{node}.json" if store_of(task.directory) is None else f"part-{node}.{task.token}.json"
+
+
+def _take(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
+    path.unlink()
+    return content
 
 
-def _wait(ready: Callable[[], Found | None], gives_up: Callable[[], str], slow: str) -> Found:
+def _wait(ready: Callable[[], Found | None], gives_up: Callable[[], str], slow: str, poll_s: float = _POLL_S) -> Found:
     deadline = time.monotonic() + PART_S
     while (found := ready()) is None:
         if why := gives_up() or (f"for {PART_S:g} s {slow}" if time.monotonic() > deadline else ""):
             raise OSError(why)
-        time.sleep(_POLL_S)
+        time.sleep(poll_s)
     return found
 
 

@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import api, shard_files, shard_plan, sharded
@@ -23,6 +22,8 @@ from elasticd.checkpointing.atomic_write import Staging
 from elasticd.checkpointing.buffers import WriteTask
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import STATE, FileState, Manifest
+from elasticd.checkpointing.mapped_copy import MappedBuffers
+from elasticd.checkpointing.object_store import url_of
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.shard_plan import ShardPlan
 from elasticd.checkpointing.state import RESERVED
@@ -42,12 +43,15 @@ class ShardedSaver:
         """`objects` are saved in shards. Raises UsageError on every rank where they differ between ranks."""
         self._saver, self.objects = saver, objects
         self._plan: ShardPlan | None = None
+        self._mapped = MappedBuffers()
         try:
             mine = sharded.digests(objects)
         except UsageError as error:
             mine = {"error": str(error)}
         probe = self._agree("sharded objects", "what is attached there", mine, self._compare)["probe"]
-        sees = not probe or (self._saver.directory is not None and (self._saver.directory / probe).exists())
+        directory = saver.directory
+        assert directory is not None
+        sees = not probe or url_of(directory) is not None or (directory / probe).exists()
         self._agree("shared directory", "whether it sees the checkpoint directory", sees, self._check_shared)
 
     def _compare(self, every: list[dict[str, str]]) -> dict[str, Any]:
@@ -151,8 +155,12 @@ class ShardedSaver:
                     saver.report_refusal(answer["refused"], draft.step)
                 token: str = answer["token"]
                 return token
-            for name, (offset, _) in files.items():
-                shard_plan.write_pieces(fd, offset, self._content(name, plan, layout))
+            for name, (offset, size) in files.items():
+                content = self._content(name, plan, layout)
+                if name == shard_plan.file_name(saver.group.rank):
+                    self._mapped.copy(fd, offset, size, content)
+                else:
+                    shard_plan.write_pieces(fd, offset, content)
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -206,8 +214,9 @@ class ShardedSaver:
         key, what = f"part/{saver.saves}", f"its part of the checkpoint of step {draft.step}"
         if group.rank != 0:
             folder = saver.channel.on_rank0(key, "the staging directory", dict)["folder"]
-            part = shard_files.write_part(Path(folder), contents) if folder else {}
             if folder:
+                assert saver.directory is not None
+                part = shard_files.write_other_part(saver.directory, draft, token, group.rank, contents)
                 saver.channel.collect(key, json.dumps(part).encode(), what)
             return False
         opened = False

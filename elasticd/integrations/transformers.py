@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing.api import lineage
+from elasticd.checkpointing.object_store import resolve
 from elasticd.errors import UsageError
 from elasticd.integrations import check_ranks, require
 from elasticd.integrations.loader import ElasticLoader
@@ -59,7 +60,7 @@ class ElasticdCallback:
         self._global_batch = global_batch or per_step * self.session.world_size
         self._every, self._keep = every, keep
         chosen = directory or os.environ.get("ELASTICD_CHECKPOINT_DIR") or Path(args.output_dir) / "elasticd"
-        self._directory = Path(chosen)
+        self._directory = resolve(chosen)
         self._history = self._directory / "log_history.jsonl"
         self._phase = ExitStack()
         self._micro = 0

@@ -6,10 +6,12 @@ Only `prune` changes the directory, and it refuses while a job uses it. No torch
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from elasticd.checkpointing.directory_lock import DirectoryLock
@@ -22,11 +24,13 @@ from elasticd.checkpointing.lineage import (
     highest_round,
     names,
     names_aside,
+    refresh,
     walk,
 )
 from elasticd.checkpointing.manifest import Unreadable
+from elasticd.checkpointing.object_store import missing_package, resolve, shown, store_of, url_of
 from elasticd.checkpointing.retention import retain
-from elasticd.errors import DirectoryInUse, UsageError
+from elasticd.errors import DirectoryInUse, ObjectStoreError, UsageError
 from elasticd_agent.config.command_parser import CommandParser
 
 _VERBS = ("list", "show", "verify", "prune")
@@ -35,12 +39,36 @@ _VERBS = ("list", "show", "verify", "prune")
 def checkpoints(argv: Sequence[str]) -> int:
     """Returns the exit code. Raises UsageError."""
     options = _parser().parse_intermixed_args(argv)
-    if not options.directory.is_dir():
-        raise UsageError(f"{options.directory} is no directory")
-    try:
-        return _run(options)
-    except OSError as error:
-        raise UsageError(f"{error.filename or options.directory}: {error.strerror}") from None
+    with contextlib.ExitStack() as stack:
+        if url_of(options.directory) is not None:
+            options.directory = stack.enter_context(_copied(options.directory))
+        elif not options.directory.is_dir():
+            raise UsageError(f"{options.directory} is no directory")
+        try:
+            return _run(options)
+        except ObjectStoreError as error:
+            raise UsageError(str(error)) from None
+        except OSError as error:
+            raise UsageError(f"{error.filename or options.directory}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _copied(given: Path) -> Iterator[Path]:
+    """A copy of an object store for this command, not the one that a job on this node may use."""
+    if why := missing_package(given):
+        raise UsageError(why)
+    with tempfile.TemporaryDirectory(prefix="elasticd-checkpoints-") as folder:
+        directory = resolve(given, folder)
+        store = store_of(directory)
+        assert store is not None
+        try:
+            directory.mkdir(parents=True)
+            refresh(directory)
+            if not names(directory) and not store.has_bucket():
+                raise UsageError(f"there is no bucket for {store.url}")
+        except ObjectStoreError as error:
+            raise UsageError(str(error)) from None
+        yield directory
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -63,7 +91,9 @@ def _parser() -> CommandParser:
         "Exit codes: 0 done, 1 something is damaged or in use, 2 usage. More: docs/checkpoints.md.",
     )
     parser.add_argument("verb", choices=_VERBS)
-    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="a directory, or s3://BUCKET/PREFIX, gs://…, az://…"
+    )
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="with show and verify: r12-s3400; default: the newest, all"
     )
@@ -81,7 +111,7 @@ def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
     aside = {each.path: each for each in names_aside(directory)}
     present = [*_present(directory), *sorted(aside.values(), key=lambda each: each.path.name)]
     if not present and not as_json:
-        print(f"{directory} holds no checkpoint")
+        print(f"{shown(directory)} holds no checkpoint")
     for each in present:
         manifest = examine(each)
         why = skipped.get(each.path, "not in the lineage of the newest round")
@@ -124,7 +154,7 @@ def _entries(found: LineageWalk, name: str | None) -> list[Entry]:
 def _show(directory: Path, found: LineageWalk, name: str | None) -> int:
     entries = _entries(found, name)
     if not entries:
-        print(f"{directory} holds no checkpoint that can be restored")
+        print(f"{shown(directory)} holds no checkpoint that can be restored")
         return 1
     print(json.dumps(json.loads(entries[0].manifest.to_json()), indent=2))
     return 0
@@ -147,7 +177,10 @@ def _verify(directory: Path, found: LineageWalk, name: str | None) -> int:
 def _prune(directory: Path, keep: int, keep_every: int) -> int:
     if keep < 1 or keep_every < 0:
         raise UsageError("--keep is at least 1, --keep-every at least 0")
-    lock = DirectoryLock(directory, "elasticd checkpoints prune", str(os.getpid()))
+    if (store := store_of(directory)) is not None and (holder := store.holder()):
+        print(f"{store.url} is held by {holder}; if that run has ended, delete {store.url}/.owner.json")
+        return 1
+    lock = DirectoryLock(directory, "elasticd checkpoints prune", str(os.getpid()), claims=False)
     try:
         lock.acquire()
     except DirectoryInUse as error:

@@ -94,8 +94,12 @@ def _job_of(options: argparse.Namespace) -> bytes:
     for name in _JOB_OPTIONS:
         value = getattr(options, name)
         if value is not None:
-            job[name] = str(Path.cwd() / value) if name == "checkpoint_dir" else value
+            job[name] = _checkpoint_dir(value) if name == "checkpoint_dir" else value
     return json.dumps(job).encode()
+
+
+def _checkpoint_dir(given: str) -> str:
+    return given if "://" in given else str(Path.cwd() / given)
 
 
 def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, data: bytes, kind: str) -> int:

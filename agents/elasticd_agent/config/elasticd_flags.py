@@ -12,7 +12,11 @@ _USUAL = Policy()
 _own = partial(Flag, torchrun=False)
 
 ELASTICD_FLAGS: tuple[Flag, ...] = (
-    _own("--checkpoint-dir DIR", "Where session.checkpoint() writes; the workers find it in ELASTICD_CHECKPOINT_DIR."),
+    _own(
+        "--checkpoint-dir DIR",
+        "Where session.checkpoint() writes: a directory, or s3://BUCKET/PREFIX, gs://…, az://…; the workers find it in "
+        "ELASTICD_CHECKPOINT_DIR.",
+    ),
     _own(
         "--preload MOD,…",
         "Modules imported once, before the workers are forked; may be repeated.",

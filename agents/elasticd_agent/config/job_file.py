@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from elasticd.checkpointing.object_store import resolve
 from elasticd.errors import UsageError
 from elasticd_agent.config.decode import ConfigError, decode
 from elasticd_agent.config.documents import MAX_JOB_FILE_BYTES, FileFormat, parse
@@ -108,8 +109,8 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     role: str | None = None
     checkpoint_dir: Annotated[
         Path | None,
-        "The directory of session.checkpoint(), shared by all nodes of the job; workers find it in "
-        "ELASTICD_CHECKPOINT_DIR.",
+        "The directory of session.checkpoint(), shared by all nodes of the job, or s3://BUCKET/PREFIX, gs://…, az://…; "
+        "workers find it in ELASTICD_CHECKPOINT_DIR.",
         '"/checkpoints/llm-7b"',
     ] = None
     preload: Annotated[
@@ -284,7 +285,7 @@ def runner_model(
         min_workers=low,
         max_workers=len(slots),
         devices=tuple(gpus[slot] for slot in slots) if max(slots) < len(gpus) else (),
-        checkpoint_dir=job.checkpoint_dir,
+        checkpoint_dir=None if job.checkpoint_dir is None else resolve(job.checkpoint_dir),
         preload=preloaded_modules(job.preload),
         cuda_warm=job.cuda_warm,
         log_dir=files.logs,

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from elasticd.checkpointing.object_store import resolve
 from elasticd.errors import UsageError
 from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.flag import Flag, Treatment, ValueType
@@ -200,7 +201,7 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
         min_workers=low,
         max_workers=high,
         devices=gpus[:high] if len(gpus) >= high else (),
-        checkpoint_dir=_path(parsed.checkpoint_dir, cwd),
+        checkpoint_dir=None if parsed.checkpoint_dir is None else resolve(cwd / parsed.checkpoint_dir),
         preload=_modules(parsed.preload or []),
         cuda_warm=parsed.cuda_warm,
         log_dir=_path(parsed.log_dir, cwd),

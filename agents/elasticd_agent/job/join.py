@@ -7,6 +7,7 @@ turns.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -225,6 +226,10 @@ def directory_id(directory: Path | None) -> str:
     """An id of the checkpoint directory that is the same wherever it is mounted; "" without one."""
     if directory is None:
         return ""
+    from elasticd.checkpointing.object_store import url_of
+
+    if url := url_of(directory):
+        return hashlib.sha256(url.encode()).hexdigest()[:16]
     path, mine = directory / ".directory-id", secrets.token_hex(8)
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from elasticd.checkpointing.object_store import missing_package
 from elasticd.errors import UsageError
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Tls
 from elasticd_agent.store import tls as certificate_files
@@ -32,6 +33,8 @@ def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) ->
     else:
         _program(spec, path)
     _directory("--checkpoint-dir", spec.checkpoint_dir, read_only=True)
+    if spec.checkpoint_dir is not None and (why := missing_package(spec.checkpoint_dir)):
+        raise UsageError(f"--checkpoint-dir: {why}")
     if spec.log_dir != Path(os.devnull):
         _directory("--log-dir", spec.log_dir)
     _appendable("--event-log", settings.event_log, spec.log_dir)

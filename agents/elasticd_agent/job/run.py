@@ -16,15 +16,16 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from elasticd.errors import DirectoryInUse, UsageError
+from elasticd.checkpointing.object_store import package_of
 from elasticd_agent.hangs.deadlines import StepHistory
 from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceCollector
+from elasticd_agent.job import checkpoint_directory
 from elasticd_agent.job.join import JobMembership, join_job, listening_address, wait_for_route
 from elasticd_agent.job.loop import JobLoop, Message
 from elasticd_agent.job.monitor import GroupMonitor
@@ -91,8 +92,7 @@ def _run(
         wait_for_route(spec, policy.join_timeout_s, lambda: bool(received), _log.warning)
         if received:
             return 128 + received[0]
-    if spec.checkpoint_dir is not None:
-        stack.enter_context(locked_checkpoint_dir(spec))
+    on_disk = stack.enter_context(checkpoint_directory.locked(spec, _log.warning))
     runtime = stack.enter_context(runtime_directory(settings.runtime_dir))
     context.on_runtime_dir(runtime)
     claimed = claim_node_name(spec, stack)
@@ -111,14 +111,13 @@ def _run(
     reporting = stack.enter_context(_reporting(spec, policy, settings, context, node, runtime))
     if copy_error:
         reporting.reporter.log(copy_error)
-    used, resume = find_on_disk(spec.checkpoint_dir)
     loops: list[JobLoop] = []
     membership = join_job(
         spec,
         policy,
         node,
         may_host=claimed.free,
-        found_on_disk=(max(used, reporting.logs.highest_round()), resume),
+        found_on_disk=(max(on_disk.highest_round, reporting.logs.highest_round()), on_disk.newest),
         warm=running[0].settled,
         attentive=lambda: not loops or loops[0].overdue_s() < policy.lease_s,
         post=inbox.put,
@@ -225,17 +224,6 @@ def _reporting(
     return Reporting(spec, policy, settings, node, runtime)
 
 
-def find_on_disk(directory: Path | None) -> tuple[int, tuple[int, int] | None]:
-    """The highest round that ever wrote there, and the newest checkpoint."""
-    if directory is None:
-        return 0, None
-    from elasticd.checkpointing import api as checkpoint
-
-    entries, _ = checkpoint.lineage(directory)
-    newest = entries[0].manifest if entries else None
-    return checkpoint.highest_round(directory), (newest.round, newest.step) if newest is not None else None
-
-
 def script_for(spec: JobSpec) -> Path | None:
     return None if spec.mode is Mode.EXEC else script_of(spec.mode is Mode.MODULE, spec.entrypoint, spec.cwd)
 
@@ -246,7 +234,9 @@ def preload_for(spec: JobSpec) -> Preload:
     script = script_for(spec)
     listed = spec.base_environment(os.environ).get("PYTHONPATH", "").split(os.pathsep)
     first = spec.cwd if spec.mode is Mode.MODULE or script is None else script.resolve().parent
-    return plan_preload(script, spec.args, spec.preload, (first, *(spec.cwd / folder for folder in listed if folder)))
+    plan = plan_preload(script, spec.args, spec.preload, (first, *(spec.cwd / folder for folder in listed if folder)))
+    package = package_of(spec.checkpoint_dir) if spec.checkpoint_dir is not None else None
+    return replace(plan, modules=(*plan.modules, package)) if package else plan
 
 
 def status(spec: JobSpec, loop: JobLoop) -> dict[str, Any]:
@@ -345,22 +335,3 @@ def _locked(path: Path) -> bool:
         return True
     finally:
         os.close(fd)
-
-
-@contextlib.contextmanager
-def locked_checkpoint_dir(spec: JobSpec) -> Iterator[None]:
-    """Locked for as long as the job runs."""
-    from elasticd.checkpointing import api as checkpoint
-
-    assert spec.checkpoint_dir is not None
-    lock = checkpoint.DirectoryLock(spec.checkpoint_dir, spec.job_id, spec.run)
-    try:
-        lock.acquire()
-    except DirectoryInUse as error:
-        raise UsageError(str(error)) from None
-    except OSError as error:
-        raise UsageError(f"--checkpoint-dir {spec.checkpoint_dir}: {error.strerror or error}") from None
-    try:
-        yield
-    finally:
-        lock.release()

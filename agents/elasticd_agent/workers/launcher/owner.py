@@ -133,8 +133,8 @@ class Owner:
             self.send("refused", group=message.get("group"), why=f"{message['do']}: {error}")
 
     def do_writer(self, message: Message) -> None:
-        """Hold memory for saved states, and start the writer when a rank connects to its socket: {argv}."""
-        self.writer = WriterProcess(message["argv"], self.runtime_dir)
+        """Hold memory for saved states, and start the writer when a rank connects to its socket: {argv, env}."""
+        self.writer = WriterProcess(message["argv"], message["env"], self.runtime_dir)
         self.poll.register(self.writer.listener.fileno(), select.POLLIN)
 
     # --- the template -------------------------------------------------------------------------------------------

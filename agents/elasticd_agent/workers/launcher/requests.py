@@ -227,7 +227,7 @@ class LaunchRequests:
 
     def writer(self) -> dict[str, Any]:
         """The fields of "writer"."""
-        return {"argv": [sys.executable, "-I", library_file("elasticd.checkpointing.writer")]}
+        return {"argv": [sys.executable, "-I", library_file("elasticd.checkpointing.writer")], "env": self._base_env}
 
     def leave_out(self, left_out: Collection[str]) -> None:
         """Preload all but these from now on."""

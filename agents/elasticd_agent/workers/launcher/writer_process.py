@@ -32,8 +32,10 @@ _MAX_SHORT_LIVES = 3
 class WriterProcess:
     """Raises OSError if the socket or the memory cannot be made."""
 
-    def __init__(self, argv: list[str], runtime_dir: str) -> None:
+    def __init__(self, argv: list[str], env: dict[str, str], runtime_dir: str) -> None:
+        """`env`: the job's, which may hold credentials for an object store."""
         self._argv = argv
+        self._env = env
         self.pid = 0
         self._started_at = 0.0
         self._short_lives = 0
@@ -49,7 +51,7 @@ class WriterProcess:
         for fd in fds:
             os.set_inheritable(fd, True)
         try:
-            self.pid = spawn([*self._argv, *map(str, fds)], dict(os.environ), "/", None, None)
+            self.pid = spawn([*self._argv, *map(str, fds)], self._env, "/", None, None)
         finally:
             for fd in fds:
                 os.set_inheritable(fd, False)

@@ -1,0 +1,82 @@
+"""The checkpoint directory of a job on this node: locked while the job runs, and what is in it at the start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from elasticd.errors import DirectoryInUse, UsageError
+from elasticd_agent.model.job import JobSpec
+from elasticd_agent.system.installation import library_file
+
+_STORE_S = 90.0
+"""For an object store to answer a few requests, or fail to."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """What was there when the job began."""
+
+    highest_round: int = 0
+    """That ever wrote there."""
+    newest: tuple[int, int] | None = None
+    """The (round, step) of the newest checkpoint."""
+
+
+@contextlib.contextmanager
+def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[OnDisk]:
+    """Locked for as long as the job runs. Raises UsageError."""
+    if spec.checkpoint_dir is None:
+        yield OnDisk()
+        return
+    from elasticd.checkpointing import api as checkpoint
+    from elasticd.checkpointing.object_store import shown, store_of
+
+    in_store = store_of(spec.checkpoint_dir) is not None
+    lock = checkpoint.DirectoryLock(spec.checkpoint_dir, spec.job_id, spec.run, claims=False)
+    try:
+        lock.acquire()
+    except DirectoryInUse as error:
+        raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(f"--checkpoint-dir {shown(spec.checkpoint_dir)}: {error.strerror or error}") from None
+    try:
+        if not in_store:
+            entries, _ = checkpoint.lineage(spec.checkpoint_dir)
+            newest = entries[0].manifest if entries else None
+            used = checkpoint.highest_round(spec.checkpoint_dir)
+            yield OnDisk(used, (newest.round, newest.step) if newest is not None else None)
+            return
+        found = _call_store("open", spec)
+        if "error" in found:
+            raise UsageError(f"--checkpoint-dir: {found['error']}")
+        if found["taken"]:
+            log(found["taken"])
+        try:
+            yield OnDisk(found["highest_round"], found["newest"] and tuple(found["newest"]))
+        finally:
+            if "error" in (found := _call_store("release", spec)):
+                log(found["error"])
+    finally:
+        lock.release()
+
+
+def _call_store(verb: str, spec: JobSpec) -> dict[str, Any]:
+    """With the job's environment, which may hold its credentials."""
+    program = library_file("elasticd.checkpointing.store_process")
+    argv = [sys.executable, "-I", program, verb, str(spec.checkpoint_dir), spec.job_id, spec.run]
+    environment = dict(spec.base_environment(os.environ))
+    try:
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=_STORE_S)
+        found: dict[str, Any] = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return {"error": f"{spec.checkpoint_dir}: no answer in {_STORE_S:g} s"}
+    except ValueError:
+        return {"error": done.stderr.strip().rpartition("\n")[2]}
+    return found

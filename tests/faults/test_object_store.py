@@ -1,0 +1,112 @@
+"""Jobs whose checkpoints are in an object store, on nodes that share nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.conftest import StartJob
+from tests.faults.job import until
+from tests.faults.nodes import Nodes
+from tests.faults.test_sharded import effective_samples, parameters, size_at, trained
+from tests.s3_server import BUCKET, S3
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture
+def s3(tmp_path: Path) -> Iterator[S3]:
+    server = S3(tmp_path / "s3.log")
+    yield server
+    server.close()
+
+
+def stored(s3: S3, cache: Path, **more: str) -> dict[str, Any]:
+    """How a job is started that saves there; `cache` is the place of its node's copy."""
+    environment = {**s3.environment, "ELASTICD_OBJECT_CACHE": str(cache), **more}
+    return {"flags": ["--checkpoint-dir", f"s3://{BUCKET}/run"], "env": environment}
+
+
+def test_everything_dies_and_another_node_goes_on(job: StartJob, s3: S3, tmp_path: Path) -> None:
+    first = job("resume.py", "--steps", "100000", "--every", "10", **stored(s3, tmp_path / "a"))
+    first.event("checkpoint_saved")
+    first.kill(1, round=1)
+    assert first.event("resumed", round=2)["reason"].endswith("in memory")
+    saved = until(lambda: first.events("checkpoint_saved", round=2)[1:], "a save of round 2")[-1]
+    first.end()
+    last = saved["step"] + 30
+    again = job("resume.py", "--steps", str(last), **stored(s3, tmp_path / "b"))
+    assert again.wait() == 0
+    resumed = again.event("resumed", round=3)
+    assert resumed["from_step"] >= saved["step"]
+    assert "was not released by run" in again.err
+    assert [step for _, step in again.steps()] == list(range(resumed["from_step"] + 1, last + 1))
+    # Nobody has lost its copy, and a third run finds what the second has left.
+    shutil.rmtree(tmp_path / "b")
+    third = job("resume.py", "--steps", str(last + 5), **stored(s3, tmp_path / "b"))
+    assert third.wait() == 0
+    assert third.event("resumed", round=4)
+    assert "was not released" not in third.err
+
+
+def test_the_store_is_away_for_a_while(job: StartJob, s3: S3, tmp_path: Path) -> None:
+    """Saves fail, training goes on, a rank dies and the job resumes from memory; then it saves again."""
+    run = job("resume.py", "--steps", "100000", "--every", "1s", **stored(s3, tmp_path / "a"))
+    run.event("checkpoint_saved")
+    s3.fault("cut", count=10**6)
+    failed = run.event("checkpoint_failed")
+    assert f"s3://{BUCKET}/run" in failed["reason"]
+    run.kill(1, round=1)
+    assert run.event("resumed", round=2)["reason"].endswith("in memory")
+    s3.fault("clear")
+    assert run.event("checkpoint_saved", round=2)
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"AWS_ACCESS_KEY_ID": "wrong"}, f"--checkpoint-dir: s3://{BUCKET}/run: access denied"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, f"--checkpoint-dir: s3://{BUCKET}/run: Could not connect"),
+    ],
+)
+def test_a_store_that_cannot_be_used(
+    job: StartJob, s3: S3, tmp_path: Path, change: dict[str, str], sentence: str
+) -> None:
+    """One sentence before anything is started."""
+    run = job("resume.py", "--steps", "10", **stored(s3, tmp_path / "a", **change))
+    assert run.wait() == 2
+    assert sentence in run.err
+    assert len(run.err.strip().splitlines()) == 1, run.err
+    assert not run.events("group_started")
+
+
+@pytest.mark.timeout(300)
+def test_a_sharded_state_and_nodes_that_come_and_go(
+    nodes: Callable[[str], Nodes], job: StartJob, s3: S3, tmp_path: Path
+) -> None:
+    """FSDP2 on 3, 2 and 3 nodes, each with a copy of its own."""
+    steps = 120
+    whole = job("sharded.py", "--kind", "whole", "--steps", str(steps), "--pause", "0", workers="1")
+    job_nodes = nodes("2:3")
+    train = ("sharded.py", "--kind", "fsdp", "--steps", str(steps), "--every", "5", "--pause", "0.1")
+    agents = {name: job_nodes.agent(name, *train, warm=True, **stored(s3, tmp_path / name)) for name in "abc"}
+    size_at(agents, 3)
+    trained(agents, 8)
+    lost = agents.pop("c")
+    lost.end()
+    size_at(agents, 2)
+    trained(agents, 8)
+    agents["d"] = job_nodes.agent("d", *train, warm=True, **stored(s3, tmp_path / "d"))
+    size_at(agents, 3)
+    assert [agent.wait(120) for agent in agents.values()] == [0] * 3
+    assert whole.wait() == 0
+    (ended,) = [agent for agent in agents.values() if (agent.work / "parameters").exists()]
+    assert parameters(ended.work) == pytest.approx(parameters(whole.work), abs=1e-4)
+    assert effective_samples([*agents.values(), lost])

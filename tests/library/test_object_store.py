@@ -1,0 +1,404 @@
+"""Checkpoints in an object store: a real S3 server (moto's), and what it does when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elasticd.checkpointing import api, object_store
+from elasticd.checkpointing.lineage import find_damage, names
+from elasticd.checkpointing.manifest import MANIFEST, STATE
+from elasticd.checkpointing.object_store import ObjectStore, resolve, store_of, url_of
+from elasticd.checkpointing.retention import set_aside, went_back
+from elasticd.errors import DirectoryInUse, ObjectStoreError, UsageError
+from elasticd_agent.cli.checkpoints import checkpoints as command
+from tests.s3_server import BUCKET, S3
+
+JOB = "lm"
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    import fsspec.asyn
+
+    # fsspec's thread runs for as long as the process does; it has one helper.
+    loop = fsspec.asyn.get_loop()
+    loop.call_soon_threadsafe(loop.set_default_executor, ThreadPoolExecutor(1))
+    fsspec.asyn.sync(loop, asyncio.to_thread, int)
+    server = S3(tmp_path_factory.mktemp("s3") / "log")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+    disconnect()
+    server.close()
+
+
+@pytest.fixture
+def s3(servers: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    """Without faults at the beginning; patience is short."""
+    monkeypatch.setattr(object_store, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(object_store, "RESTORE_PATIENCE_S", 2.0)
+    servers.fault("clear")
+    object_store._store.cache_clear()
+    yield servers
+    object_store._store.cache_clear()
+
+
+def disconnect() -> None:
+    """As in a new process."""
+    import s3fs
+    from fsspec.implementations.dirfs import DirFileSystem
+
+    object_store._store.cache_clear()
+    for each in s3fs.S3FileSystem._cache.values():
+        if each._s3 is not None:
+            s3fs.S3FileSystem.close_session(each.loop, each._s3creator)
+    for kind in (s3fs.S3FileSystem, DirFileSystem):
+        kind.clear_instance_cache()
+
+
+class Node:
+    """One node's copy of the store, and saves by its rank 0."""
+
+    def __init__(self, folder: Path, prefix: str, run: str = "1", claims: bool = True) -> None:
+        self.directory = resolve(f"s3://{BUCKET}/{prefix}", str(folder))
+        self.run = run
+        self.lock = api.DirectoryLock(self.directory, JOB, run)
+        if claims:
+            self.lock.acquire()
+
+    @property
+    def store(self) -> ObjectStore:
+        found = store_of(self.directory)
+        assert found is not None
+        return found
+
+    def save(self, step: int, round: int = 1, size: int = 100, mark: float = 0.0) -> str:
+        state = {"weights": torch.full((size,), step + mark), "step": step}
+        whose = {"world_size": 1, "job": JOB, "run": self.run}
+        return api.save(self.directory, round=round, step=step, parent=None, state=state, **whose).path.name
+
+    def steps(self) -> list[int]:
+        """Of the lineage, each loaded and checked."""
+        entries, _ = api.lineage(self.directory)
+        for entry in entries:
+            loaded = api.load(entry)
+            assert loaded["step"] == entry.manifest.step
+            assert bool((loaded["weights"].floor() == loaded["step"]).all())
+        return [entry.manifest.step for entry in entries]
+
+    def skipped(self) -> list[str]:
+        return [each.why for each in api.lineage(self.directory)[1]]
+
+    def keys(self) -> set[str]:
+        return {key for key in self.store._list("") if not key.startswith(".")}
+
+
+@pytest.fixture
+def nodes(s3: S3, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    made: list[Node] = []
+
+    def make(name: str = "a", **options: Any) -> Node:
+        node = Node(tmp_path / name, request.node.name.replace("/", "-"), **options)
+        made.append(node)
+        return node
+
+    yield make
+    for node in made:
+        node.lock.release()
+
+
+FAULTS = {
+    "503 at the state": {"do": "503", "method": "PUT", "path": STATE, "count": 3},
+    "500 at the manifest": {"do": "500", "method": "PUT", "path": MANIFEST, "count": 3},
+    "cut at the state": {"do": "cut", "method": "PUT", "path": STATE, "count": 3},
+    "cut at the manifest": {"do": "cut", "method": "PUT", "path": MANIFEST, "count": 3},
+    "lost answer of the manifest": {"do": "lost answer", "method": "PUT", "path": MANIFEST, "count": 1},
+    "lost answer of the state": {"do": "lost answer", "method": "PUT", "path": STATE, "count": 1},
+    "503 at every look": {"do": "503", "method": "HEAD", "path": "", "count": 3},
+    "503 at listings": {"do": "503", "method": "GET", "path": "list-type", "count": 3},
+    "the listing is late": {"do": "hide", "method": "GET", "path": "list-type", "count": 1000, "seconds": 60},
+    "cut while it is read": {"do": "cut", "method": "GET", "path": STATE, "count": 3},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_store_that_fails_for_a_while(fault: dict[str, Any], s3: S3, nodes: Any) -> None:
+    writer = nodes()
+    writer.save(10)
+    s3.fault(**fault)
+    writer.save(20)
+    # Another node finds it, copies it and compares the checksums.
+    reader = nodes("b", claims=False)
+    assert reader.steps()[0] == 20
+    assert writer.steps() == [20, 10], "what this node knows is not forgotten where the listing is late"
+    assert s3.hits()[-1] >= min(fault["count"], 2)
+
+
+@pytest.mark.system
+def test_the_server_dies_in_an_upload(
+    s3: S3, nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    s3 = S3(tmp_path / "log")
+    request.addfinalizer(s3.close)
+    request.addfinalizer(disconnect)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.environment["AWS_ENDPOINT_URL"])
+    disconnect()
+    writer = nodes()
+    writer.save(10)
+    s3.fault("die", method="PUT", path=STATE)
+    with pytest.raises(ObjectStoreError, match=r"s3://bucket/.*connect"):
+        writer.save(20)
+    assert s3.process.wait(10)
+    assert not [each for each in names(writer.directory) if each.step == 20], "nothing is left of it"
+    s3.close()
+    s3.start()
+    writer.save(30)
+    assert nodes("b", claims=False).steps() == [30]
+    assert writer.steps() == [30], "the server that came back empty has no other"
+
+
+def test_a_killed_upload_is_no_checkpoint_and_is_deleted(nodes: Any) -> None:
+    """Its files are there, its manifest is not."""
+    writer = nodes()
+    for step in (10, 20, 30, 40):
+        writer.save(step)
+    writer.store._call("rm_file", f"r1-s40/{MANIFEST}")
+    reader = nodes("b", claims=False)
+    assert reader.steps() == [30, 20, 10]
+    assert "manifest.json is missing" in reader.skipped()
+    for step in (50, 60):
+        writer.save(step)
+    api.retain(writer.directory, 1, keep=2)
+    assert writer.keys() == {f"r1-s{step}/{file}" for step in (50, 60) for file in (STATE, MANIFEST)}
+    assert writer.steps() == reader.steps() == [60, 50]
+
+
+DAMAGE = {
+    "missing": (lambda store, key: store._call("rm_file", key), "state.pt is missing in s3://bucket"),
+    "short": (lambda store, key: store._put(key, b"short"), "state.pt has 5 bytes in s3://bucket"),
+    "a bit": (
+        lambda store, key: store._put(key, _flipped(store._get(key))),
+        "state.pt does not match its checksum",
+    ),
+}
+
+
+def _flipped(data: bytes) -> bytes:
+    return bytes([*data[:200], data[200] ^ 1, *data[201:]])
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_in_the_store_is_found(what: str, nodes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    change, why = DAMAGE[what]
+    writer = nodes()
+    writer.save(10)
+    writer.save(20)
+    change(writer.store, f"r1-s20/{STATE}")
+    reader = nodes("b", claims=False)
+    entries, skipped = api.lineage(reader.directory)
+    if what == "a bit":
+        assert find_damage(entries[0]) is not None
+        with pytest.raises(api.CheckpointCorrupt, match=why):
+            api.load(entries[0])
+    else:
+        assert [entry.manifest.step for entry in entries] == [10]
+        assert why in skipped[0].why
+    assert command(["verify", url_of(reader.directory)]) == 1
+    assert "r1-s10: whole" in capsys.readouterr().out
+
+
+def test_a_later_run_takes_the_store(nodes: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The earlier one can neither commit nor delete, nor take it back."""
+    first = nodes()
+    for step in (10, 20, 30):
+        first.save(step)
+    second = nodes("b", run="2")
+    assert "was not released by run '1' of job 'lm'" in caplog.text
+    before = first.keys()
+    with pytest.raises(ObjectStoreError, match="was taken by run '2' of job 'lm'"):
+        first.save(40)
+    with pytest.raises(ObjectStoreError, match="was taken by run '2'"):
+        api.retain(first.directory, 1, keep=1)
+    assert first.keys() == before
+    third = nodes("c", run="1", claims=False)
+    with pytest.raises(DirectoryInUse, match="Stop one of them"):
+        third.lock.acquire()
+    second.save(40, round=2)
+    second.store.release(JOB, "2")
+    caplog.clear()
+    nodes("d", run="3").save(50, round=3)
+    assert not caplog.text, "it had been released"
+
+
+def test_a_name_is_committed_once(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs that both believe to own the store: the store lets one of them put the manifest."""
+    first, second = nodes(), nodes("b")
+    first.save(10)
+    monkeypatch.setattr(ObjectStore, "free_name", lambda self, name: name)
+    with pytest.raises(ObjectStoreError, match="is there already: another run writes there"):
+        second.save(10, mark=0.5)
+
+
+def test_a_step_saved_twice(nodes: Any) -> None:
+    node = nodes()
+    assert [node.save(10, mark=mark / 4) for mark in range(3)] == ["r1-s10", "r1-s10.again", "r1-s10"]
+    reader = nodes("b", claims=False)
+    (entry,), _ = api.lineage(reader.directory)
+    assert api.load(entry)["weights"][0] == 10.5
+    assert node.keys() == {f"r1-s10/{STATE}", f"r1-s10/{MANIFEST}"}
+
+
+def test_a_round_that_resumes_copies_in_the_store(s3: S3, nodes: Any) -> None:
+    nodes().save(10)
+    other = nodes("b")
+    entries, _ = api.lineage(other.directory)
+    s3.fault("503", method="PUT", path=f"r2-s10/{STATE}", count=1)
+    api.relink(other.directory, entries[0], 2)
+    assert {f"r2-s10/{STATE}", f"r2-s10/{MANIFEST}"} < other.keys()
+    assert s3.hits()[-1] == 1
+    assert nodes("c", claims=False).steps() == [10, 10]
+
+
+def test_going_back(nodes: Any) -> None:
+    node = nodes()
+    for step in (10, 20, 30):
+        node.save(step)
+    set_aside(node.directory, 10)
+    other = nodes("b", claims=False)
+    assert other.steps() == [10]
+    assert went_back(other.directory, 10).exists()
+    assert {key.partition("/")[0] for key in sorted(other.keys())} == {"r1-s10", "r1-s20.aside", "r1-s30.aside"}
+
+
+def test_only_the_newest_is_kept_on_the_node(nodes: Any) -> None:
+    node = nodes()
+    for step in (10, 20, 30):
+        node.save(step)
+    assert [path.parent.name for path in node.directory.glob(f"*/{STATE}")] == ["r1-s30"]
+    shutil.rmtree(node.directory)
+    assert node.steps() == [30, 20, 10]
+
+
+def test_a_damaged_copy_is_made_again(nodes: Any) -> None:
+    node = nodes()
+    node.save(10)
+    (copy,) = node.directory.glob(f"*/{STATE}")
+    copy.write_bytes(_flipped(copy.read_bytes()))
+    assert node.steps() == [10]
+
+
+def test_wrong_credentials(s3: S3, nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
+    disconnect()
+    with pytest.raises(ObjectStoreError, match=r"^s3://bucket/\S+: access denied"):
+        nodes()
+    disconnect()
+
+
+def test_no_such_bucket(s3: S3, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no bucket for s3://other/prefix"):
+        command(["list", "s3://other/prefix"])
+    lock = api.DirectoryLock(resolve("s3://other/prefix", str(tmp_path)), JOB, "1")
+    with pytest.raises(OSError, match="s3://other/prefix"):
+        lock.acquire()
+
+
+def test_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store.importlib.util, "find_spec", lambda name: None)
+    directory = resolve("gs://bucket/run", str(tmp_path))
+    sentence = r"checkpoints in gs://bucket/run need the package gcsfs: pip install 'elasticd\[objects\]'"
+    with pytest.raises(UsageError, match=sentence):
+        command(["list", "gs://bucket/run"])
+    with pytest.raises(UsageError, match=sentence):
+        api.DirectoryLock(directory, JOB, "1").acquire()
+
+
+def test_the_command(nodes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    node = nodes()
+    url = url_of(node.directory)
+    for step in (10, 20, 30):
+        node.save(step)
+    assert command(["list", url]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == ["r1-s30", "r1-s20", "r1-s10"]
+    assert all(line.endswith("can be restored") for line in listed)
+    assert command(["show", url]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 30
+    assert command(["verify", url]) == 0
+    assert command(["prune", url, "--keep", "1"]) == 1
+    assert "is held by run '1' of job 'lm'" in capsys.readouterr().out
+    node.store.release(JOB, "1")
+    assert command(["prune", url, "--keep", "1"]) == 0
+    assert node.steps() == [30]
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("s3://bucket/a/b", "s3://bucket/a/b"),
+        ("gs://bucket", "gs://bucket"),
+        ("az://container/a/", "az://container/a"),
+        (Path("s3://bucket/a"), "s3://bucket/a"),
+        (Path.cwd() / "s3://bucket/a", "s3://bucket/a"),
+        ("/data/checkpoints", None),
+        ("relative/s3", None),
+        ("ftp://bucket/a", None),
+    ],
+)
+def test_resolve(given: str, url: str | None, tmp_path: Path) -> None:
+    found = resolve(given, str(tmp_path))
+    assert url_of(found) == url
+    assert found.is_relative_to(tmp_path) is (url is not None)
+    assert found.is_absolute() and resolve(found, str(tmp_path)) == found
+
+
+@pytest.mark.parametrize("given", ["s3://", "s3://bucket/../../etc"])
+def test_no_bucket(given: str) -> None:
+    with pytest.raises(UsageError, match="names no bucket"):
+        resolve(given)
+
+
+def test_a_copy_of_another_user(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = nodes()
+    if os.geteuid() == 0:
+        os.chown(node.directory.parent, 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ObjectStoreError, match="belongs to another user; set ELASTICD_OBJECT_CACHE"):
+        api.lineage(node.directory)
+
+
+def test_a_store_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's memory: without ETags, and with directories."""
+    monkeypatch.setitem(object_store.PACKAGES, "memory", "fsspec")
+    node = Node(tmp_path, "run", claims=False)
+    node.directory = resolve("memory://bucket/run", str(tmp_path))
+    node.lock = api.DirectoryLock(node.directory, JOB, "1")
+    node.lock.acquire()
+    for step in (10, 20, 30):
+        node.save(step)
+    node.save(30)
+    api.retain(node.directory, 1, keep=2)
+    shutil.rmtree(node.directory)
+    assert node.steps() == [30, 20]
+    node.lock.release()
+
+
+def test_manifests_are_put_last(s3: S3, nodes: Any) -> None:
+    node = nodes()
+    s3.fault("503", method="PUT", path=MANIFEST, count=10**6)
+    with pytest.raises(ObjectStoreError):
+        node.save(10)
+    assert node.keys() == {f"r1-s10/{STATE}"}
+    assert node.steps() == []
