@@ -2,9 +2,10 @@
 
     python -m benchmarks.state --megabytes 10 300 2000 --workers 2 4
 
-Per gigabyte of state: seconds that a save blocks training (the slowest rank), seconds of a plain copy of as many bytes
-by all ranks at the same time, seconds until it is on the disk, CPU seconds of all ranks and of the writer, and the peak
-of memory a rank; the same for a restore from the disk. Medians.
+"elasticd FSDP2" is the same model in shards: each rank saves one. Per gigabyte of state: seconds that a save blocks
+training (the slowest rank), seconds of a plain copy of as many bytes by all ranks at the same time, seconds until it is
+on the disk, CPU seconds of all ranks and of the writer, and the peak of memory a rank; the same for a restore from the
+disk. Medians.
 Each cell is two jobs: one that saves, and one that restores what the first one saved.
 """
 
@@ -27,6 +28,7 @@ from benchmarks.launchers import ELASTICD, TORCHRUN_TUNED, ComparedLauncher
 SCRIPT = Path(__file__).with_name("scripts") / "state_job.py"
 WAYS: dict[str, ComparedLauncher] = {
     "elasticd": ELASTICD,
+    "elasticd FSDP2": ELASTICD,
     "torch.save": TORCHRUN_TUNED,
     "DCP async_save": TORCHRUN_TUNED,
 }

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import elasticd
@@ -39,10 +41,13 @@ class Job:
         self.session = elasticd.init()
         width = max(int((args.megabytes * 1e6 / 4 / 3 / LAYERS) ** 0.5), 1)
         layers = [torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
-        self.model = DistributedDataParallel(torch.nn.Sequential(*layers))
+        self.model = self.parallel(torch.nn.Sequential(*layers))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5)
         self.inputs = torch.randn(1, width)
         self.steps = 0
+
+    def parallel(self, model: torch.nn.Module) -> torch.nn.Module:
+        return DistributedDataParallel(model)
 
     def step(self) -> None:
         self.model(self.inputs).square().mean().backward()
@@ -93,17 +98,26 @@ class Elasticd(Job):
         return self.session._saver.wait()
 
 
+class Sharded(Elasticd):
+    """FSDP2: each rank has a shard."""
+
+    def parallel(self, model: torch.nn.Module) -> torch.nn.Module:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sharded: torch.nn.Module = fully_shard(model, mesh=mesh)
+        return sharded
+
+
 class TorchSave(Job):
     """What a careful script does: rank 0 writes a temporary file, fsyncs, renames."""
 
     def state(self) -> dict[str, Any]:
-        return {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.steps}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.steps}
 
     def restore(self) -> None:
         path = self.checkpoints / "state.pt"
         if path.exists():
             state = torch.load(path, weights_only=True)
-            self.model.module.load_state_dict(state["model"])
+            self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.steps = state["step"]
 
@@ -167,6 +181,7 @@ class DcpAsync(Job):
 
 METHODS: dict[str, Callable[[argparse.Namespace], Job]] = {
     "elasticd": Elasticd,
+    "elasticd FSDP2": Sharded,
     "torch.save": TorchSave,
     "DCP async_save": DcpAsync,
 }

@@ -351,9 +351,9 @@ class ObjectStore:
     def drop_copies(self, keep: Path) -> None:
         """Files of other checkpoints than `keep` on this node: they can be fetched again."""
         with self._locked():
-            for path in self._directory.iterdir():
-                if path != keep and (path / _REMOTE).exists():
-                    for file in path.iterdir():
+            for mark in self._directory.glob(f"*/{_REMOTE}"):
+                if mark.parent != keep:
+                    for file in {*mark.parent.glob("*"), *mark.parent.glob(".*")}:
                         if file.name not in (MANIFEST, _REMOTE):
                             file.unlink(missing_ok=True)
 
@@ -395,9 +395,9 @@ class ObjectStore:
 
     @functools.cached_property
     def _files(self) -> Any:
-        """fsspec's file system of the URL. Raises UsageError."""
+        """fsspec's file system of the URL. Raises ObjectStoreError without the package."""
         if why := missing_package(self._directory):
-            raise UsageError(why)
+            raise ObjectStoreError(why)
         import fsspec
 
         files = fsspec.filesystem(self._scheme, use_listings_cache=False, **_OPTIONS.get(self._scheme, {}))

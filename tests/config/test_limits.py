@@ -132,7 +132,8 @@ def test_commands(tree: Path, script: str, more: dict[str, Any], says: str | Non
         ({"checkpoint_dir": "TREE/allowed/ck/not/yet/there"}, None),
         (
             {"workdir": "TREE/other"},
-            "workdir: 'TREE/other' is not below one of this node's [limits] directories: TREE/allowed",
+            "workdir: 'TREE/other' is not below one of this node's [limits] directories: TREE/allowed and "
+            "s3://bucket/team-a",
         ),
         ({"workdir": "TREE/allowed-not"}, "workdir: 'TREE/allowed-not' is not below one of"),
         (
@@ -145,10 +146,16 @@ def test_commands(tree: Path, script: str, more: dict[str, Any], says: str | Non
         ),
         ({"checkpoint_dir": "TREE/allowed/outside/new"}, "checkpoint_dir: 'TREE/allowed/outside/new' (which is"),
         ({"checkpoint_dir": "/"}, "checkpoint_dir: '/' is not below one of"),
+        ({"checkpoint_dir": "s3://bucket/team-a/run"}, None),
+        ({"checkpoint_dir": "/x/s3:/bucket/team-a/run"}, None),
+        ({"checkpoint_dir": "s3://bucket/team-b"}, "checkpoint_dir: 's3://bucket/team-b' is not below one of"),
+        ({"checkpoint_dir": "TREE/allowed/s3:/bucket/team-b"}, "checkpoint_dir: 's3://bucket/team-b' is not below"),
+        ({"checkpoint_dir": "s3://bucket/team-a-not"}, "checkpoint_dir: 's3://bucket/team-a-not' is not below one of"),
     ],
 )
 def test_directories(tree: Path, more: dict[str, Any], says: str | None) -> None:
-    said = _said(tree, Limits(directories=(tree / "allowed",)), _job(tree, "train.py", **more))
+    allowed = (tree / "allowed", Path("s3://bucket/team-a"))
+    said = _said(tree, Limits(directories=allowed), _job(tree, "train.py", **more))
     assert said == says if says is None else said is not None and said.startswith(says)
 
 

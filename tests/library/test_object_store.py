@@ -320,7 +320,7 @@ def test_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     sentence = r"checkpoints in gs://bucket/run need the package gcsfs: pip install 'elasticd\[objects\]'"
     with pytest.raises(UsageError, match=sentence):
         command(["list", "gs://bucket/run"])
-    with pytest.raises(UsageError, match=sentence):
+    with pytest.raises(ObjectStoreError, match=sentence):
         api.DirectoryLock(directory, JOB, "1").acquire()
 
 

@@ -148,8 +148,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     directories: Annotated[
         tuple[Path, ...] | None,
-        "Where a job's workdir and checkpoint_dir may be: these directories and what is below them. "
-        "Not given: anywhere.",
+        "Where a job's workdir and checkpoint_dir may be: these directories, or s3://BUCKET/PREFIX, and what is below "
+        "them. Not given: anywhere.",
         '["/home", "/checkpoints"]',
         RELOADABLE,
     ] = None

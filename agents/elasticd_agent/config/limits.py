@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from elasticd.checkpointing.object_store import url_of
 from elasticd_agent.config.agent_settings import Limits
 from elasticd_agent.config.decode import ConfigError
 from elasticd_agent.config.job_file import JobFile
@@ -61,9 +62,9 @@ def user_refusal(limits: Limits, job: JobFile, user: str | None) -> ConfigError 
 def _directories(limits: Limits, job: JobFile) -> ConfigError | None:
     if limits.directories is None:
         return None
-    allowed = tuple(os.path.realpath(directory) for directory in limits.directories)
+    allowed = tuple(map(_place, limits.directories))
     for key, path in (("workdir", job.workdir), ("checkpoint_dir", job.checkpoint_dir)):
-        if path is not None and not any(_is_below(os.path.realpath(path), directory) for directory in allowed):
+        if path is not None and not any(_is_below(_place(path), directory) for directory in allowed):
             return ConfigError(
                 key,
                 f"{_with_target(path)} is not below one of this node's [limits] directories: {listing(allowed, None)}",
@@ -125,6 +126,11 @@ def _daemon_user() -> str:
         return str(os.geteuid())
 
 
+def _place(path: Path) -> str:
+    """As the kernel resolves it; an object store's URL as it is (with `..` the job would be refused)."""
+    return url_of(path) or os.path.realpath(path)
+
+
 def _is_below(path: str, directory: str) -> bool:
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
@@ -140,5 +146,7 @@ def _which(python: str) -> str:
 
 def _with_target(path: Path) -> str:
     """The path, and where it leads if that is elsewhere."""
+    if url := url_of(path):
+        return repr(url)
     real = os.path.realpath(path)
     return repr(str(path)) if real == str(path) else f"{str(path)!r} (which is {real!r})"

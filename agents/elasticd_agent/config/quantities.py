@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from elasticd.checkpointing.object_store import url_of
 from elasticd_agent.model.job import MAX_WAIT_S
 from elasticd_agent.system.durations import parse_duration
 
@@ -71,10 +72,10 @@ def parse_size(value: Any) -> Size:
 
 
 def parse_path(value: Any) -> Path:
-    """An absolute path: a daemon's current directory is nobody's."""
+    """An absolute path: a daemon's current directory is nobody's. Or the URL of an object store."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"{_quoted(value)} is not a path; write it as text, as in /srv/data")
-    if not value.startswith("/"):
+    if not value.startswith("/") and url_of(Path(value)) is None:
         right = "write the home directory out" if value.startswith("~") else "begin it with /"
         raise ValueError(f"{_quoted(value)} is not an absolute path; {right}")
     return Path(value)

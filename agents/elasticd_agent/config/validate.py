@@ -95,6 +95,8 @@ def _check_user(key: str, name: str | None) -> None:
 
 def _check_directories(settings: NodeSettings) -> None:
     for key, path in (("state_dir", settings.state_dir), ("run_dir", settings.run_dir), ("log_dir", settings.log_dir)):
+        if path is not None and not path.is_absolute():
+            raise ConfigError(key, f"{str(path)!r} is not an absolute path; begin it with /")
         for place in (path, *path.parents) if path is not None else ():
             if place.exists() and not place.is_dir():
                 raise ConfigError(key, f"{str(place)!r} is a file, not a directory")
