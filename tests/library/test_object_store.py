@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing import api, object_store
-from elasticd.checkpointing.lineage import find_damage, names
+from elasticd.checkpointing import api, object_store, shard_files
+from elasticd.checkpointing.lineage import find_damage, names, open_verified
 from elasticd.checkpointing.manifest import MANIFEST, STATE
 from elasticd.checkpointing.object_store import ObjectStore, resolve, store_of, url_of
 from elasticd.checkpointing.retention import set_aside, went_back
 from elasticd.errors import DirectoryInUse, ObjectStoreError, UsageError
 from elasticd_agent.cli.checkpoints import checkpoints as command
+from tests.library.test_shard_files import FILES, snapshot
 from tests.s3_server import BUCKET, S3
 
 JOB = "lm"
@@ -402,3 +403,45 @@ def test_manifests_are_put_last(s3: S3, nodes: Any) -> None:
         node.save(10)
     assert node.keys() == {f"r1-s10/{STATE}"}
     assert node.steps() == []
+
+
+def put_together(made: list[Node], token: str, gives_up: str = "") -> list[Any]:
+    """What becomes of a sharded checkpoint on each node, its result or its error; None in the list: a lost node."""
+
+    def write(number: int) -> Any:
+        fd, held = snapshot(made[number].directory, number, token)
+        try:
+            return shard_files.write_snapshot(fd, held, lambda: gives_up)
+        except OSError as error:
+            return str(error)
+        finally:
+            os.close(fd)
+
+    with ThreadPoolExecutor(len(made)) as pool:
+        return list(pool.map(write, range(len(made))))
+
+
+def test_nodes_put_a_sharded_checkpoint_together(s3: S3, nodes: Any) -> None:
+    """Each node has a copy of its own; the first one commits what all have put. Each time it gets another name."""
+    made = [nodes(name) for name in "abc"]
+    for token, name in (("aa", "r1-s10"), ("bb", "r1-s10.again"), ("cc", "r1-s10")):
+        s3.fault("503", method="PUT", path="distcp", count=2)
+        results = put_together(made, token)
+        assert results[0].path.name == name and results[1:] == [None, None]
+        reader = nodes("reader", claims=False)
+        (entry,), _ = api.lineage(reader.directory)
+        assert entry.path.name == name and find_damage(entry) is None
+        for file, content in ((file, content) for files in FILES.values() for file, content in files.items()):
+            fd = open_verified(entry, file)
+            assert os.pread(fd, len(content) + 1, 0) == content
+            os.close(fd)
+        assert reader.keys() == {f"{name}/{file}" for files in FILES.values() for file in (*files, MANIFEST)}
+        assert not list(made[1].directory.glob(".*staging"))
+
+
+def test_no_sharded_checkpoint_without_a_node(nodes: Any) -> None:
+    made = [nodes(name) for name in "ab"]  # of three
+    assert put_together(made, "aa", gives_up="another node did not write its part")[0] == (
+        "another node did not write its part"
+    )
+    assert nodes("reader", claims=False).steps() == []
