@@ -64,6 +64,9 @@ class Faults:
                 raise ConnectionAbortedError
             if fault["do"] == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if fault["do"] == "403":
+                start("403 Forbidden", [("Content-Type", "application/xml")])
+                return [_WRONG]
             if fault["do"] in ("500", "503"):
                 start(f"{fault['do']} Slow Down", [("Content-Type", "application/xml")])
                 return [_SLOW]

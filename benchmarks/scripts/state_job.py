@@ -103,8 +103,8 @@ class Sharded(Elasticd):
 
     def parallel(self, model: torch.nn.Module) -> torch.nn.Module:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        sharded: torch.nn.Module = fully_shard(model, mesh=mesh)
-        return sharded
+        fully_shard(model, mesh=mesh)
+        return model
 
 
 class TorchSave(Job):

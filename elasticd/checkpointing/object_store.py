@@ -50,7 +50,9 @@ _PATIENCE_S = 20.0
 """For a save: training continues meanwhile, and the next save tries again. At a job's start a wrong address is reported
 soon."""
 RESTORE_PATIENCE_S = 300.0
-"""For a restore: without it the job cannot go on."""
+"""For a restore: without it the job cannot continue."""
+BRIEF_PATIENCE_S = 3.0
+"""For a restore that has a state in memory."""
 _LOCKS = 64
 """So many files are copied to a node at a time."""
 _FEWEST_TRIES, _PAUSE_MAX_S = 3, 5.0
@@ -155,10 +157,23 @@ class ObjectStore:
 
     def _check_owner(self) -> None:
         """Before each change. Raises ObjectStoreError if a later run has taken the store."""
-        if self._run is not None:
-            found = self._owner()
-            if found.get("run") is not None and {key: found.get(key) for key in self._run} != self._run:
-                raise ObjectStoreError(self._superseded(found, self._run))
+        if self._run is not None and not self._is_claimed():
+            self.claim(self._run["job"], self._run["run"])
+
+    def _is_claimed(self) -> bool:
+        """False if no run has claimed the store. Raises ObjectStoreError if a later run has taken it."""
+        found, own = self._owner(), self._run
+        if (
+            own is not None
+            and found.get("run") is not None
+            and (found["job"], found["run"]) != (own["job"], own["run"])
+        ):
+            raise ObjectStoreError(self._superseded(found, own))
+        return bool(found)
+
+    def assume_claimed(self, job: str, run: str) -> None:
+        """The launcher has claimed it for this run: the next change, or `pull`, finds out otherwise."""
+        self._run = {"job": job, "run": run}
 
     def _owner(self) -> dict[str, Any]:
         data = self._get(_OWNER)
@@ -180,7 +195,13 @@ class ObjectStore:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def pull(self, is_name: Callable[[str], bool]) -> None:
-        """Make the local names and manifests those of the store. `is_name`: of a checkpoint, or of one set aside."""
+        """Make the local names and manifests those of the store. `is_name`: of a checkpoint, or of one set aside.
+
+        Raises ObjectStoreError if the run of this process has claimed the store and it has been emptied, which must not
+        look like a job that has not begun, or if a later run has taken it.
+        """
+        if self._run is not None and not self._is_claimed():
+            raise ObjectStoreError(f"{self.url}/{_OWNER} is gone: was the prefix, or the bucket, deleted?")
         found: dict[str, dict[str, Any]] = {}
         marks = set()
         for key, info in self._list("").items():
@@ -362,7 +383,10 @@ class ObjectStore:
     def _list(self, name: str) -> dict[str, Any]:
         """What there is below a name, by keys relative to the URL."""
         self._files.invalidate_cache()
-        found: dict[str, Any] = self._call("find", name, detail=True)
+        try:
+            found: dict[str, Any] = self._call("find", name, detail=True)
+        except FileNotFoundError:
+            return {}
         return found
 
     def _info(self, key: str) -> dict[str, Any] | None:
@@ -382,11 +406,11 @@ class ObjectStore:
 
     def _put(self, key: str, data: bytes, create: bool = False) -> None:
         """`create`: only if there is none, where the store has conditional puts. Raises ObjectStoreError."""
-        if not create:
-            self._call("pipe_file", key, data)
-            return
+        how: dict[str, Any] = {"mode": "create"} if create else {}
         try:
-            self._call("pipe_file", key, data, mode="create")
+            self._call("pipe_file", key, data, **how)
+        except FileNotFoundError:
+            raise ObjectStoreError(f"there is no bucket for {self.url}") from None
         except FileExistsError:
             if self._get(key) != data:  # else an earlier try has put it, and its answer was lost
                 raise ObjectStoreError(f"{self.url}/{key} is there already: another run writes there") from None

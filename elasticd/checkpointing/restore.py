@@ -25,7 +25,7 @@ from elasticd.checkpointing.buffers import Snapshot, donor_of
 from elasticd.checkpointing.layout import write_at
 from elasticd.checkpointing.lineage import Entry, SkippedCheckpoint, find_damage, open_verified, walk
 from elasticd.checkpointing.manifest import STATE, Manifest, parse
-from elasticd.checkpointing.object_store import RESTORE_PATIENCE_S, shown, store_of
+from elasticd.checkpointing.object_store import BRIEF_PATIENCE_S, RESTORE_PATIENCE_S, shown, store_of
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.writer_client import SnapshotRefused
 from elasticd.coordination.store_channel import StoreChannel
@@ -228,8 +228,10 @@ class _Restore:
 
     def _lineage(self, has_other: bool) -> tuple[list[Entry], list[SkippedCheckpoint]]:
         """As `lineage`; if the object store does not answer and there is a state in memory, what this node knows."""
-        if (store := store_of(self.directory)) is not None and not has_other:
-            store.patience_s = RESTORE_PATIENCE_S
+        store = store_of(self.directory)
+        if store is None:
+            return checkpoint.lineage(self.directory)
+        usual_s, store.patience_s = store.patience_s, BRIEF_PATIENCE_S if has_other else RESTORE_PATIENCE_S
         try:
             return checkpoint.lineage(self.directory)
         except ObjectStoreError as error:
@@ -238,6 +240,8 @@ class _Restore:
             self.saver.warn("message", f"the state in memory is used: {error}", self.directory)
             found = walk(self.directory)
             return found.entries, found.skipped
+        finally:
+            store.patience_s = usual_s
 
     def _suspected(self, newest: Snapshot | None, in_memory: list[Snapshot], on_disk: list[Entry]) -> list[Entry]:
         """The older checkpoints to use where restarts in a row made no progress from the newest state; else none."""

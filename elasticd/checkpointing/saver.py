@@ -28,7 +28,7 @@ from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.layout import Layout, write_packed
 from elasticd.checkpointing.lineage import Entry
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest, parse
-from elasticd.checkpointing.object_store import missing_package, resolve
+from elasticd.checkpointing.object_store import missing_package, resolve, store_of
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.sharded_saver import ShardedSaver
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
@@ -145,8 +145,12 @@ class Saver:
 
     def _take_lock(self, path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = DirectoryLock(path, self.environment.job, self.environment.run)
+        job, run = self.environment.job, self.environment.run
+        launched = self.environment.round > 0
+        lock = DirectoryLock(path, job, run, claims=not launched)
         lock.acquire()
+        if launched and (store := store_of(path)) is not None:
+            store.assume_claimed(job, run)
         self._lock = lock
         if lock.unlocked:
             self.events.write("message", lock.unlocked, None, path=str(path))

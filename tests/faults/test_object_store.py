@@ -43,9 +43,9 @@ def test_everything_dies_and_another_node_goes_on(job: StartJob, s3: S3, tmp_pat
     again = job("resume.py", "--steps", str(last), **stored(s3, tmp_path / "b"))
     assert again.wait() == 0
     resumed = again.event("resumed", round=3)
-    assert resumed["from_step"] >= saved["step"]
+    assert resumed["step"] >= saved["step"]
     assert "was not released by run" in again.err
-    assert [step for _, step in again.steps()] == list(range(resumed["from_step"] + 1, last + 1))
+    assert [step for _, step in again.steps()] == list(range(resumed["step"] + 1, last + 1))
     # Nobody has lost its copy, and a third run finds what the second has left.
     shutil.rmtree(tmp_path / "b")
     third = job("resume.py", "--steps", str(last + 5), **stored(s3, tmp_path / "b"))
@@ -93,7 +93,8 @@ def test_a_sharded_state_and_nodes_that_come_and_go(
 ) -> None:
     """FSDP2 on 3, 2 and 3 nodes, each with a copy of its own."""
     steps = 120
-    whole = job("sharded.py", "--kind", "whole", "--steps", str(steps), "--pause", "0", workers="1")
+    alone = ("sharded.py", "--kind", "whole", "--steps", str(steps), "--pause", "0")
+    whole = job(*alone, workers="1", flags=["--checkpoint-dir", str(tmp_path / "whole")])
     job_nodes = nodes("2:3")
     train = ("sharded.py", "--kind", "fsdp", "--steps", str(steps), "--every", "5", "--pause", "0.1")
     agents = {name: job_nodes.agent(name, *train, warm=True, **stored(s3, tmp_path / name)) for name in "abc"}

@@ -74,9 +74,9 @@ def _call_store(verb: str, spec: JobSpec) -> dict[str, Any]:
     environment = dict(spec.base_environment(os.environ))
     try:
         done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=_STORE_S)
-        found: dict[str, Any] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         return {"error": f"{spec.checkpoint_dir}: no answer in {_STORE_S:g} s"}
-    except ValueError:
+    if done.returncode:
         return {"error": done.stderr.strip().rpartition("\n")[2]}
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
