@@ -19,7 +19,7 @@ from typing import Any
 from elasticd.checkpointing.manifest import Manifest, parse
 
 COUNT = 2
-PROTOCOL = 1
+PROTOCOL = 2
 """Between ranks and the writer: the script may import another elasticd than its launcher, after an upgrade."""
 ANOTHER_SAVES = "another rank is saving that step"
 """Why a rank's state is refused at a fault; if that rank dies, this one may try again."""
@@ -127,6 +127,16 @@ class Buffers:
         """Before the buffer is filled."""
         self.held[number] = None
         os.pwrite(self._headers, bytes(8), number * _HEADER_BYTES)
+
+    def grow(self, number: int, size: int) -> None:
+        """Before ranks get it. Never smaller: a rank that has mapped it may be copying."""
+        if os.fstat(self.fds[number]).st_size < size:
+            os.ftruncate(self.fds[number], size)
+
+    def trim(self, number: int, snapshot: Snapshot) -> None:
+        """Once every rank has copied: exactly the state, without the end of a larger one before it."""
+        parts = snapshot.files.values()
+        os.ftruncate(self.fds[number], max((at + size for at, size in parts), default=snapshot.draft.bytes))
 
     def describe(self, number: int, snapshot: Snapshot) -> None:
         """After the buffer is filled, and again when its task is over. Raises ValueError for too long a description."""

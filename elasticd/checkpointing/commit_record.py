@@ -16,12 +16,14 @@ has committed the step knows whether they do.
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import random
 import struct
 import sys
 import weakref
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +34,9 @@ if TYPE_CHECKING:
     import torch
 
 _HEAD = struct.Struct("<qq")
+_pack_head = _HEAD.pack_into
 _OTHERS_BYTES = 16 << 10
-"""python's and numpy's random states, as `state.to_bytes` writes them, take 8 KB."""
+"""python's and numpy's random states take 5 KB."""
 PIECE_BYTES = 64
 MOST_PIECES = 16
 """Parameters of which a piece is copied, to find ranks that have diverged and changes that torch does not see."""
@@ -41,6 +44,8 @@ _MOST_VECTORS = 1024
 """IOV_MAX of limits.h."""
 _WORDS, _COUNTERS_BYTES, _SAMPLES_BYTES, _GENERATOR_BYTES = 624, 20, 28, 3072
 """Of at::CPUGeneratorImpl: its words, what it keeps before and after them, and more than the whole of it."""
+_WORD = "I"
+"""Of `array`: 32 bits."""
 _SLOTS = 4
 _EXPECTED = 2
 
@@ -70,6 +75,7 @@ class CommitRecord:
         weakref.finalize(self, os.close, fd)
         os.posix_fallocate(fd, 0, _SLOTS * size)
         self._map = mmap.mmap(fd, _SLOTS * size)
+        self._slots = range(0, _SLOTS * size, size)
         self.locate()
         self._generators = _Generators()
         self._written: list[tuple[bytes, bytes]] = [(b"", b"")] * _SLOTS
@@ -98,23 +104,28 @@ class CommitRecord:
         self._copy(step, step % 2 + _EXPECTED)
 
     def _copy(self, step: int, number: int) -> None:
-        slot, gather, before = number * self._places.bytes, self._gathers[number], self._written[number]
+        slot, gather, before = self._slots[number], self._gathers[number], self._written[number]
         states = self._generators.states()
         if gather.calls or states is not before:
-            _HEAD.pack_into(self._map, slot, -1, 0)
-            if states[0] is not before[0]:
-                at = slot + _HEAD.size
-                self._map[at : at + len(states[0])] = states[0]
-            if states[1] is not before[1]:
-                at = slot + self._places.others
-                self._map[at : at + len(states[1])] = states[1]
-            self._written[number] = states
+            _pack_head(self._map, slot, -1, 0)
+            if states is not before:
+                self._copy_states(states, number)
             # What is read of a parameter that has moved is found at the fault: it differs from the parameter then.
-            if not gather.write() or [buffer.data_ptr() for buffer in self._buffers] != self._addresses:
+            if not gather.write() or (self._buffers and self._are_moved()):
                 self.locate()
                 if not self._gathers[number].write():
                     raise OSError("the memory of a tensor cannot be read")
-        _HEAD.pack_into(self._map, slot, step, len(states[1]))
+        _pack_head(self._map, slot, step, len(states[1]))
+
+    def _copy_states(self, states: tuple[bytes, bytes], number: int) -> None:
+        before, slot = self._written[number], self._slots[number]
+        for found, old, place in zip(states, before, (_HEAD.size, self._places.others), strict=True):
+            if found is not old:
+                self._map[slot + place : slot + place + len(found)] = found
+        self._written[number] = states
+
+    def _are_moved(self) -> bool:
+        return [buffer.data_ptr() for buffer in self._buffers] != self._addresses
 
 
 def read(
@@ -140,13 +151,24 @@ def read(
     if found != step or not 0 < size <= _OTHERS_BYTES:
         return None
     generator = torch.frombuffer(bytearray(slot[_HEAD.size : places.others]), dtype=torch.uint8)
-    others = state.from_bytes(slot[places.others : places.others + size])
+    others = _read_others(slot[places.others : places.others + size])
     copies, at = [], places.buffers
     for buffer in buffers:
         end = at + buffer.numel() * buffer.element_size()
         copies.append(_tensor(slot[at:end], buffer))
         at = end
     return Commit({"torch": generator, **others}, copies, slot[places.pieces : places.buffers])
+
+
+def last_step(path: str) -> int:
+    """The last step that a rank has committed, 0 for none."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size // _SLOTS
+            heads = [os.pread(file.fileno(), _HEAD.size, at * size) for at in range(_EXPECTED)]
+    except OSError:
+        return 0
+    return max((_HEAD.unpack(head)[0] for head in heads if len(head) == _HEAD.size), default=0)
 
 
 def as_expected(
@@ -217,7 +239,7 @@ class _Gather:
 
 
 class _Generators:
-    """The states of the default generators. Copying torch's takes 1 µs, python's 20, numpy's 90, and comparing the
+    """The states of the default generators. Copying torch's takes 1 µs, python's and numpy's 30, and comparing the
     memory of the objects 0.3: only those that have moved are copied.
     """
 
@@ -228,20 +250,30 @@ class _Generators:
         self._own = _torch_memory(self._default)
         self._python: Any = vars(random)["_inst"]
         self._numpy: Any = None
+        """The default generator, once the script has imported numpy."""
+        self._bits: Any = None
         self._memory = [self._own, _memory(self._python)]
         self._before, self._gauss = b"", None
         self._states = (b"", b"")
 
+    def _find_numpy(self) -> None:
+        if "numpy" in sys.modules:
+            self._numpy = sys.modules["numpy"].random.mtrand._rand
+            self._locate_numpy()
+
+    def _locate_numpy(self) -> None:
+        self._bits = self._numpy._bit_generator
+        self._memory = [self._own, *(_memory(each) for each in (self._python, self._numpy, self._bits))]
+
     def states(self) -> tuple[bytes, bytes]:
-        """Torch's, and the others' as `state.to_bytes` writes them; the same object while none has moved.
+        """Torch's, and the others' (`_other_states`); the same object while none has moved.
 
         Raises CheckpointError where they do not fit.
         """
-        if "numpy" in sys.modules:
-            numpy = sys.modules["numpy"].random.mtrand._rand
-            if numpy._bit_generator is not self._numpy:
-                self._numpy = numpy._bit_generator
-                self._memory = [self._own, *(_memory(each) for each in (self._python, numpy, self._numpy))]
+        if self._numpy is None:
+            self._find_numpy()
+        elif self._numpy._bit_generator is not self._bits:
+            self._locate_numpy()
         now, gauss = b"".join(self._memory), self._python.gauss_next
         if self._own and now == self._before and gauss == self._gauss:
             return self._states
@@ -258,14 +290,33 @@ class _Generators:
 
 
 def _other_states() -> bytes:
-    import torch
-
-    found = state.random_state(torch.device("cpu"))
-    del found["torch"]
-    data = state.to_bytes(found)
+    """Python's and numpy's: a line of JSON, then the words of each. As `torch.save` writes them they take 0.2 ms."""
+    version, words, gauss = random.getstate()
+    small: dict[str, Any] = {"python": [version, gauss]}
+    data = array(_WORD, words).tobytes()
+    if "numpy" in sys.modules:
+        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        small["numpy"] = [name, int(position), int(has_gauss), float(cached)]
+        data += keys.tobytes()
+    data = json.dumps(small).encode() + b"\n" + data
     if len(data) > _OTHERS_BYTES:
         raise CheckpointError(f"python's and numpy's random states take {len(data)} bytes")
     return data
+
+
+def _read_others(data: bytes) -> dict[str, Any]:
+    """As `state.random_state` has them."""
+    import torch
+
+    small, _, words = data.partition(b"\n")
+    found = json.loads(small)
+    numbers = torch.tensor(array(_WORD, words))
+    version, gauss = found["python"]
+    states: dict[str, Any] = {"python": [version, numbers[: _WORDS + 1].clone(), gauss]}
+    if "numpy" in found:
+        name, *rest = found["numpy"]
+        states["numpy"] = [name, numbers[_WORDS + 1 :].clone(), *rest]
+    return states
 
 
 def _memory(generator: Any) -> memoryview:

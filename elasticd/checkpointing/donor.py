@@ -82,7 +82,7 @@ class Donor:
         self._commits, self._copy_s, self._step_s, self._at = 0, 1e9, 1e9, 0.0
         self._expect_s = 0.0
         self._socket: socket.socket | None = None
-        self._closed = False
+        self._closed = self._failed = False
         self._hooks: list[Any] = []
         self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
         self._why = ""
@@ -249,12 +249,32 @@ class Donor:
             while packet := self._socket.recv(4096):
                 if refused := json.loads(packet).get("refused"):
                     return str(refused)
-                self._save(WAIT_S)
+                until = time.monotonic() + WAIT_S
+                self._catch_up(until)
+                self._save(max(until - time.monotonic(), 0.05))
                 self._socket.send(json.dumps({"do": "donated"}).encode())
         return ""
 
+    def _catch_up(self, until: float) -> None:
+        """Wait for a step that a rank of this node has committed, and this rank has not: it has what it needs for it.
+
+        If that rank lives, it saves the step.
+        """
+        saver = self._saver
+        ahead = max(commit_record.last_step(_path("commit", rank)) for rank in range(saver.group.world_size))
+        with contextlib.closing(self._client()) as client, contextlib.suppress(OSError, SnapshotRefused):
+            while 0 < self._step < ahead and not (self._changing or self._failed) and time.monotonic() < until:
+                if self._is_saved(client, ahead):
+                    return
+                time.sleep(0.001)
+
+    def _client(self) -> WriterClient:
+        assert self._saver.writer is not None
+        return WriterClient(self._saver.writer.path, 0, 1, self._saver.writer.first_node)
+
     def fail(self) -> None:
         """The script has failed, or is about to end by an exception: the launcher will end the others."""
+        self._failed = True
         if self._why or self._is_forked():
             return
         if self._changing:
@@ -303,8 +323,7 @@ class Donor:
 
     def _save_clean(self) -> None:
         saver, step = self._saver, self._step
-        assert saver.writer is not None
-        client = WriterClient(saver.writer.path, 0, 1, saver.writer.first_node)
+        client = self._client()
         try:
             if self._is_saved(client, step):
                 return

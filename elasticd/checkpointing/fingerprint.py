@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 READ_S = 50e-9
 """What reading one counter takes."""
-LEAST_S = 1.2e-6
+LEAST_S = 0.8e-6
 SHARE = 0.0003
 """What reading counters at a commit may take: LEAST_S, or this share of a step if that is longer."""
 _version = operator.attrgetter("_version")

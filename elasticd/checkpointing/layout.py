@@ -103,8 +103,8 @@ class Layout:
                 digest.update(piece)
         return digest.hexdigest()
 
-    def copy_shared(self, fd: int, share: int, shares: int) -> None:
-        """Copy one of `shares` equal shares of the shared storages into the file `fd`."""
+    def copy_shared(self, write: Callable[[int, memoryview], None], share: int, shares: int) -> None:
+        """Copy one of `shares` equal shares of the shared storages by `write(offset in the file, data)`."""
         whole = sum(storage.nbytes() for _, storage in self._shared)
         first, last = (whole * number // shares // 4096 * 4096 for number in (share, share + 1))
         last = whole if share + 1 == shares else last
@@ -112,7 +112,8 @@ class Layout:
         for offset, storage in self._shared:
             start, stop = max(first - before, 0), min(last - before, storage.nbytes())
             if start < stop:
-                _copy(fd, offset, storage, start, stop)
+                for at, piece in _pieces(storage, start, stop):
+                    write(offset + at, piece)
             before += storage.nbytes()
 
     def copy_own(self, fd: int) -> None:
@@ -250,11 +251,6 @@ def _pieces(storage: torch.UntypedStorage, start: int, stop: int) -> Iterator[tu
         part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + size].cpu()
         yield start, memoryview((ctypes.c_char * size).from_address(part.data_ptr())).cast("B")
         start += size
-
-
-def _copy(fd: int, offset: int, storage: torch.UntypedStorage, start: int, stop: int) -> None:
-    for at, piece in _pieces(storage, start, stop):
-        write_at(fd, offset + at, piece)
 
 
 def write_at(fd: int, offset: int, data: memoryview) -> None:

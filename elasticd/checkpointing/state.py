@@ -7,10 +7,12 @@ round. Random states are plain tensors, lists and numbers, so that `torch.load(w
 from __future__ import annotations
 
 import copy
+import ctypes
 import hashlib
 import io
 import random
 import sys
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 RESERVED = "elasticd"
 _COMPILED = "_orig_mod"
+_HUGE_BYTES = 2 << 20
+_HUGE = 14
+"""MADV_HUGEPAGE of linux/mman.h."""
 RANK_INDEPENDENT = "rank_independent"
 """An attribute that is True of an object whose state any rank may save for all, even where ranks' states differ."""
 
@@ -154,7 +159,20 @@ def _keep_copies(state: Mapping[Any, Any], before: Mapping[Any, Any], mapped: se
         if alike and (old.shape, old.stride()) == (value.shape, value.stride()):
             values[key] = old.detach().copy_(value)
         else:
-            values[key] = value.clone()
+            values[key] = _clone(value)
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    """In huge pages where the kernel grants them: page faults are three quarters of the time that a copy takes."""
+    import torch
+
+    copied = torch.empty_like(tensor)
+    if tensor.device.type == "cpu":
+        start = -(-copied.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
+        size = (copied.data_ptr() + copied.nbytes - start) // _HUGE_BYTES * _HUGE_BYTES
+        if size > 0:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _HUGE)
+    return copied.copy_(tensor)
 
 
 def _addresses(state: Any) -> set[int]:
@@ -269,12 +287,13 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
     version, numbers, gauss = random.getstate()
     # Tensors, since torch.save and torch.load take a list number by number.
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(numbers), gauss]}
+    words = torch.frombuffer(array("q", numbers), dtype=torch.int64)
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, words, gauss]}
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [name, torch.tensor(keys.tolist()), int(position), int(has_gauss), float(cached)]
+        state["numpy"] = [name, torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)]
     return state
 
 

@@ -229,6 +229,7 @@ class Writer:
         if not fill.refused:
             held = self._buffers.held[fill.buffer]
             self._buffers.erase(fill.buffer)
+            self._buffers.grow(fill.buffer, message["size"])
             if held is not None and held.task is not None:
                 why = "the disk is slower than the saves: a newer state took its place in memory"
                 self._finish(held, None, why, kind="checkpoint_dropped")
@@ -269,6 +270,7 @@ class Writer:
         elif fill.snapshot is not None and len(fill.copied) == fill.shares and not fill.copying:
             try:
                 fill.snapshot = replace(fill.snapshot, files=fill.files)
+                self._buffers.trim(fill.buffer, fill.snapshot)
                 self._buffers.describe(fill.buffer, fill.snapshot)
                 self._parts_until = float("inf")
                 self._report_whole(fill.snapshot)

@@ -12,6 +12,7 @@ from typing import Any
 from elasticd.checkpointing.buffers import PROTOCOL, Snapshot, WriteTask
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import Manifest
+from elasticd.checkpointing.mapped_buffer import MappedBuffers
 
 VARIABLE = "ELASTICD_WRITER"
 """share/shares:path, the path of the writer's socket; set by the launcher."""
@@ -34,6 +35,7 @@ class WriterClient:
     first_node: bool
     """Rank 0 is on this node."""
     _socket: socket.socket | None = field(default=None, repr=False)
+    _mapped: MappedBuffers = field(default_factory=MappedBuffers, repr=False)
 
     def copy(
         self,
@@ -51,12 +53,14 @@ class WriterClient:
 
         fd, shares = self.begin(draft, number, self.share, self.shares, layout.shared_digest)
         try:
-            layout.copy_shared(fd, self.share, shares)
+            buffer = self._mapped.begin(fd)
+            layout.copy_shared(buffer.write, self.share, shares)
             if self.share == 0:
                 copy_own(fd)
+            self.copied(draft, number, self.share, task)
+            buffer.end()
         finally:
             os.close(fd)
-        self.copied(draft, number, self.share, task)
 
     def begin(
         self, draft: Manifest, number: int, share: int, shares: int, digest: str, copies: int = 2
@@ -70,8 +74,6 @@ class WriterClient:
         key = {"round": draft.round, "number": number, "share": share}
         need = {"size": draft.bytes, "copies": copies}
         fd, answer = self._borrow({"do": "begin", **key, **need, "shares": shares, "digest": digest})
-        if share == 0:
-            os.ftruncate(fd, draft.bytes)
         return fd, answer["shares"]
 
     def copied(
@@ -121,6 +123,7 @@ class WriterClient:
         return bool(self._request({"do": "settle", "wait": wait, "parts_s": parts_s}, timeout_s)[0]["writing"])
 
     def close(self) -> None:
+        self._mapped.close()
         if self._socket is not None:
             self._socket.close()
             self._socket = None

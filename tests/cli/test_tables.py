@@ -68,7 +68,9 @@ def test_job_page(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     progress = {
         "round": 23, "phase": "running", "world_size": 8, "step": 12_345, "steps_per_second": 3.14159, "restarts": 22,
-        "checkpoint": {"step": 12_000, "round": 22, "age_seconds": 34.0}, "goodput": 0.9321, "rounds": rounds,
+        "checkpoint": {"step": 12_000, "round": 22, "age_seconds": 34.0, "bytes": 600_000_000, "blocked_seconds": 0.04},
+        "snapshot": {"step": 12_340, "round": 23, "age_seconds": 4.0}, "donor_resumes": 2, "donor_steps": 812,
+        "goodput": 0.9321, "rounds": rounds,
     }  # fmt: skip
     rounds[-1] |= {"lost_seconds": 0.42, "lost_steps": 17}
     ranks = [
@@ -85,7 +87,9 @@ def test_job_page(monkeypatch: pytest.MonkeyPatch) -> None:
         "              b slots 0,2-3, starting: its environment is being made",
         "  round       23, running, 8 workers",
         "  step        12,345, 3.14 steps/s",
-        "  checkpoint  step 12000 of round 22, 34s ago",
+        "  checkpoint  step 12000 of round 22, 34s ago, 600 MB, training blocked 0.04 s",
+        "  in memory   step 12340 of round 23, 4s ago",
+        "  donors      2 faults resumed from a state saved after it: 812 steps not trained again",
         "  goodput     93.2 % of the time since the first round made steps that count",
         "  restarts    22",
         "  requested   1 to 2 nodes with 4 slots each",

@@ -36,13 +36,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def test_state_saved_at_a_fault_equals_that_of_an_undisturbed_run(job: StartJob, whole: Job) -> None:
     """One fault after the other: a rank is killed, again one step later, rank 0 is killed, each is killed before it has
-    finished a step that the other one has finished, one exits, one raises.
+    finished a step that the other one has finished, one exits, one raises, rank 0 is killed when it has finished a
+    step that the other one has not finished.
     """
     faults = [Fault(1, 13, "SIGKILL"), Fault(1, 14, "SIGKILL", 2), Fault(0, 27, "SIGKILL"), Fault(1, 45, "exit 3")]
-    saved = [(12, 0), (13, 0), (26, 1), (33, 0), (38, 1), (44, 0), (51, None)]
+    faults += [Fault(0, 57, "SIGKILL")]
+    saved = [(12, 0), (13, 0), (26, 1), (33, 0), (38, 1), (44, 0), (51, None), (56, 1)]
     flags = ["--checkpoint-dir", "checkpoints"]
     behind = ["--die-behind", "1,33", "0,38"]
-    run = job("donor.py", "--steps", "60", "--fail-at", "7,1,52", *behind, faults=faults, flags=flags)
+    run = job("donor.py", "--steps", "60", "--fail-at", "7,1,52", "--lag", "1,56", *behind, faults=faults, flags=flags)
     assert run.wait() == 0
     found = run.events("resumed")
     for (step, rank), event in zip(saved, found, strict=True):

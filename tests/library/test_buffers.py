@@ -1,4 +1,4 @@
-"""Headers of states in memory: one that is torn, or of another version, is no state, and harms no other one."""
+"""Buffers: a torn header, or one of another version, is no state; a copy into mapped memory is like a written one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing import buffers, manifest
+from elasticd.checkpointing import buffers, manifest, mapped_buffer
 from elasticd.checkpointing.buffers import Buffers, Snapshot, WriteTask
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
+from elasticd.checkpointing.mapped_buffer import MappedBuffer, MappedBuffers
 
 MIB = 1 << 20
 
@@ -92,3 +93,45 @@ def test_other_buffer_gets_memory_and_keeps_its_size(memory: list[int], monkeypa
     two.provide(0)
     found = os.fstat(memory[2])
     assert (found.st_size, found.st_blocks * 512) == (MIB, 5 * MIB // 2)
+
+
+def mapped(fd: int, pieces: dict[int, bytes]) -> MappedBuffer:
+    """A buffer that was copied into once, and is mapped."""
+    buffer = MappedBuffer()
+    copy(buffer, fd, pieces)
+    assert buffer._thread is not None
+    buffer._thread.join()
+    return buffer
+
+
+def copy(buffer: MappedBuffer, fd: int, pieces: dict[int, bytes]) -> None:
+    buffer.begin(fd)
+    for offset, data in pieces.items():
+        buffer.write(offset, memoryview(bytearray(data)))
+    buffer.end()
+    for offset, data in pieces.items():
+        assert os.pread(fd, len(data), offset) == data
+
+
+@pytest.mark.parametrize("populate", [22, 99], ids=["this kernel", "an older kernel"])
+def test_second_copy_goes_to_mapped_memory(memory: list[int], monkeypatch: pytest.MonkeyPatch, populate: int) -> None:
+    monkeypatch.setattr(mapped_buffer, "_POPULATE_READ", populate)
+    pieces = {0: b"a" * 100, 5000: b"b" * MIB}
+    buffer = mapped(memory[1], pieces)
+    monkeypatch.setattr(mapped_buffer, "write_at", None)
+    copy(buffer, memory[1], {offset: data.swapcase() for offset, data in pieces.items()})
+    assert buffer.fits
+
+
+@pytest.mark.parametrize("size", [100, 2 * MIB], ids=["shorter than what is mapped", "longer"])
+def test_file_of_another_size_is_written(memory: list[int], size: int) -> None:
+    """An access beyond the end of the file would kill the process."""
+    buffer = mapped(memory[1], {0: b"a" * MIB})
+    os.ftruncate(memory[1], size)
+    copy(buffer, memory[1], {0: b"b" * 50, 3 * MIB // 2: b"c" * 50})
+    assert not buffer.fits
+    buffers = MappedBuffers()
+    first = buffers.begin(memory[1])
+    assert buffers.begin(memory[1]) is first
+    first.fits = False
+    assert buffers.begin(memory[1]) is not first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import zipfile
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing.layout import Layout, write_packed
+from elasticd.checkpointing.layout import Layout, write_at, write_packed
 
 WEIGHT = torch.arange(30_000.0).reshape(100, 300)
 STATES: dict[str, dict[str, Any]] = {
@@ -28,7 +29,7 @@ STATES: dict[str, dict[str, Any]] = {
 def filled(layout: Layout, shares: int, packed: bool) -> int:
     fd = os.memfd_create("layout")
     for share in range(shares):
-        layout.copy_shared(fd, share, shares)
+        layout.copy_shared(functools.partial(write_at, fd), share, shares)
     if packed:
         write_packed(fd, layout.pack_own(1 << 30))
     else:

@@ -13,6 +13,7 @@ from typing import Any
 from elasticd_agent.model.phrases import count, plural, ranges
 from elasticd_agent.node.api.schema import (
     AssignmentStatus,
+    CheckpointStatus,
     JobProgress,
     JobStatus,
     JobSummary,
@@ -87,7 +88,9 @@ def status(job: JobStatus) -> str:
         *_where(job),
         ("round", _round(progress)),
         ("step", _step(progress)),
-        ("checkpoint", _checkpoint(progress)),
+        ("checkpoint", _saved(progress.checkpoint)),
+        ("in memory", _saved(progress.snapshot)),
+        ("donors", _donors(progress)),
         ("goodput", _goodput(progress)),
         ("restarts", "" if progress.restarts is None else str(progress.restarts)),
         ("requested", _requested(job)),
@@ -182,9 +185,18 @@ def _step(progress: JobProgress) -> str:
     return f"{progress.step:,}" + ("" if rate is None else f", {rate:.3g} steps/s")
 
 
-def _checkpoint(progress: JobProgress) -> str:
-    saved = progress.checkpoint
-    return "" if saved is None else f"step {saved.step} of round {saved.round}, {_age(saved.age_seconds)} ago"
+def _saved(saved: CheckpointStatus | None) -> str:
+    if saved is None:
+        return ""
+    age = f"{_age(saved.age_seconds)} ago"
+    return ", ".join(filter(None, [f"step {saved.step} of round {saved.round}", age, saved.cost]))
+
+
+def _donors(progress: JobProgress) -> str:
+    if not progress.donor_resumes:
+        return ""
+    saved = count(progress.donor_resumes, "fault")
+    return f"{saved} resumed from a state saved after it: {count(progress.donor_steps, 'step')} not trained again"
 
 
 def _goodput(progress: JobProgress) -> str:

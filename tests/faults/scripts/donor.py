@@ -94,6 +94,8 @@ def main(args: argparse.Namespace) -> None:
             loss.backward()
             if (session.rank, session.steps + 1) in args.die_behind:
                 die_behind(session.steps + 1, {*range(session.world_size)} - {session.rank})
+            if (session.rank, session.steps + 1) in args.lag:
+                time.sleep(0.1)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
@@ -116,4 +118,5 @@ if __name__ == "__main__":
     parser.add_argument("--poisoned", type=int, help="a state of this step makes every resumed round fail")
     parser.add_argument("--fail-at", type=numbers)
     parser.add_argument("--die-behind", type=numbers, nargs="*", default=[], help="RANK,STEP after the backward pass")
+    parser.add_argument("--lag", type=numbers, nargs="*", default=[], help="RANK,STEP before the optimizer's step")
     main(parser.parse_args())

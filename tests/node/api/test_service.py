@@ -66,11 +66,12 @@ def trained(one: Served) -> None:
         reason="rank 1 was killed",
         cause="crash",
     )
-    one.event("resumed", NOW - 61, 2, step=11)
+    one.event("resumed", NOW - 61, 2, step=20, donor=0, steps_saved=9)
     one.event("first_step", NOW - 60, 2, step=12)
     one.event("work_recovered", NOW - 50, 2, step=22, seconds=20.0)
-    one.event("checkpoint_saved", NOW - 34, 2, step=40)
+    one.event("checkpoint_saved", NOW - 34, 2, step=40, bytes=600, seconds=0.5)
     one.answers["status"] = {"phase": "running", "round": 2, "world_size": 2, "step": 101, "steps_per_second": 1.5}
+    one.answers["status"]["snapshot"] = {"step": 100, "round": 2, "at": NOW - 3}
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -142,7 +143,11 @@ def test_progress_from_event_log_and_runner(serve: Serve) -> None:
     trained(one)
     progress = one.unix().get("/v1/jobs/llama").document()["progress"]
     assert (progress["round"], progress["step"], progress["steps_per_second"]) == (2, 101, 1.5)
-    assert progress["checkpoint"] == {"step": 40, "round": 2, "at": NOW - 34, "age_seconds": 34.0}
+    saved = {"step": 40, "round": 2, "at": NOW - 34, "age_seconds": 34.0, "bytes": 600, "blocked_seconds": 0.5}
+    assert progress["checkpoint"] == saved
+    unknown = {"bytes": None, "blocked_seconds": None}
+    assert progress["snapshot"] == {"step": 100, "round": 2, "at": NOW - 3, "age_seconds": 3.0, **unknown}
+    assert (progress["donor_resumes"], progress["donor_steps"]) == (1, 9)
     # 20 s until the fault, and 50 s since what it cost was made good, in 100 s.
     assert progress["goodput"] == 0.7
     assert [one["reason"] for one in progress["rounds"]] == ["first round", "rank 1 was killed"]

@@ -33,7 +33,10 @@ def a_job(**progress: Any) -> dict[str, Any]:
     samples += [[NOW - 196 + 14 * i, 2, 91 + 14 * i] for i in range(15)]
     known = {
         "node": "a", "round": 2, "phase": "running", "world_size": 4, "step": 287, "steps_per_second": 1.0,
-        "restarts": 1, "checkpoint": {"step": 280, "round": 2, "at": NOW - 7, "age_seconds": 7.0}, "goodput": 0.93,
+        "restarts": 1, "checkpoint": {"step": 280, "round": 2, "at": NOW - 7, "age_seconds": 7.0,
+        "bytes": 600_000_000, "blocked_seconds": 0.04},
+        "snapshot": {"step": 286, "round": 2, "at": NOW - 1, "age_seconds": 1.0},
+        "donor_resumes": 1, "donor_steps": 12, "goodput": 0.93,
         "started_at": NOW - 310, "rounds": rounds, "ranks": [a_rank(k) for k in range(4)], "step_samples": samples,
         "unreachable": {}, "runner_problem": "", "members": [],
     }  # fmt: skip

@@ -36,7 +36,9 @@ def test_running_job() -> None:
     text = text_of(a_job())
     for part in (
         "287", "1 steps/s", "of its time counted", "step 280", "7.0 s ago", "93.0 %", "4.0 s",
-        "1 fault, 11 steps again", "rank 1 was killed by SIGKILL",
+        "7.0 s ago, 600 MB, training blocked 0.04 s",
+        "In memory", "step 286", "1 fault, 11 steps again, 12 steps saved after a fault",
+        "rank 1 was killed by SIGKILL",
         "training for 3 min 16 s", "−4.0 s", "trained for 1 min 40 s", "a line",
     ):  # fmt: skip
         assert part in text, part

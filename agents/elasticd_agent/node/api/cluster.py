@@ -22,7 +22,7 @@ from elasticd_agent.node.api.local import LocalJobs
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.progress import MAX_SHOWN_ROUNDS
 from elasticd_agent.node.api.rank_logs import LogRequest
-from elasticd_agent.node.api.schema import JobProgress, LogChunk, RankProgress, RoundStatus
+from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, LogChunk, RankProgress, RoundStatus
 from elasticd_agent.node.records import Submission
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.system.bounded_io import DeadlineExceeded
@@ -214,6 +214,10 @@ def _node_of_rank(current: Round | None, request: LogRequest) -> list[str]:
     return [node for rank, node, _, _ in current.assignments() if rank == request.rank]
 
 
+def _newest(saved: Iterable[CheckpointStatus | None]) -> CheckpointStatus | None:
+    return max((one for one in saved if one is not None), key=lambda one: (one.round, one.step), default=None)
+
+
 def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) -> JobProgress | None:
     """One answer from what each node knows: its own ranks, its own log, and a checkpoint only if rank 0 ran there.
 
@@ -228,12 +232,14 @@ def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) 
         rounds |= {one.round: one for one in row.rounds}
         if (row.round or 0) == newest:  # in an older round ranks are numbered differently
             ranks |= {one.rank: one for one in row.ranks}
-    checkpoints = [row.checkpoint for row in rows if row.checkpoint is not None]
     samples = [row.step_samples for row in rows if row.step_samples]
     return replace(
         rows[0],
         step=max((row.step for row in rows if row.step is not None), default=None),
-        checkpoint=max(checkpoints, key=lambda one: (one.round, one.step), default=None),
+        checkpoint=_newest(row.checkpoint for row in rows),
+        snapshot=_newest(row.snapshot for row in rows),
+        donor_resumes=max(row.donor_resumes for row in rows),
+        donor_steps=max(row.donor_steps for row in rows),
         rounds=tuple(rounds[number] for number in sorted(rounds)[-MAX_SHOWN_ROUNDS:]),
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         step_samples=min(samples, key=lambda one: one[0], default=()),

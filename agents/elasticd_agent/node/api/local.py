@@ -91,6 +91,7 @@ class LocalJobs:
             rounds=() if brief else known.rounds,
             ranks=tuple(replace(rank, node=self.node) for rank in runner.ranks),
             step_samples=() if brief else runner.step_samples,
+            snapshot=runner.snapshot and runner.snapshot.aged(now),
             runner_problem=problem,
         )
 

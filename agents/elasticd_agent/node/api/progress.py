@@ -64,6 +64,8 @@ class JobTimeline:
     restarts: int = 0
     step: int | None = None
     checkpoint: CheckpointStatus | None = None
+    donor_resumes: int = 0
+    donor_steps: int = 0
     _resumed_steps: dict[int, int | None] = field(default_factory=dict)
     """By round."""
     _ledger: GoodputLedger = field(default_factory=lambda: GoodputLedger(0.0))
@@ -131,15 +133,15 @@ class JobTimeline:
     def progress(self, node: str, now: float) -> JobProgress:
         """What the log of `node` tells of the job."""
         newest, goodput, saved = self.newest(), self.goodput(now), self.checkpoint
-        if saved is not None and saved.at is not None:
-            saved = replace(saved, age_seconds=round(max(0.0, now - saved.at), 1))
         return JobProgress(
             node=node,
             round=None if newest is None else newest.round,
             world_size=None if newest is None else newest.world_size,
             step=self.step,
             restarts=self.restarts,
-            checkpoint=saved,
+            checkpoint=saved and saved.aged(now),
+            donor_resumes=self.donor_resumes,
+            donor_steps=self.donor_steps,
             goodput=None if goodput is None else round(goodput, 4),
             started_at=self.began_at,
             rounds=tuple(self.history(now)[-MAX_SHOWN_ROUNDS:]),
@@ -174,7 +176,10 @@ class JobTimeline:
     def _on_resumed(self, line: _Line) -> None:
         self._round(line)
         step = self._resumed_steps[line.round] = line.step
-        if step is not None and (self.checkpoint is None or step > self.checkpoint.step):
+        if _whole(line.fields.get("donor")) is not None:  # from memory
+            self.donor_resumes += 1
+            self.donor_steps += _whole(line.fields.get("steps_saved")) or 0
+        elif step is not None and (self.checkpoint is None or step > self.checkpoint.step):
             self.checkpoint = CheckpointStatus(step, line.round, line.at)  # another node saved it
 
     def _on_first_step(self, line: _Line) -> None:
@@ -202,7 +207,9 @@ class JobTimeline:
             at = line.ledger_at
             self._ledger = ledger.on_step(step, at) if is_training else ledger.on_late_step(step, at)
         if step is not None:
-            self.checkpoint = CheckpointStatus(step, line.round, line.at)
+            size = _whole(line.fields.get("bytes"))
+            blocked_s = _number(line.fields.get("seconds"))
+            self.checkpoint = CheckpointStatus(step, line.round, line.at, bytes=size, blocked_seconds=blocked_s)
         self._on_step(line)
 
     def _on_worker_exited(self, line: _Line) -> None:

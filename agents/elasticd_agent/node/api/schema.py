@@ -7,7 +7,7 @@ naming the field. Pages and tables then draw typed values only. Times are unix s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from urllib.parse import quote, unquote
 
 from elasticd.errors import WireError
@@ -87,6 +87,19 @@ class CheckpointStatus(_Answer):
     round: int = 0
     at: float | None = None
     age_seconds: float | None = None
+    bytes: int | None = None
+    blocked_seconds: float | None = None
+    """How long training paused for it."""
+
+    def aged(self, now: float) -> CheckpointStatus:
+        return self if self.at is None else replace(self, age_seconds=round(max(0.0, now - self.at), 1))
+
+    @property
+    def cost(self) -> str:
+        """In words: its size, and how long training paused for it."""
+        size = f"{self.bytes / 1e6:,.0f} MB" if self.bytes else ""
+        paused = "" if self.blocked_seconds is None else f"training blocked {self.blocked_seconds:.2g} s"
+        return ", ".join(filter(None, [size, paused]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +120,7 @@ class RunnerAnswer(_Answer):
     steps_per_second: float | None = None
     step_samples: tuple[StepSample, ...] = ()
     ranks: tuple[RankProgress, ...] = ()
+    snapshot: CheckpointStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +137,12 @@ class JobProgress(_Answer):
     step: int | None = None
     steps_per_second: float | None = None
     checkpoint: CheckpointStatus | None = None
+    snapshot: CheckpointStatus | None = None
+    """The last save that was whole in memory, on rank 0's node while it runs."""
+    donor_resumes: int = 0
+    """Rounds that resumed from a state saved after the fault."""
+    donor_steps: int = 0
+    """How far these states were ahead of the newest checkpoint on the disk, in all."""
     goodput: float | None = None
     started_at: float | None = None
     rounds: tuple[RoundStatus, ...] = ()

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from elasticd_agent.model.phrases import count
-from elasticd_agent.node.api.schema import JobProgress, JobStatus, RoundStatus
+from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, JobStatus, RoundStatus
 from elasticd_agent.node.dashboard import formatting, ranks
 from elasticd_agent.node.dashboard.chart import chart
 from elasticd_agent.node.dashboard.layout import banner, chip, section
@@ -78,7 +78,8 @@ def _tiles(job: JobStatus) -> list[Html]:
         _step_tile(progress),
         _workers_tile(job),
         _round_tile(progress),
-        _checkpoint_tile(progress),
+        _saved_tile("Checkpoint", progress.checkpoint),
+        *([_saved_tile("In memory", progress.snapshot)] if progress.snapshot else []),
         _tile("Goodput", "–" if progress.goodput is None else f"{100 * progress.goodput:.1f} %", "of its time counted"),
         _lost_tile(progress),
     ]
@@ -103,12 +104,11 @@ def _round_tile(progress: JobProgress) -> Html:
     return _tile("Round", str(progress.round or "–"), restarts)
 
 
-def _checkpoint_tile(progress: JobProgress) -> Html:
-    saved = progress.checkpoint
+def _saved_tile(name: str, saved: CheckpointStatus | None) -> Html:
     if saved is None:
-        return _tile("Checkpoint", "none", "")
+        return _tile(name, "none", "")
     age = "" if saved.age_seconds is None else f"{in_words(saved.age_seconds)} ago"
-    return _tile("Checkpoint", f"step {saved.step:,}", age)
+    return _tile(name, f"step {saved.step:,}", ", ".join(filter(None, [age, saved.cost])))
 
 
 def _lost_tile(progress: JobProgress) -> Html:
@@ -118,6 +118,8 @@ def _lost_tile(progress: JobProgress) -> Html:
         return _tile("Lost", "nothing", "")
     again = sum(one.lost_steps or 0 for one in faults)
     more = f"{count(len(faults), 'fault')}, {count(again, 'step')} again"
+    if progress.donor_resumes:
+        more += f", {count(progress.donor_steps, 'step')} saved after a fault"
     return _tile("Lost", in_words(sum(lost)), more)
 
 

@@ -104,6 +104,8 @@ class RunnerMetrics(metrics.Metrics):
     """The job's metrics, with its step rate and steps over time."""
 
     steps_per_second: float | None = None
+    last_snapshot: dict[str, Any] | None = None
+    """The last save that was whole in memory, as `CheckpointStatus` has it."""
     _last_round = 0
 
     def __init__(self, job: str, node: str, version: str) -> None:
@@ -120,6 +122,10 @@ class RunnerMetrics(metrics.Metrics):
         if step := max(steps.values(), default=0):
             self.step_track.add(wall, self._last_round, step)
         super().progress(steps, steps_per_second, wall)
+
+    def snapshot(self, step: int, wall: float) -> None:
+        self.last_snapshot = {"step": step, "round": self._last_round, "at": wall}
+        super().snapshot(step, wall)
 
     def group_ended(self) -> None:
         self.steps_per_second = None

@@ -224,6 +224,7 @@ class RunnerReporting(Reporting):
                 **self._about,
                 "steps_per_second": self._metrics.steps_per_second,
                 "step_samples": self._metrics.step_track.points(),
+                "snapshot": self._metrics.last_snapshot,
             }
 
         def leave(request: Mapping[str, Any]) -> Mapping[str, Any]:
