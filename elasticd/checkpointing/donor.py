@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import commit_record, state
 from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, donated_number
+from elasticd.checkpointing.commit_ring import Commit, CommitRing
 from elasticd.checkpointing.donor_rules import is_module, is_optimizer, reason_against, trained
 from elasticd.checkpointing.fingerprint import Fingerprint
 from elasticd.checkpointing.layout import Layout
@@ -55,6 +56,8 @@ LONGEST_WAIT_S = 5.0
 """For another rank that copies the same step: the launcher waits for all."""
 EXPECTED = "rng_expected"
 """Key in a state: True if random states are, at a commit, what they were in the backward pass."""
+_Kept = tuple[list[bytes], list[list[dict[str, Any]]]]
+"""Small objects, pickled, and the groups of optimizers."""
 _UNCLEAN = "it was between the optimizer's step and session.step()"
 _CHANGED = "what is attached was changed after session.step()"
 
@@ -75,8 +78,7 @@ class Donor:
         """That the next `session.step()` ends; 0 before the first one."""
         self._step = 0
         """The last commit: steps without an optimizer's step, such as those that a GradScaler leaves out, are none."""
-        self._small: list[bytes] = []
-        self._groups: list[list[dict[str, Any]]] = []
+        self._ring = CommitRing()
         self._whole: Any = None
         """The whole fingerprint as of the last commit, where the optimizer's next step compares it."""
         self._commits, self._copy_s, self._step_s, self._at = 0, 1e9, 1e9, 0.0
@@ -137,6 +139,7 @@ class Donor:
             self._whole = None
         self._lock.acquire()
         self._changing = True
+        self._ring.begin()
 
     def _expect(self, _: torch.Tensor) -> None:
         """In the backward pass, before this rank sends a gradient that the others need for the step."""
@@ -176,7 +179,7 @@ class Donor:
         start = time.perf_counter() if self._commits < TRIALS else 0.0
         self._step = 0
         self._record.commit(step)
-        self._copy_objects()
+        self._ring.commit(step, self._copy_objects())
         self._fingerprint.commit()
         self._step = step
         self._commits += 1
@@ -187,9 +190,9 @@ class Donor:
         if start:
             self._measure(start)
 
-    def _copy_objects(self) -> None:
-        self._small = [pickle.dumps(obj.state_dict(), pickle.HIGHEST_PROTOCOL) for obj in self._others]
-        self._groups = [[group.copy() for group in each.param_groups] for each in self._optimizers]
+    def _copy_objects(self) -> _Kept:
+        small = [pickle.dumps(obj.state_dict(), pickle.HIGHEST_PROTOCOL) for obj in self._others]
+        return small, [[group.copy() for group in each.param_groups] for each in self._optimizers]
 
     def _measure(self, start: float) -> None:
         self._copy_s = min(self._copy_s, time.perf_counter() - start + self._expect_s)
@@ -314,25 +317,25 @@ class Donor:
             self._report_unsaved(self._step, _UNCLEAN)
             return
         try:
-            if self._step:
-                self._save_clean()
+            if self._step and (commit := self._ring.current()) is not None:
+                self._save_clean(commit)
         except Exception as error:  # noqa: BLE001 - state_dict() of any object
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
             self._lock.release()
 
-    def _save_clean(self) -> None:
-        saver, step = self._saver, self._step
+    def _save_clean(self, commit: Commit) -> None:
+        saver, step = self._saver, commit.step
         client = self._client()
         try:
             if self._is_saved(client, step):
                 return
-            self._check_unchanged(step)
-            content = self._content(step)
+            self._check_unchanged(commit)
+            content = self._content(commit)
             check_loadable(content)
             layout = Layout(content)
             whose = (saver.group.world_size, layout.bytes, NO_CHECKSUM, saver.environment.job, saver.environment.run)
-            cursor = cursor_of(self._attached, dict(self._kept()))
+            cursor = cursor_of(self._attached, dict(self._kept(commit)))
             draft = Manifest(saver.round, step, saver.parent, *whose, cursor, time.time())
             number = donated_number(step, saver.group.rank)
             fd = self._borrow(client, draft, number, layout.shared_digest)
@@ -342,7 +345,7 @@ class Donor:
                 layout.copy_own(fd)
             finally:
                 os.close(fd)
-            self._check_unchanged(step)
+            self._check_unchanged(commit)
             client.copied(draft, number, 0)
             client.find()  # the writer has handled the packets before this one
         except (OSError, SnapshotRefused, CheckpointError) as error:
@@ -368,27 +371,32 @@ class Donor:
                 return None
             time.sleep(0.002)
 
-    def _check_unchanged(self, step: int) -> None:
+    def _check_unchanged(self, commit: Commit) -> None:
         """Raises CheckpointError if the state is not that of the last commit any more."""
         if self._why:
             raise CheckpointError(self._why)
-        committed = commit_record.read(_path("commit", self._saver.group.rank), step, *_recorded(self._attached))
-        if self._fingerprint.changed() or committed is None or committed.pieces != self._record.pieces():
+        committed = commit_record.read(_path("commit", self._saver.group.rank), commit.step, *_recorded(self._attached))
+        if (
+            not commit.is_whole()
+            or self._fingerprint.changed()
+            or committed is None
+            or committed.pieces != self._record.pieces()
+        ):
             raise CheckpointError(_CHANGED)
         if why := reason_against(self._saver, self._attached):
             raise CheckpointError(why)
 
-    def _kept(self) -> Iterator[tuple[str, Any]]:
+    def _kept(self, commit: Commit) -> Iterator[tuple[str, Any]]:
         """The small objects as of the commit."""
         names = [name for name, obj in self._attached.items() if any(obj is other for other in self._others)]
-        for name, data in zip(names, self._small, strict=True):
+        for name, data in zip(names, commit.kept[0], strict=True):
             yield name, pickle.loads(data)
 
-    def _content(self, step: int) -> dict[str, Any]:
+    def _content(self, commit: Commit) -> dict[str, Any]:
         """As `Saver` saves it, with everything as of the commit."""
-        saver = self._saver
+        saver, step = self._saver, commit.step
         random_states, is_as_expected, buffers = self._records(step)
-        kept = dict(self._kept())
+        kept = dict(self._kept(commit))
         now = state.gather({name: obj for name, obj in self._attached.items() if name not in kept})
         content = {name: kept[name] if name in kept else now[name] for name in self._attached}
         if self._addresses != {path: value.data_ptr() for path, value in _buffers(self._attached)}:
@@ -396,7 +404,7 @@ class Donor:
         for (name, key), value in buffers.items():
             content[name][key] = value
         optimizers = [name for name, obj in self._attached.items() if is_optimizer(obj)]
-        for name, groups in zip(optimizers, self._groups, strict=True):
+        for name, groups in zip(optimizers, commit.kept[1], strict=True):
             for saved, committed in zip(content[name]["param_groups"], groups, strict=True):
                 values = {key: value for key, value in committed.items() if key != "params"}
                 if not all(_is_constant(value) for value in values.values()):

@@ -186,3 +186,25 @@ def test_lost_node_costs_no_step(nodes: Callable[[str], Nodes], tmp_path: Path) 
     noted = {step: found for _, step, found in digests(rank0, "steps", 0)}
     restored = {step: found for round_, step, found in digests(rank0, "restored", 0) if round_ > whole["round"]}
     assert all(noted[step] == found for step, found in restored.items())
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("position", [0, -1], ids=["of rank 0", "of the last rank"])
+def test_drained_node_costs_no_step(nodes: Callable[[str], Nodes], tmp_path: Path, position: int) -> None:
+    """It leaves at a pause: nothing is lost, and no rank has to save its state after the fault."""
+    three = nodes("2:3")
+    shared = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    agents = {node: three.agent(node, "donor.py", "--steps", "400", flags=shared, warm=True) for node in "abc"}
+    first = three.agents[0]
+    whole = until(lambda: first.events("round_published", world_size=3), "three nodes")[0]
+    first.event("first_step", round=whole["round"])
+    drained = agents[whole["nodes"][position]]
+    drained.process.send_signal(signal.SIGTERM)
+    left = [agent for agent in three.agents if agent is not drained]
+    assert drained.wait(within=60) == 128 + signal.SIGTERM
+    assert [agent.wait(within=120) for agent in left] == [0, 0]
+    noted = [digests(agent, "steps", rank) for agent in three.agents for rank in range(3)]
+    for rank in range(3):
+        trained = sorted(step for each in noted[rank::3] for round_, step, _ in each if round_ >= whole["round"])
+        assert trained == sorted(set(trained)), "a step was trained twice"
+    assert not any(agent.events("worker_exited", requested=False) for agent in left)

@@ -25,6 +25,7 @@ FLAGS = ["--checkpoint-dir", "checkpoints"]
         "accumulated",
         "evaluated",
         "loaded",
+        "drawn",
         "convolved",
         "tied",
         "frozen",

@@ -6,12 +6,14 @@ import functools
 import io
 import os
 import zipfile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from elasticd.checkpointing import api as checkpoint
+from elasticd.checkpointing import state
 from elasticd.checkpointing.layout import Layout, write_at, write_packed
 
 WEIGHT = torch.arange(30_000.0).reshape(100, 300)
@@ -93,6 +95,16 @@ def test_other_names_order_or_shapes_have_another_digest() -> None:
     shared = frozenset(tensor.data_ptr() for tensor in (a, b, wide))
     states = [{"a": a, "b": b}, {"b": b, "a": a}, {"a": b, "c": a}, {"a": a, "b": b.t()}, {"a": a, "b": wide}]
     assert len({Layout(state, shared).shared_digest for state in states}) == len(states)
+
+
+def test_objects_without_a_stable_order_do_not_differ() -> None:
+    def keeping(**state: Any) -> dict[str, Any]:
+        return {"x": SimpleNamespace(state_dict=lambda: state)}
+
+    assert state.digests(keeping(a={"k": 1, "j": {3, 1, 2}}, b=2)) == state.digests(
+        keeping(b=2, a={"j": {2, 3, 1}, "k": 1})
+    )
+    assert state.digests(keeping(a=[1, 2])) != state.digests(keeping(a=[2, 1]))
 
 
 def test_large_own_part_is_not_packed() -> None:

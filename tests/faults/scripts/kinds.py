@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import faults
+import numpy
 import torch
 from donor import digest
 from torch.nn.parallel import DistributedDataParallel
@@ -203,6 +205,15 @@ def evaluated(job: Kind) -> None:
         job.model.train()
 
     job.then(evaluate)
+
+
+@kind
+def drawn(job: Kind) -> None:
+    """Python's and numpy's generators are used in every step."""
+    job.ddp()
+    random.seed(job.session.rank)
+    numpy.random.seed(job.session.rank)
+    job.train = lambda x, y: job.plain(x * random.gauss(1.0, 0.1) + numpy.random.randn(*x.shape).astype("float32"), y)
 
 
 @kind

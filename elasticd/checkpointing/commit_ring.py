@@ -1,0 +1,69 @@
+"""The small state of a rank as of its last commits, and which of them the memory is at.
+
+A device runs behind its processor: `session.step()` returns before the kernels of the step have run. They run in the
+order in which they were queued, so an event before each optimizer step and one at each commit say where the device is:
+at the newest commit that it has passed, unless it has begun the optimizer step after it. A collective that hangs keeps
+it from that. On a processor the last commit counts, and a lock says whether it is being changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+DEPTH = 64
+"""Steps that a device may be behind; it takes a few."""
+
+
+class Event(Protocol):
+    """As torch.cuda.Event."""
+
+    def record(self) -> None: ...
+    def query(self) -> bool:
+        """The device has passed it."""
+
+
+class Commit:
+    """Of one step; `kept` is what the script may change later."""
+
+    __slots__ = ("begun", "done", "kept", "step")
+
+    def __init__(self, step: int = 0, kept: Any = None, done: Event | None = None) -> None:
+        self.step, self.kept, self.done = step, kept, done
+        self.begun: Event | None = None
+        """Before the optimizer step after it."""
+
+    def is_whole(self) -> bool:
+        """The device has not begun to change the state of this commit."""
+        return self.begun is None or not self.begun.query()
+
+
+class CommitRing:
+    """`make_event` makes an event of the device; None: the state is the processor's."""
+
+    def __init__(self, make_event: Callable[[], Event] | None = None) -> None:
+        self._make_event = make_event
+        self._last = Commit()
+        self._commits = deque([self._last], DEPTH)
+
+    def begin(self) -> None:
+        """Before an optimizer step is queued."""
+        if self._make_event is not None:
+            self._last.begun = self._make_event()
+            self._last.begun.record()
+
+    def commit(self, step: int, kept: Any) -> None:
+        """The step is queued."""
+        if self._make_event is None:
+            self._last.step, self._last.kept = step, kept
+            return
+        self._last = Commit(step, kept, self._make_event())
+        self._last.done.record()
+        self._commits.append(self._last)
+
+    def current(self) -> Commit | None:
+        """The commit that the memory is at; None between two, and where the device is further behind than DEPTH."""
+        passed = (each for each in reversed(self._commits) if each.done is None or each.done.query())
+        newest = next(passed, None)
+        return newest if newest is not None and newest.step and newest.is_whole() else None

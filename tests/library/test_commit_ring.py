@@ -1,0 +1,104 @@
+"""At which commit the memory of a device is, by a fake clock of its events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from elasticd.checkpointing.commit_ring import DEPTH, CommitRing
+
+
+@dataclass
+class Device:
+    """Runs what is queued on it, in order, as far as the test says."""
+
+    queued: int = 0
+    done: int = 0
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    def run(self, count: int = 1) -> None:
+        self.done = min(self.done + count, self.queued)
+
+
+@dataclass
+class FakeEvent:
+    device: Device
+    place: int = field(default=1 << 60)
+
+    def record(self) -> None:
+        self.device.queued += 1
+        self.place = self.device.queued
+
+    def query(self) -> bool:
+        return self.device.done >= self.place
+
+
+def step(ring: CommitRing, number: int) -> None:
+    ring.begin()
+    ring.commit(number, f"as of {number}")
+
+
+def at(ring: CommitRing) -> int | None:
+    found = ring.current()
+    assert found is None or found.kept == f"as of {found.step}"
+    return None if found is None else found.step
+
+
+def test_memory_is_at_the_newest_commit_that_the_device_has_passed() -> None:
+    device = Device()
+    ring = CommitRing(device.event)
+    for number in range(1, 6):  # the processor runs ahead
+        step(ring, number)
+    seen = []
+    for _ in range(10):
+        seen.append(at(ring))
+        device.run()
+    assert seen == [None, None, 1, None, 2, None, 3, None, 4, None], "None: an optimizer step has begun"
+    assert at(ring) == 5
+
+
+def test_collective_that_hangs_keeps_the_memory_at_the_step_before() -> None:
+    """The optimizer step is queued behind it: neither of its events is ever passed."""
+    device = Device()
+    ring = CommitRing(device.event)
+    step(ring, 1)
+    device.run(2)
+    for number in range(2, 2 + DEPTH // 2):
+        step(ring, number)
+    assert at(ring) == 1
+
+
+def test_state_that_changes_during_a_copy_is_found() -> None:
+    device = Device()
+    ring = CommitRing(device.event)
+    step(ring, 1)
+    device.run(2)
+    copied = ring.current()
+    assert copied is not None and copied.is_whole()
+    step(ring, 2)
+    assert copied.is_whole(), "queued, and not begun"
+    device.run()
+    assert not copied.is_whole()
+
+
+def test_device_further_behind_than_the_ring_is_nowhere() -> None:
+    device = Device()
+    ring = CommitRing(device.event)
+    step(ring, 1)
+    device.run(2)
+    for number in range(2, 3 + DEPTH):
+        step(ring, number)
+    assert at(ring) is None
+    device.run(2 * DEPTH)
+    assert at(ring) == DEPTH + 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_state_of_a_processor_is_that_of_its_last_commit(steps: int) -> None:
+    ring = CommitRing()
+    for number in range(1, steps + 1):
+        step(ring, number)
+    assert at(ring) == (steps or None)
