@@ -50,6 +50,17 @@ def test_random_states_at_each_commit_are_exact(
         assert commit_record.read(path, step + 1, [], [torch.ones(3)]) is None
 
 
+def test_last_step_is_the_newest_commit(tmp_path: Path) -> None:
+    path = str(tmp_path / "record")
+    assert commit_record.last_step(path) == 0
+    record = CommitRecord(path, [torch.ones(5)], [torch.ones(3)])
+    for step in range(1, 4):
+        record.expect(step)
+        assert commit_record.last_step(path) == step - 1
+        record.commit(step)
+        assert commit_record.last_step(path) == step
+
+
 @pytest.mark.parametrize("size", [4, 1 << 22])
 @pytest.mark.parametrize("moved", ["buffer", "parameter"])
 def test_tensor_that_torch_has_moved_is_found(tmp_path: Path, size: int, moved: str) -> None:
