@@ -50,16 +50,18 @@ class CommitRing:
     def begin(self) -> None:
         """Before an optimizer step is queued."""
         if self._make_event is not None:
-            self._last.begun = self._make_event()
-            self._last.begun.record()
+            begun = self._make_event()
+            begun.record()
+            self._last.begun = begun
 
     def commit(self, step: int, kept: Any) -> None:
         """The step is queued."""
         if self._make_event is None:
             self._last.step, self._last.kept = step, kept
             return
-        self._last = Commit(step, kept, self._make_event())
-        self._last.done.record()
+        done = self._make_event()
+        done.record()
+        self._last = Commit(step, kept, done)
         self._commits.append(self._last)
 
     def current(self) -> Commit | None:
