@@ -58,13 +58,19 @@ def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[OnDisk]:
             raise UsageError(f"--checkpoint-dir: {found['error']}")
         if found["taken"]:
             log(found["taken"])
-        try:
-            yield OnDisk(found["highest_round"], found["newest"] and tuple(found["newest"]))
-        finally:
-            if "error" in (found := _call_store("release", spec)):
-                log(found["error"])
+        yield OnDisk(found["highest_round"], found["newest"] and tuple(found["newest"]))
     finally:
         lock.release()
+
+
+def release_store(spec: JobSpec, log: Callable[[str], None]) -> None:
+    """The job has ended: the next run takes an object store without a warning."""
+    from elasticd.checkpointing.object_store import store_of
+
+    if spec.checkpoint_dir is None or store_of(spec.checkpoint_dir) is None:
+        return
+    if "error" in (found := _call_store("release", spec)):
+        log(found["error"])
 
 
 def _call_store(verb: str, spec: JobSpec) -> dict[str, Any]:
