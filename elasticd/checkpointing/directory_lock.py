@@ -7,6 +7,7 @@ descriptor of the file: use one DirectoryLock per directory and process. The fil
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -71,6 +72,13 @@ class DirectoryLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def release_store(self) -> None:
+        """The run has ended: the next one takes the object store without a warning."""
+        store = store_of(self._path.parent)
+        if store is not None and self._fd is not None:
+            with contextlib.suppress(OSError):
+                store.release(self._own["job"], self._own["run"])
 
     def _lock(self, fd: int) -> None:
         deadline = time.monotonic() + _TIMEOUT_S

@@ -397,6 +397,8 @@ class Saver:
         if self.writer is not None:
             self.writer.close()
         if self._lock is not None:
+            if self.environment.round == 0:
+                self._lock.release_store()
             self._lock.release()
             self._lock = None
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.faults.conftest import StartJob
-from tests.faults.job import until
+from tests.faults.job import REPOSITORY, SCRIPTS, until
 from tests.faults.nodes import Nodes
 from tests.faults.test_sharded import effective_samples, parameters, size_at, trained
 from tests.s3_server import BUCKET, S3
@@ -111,3 +114,17 @@ def test_a_sharded_state_and_nodes_that_come_and_go(
     (ended,) = [agent for agent in agents.values() if (agent.work / "parameters").exists()]
     assert parameters(ended.work) == pytest.approx(parameters(whole.work), abs=1e-4)
     assert effective_samples([*agents.values(), lost])
+
+
+def test_without_a_launcher(s3: S3, tmp_path: Path) -> None:
+    """`python train.py` writes there itself, and continues on another node."""
+    (tmp_path / "faults.json").write_text("[]")
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])
+    own = {"WORK": str(tmp_path), "PYTHONPATH": path, "ELASTICD_CHECKPOINT_DIR": f"s3://{BUCKET}/run"}
+    for node, steps in (("a", "20"), ("b", "30")):
+        environment = {**os.environ, **s3.environment, **own, "ELASTICD_OBJECT_CACHE": str(tmp_path / node)}
+        argv = [sys.executable, str(SCRIPTS / "resume.py"), "--steps", steps, "--every", "10"]
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+    rounds = [line.split()[:2] for line in (tmp_path / "steps-0").read_text().splitlines()]
+    assert rounds == [["1", str(step)] for step in range(1, 21)] + [["2", str(step)] for step in range(21, 31)]
