@@ -117,17 +117,7 @@ def join_job(
     if probe_server is not None and options.backend == "c10d" and options.max_nodes >= FEWEST_TO_TAKE_OVER:
         signpost = open_signpost(options, spec.python, policy, keys, lambda: member.hosted_round, log)
         stack.callback(signpost.close)
-        take_over = TakeOver(
-            cast(MovableStore, store),
-            record.identity,
-            address,
-            policy,
-            lambda nodes: probe_nodes(nodes, PROBE_S),
-            reaches,
-            probe_server.publish,
-            signpost.start,
-            log,
-        )
+        take_over = _take_over(cast(MovableStore, store), record, policy, probe_server, signpost.start, log)
     member = RendezvousMember(
         store,
         keys,
@@ -152,6 +142,27 @@ def join_job(
     thread = MemberThread(member, post, lambda: is_hosted_here(store))
     stack.callback(thread.close)
     return JobMembership(node, incarnation, shared, member, own, thread)
+
+
+def _take_over(
+    store: MovableStore,
+    record: NodeRecord,
+    policy: Policy,
+    probe_server: ProbeServer,
+    hosting: Callable[[], None],
+    log: Callable[[str], None],
+) -> TakeOver:
+    return TakeOver(
+        store,
+        record.identity,
+        record.address,
+        policy,
+        lambda nodes: probe_nodes(nodes, PROBE_S),
+        reaches,
+        probe_server.publish,
+        hosting,
+        log,
+    )
 
 
 def reaches(address: tuple[str, int]) -> bool:
