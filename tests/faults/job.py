@@ -104,9 +104,9 @@ class Job:
         return (self.work / "err").read_text(errors="surrogateescape")
 
     def events(self, kind: str | None = None, **having: Any) -> list[Event]:
-        """The event log's lines so far, those that say this."""
-        lines = self._log.read_text().splitlines() if self._log.exists() else []
-        found = [json.loads(line) for line in lines]
+        """The event log's lines so far, those that say this; the last may not be whole yet."""
+        whole = self._log.read_text().rpartition("\n")[0] if self._log.exists() else ""
+        found = [json.loads(line) for line in whole.splitlines()]
         having = having if kind is None else {"kind": kind, **having}
         return [event for event in found if having.items() <= event.items()]
 
