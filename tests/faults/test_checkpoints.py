@@ -84,12 +84,11 @@ def test_a_crash_during_a_checkpoint_write(job: StartJob, tmp_path: Path) -> Non
     run.step(5)
     names = until(lambda: unfinished(directory), "a checkpoint being written")
     run.kill(0, round=1)
-    # The checkpoint is not needed: its state is in memory, whoever writes it.
+    # The checkpoint is not needed: its state, or a newer one, is in memory, whoever writes it.
     assert run.wait(120) == 0
     resumed = run.event("resumed", round=2)
-    assert resumed["reason"].endswith("in memory") and names == {
-        name for name in names if f".r1-s{resumed['step']}." in name
-    }
+    assert resumed["reason"].endswith("in memory")
+    assert all(int(name.partition("-s")[2].partition(".")[0]) <= resumed["step"] for name in names), names
     assert not unfinished(directory)
     assert run.event("job_ended", step=20)
 

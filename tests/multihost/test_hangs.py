@@ -28,12 +28,11 @@ def two_nodes(network: StartNetwork, work: Path, faults: list[Fault], policy: Se
 
 
 @pytest.mark.system
-def test_default_hang_detection_takes_seconds(network: StartNetwork, tmp_path: Path) -> None:
-    """Both nodes know that a checkpoint is attached: else the longer deadline of the other one would count."""
-    cluster = two_nodes(network, tmp_path, [Fault(1, 30, "sleep")], policy=())
+def test_default_policy_waits_longer_for_weaker_evidence(network: StartNetwork, tmp_path: Path) -> None:
+    cluster = two_nodes(network, tmp_path, [Fault(1, 30, "gil")], policy=())
     hung = cluster.event("hang_detected", round=1)
-    assert (hung["cause"], hung["ranks"]) == ("blocked", [1]), hung
-    assert FLOOR_S <= hung["seconds"] < 4 * FLOOR_S
+    assert (hung["cause"], hung["ranks"]) == ("gil", [1]), hung
+    assert 3 * FLOOR_S <= hung["seconds"] < 4 * FLOOR_S
     cluster.trains(2)
     cluster.finish()
 

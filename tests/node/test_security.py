@@ -161,7 +161,6 @@ def test_node_with_its_own_role_runs_jobs_and_submits_none(
     asked = AgentClient(gpu.root / "run" / "agent.sock")
     reply = asked.post("/v1/jobs", b'command = ["x.py"]\nworkdir = "/tmp"\n', "application/toml")
     assert reply.code == 403, reply
-    assert asked.post("/v1/jobs/one/cancel").code == 403
     (head.work / "go").touch()
     (gpu.work / "go").touch()
     assert gpu.wait_for_exit("one").outcome == "succeeded"
