@@ -116,14 +116,15 @@ def test_a_sharded_state_and_nodes_that_come_and_go(
     assert effective_samples([*agents.values(), lost])
 
 
-def test_without_a_launcher(s3: S3, tmp_path: Path) -> None:
-    """`python train.py` writes there itself, and continues on another node."""
+def test_under_torchrun(s3: S3, tmp_path: Path) -> None:
+    """Rank 0 writes there itself, and the next job continues on another node."""
     (tmp_path / "faults.json").write_text("[]")
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])
     own = {"WORK": str(tmp_path), "PYTHONPATH": path, "ELASTICD_CHECKPOINT_DIR": f"s3://{BUCKET}/run"}
     for node, steps in (("a", "20"), ("b", "30")):
         environment = {**os.environ, **s3.environment, **own, "ELASTICD_OBJECT_CACHE": str(tmp_path / node)}
-        argv = [sys.executable, str(SCRIPTS / "resume.py"), "--steps", steps, "--every", "10"]
+        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        argv += [str(SCRIPTS / "resume.py"), "--steps", steps, "--every", "10"]
         done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
     rounds = [line.split()[:2] for line in (tmp_path / "steps-0").read_text().splitlines()]

@@ -106,8 +106,9 @@ def _run(
     owner = start_owner()
     copy_error = "" if context.own_code else use_private_code(runtime)  # takes no time: the owner's interpreter starts
     running = [make_workers(owner)]
-    stack.callback(checkpoint_directory.release_store, spec, _log.warning)
     stack.callback(lambda: running[0].close())
+    # Before: the owner removes the private code at its end.
+    stack.callback(checkpoint_directory.release_store, spec, _log.warning)
 
     reporting = stack.enter_context(_reporting(spec, policy, settings, context, node, runtime))
     if copy_error:
