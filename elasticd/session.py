@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from elasticd import process_group
 from elasticd.checkpointing import restore, sharded, state
@@ -34,6 +34,7 @@ from elasticd.heartbeat import worker_events
 from elasticd.heartbeat.collectives import Collectives, is_only_group
 from elasticd.heartbeat.main_thread import MainThread
 from elasticd.heartbeat.record import Phase
+from elasticd.heartbeat.scalars import ScalarSampler
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +80,7 @@ class Session:
             group.rank, group.world_size, environment.round, group.device, decision_timeout_s, self._heartbeat
         )
         self._channel.status = self._status_before_call
+        self._scalars = ScalarSampler(self._events) if group.rank == 0 else None
         self._main_thread = MainThread()
         self._issued_at_step = self._issued_before = 0
         self._decisions = DecisionPoints(self._channel, self._propose)
@@ -308,6 +310,17 @@ class Session:
             self._donor = Donor(self._saver, self._attached, self._optimized)
         for hook in self._optimizer_hooks:
             hook.remove()
+
+    def log(self, **values: SupportsFloat) -> None:
+        """Show numbers of the script on the dashboard: `session.log(loss=loss, lr=0.1)`, a float or tensor each.
+
+        Those of rank 0 count; any rank may call. They are sampled once a second at first and ever more rarely; only
+        then the values are read from their device.
+
+        Raises UsageError for more than 16 names, TypeError or ValueError for a value that is no number.
+        """
+        if self._scalars is not None:
+            self._scalars.log(self._steps, values)
 
     def barrier(self, name: str, timeout: float | timedelta | None = None) -> None:
         """Wait until every rank is here: out of band, through the round's store, on any backend; a single rank passes.

@@ -1,5 +1,5 @@
 """Writes components/prometheus/rules.yaml and dashboard.yaml: the rules of deploy/prometheus as one PrometheusRule, the
-Grafana dashboard as a ConfigMap. `make docs` runs it.
+Grafana dashboards as a ConfigMap. `make docs` runs it.
 
 kustomize reads no file outside of the component, and the operator needs the groups inside a PrometheusRule object. They
 are copied verbatim, comments included.
@@ -11,10 +11,10 @@ from pathlib import Path
 
 RULES = Path(__file__).parents[1] / "prometheus"
 WRITTEN = Path(__file__).parent / "components" / "prometheus" / "rules.yaml"
-DASHBOARD = Path(__file__).parents[1] / "grafana" / "elasticd.json"
+DASHBOARDS = tuple(Path(__file__).parents[1] / "grafana" / name for name in ("elasticd.json", "elasticd-fleet.json"))
 DASHBOARD_WRITTEN = WRITTEN.with_name("dashboard.yaml")
 DASHBOARD_HEAD = """\
-# Written by `make docs` from deploy/grafana/elasticd.json; a test keeps it in step. Grafana's sidecar (as in the chart
+# Written by `make docs` from deploy/grafana; a test keeps it in step. Grafana's sidecar (as in the chart
 # kube-prometheus-stack) loads every ConfigMap with this label.
 apiVersion: v1
 kind: ConfigMap
@@ -25,7 +25,6 @@ metadata:
     app.kubernetes.io/part-of: elasticd
     grafana_dashboard: "1"
 data:
-  elasticd.json: |
 """
 HEAD = """\
 # Written by `make docs` from deploy/prometheus/recording.yaml and alerts.yaml; a test keeps it in step.
@@ -55,7 +54,11 @@ def written() -> str:
 
 
 def dashboard() -> str:
-    return DASHBOARD_HEAD + "".join(f"    {line}" for line in DASHBOARD.read_text().splitlines(keepends=True))
+    found = DASHBOARD_HEAD
+    for path in DASHBOARDS:
+        lines = path.read_text().splitlines(keepends=True)
+        found += f"  {path.name}: |\n" + "".join(f"    {line}" for line in lines)
+    return found
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ counts the lost ones.
     cannot_pause        (a requested pause is refused: why)
     paused              (all ranks wait at this step, whose checkpoint is on the disk)
     pause_ended         seconds
+    scalars             values: the script's own numbers by name, null for one that is not finite
     message             (something worth a line in the log)
 
 `mono` is CLOCK_MONOTONIC seconds, `wall` is for people only. Unknown kinds and fields are kept: a newer worker may
@@ -44,7 +45,7 @@ from elasticd.errors import WireError
 VERSION = 1
 KINDS = (
     *("checkpoint_saved", "checkpoint_failed", "checkpoint_skipped", "checkpoint_dropped", "snapshot"),
-    *("resumed", "message"),
+    *("resumed", "message", "scalars"),
     *("attached", "can_pause", "cannot_pause", "paused", "pause_ended"),
 )
 _KNOWN = ("v", "kind", "round", "rank", "step", "mono", "wall", "reason")
@@ -196,5 +197,6 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "donor": _is_integer,
     "steps_saved": _is_integer,
     "every_seconds": _is_number,
+    "values": lambda value: isinstance(value, dict),
 }
 """Readers rely on the types, and a file may hold anything. The fields of a kind may be absent."""

@@ -94,14 +94,32 @@ def test_follow_prints_the_output_until_the_end(node: MakeNode, tmp_path: Path, 
     assert out.startswith("greeting\nhello\n")
 
 
+def test_uploaded_directory_is_the_jobs_working_directory(node: MakeNode, tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "words.py").write_text("HELLO = 'hello from the upload'\n")
+    (tmp_path / "hello.py").write_text("import os, pkg.words\nprint(pkg.words.HELLO, os.getcwd(), flush=True)\n")
+    n1 = node().start()
+    ask = asker(n1)
+    options = ["--id", "copied", "--follow", "--workers", "1", "--upload", str(tmp_path)]
+    out = ask("submit", *options, "--", "hello.py", code=0, err="elasticd submit: ")
+    assert "hello from the upload" in out and f"/jobs/copied.{1}/work" in out
+
+
 def test_job_from_submit_to_cancel(node: MakeNode) -> None:
     n1 = node()
     n1.start()
     ask = asker(n1)
     assert ask("jobs") == "no jobs; elasticd submit FILE submits one\n"
     path = written(n1, "llama", "resume.py", "--steps", "100000", workers=2, checkpoint_dir=str(n1.work / "ck"))
+    n1.until(lambda: table(ask("nodes"))[0]["STATE"] == "ready", "the node to be ready")
+    assert ask("submit", "--check", str(path)) == "it would start: runs on n1 (slots 0-1)\n"
+    refused = ask("submit", "--check", "--", "gone.py", code=1)
+    assert "n1 refuses it: command: the script 'gone.py' does not exist in " in refused
+    assert ask("jobs") == "no jobs; elasticd submit FILE submits one\n", "a check submits nothing"
     assert ask("submit", str(path)) == "llama\n"
     ask("submit", str(path), code=1, err="elasticd submit: job 'llama' has not ended")
+    ask("submit", "--check", str(path), code=1, err="elasticd submit: job 'llama' has not ended")
+    assert ask("queue") == "no job is pending\n"
     n1.wait_for_step(30)
     (row,) = table(ask("jobs"))
     assert (row["JOB"], row["STATE"], row["NODES"], row["SLOTS"]) == ("llama", "running", "n1", "2")

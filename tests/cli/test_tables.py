@@ -38,6 +38,51 @@ def test_jobs() -> None:
     assert tables.jobs([]) == "no jobs; elasticd submit FILE submits one\n"
 
 
+def test_queue_shows_the_turns_and_what_their_submitters_use() -> None:
+    waiting = {**JOB, "state": "pending", "nodes": [], "slots": 0, "age_seconds": 65.0, "reason": "pending: needs"}
+    rows = [
+        JOB,
+        {**waiting, "job": "later", "submitted_by": "root at 10.0.0.1", "place": 2, "reason": "pending behind next"},
+        {**waiting, "job": "next", "submitted_by": "uid 7", "priority": "high", "place": 1},
+    ]
+    assert tables.queue([JobSummary.from_dict(row) for row in rows]) == (
+        "PLACE  JOB    PRIORITY  BY     USES  AGE  REASON\n"
+        "1      next   high      uid 7  0     65s  pending: needs\n"
+        "2      later  normal    root   8     65s  pending behind next\n"
+    )
+    assert tables.queue([JobSummary.from_dict(JOB)]) == "no job is pending\n"
+
+
+def test_top_has_progress_problems_and_the_queue() -> None:
+    progress = {"round": 3, "phase": "stopping", "world_size": 8, "step": 12345, "steps_per_second": 3.14159,
+                "goodput": 0.5, "restarts": 2}  # fmt: skip
+    both = {
+        "jobs": [JOB, {**JOB, "job": "b", "state": "pending", "nodes": [], "slots": 0, "reason": "pending: needs"}],
+        "nodes": [{"node": "a", "state": "ready", "used": 8, "slots": 16}],
+        "status": {"llama": {**JOB, "progress": progress}},
+    }
+    assert tables.overview(both) == (
+        "1 job running, 1 pending; 8 of 16 slots in use\n"
+        "llama: stopping: The workers of round 3 are being stopped.\n\n"
+        "JOB    STATE    WORKERS  NODES  STEP    STEPS/S  GOODPUT  RESTARTS  AGE\n"
+        "llama  running  8/8      a,b    12,345  3.14     50.0 %   2         3h20m\n\n"
+        "NODE  STATE  USED  GPUS  JOBS  ADDRESS  VERSION  REASON\n"
+        "a     ready  8/16  -     -     -        -\n\n"
+        "JOB  STATE    NODES  SLOTS  AGE    REASON\n"
+        "b    pending  -      -      3h20m  pending: needs\n"
+    )
+
+
+def test_trial_names_the_nodes_that_refuse() -> None:
+    rows = [{"node": "a", "refusal": ""}, {"node": "b", "refusal": "command: no"}, {"node": "c", "error": "silent"}]
+    answer = {"starts": True, "possible": True, "reason": "runs on a (slot 0)", "nodes": rows}
+    refused = "b refuses it: command: no\nc cannot say: silent\n"
+    assert tables.trial(answer) == f"it would start: runs on a (slot 0)\n{refused}"
+    answer |= {"starts": False, "reason": "pending: needs 1 node"}
+    assert tables.trial(answer) == f"it would wait: needs 1 node\n{refused}"
+    assert tables.trial(answer | {"possible": False}) == f"needs 1 node\n{refused}"
+
+
 def test_nodes() -> None:
     row = {"node": "a", "state": "ready", "used": 4, "slots": 8, "gpus": ["0", "1"], "jobs": ["llama"], "reason": "",
            "address": "10.0.0.1:9411", "versions": {"elasticd": "0.1.0"}}  # fmt: skip
@@ -93,7 +138,7 @@ def test_job_page(monkeypatch: pytest.MonkeyPatch) -> None:
         "  goodput     93.2 % of the time since the first round made steps that count",
         "  restarts    22",
         "  requested   1 to 2 nodes with 4 slots each",
-        "  submitted   2027-01-15 08:00:00 by root, 3h20m ago, as number 7",
+        "  submitted   2027-01-15 08:00:00+0000 by root, 3h20m ago, as number 7",
     ]
     assert of_ranks.splitlines() == [
         "RANK  NODE  PHASE         STEP   PROGRESS",
@@ -103,7 +148,7 @@ def test_job_page(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert table.splitlines()[0].split() == ["ROUND", "SINCE", "WORKERS", "NODES", "LOST", "REASON"]
     assert table.splitlines()[-2:] == [
-        "23     2027-01-15 08:00:23  8        a,b    0.4s, 17 steps  why",
+        "23     2027-01-15 08:00:23+0000  8        a,b    0.4s, 17 steps  why",
         "and 3 older rounds: --json",
     ]
 

@@ -121,6 +121,7 @@ def test_every_flag_is_a_key_or_says_why_not() -> None:
         "id",
         "node_labels",
         "priority",
+        "upload",
         "command",
         "workdir",
         "python",

@@ -1,4 +1,4 @@
-"""The Grafana dashboard as a file: the requirements of Grafana 9 and newer, and queries for existing series.
+"""The Grafana dashboards as files: the requirements of Grafana 9 and newer, and queries for existing series.
 
 What its queries return on a job with faults is tests/alerting's to see. What is wanted is from Grafana's own schema of
 dashboards (kinds/dashboard/dashboard_kind.cue in its repository).
@@ -19,7 +19,8 @@ from elasticd_agent.node import metrics as gauges
 from elasticd_agent.telemetry.metric_table import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
-DASHBOARD = ROOT / "deploy" / "grafana" / "elasticd.json"
+JOB, FLEET = (ROOT / "deploy" / "grafana" / name for name in ("elasticd.json", "elasticd-fleet.json"))
+RUNBOOK = "https://elasticd.dev/operations/#"
 
 PANELS = {"stat", "timeseries", "table", "bargauge", "state-timeline", "row"}
 """Those of Grafana's own that are used here; all are in 9.0."""
@@ -42,9 +43,9 @@ def exists() -> dict[str, set[str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def board() -> Any:
-    return json.loads(DASHBOARD.read_text())
+@pytest.fixture(scope="module", params=[JOB, FLEET], ids=lambda path: path.stem)
+def board(request: pytest.FixtureRequest) -> Any:
+    return json.loads(request.param.read_text())
 
 
 def queries(board: Any) -> Iterator[str]:
@@ -83,7 +84,7 @@ def test_panel_order(board: Any) -> None:
             continue
         assert panel["description"] and isinstance(panel["options"], dict)
         references = [target["refId"] for target in panel["targets"]]
-        assert references == ["A", "B", "C", "D"][: len(references)], panel["title"]
+        assert references == list("ABCDEF")[: len(references)], panel["title"]
         assert panel["fieldConfig"].keys() == {"defaults", "overrides"}
         for steps in thresholds(panel["fieldConfig"]):
             values = [step["value"] for step in steps]
@@ -91,6 +92,8 @@ def test_panel_order(board: Any) -> None:
         for override in panel["fieldConfig"]["overrides"]:
             assert override.keys() == {"matcher", "properties"}
             named = {target.get("legendFormat", "") for target in panel["targets"]}
+            for step in panel.get("transformations", []):
+                named |= {*step["options"].get("renameByName", {}).values()}
             assert override["matcher"]["options"] in named or "{{state}}" in named, override
     assert len(cells) == len(set(cells)), "two panels overlap"
 
@@ -144,7 +147,7 @@ def test_queries_use_existing_series_and_labels(board: Any) -> None:
         }
         known = set().union(*(there[name] for name in names))
         assert labels <= known, f"{query}: {labels - known}"
-    assert len(asked) > 30
+    assert len(asked) > (30 if board["uid"] == "elasticd" else 10)
 
 
 def test_legends_use_labels_of_the_query(board: Any) -> None:
@@ -155,8 +158,28 @@ def test_legends_use_labels_of_the_query(board: Any) -> None:
             assert named <= left, f"{panel['title']}: {named - left}"
 
 
-def test_dashboard_covers_its_subjects(board: Any) -> None:
+def test_panels_lead_to_the_runbook(board: Any) -> None:
+    anchors = {
+        f"#{name.lower()}" for name in re.findall(r"^## (\w+)$", (ROOT / "docs" / "operations.md").read_text(), re.M)
+    }
+    links = [link for panel in board["panels"] for link in panel.get("links", [])]
+    assert len(links) >= 5
+    for link in links:
+        assert link["url"].removeprefix(RUNBOOK.removesuffix("#")) in anchors and link["targetBlank"], link
+        assert link["title"].lower() == f"runbook: {link['url'].removeprefix(RUNBOOK)}"
+
+
+def test_fleet_selects_many_jobs_and_leads_to_each() -> None:
+    fleet = json.loads(FLEET.read_text())
+    jobs = next(one for one in fleet["templating"]["list"] if one["name"] == "job_id")
+    assert (jobs["multi"], jobs["includeAll"], jobs["allValue"]) == (True, True, ".*")
+    assert "=~" in "".join(queries(fleet)) and 'job_id="' not in "".join(queries(fleet))
+    assert '"/d/elasticd?var-job_id=${__value.raw}"' in FLEET.read_text()
+
+
+def test_dashboard_covers_its_subjects() -> None:
     """Goodput, rounds with reasons, step rate, recovery by part, checkpoint age, world size, hangs, nodes, store."""
+    board = json.loads(JOB.read_text())
     everything = "\n".join(queries(board))
     for name in (
         "elasticd_time_seconds_total", "elasticd_round_info", "elasticd_steps_per_second",

@@ -69,7 +69,7 @@ PLAN = NodePlan(start=(RunnerStart(Submission("llm", 1, "{}", 1, 1, 1, 1), (0,))
 def executor_for(runners: FakeRunners) -> tuple[Executor, RunOutcomes, list[str]]:
     journal, outcomes = RecordingJournal(), RunOutcomes()
     fake: Any = runners
-    made = Executor(fake, journal, NodeMetrics("n1", "1"), fake, outcomes)  # type: ignore[arg-type]
+    made = Executor(fake, journal, NodeMetrics("n1", "1"), fake, outcomes, lambda name: b"")  # type: ignore[arg-type]
     return made, outcomes, journal.sentences
 
 

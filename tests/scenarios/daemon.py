@@ -2,7 +2,7 @@
 
 > node n1 slots=8             a node is there (again), ready, with nothing running
 > shrink n1 slots=2           it says that it has fewer, whatever runs on it
-> submit llm nodes=2:4 slots=4     as in a job file; nodes=1 slots=1 if not given
+> submit llm nodes=2:4 slots=4 by=ann priority=low     as in a job file; nodes=1 slots=1 if not given
 > end llm | cancel llm        its ending is written; its runners go at once, unless `> slow n1`
 > cordon n1 REASON | drain n1 REASON | uncordon n1
 > state n1 quarantined REASON      what the node says of itself
@@ -56,7 +56,10 @@ class Fleet:
             case "submit":
                 nodes, slots = (_span(options.get(option, "1")) for option in ("nodes", "slots"))
                 number = 1 + max((s.number for s in self.submissions.values()), default=0)
-                self.submissions[name] = Submission(name, number, "{}", *nodes, *slots)
+                by, priority = options.get("by", ""), options.get("priority", "normal")
+                self.submissions[name] = Submission(
+                    name, number, "{}", *nodes, *slots, submitted_by=by, priority=priority
+                )
             case "end" | "cancel":
                 outcome = "succeeded" if what == "end" else "cancelled"
                 self.endings[name] = JobResult(name, self.submissions[name].number, outcome, 0, "")  # type: ignore[arg-type]

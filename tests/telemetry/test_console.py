@@ -204,6 +204,14 @@ def test_it_is_refreshed_and_ages_by_itself(terminal: Terminal) -> None:
         assert terminal.shows(lambda text: "checkpoint 1 min ago" in text[-1])
 
 
+def test_the_start_is_counted_until_there_is_progress(terminal: Terminal) -> None:
+    with live(terminal) as console:
+        console.starting("importing torch")
+        assert terminal.shows(lambda text: re.search(r"starting: importing torch, 0\.[1-9] s", text[-1]) is not None)
+        console.progress(VIEW)
+        assert terminal.shows(lambda text: "round 3" in text[-1] and "starting" not in text[-1])
+
+
 def test_a_job_without_progress_never_touches_the_last_row(terminal: Terminal) -> None:
     with live(terminal) as console:
         console.log("error in train.py")

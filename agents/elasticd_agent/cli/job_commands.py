@@ -1,5 +1,5 @@
-"""The commands that use an agent's HTTP API: submit, jobs, status, logs, cancel, nodes, cordon, uncordon, drain, open,
-dump, explain. Exit codes: 0 done, 1 the agent refuses or does not answer, 2 usage.
+"""The commands that use an agent's HTTP API: submit, jobs, queue, status, top, logs, cancel, nodes, cordon, uncordon,
+drain, open, dump, explain. Exit codes: 0 done, 1 the agent refuses or does not answer, 2 usage.
 """
 
 from __future__ import annotations
@@ -20,15 +20,25 @@ from elasticd.errors import UsageError, WireError
 from elasticd_agent.cli import tables
 from elasticd_agent.cli.log_follower import LogFollower, LogQuery
 from elasticd_agent.cli.main import AGENT_VARIABLE
+from elasticd_agent.cli.packing import pack
 from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.model.exit_codes import INTERRUPTED
 from elasticd_agent.model.phrases import is_are
-from elasticd_agent.node.api.client import AgentClient, RequestFailed, Unreachable, fetch_status, job_path, open_client
+from elasticd_agent.node.api.client import (
+    AgentClient,
+    Reply,
+    RequestFailed,
+    Unreachable,
+    fetch_status,
+    job_path,
+    open_client,
+)
 from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
 
 TOKEN_FILE = "ELASTICD_TOKEN_FILE"
 CA = "ELASTICD_CA"
 EVIDENCE_TIMEOUT_S = 75.0
+TRY_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 3600.0
 POLL_S = 0.5
 _MAX_FILE_BYTES = 64 * 1024
@@ -71,8 +81,10 @@ def _split_command(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 def _submit(client: AgentClient, options: argparse.Namespace) -> int:
     if options.command and options.file is not None:
         raise UsageError("give a job file, or -- and a command, not both")
+    if options.upload is not None and (options.check or not options.command):
+        raise UsageError("--upload is for a command and not with --check: elasticd submit --upload . -- train.py")
     if options.command:
-        return _submit_file(client, options, Path("the command"), _job_of(options), "application/json")
+        return _submit_file(client, options, Path("the command"), _job_of(client, options), "application/json")
     given = [name for name in _JOB_OPTIONS if getattr(options, name) is not None]
     if options.file is None or given:
         what = f"--{given[0].replace('_', '-')} is for a command" if given else "a job file is missing"
@@ -88,9 +100,12 @@ def _submit(client: AgentClient, options: argparse.Namespace) -> int:
     return _submit_file(client, options, path, data, _CONTENT_TYPES[options.kind or format_of(path.name)])
 
 
-def _job_of(options: argparse.Namespace) -> bytes:
-    """The job file for a command that is run in this directory, as `elasticd run` would."""
+def _job_of(client: AgentClient, options: argparse.Namespace) -> bytes:
+    """The job file for a command that is run in this directory, as `elasticd run` would, or in the uploaded one."""
     job: dict[str, Any] = {"command": options.command, "workdir": str(Path.cwd())}
+    if options.upload is not None:
+        packed = client.post("/v1/uploads", pack(options.upload), "application/gzip").result()
+        job |= {"workdir": str(options.upload.absolute()), "upload": packed["upload"]}
     for name in _JOB_OPTIONS:
         value = getattr(options, name)
         if value is not None:
@@ -103,6 +118,10 @@ def _checkpoint_dir(given: str) -> str:
 
 
 def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, data: bytes, kind: str) -> int:
+    if options.check:
+        found = _checked(client.post("/v1/try", data, kind, within_s=TRY_TIMEOUT_S), path)
+        _show(options, found, tables.trial)
+        return 0 if found.get("possible") else 1
     # The same token at every try: a job that was submitted although the answer got lost is found, not run twice.
     query = {"id": options.id, "token": secrets.token_hex(16)}
     reply = client.post("/v1/jobs", data, kind, query=query)
@@ -110,9 +129,7 @@ def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, d
         if reply.code == 503:
             time.sleep(POLL_S)
             reply = client.post("/v1/jobs", data, kind, query=query)
-    if reply.code == 400:
-        raise UsageError(reply.why.replace("the job: ", f"{path}: ", 1))
-    made = reply.result()
+    made = _checked(reply, path)
     shown = _show(options, made, lambda it: f"{it['job']}\n")
     if not options.follow:
         return shown
@@ -122,10 +139,23 @@ def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, d
     return 0 if ended.get("state") == "succeeded" else 1
 
 
+def _checked(reply: Reply, path: Path) -> dict[str, Any]:
+    """Raises UsageError that names the job file."""
+    if reply.code == 400:
+        raise UsageError(reply.why.replace("the job: ", f"{path}: ", 1))
+    return reply.result()
+
+
 def _jobs(client: AgentClient, options: argparse.Namespace) -> int:
     found = client.get("/v1/jobs").result()
     _print_problems(found)
     return _show(options, found, lambda it: tables.jobs([JobSummary.from_dict(row) for row in it["jobs"]]))
+
+
+def _queue(client: AgentClient, options: argparse.Namespace) -> int:
+    found = client.get("/v1/jobs").result()
+    _print_problems(found)
+    return _show(options, found, lambda it: tables.queue([JobSummary.from_dict(row) for row in it["jobs"]]))
 
 
 def _status(client: AgentClient, options: argparse.Namespace) -> int:
@@ -138,6 +168,12 @@ def _status(client: AgentClient, options: argparse.Namespace) -> int:
         _print_problems(found)
         return _show(options, found, tables.overview)
     return _show(options, found, lambda it: _status_page(JobStatus.from_dict(it)))
+
+
+def _top(client: AgentClient, options: argparse.Namespace) -> int:
+    from elasticd_agent.cli.status_watch import fetch_top, watch
+
+    return watch(client, None, options.every, as_json=options.json, fetch=fetch_top)
 
 
 def _status_page(job: JobStatus) -> str:
@@ -213,7 +249,9 @@ def _explain(client: AgentClient, options: argparse.Namespace) -> int:
 _COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
     "submit": _submit,
     "jobs": _jobs,
+    "queue": _queue,
     "status": _status,
+    "top": _top,
     "logs": _logs,
     "cancel": _cancel,
     "nodes": _nodes,
@@ -306,7 +344,9 @@ _DESCRIPTIONS = {
     "submit": "Submits a job and prints its id. FILE is TOML, YAML or JSON, by its name; - is standard input. "
     "Without a file: elasticd submit [options] -- SCRIPT [arguments], run in this directory on the nodes.",
     "jobs": "Lists the jobs: the unfinished ones in the order of their submission, then the ended ones.",
+    "queue": "Lists the pending jobs in the order in which they start, and how many slots their submitters use.",
     "status": "Shows what one job does and why: its nodes, step, steps/s, last checkpoint, goodput, ranks and rounds.",
+    "top": "Shows what runs now, every two seconds until Ctrl-C: jobs with their steps and rates, nodes, pending jobs.",
     "logs": "Prints the output of a rank, wherever it runs: of its newest round, or of --round.",
     "cancel": "Ends a job: its workers get SIGTERM, and SIGKILL if they do not stop.",
     "nodes": "Lists the nodes, what runs on them, and why a node takes no work.",
@@ -333,7 +373,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
     if name == "status":
         parser.add_argument("job", metavar="JOB", nargs="?", help="its id; without one, all jobs and nodes")
         parser.add_argument("--watch", action="store_true", help="repeat until the job has ended or Ctrl-C")
-        parser.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="with --watch: the interval (2 s)")
+    if name in ("status", "top"):
+        parser.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="the interval (2 s)")
     if name in ("logs", "cancel", "dump", "explain"):
         parser.add_argument("job", metavar="JOB", help="its id, as elasticd jobs lists it")
     if name in ("cordon", "uncordon", "drain"):
@@ -361,7 +402,14 @@ def _add_submit_options(parser: argparse.ArgumentParser) -> None:
     add("file", type=Path, nargs="?", metavar="FILE", help="the job file")
     add("--id", metavar="JOB", help="the job's id; default: the file's, or SCRIPT-NUMBER")
     add("--kind", choices=tuple(_CONTENT_TYPES), help="the format of FILE, without a suffix")
+    add("--check", action="store_true", help="submit nothing; ask every node, and say whether the job would start")
     add("-f", "--follow", action="store_true", help="print rank 0's output until the end; exit code 1 if it failed")
+    add(
+        "--upload",
+        type=Path,
+        metavar="DIR",
+        help="of a command: copy this small directory to every node, as the job's working directory",
+    )
     add("--nodes", metavar="N", help="of a command: nodes, N or MIN:MAX")
     add("--workers", metavar="N", help="of a command: workers on each node, N or MIN:MAX")
     add("--checkpoint-dir", metavar="DIR", help="of a command: where session.checkpoint() writes")
@@ -378,7 +426,8 @@ def _add_log_options(parser: argparse.ArgumentParser) -> None:
     add("--tail", type=int, metavar="LINES", help="begin with the last LINES lines")
     add(
         "--stream",
-        choices=("both", "stdout", "stderr", "elasticd"),
+        choices=("both", "stdout", "stderr", "elasticd", "events"),
         default="both",
-        help="both (the rank's stdout on stdout, its stderr on stderr); elasticd: elasticd's own log on the node",
+        help="both (the rank's stdout on stdout, its stderr on stderr); elasticd: elasticd's own log on the node; "
+        "events: its event log",
     )

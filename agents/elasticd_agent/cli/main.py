@@ -28,7 +28,9 @@ COMMANDS = {
     "run": Command("runs a job on this machine, alone or with other nodes: torchrun's options and its own", "-"),
     "submit": Command("submits a job to the agents, and prints its id"),
     "jobs": Command("lists the jobs: pending, running, ended"),
+    "queue": Command("lists the pending jobs in the order in which they start"),
     "status": Command("shows what a job does and why: its state, ranks and rounds; without JOB, all jobs and nodes"),
+    "top": Command("shows jobs, their steps and rates, and nodes, every two seconds"),
     "logs": Command("prints the output of a rank, wherever it runs"),
     "cancel": Command("ends a job"),
     "explain": Command("names the root cause of a hang", "elasticd_agent.cli.explain:explain"),
@@ -49,8 +51,8 @@ COMMANDS = {
 }
 AGENT_COMMANDS = tuple(name for name, command in COMMANDS.items() if not command.entry)
 """Those that always use an agent."""
-_HIDDEN = {"job": "elasticd_agent.node.runners.main:job"}
-"""The agent starts its runners with it."""
+_HIDDEN = {"job": "elasticd_agent.node.runners.main:job", "try-job": "elasticd_agent.node.runners.main:try_job"}
+"""The agent starts its runners and their trials with them."""
 _AGENT_FLAGS = {"--agent", "--token-file", "--ca", "--node"}
 _LOCAL_FLAGS = {"--list", "--event-log", "--pid", "--job", "--out", "-h", "--help"}
 
@@ -112,6 +114,10 @@ def _run(argv: Sequence[str]) -> int:
         raise UsageError("the current directory does not exist; change to one that does") from None
     spec, policy, settings = run_options.parse_run(argv, os.environ, here)
     preflight.check(spec, settings, os.environ)
+    if settings.ui_port is not None:
+        from elasticd_agent.node.run_page import run_with_page
+
+        return run_with_page(spec, policy, settings)
     from elasticd_agent.job.run import run_job
 
     return run_job(spec, policy, settings)

@@ -1,4 +1,4 @@
-"""`elasticd status [JOB] --watch`: the page every few seconds; in place on a terminal, else one after another.
+"""`elasticd status [JOB] --watch`, `elasticd top`: a page every few seconds; in place on a terminal, else one by one.
 
 It continues while the agent is restarted, with the age of what is shown, and ends with 0 when the job has ended or at
 Ctrl-C.
@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from elasticd.errors import WireError
 from elasticd_agent.cli import tables
@@ -18,6 +19,9 @@ from elasticd_agent.node.api.client import AgentClient, RequestFailed, Unreachab
 from elasticd_agent.node.api.schema import JobStatus
 from elasticd_agent.node.dashboard import chart
 
+Fetch = Callable[[AgentClient, str | None], dict[str, Any]]
+TOP_JOBS = 32
+"""Of more running jobs `elasticd top` shows steps and rates of the first ones: each costs a request."""
 SPARKS = " ▁▂▃▄▅▆▇█"
 SPARK_COLUMNS, SPARK_S = 40, 600.0
 _STYLES = {
@@ -57,15 +61,26 @@ def _show_below(page: str) -> None:
     _print(f"--- {time.strftime('%H:%M:%S')}\n{page}\n")
 
 
-def watch(client: AgentClient, job: str | None, every_s: float, *, as_json: bool) -> int:
+def watch(client: AgentClient, job: str | None, every_s: float, *, as_json: bool, fetch: Fetch = fetch_status) -> int:
     """Returns the exit code. Raises Unreachable, RequestFailed."""
     try:
         if as_json or not sys.stdout.isatty():
-            return follow(client, job, every_s, _show_below, as_json=as_json)
+            return follow(client, job, every_s, _show_below, as_json=as_json, fetch=fetch)
         with _terminal() as show:
-            return follow(client, job, every_s, show)
+            return follow(client, job, every_s, show, fetch=fetch)
     except KeyboardInterrupt:
         return 0
+
+
+def fetch_top(client: AgentClient, job: str | None = None) -> dict[str, Any]:
+    """All jobs and nodes, and in "status" the running jobs whole, as far as they answer."""
+    found = fetch_status(client, None)
+    running = [row["job"] for row in found["jobs"] if row.get("state") in ("running", "starting", "leaving")]
+    found["status"] = {}
+    for name in running[:TOP_JOBS]:
+        with contextlib.suppress(RequestFailed, Unreachable):  # it has ended, or its nodes do not answer
+            found["status"][name] = fetch_status(client, name)
+    return found
 
 
 def follow(
@@ -75,6 +90,7 @@ def follow(
     show: Callable[[str], None],
     *,
     as_json: bool = False,
+    fetch: Fetch = fetch_status,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
@@ -84,7 +100,7 @@ def follow(
     while True:
         ended = False
         try:
-            answer = fetch_status(client, job)
+            answer = fetch(client, job)
             if as_json:
                 _print(json.dumps(answer, ensure_ascii=False) + "\n")
             if job is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from elasticd_agent.node.api.schema import (
     RoundStatus,
 )
 from elasticd_agent.node.dashboard.status import problem
+from elasticd_agent.node.records import submitter
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _SHOWN_NODES = 3
@@ -49,6 +51,40 @@ def jobs(rows: Sequence[JobSummary]) -> str:
     return table(("JOB", "STATE", "NODES", "SLOTS", "AGE", "REASON"), cells)
 
 
+def queue(rows: Sequence[JobSummary]) -> str:
+    """`rows`: all jobs."""
+    waiting = sorted((row for row in rows if row.place is not None), key=lambda row: row.place or 0)
+    if not waiting:
+        return "no job is pending\n"
+    used = Counter[str]()
+    for row in rows:
+        used[submitter(row.submitted_by)] += row.slots
+    cells = [
+        (
+            str(row.place),
+            visible(row.job),
+            visible(row.priority),
+            visible(submitter(row.submitted_by)) or "-",
+            str(used[submitter(row.submitted_by)]),
+            _age(row.age_seconds),
+            visible(row.reason),
+        )
+        for row in waiting
+    ]
+    return table(("PLACE", "JOB", "PRIORITY", "BY", "USES", "AGE", "REASON"), cells)
+
+
+def trial(answer: Mapping[str, Any]) -> str:
+    """Of `submit --check`: what would come of the job, then the nodes that would refuse it or did not answer."""
+    starts = "it would start: " if answer["starts"] else "it would wait: " if answer["possible"] else ""
+    lines = [f"{starts}{visible(str(answer['reason']).removeprefix('pending: '))}"]
+    for row in answer["nodes"]:
+        if why := row.get("refusal") or row.get("error"):
+            verb = "refuses it" if row.get("refusal") else "cannot say"
+            lines.append(f"{visible(row['node'])} {verb}: {visible(why)}")
+    return "\n".join(lines) + "\n"
+
+
 def cancelled(answer: Mapping[str, Any]) -> str:
     leaving = answer.get("leaving")
     stopping = f"; its workers on {_names(leaving)} are being stopped" if leaving else ""
@@ -74,10 +110,10 @@ def nodes(rows: Sequence[NodeSummary]) -> str:
     return table(("NODE", "STATE", "USED", "GPUS", "JOBS", "ADDRESS", "VERSION", "REASON"), cells)
 
 
-def problem_line(job: JobStatus) -> str:
+def problem_line(job: JobStatus, prefix: str = "elasticd: ") -> str:
     """What is wrong with a job now, in a line; "" if nothing is."""
     wrong = problem(job)
-    return f"elasticd: {wrong[0]}: {visible(wrong[1])}\n" if wrong else ""
+    return f"{prefix}{wrong[0]}: {visible(wrong[1])}\n" if wrong else ""
 
 
 def status(job: JobStatus) -> str:
@@ -108,9 +144,37 @@ def status(job: JobStatus) -> str:
 
 
 def overview(both: Mapping[str, Any]) -> str:
-    """All jobs, all nodes. Raises WireError."""
+    """All jobs, all nodes; what runs comes first if its progress is there. Raises WireError."""
     listed = [JobSummary.from_dict(row) for row in both["jobs"]]
-    return jobs(listed) + "\n" + nodes([NodeSummary.from_dict(row) for row in both["nodes"]])
+    ready = [NodeSummary.from_dict(row) for row in both["nodes"]]
+    if "status" not in both:
+        return jobs(listed) + "\n" + nodes(ready)
+    running = [JobStatus.from_dict(one) for one in both["status"].values()]
+    others = [row for row in listed if row.job not in both["status"] and not row.ended]
+    used, slots = sum(row.used for row in ready), sum(row.slots for row in ready)
+    head = f"{count(len(running), 'job')} running, {len(others)} pending; {used} of {count(slots, 'slot')} in use\n"
+    problems = "".join(f"{visible(job.job)}: {line}" for job in running if (line := problem_line(job, "")))
+    return head + problems + "\n" + _running(running) + "\n" + nodes(ready) + ("\n" + jobs(others) if others else "")
+
+
+def _running(rows: Sequence[JobStatus]) -> str:
+    if not rows:
+        return "no job runs\n"
+    cells = [
+        (
+            visible(job.job),
+            visible(job.state),
+            f"{job.known.world_size or 0}/{job.max_workers or job.slots}",
+            _names(job.nodes),
+            "-" if job.known.step is None else f"{job.known.step:,}",
+            "-" if job.known.steps_per_second is None else f"{job.known.steps_per_second:.3g}",
+            "-" if job.known.goodput is None else f"{100 * job.known.goodput:.1f} %",
+            str(job.known.restarts or 0),
+            _age(job.age_seconds),
+        )
+        for job in rows
+    ]
+    return table(("JOB", "STATE", "WORKERS", "NODES", "STEP", "STEPS/S", "GOODPUT", "RESTARTS", "AGE"), cells)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -255,4 +319,4 @@ def _phase(one: RankProgress) -> str:
 def _moment(at: float) -> str:
     if not 0 < at < 1e11:
         return "-"
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    return time.strftime("%Y-%m-%d %H:%M:%S%z", time.localtime(at))

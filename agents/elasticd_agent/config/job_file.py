@@ -59,6 +59,9 @@ def job_environment(daemon_env: Mapping[str, str], job_env: Mapping[str, str], u
     return {**env, **job_env}
 
 
+_AN_UPLOAD = '"' + 64 * "0" + '"'
+
+
 class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One job as written. None: not given, so the default of the flag counts.
 
@@ -77,6 +80,12 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         '["train.py", "--epochs", "3"]',
     ]
     workdir: Annotated[Path, "The working directory of the job, on every node.", '"/home/me/project"']
+    upload: Annotated[
+        str | None,
+        "The archive of a working directory, which submit --upload has put into the store. Its copy on each node is "
+        "the working directory, in place of workdir.",
+        _AN_UPLOAD,
+    ] = None
     module: Annotated[bool, "The command is a module's name and its arguments, run as python -m does."] = False
     no_python: Annotated[bool, "The command is a program and its arguments, started as it is; not with module."] = False
     python: Annotated[
@@ -186,6 +195,7 @@ JOB_KEY_HINTS: Mapping[str, str] = {
     "signals_to_handle": "elasticd cancel and drain stop a job",
     "no_live": "a daemon has no terminal",
     "quiet": "a daemon has no terminal",
+    "ui": "every agent serves a page of all jobs",
     "run": "the daemon counts the runs of a job",
     "node_id": "it is node in the node's agent.toml",
     "cwd": "write workdir",
@@ -342,6 +352,8 @@ def _check_texts(job: JobFile) -> None:
             raise ConfigError(key, "is empty; leave it out, or name it")
         if text is not None and not text.isprintable():
             raise ConfigError(key, f"{text[:60]!r} holds a character that cannot be printed")
+    if job.upload is not None and not re.fullmatch(r"[0-9a-f]{64}", job.upload):
+        raise ConfigError("upload", "is set by elasticd submit --upload DIRECTORY")
     if job.id is not None and job.id.startswith("-"):
         raise ConfigError("id", f"{job.id[:60]!r} begins with '-': commands would take it for an option")
     if job.python is not None and "/" in job.python and not job.python.startswith("/"):

@@ -125,7 +125,7 @@ class JobReporter:
         )  # fmt: skip
         self.console.log(f"round {round.number}: {round.reason}")
         if not self._workers.launcher_known:
-            self.console.log("starting: importing the script's modules")
+            self.console.starting("importing torch and the script's modules")
         job.round, self._failure = round, None
 
     def _store(self, store: StoreAvailability, now: float) -> None:

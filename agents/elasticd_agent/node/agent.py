@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import gc
 import os
 import queue
 import signal
@@ -87,6 +88,7 @@ def agent(argv: Sequence[str]) -> int:
     settings = _load_settings(options)
     if options.check:
         return 0
+    gc.set_threshold(20_000, 20, 20)  # the store's records have no cycles: lists of 10,000 jobs take half the time
     faulthandler.enable()  # systemd's watchdog ends a hung agent with SIGABRT: the journal then has its stacks
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     with signals_to_inbox(inbox):
@@ -246,7 +248,13 @@ def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
     local = LocalJobs(settings.node, settings.state_dir)
     peers = Peers(token.token, tls, http.tls_ca, http.tls_name)
     service = JobService(
-        parts.store, local, peers, check, cache=parts.cache, limit=lambda: loop.settings.limits.jobs_per_submitter
+        parts.store,
+        local,
+        peers,
+        check,
+        limit=lambda: loop.settings.limits.jobs_per_submitter,
+        trial=loop.refusal,
+        cache=parts.cache,
     )
     cookies = LoginCookies(token, time.time, tls=tls)
     routes = DashboardRoutes(ApiRoutes(service, _pages(loop, parts, local)), token, cookies, version())

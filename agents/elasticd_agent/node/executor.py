@@ -6,9 +6,11 @@ the main loop's thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elasticd.errors import UsageError
+from elasticd.errors import StoreUnavailable, UsageError
+from elasticd_agent.config.job_file import from_json
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.metrics import RUNNER_EXITS, RUNNER_STARTS, NodeMetrics
 from elasticd_agent.node.reconcile import NodePlan, RunnerEnd, RunnerStart, RunOutcomes
@@ -30,6 +32,8 @@ class Executor:
     metrics: NodeMetrics
     specs: SpecBuilder
     outcomes: RunOutcomes
+    read_upload: Callable[[str], bytes]
+    """Of a job's archive, by its name. Raises UsageError if it is gone, StoreUnavailable."""
     _retry_at: dict[tuple[str, int], float] = field(default_factory=dict)
     _started_at: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -55,7 +59,7 @@ class Executor:
         spec = self.specs.build(start)
         try:
             pid = self._start_or_refuse(spec, now)
-        except (OSError, UsageError) as error:
+        except (OSError, UsageError, StoreUnavailable) as error:
             why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
             self._retry_at[key] = now + RETRY_S
             self.journal.warn(f"job {spec.job} cannot be started: {why}; retrying in {RETRY_S:g} s")
@@ -71,14 +75,16 @@ class Executor:
         )
 
     def _start_or_refuse(self, spec: RunnerSpec, now: float) -> int | None:
-        """The runner's pid; None: this node cannot run the job. Raises OSError, UsageError: retry later."""
+        """The runner's pid; None: this node cannot run the job. Others raise OSError, UsageError, StoreUnavailable."""
         try:
             account = self.specs.account(spec)
         except UsageError as error:
             self.record_end(self.runners.refuse(spec, None, str(error)), now)
             return None
         try:
-            return self.runners.start(spec, account, self.specs.secrets())
+            digest = from_json(spec.job_file).upload
+            upload = None if digest is None else self.read_upload(digest)
+            return self.runners.start(spec, account, self.specs.secrets(), upload)
         except NotAllowed as error:
             self.record_end(self.runners.refuse(spec, account, str(error)), now)
             return None

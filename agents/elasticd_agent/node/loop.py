@@ -7,6 +7,7 @@ The scheduler decides where jobs run, `reconcile` what that means for this node,
 
 from __future__ import annotations
 
+import functools
 import queue
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Literal
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.config.agent_settings import NodeSettings
-from elasticd_agent.node import keys, metrics
+from elasticd_agent.node import keys, metrics, uploads
 from elasticd_agent.node.configured_jobs import ConfiguredJobs
 from elasticd_agent.node.executor import Executor
 from elasticd_agent.node.health.job_failures import JobFailures
@@ -24,8 +25,9 @@ from elasticd_agent.node.health.policy import NOT_CHECKED_YET, HealthVerdict
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.metrics import NodeMetrics
 from elasticd_agent.node.reconcile import NodePlan, RunOutcomes, reconcile
-from elasticd_agent.node.records import NodeState, NodeStatus, RunnerStatus
+from elasticd_agent.node.records import NodeState, NodeStatus, RunnerStatus, Submission
 from elasticd_agent.node.registration import NameTaken, NodeStatusPublisher
+from elasticd_agent.node.runners import trial
 from elasticd_agent.node.runners.manager import RunnerManager
 from elasticd_agent.node.runners.spawn import SpecBuilder
 from elasticd_agent.node.scheduler import job_queue
@@ -103,12 +105,17 @@ class NodeLoop:
         self._registered = False
         self._reported_name_conflict = ""
         self._missing_since: float | None = None
-        self._executor = Executor(parts.runners, parts.journal, parts.metrics, specs, self._outcomes)
+        read_upload = functools.partial(uploads.read, parts.store)
+        self._executor = Executor(parts.runners, parts.journal, parts.metrics, specs, self._outcomes, read_upload)
         self._last_turn_at = time.monotonic()
         self._next_at = 0.0
         self._started_at = time.monotonic()
 
     # For other threads:
+
+    def refusal(self, submission: Submission) -> str:
+        """Why this node would refuse the job; "" if it would not."""
+        return trial.refusal(self._executor.specs, submission)
 
     @property
     def settings(self) -> NodeSettings:

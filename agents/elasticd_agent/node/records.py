@@ -33,6 +33,11 @@ PRIORITIES = {"high": -1, "normal": 0, "low": 1}
 """The classes of jobs, and their order."""
 
 
+def submitter(submitted_by: str) -> str:
+    """Whose jobs count together: the caller, from whatever host."""
+    return submitted_by.partition(" at ")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Submission(Document):
     NAMED_BY: ClassVar[str] = "job"
@@ -62,8 +67,11 @@ class Submission(Document):
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """Its place in the queue."""
         return PRIORITIES.get(self.priority, 0), self.number, self.job
+
+    @property
+    def submitter(self) -> str:
+        return submitter(self.submitted_by)
 
     def check(self) -> None:
         _check_name("job id", self.job)

@@ -56,6 +56,9 @@ class HttpRequest:
     """The sender's address, "" on a unix socket."""
     server_name: str = ""
     """The Host header."""
+    cookie: str = ""
+    fetch_site: str = ""
+    """Sec-Fetch-Site, "" of a client that is no present-day browser."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,7 +413,18 @@ class _Handler(BaseHTTPRequestHandler):
         content_type = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         try:
             return server.routes.answer(
-                HttpRequest(method, path, query, sender, content_type, body, self._peer_host(), self._server_name())
+                HttpRequest(
+                    method,
+                    path,
+                    query,
+                    sender,
+                    content_type,
+                    body,
+                    self._peer_host(),
+                    self._server_name(),
+                    self.headers.get("Cookie", ""),
+                    self.headers.get("Sec-Fetch-Site", ""),
+                )
             )
         except HttpError as error:
             return error_response(error.status, str(error))

@@ -68,6 +68,10 @@ def describe(view: ProgressView, now: float) -> list[str]:
 class Console(Protocol):
     def log(self, sentence: str, level: Level = "info") -> None: ...
     def progress(self, view: ProgressView) -> None: ...
+
+    def starting(self, what: str) -> None:
+        """What takes the time until the first progress."""
+
     def close(self) -> None: ...
 
 
@@ -108,6 +112,9 @@ class PlainConsole:
         self._due = now + PLAIN_PROGRESS_S
         self.log(", ".join(describe(view, now)))
 
+    def starting(self, what: str) -> None:
+        self.log(f"starting: {what}")
+
     def close(self) -> None:
         pass
 
@@ -123,6 +130,7 @@ class LiveConsole:
         self._lines = _LineWriter(outlet)
         self._color = not os.environ.get("NO_COLOR")
         self._view: ProgressView | None = None
+        self._starting: tuple[str, float] | None = None
         self._rows = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elasticd-live", daemon=True)
@@ -138,6 +146,10 @@ class LiveConsole:
         """The content of the live line from its next frame on; the first view takes the last row."""
         self._view = view
 
+    def starting(self, what: str) -> None:
+        """The live line counts its seconds until the first view."""
+        self._starting = what, time.monotonic()
+
     def close(self) -> None:
         """Release the last row, cleared. Idempotent."""
         atexit.unregister(self.close)
@@ -150,20 +162,28 @@ class LiveConsole:
 
     def _run(self) -> None:
         while not self._ended.wait(self._refresh_s):
-            view = self._view
+            parts = self._parts(time.monotonic())
             # In the background the last row belongs to another job; while the terminal lags, a frame adds nothing.
-            if view is not None and _foreground(self._fd) and self._outlet.room() > CAPACITY // 2:
+            if parts and _foreground(self._fd) and self._outlet.room() > CAPACITY // 2:
                 try:
                     columns, rows = os.get_terminal_size(self._fd)
                 except OSError:
                     continue
-                self._draw(view, columns, rows)
+                self._draw(parts, columns, rows)
 
-    def _draw(self, view: ProgressView, columns: int, rows: int) -> None:
+    def _parts(self, now: float) -> list[str]:
+        if self._view is not None:
+            return [self._job, *describe(self._view, now)]
+        if self._starting is None:
+            return []
+        what, since = self._starting
+        return [self._job, f"starting: {what}, {in_words(now - since)}"]
+
+    def _draw(self, parts: list[str], columns: int, rows: int) -> None:
         before = b""
         if rows != self._rows:
             before = (_release(self._rows) if self._rows else b"") + _reserve(rows)
-        line = _render([self._job, *describe(view, time.monotonic())], columns - 1)
+        line = _render(parts, columns - 1)
         # One piece, one write: another writer's bytes never land while the cursor is away.
         if self._outlet.put(before + f"\x1b7\x1b[{rows};1H\x1b[2K{line}\x1b[0m\x1b8".encode()):
             self._rows = rows
@@ -219,6 +239,9 @@ class QuietConsole:
             self._console.log(sentence, level)
 
     def progress(self, view: ProgressView) -> None:
+        pass
+
+    def starting(self, what: str) -> None:
         pass
 
     def close(self) -> None:

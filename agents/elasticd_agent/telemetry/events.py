@@ -7,6 +7,7 @@ Nothing is written here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,6 +15,8 @@ from elasticd.heartbeat.worker_events import WorkerEvent
 
 FORMAT_VERSION = 1
 MAX_LINE_BYTES = 64 * 1024
+MAX_SCALARS = 16
+"""Names of a job's own numbers."""
 
 
 def _field(meaning: str, **default: Any) -> Any:
@@ -123,6 +126,14 @@ class CheckpointDroppedEvent(LogEvent, kind="checkpoint_dropped"):
 
     step: int | None = _field("the step it held", default=None)
     path: str = _field("the intended directory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalarsEvent(LogEvent, kind="scalars"):
+    """Numbers that the script has logged with `session.log`, sampled."""
+
+    step: int = _field("the step at which they were logged")
+    values: Mapping[str, float | None] = _field("the number of each name; null for one that is not finite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,7 +372,7 @@ class AuditEvent(LogEvent, kind="audit"):
 EVENT_TYPES = tuple(LogEvent.__subclasses__())
 """In the order of docs/events.md."""
 
-QUIET_KINDS = ("checkpoint_saved", "snapshot", "attached", "can_pause")
+QUIET_KINDS = ("checkpoint_saved", "snapshot", "attached", "can_pause", "scalars")
 """Too frequent or too small for the console."""
 WARNING_KINDS = ("checkpoint_failed", "checkpoint_skipped")
 
@@ -391,6 +402,10 @@ def from_worker(note: WorkerEvent) -> LogEvent | None:
             origin = int(note.extra.get("from_round", 0))
             donor, steps = note.extra.get("donor"), int(note.extra.get("steps_saved", 0))
             return ResumedEvent(**known, step=note.step, from_round=origin, path=path, donor=donor, steps_saved=steps)
+        case "scalars" if note.step is not None:
+            given = note.extra.get("values", {}).items()
+            good = {name: value for name, value in given if value is None or isinstance(value, (int, float))}
+            return ScalarsEvent(**known, step=note.step, values=dict(list(good.items())[:MAX_SCALARS]))
         case "paused" if note.step is not None:
             return PausedEvent(**known, step=note.step)
         case "pause_ended" if note.step is not None:

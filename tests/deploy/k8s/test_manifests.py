@@ -552,7 +552,7 @@ def test_rules_match_deploy_prometheus() -> None:
 def test_dashboard_matches_deploy_grafana() -> None:
     assert rules.DASHBOARD_WRITTEN.read_text() == rules.dashboard(), "make docs"
     found = one(overlay("prometheus"), "ConfigMap", "elasticd-dashboard")
-    assert found["data"]["elasticd.json"] == rules.DASHBOARD.read_text()
+    assert found["data"] == {path.name: path.read_text() for path in rules.DASHBOARDS}
     assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 

@@ -28,6 +28,15 @@ def test_first_node_counts_and_others_complete_it() -> None:
     assert one.unreachable == {"c": "it did not answer"}
 
 
+def test_leader_says_what_a_fault_cost() -> None:
+    seen = [RoundStatus(2, at=at, leader="b", lost_seconds=lost_s) for at, lost_s in ((10.0, 0.4), (99.0, 0.2))]
+    one = merge_progress([JobProgress(node, 2, rounds=(seen[i],)) for i, node in enumerate("ab")], {})
+    assert one is not None
+    assert [(each.at, each.lost_seconds) for each in one.rounds] == [(10.0, 0.2)], (
+        "all else is by the first one's clock"
+    )
+
+
 def test_ranks_of_an_older_round_are_dropped() -> None:
     rows = [JobProgress("a", 3, ranks=(RankProgress(0, "a"),)), JobProgress("b", 2, ranks=(RankProgress(0, "b"),))]
     one = merge_progress(rows, {})

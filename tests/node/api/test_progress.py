@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd_agent.node.api.progress import MAX_ROUNDS, JobTimeline
+from elasticd_agent.node.api.progress import MAX_POINTS, MAX_ROUNDS, JobTimeline
 from elasticd_agent.node.api.schema import CheckpointStatus
 
 Line = dict[str, object]
@@ -168,6 +168,10 @@ def test_cost_of_each_round() -> None:
     assert costs(reported(*STARTED, *CRASHED, second[0]), 150.0) == {2: (20.0, None)}
     again = line("first_step", 140.0, 2, step=1)
     assert costs(reported(*STARTED, *CRASHED, second[0], again), 0.0) == {2: (10.0, None)}
+    # The figure of the console and the metrics, which begins at the fault and not at the step before it.
+    assert costs(reported(*STARTED, *CRASHED, second[0], {**again, "recovery_seconds": 8.125}), 0.0) == {
+        2: (8.125, None)
+    }
     # A round that made no step is a part of what the next one cost.
     third = (line("round_published", 145.0, 3), line("first_step", 150.0, 3, step=22))
     assert costs(reported(*STARTED, *CRASHED, second[0], *third), 0.0) == {3: (20.0, 0)}
@@ -182,6 +186,19 @@ def test_cost_of_a_hang_judged_elsewhere_counts_from_its_start() -> None:
     assert costs(seen, 200.0) == {2: (6.0, 10)}
     # What follows is another round's: one that has begun to train is not over because of it.
     assert reported(*STARTED, line("first_step", 131.0, recovery_seconds=6.0)).rounds[1].ended_at is None
+
+
+def test_numbers_of_the_script_are_bounded_and_follow_the_steps() -> None:
+    logged = [line("scalars", 100.0 + n, step=n, values={"loss": 9.0 - n, "bad": None}) for n in range(1, 2000)]
+    assert reported(*STARTED, *logged).scalars.keys() == {"loss"}
+    loss = reported(*STARTED, *logged).scalars["loss"]
+    steps = [step for step, _ in loss]
+    assert len(steps) <= MAX_POINTS and steps == sorted(set(steps))
+    assert (loss[0], loss[-1]) == ((1, 8.0), (1999, -1990.0))
+    again = line("scalars", 5000.0, 2, step=900, values={"loss": 1.5})
+    assert reported(*STARTED, *logged, again).scalars["loss"][-1] == (900, 1.5), "trained again from there"
+    names = line("scalars", 100.0, step=1, values={f"n{n}": n for n in range(40)})
+    assert len(reported(*STARTED, names).scalars) == 16
 
 
 def test_checkpoint_of_another_node_counts_after_resume() -> None:

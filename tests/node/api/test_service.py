@@ -95,7 +95,7 @@ def test_job_from_submission_to_end(serve: Serve) -> None:
     one.place("late", 2, reason=BEHIND_OTHERS)
     reasons = {row["job"]: row["reason"] for row in api.get("/v1/jobs").document()["jobs"]}
     assert reasons["llama"] == "n1 is drained; pending: needs 1 node with 1 free slot; n1 is drained"
-    assert reasons["late"] == "pending behind llama, which came first and needs 1 node with 1 free slot"
+    assert reasons["late"] == "pending behind llama, which is next and needs 1 node with 1 free slot"
     assert api.get("/v1/jobs/late").document()["reason"] == reasons["late"]
     assert api.post("/v1/jobs/late/cancel").code == 200
     one.place("llama", 1, "n1")
@@ -112,6 +112,30 @@ def test_job_from_submission_to_end(serve: Serve) -> None:
     row = api.get("/v1/jobs/llama").document()
     assert (row["state"], row["exit_code"], row["ended_seconds"]) == ("cancelled", 143, 0.0)
     assert one.submit() == 3, "an id may be used again"
+
+
+def test_trial_asks_every_node_and_submits_nothing(serve: Serve) -> None:
+    one = serve()
+    two = serve(node="n2", store=one.store)
+    one.announce(slots=1)
+    two.announce()
+    one.service.trial = lambda job: f"command: no {job.job} here"
+    api = one.unix()
+    answer = api.post("/v1/try", JOB, "application/toml").document()
+    assert (answer["job"], answer["starts"], answer["reason"]) == ("train-1", True, "runs on n2 (slots 0-1)")
+    assert answer["nodes"] == [{"node": "n1", "refusal": "command: no train-1 here"}, {"node": "n2", "refusal": ""}]
+    two.service.trial = one.service.trial
+    answer = api.post("/v1/try", JOB, "application/toml").document()
+    assert (answer["starts"], answer["possible"]) == (False, False)
+    assert "n1 and n2 refused it: command: no train-1 here" in answer["reason"]
+    larger = JOB + b"nodes = 2\n"
+    one.submit()
+    one.place("llama", 1, "n2")
+    one.service.trial = two.service.trial = lambda job: ""
+    answer = api.post("/v1/try", larger, "application/toml").document()
+    assert (answer["starts"], answer["possible"]) == (True, True), "each has a slot that is free"
+    assert api.post("/v1/try", JOB + b'id = "llama"\n', "application/toml").code == 409
+    assert [row["job"] for row in api.get("/v1/jobs").document()["jobs"]] == ["llama"]
 
 
 def test_ended_job_cannot_be_cancelled(serve: Serve) -> None:

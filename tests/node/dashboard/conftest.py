@@ -1,16 +1,44 @@
-"""Browsers that are closed after each test."""
+"""Browsers and agents that are closed after each test."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elasticd_agent.node.api.routes import ApiRoutes
+from elasticd_agent.node.dashboard.login import LoginCookies
+from elasticd_agent.node.dashboard.routes import DashboardRoutes
+from elasticd_agent.system.http_auth import TokenAuth
 from tests.node.dashboard.browser import Browser, missing
+from tests.node.served import Served
 
 Browse = Callable[..., Browser]
+Serve = Callable[..., Served]
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    with ExitStack() as stack:
+
+        def start(base_url: str = "", **how: Any) -> Served:
+            made_routes = []
+
+            def routes(api: ApiRoutes, token: TokenAuth, tls: bool) -> DashboardRoutes:
+                made_routes.append(DashboardRoutes(api, token, LoginCookies(token, lambda: NOW, tls=tls), "0.1.0"))
+                return made_routes[0]
+
+            made = Served(tmp_path / f"n-{len(os.listdir(tmp_path))}", now=lambda: NOW, front=routes, **how)
+            made_routes[0].base_url = base_url or "http://{}:{}".format(*made.address)
+            stack.callback(made.close)
+            return made
+
+        yield start
 
 
 @pytest.fixture

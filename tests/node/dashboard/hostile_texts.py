@@ -31,8 +31,8 @@ _ATTRIBUTES = frozenset(
     """
     charset name content title rel href type src defer http-equiv id class tabindex data-live data-every
     data-end data-label lang aria-labelledby aria-label aria-current aria-hidden aria-describedby role method
-    action value selected hidden for scope datetime required autofocus autocomplete reversed viewbox x y x1 x2
-    y1 y2 d points width height rx fill stroke-width text-anchor
+    action formaction value selected hidden for scope datetime required autofocus autocomplete reversed viewbox x y x1
+    x2 y1 y2 d points width height rx fill stroke-width text-anchor
     """.split()  # noqa: SIM905
 )
 

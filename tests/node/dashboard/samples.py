@@ -38,6 +38,10 @@ def a_job(**progress: Any) -> dict[str, Any]:
         "snapshot": {"step": 286, "round": 2, "at": NOW - 1, "age_seconds": 1.0},
         "donor_resumes": 1, "donor_steps": 12, "goodput": 0.93,
         "started_at": NOW - 310, "rounds": rounds, "ranks": [a_rank(k) for k in range(4)], "step_samples": samples,
+        "scalars": [{"name": "loss", "points": [[step, 3.0 - step / 100] for step in range(1, 280, 9)]},
+                    {"name": "lr", "points": [[1, 0.1]]}],
+        "rank_steps": [{"rank": k, "points": [[NOW - 196 + 14 * i, 91 + (14 - k) * i] for i in range(15)]}
+                       for k in range(4)],
         "unreachable": {}, "runner_problem": "", "members": [],
     }  # fmt: skip
     return {

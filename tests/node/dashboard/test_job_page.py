@@ -14,7 +14,7 @@ from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
 from elasticd_agent.node.dashboard import job_page, status
 from elasticd_agent.node.dashboard.job_page import LogTail, PageQuery
 from elasticd_agent.node.dashboard.layout import page
-from elasticd_agent.node.dashboard.overview import overview
+from elasticd_agent.node.dashboard.overview import ROWS, ListQuery, overview
 from tests.node.dashboard.hostile_texts import PAYLOADS, WICKED, Read, read
 from tests.node.dashboard.samples import NOW, a_job, a_rank, a_round
 
@@ -106,6 +106,67 @@ def test_job_before_its_first_round_and_after_its_end() -> None:
         "reason": "gave up",
     }
     assert "Ended 1 min ago with exit code 1: gave up" in text_of(ended)
+    text = text_of({**ended, "progress": None})
+    assert "yet" not in text and "It made no step." in text, "nothing more is to come"
+
+
+def test_failed_job_begins_with_the_traceback_of_its_rank() -> None:
+    failed = {**a_job(), "ended_at": NOW - 60, "ended_seconds": 60.0, "state": "failed"}
+    job = JobStatus.from_dict({**failed, "reason": "rank 3 raised ValueError: no; rank 0 followed"})
+    assert job_page.failed_rank(job) == 3
+    noise = "Traceback (most recent call last):\n  an earlier one\n" + "step\n" * 99
+    wrote = LogTail(noise + "Traceback (most recent call last):\n  File x, line 7\nValueError: no\n", "on b")
+    content = job_page.job_page(job, PageQuery(), NOW, LogTail(), None, wrote)
+    text = "".join(read(page("p", "a", "0", *content, now=NOW, logout=True)).text)
+    assert "What rank 3 wrote last" in text and "line 7\nValueError: no" in text and "an earlier one" not in text
+    assert text.index("ValueError: no") < text.index("Step rate")
+    assert job_page.failed_rank(JobStatus.from_dict({**failed, "reason": "cancelled"})) is None
+    assert job_page.failed_rank(JobStatus.from_dict(a_job())) is None
+
+
+def test_numbers_and_step_times_are_drawn() -> None:
+    text = text_of(a_job())
+    assert "loss: 0.29 at step 271, between 0.29 and 2.99" in text and "lr: 0.1 at step 1" in text
+    assert "The median is 1.1 s; rank 3 is the slowest with 1.3 s." in text
+    stuck = [{"rank": k, "points": [[NOW + i, 5 + i * (1 - k)] for i in range(9)]} for k in (0, 1)]
+    page_text = text_of(a_job(rank_steps=stuck, scalars=[]))
+    assert "rank 1 is the slowest" in page_text and "session.log(loss=loss)" in page_text
+    many = [{"rank": k, "points": [[NOW + 2 * i, i * 7] for i in range(80)]} for k in range(500)]
+    content = job_page.job_page(JobStatus.from_dict(a_job(rank_steps=many)), PageQuery(), NOW, LogTail(), None)
+    assert len(page("p", "a", "0", *content, now=NOW, logout=True)) < 100_000
+
+
+def test_pages_of_a_large_cluster_stay_small() -> None:
+    ranks = [a_rank(0) | {"rank": k, "node": f"gpu-{k // 8:04}", "idle_seconds": k / 100} for k in range(4096)]
+    job = {**a_job(ranks=ranks, world_size=4096), "nodes": [f"gpu-{n:04}" for n in range(512)]}
+    content = job_page.job_page(JobStatus.from_dict(job), PageQuery(), NOW, LogTail("x" * 16_000), None)
+    whole = page("p", "a", "0", *content, now=NOW, logout=True)
+    assert len(whole) < 125_000 and "3,968 more ranks" in whole
+    nodes = [NodeSummary(f"gpu-{n:04}", "cordoned" if n == 400 else "ready", 8, 8) for n in range(512)]
+    rows = [JobSummary(f"j{n}", n, "pending", reason="pending behind other jobs") for n in range(100)]
+    content = overview(rows, rows, 10_000, nodes, "gpu-0001", {}, [], ListQuery(), "k" * 64)
+    whole = page("p", "gpu-0001", "0", *content, now=NOW, logout=True)
+    assert len(whole) < 125_000 and whole.index("gpu-0001</b>") < whole.index("gpu-0400") < whole.index("gpu-0002")
+    assert "and 448 more nodes" in whole
+
+
+def test_list_is_searched_and_paged() -> None:
+    def row(number: int, **more: Any) -> JobSummary:
+        known = {"job": f"j{number}", "number": number, "state": "pending", "place": number, "submitted_by": "uid 7"}
+        return JobSummary.from_dict(known | more)
+
+    jobs = [row(n) for n in range(1, 300)]
+    jobs += [row(300, state="running", place=None, nodes=["gpu-7"])]
+    jobs += [row(n, state="failed", place=None, ended_at=NOW + n, reason="rank 3: ValueError") for n in (301, 302)]
+    names = lambda **given: [one.job for one in ListQuery(**given).found(jobs)]  # noqa: E731
+    assert names()[:2] == ["j300", "j1"] and names()[-2:] == ["j302", "j301"]
+    assert (len(names(state="pending")), len(names(state="unfinished"))) == (299, 300)
+    assert names(text="GPU-7 uid") == ["j300"] and names(text="valueerror 301") == ["j301"] and names(text="zz") == []
+    query = ListQuery("uid", "unfinished", 2)
+    content = overview(jobs, query.found(jobs)[ROWS : 2 * ROWS], 300, [], "a", {}, [], query)
+    seen = read(page("p", "a", "0", *content, now=NOW, logout=True))
+    assert "101 to 200 of 300 jobs" in " ".join("".join(seen.text).split())
+    assert {"/?q=uid&state=unfinished", "/?q=uid&state=unfinished&page=3"} <= set(seen.links)
 
 
 def test_unreachable_node_is_named() -> None:
@@ -142,7 +203,8 @@ def test_overview_escapes_everything() -> None:
     node = wicked(NodeSummary("n", "ready", 4, 2, ("j",), "r", "a:1", ("g",)))
     local = {WICKED: wicked(JobStatus.from_dict(a_job()))}
     for here in (WICKED, "elsewhere"):
-        content = overview([job], [node], here, local, list(PAYLOADS))
+        query = ListQuery(WICKED, WICKED, 2)
+        content = overview([job], [job], 300, [node], here, local, list(PAYLOADS), query, WICKED)
         assert "".join(read(page("jobs", here, "0", *content, now=NOW, logout=True)).text).count("onmouseover") > 5
 
 

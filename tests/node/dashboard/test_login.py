@@ -37,25 +37,25 @@ def cookie(header: str | None) -> str:
 
 def test_cookie_is_valid_for_twelve_hours_at_every_agent() -> None:
     token, other = Fixed(), Fixed()
-    made = cookie(LoginCookies(token, token.clock, tls=True).issue())
+    made = cookie(LoginCookies(token, token.clock, tls=True).issue("root", True))
     assert made.startswith(f"{TLS_COOKIE}=") and TLS_COOKIE.startswith("__Host-")
-    assert not LoginCookies(other, other.clock, tls=False).has_valid(made)
+    assert not LoginCookies(other, other.clock, tls=False).visitor(made)
     elsewhere = LoginCookies(other, other.clock, tls=True)
-    assert elsewhere.has_valid(f"theme=dark; {made}; x=y")
+    assert elsewhere.visitor(f"theme=dark; {made}; x=y")
     other.now += COOKIE_LIFETIME_S - 1
-    assert elsewhere.has_valid(made)
+    assert elsewhere.visitor(made)
     other.now += 1
-    assert not elsewhere.has_valid(made)
+    assert not elsewhere.visitor(made)
 
 
 def test_new_token_invalidates_cookies() -> None:
     token = Fixed()
     passes = LoginCookies(token, token.clock, tls=False)
-    made = cookie(passes.issue())
+    made = cookie(passes.issue("root", True))
     token.secret = b"j" * 32
-    assert not passes.has_valid(made)
+    assert not passes.visitor(made)
     token.secret = None
-    assert not passes.has_valid(made) and passes.issue() is None
+    assert not passes.visitor(made) and passes.issue("root", True) is None
 
 
 @pytest.mark.parametrize(
@@ -77,18 +77,32 @@ def test_new_token_invalidates_cookies() -> None:
 def test_modified_cookie_is_invalid(change: object) -> None:
     token = Fixed()
     passes = LoginCookies(token, token.clock, tls=False)
-    until, _, mac = cookie(passes.issue()).partition("=")[2].partition(".")
+    until, _, mac = cookie(passes.issue("root", True)).partition("=")[2].partition(".")
     assert callable(change)
-    assert passes.has_valid(f"{COOKIE}={until}.{mac}")
-    assert not passes.has_valid(f"{COOKIE}={change(int(until), mac)}")
+    assert passes.visitor(f"{COOKIE}={until}.{mac}")
+    assert not passes.visitor(f"{COOKIE}={change(int(until), mac)}")
+    assert not passes.visitor(f"{COOKIE}={until}.{mac.replace('root', 'eve')}")
+
+
+def test_cookie_says_who_may_operate() -> None:
+    token = Fixed()
+    passes = LoginCookies(token, token.clock, tls=False)
+    ann, eve = (passes.visitor(cookie(passes.issue(name, name == "ann.1 <b>"))) for name in ("ann.1 <b>", "eve"))
+    assert ann is not None and eve is not None
+    assert (ann.name, ann.may_operate, eve.may_operate) == ("ann.1 <b>", True, False)
+    assert ann.sent(ann.form_key) and not ann.sent(eve.form_key) and not ann.sent("") and not ann.sent("é")
+    read_only = cookie(passes.issue("eve", False))
+    assert passes.visitor(read_only.replace("read", "operate")) is None
 
 
 def test_cookie_attributes() -> None:
     token = Fixed()
     flags = {"HttpOnly", "SameSite=Strict", "Path=/", f"Max-Age={COOKIE_LIFETIME_S}"}
-    plain = set((LoginCookies(token, token.clock, tls=False).issue() or "").split("; ")[1:])
+    plain = set((LoginCookies(token, token.clock, tls=False).issue("root", True) or "").split("; ")[1:])
     assert plain == flags
-    assert set((LoginCookies(token, token.clock, tls=True).issue() or "").split("; ")[1:]) == flags | {"Secure"}
+    assert set((LoginCookies(token, token.clock, tls=True).issue("root", True) or "").split("; ")[1:]) == flags | {
+        "Secure"
+    }
 
 
 def test_attempts_per_address_are_limited() -> None:
@@ -121,11 +135,11 @@ def test_limit_is_bounded_in_size() -> None:
 def test_code_is_valid_once_and_for_a_short_time() -> None:
     time = Fixed(now=0.0)
     codes = OneTimeCodes(time.clock)
-    code = codes.issue()
+    code = codes.issue("root")
     assert not codes.redeem("") and not codes.redeem(code[:-1])
     assert codes.redeem(code) and not codes.redeem(code)
-    code = codes.issue()
+    code = codes.issue("root")
     time.now += CODE_LIFETIME_S
     assert not codes.redeem(code)
-    first, *_, last = [codes.issue() for _ in range(MAX_CODES + 1)]
+    first, *_, last = [codes.issue("root") for _ in range(MAX_CODES + 1)]
     assert not codes.redeem(first) and codes.redeem(last)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import http.client
-import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, urlencode
 
 import pytest
@@ -16,38 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticd_agent.cli.job_commands import run_command
+from elasticd_agent.node import keys as names
 from elasticd_agent.node.api.client import Reply
-from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.node.dashboard.login import COOKIE, LoginCookies
-from elasticd_agent.node.dashboard.routes import DashboardRoutes
-from elasticd_agent.node.records import RunnerStatus
+from elasticd_agent.node.records import JobResult, RunnerStatus
 from elasticd_agent.system.http_auth import BURST, TokenAuth
 from tests.faults.job import until
+from tests.node.dashboard.conftest import NOW, Serve
 from tests.node.dashboard.hostile_texts import WICKED, read
 from tests.node.served import TOKEN, Served
 
-Serve = Callable[..., Served]
 HTML = {"Accept": "text/html,application/xhtml+xml"}
-NOW = 1_800_000_000.0
-
-
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Serve]:
-    with ExitStack() as stack:
-
-        def start(base_url: str = "", **how: Any) -> Served:
-            made_routes = []
-
-            def routes(api: ApiRoutes, token: TokenAuth, tls: bool) -> DashboardRoutes:
-                made_routes.append(DashboardRoutes(api, token, LoginCookies(token, lambda: NOW, tls=tls), "0.1.0"))
-                return made_routes[0]
-
-            made = Served(tmp_path / f"n-{len(os.listdir(tmp_path))}", now=lambda: NOW, front=routes, **how)
-            made_routes[0].base_url = base_url or "http://{}:{}".format(*made.address)
-            stack.callback(made.close)
-            return made
-
-        yield start
 
 
 def ask(one: Served, method: str, path: str, body: str | None = None, **headers: str) -> Reply:
@@ -129,6 +105,78 @@ def test_cookie_opens_the_page_and_never_the_api(serve: Serve) -> None:
         ("GET", "/v1/../jobs/llama"), ("GET", "/v1/local/jobs/llama?number=1"),
     ):  # fmt: skip
         assert ask(one, method, path, Cookie=cookie, **HTML).code == 401, (method, path)
+
+
+def press(one: Served, path: str, cookie: str, site: str = "", **fields: str) -> Reply:
+    headers = {"Content-Type": "application/x-www-form-urlencoded", "Cookie": cookie}
+    return ask(one, "POST", path, urlencode(fields), **headers, **HTML, **({"Sec-Fetch-Site": site} if site else {}))
+
+
+def form_key(page: bytes) -> str:
+    return found[1].decode() if (found := re.search(rb'name="key" value="([0-9a-f]{64})"', page)) else ""
+
+
+def test_buttons_need_a_form_of_this_visitors_page(serve: Serve) -> None:
+    one = serve()
+    trains(one)
+    cookie = come_in(one)
+    key = form_key(browse(one, "/jobs/llama", cookie).body)
+    assert key and key == form_key(browse(one, "/", cookie).body)
+    for site, wrong in (("", ""), ("", "0" * 64), ("cross-site", key), ("same-site", key), ("none", key)):
+        assert press(one, "/jobs/llama/cancel", cookie, site, key=wrong).code == 403
+    assert press(one, "/jobs/llama/cancel", "", key=key).code == 401
+    for action, state in (("drain", "draining"), ("uncordon", "ready"), ("cordon", "cordoned")):
+        reply = press(one, f"/nodes/n1/{action}", cookie, key=key)
+        assert (reply.code, reply.headers["location"]) == (303, "/")
+        assert one.unix().get("/v1/nodes").document()["nodes"][0]["state"] == state
+    reply = press(one, "/jobs/llama/cancel", cookie, "same-origin", key=key)
+    assert (reply.code, reply.headers["location"]) == (303, "/jobs/llama")
+    row = one.unix().get("/v1/jobs/llama").document()
+    assert (row["state"], row["reason"]) == ("cancelled", "cancelled by the token's holder, in a browser")
+    assert press(one, "/jobs/none/cancel", cookie, key=key).code == 404
+    assert press(one, "/jobs/llama/dump", cookie, key=key).code in (303, 409)
+
+
+def test_reader_has_no_buttons(serve: Serve, tmp_path: Path) -> None:
+    secret = "a-token-that-may-only-read-0123456789"
+    reader = tmp_path / "reader"
+    reader.write_text(secret + "\n")
+    reader.chmod(0o600)
+    one = serve(where={"tokens": {"eve": reader}, "read_only": ("eve",)})
+    trains(one)
+    cookie = login(one, secret).headers["set-cookie"].partition(";")[0]
+    for path in ("/", "/jobs/llama"):
+        reply = browse(one, path, cookie)
+        assert (reply.code, form_key(reply.body)) == (200, "")
+    key = form_key(browse(one, "/", come_in(one)).body)
+    assert press(one, "/jobs/llama/cancel", cookie, key=key).code == 403
+
+
+def test_log_is_searched_and_downloaded(serve: Serve) -> None:
+    one = serve()
+    trains(one)
+    lines = [f"step {n} loss {n % 7}\n" for n in range(200_000)]
+    one.log(1, 1, "stdout", "".join(lines))
+    cookie = come_in(one)
+    page = browse(one, "/jobs/llama?rank=1&find=STEP+77777+", cookie).body.decode()
+    assert "step 77777 loss 0" in page and "step 77778 loss" not in page and "1 line with " in page
+    reply = browse(one, "/jobs/llama/log?rank=1&stream=stdout", cookie)
+    assert reply.body.decode() == "".join(lines)
+    assert reply.headers["content-disposition"] == 'attachment; filename="llama-round-1-rank-1-stdout.log"'
+    assert reply.headers["content-type"].startswith("text/plain")
+    assert b"round_published" in browse(one, "/jobs/llama?stream=events", cookie).body
+
+
+def test_failed_job_opens_with_its_rank(serve: Serve) -> None:
+    one = serve()
+    trains(one)
+    one.log(1, 3, "stderr", "Traceback (most recent call last):\n  File\nKeyError: 'x'\n")
+    result = JobResult("llama", 1, "failed", 1, "rank 3 raised KeyError: 'x'", NOW)
+    assert one.store.compare_and_swap(names.RESULTS + "llama", None, result.to_json())
+    page = browse(one, "/jobs/llama", come_in(one)).body.decode()
+    assert "What rank 3 wrote last" in page and "KeyError: &#x27;x&#x27;" in page
+    assert '<option value="3" selected>' in page and '<option value="stderr" selected>' in page
+    assert "&quot;command&quot;" in page, "its file"
 
 
 @pytest.mark.parametrize("cookie", ["", f"{COOKIE}=", f"{COOKIE}={TOKEN}", f"{COOKIE}={int(NOW) + 9}.{'0' * 64}"])

@@ -28,6 +28,7 @@ from elasticd_agent.node.scheduler.policy import (
     ClusterView,
     describe,
     head_of_queue,
+    queue,
     refused_everywhere,
     schedule,
 )
@@ -44,7 +45,8 @@ def submissions(draw: st.DrawFn) -> tuple[Submission, ...]:
     for job in draw(st.lists(st.sampled_from(JOBS), unique=True)):
         nodes = sorted((draw(st.integers(1, 4)), draw(st.integers(1, 4))))
         slots = sorted((draw(st.integers(1, 5)), draw(st.integers(1, 5))))
-        found.append(Submission(job, len(found) + 1, "{}", nodes[0], nodes[1], slots[0], slots[1]))
+        by = draw(st.sampled_from(["", "ann", "bob at 10.0.0.1"]))
+        found.append(Submission(job, len(found) + 1, "{}", nodes[0], nodes[1], slots[0], slots[1], submitted_by=by))
     return tuple(draw(st.permutations(found)))
 
 
@@ -332,7 +334,7 @@ def test_start_of_the_head_rewrites_only_the_next() -> None:
     head = head_of_queue(waiting)
     assert head is not None
     assert (head.job, words(waiting, "j200")) == ("j1", BEHIND_OTHERS)
-    assert describe(BEHIND_OTHERS, head) == "pending behind j1, which came first and needs 1 node with 4 free slots"
+    assert describe(BEHIND_OTHERS, head) == "pending behind j1, which is next and needs 1 node with 4 free slots"
     free = replace(waiting, nodes=(NodeStatus("n1", "i", 4),))
     assert [p.job for p in schedule(free)] == ["j1", "j2"]
     assert head_of_queue(after(free)) == free.submissions[1]
@@ -390,6 +392,15 @@ def test_higher_priority_starts_first_and_evicts_nobody() -> None:
     assert head_of_queue(waiting) == high
     ended = replace(waiting, results=(JobResult("low", 1, "succeeded", 0, ""),))
     assert words(after(ended), "high") == "runs on n1 (slots 0-3)"
+
+
+def test_queue_alternates_between_submitters() -> None:
+    """A sweep of one person does not hold up everybody behind it; jobs that cannot run count for nothing."""
+    sweep = tuple(replace(job(f"a{n}", n, slots=(1, 1)), submitted_by="ann") for n in range(1, 6))
+    too_large = replace(job("b6", 6, nodes=(9, 9)), submitted_by="bob")
+    others = tuple(replace(job(f"b{n}", n, slots=(1, 1)), submitted_by=f"bob at host{n}") for n in (7, 8))
+    waiting = after(view(*sweep, too_large, *others, nodes={"n1": 1}))
+    assert [one.job for one in queue(waiting, head_of_queue(waiting))] == ["b7", "a2", "b6", "b8", "a3", "a4", "a5"]
 
 
 def test_job_runs_only_on_nodes_with_its_labels() -> None:

@@ -62,7 +62,7 @@ class AuditedRoutes:
             return
         action, target = found
         if action == "submit" and status == 201:
-            target = str(json.loads(body)["job"])
+            target = next(iter(map(str, json.loads(body).values())))  # the job, or the upload's name
         by = request.requested_by or request.host
         is_repeatable = action == "read" or (action == "login" and status >= 400)
         self._record(by, action, target, status, once=target if is_repeatable else None)
@@ -95,9 +95,9 @@ def action_of(method: str, path: str) -> tuple[str, str] | None:
     if words[:2] == ["v1", "local"]:
         words = ["v1", *words[2:]]
     match method, words:
-        case "POST", ["v1", "jobs"]:
+        case "POST", ["v1", "jobs" | "uploads"]:
             return "submit", ""
-        case "POST", ["v1", "jobs" | "nodes", target, action] if action in ACTIONS:
+        case "POST", ["v1", "jobs" | "nodes", target, action] | ["jobs" | "nodes", target, action] if action in ACTIONS:
             return action, target
         case "POST" | "GET", ["login"]:
             return "login", ""

@@ -22,7 +22,15 @@ from elasticd_agent.node.api.local import LocalJobs
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.progress import MAX_SHOWN_ROUNDS
 from elasticd_agent.node.api.rank_logs import LogRequest
-from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, LogChunk, RankProgress, RoundStatus
+from elasticd_agent.node.api.schema import (
+    CheckpointStatus,
+    JobProgress,
+    LogChunk,
+    RankProgress,
+    RankSteps,
+    RoundStatus,
+    ScalarSeries,
+)
 from elasticd_agent.node.records import Submission
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.system.bounded_io import DeadlineExceeded
@@ -116,7 +124,7 @@ class ClusterReader:
             if found is not None and (best is None or found.round > best.round):
                 best = found
             # A rank may have moved: without a round in the request or a current Round, every node has to be asked.
-            is_sure = request.round is not None or request.stream == rank_logs.RUNNER_LOG or node in owner
+            is_sure = request.round is not None or request.stream in rank_logs.NODE_STREAMS or node in owner
             if (best is not None and is_sure) or time.monotonic() > until:
                 break
         if best is None:
@@ -165,6 +173,7 @@ class ClusterReader:
         here: Callable[[], dict[str, Any]],
         question: tuple[str, str, Mapping[str, object]],
         within_s: float,
+        body: bytes = b"",
     ) -> list[dict[str, Any]]:
         """Each node's answer to (method, path, query), all asked at the same time; `here` makes this node's answer."""
         names = list(nodes)
@@ -172,7 +181,7 @@ class ClusterReader:
         own: list[dict[str, Any]] = []
         method, path, query = question
         meanwhile = (lambda: own.append(here())) if self.local.node in names else lambda: None
-        answers = self.peers.request_all(others, method, path, query, within_s, meanwhile)
+        answers = self.peers.request_all(others, method, path, query, within_s, meanwhile, body)
         rows: dict[str, dict[str, Any]] = {
             node: one if isinstance(one, dict) else {"error": one} for node, one in answers.items()
         }
@@ -209,7 +218,7 @@ def _decoded(answer: dict[str, Any]) -> JobProgress | str:
 
 def _node_of_rank(current: Round | None, request: LogRequest) -> list[str]:
     """The rank's node in the current Round, if the request is about that round."""
-    if current is None or request.round not in (None, current.number) or request.stream == rank_logs.RUNNER_LOG:
+    if current is None or request.round not in (None, current.number) or request.stream in rank_logs.NODE_STREAMS:
         return []
     return [node for rank, node, _, _ in current.assignments() if rank == request.rank]
 
@@ -226,12 +235,12 @@ def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) 
     if not rows:
         return None
     newest = max(row.round or 0 for row in rows)
-    rounds: dict[int, RoundStatus] = {}
     ranks: dict[int, RankProgress] = {}
+    rank_steps: dict[int, RankSteps] = {}
     for row in reversed(rows):
-        rounds |= {one.round: one for one in row.rounds}
         if (row.round or 0) == newest:  # in an older round ranks are numbered differently
             ranks |= {one.rank: one for one in row.ranks}
+            rank_steps |= {one.rank: one for one in row.rank_steps}
     samples = [row.step_samples for row in rows if row.step_samples]
     return replace(
         rows[0],
@@ -240,8 +249,29 @@ def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) 
         snapshot=_newest(row.snapshot for row in rows),
         donor_resumes=max(row.donor_resumes for row in rows),
         donor_steps=max(row.donor_steps for row in rows),
-        rounds=tuple(rounds[number] for number in sorted(rounds)[-MAX_SHOWN_ROUNDS:]),
+        rounds=_merged_rounds(rows),
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
         step_samples=min(samples, key=lambda one: one[0], default=()),
+        scalars=_merged_scalars(rows),
+        rank_steps=tuple(rank_steps[rank] for rank in sorted(rank_steps)),
         unreachable=dict(unreachable),
     )
+
+
+def _merged_rounds(rows: Sequence[JobProgress]) -> tuple[RoundStatus, ...]:
+    """What a fault cost is said once, by the node that led the job through it; all else by the row that counts."""
+    rounds: dict[int, RoundStatus] = {}
+    for row in reversed(rows):
+        rounds |= {one.round: one for one in row.rounds}
+    for node, one in ((row.node, one) for row in rows for one in row.rounds):
+        if one.leader == node and one.lost_seconds is not None:
+            rounds[one.round] = replace(rounds[one.round], lost_seconds=one.lost_seconds)
+    return tuple(rounds[number] for number in sorted(rounds)[-MAX_SHOWN_ROUNDS:])
+
+
+def _merged_scalars(rows: Sequence[JobProgress]) -> tuple[ScalarSeries, ...]:
+    """Rank 0, which logs them, may have moved from node to node."""
+    found: dict[str, dict[int, float]] = {}
+    for series in (one for row in reversed(rows) for one in row.scalars):
+        found.setdefault(series.name, {}).update(series.points)
+    return tuple(ScalarSeries(name, tuple(sorted(points.items()))) for name, points in sorted(found.items()))

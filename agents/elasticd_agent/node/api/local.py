@@ -92,6 +92,8 @@ class LocalJobs:
             ranks=tuple(replace(rank, node=self.node) for rank in runner.ranks),
             step_samples=() if brief else runner.step_samples,
             snapshot=runner.snapshot and runner.snapshot.aged(now),
+            scalars=() if brief else known.scalars,
+            rank_steps=() if brief else runner.rank_steps,
             runner_problem=problem,
         )
 
@@ -178,7 +180,10 @@ class LocalJobs:
             raise DeadlineExceeded
         try:
             # No event log yet: the lines read so far count.
-            with contextlib.suppress(OSError, ValueError), rank_logs.open_below(files.root, (files.events.name,)) as fd:
+            with (
+                contextlib.suppress(OSError, ValueError),
+                rank_logs.open_below(files.events.parent, (files.events.name,)) as fd,
+            ):
                 _feed(cursor, fd, until)
             return cursor.timeline.progress(self.node, now)
         finally:

@@ -32,7 +32,13 @@ class Peers:
     """The name in the others' certificates, if not their addresses."""
 
     def request(
-        self, address: str, method: str, path: str, query: Mapping[str, object] | None = None, within_s: float = 5.0
+        self,
+        address: str,
+        method: str,
+        path: str,
+        query: Mapping[str, object] | None = None,
+        within_s: float = 5.0,
+        body: bytes = b"",
     ) -> Reply:
         """Raises Unreachable, also if the agent denies access."""
         if not address:
@@ -45,7 +51,7 @@ class Peers:
         token = self.token()
         given = None if token is None else agent_credential(token_digest(token), address)
         client = AgentClient(None, host, port, given, context, self.tls_name, AGENT_SCHEME)
-        reply = client.request(method, path, query, within_s=within_s)
+        reply = client.request(method, path, query, body=body, within_s=within_s)
         if reply.code in (401, 403):
             raise Unreachable(f"the agent at {client} denies access: {reply.why}")
         return reply
@@ -58,6 +64,7 @@ class Peers:
         query: Mapping[str, object] | None = None,
         within_s: float = 5.0,
         meanwhile: Callable[[], None] = lambda: None,
+        body: bytes = b"",
     ) -> dict[str, dict[str, Any] | str]:
         """By node: its answer, or why there is none; within `within_s`. `meanwhile` runs on the caller's thread."""
         answers: dict[str, dict[str, Any] | str] = {}
@@ -71,7 +78,7 @@ class Peers:
                 except IndexError:  # another thread took the last one
                     return
                 try:
-                    reply = self.request(address, method, path, query, rest)
+                    reply = self.request(address, method, path, query, rest, body)
                     answers[node] = reply.document() if reply.code == 200 else reply.why
                 except Unreachable as error:
                     answers[node] = str(error)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, RoundStatus
+from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, RoundStatus, ScalarSeries
 from elasticd_agent.telemetry import events
 from elasticd_agent.telemetry.goodput import GoodputLedger
 
@@ -20,6 +20,9 @@ CLOCK_STEP_S = 2.0
 MAX_ROUNDS = 1000
 """Of more rounds only the newest are kept; sums cover all."""
 MAX_SHOWN_ROUNDS = 100
+MAX_POINTS = 512
+"""Of a number that the script logs; of more, every second one is dropped."""
+MAX_NAME_CHARS = 64
 _GROUP_EVENTS = frozenset(
     event.kind
     for event in (
@@ -66,6 +69,7 @@ class JobTimeline:
     checkpoint: CheckpointStatus | None = None
     donor_resumes: int = 0
     donor_steps: int = 0
+    scalars: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     _resumed_steps: dict[int, int | None] = field(default_factory=dict)
     """By round."""
     _ledger: GoodputLedger = field(default_factory=lambda: GoodputLedger(0.0))
@@ -119,7 +123,7 @@ class JobTimeline:
                     resumed = self._resumed_steps.get(one.round)
                     resumed = resumed if resumed is not None else one.first_step - 1 or None
                     steps = None if resumed is None else max(0, before.last_step - resumed)
-                lost_s = round(max(0.0, until - before.ended_at), 3)
+                lost_s = round(max(0.0, until - before.ended_at), 3) if one.lost_seconds is None else one.lost_seconds
                 found.append(replace(one, lost_seconds=lost_s, lost_steps=steps))
             else:
                 found.append(one)
@@ -145,6 +149,7 @@ class JobTimeline:
             goodput=None if goodput is None else round(goodput, 4),
             started_at=self.began_at,
             rounds=tuple(self.history(now)[-MAX_SHOWN_ROUNDS:]),
+            scalars=tuple(ScalarSeries(name, tuple(points)) for name, points in sorted(self.scalars.items())),
         )
 
     # One method for each kind of event: the ledger first, since it needs the state before the event.
@@ -170,6 +175,7 @@ class JobTimeline:
             reason=str(fields.get("reason", "")),
             cause=str(fields.get("cause", "")),
             lost_nodes=lost,
+            leader=str(fields.get("leader") or ""),
         )
         self.restarts = max(self.restarts, _whole(fields.get("restarts")) or 0)
 
@@ -190,7 +196,11 @@ class JobTimeline:
             self._end_training(self._training_round, line.at - ago)
         one = self._round(line)
         if one.first_step_at is None:
-            self.rounds[line.round] = replace(one, first_step_at=line.at, first_step=step, last_step=step)
+            # After a fault the log's own figure counts, which the console, the metrics and `explain` have.
+            lost_s = None if ago is None else round(ago, 3)
+            self.rounds[line.round] = replace(
+                one, first_step_at=line.at, first_step=step, last_step=step, lost_seconds=lost_s
+            )
             self.step = step
             self._training_round = line.round
 
@@ -211,6 +221,21 @@ class JobTimeline:
             blocked_s = _number(line.fields.get("seconds"))
             self.checkpoint = CheckpointStatus(step, line.round, line.at, bytes=size, blocked_seconds=blocked_s)
         self._on_step(line)
+
+    def _on_scalars(self, line: _Line) -> None:
+        """A step that is trained again replaces what was logged at it and after it."""
+        step, values = line.step, line.fields.get("values")
+        if step is None or not isinstance(values, dict):
+            return
+        for name, value in list(values.items())[: events.MAX_SCALARS]:
+            if not _is_finite(value) or (name not in self.scalars and len(self.scalars) >= events.MAX_SCALARS):
+                continue
+            points = self.scalars.setdefault(str(name)[:MAX_NAME_CHARS], [])
+            while points and points[-1][0] >= step:
+                points.pop()
+            points.append((step, float(value)))
+            if len(points) > MAX_POINTS:
+                del points[1:-1:2]  # the first and the newest stay
 
     def _on_worker_exited(self, line: _Line) -> None:
         requested, at = line.fields.get("requested"), line.ledger_at
@@ -297,6 +322,7 @@ _HANDLERS: dict[str, Callable[[JobTimeline, _Line], object]] = {
     events.FirstStepEvent.kind: JobTimeline._on_first_step,
     events.WorkRecoveredEvent.kind: JobTimeline._on_work_recovered,
     events.CheckpointSavedEvent.kind: JobTimeline._on_checkpoint_saved,
+    events.ScalarsEvent.kind: JobTimeline._on_scalars,
     events.WorkerExitedEvent.kind: JobTimeline._on_worker_exited,
     events.HangDetectedEvent.kind: JobTimeline._on_hang_detected,
     events.StoreExitedEvent.kind: JobTimeline._on_store_exited,
@@ -316,6 +342,10 @@ def _with_measured_loss(ledger: GoodputLedger, lost_before_s: float, cost_s: flo
     if more > 0:
         return replace(ledger, totals=replace(totals, lost=totals.lost + more, useful=totals.useful - more))
     return replace(ledger, totals=replace(totals, lost=totals.lost + more, idle=totals.idle - more))
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def _number(value: object) -> float | None:

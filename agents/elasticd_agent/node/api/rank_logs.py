@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from elasticd_agent.node.api.schema import LogChunk
 from elasticd_agent.system.files import open_plain
 
 STREAMS = ("stdout", "stderr")
-RUNNER_LOG = "elasticd"
-"""The stream of the runner's own output."""
+NODE_STREAMS = ("elasticd", "events")
+"""Of a node and not of a rank: the runner's own output, and the event log."""
 MAX_BYTES = 1 << 20
 _ROUND = re.compile(r"round-([1-9][0-9]{0,17})")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,9})")
@@ -49,8 +49,8 @@ class LogRequest:
         }
 
     def __str__(self) -> str:
-        if self.stream == RUNNER_LOG:
-            return "of its runner"
+        if self.stream in NODE_STREAMS:
+            return "of its runner" if self.stream == "elasticd" else "of its events"
         return f"of rank {self.rank}" + ("" if self.round is None else f" in round {self.round}") + f" ({self.stream})"
 
 
@@ -77,14 +77,14 @@ def read_log(files: JobFiles, node: str, request: LogRequest) -> LogChunk | None
     A negative offset counts from the end. One beyond the end means that the file was rotated: it is read from its
     start.
     """
-    root, round = files.root, 0
-    parts: tuple[str, ...] = (files.output.name,)
-    if request.stream != RUNNER_LOG:
+    file, round = files.output if request.stream == "elasticd" else files.events, 0
+    root, parts = file.parent, [file.name]
+    if request.stream not in NODE_STREAMS:
         found = newest_round_of(files, request.rank) if request.round is None else request.round
         if found is None:
             return None
         root, round = files.logs, found
-        parts = (f"round-{round}", f"rank-{request.rank}", f"{request.stream}.log")
+        parts = [f"round-{round}", f"rank-{request.rank}", f"{request.stream}.log"]
     offset = request.offset
     try:
         with open_below(root, parts) as fd:
@@ -97,7 +97,7 @@ def read_log(files: JobFiles, node: str, request: LogRequest) -> LogChunk | None
 
 
 @contextlib.contextmanager
-def open_below(root: Path, parts: tuple[str, ...]) -> Iterator[int]:
+def open_below(root: Path, parts: Sequence[str]) -> Iterator[int]:
     """A plain file below `root`, for reading. Raises OSError for anything else, and for a link on the way to it."""
     with _directory(root, parts[:-1]) as directory:
         fd = open_plain(parts[-1], os.O_RDONLY, dir_fd=directory)
@@ -108,7 +108,7 @@ def open_below(root: Path, parts: tuple[str, ...]) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _directory(root: Path, parts: tuple[str, ...]) -> Iterator[int]:
+def _directory(root: Path, parts: Sequence[str]) -> Iterator[int]:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(root, flags)
     try:
@@ -121,7 +121,7 @@ def _directory(root: Path, parts: tuple[str, ...]) -> Iterator[int]:
         os.close(fd)
 
 
-def _numbered_entries(files: JobFiles, parts: tuple[str, ...], pattern: re.Pattern[str]) -> set[int]:
+def _numbered_entries(files: JobFiles, parts: Sequence[str], pattern: re.Pattern[str]) -> set[int]:
     try:
         with _directory(files.logs, parts) as fd, os.scandir(fd) as entries:
             names = (entry.name for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False))

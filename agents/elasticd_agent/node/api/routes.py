@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Literal, get_args
 from urllib.parse import parse_qsl
 
-from elasticd.errors import StoreRefused, StoreUnavailable, UsageError
+from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.config.documents import FileFormat
 from elasticd_agent.node.api.cluster import NodesUnavailable, NotFound
 from elasticd_agent.node.api.rank_logs import MAX_BYTES, LogRequest
 from elasticd_agent.node.api.schema import JobSummary, LogChunk, NodeSummary
 from elasticd_agent.node.api.service import Conflict, JobService
+from elasticd_agent.node.records import Submission
 from elasticd_agent.system.bounded_io import DeadlineExceeded
 from elasticd_agent.system.http_auth import AccessDenied
 from elasticd_agent.system.http_server import (
@@ -31,7 +32,7 @@ from elasticd_agent.system.http_server import (
 from elasticd_agent.telemetry.metrics_server import MonitoringPages
 
 PUBLIC_PATHS = ("/metrics", "/healthz", "/readyz")
-LogStream = Literal["stdout", "stderr", "elasticd"]
+LogStream = Literal["stdout", "stderr", "elasticd", "events"]
 _JOB_FILE_TYPES: dict[str, FileFormat] = {
     "application/toml": "toml",
     "text/x-toml": "toml",
@@ -61,6 +62,10 @@ class ApiRoutes:
                 **pages.handlers(),
                 "GET /v1/jobs": lambda request: _listing("jobs", *service.jobs()),
                 "POST /v1/jobs": self._submit,
+                "POST /v1/uploads": lambda request: json_response({"upload": service.upload(request.body)}, 201),
+                "POST /v1/try": lambda request: json_response(
+                    service.try_job(request.body, _job_file_type(request), request.requested_by)
+                ),
                 "GET /v1/jobs/*": lambda request, job: json_response(service.job(job).to_dict()),
                 "POST /v1/jobs/*/cancel": lambda request, job: json_response(service.cancel(job, request.requested_by)),
                 "GET /v1/jobs/*/logs": lambda request, job: _log_response(service.logs(job, _log_request(request))),
@@ -71,6 +76,7 @@ class ApiRoutes:
                 "POST /v1/nodes/*/drain": lambda request, node: self._cordon(request, node, drain=True),
                 "POST /v1/nodes/*/uncordon": lambda request, node: json_response(service.uncordon(node)),
                 # For other agents: what this node has itself, without the store.
+                "POST /v1/local/try": self._local_try,
                 "GET /v1/local/jobs/*": self._local_progress,
                 "GET /v1/local/jobs/*/logs": self._local_logs,
                 "POST /v1/local/jobs/*/dump": self._local_dump,
@@ -97,15 +103,17 @@ class ApiRoutes:
             return error_response(status, str(error) or "the disk does not answer")
 
     def _submit(self, request: HttpRequest) -> HttpResponse:
-        kind = _JOB_FILE_TYPES.get(request.content_type)
-        if kind is None:
-            names = ", ".join(_JOB_FILE_TYPES)
-            raise HttpError(415, f"Content-Type: one of {names}, not {request.content_type[:60]!r}")
-        if not request.body:
-            raise HttpError(400, "a job file is missing: it is the request's body")
+        kind = _job_file_type(request)
         query = _query(request)
         name, token = query.get("id") or None, query.get("token", "")
         return json_response(self.service.submit(request.body, kind, name, request.requested_by, token), 201)
+
+    def _local_try(self, request: HttpRequest) -> HttpResponse:
+        try:
+            submission = Submission.from_json(request.body)
+        except WireError as error:
+            raise HttpError(400, str(error)) from None
+        return json_response({"refusal": self.service.trial(submission)})
 
     def _explain(self, request: HttpRequest, job: str) -> HttpResponse:
         return json_response(self.service.explain(job, _integer(_query(request), "round")))
@@ -134,6 +142,16 @@ class ApiRoutes:
     def _local_explain(self, request: HttpRequest, job: str) -> HttpResponse:
         round = _integer(_query(request), "round")
         return json_response(self.service.local.explain(job, _job_number(request), round))
+
+
+def _job_file_type(request: HttpRequest) -> FileFormat:
+    kind = _JOB_FILE_TYPES.get(request.content_type)
+    if kind is None:
+        names = ", ".join(_JOB_FILE_TYPES)
+        raise HttpError(415, f"Content-Type: one of {names}, not {request.content_type[:60]!r}")
+    if not request.body:
+        raise HttpError(400, "a job file is missing: it is the request's body")
+    return kind
 
 
 def _query(request: HttpRequest) -> dict[str, str]:

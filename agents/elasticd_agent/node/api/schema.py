@@ -61,13 +61,15 @@ class RoundStatus(_Answer):
     reason: str = ""
     lost_nodes: tuple[str, ...] = ()
     """Members of the round before that were lost."""
+    leader: str = ""
+    """The node that published it, whose figures count."""
     first_step: int | None = None
     first_step_at: float | None = None
     last_step: int | None = None
     ended_at: float | None = None
     """When it made its last step; None while it may make more."""
     lost_seconds: float | None = None
-    """From the last step of the round before to the first step of this one."""
+    """From the fault, or without one from the last step of the round before, to the first step of this one."""
     lost_steps: int | None = None
     """Steps that had to be trained again; None if unknown."""
 
@@ -109,6 +111,24 @@ class MemberSlots(_Answer):
 
 
 @dataclass(frozen=True, slots=True)
+class ScalarSeries(_Answer):
+    """A number that the script logs."""
+
+    name: str
+    points: tuple[tuple[int, float], ...] = ()
+    """(step, value), by step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSteps(_Answer):
+    """When a rank of the newest round had made which step."""
+
+    rank: int
+    points: tuple[tuple[float, int], ...] = ()
+    """(unix time, step)."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerAnswer(_Answer):
     """The part of a runner's `status` answer that the API uses."""
 
@@ -121,6 +141,7 @@ class RunnerAnswer(_Answer):
     step_samples: tuple[StepSample, ...] = ()
     ranks: tuple[RankProgress, ...] = ()
     snapshot: CheckpointStatus | None = None
+    rank_steps: tuple[RankSteps, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +169,8 @@ class JobProgress(_Answer):
     rounds: tuple[RoundStatus, ...] = ()
     ranks: tuple[RankProgress, ...] = ()
     step_samples: tuple[StepSample, ...] = ()
+    scalars: tuple[ScalarSeries, ...] = ()
+    rank_steps: tuple[RankSteps, ...] = ()
     unreachable: Mapping[str, str] = field(default_factory=dict)
     """By node: why it did not answer."""
     runner_problem: str = ""
@@ -179,6 +202,9 @@ class JobSummary(_Answer):
     submitted_at: float | None = None
     age_seconds: float | None = None
     submitted_by: str = ""
+    priority: str = "normal"
+    place: int | None = None
+    """In the queue, from 1; None unless it is pending."""
     ended_at: float | None = None
     ended_seconds: float | None = None
     exit_code: int | None = None
@@ -208,6 +234,8 @@ class JobStatus(JobSummary):
     assignments: tuple[AssignmentStatus, ...] = ()
     progress: JobProgress | None = None
     """None while no node knows anything."""
+    file: str = ""
+    """The job file as JSON, without the values of `env`; "" once its records are removed."""
 
     @property
     def known(self) -> JobProgress:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -20,14 +20,15 @@ from elasticd_agent.config.run_model import name_of
 from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.phrases import count, is_are, listing
 from elasticd_agent.model.records import Round
+from elasticd_agent.node import uploads
 from elasticd_agent.node.api import views
 from elasticd_agent.node.api.cluster import ClusterReader, NotFound
 from elasticd_agent.node.api.local import DUMP_TIMEOUT_S, READ_TIMEOUT_S, LocalJobs
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.rank_logs import LogRequest
 from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, LogChunk, NodeSummary, RoundStatus
-from elasticd_agent.node.records import JobResult, Submission
-from elasticd_agent.node.scheduler import job_queue
+from elasticd_agent.node.records import JobResult, Placement, Refusal, Submission, submitter
+from elasticd_agent.node.scheduler import job_queue, policy
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
@@ -48,6 +49,8 @@ class JobService:
     """Applies this node's limits to a job before it is submitted: it raises UsageError."""
     limit: Callable[[], int | None] = lambda: None
     """How many jobs of one submitter may be unfinished."""
+    trial: Callable[[Submission], str] = lambda job: ""
+    """Why this node would refuse a job; "" if it would not."""
     clock: Callable[[], float] = time.time
     cache: StoreCache | None = None
     _cluster: ClusterReader = field(init=False)
@@ -69,7 +72,8 @@ class JobService:
         assigned = () if summary.ended else views.assignments(view, submission)
         progress = self._cluster.progress(view, submission, summary.nodes, now)
         result = view.result(submission.job, submission.number)
-        return views.job_status(summary, assigned, progress or _progress_from_result(result))
+        progress = progress or _progress_from_result(result)
+        return views.job_status(summary, assigned, progress, views.job_file(submission))
 
     def submit(self, data: bytes, kind: FileFormat, name: str | None, by: str, token: str = "") -> dict[str, Any]:
         """Raises UsageError for an invalid job, Conflict for an id whose job has not ended."""
@@ -99,17 +103,59 @@ class JobService:
             raise
         return {"job": made.job, "number": made.number}
 
+    def upload(self, data: bytes) -> str:
+        """Keep a working directory, packed, for jobs that name it. Raises UsageError."""
+        return uploads.put(self.store, data, lambda name: any(name in one.spec for one in self._view().unfinished()))
+
+    def try_job(self, data: bytes, kind: FileFormat, by: str) -> dict[str, Any]:
+        """What would come of a submission, by the scheduler's own rules, and what each node says of the job.
+
+        Raises UsageError for an invalid job, Conflict where `submit` does.
+        """
+        job = job_file.read_job(data, kind, "the job")
+        self.check(job)
+        self._check_number(by, "")
+        view = self._view()
+        number = 1 + max((one.number for one in view.submissions), default=0)
+        name = job.id or f"{name_of(job.command[0])}-{number}"
+        if any(one.job == name for one in view.unfinished()):
+            raise Conflict(f"job {name!r} has not ended")
+        submission = Submission(
+            name,
+            number,
+            job_file.to_json(job),
+            *job.node_range,
+            *job.slot_range,
+            submitted_by=by,
+            labels=job.node_labels,
+            priority=job.priority,
+        )
+        nodes = [one.node for one in view.nodes if one.slots >= submission.min_slots]
+        body, own = submission.to_json(), lambda: {"refusal": self.trial(submission)}
+        rows = self._cluster.gather(view, nodes, own, ("POST", "/v1/local/try", {}), READ_TIMEOUT_S, body)
+        refusals = tuple(Refusal(row["node"], str(row["refusal"])) for row in rows if row.get("refusal"))
+        written = Placement(name, number, (), policy.BEHIND_OTHERS, refusals)
+        found = policy.schedule(
+            replace(view, submissions=(*view.submissions, submission), placements=(*view.placements, written))
+        )
+        placement = next((one for one in found if one.job == name), written)
+        return {
+            "job": name,
+            "starts": bool(placement.assignments),
+            "possible": not placement.reason.endswith(policy.BLOCKS_NOBODY),
+            "reason": policy.describe(placement.reason, policy.head_of_queue(view)),
+            "nodes": rows,
+        }
+
     def _check_number(self, by: str, token: str) -> None:
         """Raises Conflict for a submitter with too many jobs, except for a submission that is repeated."""
         most = self.limit()
         if most is None:
             return
-        submitter = by.partition(" at ")[0]
-        own = [one for one in self._view().unfinished() if one.submitted_by.partition(" at ")[0] == submitter]
+        name = submitter(by)
+        own = [one for one in self._view().unfinished() if one.submitter == name]
         if len(own) >= most and not (token and any(one.token == token for one in own)):
-            raise Conflict(
-                f"{submitter} has {count(len(own), 'unfinished job')}: [limits] jobs_per_submitter is {most}"
-            )
+            raise Conflict(f"{name} has {count(len(own), 'unfinished job')}: [limits] jobs_per_submitter is {most}")
 
     def cancel(self, name: str, by: str) -> dict[str, Any]:
         """Raises NotFound, or Conflict for a job that has ended by itself."""

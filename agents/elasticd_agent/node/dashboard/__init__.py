@@ -1,1 +1,1 @@
-"""The HTML pages, in front of the API's routes (entry point: routes.py), on the connections' threads. Read-only."""
+"""The HTML pages, in front of the API's routes (entry point: routes.py), on the connections' threads."""

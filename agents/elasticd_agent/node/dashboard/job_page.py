@@ -1,7 +1,8 @@
-"""One job whole: its state, step rate, ranks, rounds, the explanation of its last hang, and a log. Pure."""
+"""One job whole: why it failed, its state, step rate, ranks, rounds, its last hang, a log, its file. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,9 @@ from elasticd_agent.model.phrases import count
 from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, JobStatus, RoundStatus
 from elasticd_agent.node.dashboard import formatting, ranks
 from elasticd_agent.node.dashboard.chart import chart
-from elasticd_agent.node.dashboard.layout import banner, chip, section
+from elasticd_agent.node.dashboard.layout import banner, button, chip, section
 from elasticd_agent.node.dashboard.markup import Child, Html, joined, tag
+from elasticd_agent.node.dashboard.series import scalar_charts, step_times
 from elasticd_agent.node.dashboard.status import problem, state
 from elasticd_agent.system.durations import in_words
 
@@ -20,7 +22,10 @@ WINDOWS: dict[str, float | None] = {"10m": 600.0, "1h": 3600.0, "1d": 86400.0, "
 _NAMES = {"10m": "10 min", "1h": "1 hour", "1d": "1 day", "all": "all"}
 SHOWN_ROUNDS = 25
 _SHOWN_NODES = 6
-STREAMS = ("stdout", "stderr", "elasticd")
+STREAMS = ("stdout", "stderr", "elasticd", "events")
+FAILURE_LINES = 40
+_RANK = re.compile(r"\brank (\d{1,6})\b")
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +35,20 @@ class PageQuery:
     window: str = "1h"
     rank: int = 0
     stream: str = "stdout"
+    find: str = ""
+    """Only lines of the log with this text."""
 
-    def link(self, job: str, **other: str) -> str:
-        query = {"window": self.window, "rank": str(self.rank), "stream": self.stream, **other}
-        return formatting.job_url(job, f"?{urlencode(query)}")
+    def link(self, job: str, more: str = "", **other: str) -> str:
+        query = {"window": self.window, "rank": str(self.rank), "stream": self.stream, "find": self.find, **other}
+        return formatting.job_url(
+            job, f"{more}?{urlencode({name: text for name, text in query.items() if text}, errors='replace')}"
+        )
+
+
+def failed_rank(job: JobStatus) -> int | None:
+    """The rank that made the job fail: the reason names it first. None where none did."""
+    found = _RANK.search(job.reason) if job.state == "failed" else None
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +61,59 @@ class LogTail:
     """Why there is none."""
 
 
-def job_page(job: JobStatus, view: PageQuery, now: float, tail: LogTail, explained: Child) -> list[Child]:
+def job_page(
+    job: JobStatus,
+    view: PageQuery,
+    now: float,
+    tail: LogTail,
+    explained: Child,
+    failure: LogTail | None = None,
+    form_key: str = "",
+) -> list[Child]:
+    """`failure`: the end of the stderr of the rank that made the job fail."""
     return [
         tag("h1", job.job, " ", tag("span", chip(*state(job)), id="state", data_live=True, role="status")),
         tag("div", _summary(job), id="why", data_live=True),
+        tag("div", _buttons(job, form_key), class_="acts") if form_key else None,
+        tag("div", _failure(job, failure) if failure is not None else None, id="failed", data_live=True),
         tag("dl", _tiles(job), class_="tiles", id="tiles", data_live=True),
         section("course", "Step rate", _history(job, view, now), more=_windows(job, view)),
+        section("numbers", "Numbers of the script", scalar_charts(job.known.scalars)),
         section("ranks", "Ranks", _ranks(job)),
+        section("times", "Step times by rank", _times(job)),
         section("rounds", "Rounds", _rounds(job, now)),
         section("blame", "Root cause of the last hang", explained),
         tag("div", _log(job, view, tail), class_="log"),
+        section("file", "Job file", _file(job)),
     ]
+
+
+def _buttons(job: JobStatus, form_key: str) -> list[Child]:
+    if job.ended:
+        return []
+    url = formatting.job_url(job.job)
+    return [
+        button("Stacks of all ranks", f"{url}/dump", form_key),
+        button("Cancel…", f"{url}/cancel", form_key, f"End {job.job} for good"),
+    ]
+
+
+def _failure(job: JobStatus, tail: LogTail) -> Html:
+    """The last traceback, or the last lines."""
+    before, found, after = tail.text.rpartition(_TRACEBACK)
+    lines = (found + after if found else before or after).rstrip().split("\n")
+    shown = lines if found and len(lines) <= FAILURE_LINES else lines[-FAILURE_LINES:]
+    title = f"What rank {failed_rank(job)} wrote last"
+    text = tag("pre", "\n".join(shown), tabindex="0", role="region", aria_label=title, class_="wraps")
+    return section("failure", title, tag("p", tail.why or tail.where, class_="quiet"), text if tail.text else None)
+
+
+def _file(job: JobStatus) -> Child:
+    if not job.file:
+        return tag("p", "It was removed with the job's records.", class_="quiet")
+    by = f"Submitted by {job.submitted_by}, as number {job.number}, with priority {job.priority}."
+    text = tag("pre", job.file, tabindex="0", role="region", aria_label="The job file as JSON", class_="wraps")
+    return [tag("p", by, class_="quiet"), text]
 
 
 def _summary(job: JobStatus) -> list[Child]:
@@ -142,7 +199,7 @@ def _windows(job: JobStatus, view: PageQuery) -> Html:
 
 def _history(job: JobStatus, view: PageQuery, now: float) -> Child:
     if not any(one.first_step_at for one in job.known.rounds) and not job.known.step_samples:
-        return tag("p", "No step yet.", class_="quiet")
+        return tag("p", "It made no step." if job.ended else "No step yet.", class_="quiet")
     legend = [
         tag("span", tag("i", class_="key rate"), "steps per second"),
         tag("span", tag("i", class_="key block"), "a round's workers while they trained"),
@@ -169,8 +226,13 @@ def _ranks(job: JobStatus) -> Child:
     return ranks.grid(job)
 
 
+def _times(job: JobStatus) -> Child:
+    return tag("p", "The job has ended.", class_="quiet") if job.ended else step_times(job.known.rank_steps)
+
+
 def _rounds(job: JobStatus, now: float) -> Child:
-    return _round_list(job, now) if job.known.rounds else tag("p", "No round yet.", class_="quiet")
+    none = "Nothing is known of its rounds." if job.ended else "No round yet."
+    return _round_list(job, now) if job.known.rounds else tag("p", none, class_="quiet")
 
 
 def _round_list(job: JobStatus, now: float) -> Child:
@@ -268,8 +330,10 @@ def _log(job: JobStatus, view: PageQuery, tail: LogTail) -> Html:
         "form",
         tag("label", "Rank ", tag("select", options, name="rank")),
         tag("label", "of ", tag("select", streams, name="stream")),
+        tag("label", "with ", tag("input", type="search", name="find", value=view.find)),
         tag("input", type="hidden", name="window", value=view.window),
         tag("button", "Show"),
+        tag("a", "Download", href=view.link(job.job, "/log", window="", find="")),
         method="get",
         action=formatting.job_url(job.job, "#log"),
         id="which",

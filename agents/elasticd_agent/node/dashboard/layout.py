@@ -70,7 +70,7 @@ def page(
         ),
         tag("form", tag("button", "Log out"), method="post", action="/logout") if logout else None,
     )
-    footer = tag("footer", f"elasticd {version} · times are {formatting.time_zone()} of node {node} · read-only")
+    footer = tag("footer", f"elasticd {version} · times are {formatting.time_zone()} of node {node}")
     head = [
         tag("link", rel="stylesheet", href="/page/style.css"),
         tag("link", rel="icon", href="/page/icon.svg", type="image/svg+xml"),
@@ -134,6 +134,21 @@ def section(name: str, title: str, *content: Child, more: Child = None) -> Html:
     """A part of a page that the script refreshes."""
     heading = tag("div", tag("h2", title, id=f"{name}-title"), more, class_="heading")
     return tag("section", heading, *content, id=name, data_live=True, aria_labelledby=f"{name}-title")
+
+
+def button(label: str, action: str, form_key: str, sure: str = "") -> Html | None:
+    """A button that changes something, for a visitor who may. `sure`: the label of the button that opens after it."""
+    if not form_key:
+        return None
+    form = tag(
+        "form",
+        tag("input", type="hidden", name="key", value=form_key),
+        tag("button", sure or label),
+        method="post",
+        action=action,
+        class_="act",
+    )
+    return tag("details", tag("summary", label), form, id=action) if sure else form
 
 
 def chip(word: str, kind: str) -> Html:

@@ -27,13 +27,13 @@
       if (part === null || kept.get(old.id) === part.outerHTML || isSelected(old)) continue;
       kept.set(old.id, part.outerHTML);
       const open = new Set([...old.querySelectorAll("details[open]")].map((one) => one.id));
-      const focused = [...old.querySelectorAll("a, summary, pre")].indexOf(document.activeElement);
+      const focused = [...old.querySelectorAll("a, summary, button, pre")].indexOf(document.activeElement);
       const before = scrolls(old);
       old.replaceChildren(...[...part.childNodes].map((node) => document.importNode(node, true)));
       old.className = part.className;
       old.querySelectorAll("details").forEach((one) => { one.open = open.has(one.id); });
       scrollBack(old, before);
-      if (focused >= 0) old.querySelectorAll("a, summary, pre")[focused]?.focus({ preventScroll: true });
+      if (focused >= 0) old.querySelectorAll("a, summary, button, pre")[focused]?.focus({ preventScroll: true });
     }
     document.title = fresh.title;
     document.getElementById("which")?.querySelectorAll("select").forEach((one) => more(one, fresh));

@@ -1,8 +1,9 @@
 """Login to the dashboard: a signed cookie with an expiry time instead of the token.
 
 The token never is in the browser's storage, and agents store no sessions: every agent with the same token accepts its
-cookies, and a new token invalidates all. A cookie opens the dashboard, never the API. A caller of the API can get a
-one-time code that logs a browser in: `elasticd open`.
+cookies, and a new token invalidates all. A cookie opens the dashboard, never the API; it says who logged in, and
+whether that one may operate. Forms carry a second signature, of the cookie, which no other site knows. A caller of the
+API can get a one-time code that logs a browser in: `elasticd open`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
+from urllib.parse import quote, unquote
 
 from elasticd_agent.system.http_auth import TokenAuth
 
@@ -26,7 +28,26 @@ COOKIE_LIFETIME_S = 12 * 3600
 CODE_LIFETIME_S = 120.0
 """Of a one-time code: long enough to copy its URL to a browser."""
 MAX_CODES = 64
-_PURPOSE = b"elasticd page 1\0"
+_PURPOSE, _BUTTON_PURPOSE = b"elasticd page 2\0", b"elasticd button 1\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """A logged-in browser."""
+
+    name: str
+    """As in Caller."""
+    may_operate: bool
+    form_key: str
+    """Every form of this visitor that changes something has it."""
+
+    def __str__(self) -> str:
+        """As `by` in records."""
+        return f"{self.name}, in a browser"
+
+    def sent(self, form_key: str) -> bool:
+        """Whether a form with this key comes from one of this visitor's pages."""
+        return hmac.compare_digest(form_key.encode(), self.form_key.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +67,35 @@ class LoginCookies:
         site's name could lead to our port."""
         return self.tls or (_is_loopback(sender) and _is_loopback(_host_of(server_name)))
 
-    def issue(self) -> str | None:
-        """The Set-Cookie header's value; None without a token."""
+    def issue(self, name: str, may_operate: bool) -> str | None:
+        """The Set-Cookie header's value for `name`, as in Caller; None without a token."""
         key = self.token.signing_key()
         if key is None:
             return None
         until = int(self.clock()) + COOKIE_LIFETIME_S
-        return self._header(f"{until}.{_signature(key, until)}", COOKIE_LIFETIME_S)
+        text = f"{until}.{'operate' if may_operate else 'read'}.{quote(name, safe='')}"
+        return self._header(f"{text}.{_signature(key, _PURPOSE, text)}", COOKIE_LIFETIME_S)
 
     def expire(self) -> str:
         """The Set-Cookie header's value that deletes the cookie."""
         return self._header("", 0)
 
-    def has_valid(self, cookies: str) -> bool:
-        """Whether a Cookie header's value has a valid cookie."""
+    def visitor(self, cookies: str) -> Visitor | None:
+        """Whose valid cookie is in a Cookie header's value."""
         key = self.token.signing_key()
-        return key is not None and any(self._is_valid(value, key) for value in _cookie_values(cookies, self.name))
+        if key is None:
+            return None
+        found = (self._visitor(value, key) for value in _cookie_values(cookies, self.name))
+        return next((one for one in found if one is not None), None)
 
-    def _is_valid(self, value: str, key: bytes) -> bool:
-        expiry, _, signature = value.partition(".")
-        if not (expiry.isascii() and expiry.isdigit() and len(expiry) <= 12 and signature.isascii()):
-            return False
-        until = int(expiry)
-        return (
-            hmac.compare_digest(signature, _signature(key, until))
-            and self.clock() < until <= self.clock() + COOKIE_LIFETIME_S
-        )
+    def _visitor(self, value: str, key: bytes) -> Visitor | None:
+        text, _, signature = value.rpartition(".")
+        if not value.isascii() or not hmac.compare_digest(signature, _signature(key, _PURPOSE, text)):
+            return None
+        expiry, access, name = text.split(".", 2)  # the signature is right, so all three are
+        if not self.clock() < int(expiry) <= self.clock() + COOKIE_LIFETIME_S:
+            return None
+        return Visitor(unquote(name), access == "operate", _signature(key, _BUTTON_PURPOSE, value))
 
     def _header(self, value: str, seconds: int) -> str:
         secure = "; Secure" if self.tls else ""
@@ -81,25 +105,27 @@ class LoginCookies:
 class OneTimeCodes:
     """Codes that log one browser in, each once. In this agent's memory only. Thread-safe, bounded in size."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], lifetime_s: float = CODE_LIFETIME_S) -> None:
         """`clock` is monotonic seconds."""
         self._clock = clock
+        self._lifetime_s = lifetime_s
         self._lock = threading.Lock()
-        self._expiry: OrderedDict[bytes, float] = OrderedDict()
-        """By the code's digest: how long a look-up takes reveals nothing about the code."""
+        self._issued: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+        """When each expires and to whom it was issued, by its digest: how long a look-up takes reveals nothing."""
 
-    def issue(self) -> str:
+    def issue(self, name: str) -> str:
         code = secrets.token_urlsafe(24)
         with self._lock:
-            self._expiry[_code_digest(code)] = self._clock() + CODE_LIFETIME_S
-            while len(self._expiry) > MAX_CODES:
-                self._expiry.popitem(last=False)
+            self._issued[_code_digest(code)] = self._clock() + self._lifetime_s, name
+            while len(self._issued) > MAX_CODES:
+                self._issued.popitem(last=False)
         return code
 
-    def redeem(self, code: str) -> bool:
-        """Whether the code is valid; from now on it is not."""
+    def redeem(self, code: str) -> str | None:
+        """To whom the code was issued, if it is valid; from now on it is not."""
         with self._lock:
-            return self._clock() < self._expiry.pop(_code_digest(code), 0.0)
+            expiry, name = self._issued.pop(_code_digest(code), (0.0, ""))
+        return name if self._clock() < expiry else None
 
 
 def _code_digest(code: str) -> bytes:
@@ -124,5 +150,5 @@ def _cookie_values(cookies: str, wanted: str) -> list[str]:
     return [value for name, _, value in pairs if name == wanted]
 
 
-def _signature(key: bytes, until: int) -> str:
-    return hmac.new(key, _PURPOSE + str(until).encode(), hashlib.sha256).hexdigest()
+def _signature(key: bytes, purpose: bytes, text: str) -> str:
+    return hmac.new(key, purpose + text.encode(), hashlib.sha256).hexdigest()

@@ -1,15 +1,18 @@
-"""The first page: the jobs, this node's first, and the nodes. Pure."""
+"""The first page: a list of all jobs, to be searched, and the nodes. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote, urlencode
 
 from elasticd_agent.model.phrases import count
 from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
 from elasticd_agent.node.dashboard import formatting
-from elasticd_agent.node.dashboard.layout import banner, chip, section
+from elasticd_agent.node.dashboard.layout import banner, button, chip, section
 from elasticd_agent.node.dashboard.markup import Child, Html, tag
 from elasticd_agent.node.dashboard.status import JOB_STATE_STYLES, state
+from elasticd_agent.node.records import submitter
 from elasticd_agent.system.durations import in_words
 
 NODE_STATE_STYLES = {
@@ -20,42 +23,107 @@ NODE_STATE_STYLES = {
     "quarantined": "bad",
     "offline": "bad",
 }
+STATES = ("unfinished", "running", "pending", "succeeded", "failed", "cancelled")
+ROWS, NODE_ROWS = 100, 64
+"""On a page."""
 _SHOWN_NAMES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ListQuery:
+    """Which jobs are listed: a link with it shows the same."""
+
+    text: str = ""
+    """Words that must all occur in the job's row."""
+    state: str = ""
+    """One of STATES; "": any."""
+    page: int = 1
+
+    def found(self, jobs: Sequence[JobSummary]) -> list[JobSummary]:
+        """Running jobs first, then the queue, then ended jobs, the newest first."""
+        words = self.text.casefold().split()
+        rows = [row for row in jobs if self._is_state(row) and (not words or _has_words(row, words))]
+        return sorted(rows, key=lambda row: (row.ended, -(row.ended_at or 0.0), row.place or 0, -row.number))
+
+    def link(self, page: int) -> str:
+        given = {"q": self.text, "state": self.state, "page": str(page) if page > 1 else ""}
+        return "/?" + urlencode({name: value for name, value in given.items() if value}, errors="replace")
+
+    def _is_state(self, row: JobSummary) -> bool:
+        return self.state in ("", row.state) or (self.state == "unfinished" and not row.ended)
+
+
+def _has_words(row: JobSummary, words: Sequence[str]) -> bool:
+    text = " ".join((row.job, row.state, row.submitted_by, row.priority, row.reason, *row.nodes)).casefold()
+    return all(word in text for word in words)
 
 
 def overview(
     jobs: Sequence[JobSummary],
+    shown: Sequence[JobSummary],
+    matching: int,
     nodes: Sequence[NodeSummary],
     here: str,
     local: Mapping[str, JobStatus],
     problems: Sequence[str],
+    query: ListQuery,
+    form_key: str = "",
 ) -> list[Child]:
-    """`local`: the jobs on this node, `here`, with their progress."""
-    own = [row for row in jobs if here in row.nodes]
-    others = [row for row in jobs if here not in row.nodes]
+    """`shown`: the page of the `matching` jobs. `local`: the jobs on this node, `here`, with their progress."""
     unfinished = sum(1 for row in jobs if not row.ended)
     ready = sum(1 for row in nodes if row.state == "ready")
-    of_jobs = f"{count(unfinished, 'job')} of {len(jobs)} not ended"
-    total = f"{of_jobs} · {ready} of {count(len(nodes), 'node')} ready"
+    total = f"{count(unfinished, 'job')} of {len(jobs)} not ended · {ready} of {count(len(nodes), 'node')} ready"
+    none = "No job matches." if jobs else "No job was submitted yet."
+    rows = [_jobs(shown, local) or _empty(none), _pages(query, matching)]
+    heading = tag("div", tag("h2", "Jobs", id="jobs-title"), _form(query), class_="heading")
+    listed = tag("div", rows, id="jobs", data_live=True)
     return [
         tag("h1", "Jobs and nodes"),
-        tag("p", f"{total} · {ready} of {count(len(nodes), 'node')} ready", class_="why", id="sum", data_live=True),
+        tag("p", total, class_="why", id="sum", data_live=True),
         tag("div", [banner("bad", one) for one in problems[:5]], id="troubles", data_live=True),
-        section("here", f"Jobs on {here}", _jobs(own, local) or _empty("No job is scheduled on this node.")),
-        tag("div", section("jobs", "Other jobs", _jobs(others, {})) if others else None, id="others", data_live=True),
-        section("nodes", "Nodes", _nodes(nodes, here) or _empty("No node is registered.")),
+        tag("section", heading, listed, aria_labelledby="jobs-title"),
+        section("nodes", "Nodes", _node_list(nodes, here, form_key)),
     ]
+
+
+def _form(query: ListQuery) -> Html:
+    states = [tag("option", name or "any", value=name, selected=name == query.state) for name in ("", *STATES)]
+    return tag(
+        "form",
+        tag("label", "Search ", tag("input", type="search", name="q", value=query.text)),
+        tag("label", "State ", tag("select", states, name="state")),
+        tag("button", "Show"),
+        method="get",
+        action="/",
+        id="which",
+    )
+
+
+def _pages(query: ListQuery, matching: int) -> Html | None:
+    pages = -(-matching // ROWS)
+    if pages <= 1:
+        return None
+    first = (query.page - 1) * ROWS
+    return tag(
+        "nav",
+        tag("a", "Newer", href=query.link(query.page - 1)) if query.page > 1 else None,
+        tag("span", f" {first + 1:,} to {min(first + ROWS, matching):,} of {count(matching, 'job')} ", class_="quiet"),
+        tag("a", "Older", href=query.link(query.page + 1)) if query.page < pages else None,
+        aria_label="Pages",
+        class_="below",
+    )
 
 
 def _jobs(rows: Sequence[JobSummary], local: Mapping[str, JobStatus]) -> Html | None:
     return _table(
-        ("Job", "State", "Step", "Nodes", "Since", "Reason"),
+        ("Job", "State", "Step", "Nodes", "By", "Since", "Reason"),
         [
             (
                 tag("a", row.job, href=formatting.job_url(row.job)),
                 chip(*_state(row, local.get(row.job))),
                 _step(local.get(row.job)),
                 _short_list(row.nodes),
+                submitter(row.submitted_by),
                 _since(row),
                 row.reason,
             )
@@ -64,9 +132,17 @@ def _jobs(rows: Sequence[JobSummary], local: Mapping[str, JobStatus]) -> Html | 
     )
 
 
-def _nodes(rows: Sequence[NodeSummary], here: str) -> Html | None:
+def _node_list(nodes: Sequence[NodeSummary], here: str, form_key: str) -> Child:
+    """This node first, then those that take no work."""
+    rows = sorted(nodes, key=lambda row: (row.node != here, row.state == "ready", row.node))
+    more = len(rows) - NODE_ROWS
+    listed = _nodes(rows[:NODE_ROWS], here, form_key) or _empty("No node is registered.")
+    return [listed, _empty(f"and {count(more, 'more node')}: elasticd nodes lists all") if more > 0 else None]
+
+
+def _nodes(rows: Sequence[NodeSummary], here: str, form_key: str) -> Html | None:
     return _table(
-        ("Node", "State", "Slots", "GPUs", "Jobs", "Reason"),
+        ("Node", "State", "Slots", "GPUs", "Jobs", *(("Change",) if form_key else ()), "Reason"),
         [
             (
                 tag("span", tag("b", row.node) if row.node == here else row.node, title=row.address or None),
@@ -74,6 +150,7 @@ def _nodes(rows: Sequence[NodeSummary], here: str) -> Html | None:
                 [_slots(row.used, row.slots), f" {row.used} of {row.slots}"],
                 str(len(row.gpus) or "–"),
                 _links(row.jobs),
+                *((_changes(row, form_key),) if form_key else ()),
                 row.reason,
             )
             for row in rows
@@ -81,14 +158,28 @@ def _nodes(rows: Sequence[NodeSummary], here: str) -> Html | None:
     )
 
 
+def _changes(row: NodeSummary, form_key: str) -> Child:
+    place = f"/nodes/{quote(row.node, safe='', errors='replace')}"
+    if row.cordoned_by is not None:
+        return button("Uncordon", f"{place}/uncordon", form_key)
+    sure = tag("button", f"Move all jobs off {row.node}", formaction=f"{place}/drain")
+    return tag(
+        "form",
+        tag("input", type="hidden", name="key", value=form_key),
+        tag("button", "Cordon", formaction=f"{place}/cordon"),
+        " ",
+        tag("details", tag("summary", "Drain…"), sure, id=f"{place}/drain"),
+        method="post",
+        class_="act",
+    )
+
+
 def _slots(used: int, total: int) -> Html | None:
     """A box for each slot, filled if in use."""
     if not 0 < total <= 16:
         return None
-    boxes = [
-        tag("rect", x=i * 9, y=1, width=7, height=10, rx=1.5, class_="used" if i < used else "free")
-        for i in range(total)
-    ]
+    drawn = ["".join(f"M{i * 9},1h7v10h-7z" for i in slots) for slots in (range(used), range(used, total))]
+    boxes = [tag("path", d=d, class_=name) for d, name in zip(drawn, ("used", "free"), strict=True) if d]
     width = total * 9 - 2
     return tag("svg", boxes, viewBox=f"0 0 {width} 12", width=width, class_="slots", aria_hidden="true")
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from elasticd_agent.model.phrases import count
 from elasticd_agent.node.api.schema import AssignmentStatus, JobProgress, JobStatus, RankProgress
 from elasticd_agent.node.dashboard.layout import chip
 from elasticd_agent.node.dashboard.markup import Child, Html, tag
 from elasticd_agent.system.durations import in_words
 
+MAX_RANKS = 128
+"""Of more ranks, those with the oldest progress are shown."""
 STALLED_S = 5.0
 """A rank without progress for this long is marked: the shortest time after which a hang is suspected."""
 _STALLED_STEPS = 10
@@ -37,13 +40,16 @@ def condition(rank: RankProgress, progress: JobProgress) -> tuple[str, str]:
 def grid(job: JobStatus) -> Child:
     """A box for each node of the round, with its ranks; a node that did not answer is named."""
     progress = job.known
-    names = list(dict.fromkeys([*job.nodes, *(rank.node for rank in progress.ranks)]))
+    shown = sorted(progress.ranks, key=lambda rank: -rank.idle_seconds)[:MAX_RANKS]
+    ranks: dict[str, list[RankProgress]] = {}
+    for rank in sorted(shown, key=lambda rank: rank.rank):
+        ranks.setdefault(rank.node, []).append(rank)
+    more = len(progress.ranks) - len(shown)
+    names = dict.fromkeys([*(() if more else job.nodes), *progress.unreachable, *ranks])
     assigned = {one.node: one for one in job.assignments}
-    boxes = [
-        _node(name, assigned.get(name), progress, [rank for rank in progress.ranks if rank.node == name])
-        for name in names
-    ]
-    return tag("div", boxes, class_="grid-of-nodes")
+    boxes = [_node(name, assigned.get(name), progress, ranks.get(name, ())) for name in names]
+    rest = tag("p", f"and {count(more, 'more rank')} with newer progress", class_="below") if more else None
+    return [tag("div", boxes, class_="grid-of-nodes"), rest]
 
 
 def _node(name: str, assigned: AssignmentStatus | None, progress: JobProgress, ranks: Sequence[RankProgress]) -> Html:

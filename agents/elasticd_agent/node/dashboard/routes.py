@@ -1,32 +1,37 @@
-"""The dashboard's routes in front of the API's: /, /jobs/JOB, the page's files, login and logout. Read-only.
+"""The dashboard's routes in front of the API's: /, /jobs/JOB, its buttons, the page's files, login and logout.
 
-A login cookie (login.py) admits only GET of the dashboard's own paths, so that no other site can make a browser change
-anything here. Answers are shared among all open pages.
+A login cookie (login.py) admits to the dashboard's own paths only, and changes something only by POST of a form that
+one of the visitor's own pages has made, so that no other site can make a browser change anything here. Answers are
+shared among all open pages.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qsl, unquote
 
 from elasticd.errors import ElasticdError, StoreUnavailable, UsageError
+from elasticd_agent.model.phrases import count
 from elasticd_agent.node.api import views
 from elasticd_agent.node.api.cluster import NodesUnavailable, NotFound
-from elasticd_agent.node.api.rank_logs import LogRequest
+from elasticd_agent.node.api.rank_logs import MAX_BYTES, LogRequest
 from elasticd_agent.node.api.routes import ApiRoutes
-from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, NodeSummary
+from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, LogChunk, NodeSummary
+from elasticd_agent.node.api.service import Conflict
 from elasticd_agent.node.dashboard import formatting, job_page, layout
 from elasticd_agent.node.dashboard.job_page import STREAMS, WINDOWS, LogTail, PageQuery
 from elasticd_agent.node.dashboard.login import CODE_LIFETIME_S, LoginCookies, OneTimeCodes
 from elasticd_agent.node.dashboard.markup import Child, tag
-from elasticd_agent.node.dashboard.overview import overview
+from elasticd_agent.node.dashboard.overview import ROWS, STATES, ListQuery, overview
 from elasticd_agent.node.dashboard.status import problem
+from elasticd_agent.node.records import submitter
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.durations import in_words
 from elasticd_agent.system.http_auth import AccessDenied, TokenAuth
@@ -43,6 +48,13 @@ CACHE_S = 0.9
 EVIDENCE_S = 30.0
 MAX_EVIDENCE = 8
 TAIL_BYTES = 16 << 10
+SEARCH_BYTES, SEARCH_S = 8 << 20, 20.0
+"""Of a log, its end, and how often a page with a search is refreshed."""
+DOWNLOAD_BYTES = 32 << 20
+"""Of a log, its end: more is on the node."""
+MAX_SEARCH_CHARS = 200
+MAX_FOUND = 500
+"""Lines that a search shows, the newest."""
 PAGE_TIMEOUT_S = 2.0
 NODES_PER_SECOND = 16
 """A page of a job on more than twice this many nodes is refreshed less often: each node is asked for its ranks."""
@@ -53,6 +65,7 @@ _NEEDS_TLS = (
     "the token would cross the network in plain text. Give the agent a certificate (http.tls_cert in agent.toml), "
     "or open this page as http://localhost through a tunnel, ssh -L or kubectl port-forward"
 )
+_NOT_OURS = "This form does not come from a page that is open in this browser: load the page again."
 _PUBLIC = {("POST", "/login"), ("POST", "/logout"), ("GET", "/login")}
 _FORM = "application/x-www-form-urlencoded"
 
@@ -109,6 +122,8 @@ class DashboardRoutes:
     token: TokenAuth
     cookies: LoginCookies
     version: str
+    has_buttons: bool = True
+    """The jobs and nodes can be changed here."""
     base_url: str = ""
     """Where a browser on this machine finds the dashboard: http://127.0.0.1:9411."""
     codes: OneTimeCodes = field(default_factory=lambda: OneTimeCodes(time.monotonic))
@@ -122,9 +137,11 @@ class DashboardRoutes:
 
     def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> str | HttpResponse:
         is_page = request.method == "GET" and _is_dashboard_path(request.path)
+        is_button = request.method == "POST" and _button(request.path) is not None
         may_log_in = self.cookies.may_log_in(request.host, request.server_name)
-        if is_page and denied.code == 401 and may_log_in and self.cookies.has_valid(request.cookie):
-            return "a logged-in browser"
+        visitor = self.cookies.visitor(request.cookie) if may_log_in else None
+        if (is_page or is_button) and denied.code == 401 and visitor is not None:
+            return str(visitor)
         if not is_page or "text/html" not in request.accept:
             return self.api.reject(request, denied)
         if denied.code == 401 and not may_log_in:
@@ -142,13 +159,16 @@ class DashboardRoutes:
         if request.method == "GET" and request.path == "/login":
             return self._redeem(request)
         if request.method == "POST" and request.path == "/v1/login":
-            return self._login_code()
+            return self._login_code(request.requested_by)
         if request.method == "POST" and request.path == "/logout":
             return _redirect("/", self.cookies.expire())
-        if request.method != "GET" or not _is_dashboard_path(request.path):
+        pressed = _button(request.path) if request.method == "POST" else None
+        if pressed is None and (request.method != "GET" or not _is_dashboard_path(request.path)):
             return self.api.answer(request)
         try:
-            return self._page(request)
+            return self._page(request) if pressed is None else self._press(request, *pressed)
+        except Conflict as error:
+            return self._error_page(409, "Not now", str(error), request)
         except (NotFound, UsageError) as error:
             return self._error_page(404, "Page not found", str(error), request)
         except StoreUnavailable as error:
@@ -167,15 +187,50 @@ class DashboardRoutes:
                 return self._job(request, job, _view(request.query))
             case ["jobs", job, "explain"] if job:
                 return self._explain(request, job)
+            case ["jobs", job, "log"] if job:
+                return self._download(job, _view(request.query))
         raise NotFound("there are / and /jobs/JOB, and the routes in docs/http.md")
 
     def _overview(self, request: HttpRequest) -> HttpResponse:
         service = self.api.service
         here = service.local.node
+        query = _list_query(request.query)
         jobs, nodes, problems = self._overviews.get("/", self._read_overview)
-        own = [row for row in jobs if here in row.nodes and not row.ended][:MAX_OVERVIEW_JOBS]
-        content = overview(jobs, nodes, here, self._local_progress(own), problems)
+        found = query.found(jobs)
+        shown = found[(query.page - 1) * ROWS : query.page * ROWS]
+        own = [row for row in shown if here in row.nodes and not row.ended][:MAX_OVERVIEW_JOBS]
+        local = self._local_progress(own)
+        key = self._form_key(request)
+        content = overview(jobs, shown, len(found), nodes, here, local, problems, query, key)
         return self._render(request, f"{here} · elasticd", *content)
+
+    def _form_key(self, request: HttpRequest) -> str:
+        """Of the buttons of this page; "" for one who may not press any."""
+        visitor = self.cookies.visitor(request.cookie) if self.has_buttons else None
+        return visitor.form_key if visitor is not None and visitor.may_operate else ""
+
+    def _press(self, request: HttpRequest, kind: str, target: str, action: str) -> HttpResponse:
+        visitor = self.cookies.visitor(request.cookie) if self.has_buttons else None
+        if visitor is None or request.fetch_site not in ("", "same-origin"):
+            return self._error_page(403, "Not allowed", _NOT_OURS, request)
+        if not visitor.may_operate:
+            why = f"{visitor.name} may only read: its token is in http.read_only of agent.toml."
+            return self._error_page(403, "Not allowed", why, request)
+        if not visitor.sent(_form(request).get("key", "")):
+            return self._error_page(403, "Not allowed", _NOT_OURS, request)
+        service, by = self.api.service, request.requested_by
+        where = formatting.job_url(target) if kind == "jobs" else "/"
+        match action:
+            case "cancel":
+                service.cancel(target, by)
+            case "dump":
+                service.dump(target)
+                where = formatting.job_url(target, "/explain")
+            case "uncordon":
+                service.uncordon(target)
+            case _:
+                service.cordon(target, drain=action == "drain", reason="", by=by)
+        return _redirect(where)
 
     def _read_overview(self) -> _Overview:
         jobs, problems = self.api.service.jobs()
@@ -203,9 +258,14 @@ class DashboardRoutes:
     def _job(self, request: HttpRequest, name: str, view: PageQuery) -> HttpResponse:
         job = self._job_status(name)
         now = self.api.service.clock()
-        content = job_page.job_page(job, view, now, self._tail(job, view), self._explanation(job))
+        rank = job_page.failed_rank(job)
+        if rank is not None and "rank" not in _pairs(request.query):
+            view = replace(view, rank=rank, stream="stderr")
+        failure = None if rank is None else self._tail(job, PageQuery(rank=rank, stream="stderr"))
+        key, explained = self._form_key(request), self._explanation(job)
+        content = job_page.job_page(job, view, now, self._tail(job, view), explained, failure, key)
         mark = "▲ " if problem(job) else ""
-        every_s = max(layout.REFRESH_S, len(job.nodes) / NODES_PER_SECOND)
+        every_s = max(SEARCH_S if view.find else layout.REFRESH_S, len(job.nodes) / NODES_PER_SECOND)
         return self._render(request, f"{mark}{job.job}: {job.state} · elasticd", *content, every_s=every_s)
 
     def _explain(self, request: HttpRequest, name: str) -> HttpResponse:
@@ -233,9 +293,8 @@ class DashboardRoutes:
         return job_page.explanation(job.job, found["nodes"], brief=True)
 
     def _tail(self, job: JobStatus, view: PageQuery) -> LogTail:
-        request = LogRequest(view.rank, None, view.stream, -TAIL_BYTES, TAIL_BYTES)
         try:
-            logs = run_within(PAGE_TIMEOUT_S, lambda: self.api.service.logs(job.job, request))
+            logs = run_within(PAGE_TIMEOUT_S, lambda: self._end_of_log(job.job, view))
         except DeadlineExceeded:
             return LogTail(why=f"Its node did not answer within {in_words(PAGE_TIMEOUT_S)}.")
         except ElasticdError as error:
@@ -244,7 +303,37 @@ class DashboardRoutes:
         if logs.start:  # the first line is cut
             text = text.partition("\n")[2] or text
         round = f"round {logs.round}, " if logs.round else ""
-        return LogTail(text, f"{round}on {logs.node}, the last {len(logs.data):,} of {logs.size:,} bytes")
+        where = f"{round}on {logs.node}, the last {len(logs.data):,} of {logs.size:,} bytes"
+        if view.find:
+            lines = [line for line in text.split("\n") if view.find.casefold() in line.casefold()]
+            text = "".join(f"{line}\n" for line in lines[-MAX_FOUND:])
+            where = f"{count(len(lines), 'line')} with {view.find!r}: {where}"
+        return LogTail(text, where)
+
+    def _end_of_log(self, job: str, view: PageQuery) -> LogChunk:
+        most = SEARCH_BYTES if view.find else TAIL_BYTES
+        return self._read_log(job, LogRequest(view.rank, None, view.stream, -most, min(most, MAX_BYTES)), most)
+
+    def _read_log(self, job: str, request: LogRequest, most: int) -> LogChunk:
+        """At most `most` bytes, in as many requests as they take."""
+        first = self.api.service.logs(job, request)
+        parts, size, end = [first.data], len(first.data), first.next
+        while size < most and end < first.size:
+            piece = replace(request, round=first.round or None, offset=end, limit=MAX_BYTES, node=first.node)
+            found = self.api.service.logs(job, piece)
+            if not found.data:
+                break
+            parts.append(found.data)
+            size, end = size + len(found.data), found.next
+        return replace(first, data=b"".join(parts), next=end)
+
+    def _download(self, job: str, view: PageQuery) -> HttpResponse:
+        request = LogRequest(view.rank, None, view.stream, -DOWNLOAD_BYTES, MAX_BYTES)
+        found = self._read_log(job, request, DOWNLOAD_BYTES)
+        place = f"-round-{found.round}-rank-{view.rank}" if found.round else ""
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{job}{place}-{view.stream}.log")
+        headers = (("Content-Disposition", f'attachment; filename="{name}"'),)
+        return HttpResponse(200, found.data, "text/plain; charset=utf-8", headers)
 
     def _render(
         self,
@@ -270,7 +359,8 @@ class DashboardRoutes:
             return _public_response(403, "Login is disabled", NO_TOKEN)
         if not self.cookies.may_log_in(request.host, request.server_name):
             return _no_login()
-        if self.token.holder(form.get("token", "")) is not None and (cookie := self.cookies.issue()) is not None:
+        holder = self.token.holder(form.get("token", ""))
+        if holder is not None and (cookie := self.cookies.issue(holder.name, holder.access == "operate")) is not None:
             return _redirect(target, cookie)
         if wait := self.token.count_wrong(request.host).retry_after_s:
             page = layout.login(f"Too many wrong tokens. Try again in {in_words(wait)}.", target)
@@ -278,25 +368,36 @@ class DashboardRoutes:
         page = layout.login("That is not this agent's token.", target)
         return layout.html_response(401, page, layout.PUBLIC_POLICY)
 
-    def _login_code(self) -> HttpResponse:
+    def _login_code(self, by: str) -> HttpResponse:
         """For a caller of the API, who has full access: a path that logs one browser in."""
         if self.token.signing_key() is None:
             raise HttpError(409, self.token.problem() or NO_TOKEN)
         host = self.base_url.partition("://")[2]
         if not self.cookies.may_log_in("127.0.0.1", host):
             raise HttpError(409, f"a browser may not log in at {self.base_url}: {_NEEDS_TLS}")
-        path = f"/login?code={self.codes.issue()}"
+        path = f"/login?code={self.codes.issue(submitter(by))}"
         return json_response({"path": path, "base": self.base_url, "expires_seconds": CODE_LIFETIME_S}, 201)
 
     def _redeem(self, request: HttpRequest) -> HttpResponse:
         if not self.cookies.may_log_in(request.host, request.server_name):
             return _no_login()
-        if self.codes.redeem(_pairs(request.query).get("code", "")) and (cookie := self.cookies.issue()) is not None:
+        name = self.codes.redeem(_pairs(request.query).get("code", ""))
+        if name is not None and (cookie := self.cookies.issue(name, may_operate=True)) is not None:
             return _redirect("/", cookie)
         page = layout.login(
             "This link was used, or is too old: `elasticd open` prints a new one. Or give the token.", "/"
         )
         return layout.html_response(401, page, layout.PUBLIC_POLICY)
+
+
+def _button(path: str) -> tuple[str, str, str] | None:
+    """jobs or nodes, which one, and what is to be done."""
+    match [unquote(word, errors="replace") for word in path.split("/")[1:]]:
+        case ["jobs", job, "cancel" | "dump" as action] if job:
+            return "jobs", job, action
+        case ["nodes", node, "cordon" | "drain" | "uncordon" as action] if node:
+            return "nodes", node, action
+    return None
 
 
 def _is_dashboard_path(path: str) -> bool:
@@ -311,6 +412,17 @@ def _view(query: str) -> PageQuery:
         window=found if (found := values.get("window", "1h")) in WINDOWS else "1h",
         rank=int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 8 else 0,
         stream=found if (found := values.get("stream", "stdout")) in STREAMS else "stdout",
+        find=values.get("find", "")[:MAX_SEARCH_CHARS],
+    )
+
+
+def _list_query(query: str) -> ListQuery:
+    values = _pairs(query)
+    state, page = values.get("state", ""), values.get("page", "1")
+    return ListQuery(
+        values.get("q", "")[:MAX_SEARCH_CHARS],
+        state if state in STATES else "",
+        int(page) if page.isascii() and page.isdigit() and int(page[:7]) > 0 and len(page) < 8 else 1,
     )
 
 
@@ -331,9 +443,10 @@ def _local_path(path: str) -> str:
     return path if plain and "\\" not in path and path.startswith("/jobs/") else "/"
 
 
-def _redirect(where: str, cookie: str) -> HttpResponse:
+def _redirect(where: str, cookie: str = "") -> HttpResponse:
     """303: the browser continues with a GET."""
-    return HttpResponse(303, b"", headers=(("Location", where), ("Set-Cookie", cookie)))
+    headers = (("Location", where), *((("Set-Cookie", cookie),) if cookie else ()))
+    return HttpResponse(303, b"", headers=headers)
 
 
 def _no_login() -> HttpResponse:

@@ -18,10 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from elasticd.errors import StoreUnavailable, UsageError, WireError
 from elasticd_agent.config import job_file
 from elasticd_agent.config.agent_settings import Limits
 from elasticd_agent.config.limits import path_refusal
+from elasticd_agent.config.run_model import RunModel
 from elasticd_agent.job import preflight
 from elasticd_agent.job.loop import Message
 from elasticd_agent.job.reporting import Reporting
@@ -31,11 +34,13 @@ from elasticd_agent.model.job import AgentSettings, JobSpec, Policy
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.version import version
+from elasticd_agent.node import uploads
 from elasticd_agent.node.keys import RUNNER_COMM
 from elasticd_agent.node.runners import liveness
 from elasticd_agent.node.runners.history import RoundHistory, RunnerMetrics
 from elasticd_agent.node.runners.spawn import Account, become
 from elasticd_agent.node.runners.spec import (
+    MAX_SPEC_BYTES,
     PR_SET_DUMPABLE,
     RunnerSpec,
     StoreSecrets,
@@ -44,6 +49,7 @@ from elasticd_agent.node.runners.spec import (
     reserve_exit_space,
     write_exit,
 )
+from elasticd_agent.node.runners.trial import REFUSED
 from elasticd_agent.system.control_socket import Verb
 from elasticd_agent.system.files import open_plain, replace_link
 from elasticd_agent.system.process import prctl
@@ -81,6 +87,20 @@ def job(argv: Sequence[str]) -> int:
         raise UsageError(f"{files.runner_spec}: {error}") from None
     _write_to_log(files)
     return _run_to_end(spec, secrets, files, (lock, *code_lock))
+
+
+def try_job(argv: Sequence[str]) -> int:
+    """The checks of a runner alone, for trial.py: its spec is standard input, the reason standard output.
+
+    Returns REFUSED, or 0.
+    """
+    spec = RunnerSpec.from_json(sys.stdin.buffer.read(MAX_SPEC_BYTES))
+    try:
+        checked_model(spec, StoreSecrets(), None)
+    except (UsageError, StoreUnavailable) as error:
+        print(error)
+        return REFUSED
+    return 0
 
 
 def _write_to_log(files: JobFiles) -> None:
@@ -131,10 +151,12 @@ def _print(sentence: str) -> None:
     print(f"elasticd job: {sentence}", file=sys.stderr, flush=True)
 
 
-def _run(
-    runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], history: RoundHistory
-) -> int:
+def checked_model(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles | None) -> RunModel:
+    """What this runner does. Raises UsageError if this node cannot run the job. `files`: None for a trial."""
     job = job_file.from_json(runner_spec.job_file)
+    if job.upload is not None and files is not None:
+        uploads.unpack(files.upload, files.work)
+        job = msgspec.structs.replace(job, workdir=files.work)
     directories = None if (below := runner_spec.directories) is None else tuple(map(Path, below))
     if wrong := path_refusal(Limits(commands=runner_spec.commands, directories=directories), job):
         raise wrong
@@ -145,16 +167,25 @@ def _run(
         node=runner_spec.node,
         slots=runner_spec.slots,
         rendezvous=runner_spec.rendezvous(secrets),
-        files=files,
+        files=files or JobFiles(Path(os.devnull)),
         devices=runner_spec.devices,
         user=runner_spec.job_user,
     )
     spec = replace(spec, signals=tuple(dict.fromkeys(("SIGTERM", *spec.signals))))
-    settings = replace(settings, event_log=files.events, metrics_port=None, live=False, runtime_dir=None)
+    settings = replace(settings, metrics_port=None, live=False, runtime_dir=None)
+    if files is None:
+        spec, settings = replace(spec, log_dir=Path(os.devnull)), replace(settings, event_log=None)
     try:
         preflight.check(spec, settings, spec.base_environment(os.environ))
     except UsageError as error:
         raise job_file.in_file_terms(error) from None
+    return RunModel(spec, policy, settings)
+
+
+def _run(
+    runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], history: RoundHistory
+) -> int:
+    spec, policy, settings = checked_model(runner_spec, secrets, files)
     context = RunContext(
         reporting=lambda *args: RunnerReporting(*args, runner_spec=runner_spec, history=history),
         kept_fds=locks,
@@ -219,13 +250,7 @@ class RunnerReporting(Reporting):
             return brief()
 
         def full(_: Mapping[str, Any]) -> Mapping[str, Any]:
-            return {
-                **status(),
-                **self._about,
-                "steps_per_second": self._metrics.steps_per_second,
-                "step_samples": self._metrics.step_track.points(),
-                "snapshot": self._metrics.last_snapshot,
-            }
+            return {**status(), **self._about, **self._metrics.course()}
 
         def leave(request: Mapping[str, Any]) -> Mapping[str, Any]:
             stop(str(request.get("why") or "a stop was requested")[: liveness.REASON_BYTES])

@@ -191,10 +191,16 @@ class RunnerManager:
         except FileNotFoundError:
             return []
 
-    def start(self, spec: RunnerSpec, account: Account, secrets: StoreSecrets) -> int:
-        """Start a runner; its pid. Raises OSError if its folder or process cannot be created, UsageError."""
+    def start(self, spec: RunnerSpec, account: Account, secrets: StoreSecrets, upload: bytes | None = None) -> int:
+        """Start a runner; its pid. Raises OSError if its folder or process cannot be created, UsageError.
+
+        `upload`: the archive of its working directory.
+        """
         files = self._folder(spec, account)
         replace_file(files.runner_spec, spec.to_json())
+        if upload is not None:
+            replace_file(files.upload, upload)
+            os.chown(files.upload, account.uid, account.gid, follow_symlinks=False)
         for earlier in (files.runner_exit, files.refusal):
             earlier.unlink(missing_ok=True)
         lock = liveness.take_lock(files.lock)

@@ -63,17 +63,16 @@ def spawn(
     other = account.uid != os.geteuid()
     secrets_fd = secrets.to_fd()
     fds = [lock, secrets_fd]
-    # No file of the job's user is imported: neither its site directory, nor what PYTHONPATH names, unless we use that.
-    elasticd = ["-s" if "PYTHONPATH" in os.environ else "-I", "-m", "elasticd_agent"]
+    command = own_command()
     if code is not None:
         with contextlib.suppress(OSError):
             fds.append(versions.lock(code))
-            elasticd[1:] = [str(code)]
+            command = [*command[:2], str(code)]
     try:
         if other:
             _start_as(account)
         return subprocess.Popen(
-            [sys.executable, *elasticd, "job", str(files.root), account.name if other else "", *map(str, fds)],
+            [*command, "job", str(files.root), account.name if other else "", *map(str, fds)],
             stdin=subprocess.DEVNULL,
             stdout=2,  # until the runner has opened its own log
             cwd="/",
@@ -93,6 +92,13 @@ def spawn(
     finally:
         for fd in fds[1:]:
             os.close(fd)
+
+
+def own_command() -> list[str]:
+    """Starts elasticd, which imports no file of the job's user: neither its site directory nor, unless we use it,
+    PYTHONPATH.
+    """
+    return [sys.executable, "-s" if "PYTHONPATH" in os.environ else "-I", "-m", "elasticd_agent"]
 
 
 def missing_capability(account: Account) -> str:

@@ -10,22 +10,26 @@ The rules, in order:
    one kind empty at most a fifth of the nodes: where more fail, the cause is shared, and no other node is better.
 2. A job left with fewer nodes than its minimum gets others at once, before any pending job; if there are none, it
    releases all of its slots and is pending under its old number.
-3. Pending jobs start strictly in the order of their priorities, and of their numbers within a priority. A job that the
-   present nodes could run if they were empty blocks the jobs behind it, so that a large job is not starved by small
-   ones; a job that they could not run blocks none.
+3. Pending jobs start strictly in the order of `_turns`: by priority; then jobs that have run before; then the job of
+   the submitter whose jobs use the fewest slots; then by number. A job that the present nodes could run if they were
+   empty blocks the jobs behind it, and stays first of its priority until it starts, so that a large job is not starved
+   by small ones; a job that they could not run blocks none.
 4. Jobs below their maximum grow onto free nodes once no pending job could use them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from elasticd_agent.config.job_file import shared_directories
 from elasticd_agent.model.phrases import count, has_have, is_are, listing, plural, ranges
 from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Refusal, SlotAssignment, Submission
 
-BEHIND_OTHERS = "pending behind earlier jobs"
+BEHIND_OTHERS = "pending behind other jobs"
 """Of every job behind the head of the queue. It names no job: each start would rewrite it for the whole queue."""
 BLOCKS_NOBODY = "it blocks no other job"
 MAX_QUARANTINED_SHARE = 0.2
@@ -63,12 +67,12 @@ class ClusterView:
 
 
 def schedule(view: ClusterView) -> tuple[Placement, ...]:
-    """The placements that differ from those in the view, in the order of the queue."""
+    """The placements that differ from those in the view, by priority and number of their jobs."""
     nodes = _nodes(view)
     written = {(p.job, p.number): p for p in view.placements}
     jobs = [_job(s, written.get((s.job, s.number)), view, nodes) for s in view.unfinished()]
     _restore_minimum(jobs, nodes)
-    _start_pending(jobs, nodes)
+    _start_pending(_turns(jobs, head_of_queue(view)), nodes)
     _grow(jobs, nodes)
     decided = [job.placement() for job in jobs]
     return tuple(p for p in decided if p != written.get((p.job, p.number)))
@@ -78,7 +82,7 @@ def describe(reason: str, head: Submission | None) -> str:
     """A placement's reason for people: with the name of the job that blocks the queue."""
     if head is None or not reason.endswith(BEHIND_OTHERS):
         return reason
-    return f"{reason.removesuffix(BEHIND_OTHERS)}pending behind {head.job}, which came first and {_request(head)}"
+    return f"{reason.removesuffix(BEHIND_OTHERS)}pending behind {head.job}, which is next and {_request(head)}"
 
 
 def head_of_queue(view: ClusterView) -> Submission | None:
@@ -91,6 +95,20 @@ def head_of_queue(view: ClusterView) -> Submission | None:
         if not placement.reason.endswith((BEHIND_OTHERS, BLOCKS_NOBODY)):
             return submission
     return None
+
+
+def queue(view: ClusterView, head: Submission | None) -> tuple[Submission, ...]:
+    """The pending jobs in the order in which they start if every job gets its minimum and none ends.
+
+    `head`: that of `head_of_queue`.
+    """
+    jobs = []
+    written = {(p.job, p.number): p for p in view.placements}
+    for submission in view.unfinished():
+        placement = written.get((submission.job, submission.number))
+        assignments = {} if placement is None else {a.node: a for a in placement.assignments}
+        jobs.append(_Job(submission, placement, assignments, {}, [], "" if placement is None else placement.reason))
+    return tuple(job.submission for job in _turns(jobs, head))
 
 
 def refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
@@ -210,6 +228,18 @@ class _Job:
     def runs(self) -> bool:
         return len(self.assignments) >= self.submission.min_nodes
 
+    @property
+    def has_run(self) -> bool:
+        return self.written is not None and bool(self.written.assignments or self.written.previous_nodes)
+
+    @property
+    def slots(self) -> int:
+        """In use, or needed to start; none of a job that cannot start."""
+        if self.pending.endswith(BLOCKS_NOBODY):
+            return 0
+        least = self.submission.min_nodes * self.submission.min_slots
+        return sum(len(one.slots) for one in self.assignments.values()) or least
+
     def placement(self) -> Placement:
         """The placement as written if nothing has changed, so that its reason keeps what happened in earlier turns."""
         assignments = tuple(self.assignments.values())
@@ -295,11 +325,43 @@ def _restore_minimum(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
         _evict(stuck[-1], nodes)
 
 
-def _start_pending(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
+def _turns(jobs: Sequence[_Job], head: Submission | None) -> Iterator[_Job]:
+    """The jobs that do not run, each when its turn comes; what the caller does with one counts for the next.
+
+    `jobs` are sorted by priority and number. `head`: the job that blocks the queue already.
+    """
+    used = Counter[str]()
+    for job in jobs:
+        if job.runs:
+            used[job.submission.submitter] += job.slots
+    waiting = [job for job in jobs if not job.runs]
+    for _, of_priority in groupby(waiting, key=lambda job: job.submission.order[0]):
+        first: list[_Job] = []
+        queues: dict[str, deque[_Job]] = {}
+        for job in of_priority:
+            if job.has_run or job.submission == head:
+                first.append(job)
+            else:
+                queues.setdefault(job.submission.submitter, deque()).append(job)
+        for job in sorted(first, key=lambda job: not job.has_run):
+            yield job
+            used[job.submission.submitter] += job.slots
+        turns = [(used[name], own[0].submission.number, name) for name, own in queues.items()]
+        heapq.heapify(turns)
+        while turns:
+            name = heapq.heappop(turns)[2]
+            job = queues[name].popleft()
+            yield job
+            used[name] += job.slots
+            if own := queues[name]:
+                heapq.heappush(turns, (used[name], own[0].submission.number, name))
+
+
+def _start_pending(turns: Iterable[_Job], nodes: dict[str, _Node]) -> None:
     """Rule 3."""
     blocked = False
-    for job in jobs:
-        if job.runs or (not blocked and _bind(job, nodes)):
+    for job in turns:
+        if not blocked and _bind(job, nodes):
             continue
         if not _feasible(job, nodes):
             job.pending = f"pending: {_infeasible_reason(job, nodes)}; {BLOCKS_NOBODY}"

@@ -1,0 +1,57 @@
+"""Whether this node would refuse a job that is not submitted yet: the checks of its runner, as the job's user.
+
+They run in a process of their own, since the file systems of a job may never answer.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+from elasticd.errors import UsageError
+from elasticd_agent.node.reconcile import RunnerStart
+from elasticd_agent.node.records import Submission
+from elasticd_agent.node.runners.spawn import Account, SpecBuilder, own_command, runner_environment
+from elasticd_agent.node.runners.spec import RunnerSpec
+from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
+
+TRIAL_TIMEOUT_S = 10.0
+REFUSED = 2
+"""The exit code of `elasticd try-job`, main.py."""
+
+
+def refusal(specs: SpecBuilder, submission: Submission) -> str:
+    """Why this node would refuse the job, in one sentence; "" if it would not."""
+    spec = replace(specs.build(RunnerStart(submission, tuple(range(submission.min_slots)))), tls=False)
+    try:
+        account = specs.account(spec)
+        return run_within(TRIAL_TIMEOUT_S, lambda: _ask_process(spec, account))
+    except UsageError as error:
+        return str(error)
+    except (DeadlineExceeded, subprocess.TimeoutExpired):
+        return f"its directories did not answer within {TRIAL_TIMEOUT_S:g} s"
+
+
+def _ask_process(spec: RunnerSpec, account: Account) -> str:
+    is_own = account.uid == os.geteuid()
+    groups = None if is_own else os.getgrouplist(account.name, account.gid)
+    try:
+        done = subprocess.run(
+            [*own_command(), "try-job"],
+            input=spec.to_json(),
+            capture_output=True,
+            cwd="/",
+            env=runner_environment(account),
+            timeout=TRIAL_TIMEOUT_S,
+            user=None if is_own else account.uid,
+            group=None if is_own else account.gid,
+            extra_groups=groups,
+        )
+    except OSError as error:
+        return f"user {account.name!r} may not execute {sys.executable}: {error.strerror}"
+    if done.returncode == 0:
+        return ""
+    lines = (done.stdout if done.returncode == REFUSED else done.stderr).decode(errors="replace").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), f"its check ended with code {done.returncode}")

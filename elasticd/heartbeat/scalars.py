@@ -1,0 +1,47 @@
+"""A script's own numbers (a loss, a learning rate) on their way to the dashboard: sampled, so that a call costs little.
+
+The interval between two samples grows with the age of the process: a day of training is 1,400 lines of the event log.
+Values of a device are fetched only for a sample.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import SupportsFloat
+
+from elasticd.errors import UsageError
+from elasticd.heartbeat.worker_events import WorkerEventWriter
+
+MIN_INTERVAL_S = 1.0
+AGES = 1 / 200
+"""The interval between two samples, as a share of the process's age."""
+MAX_NAMES = 16
+
+
+@dataclass(slots=True)
+class ScalarSampler:
+    events: WorkerEventWriter
+    clock: Callable[[], float] = time.monotonic
+    _names: set[str] = field(default_factory=set)
+    _began_at: float = 0.0
+    _due_at: float = float("-inf")
+
+    def __post_init__(self) -> None:
+        self._began_at = self.clock()
+
+    def log(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
+        """Raises UsageError for too many names, TypeError and ValueError for a value that is no number."""
+        now = self.clock()
+        if now < self._due_at or self.events.path is None:
+            return
+        self._due_at = now + max(MIN_INTERVAL_S, (now - self._began_at) * AGES)
+        self._names.update(values)
+        if len(self._names) > MAX_NAMES:
+            raise UsageError(f"session.log() takes at most {MAX_NAMES} names in all, not {sorted(self._names)}")
+        numbers = {name: float(value) for name, value in values.items()}
+        finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+        shown = ", ".join(f"{name} {number:.6g}" for name, number in numbers.items())
+        self.events.write("scalars", f"step {step}: {shown}", step, values=finite)

@@ -1,0 +1,46 @@
+"""`elasticd run --ui`: the job's page, from the run itself."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import shutil
+import signal
+
+from tests.faults.conftest import StartJob
+from tests.faults.job import PATIENCE_S, Job, until
+from tests.node.node import COLD
+
+
+def browse(where: str, path: str, cookie: str = "", method: str = "GET") -> tuple[int, dict[str, str], str]:
+    connection = http.client.HTTPConnection(where, timeout=PATIENCE_S)
+    try:
+        connection.request(method, path, headers={"Accept": "text/html", "Cookie": cookie, "Content-Length": "0"})
+        answer = connection.getresponse()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_run_serves_its_page_to_one_browser(job: StartJob) -> None:
+    run: Job = job("plain.py", COLD, "sleep", workers="2", flags=["--ui", "0"])
+    line = r"the job's page: http://(127\.0\.0\.1:\d+)(/login\?code=\S+); logs go to (\S+)"
+    found = until(lambda: re.search(line, run.err), "the URL")
+    where, login = found[1], found[2]
+    run.event("group_started")
+    assert browse(where, "/")[0] == 401
+    code, headers, _ = browse(where, login)
+    assert (code, headers["location"]) == (303, "/")
+    cookie = headers["set-cookie"].partition(";")[0]
+    assert browse(where, login)[0] == 401, "the URL is good for one browser"
+    overview = browse(where, "/", cookie)[2]
+    path = re.search(r'href="(/jobs/[^"]+)"', overview)
+    assert path is not None and 'name="key"' not in overview, "Ctrl-C stops the job; the page changes nothing"
+    page = browse(where, path[1], cookie)[2]
+    assert "rank 1" in page.replace('<span class="quiet">rank </span>', "rank ") and "plain.py" in page
+    assert "round_published" in browse(where, f"{path[1]}/log?stream=events", cookie)[2]
+    assert browse(where, f"{path[1]}/cancel", cookie, "POST")[0] == 403
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
+    shutil.rmtree(found[3])

@@ -1,0 +1,54 @@
+"""`session.log`: what of a script's numbers reaches the worker events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elasticd.errors import UsageError
+from elasticd.heartbeat.scalars import MAX_NAMES, ScalarSampler
+from elasticd.heartbeat.worker_events import WorkerEventReader, WorkerEventWriter
+from elasticd_agent.telemetry.events import ScalarsEvent, from_worker
+
+
+class Tensor:
+    """Counts how often its value is fetched."""
+
+    fetched = 0
+
+    def __float__(self) -> float:
+        self.fetched += 1
+        return 0.5
+
+
+def test_samples_become_rarer_with_age(tmp_path: Path) -> None:
+    now, loss = 0.0, Tensor()
+    sampler = ScalarSampler(WorkerEventWriter(tmp_path / "events", round=1), clock=lambda: now)
+    for step in range(1, 86_401):
+        now += 1.0
+        sampler.log(step, {"loss": loss})
+    events, errors = WorkerEventReader(tmp_path / "events").read()
+    assert not errors and len(events) == loss.fetched and 1000 < len(events) < 1600
+    assert (events[0].step, events[1].step) == (1, 2) and events[-1].step is not None and events[-1].step > 86_000
+    line = from_worker(events[-1])
+    assert isinstance(line, ScalarsEvent) and line.values == {"loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [({f"n{n}": 1.0 for n in range(MAX_NAMES + 1)}, UsageError), ({"x": "much"}, ValueError), ({"x": None}, TypeError)],
+)
+def test_values_that_are_refused(tmp_path: Path, values: dict[str, object], error: type[Exception]) -> None:
+    sampler = ScalarSampler(WorkerEventWriter(tmp_path / "events"))
+    with pytest.raises(error):
+        sampler.log(1, values)  # type: ignore[arg-type]
+
+
+def test_values_that_are_not_finite_and_no_agent(tmp_path: Path) -> None:
+    ScalarSampler(WorkerEventWriter(tmp_path / "events")).log(7, {"loss": float("nan"), "lr": 0.25})
+    ((event,), _) = WorkerEventReader(tmp_path / "events").read()
+    assert event.extra["values"] == {"loss": None, "lr": 0.25} and "loss nan" in event.reason
+    loss = Tensor()
+    ScalarSampler(WorkerEventWriter(None)).log(1, {"loss": loss})
+    assert loss.fetched == 0
