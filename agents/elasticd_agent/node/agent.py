@@ -245,7 +245,7 @@ def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
         if (wrong := refusal(loop.settings.limits, job, loop.settings.user)) is not None:
             raise wrong
 
-    local = LocalJobs(settings.node, settings.state_dir)
+    local = LocalJobs(settings.node, settings.state_dir, gpu_usage=parts.health.gpu_usage)
     peers = Peers(token.token, tls, http.tls_ca, http.tls_name)
     service = JobService(
         parts.store,

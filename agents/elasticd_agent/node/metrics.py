@@ -19,6 +19,7 @@ from itertools import accumulate
 from typing import get_args
 
 from elasticd_agent.node.api.audit import ACTIONS
+from elasticd_agent.node.health.result import GpuUsage
 from elasticd_agent.node.records import NodeState, RunnerState
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, MetricSpec, escape_label, shorten
@@ -97,16 +98,34 @@ CHECK_FAILING = MetricSpec(
 CHECK_SECONDS = MetricSpec(
     "elasticd_health_check_seconds", "Duration of the check's last run.", ("check",), label_sets=0
 )
+GPU_UTILIZATION = MetricSpec(
+    "elasticd_node_gpu_utilization_ratio",
+    "The share of the time in which a kernel ran on the GPU, as NVML reports it at the last health check.",
+    ("gpu",),
+    label_sets=0,
+)
+GPU_MEMORY_USED = MetricSpec(
+    "elasticd_node_gpu_memory_used_bytes", "Memory of the GPU in use, at the last health check.", ("gpu",), label_sets=0
+)
+GPU_MEMORY = MetricSpec("elasticd_node_gpu_memory_bytes", "Memory of the GPU.", ("gpu",), label_sets=0)
 
 METRICS = (
     INFO, START, SLOTS, SLOTS_USED, STATE, REGISTERED, IS_SCHEDULER, RUNNERS, JOBS_WAITING, RUNNER_STARTS,
     RUNNER_EXITS, JOB_FAILED, STORE_UP, STORE_OUTAGES, LEASE, LEASE_RENEWAL, LOOP_LAG, EVENT_LOG_LINES_LOST, REQUESTS,
     HEALTHY, QUARANTINED, QUARANTINE_LEFT, FAILURE_STREAK, CHECK_FAILING, CHECK_SECONDS,
+    GPU_UTILIZATION, GPU_MEMORY_USED, GPU_MEMORY,
 )  # fmt: skip
 
 Labels = tuple[str, ...]
 """The values of a metric's labels."""
 Samples = Mapping[tuple[MetricSpec, Labels], float]
+
+
+def gpu_samples(gpu: GpuUsage) -> Iterable[tuple[MetricSpec, float]]:
+    """What is known of the GPU."""
+    busy = None if gpu.utilization_percent is None else gpu.utilization_percent / 100
+    values = ((GPU_UTILIZATION, busy), (GPU_MEMORY_USED, gpu.memory_used_bytes), (GPU_MEMORY, gpu.memory_total_bytes))
+    return [(spec, value) for spec, value in values if value is not None]
 
 
 FAILED_KEPT_S = 900.0

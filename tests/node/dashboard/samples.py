@@ -42,6 +42,8 @@ def a_job(**progress: Any) -> dict[str, Any]:
                     {"name": "lr", "points": [[1, 0.1]]}],
         "rank_steps": [{"rank": k, "points": [[NOW - 196 + 14 * i, 91 + (14 - k) * i] for i in range(15)]}
                        for k in range(4)],
+        "gpus": [{"node": "a", "gpu": 0, "utilization_percent": 97, "memory_used_bytes": 61_000_000_000,
+                  "memory_total_bytes": 80_000_000_000}],
         "unreachable": {}, "runner_problem": "", "members": [],
     }  # fmt: skip
     return {

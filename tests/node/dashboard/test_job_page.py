@@ -39,7 +39,7 @@ def test_running_job() -> None:
         "7.0 s ago, 600 MB, training blocked 0.04 s",
         "In memory", "step 286", "1 fault, 11 steps again, 12 steps saved after a fault",
         "rank 1 was killed by SIGKILL",
-        "training for 3 min 16 s", "−4.0 s", "trained for 1 min 40 s", "a line",
+        "GPU 0: 97 %, 61 of 80 GB", "training for 3 min 16 s", "−4.0 s", "trained for 1 min 40 s", "a line",
     ):  # fmt: skip
         assert part in text, part
     assert status.state(JobStatus.from_dict(a_job())) == ("running", "good")

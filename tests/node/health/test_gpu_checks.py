@@ -56,6 +56,12 @@ def test_failing_gpu_is_named_with_the_reason(
     assert [name for name in found if found[name].outcome == "failed"] == [check]
 
 
+def test_usage_is_that_of_the_gpus_that_answer(gpu_node: Node, nvml: Says) -> None:
+    nvml([], None)
+    gpu_node.run()
+    assert [(gpu.gpu, gpu.memory_total_bytes) for gpu in gpu_node.checks().gpu_usage] == [(0, 80 << 30)]
+
+
 def test_lost_nvlink_is_missed(gpu_node: Node, nvml: Says) -> None:
     """One that was never active may lead nowhere, as with bridges between some of the GPUs."""
     nvml([], [], facts={"0": {"links": "1111"}, "1": {"links": "0011"}})

@@ -18,7 +18,7 @@ from elasticd_agent.node.health import monitor
 from elasticd_agent.node.health.monitor import HealthMonitor
 from elasticd_agent.node.health.persistence import HealthFile
 from elasticd_agent.node.health.policy import HealthVerdict
-from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
+from elasticd_agent.node.health.result import CheckResult, GpuUsage, failed, passed, skipped
 from elasticd_agent.node.metrics import METRICS, NodeMetrics
 from tests.node.health.conftest import PATIENCE_S, until
 
@@ -34,6 +34,7 @@ class ScriptedCheckSuite:
         self.settings: NodeSettings | None = None
         self.fails: OSError | None = None
         self.received: Callable[[], None] = lambda: None
+        self.gpu_usage = (GpuUsage(0, 97, 61 << 30, 80 << 30), GpuUsage(3))
 
     def run(self, idle: bool, most_gpus: int) -> list[CheckResult]:
         if self.hangs:
@@ -134,6 +135,12 @@ def test_metrics_of_the_current_state(opened: Opened, looks: ScriptedCheckSuite,
     health = opened()
     until(lambda: health.results, "first run of the checks")
     page = NodeMetrics("node-1", "1.0").render(health.gauges()).decode()
+    gpus = [line for line in page.splitlines() if line.startswith("elasticd_node_gpu_")]
+    assert gpus == [
+        'elasticd_node_gpu_utilization_ratio{node="node-1",gpu="0"} 0.97',
+        'elasticd_node_gpu_memory_used_bytes{node="node-1",gpu="0"} 65498251264.0',
+        'elasticd_node_gpu_memory_bytes{node="node-1",gpu="0"} 85899345920.0',
+    ]
     found = {
         (sample.name, sample.labels.get("check", "")): sample.value
         for family in text_string_to_metric_families(page)

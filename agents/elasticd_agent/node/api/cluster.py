@@ -254,6 +254,7 @@ def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) 
         step_samples=min(samples, key=lambda one: one[0], default=()),
         scalars=_merged_scalars(rows),
         rank_steps=tuple(rank_steps[rank] for rank in sorted(rank_steps)),
+        gpus=tuple(gpu for row in sorted(rows, key=lambda row: row.node) for gpu in row.gpus),
         unreachable=dict(unreachable),
     )
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from elasticd_agent.model.job_dir import JobFiles, job_files
 from elasticd_agent.node.api import rank_logs
 from elasticd_agent.node.api.progress import JobTimeline
 from elasticd_agent.node.api.rank_logs import LogRequest
-from elasticd_agent.node.api.schema import JobProgress, LogChunk, RunnerAnswer
+from elasticd_agent.node.api.schema import GpuStatus, JobProgress, LogChunk, RunnerAnswer
+from elasticd_agent.node.health.result import GpuUsage
 from elasticd_agent.node.runners.poller import ask_runner
 from elasticd_agent.system import control_socket
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
@@ -60,8 +61,15 @@ class _LogCursor:
 class LocalJobs:
     """Thread-safe. Every call is bounded in time."""
 
-    def __init__(self, node: str, state_dir: Path, query_runner: QueryRunner = ask_runner) -> None:
+    def __init__(
+        self,
+        node: str,
+        state_dir: Path,
+        query_runner: QueryRunner = ask_runner,
+        gpu_usage: Callable[[], tuple[GpuUsage, ...]] = tuple,
+    ) -> None:
         self.node = node
+        self._gpu_usage = gpu_usage
         self._state_dir = state_dir
         self._query_runner = query_runner
         self._lock = threading.Lock()
@@ -94,6 +102,7 @@ class LocalJobs:
             snapshot=runner.snapshot and runner.snapshot.aged(now),
             scalars=() if brief else known.scalars,
             rank_steps=() if brief else runner.rank_steps,
+            gpus=tuple(GpuStatus(node=self.node, **asdict(gpu)) for gpu in self._gpu_usage()),
             runner_problem=problem,
         )
 

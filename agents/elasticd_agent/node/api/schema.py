@@ -120,6 +120,17 @@ class ScalarSeries(_Answer):
 
 
 @dataclass(frozen=True, slots=True)
+class GpuStatus(_Answer):
+    """At the last health check of its node; None: unknown."""
+
+    node: str
+    gpu: int
+    utilization_percent: int | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RankSteps(_Answer):
     """When a rank of the newest round had made which step."""
 
@@ -171,6 +182,7 @@ class JobProgress(_Answer):
     step_samples: tuple[StepSample, ...] = ()
     scalars: tuple[ScalarSeries, ...] = ()
     rank_steps: tuple[RankSteps, ...] = ()
+    gpus: tuple[GpuStatus, ...] = ()
     unreachable: Mapping[str, str] = field(default_factory=dict)
     """By node: why it did not answer."""
     runner_problem: str = ""

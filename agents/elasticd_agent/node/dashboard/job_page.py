@@ -104,7 +104,7 @@ def _failure(job: JobStatus, tail: LogTail) -> Html:
     lines = (found + after if found else before or after).rstrip().split("\n")
     shown = lines if found and len(lines) <= FAILURE_LINES else lines[-FAILURE_LINES:]
     title = f"What rank {failed_rank(job)} wrote last"
-    text = tag("pre", "\n".join(shown), tabindex="0", role="region", aria_label=title, class_="wraps")
+    text = tag("pre", "\n".join(shown), tabindex="0", role="region", aria_label="Its stderr", class_="wraps")
     return section("failure", title, tag("p", tail.why or tail.where, class_="quiet"), text if tail.text else None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticd_agent.model.phrases import count
-from elasticd_agent.node.api.schema import AssignmentStatus, JobProgress, JobStatus, RankProgress
+from elasticd_agent.node.api.schema import AssignmentStatus, GpuStatus, JobProgress, JobStatus, RankProgress
 from elasticd_agent.node.dashboard.layout import chip
 from elasticd_agent.node.dashboard.markup import Child, Html, tag
 from elasticd_agent.system.durations import in_words
@@ -55,15 +55,25 @@ def grid(job: JobStatus) -> Child:
 def _node(name: str, assigned: AssignmentStatus | None, progress: JobProgress, ranks: Sequence[RankProgress]) -> Html:
     problem = progress.unreachable.get(name, "")
     reason = problem or (assigned.reason if assigned is not None else "")
+    gpus = [_gpu(one) for one in progress.gpus if one.node == name]
     state = "unreachable" if problem else assigned.state if assigned is not None else ""
     return tag(
         "div",
         tag("h3", name, " ", chip(state, _STATE_STYLES.get(state, "busy")) if state else None),
         tag("p", reason, class_="quiet") if reason else None,
+        tag("p", " · ".join(gpus), class_="quiet") if gpus else None,
         tag("ul", [_cell(rank, progress) for rank in ranks], class_="ranks") if ranks else None,
         tag("p", "No workers at this moment.", class_="quiet") if not ranks and not problem else None,
         class_="of-node",
     )
+
+
+def _gpu(one: GpuStatus) -> str:
+    """ "GPU 0: 97 %, 61 of 80 GB"."""
+    facts = [] if one.utilization_percent is None else [f"{one.utilization_percent} %"]
+    if one.memory_used_bytes is not None and one.memory_total_bytes:
+        facts.append(f"{one.memory_used_bytes / 1e9:.0f} of {one.memory_total_bytes / 1e9:.0f} GB")
+    return f"GPU {one.gpu}: {', '.join(facts)}"
 
 
 def _cell(rank: RankProgress, progress: JobProgress) -> Html:

@@ -19,7 +19,7 @@ from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.node.health import gpu_checks, network_ports, plugins
 from elasticd_agent.node.health.all_reduce import check_all_reduce
 from elasticd_agent.node.health.directories import format_size
-from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
+from elasticd_agent.node.health.result import CheckResult, GpuUsage, failed, passed, skipped
 from elasticd_agent.system import procfs
 from elasticd_agent.system.helper_process import HelperError, HelperProcess
 from elasticd_agent.system.installation import import_path
@@ -46,6 +46,7 @@ class NodeChecks:
         self._on_event = on_event
         self._nvml = NvmlClient(({"do": "events", "gpus": ()},), self._on_nvml_event)
         self._events: queue.SimpleQueue[CheckResult] = queue.SimpleQueue()
+        self.gpu_usage: tuple[GpuUsage, ...] = ()
         self._most_links: dict[str, int] = {}
         self._ports: dict[str, Any] = {}
         self._stuck: dict[str, tuple[int, int, str]] = {}
@@ -84,6 +85,7 @@ class NodeChecks:
             return [skipped(gpu_checks.PRESENT, why)]
         began = time.monotonic()
         answer = self._nvml.request({"do": "gpus"}, NVML_TIMEOUT_S)
+        self.gpu_usage = gpu_checks.gpu_usage(answer, visible)
         return [
             *gpu_checks.gpu_results(answer, expected, visible, time.monotonic() - began, self._most_links),
             *self._xid_result(),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
+from elasticd_agent.node.health.result import CheckResult, GpuUsage, failed, passed, skipped
 from elasticd_agent.system.nvml import APPLICATION_XIDS, XID_EVENT, describe_event, gpu_name
 
 PRESENT, XIDS = "gpus", "gpu xid"
@@ -37,6 +37,21 @@ def gpu_results(
             "gpu nvlink", gpus, partial(_links, most=most_links if most_links is not None else {}), "no link is down"
         ),
     ]
+
+
+def gpu_usage(answer: Mapping[str, Any], chosen: Sequence[str] | None) -> tuple[GpuUsage, ...]:
+    """Of the GPUs that answer, and as far as NVML knows."""
+    gpus = [gpu for gpu in answer.get("gpus", ()) if "error" not in gpu and _is_visible(gpu, chosen)]
+    return tuple(
+        GpuUsage(
+            gpu=int(gpu["index"]),
+            utilization_percent=gpu.get("utilization_percent"),
+            memory_used_bytes=gpu.get("memory_used_bytes"),
+            memory_total_bytes=gpu.get("memory_total_bytes"),
+        )
+        for gpu in gpus
+        if "index" in gpu
+    )
 
 
 def event_result(what: Mapping[str, Any], chosen: Sequence[str] | None) -> CheckResult | None:

@@ -25,7 +25,7 @@ from elasticd_agent.node.health.policy import (
     after_reset,
     health_verdict,
 )
-from elasticd_agent.node.health.result import CheckResult, failed
+from elasticd_agent.node.health.result import CheckResult, GpuUsage, failed
 from elasticd_agent.node.runners.liveness import boot_id
 from elasticd_agent.telemetry import events
 
@@ -92,6 +92,10 @@ class HealthMonitor:
         """A job failed or hung, and this node was the root cause."""
         self._inbox.put(why or "no reason was given")
 
+    def gpu_usage(self) -> tuple[GpuUsage, ...]:
+        """At the last check."""
+        return self._checks.gpu_usage
+
     def gauges(self) -> metrics.Samples:
         """The metrics of the node's health at this moment."""
         now, shown = self.current(), [one for one in self.results if one.outcome != "skipped"]
@@ -102,6 +106,7 @@ class HealthMonitor:
             (metrics.FAILURE_STREAK, ()): self._history.streak,
             **{(metrics.CHECK_FAILING, (one.check,)): one.outcome == "failed" for one in shown},
             **{(metrics.CHECK_SECONDS, (one.check,)): one.seconds for one in shown},
+            **{(spec, (str(gpu.gpu),)): value for gpu in self.gpu_usage() for spec, value in metrics.gpu_samples(gpu)},
         }
 
     def close(self) -> None:

@@ -9,6 +9,16 @@ Outcome = Literal["passed", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
+class GpuUsage:
+    """Of one GPU at the last check; None: unknown."""
+
+    gpu: int
+    utilization_percent: int | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CheckResult:
     check: str
     outcome: Outcome
