@@ -51,6 +51,8 @@ def main() -> None:
                 break
         else:
             sampler.set_epoch(sampler.epoch + 1)
+    if not session.should_stop:
+        session.save()  # an interval's save is left out while an earlier one is being written
     session.close()
 
 
