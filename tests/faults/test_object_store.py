@@ -127,5 +127,4 @@ def test_under_torchrun(s3: S3, tmp_path: Path) -> None:
         argv += [str(SCRIPTS / "resume.py"), "--steps", steps, "--every", "10"]
         done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
-    rounds = [line.split()[:2] for line in (tmp_path / "steps-0").read_text().splitlines()]
-    assert rounds == [["1", str(step)] for step in range(1, 21)] + [["2", str(step)] for step in range(21, 31)]
+    assert [int(line.split()[1]) for line in (tmp_path / "steps-0").read_text().splitlines()] == list(range(1, 31))
