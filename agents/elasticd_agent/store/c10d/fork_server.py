@@ -1,4 +1,4 @@
-"""The agent's helper for a c10d store: imports torch once, and forks the clients and the server of a TCPStore.
+"""The agent's helper for a c10d store: loads torch's TCPStore once, and forks the clients and the server of a TCPStore.
 
 Runs with the job's interpreter as `python -u fork_server.py CONTROL_FD PARENT_PID`. A fork costs milliseconds where a
 start costs a second, so a client stuck in torch is killed and replaced at once. Each request and each answer is one
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import importlib
 import json
 import os
 import resource
@@ -31,6 +30,7 @@ sys.path[0] = str(Path(__file__).parents[3])  # where elasticd_agent is: the job
 from elasticd_agent.store.c10d.client_process import C10dClient  # noqa: E402
 from elasticd_agent.store.c10d.server_process import serve  # noqa: E402
 from elasticd_agent.store.c10d.tcp_store import TcpStoreConnection, set_host_lookup  # noqa: E402
+from elasticd_agent.store.c10d.torch_import import load_tcp_store  # noqa: E402
 from elasticd_agent.system.process import IGNORED_SIGNALS, PR_SET_PDEATHSIG, prctl  # noqa: E402
 
 del sys.path[0]
@@ -47,7 +47,7 @@ def main() -> None:
     for number in IGNORED_SIGNALS:  # a terminal signals its process group, a batch system every process of a job
         signal.signal(number, signal.SIG_IGN)
     try:
-        tcp_store = importlib.import_module("torch.distributed").TCPStore
+        tcp_store = load_tcp_store()
     except (ImportError, AttributeError) as error:
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         return
