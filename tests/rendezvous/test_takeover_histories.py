@@ -137,6 +137,44 @@ def test_host_is_back_as_the_others_have_begun_to_move() -> None:
     assert list(c.rounds) == [1]
 
 
+@pytest.mark.parametrize("seconds", [1.0, 2.5, 4.5])
+def test_host_that_stands_still_for_a_moment_stays_the_host(seconds: float) -> None:
+    """SIGSTOP, or a machine so busy that nothing on it answers: shorter than a lease and two renewals."""
+    c = cluster(3)
+    first = c.nodes["a"].store.term
+    c.freeze("a")
+    c.wait(seconds)
+    c.thaw("a")
+    c.wait(20.0)
+    assert {n.store.term for n in c.nodes.values()} == {first}
+    assert list(c.rounds) == [1]
+    assert newest(c) == "abc"
+
+
+def test_half_of_the_nodes_are_drained_at_once() -> None:
+    c = cluster(4)
+    first = c.nodes["a"].store.term
+    c.stop("b")
+    c.stop("c")
+    c.wait(20.0)
+    assert newest(c) == "ad"
+    assert {c.nodes[n].store.term for n in "ad"} == {first}
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 1.0, 3.0])
+def test_newcomer_during_a_take_over(delay_s: float) -> None:
+    """It finds nobody at the endpoint until an agent is started there; the others continue without it meanwhile."""
+    c = cluster(3)
+    c.kill("a")
+    c.wait(delay_s)
+    c.start("d")
+    c.wait(8.0)
+    assert newest(c) == "bc"
+    c.start("a")
+    c.wait(25.0)
+    assert newest(c) == "abcd"
+
+
 def test_without_the_quorum_two_groups_train(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Succession, "_missing", lambda self, following, now: None)
     c = cluster(4)

@@ -218,6 +218,33 @@ def test_jobs_user_cannot_read_secrets_as_the_runner_starts(open_place: Path, mo
     assert "a-secret-word" not in found
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
+def test_jobs_user_runs_no_code_in_the_runner(open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner is root's until it has read its secrets: no module of that user's site directory is imported."""
+    python = next((p for p in ("/usr/bin/python3", sys.executable) if "works" in asks_as_somebody(WORKS, python=p)), "")
+    if not python:
+        pytest.skip("no Python on this machine that others than root may execute")
+    version = subprocess.check_output([python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], text=True)
+    site = open_place / "home" / ".local" / "lib" / f"python{version.strip()}" / "site-packages"
+    site.mkdir(parents=True)
+    (site / "usercustomize.py").write_text(f"open({str(open_place / 'ran')!r}, 'w')\n")
+    (site / "evil.pth").write_text(f"import os; open({str(open_place / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    home = str(open_place / "home")
+    subprocess.run([python, "-c", ""], env={"HOME": home}, check=True)
+    assert (open_place / "ran").exists(), "an interpreter with that home runs them"
+    (open_place / "ran").unlink()
+    files = job_files(open_place, "job", 1)
+    for folder in (files.root, files.record):
+        folder.mkdir(parents=True)
+    replace_file(files.runner_spec, RunnerSpec("job", 1, "n1", (0,), "{}").to_json())
+    account = spawning.Account("nobody", SOMEBODY.pw_uid, SOMEBODY.pw_gid, home, "/bin/sh")
+    with open(files.lock, "w") as lock:
+        assert spawning.spawn(files, lock.fileno(), account, StoreSecrets()).wait(30) != 0, "its spec has no command"
+    assert not (open_place / "ran").exists()
+
+
 BECOMES = """
 import sys
 from pathlib import Path
