@@ -69,7 +69,7 @@ check: $(READY)  ## style, types, layers
 bench: $(READY)  ## recovery time, start time and overhead, side by side with torchrun
 	@$(BIN)/python benchmarks/recovery.py
 
-soak: $(READY)  ## 200 kills in a row, every way to hang and to be slow, 200 faults of nodes, network and store, 100 of agents; needs root
+soak: $(READY)  ## 200 kills in a row, every way to hang and to be slow, 200 faults of nodes, network and store, 300 of agents with an adversary; needs root
 	@$(BIN)/python benchmarks/soak.py
 
 fuzz: $(READY)  ## mutated records, HTTP requests, job files, heartbeats, recordings and events, 2 minutes each; SECONDS=N, the corpus is in .fuzz

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import checker
+from benchmarks.attacker import ATTACKS
 from benchmarks.checker import Line, Log
 
 SLOTS = 2
@@ -31,6 +32,7 @@ _OF_A_JOB = (
     checker.one_group_at_a_time,
     checker.resumes_come_from_the_chain,
     checker.no_loser_is_resumed_from,
+    checker.the_protocol_is_kept,
 )
 _OF_ITS_SUCCESS = (checker.no_sample_lost_or_repeated, checker.the_end_is_agreed_on)
 _HARMS = ("kill agent long", "kill both", "kill node", "stop agent", "drain", "full disk", "damaged file")
@@ -51,6 +53,8 @@ class Run:
     steps: int
     evidence: checker.SoakLogs
     endings: tuple[Line, ...] = ()
+    hostile: bool = False
+    """Its user attacks: what it does to itself is no breach, as long as it ends and nothing of it stays."""
 
     @property
     def name(self) -> str:
@@ -64,6 +68,8 @@ class FleetLogs:
     """By node: the agents' own events."""
     notes: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
     """By the name of the journal: requests, observed, faults, signals, left, history, end."""
+    attacks: Mapping[int, tuple[Line, ...]] = field(default_factory=dict)
+    """By the submission's number: what each hostile job tried."""
 
     def of(self, journal: str, **having: object) -> list[Line]:
         return [line for line in self.notes.get(journal, ()) if having.items() <= line.items()]
@@ -73,7 +79,8 @@ def breaches(evidence: FleetLogs) -> list[str]:
     """Every guarantee that was not kept; empty when all is well."""
     found = []
     for run in evidence.runs:
-        found += [f"{run.name}: {breach}" for breach in _of_a_job(run)]
+        if not run.hostile:
+            found += [f"{run.name}: {breach}" for breach in _of_a_job(run)]
     checks = (
         no_slot_has_two_runners,
         no_node_trains_more_workers_than_slots,
@@ -88,6 +95,7 @@ def breaches(evidence: FleetLogs) -> list[str]:
         histories_are_whole,
         agents_leave_well,
         nothing_is_left,
+        attacks_fail,
     )
     return found + [f"{check.__name__.replace('_', ' ')}: {breach}" for check in checks for breach in check(evidence)]
 
@@ -168,6 +176,8 @@ def jobs_succeed(evidence: FleetLogs) -> Iterator[str]:
     cancelled = {line["job"] for line in evidence.of("requests", do="cancel")}  # the answer may have been lost
     for run in evidence.runs:
         for ending in run.endings:
+            if run.hostile:
+                continue
             if ending["outcome"] != "succeeded" and not (ending["outcome"] == "cancelled" and run.job in cancelled):
                 yield f"{run.name} has {ending['outcome']}: {ending['reason']}"
 
@@ -186,6 +196,7 @@ def nobody_trains_after_the_end(evidence: FleetLogs) -> Iterator[str]:
 
 def only_the_killed_are_lost(evidence: FleetLogs) -> Iterator[str]:
     """A runner that ends without a word, and a node that its job loses, were hurt themselves: not their agent only."""
+    hostile = {(run.job, run.number) for run in evidence.runs if run.hostile}
     for node, events in evidence.agents.items():
         started: dict[tuple[Any, Any], Line] = {}
         for event in events:
@@ -195,8 +206,8 @@ def only_the_killed_are_lost(evidence: FleetLogs) -> Iterator[str]:
             elif event["kind"] == "runner_stop_requested":  # perhaps before it could receive it
                 started.pop(key, None)
             elif event["kind"] == "runner_ended" and (begun := started.pop(key, None)) is not None:
-                lost = event["outcome"] == "lost" and not _hurt(evidence, node, begun["mono"], event["mono"])
-                if lost:
+                lost = event["outcome"] == "lost" and key not in hostile
+                if lost and not _hurt(evidence, node, begun["mono"], event["mono"]):
                     yield f"{node}: {event['reason']}, without a fault there"
     for run in evidence.runs:
         for number, event in sorted(run.evidence.rounds().items()):
@@ -229,7 +240,7 @@ def histories_are_whole(evidence: FleetLogs) -> Iterator[str]:
     """What is shown of a job has all of its rounds, each with a reason."""
     for line in evidence.of("history"):
         run = next((run for run in evidence.runs if (run.job, run.number) == (line["job"], line["number"])), None)
-        if run is None:
+        if run is None or run.hostile:
             continue
         there = set(run.evidence.rounds())
         shown = {one["round"]: one["reason"] for one in line["rounds"]}
@@ -255,6 +266,19 @@ def nothing_is_left(evidence: FleetLogs) -> Iterator[str]:
             yield str(what)
 
 
+def attacks_fail(evidence: FleetLogs) -> Iterator[str]:
+    """None worked, and there was one of each kind."""
+    for seq, attacks in evidence.attacks.items():
+        for line in attacks:
+            if line["worked"]:
+                yield f"hostile job {seq} did what it must not: {line['what']}, {line['on']}"
+    if evidence.attacks:
+        tried = {line["what"] for attacks in evidence.attacks.values() for line in attacks}
+        for what in ATTACKS:
+            if what not in tried:
+                yield f"no hostile job tried: {what}"
+
+
 # ---- reading
 
 
@@ -268,16 +292,25 @@ def read(work: Path, samples: int = SAMPLES) -> FleetLogs:
     numbers = {line["seq"]: line["number"] for line in requests}
     numbers |= {line["seq"]: line["number"] for line in notes.get("observed", ()) if line["what"] == "submission"}
     runs = []
+    hostile = {line["seq"] for line in requests if line.get("hostile")}
+    attacks = {seq: tuple(_whole(work / "jobs" / str(seq) / "attacks.jsonl")) for seq in hostile}
     for line in requests:
         number = numbers[line["seq"]]
         if not number:
             continue
         job = line["job"]
-        logs = tuple(log for node in agents for log in _logs(work / "nodes", node, job, number, agents[node], lossy))
+        spoilt = line["seq"] in hostile  # so may its logs be
+        logs = tuple(
+            log
+            for node in agents
+            if not spoilt
+            for log in _logs(work / "nodes", node, job, number, agents[node], lossy)
+        )
         record = tuple(checker.lines(work / "jobs" / str(line["seq"]) / "record"))
         endings = tuple(e for e in notes.get("observed", ()) if e["what"] == "ending" and e["number"] == number)
-        runs.append(Run(job, number, line["seq"], line["steps"], checker.SoakLogs(logs, record, (), samples), endings))
-    return FleetLogs(tuple(runs), agents, notes)
+        evidence = checker.SoakLogs(logs, record, (), samples)
+        runs.append(Run(job, number, line["seq"], line["steps"], evidence, endings, spoilt))
+    return FleetLogs(tuple(runs), agents, notes, attacks)
 
 
 def _logs(nodes: Path, node: str, job: str, number: int, agent: Iterable[Line], lossy: Iterable[str]) -> Iterator[Log]:

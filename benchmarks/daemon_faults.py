@@ -47,6 +47,9 @@ class FleetFaults:
         """True while one is on."""
         return bool(self._later or self.cordoned)
 
+    def pending(self) -> str:
+        return ", ".join(do.__qualname__ for _, _, do in self._later)
+
     def kinds(self) -> dict[str, Callable[[], str | None]]:
         kinds: dict[str, Callable[[], str | None]] = {
             "kill agent": self._kill_agent,
@@ -74,6 +77,8 @@ class FleetFaults:
         }
         if self.fleet.disk is not None:
             kinds["full disk"] = self._fill
+        if self.fleet.adversary is not None:
+            kinds["poison"] = self._poison
         return kinds
 
     # --- time -----------------------------------------------------------------------------------------------------
@@ -342,7 +347,8 @@ class FleetFaults:
         files = [node.state / "node.json"]
         for kind in ("runners/*/runner-spec.json", "jobs/*/exit.json", "runners/*/lock"):
             files += node.state.glob(kind)
-        newest = sorted((path for path in files if path.exists()), key=lambda path: path.stat().st_mtime)[-6:]
+        files = [path for path in files if path.is_file() and not path.is_symlink()]  # a hostile job makes others
+        newest = sorted(files, key=lambda path: path.stat().st_mtime)[-6:]
         path = self.rng.choice(newest)
         node.kill()
         keep = self.rng.randrange(0, path.stat().st_size + 1)
@@ -363,6 +369,21 @@ class FleetFaults:
         seconds = self._some_time()
         self._after(seconds, lambda: filler.unlink(missing_ok=True))
         return f"{disk.parent.name} for {seconds:.1f} s"
+
+    def _poison(self) -> str | None:
+        adversary = self.fleet.adversary
+        assert adversary is not None
+        if self._store_hurt or (poison := adversary.poison()) is None:
+            return None
+        seconds = self._some_time()
+
+        def cure() -> None:
+            if self._store_hurt or not adversary.cure(poison):
+                self._after(1.0, cure)
+
+        self._after(seconds, cure)
+        what = "for" if poison.before is None else "in place of its own for"
+        return f"{poison.key[:80]!r} is {poison.value[:60]!r} {what} {seconds:.1f} s"
 
     def _signal(self, pid: int, signum: int, node: str) -> None:
         self.fleet.journal.write("signals", pid=pid, signal=int(signum), node=node, comm=comm_of(pid))

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.daemon_adversary import ATTACKER, PASSWORD, STORE_USER, Adversary, python_of_others
 from elasticd.errors import ElasticdError, WireError
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.keys import Keys
@@ -31,7 +32,7 @@ from elasticd_agent.node.runners import liveness as alive
 from elasticd_agent.node.runners.spec import read_spec
 from elasticd_agent.store import Store
 from elasticd_agent.store.etcd.store import EtcdStore
-from tests.etcd import EtcdServers
+from tests.etcd import EtcdServers, free_ports
 from tests.faults.job import REPOSITORY, SCRIPTS
 from tests.multihost.cluster import LINEAGE
 from tests.node.node import AgentNode
@@ -85,6 +86,7 @@ class Fleet:
     nodes: dict[str, AgentNode] = field(default_factory=dict)
     submissions: dict[int, SubmittedJob] = field(default_factory=dict)
     disk: Path | None = None
+    adversary: Adversary | None = None
     _over: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
     _endings: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -95,6 +97,16 @@ class Fleet:
         token.touch(0o600)
         token.write_text(_TOKEN + "\n")
         self._own = random.Random(self.seed)  # jobs are the same whatever strikes
+        self.work.chmod(0o711)
+        self._ports = free_ports(self.count)
+        store: dict[str, Any] = {"backend": "etcd", "endpoints": [f"127.0.0.1:{self.etcd.port}"]}
+        python = None
+        if self.adversary is not None:
+            secret = self.work / "password"
+            secret.touch(0o600)
+            secret.write_text(PASSWORD + "\n")
+            store |= {"user": STORE_USER, "password_file": secret}
+            python = python_of_others()
         for number in range(1, self.count + 1):
             name = f"n{number}"
             root = self.work / "nodes" / name
@@ -104,14 +116,17 @@ class Fleet:
                 name,
                 f"{_MARK}={self.seed}-{os.getpid()}-{name}",
                 slots=SLOTS,
-                store={"backend": "etcd", "endpoints": [f"127.0.0.1:{self.etcd.port}"]},
+                store=store,
                 local_addr="127.0.0.1",
                 adopt_timeout=f"{ADOPT_S}s",
                 drain_timeout="20s",
-                http={"port": 0, "token_file": token},
+                http={"port": self._ports[number - 1], "token_file": token},
                 # A full disk must not quarantine a node here, and faults are injected ones.
                 health={"all_reduce": False, "disk_free_min": 0, "strikes": 1_000_000},
             )
+            if python is not None:
+                self.nodes[name].python, path = python
+                self.nodes[name].path += path
         state = self.nodes[f"n{self.count}"].state
         state.mkdir(mode=0o700)
         mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=0700", "none", str(state)]
@@ -151,7 +166,7 @@ class Fleet:
             node.end()
         if self.disk is not None:  # what is on it is read later
             beside = self.disk.with_name("kept")
-            shutil.copytree(self.disk, beside, symlinks=True, ignore=lambda _, names: {"filler"} & set(names))
+            shutil.copytree(self.disk, beside, symlinks=True, ignore=_not_kept)
             subprocess.run(["umount", "--lazy", self.disk], check=True)
             shutil.copytree(beside, self.disk, symlinks=True, dirs_exist_ok=True)
             shutil.rmtree(beside)
@@ -167,7 +182,10 @@ class Fleet:
         for name, node in self.nodes.items():
             left += [f"{name}: process {pid} {comm}" for pid, comm in node.processes().items()]
             left += [f"{name}: {path} is held" for path in self._folders(name) if alive.is_locked(path / "lock")]
-        keys = self.etcd.ctl("get", "--prefix", "--keys-only", names.ROOT).split()
+        if self.adversary is not None:
+            left += self.adversary.left(_TOKEN)
+        user = None if self.adversary is None else f"{STORE_USER}:{PASSWORD}"
+        keys = self.etcd.ctl("get", "--prefix", "--keys-only", f"{names.ROOT}/", user=user).split()
         left += [f"key {key}" for key in keys if key.startswith((names.NODES, names.SCHEDULER, names.CORDONS))]
         for job in {one.job for one in self.submissions.values()}:
             own = Keys(job)
@@ -194,18 +212,28 @@ class Fleet:
         folder = self.work / "jobs" / str(seq)
         folder.mkdir(parents=True)
         (folder / "faults.json").write_text("[]")
-        spec = {
+        path = [str(REPOSITORY), str(REPOSITORY / "agents"), str(SCRIPTS)]
+        spec: dict[str, Any] = {
             "id": one.job,
             "command": [str(LINEAGE), "--steps", str(one.steps), "--samples", str(SAMPLES), "--every", "15"],
             "workdir": str(folder),
-            "env": {"WORK": str(folder), "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'agents'}:{SCRIPTS}"},
+            "env": {"WORK": str(folder), "PYTHONPATH": os.pathsep.join(path)},
             "nodes": f"{few}:{many}",
             "workers": workers,
             "checkpoint_dir": str(folder / "checkpoints"),
             "max_restarts": 1_000_000,
             "node_cooloff": 0,
         }
-        spec["command"] += ["--pause", "0.015"]  # type: ignore[operator]
+        spec["command"] += ["--pause", "0.015"]
+        if self.adversary is not None:
+            spec["user"] = self.adversary.user(seq)
+            path += python[1] if (python := python_of_others()) else []
+            spec["env"]["PYTHONPATH"] = os.pathsep.join(path)
+            roots = [node.root for node in self.nodes.values()]
+            if self.adversary.is_hostile(seq):
+                spec["command"].insert(0, str(ATTACKER))
+                self.adversary.arm(folder, one.job, roots, self._ports, self.work / "token")
+            shutil.chown(folder, spec["user"])
         self._post(one, json.dumps(spec).encode())
         return one
 
@@ -229,6 +257,7 @@ class Fleet:
         one.number = int(answer.get("number", 0))
         self.journal.write(
             "requests", do="submit", seq=one.seq, job=one.job, steps=one.steps, number=one.number, code=code,
+            hostile=self.adversary is not None and self.adversary.is_hostile(one.seq),
             began=began, answer=str(answer)[:300],
         )  # fmt: skip
 
@@ -312,13 +341,19 @@ class Fleet:
                             )
 
     def _watch_store(self) -> None:
-        store: Store = EtcdStore(self.etcd.endpoints)
+        store = self.store()
         try:
             while not self._over.wait(_LOOK_S):
                 with contextlib.suppress(ElasticdError):
                     self.look(store)
         finally:
             store.close()
+
+    def store(self) -> Store:
+        """A client of its own, for its caller to close."""
+        if self.adversary is None:
+            return EtcdStore(self.etcd.endpoints)
+        return EtcdStore(self.etcd.endpoints, user=STORE_USER, password=PASSWORD)
 
     def look(self, store: Store) -> None:
         """Read which jobs have been submitted and which have ended."""
@@ -348,6 +383,15 @@ class Fleet:
         for one in self.submissions.values():
             if one.number == result.number and not one.over:
                 one.over = True
+
+
+def _not_kept(folder: str, names: list[str]) -> set[str]:
+    """What cannot be copied, or must not: a hostile job's pipes, sockets and sparse files, and what fills the disk."""
+
+    def plain(path: Path) -> bool:
+        return path.is_symlink() or path.is_dir() or (path.is_file() and path.stat().st_size < 1 << 28)
+
+    return {name for name in names if name == "filler" or not plain(Path(folder, name))}
 
 
 def _slots(folder: Path) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
     python -m benchmarks.daemon_soak [--faults 300] [--nodes 4] [--seed N] [--keep DIRECTORY]
 
 Exit code 1 if a guarantee was broken or something is stuck. A seed gives the same faults again; when and where they
-happen depends on the machine. As root, one node's disk is filled, too.
+happen depends on the machine. As root, one node's disk is filled, too, and there is an adversary: jobs of two users,
+some of which attack, and poisoned records (daemon_adversary.py).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import daemon_checker
+from benchmarks import daemon_adversary, daemon_checker
+from benchmarks.daemon_adversary import Adversary
 from benchmarks.daemon_faults import FleetFaults, FleetStuck
 from benchmarks.daemon_fleet import STEPS, Fleet, SubmittedJob
-from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import etcd_servers
 
 CALM = 25
@@ -30,6 +31,8 @@ CALM_S = 150.0
 """Until all jobs have ended once nothing strikes any more; what takes longer is stuck. The machine may be busy."""
 UNENDED = 4
 _BETWEEN_S = (0.1, 2.5)
+_POISONED = 0.3
+"""How many of the faults have a poisoned record beside them."""
 
 Say = Callable[[str], None]
 
@@ -65,6 +68,10 @@ class FleetSoak:
         self.struck[name] += 1
         self.fleet.journal.write("faults", what=name, number=self.count, detail=detail)
         self.say(f"{self.count:>4} {name:<16} {detail}")
+        if "poison" in kinds and self.faults.rng.random() < _POISONED and (also := kinds["poison"]()) is not None:
+            self.struck["poison"] += 1
+            self.fleet.journal.write("faults", what="poison", number=self.count, detail=also)
+            self.say(f"     also poison      {also}")
         self.faults.wait(self.faults.rng.uniform(*_BETWEEN_S))
 
     def calm(self) -> None:
@@ -75,7 +82,9 @@ class FleetSoak:
             for name in sorted(self.faults.cordoned):
                 self.faults.uncordon(name)
             if time.monotonic() > deadline:
-                raise FleetStuck(f"faults do not end; cordoned: {sorted(self.faults.cordoned)}")
+                raise FleetStuck(
+                    f"faults do not end: {self.faults.pending()}; cordoned: {sorted(self.faults.cordoned)}"
+                )
         began = time.monotonic()
         while left := self.fleet.unfinished():
             self.faults.wait(0.2)
@@ -92,7 +101,7 @@ class FleetSoak:
         """A job whose submission was uncertain: the store has the answer now."""
         for one in left:
             if not one.number:
-                store = EtcdStore(self.fleet.etcd.endpoints)
+                store = self.fleet.store()
                 try:
                     self.fleet.look(store)
                 finally:
@@ -115,14 +124,17 @@ def soak(
     say: Say,
     steps: tuple[int, int] = STEPS,
     lasts_s: tuple[float, float] = (1.0, 8.0),
+    hostile: bool = False,
 ) -> list[str]:
     """Run it; returns every breach. Stops striking after `limit_s`, whatever is left.
 
     `faults`: how many, or which. `steps`: of a job, least and most; `lasts_s`: what is away or stopped, so likewise.
+    `hostile`: with an adversary.
     """
     stuck: list[str] = []
     with etcd_servers() as etcd:
-        fleet = Fleet(work, etcd, nodes, seed, steps)
+        adversary = Adversary(work, etcd, random.Random(seed)) if hostile else None
+        fleet = Fleet(work, etcd, nodes, seed, steps, adversary=adversary)
         run = FleetSoak(fleet, FleetFaults(fleet, random.Random(seed), lasts_s), say)
         try:
             fleet.start()
@@ -138,6 +150,8 @@ def soak(
             stuck = [f"stuck after fault {run.count}: {str(error)[:6000]}"]
         finally:
             fleet.close()
+            if adversary is not None:
+                adversary.close()
     say(", ".join(f"{count} × {what}" for what, count in sorted(run.struck.items())))
     return stuck + daemon_checker.breaches(daemon_checker.read(work))
 
@@ -149,7 +163,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds (default %(default)s)")
     parser.add_argument("--keep", type=Path, help="an empty directory for everything that is written; kept")
+    parser.add_argument("--no-adversary", action="store_true", help="no hostile jobs, no poisoned records")
     args = parser.parse_args(argv)
+    why = "--no-adversary" if args.no_adversary else daemon_adversary.missing()
     began = time.monotonic()
 
     def say(line: str) -> None:
@@ -158,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="elasticd-soak-") as scratch:
         work = args.keep or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)
-        found = soak(work, args.faults, args.nodes, args.seed, args.limit, say)
+        if why:
+            say(f"no adversary: {why}")
+        found = soak(work, args.faults, args.nodes, args.seed, args.limit, say, hostile=not why)
     print("\n".join(f"BREACH {each}" for each in found) or "every promise was kept")
     return 1 if found else 0
 

@@ -1,5 +1,6 @@
 """`make soak`: 200 kills in a row in one job, and in another one whose ranks save at the fault; every way to hang, a
-quarter of an hour of slow jobs, 200 random faults in one job on several nodes, and 100 of agents with a stream of jobs.
+quarter of an hour of slow jobs, 200 random faults in one job on several nodes, and 300 of agents with a stream of jobs,
+some of which are hostile.
 
 Exit code 1 if a kill was not recovered, a hang not found, a slow job killed, or a guarantee broken. A seed gives the
 same faults again; when they happen depends on the machine. The job on several nodes needs root, because its hosts are
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hangs", type=int, default=1, help="of every way to hang (default %(default)s)")
     parser.add_argument("--slow-minutes", type=float, default=15.0, help="of slow jobs (default %(default)g)")
     parser.add_argument("--faults", type=int, default=200, help="in one job on several nodes (default %(default)s)")
-    parser.add_argument("--agents", type=int, default=100, help="faults of agents (default %(default)s)")
+    parser.add_argument("--agents", type=int, default=300, help="faults of agents (default %(default)s)")
     parser.add_argument("--nodes", type=int, default=3, help="of the second job (default %(default)s)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the second job (default %(default)s)")

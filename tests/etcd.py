@@ -134,17 +134,16 @@ class EtcdServers:
         """What the next restart shows."""
         self._tls = tls
 
-    def ctl(self, *arguments: str, user: str | None = None) -> str:
-        """etcdctl, at the first member. `user` is "name:password"."""
+    def ctl(self, *arguments: str, user: str | None = None, value: bytes = b"") -> str:
+        """etcdctl, at the first member. `user` is "name:password"; `value` is what `put` without one reads."""
         assert self._tls is None, "etcdctl is not set up for TLS here"
         command = [str(_binary("etcdctl")), "--endpoints", f"127.0.0.1:{self.port}", *arguments]
         # A proxy set in the environment is not meant for loopback.
         environment = {"PATH": os.environ.get("PATH", ""), "ETCDCTL_API": "3"}
-        done = subprocess.run(
-            [*command, *(("--user", user) if user else ())], capture_output=True, text=True, timeout=60, env=environment
-        )
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
-        return done.stdout
+        command[1:1] = ("--user", user) if user else ()
+        done = subprocess.run(command, input=value, capture_output=True, timeout=60, env=environment)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.decode(errors='replace')}"
+        return done.stdout.decode(errors="replace")
 
     def ask_for_passwords(self, user: str, password: str, prefix: str) -> None:
         """Switch authentication on: `user` may use what is below `prefix` only; root's password is "root"."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import daemon_checker
+from benchmarks.attacker import ATTACKS
 from tests.benchmarks import test_checker as one_job
 from tests.benchmarks.test_checker import event, find, group, lines, published, ranks
 
@@ -85,6 +86,9 @@ def judged(daemons: Daemons, work: Path) -> list[str]:
     for seq, record in daemons["records"].items():
         (work / "jobs" / str(seq)).mkdir(parents=True)
         lines(work / "jobs" / str(seq) / "record", record)
+    for seq, attacks in daemons.get("attacks", {}).items():
+        find(daemons["notes"]["requests"], seq=seq, do="submit")["hostile"] = True
+        lines(work / "jobs" / str(seq) / "attacks.jsonl", attacks)
     for name, notes in daemons["notes"].items():
         (work / f"{name}.jsonl").write_text("".join(json.dumps(note) + "\n" for note in notes))
     return daemon_checker.breaches(daemon_checker.read(work, one_job.SAMPLES))
@@ -173,6 +177,16 @@ def a_sample_is_lost(d: Daemons) -> None:
     find(d["records"][1], round=1, step=3, rank=1)["samples"] = []
 
 
+def an_attack_works(d: Daemons) -> None:
+    d["attacks"] = {2: [*ATTEMPTS, {**ATTEMPTS[0], "on": "/token", "worked": True}]}
+
+
+def no_attack_of_a_kind(d: Daemons) -> None:
+    d["attacks"] = {2: ATTEMPTS[1:]}
+
+
+ATTEMPTS = [{"mono": 3.0, "what": what, "on": "x", "worked": False} for what in ATTACKS]
+
 FORGERIES: dict[Callable[[Daemons], None], str] = {
     a_slot_is_two_runners: "no slot has two runners: slot 1 of a is j1.1 and j2.2's at once",
     a_node_trains_three_workers_in_two_slots: "no node trains more workers than slots: a has 2 slots",
@@ -193,12 +207,21 @@ FORGERIES: dict[Callable[[Daemons], None], str] = {
     something_is_left: "nothing is left: a: process 7 elasticd-owner",
     nobody_has_looked_what_is_left: "nothing is left: the end was not recorded",
     it_ends_too_early: "j1.1: it should end after step 9, and ended after 8",
+    an_attack_works: "attacks fail: hostile job 2 did what it must not: read file, /token",
+    no_attack_of_a_kind: "attacks fail: no hostile job tried: read file",
     a_sample_is_lost: "j1.1: no sample lost or repeated: epoch 0: 1 samples were never trained on",
 }
 
 
 def test_good_fleet_has_no_breach(tmp_path: Path) -> None:
     assert judged(good(), tmp_path) == []
+
+
+def test_hostile_job_may_harm_itself(tmp_path: Path) -> None:
+    fleet = good()
+    fleet["attacks"] = {1: ATTEMPTS}
+    find(fleet["notes"]["observed"], number=1, what="ending")["outcome"] = "failed"
+    assert judged(fleet, tmp_path) == []
 
 
 @pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
