@@ -35,6 +35,8 @@ TOML: list[tuple[str, str]] = [
     ),
     ('command = ["a"]\nworkdir=3', "workdir: 3 is not a path; write it as text, as in /srv/data"),
     ('command = ["a"]\nworkdir=""', "workdir: '' is not a path; write it as text, as in /srv/data"),
+    (ABOUT + "limits = { cpu_weight = 0 }", "limits.cpu_weight: 0 must be from 1 to 10000"),
+    (ABOUT + "limits = { ram = 1 }", "limits.ram: is not a key; there are memory, pids, cpu_weight"),
     (ABOUT + "worker = 4", "worker: is not a key; did you mean workers?"),
     (ABOUT + 'nnodes="2"', 'nnodes: is not a key here: write nodes, as in nodes = "2:8"'),
     (ABOUT + "nproc_per_node=2", 'nproc_per_node: is not a key here: write workers, as in workers = "1:8"'),

@@ -213,6 +213,8 @@ BAD: list[tuple[str, str]] = [
         "health.disk_free_min: -1 is not a size; write bytes or a unit, as in 500MB or 10GiB",
     ),
     ("[health]\nstrikes=0", "health.strikes: 0 must be at least 1"),
+    ("[limits]\njob_cpu_weight=20000", "limits.job_cpu_weight: 20000 must be from 1 to 10000"),
+    ("[limits]\njob_pids=0", "limits.job_pids: 0 must be from 1 to 4194304"),
     ("[limits]\njobs_per_submitter=0", "limits.jobs_per_submitter: 0 must be at least 1"),
     ('[health]\ncooloff="2h"', "health.cooloff_max: 1h must not be less than cooloff 2h; raise it by 3600 s"),
     ('[health]\nplugins_dir="TMP/token"', "health.plugins_dir: 'TMP/token' is a file, not a directory"),

@@ -119,6 +119,7 @@ def test_every_flag_is_a_key_or_says_why_not() -> None:
     assert not keys & set(JOB_KEY_HINTS)
     assert keys - flags - set(POLICY_FIELDS) == {
         "id",
+        "limits",
         "node_labels",
         "priority",
         "upload",

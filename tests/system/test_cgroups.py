@@ -1,7 +1,11 @@
-"""Throttled time: of a real control group, and from files as systemd and container runtimes lay them out."""
+"""Control groups: of this machine, and from files as systemd and container runtimes lay them out.
+
+tests/node/runners/test_control_groups.py has the limits of jobs on a real kernel.
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.system.cgroups import throttled_s
+from elasticd_agent.system.cgroups import NoLimits, make_group, remove_empty_groups, throttled_s
 from tests.hangs import harms
 
 V2 = "nr_periods 40\nnr_throttled 39\nthrottled_usec 2500000\n"
@@ -50,3 +54,49 @@ def test_process_under_a_quota(until: Callable[[Callable[[], object], float], ob
         finally:
             process.kill()
             process.wait()
+
+
+# ---- groups of jobs
+
+UNIT = "elasticd.slice/elasticd-agent.service"
+
+
+def tree(tmp_path: Path, own: str, controllers: str = "cpu io memory pids") -> tuple[str, str]:
+    """A delegated group as the kernel shows it: (proc, root)."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(own)
+    unit = tmp_path / "root" / UNIT
+    unit.mkdir(parents=True)
+    (unit / "cgroup.controllers").write_text(controllers)
+    return str(tmp_path / "proc"), str(tmp_path / "root")
+
+
+def test_job_gets_a_group_beside_the_agents(tmp_path: Path) -> None:
+    proc, root = tree(tmp_path, f"1:name=x:/other\n0::/{UNIT}/agent\n")
+    for memory in (1000, 2000):  # the second time it exists
+        group = make_group("llama.7", {"memory": memory, "cpu": 50}, proc, root)
+        assert group == Path(root, UNIT, "job.llama.7")
+        assert {path.name: path.read_text() for path in group.iterdir()} == {
+            "memory.max": str(memory),
+            "cpu.weight": "50",
+        }
+    assert Path(root, UNIT, "cgroup.subtree_control").read_text() == "+cpu +memory"
+    Path(root, UNIT, "job.old.1").mkdir()
+    remove_empty_groups(proc, root)
+    assert [path.name for path in Path(root, UNIT).glob("job.*")] == ["job.llama.7"], "only empty ones go"
+
+
+@pytest.mark.parametrize(
+    ("own", "controllers", "why"),
+    [
+        (f"0::/{UNIT}", "memory", f"started in the control group /{UNIT}, not in one named 'agent'"),
+        ("4:memory:/a\n", "memory", "started in the control group of version 1"),
+        ("", "memory", "started in the control group of version 1"),
+        (f"0::/{UNIT}/agent", "cpu pids", "does not offer the controller memory"),
+        ("0::/other/agent", "memory", "cgroup.controllers: No such file"),
+    ],
+)
+def test_why_there_are_no_limits(tmp_path: Path, own: str, controllers: str, why: str) -> None:
+    proc, root = tree(tmp_path, own, controllers)
+    with pytest.raises(NoLimits, match=re.escape(why)):
+        make_group("llama.7", {"memory": 1}, proc, root)

@@ -113,6 +113,7 @@ def job_values(job: JobFile) -> dict[str, Any]:
         name = field.encode_name
         values[name] = _plain(_policy_value(policy, name) if value is None else value)
     values["env"] = dict.fromkeys(job.env, _HIDDEN)
+    values["limits"] = {key: value for key, value in _table(job.limits).items() if value is not None}
     return values
 
 
@@ -132,7 +133,7 @@ def _toml(values: Mapping[str, Any], sources: Mapping[str, str], outer: str = ""
     lines, tables = [], []
     for name, value in values.items():
         key = f"{outer}{name}"
-        if isinstance(value, dict) and name != "env":
+        if isinstance(value, dict) and "command" not in values:  # a job's are inline
             tables += ["", f"[{key}]", *_toml(value, sources, f"{key}.")]
         elif name == "job":
             for job in value:

@@ -153,6 +153,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         '["/home", "/checkpoints"]',
         RELOADABLE,
     ] = None
+    job_memory_bytes: Annotated[
+        Size | None,
+        "The most memory of one job on this node, by a control group (systemd.md); a job's own limits may be lower. "
+        "Applies to jobs that start later, like the two keys below.",
+        '"256GB"',
+        RELOADABLE,
+    ] = None
+    job_pids: Annotated[int | None, "The most processes and threads of one job.", "8192", RELOADABLE] = None
+    job_cpu_weight: Annotated[
+        int | None, "The highest share of one job in busy processors, 1 to 10,000; 100 is usual.", "100", RELOADABLE
+    ] = None
     jobs_per_submitter: Annotated[
         int | None,
         "Jobs that have not ended of one token, or of one user of the local socket. Not given: any number.",

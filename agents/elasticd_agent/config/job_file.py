@@ -21,7 +21,7 @@ from elasticd.checkpointing.object_store import resolve
 from elasticd.errors import UsageError
 from elasticd_agent.config.decode import ConfigError, decode
 from elasticd_agent.config.documents import MAX_JOB_FILE_BYTES, FileFormat, parse
-from elasticd_agent.config.quantities import Seconds, encode_quantity, parse_count_range
+from elasticd_agent.config.quantities import Seconds, Size, encode_quantity, parse_count_range
 from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, policy_with, preloaded_modules
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy, Rendezvous, Streams, check_identifier
 from elasticd_agent.model.job_dir import JobFiles
@@ -60,6 +60,14 @@ def job_environment(daemon_env: Mapping[str, str], job_env: Mapping[str, str], u
 
 
 _AN_UPLOAD = '"' + 64 * "0" + '"'
+
+
+class JobLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Of the control group of one job on one node; None: no limit."""
+
+    memory: Size | None = None
+    pids: int | None = None
+    cpu_weight: int | None = None
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -115,6 +123,13 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         "Pending jobs of a higher class start first; within a class, those submitted first. No job is ever evicted for "
         "another one.",
     ] = "normal"
+    limits: Annotated[
+        JobLimits,
+        "The most that the job's processes may use on each node: memory, pids (their number, threads included), and "
+        "cpu_weight, their share of a busy machine, 1 to 10,000, where 100 is usual. Nodes without control groups "
+        "refuse the job (systemd.md).",
+        '{ memory = "64GB", pids = 4096, cpu_weight = 50 }',
+    ] = JobLimits()
     role: str | None = None
     checkpoint_dir: Annotated[
         Path | None,
@@ -326,6 +341,7 @@ def check_job(job: JobFile) -> None:
             parse_count_range(getattr(job, key))
         except ValueError as error:
             raise ConfigError(key, str(error)) from None
+    check_limits("limits.", job.limits.memory, job.limits.pids, job.limits.cpu_weight)
     _check_env(job.env)
     if (size := len(to_json(job).encode())) > MAX_JOB_FILE_BYTES:
         key = "env" if job.env else "command"
@@ -339,6 +355,13 @@ def check_job(job: JobFile) -> None:
             check_identifier("id", job.id)
     except UsageError as error:
         raise ConfigError.of(error) from None
+
+
+def check_limits(prefix: str, memory: int | None, pids: int | None, cpu_weight: int | None) -> None:
+    """Raises ConfigError. `prefix`: of their keys."""
+    for key, value, most in (("memory", memory, 2**60), ("pids", pids, 2**22), ("cpu_weight", cpu_weight, 10_000)):
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(f"{prefix}{key}", f"{value} must be from 1 to {most}")
 
 
 def _check_texts(job: JobFile) -> None:

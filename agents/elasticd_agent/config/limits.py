@@ -59,6 +59,17 @@ def user_refusal(limits: Limits, job: JobFile, user: str | None) -> ConfigError 
     return ConfigError("user", f"{whom} is not one of this node's [limits] users: {listing(limits.users, None)}")
 
 
+def group_limits(limits: Limits, job: JobFile) -> dict[str, int]:
+    """The limits of the job's control group by controller: the lower one of the node's and the job's."""
+    pairs = {
+        "memory": (limits.job_memory_bytes, job.limits.memory),
+        "pids": (limits.job_pids, job.limits.pids),
+        "cpu": (limits.job_cpu_weight, job.limits.cpu_weight),
+    }
+    given = {controller: [one for one in pair if one is not None] for controller, pair in pairs.items()}
+    return {controller: min(values) for controller, values in given.items() if values}
+
+
 def _directories(limits: Limits, job: JobFile) -> ConfigError | None:
     if limits.directories is None:
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import HealthSettings, HttpSettings, NodeSettings, StoreSettings
 from elasticd_agent.config.decode import ConfigError
-from elasticd_agent.config.job_file import JobFile, check_job, job_policy
+from elasticd_agent.config.job_file import JobFile, check_job, check_limits, job_policy
 from elasticd_agent.config.limits import refusal
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import Rendezvous, Tls
@@ -43,6 +43,8 @@ def check_settings(settings: NodeSettings, environ: Mapping[str, str]) -> None:
                 raise ConfigError(f"limits.{key}", "holds an empty entry; leave it out")
             if key == "commands" and not entry.startswith("/"):
                 raise ConfigError("limits.commands", f"{entry!r} is not an absolute path; begin it with /")
+    limits = settings.limits
+    check_limits("limits.job_", limits.job_memory_bytes, limits.job_pids, limits.job_cpu_weight)
     if settings.limits.jobs_per_submitter is not None:
         _at_least(1, {"limits.jobs_per_submitter": settings.limits.jobs_per_submitter})
     ids: dict[str, int] = {}

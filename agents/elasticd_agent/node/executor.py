@@ -84,7 +84,8 @@ class Executor:
         try:
             digest = from_json(spec.job_file).upload
             upload = None if digest is None else self.read_upload(digest)
-            return self.runners.start(spec, account, self.specs.secrets(), upload)
+            limits = self.specs.group_limits(spec)
+            return self.runners.start(spec, account, self.specs.secrets(), upload, limits)
         except NotAllowed as error:
             self.record_end(self.runners.refuse(spec, account, str(error)), now)
             return None

@@ -1,14 +1,20 @@
-"""For how long a CPU quota has kept the control groups of processes from running (cgroups(7), version 1 and 2).
+"""Control groups (cgroups(7)): for how long a CPU quota has kept processes from running, and a group for each job.
 
 A quota counts against a group and all groups below it, so those above a process are read, too: a pod's limit, a slice's
 CPUQuota. In a container without a control group namespace the paths are the host's, and only the container's own
 group, at the mount's root, can be read.
+
+Jobs get groups, of version 2 only, where the agent was started in a group named `agent` of a parent that it may change:
+systemd's Delegate= and DelegateSubgroup=. A group with processes of its own cannot have limited groups below it, so the
+agent cannot make them below a group that it was started in directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from pathlib import PurePosixPath
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 
 from elasticd_agent.system import procfs
 
@@ -39,3 +45,60 @@ def _directories(groups: str, root: str) -> Iterator[str]:
 def _throttled(text: bytes) -> float:
     pairs = (line.partition(b" ") for line in text.splitlines())
     return sum(int(value) * _UNITS_S[name] for name, _, value in pairs if name in _UNITS_S and value.isdigit())
+
+
+# ---- groups of jobs
+
+AGENT_GROUP = "agent"
+_PREFIX = "job."
+_FILES = {"memory": "memory.max", "pids": "pids.max", "cpu": "cpu.weight"}
+"""By controller: what its limit is written to."""
+
+
+class NoLimits(Exception):
+    """Why no group of a job can be limited here: the end of a sentence."""
+
+
+def make_group(name: str, limits: Mapping[str, int], proc: str = "/proc", root: str = ROOT) -> Path:
+    """A group with these limits, by controller: memory in bytes, pids, cpu as a weight from 1 to 10,000.
+
+    One of that name that exists gets the limits. Raises NoLimits.
+    """
+    parent = _parent(proc, root)
+    try:
+        missing = limits.keys() - (parent / "cgroup.controllers").read_text().split()
+        if missing:
+            raise NoLimits(f"the kernel or the group {parent} does not offer the controller {', '.join(missing)}")
+        (parent / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in sorted(limits)))
+        group = parent / f"{_PREFIX}{name}"
+        with contextlib.suppress(FileExistsError):
+            group.mkdir(mode=0o755)
+        for controller, limit in limits.items():
+            (group / _FILES[controller]).write_text(str(limit))
+    except OSError as error:
+        raise NoLimits(f"{error.filename}: {error.strerror}") from None
+    return group
+
+
+def join_group(group: Path) -> None:
+    """Move this process there; its children are born there. Raises OSError."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def remove_empty_groups(proc: str = "/proc", root: str = ROOT) -> None:
+    """The groups of jobs of which no process is left; the kernel keeps the others."""
+    with contextlib.suppress(NoLimits, OSError):
+        for group in _parent(proc, root).glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+
+
+def _parent(proc: str, root: str) -> Path:
+    lines = procfs.read(f"{proc}/self/cgroup").decode("utf-8", "replace").splitlines()
+    own = next((PurePosixPath(line[3:]) for line in lines if line.startswith("0::")), None)
+    if own is None or own.name != AGENT_GROUP:
+        raise NoLimits(
+            f"this agent was started in the control group {own or 'of version 1'}, not in one named {AGENT_GROUP!r} of "
+            "a parent that was delegated to it (docs/systemd.md)"
+        )
+    return Path(root) / own.parent.relative_to("/")

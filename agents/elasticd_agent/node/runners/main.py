@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from elasticd.errors import StoreUnavailable, UsageError, WireError
+from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.config import job_file
 from elasticd_agent.config.agent_settings import Limits
 from elasticd_agent.config.limits import path_refusal
@@ -50,6 +50,7 @@ from elasticd_agent.node.runners.spec import (
     write_exit,
 )
 from elasticd_agent.node.runners.trial import REFUSED
+from elasticd_agent.system.cgroups import join_group
 from elasticd_agent.system.control_socket import Verb
 from elasticd_agent.system.files import open_plain, replace_link
 from elasticd_agent.system.process import prctl
@@ -80,6 +81,8 @@ def job(argv: Sequence[str]) -> int:
     try:
         secrets = StoreSecrets.from_fd(secrets_fd)
         spec = read_spec(files)
+        if spec.control_group:  # all processes of the job are born in it
+            join_group(Path(spec.control_group))
         if argv[1]:  # only now: processes of that user may read the memory and the files of one that is theirs
             become(Account.of(argv[1]))
             prctl(PR_SET_DUMPABLE, 0)  # the kernel resets it
@@ -137,7 +140,8 @@ def _run_to_end(spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks:
         code = _run(spec, secrets, files, locks, history)
         reason = history.ended.reason if history.ended is not None else f"exit code {code}"
     except (UsageError, StoreUnavailable) as error:
-        code, reason = REQUEUE if isinstance(error, StoreUnavailable) else 2, str(error)
+        of_the_store = isinstance(error, (StoreUnavailable, StoreRefused))  # which may be mended; the job is as it is
+        code, reason = REQUEUE if of_the_store else 2, str(error)
         _print(f"error: {reason}")
     step = history.ended.step if history.ended is not None else None
     try:

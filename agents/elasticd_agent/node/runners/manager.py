@@ -24,7 +24,7 @@ from elasticd_agent.node.reconcile import LocalRunner, RunnerEnd
 from elasticd_agent.node.runners import liveness
 from elasticd_agent.node.runners.liveness import ProcessIdentity
 from elasticd_agent.node.runners.poller import RunnerPoller, ask_runner
-from elasticd_agent.node.runners.spawn import Account, missing_capability, spawn
+from elasticd_agent.node.runners.spawn import Account, NotAllowed, missing_capability, spawn
 from elasticd_agent.node.runners.spec import (
     RunnerSpec,
     StoreSecrets,
@@ -32,7 +32,7 @@ from elasticd_agent.node.runners.spec import (
     read_exit,
     read_spec,
 )
-from elasticd_agent.system import procfs
+from elasticd_agent.system import cgroups, procfs
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.system.files import replace_file
 
@@ -164,6 +164,7 @@ class RunnerManager:
             else:
                 ends.append(RunnerEnd(spec, read_exit(files), requested=False))
         self._update_poller()
+        cgroups.remove_empty_groups()
         return ends
 
     def _adoptable(self, files: JobFiles, until: float) -> RunnerSpec | None:
@@ -191,11 +192,24 @@ class RunnerManager:
         except FileNotFoundError:
             return []
 
-    def start(self, spec: RunnerSpec, account: Account, secrets: StoreSecrets, upload: bytes | None = None) -> int:
+    def start(
+        self,
+        spec: RunnerSpec,
+        account: Account,
+        secrets: StoreSecrets,
+        upload: bytes | None = None,
+        limits: Mapping[str, int] | None = None,
+    ) -> int:
         """Start a runner; its pid. Raises OSError if its folder or process cannot be created, UsageError.
 
-        `upload`: the archive of its working directory.
+        `upload`: the archive of its working directory. `limits`: of its control group, by controller.
         """
+        if limits:
+            try:
+                group = cgroups.make_group(f"{spec.job}.{spec.number}", limits)
+            except cgroups.NoLimits as error:
+                raise NotAllowed(f"this node cannot limit the {' and '.join(limits)} of a job: {error}") from None
+            spec = replace(spec, control_group=str(group))
         files = self._folder(spec, account)
         replace_file(files.runner_spec, spec.to_json())
         if upload is not None:
@@ -293,6 +307,7 @@ class RunnerManager:
                 self._kill_remnants(runner, now)
         if ends:
             self._update_poller()
+            cgroups.remove_empty_groups()
         return ends
 
     def next_poll_at(self) -> float | None:

@@ -102,6 +102,8 @@ class RunnerSpec(Document):
     """[limits] of the node."""
     devices: tuple[str, ...] = ()
     """Of all slots of the node."""
+    control_group: str = ""
+    """The directory of the job's, for the runner to join; "": it stays in the agent's."""
     min_nodes: int = 1
     max_nodes: int = 1
 

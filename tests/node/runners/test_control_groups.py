@@ -1,0 +1,71 @@
+"""Limits of jobs by control groups of version 2, on a real kernel: a user-mode Linux with this machine's files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.job import REPOSITORY
+
+GUEST = Path(__file__).with_name("guest.py")
+
+
+def user_mode_linux() -> str:
+    kept = REPOSITORY / ".venv" / "prometheus" / "usr" / "bin" / "linux.uml"
+    return str(kept) if kept.exists() else shutil.which("linux.uml") or ""
+
+
+@pytest.fixture(scope="module")
+def guest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    if not (program := user_mode_linux()) or os.geteuid() != 0:
+        pytest.skip("no user-mode Linux, or not root: tests/install-servers system fetches it")
+    work = tmp_path_factory.mktemp("guest")
+    command = [program, "mem=1500M", "root=root", "rootfstype=hostfs", "rootflags=/", "ro", "quiet", "con=null"]
+    command += ["con0=fd:0,fd:1", f"init={sys.executable}", "--", str(GUEST), str(work)]
+    # It ends with this process; its memory is a file.
+    done = subprocess.run(
+        ["setpriv", "--pdeathsig", "KILL", *command],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=280,
+        env={"TMPDIR": "/dev/shm", "HOME": str(work)},
+    )
+    result = work / "result.json"
+    assert result.exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(result.read_text())
+    assert "error" not in found, found
+    return found
+
+
+@pytest.mark.system
+@pytest.mark.timeout(300)
+def test_job_beyond_its_memory_is_killed_alone(guest: dict[str, Any]) -> None:
+    assert guest["memory"]["outcome"] == "failed"
+    assert "SIGKILL" in guest["memory"]["reason"]
+    assert 50_000_000 < guest["memory"]["taken"] < 150_000_000
+    assert guest["exit"] == 0, "the agent lives"
+
+
+@pytest.mark.system
+@pytest.mark.timeout(300)
+def test_job_beyond_its_pids_gets_no_more(guest: dict[str, Any]) -> None:
+    assert guest["pids"]["outcome"] == "failed"
+    assert 5 < guest["pids"]["taken"] < 60
+
+
+@pytest.mark.system
+@pytest.mark.timeout(300)
+def test_job_gets_its_share_in_its_own_group(guest: dict[str, Any]) -> None:
+    assert guest["share"]["outcome"] == "succeeded"
+    assert guest["share"]["group"].split() == ["job.share.3", "7"]
+    assert guest["pids"]["group"].split() == ["job.pids.2", "100"]
+    assert guest["agent"].endswith("/elasticd.service/agent")
