@@ -11,14 +11,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.model.job import Tls
 from elasticd_agent.store.etcd.diagnose import check_tls, make_context
+from elasticd_agent.store.etcd.proto import rpc
 from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import Authority, EtcdServers, etcd_servers
 
@@ -173,6 +176,40 @@ def test_expired_signed_token_is_renewed(tmp_path: Path, until: Until) -> None:
     with etcd_servers(flags=["--auth-token", f"jwt,priv-key={key},sign-method=HS256,ttl=2s"]) as etcd:
         etcd.ask_for_passwords("agent", "secret", "job/")
         _survives_its_token(etcd, until)
+
+
+def test_password_is_checked_once_however_long_it_takes() -> None:
+    """bcrypt on a busy server takes longer than a caller waits. What is asked anew each time is never answered."""
+    asked: list[float] = []
+
+    def authenticate(request: bytes, context: object) -> bytes:
+        asked.append(time.monotonic())
+        time.sleep(1.0)
+        return bytes(rpc.AuthenticateResponse(token="token").SerializeToString())
+
+    def read(request: bytes, context: object) -> bytes:
+        return bytes(rpc.RangeResponse().SerializeToString())
+
+    server = grpc.server(ThreadPoolExecutor(8))
+    for service, methods in {"Auth": {"Authenticate": authenticate}, "KV": {"Range": read}}.items():
+        handlers = {name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()}
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(f"etcdserverpb.{service}", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    failed = 0
+    try:
+        with opened([("127.0.0.1", port)], user="agent", password="secret", timeout_s=0.3) as store:
+            while time.monotonic() < (asked[0] if asked else time.monotonic()) + 3.0:
+                try:
+                    assert store.read("job/k") is None
+                    break
+                except StoreUnavailable:
+                    failed += 1
+            assert store.read("job/k") is None
+    finally:
+        server.stop(None)
+    assert failed >= 2, "callers wait no longer than they may"
+    assert len(asked) == 1
 
 
 def _survives_its_token(etcd: EtcdServers, until: Until) -> None:

@@ -31,6 +31,9 @@ from elasticd_agent.system.addresses import format_endpoint
 PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 0.4
 """A third of the default lease is 1 s; a reconnected client must have renewed well before that."""
 
+AUTHENTICATE_S = 20.0
+"""For a token, however little time each caller has. etcd serves some hundred clients in it, the others in the next."""
+
 _OPTIONS = (
     # A frozen server or a lost host keeps a watch silent: ping every 5 s (what etcd allows), wait 2 s. The same time
     # becomes TCP_USER_TIMEOUT, which ends a connection whose data is not acknowledged.
@@ -65,6 +68,8 @@ class _Member:
     answered: bool = False
     """It has answered before, so a failure now is an outage and no typing mistake."""
     streams: set[Any] = field(default_factory=set)
+    authentication: Any = None
+    """gRPC's future of the request for a token that is on its way."""
 
 
 class EtcdConnection:
@@ -208,19 +213,49 @@ class EtcdConnection:
             token, without_auth = self._token, self._without_auth
         if token is not None or without_auth or self._user is None:
             return token
-        request = rpc.AuthenticateRequest(name=self._user, password=self._password or "")
+        pending = self._authentication(member)
         try:
-            token = str(self._send(member, "Authenticate", request, None, deadline).token)
+            answer = pending.result(max(deadline - time.monotonic(), 0.001))
+        except grpc.FutureTimeoutError:
+            raise StoreUnavailable(f"etcd at {member.where} has not checked the password yet") from None
+        except grpc.FutureCancelledError:
+            self._end_authentication(member, pending)
+            raise StoreUnavailable("the store has been closed") from None
         except grpc.RpcError as error:
+            self._end_authentication(member, pending)
             if _classify(error, member).kind is not ErrorKind.AUTH_DISABLED:
                 raise
             self._log(f"etcd at {member.where} does not require a password; continuing without")
             with self._lock:
                 self._without_auth = True
             return None
+        self._end_authentication(member, pending, str(answer.token))
+        self.count_received(answer)
+        return str(answer.token)
+
+    def _authentication(self, member: _Member) -> Any:
+        """The request for a token that is on its way, or a new one. It outlives the callers that wait for it.
+
+        bcrypt takes etcd a tenth of a second of a processor, also for a client that has given up. If each of the many
+        that come after its restart repeated its request with every call, none would ever be answered in time.
+        """
         with self._lock:
-            self._token = token
-        return token
+            if member.authentication is None:
+                request = rpc.AuthenticateRequest(name=self._user, password=self._password or "")
+                send = self._with_channel(member).methods["Authenticate"]
+                self.traffic.requests += 1
+                self.traffic.sent_bytes += request.ByteSize()
+                try:
+                    member.authentication = send.future(request, timeout=AUTHENTICATE_S, metadata=self._metadata(None))
+                except ValueError as error:  # the channel was closed meanwhile
+                    raise StoreUnavailable("the store has been closed") from error
+            return member.authentication
+
+    def _end_authentication(self, member: _Member, pending: Any, token: str | None = None) -> None:
+        with self._lock:
+            if member.authentication is pending:
+                member.authentication = None
+                self._token = token
 
     def _send(self, member: _Member, method: str, request: Any, token: str | None, deadline: float) -> Any:
         left = deadline - time.monotonic()
