@@ -305,7 +305,7 @@ def test_unknown_host_name_is_an_outage(authority: Authority) -> None:
 def test_silent_port_is_an_outage(authority: Authority) -> None:
     with something_else(None) as endpoints:
         for tls in (None, authority.client()):
-            took = []
+            took: list[float] = []
             while not took or (took[-1] > 0.8 and len(took) < 3):  # a slow machine has three tries
                 with opened(endpoints, timeout_s=0.5, tls=tls) as store:
                     began = time.monotonic()
