@@ -217,8 +217,16 @@ def only_the_killed_are_lost(evidence: FleetLogs) -> Iterator[str]:
                     for one in evidence.agents.get(node, ())
                     if one["kind"] == "runner_stop_requested" and (one["name"], one["number"]) == (run.job, run.number)
                 ]
-                if not asked and not _hurt(evidence, node, event["mono"] - _EXCUSES_S, event["mono"]):
+                if not asked and not _hurt(
+                    evidence, node, _last_seen(run, node, event["mono"]) - _EXCUSES_S, event["mono"]
+                ):
                     yield f"{run.name} lost {node} in round {number}, without a fault there: {event['reason']}"
+
+
+def _last_seen(run: Run, node: str, until: float) -> float:
+    """When the job's runner there last wrote an event: a job that waits for nodes notices its loss much later."""
+    times = [event["mono"] for log in run.evidence.logs if log.node == node for event in log.events]
+    return max((at for at in times if at < until), default=until)
 
 
 def _hurt(evidence: FleetLogs, node: str, since: float, until: float) -> bool:

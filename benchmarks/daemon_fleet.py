@@ -46,6 +46,8 @@ STEPS = (60, 300)
 MOST_KEYS = 20
 _MARK = "SOAK_OF_DAEMONS"
 _LOOK_S = 0.25
+_STORE_S = 5.0
+"""A busy etcd takes a second to check a password."""
 _TOKEN = "0123456789abcdef0123456789abcdef"
 
 
@@ -352,8 +354,8 @@ class Fleet:
     def store(self) -> Store:
         """A client of its own, for its caller to close."""
         if self.adversary is None:
-            return EtcdStore(self.etcd.endpoints)
-        return EtcdStore(self.etcd.endpoints, user=STORE_USER, password=PASSWORD)
+            return EtcdStore(self.etcd.endpoints, timeout_s=_STORE_S)
+        return EtcdStore(self.etcd.endpoints, user=STORE_USER, password=PASSWORD, timeout_s=_STORE_S)
 
     def look(self, store: Store) -> None:
         """Read which jobs have been submitted and which have ended."""

@@ -23,6 +23,7 @@ from benchmarks import daemon_adversary, daemon_checker
 from benchmarks.daemon_adversary import Adversary
 from benchmarks.daemon_faults import FleetFaults, FleetStuck
 from benchmarks.daemon_fleet import STEPS, Fleet, SubmittedJob
+from elasticd.errors import StoreUnavailable
 from tests.etcd import etcd_servers
 
 CALM = 25
@@ -104,9 +105,11 @@ class FleetSoak:
                 store = self.fleet.store()
                 try:
                     self.fleet.look(store)
+                    one.refused = not one.number
+                except StoreUnavailable:
+                    continue  # the next look decides
                 finally:
                     store.close()
-                one.refused = not one.number
 
     def _told(self, one: SubmittedJob) -> str:
         _, answer = self.fleet.request("GET", f"/v1/jobs/{one.job}")
