@@ -101,9 +101,10 @@ def test_sparks() -> None:
 
 _SLOW = """
 import sys
-from elasticd_agent.cli import job_commands, status_watch
+from elasticd_agent.node.api import client
 from tests.node.dashboard.samples import a_job
-status_watch.fetch_status = lambda client, job: a_job()
+client.fetch_status = lambda client, job: a_job()
+from elasticd_agent.cli import job_commands
 sys.exit(job_commands.run_command("status", ["llama", "--watch", "--every", "0.2", "--agent", "unix:/nowhere"]))
 """
 
