@@ -64,6 +64,12 @@ class JobService:
         view = self._view(problems.append)
         return views.jobs(view, self.clock()), problems
 
+    def overview(self) -> tuple[list[JobSummary], list[NodeSummary], list[str]]:
+        """Every job and every node of one reading, and the same sentences."""
+        problems: list[str] = []
+        view = self._view(problems.append)
+        return views.jobs(view, self.clock()), views.nodes(view), problems
+
     def job(self, name: str) -> JobStatus:
         """Raises NotFound."""
         view, submission = self._find_job(name)

@@ -195,7 +195,7 @@ class DashboardRoutes:
         service = self.api.service
         here = service.local.node
         query = _list_query(request.query)
-        jobs, nodes, problems = self._overviews.get("/", self._read_overview)
+        jobs, nodes, problems = self._overviews.get("/", self.api.service.overview)
         found = query.found(jobs)
         shown = found[(query.page - 1) * ROWS : query.page * ROWS]
         own = [row for row in shown if here in row.nodes and not row.ended][:MAX_OVERVIEW_JOBS]
@@ -231,11 +231,6 @@ class DashboardRoutes:
             case _:
                 service.cordon(target, drain=action == "drain", reason="", by=by)
         return _redirect(where)
-
-    def _read_overview(self) -> _Overview:
-        jobs, problems = self.api.service.jobs()
-        nodes, _ = self.api.service.nodes()
-        return jobs, nodes, problems
 
     def _local_progress(self, rows: Sequence[JobSummary]) -> dict[str, JobStatus]:
         """This node's jobs with their progress as this node knows it; without those that do not answer in time."""

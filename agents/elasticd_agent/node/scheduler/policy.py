@@ -331,10 +331,12 @@ def _turns(jobs: Sequence[_Job], head: Submission | None) -> Iterator[_Job]:
     `jobs` are sorted by priority and number. `head`: the job that blocks the queue already.
     """
     used = Counter[str]()
+    waiting = []
     for job in jobs:
         if job.runs:
             used[job.submission.submitter] += job.slots
-    waiting = [job for job in jobs if not job.runs]
+        else:
+            waiting.append(job)
     for _, of_priority in groupby(waiting, key=lambda job: job.submission.order[0]):
         first: list[_Job] = []
         queues: dict[str, deque[_Job]] = {}
