@@ -86,7 +86,7 @@ lock: $(VENV)-audit/.ready  ## rewrite deploy/requirements.txt: every dependency
 	    --no-emit-index-url --no-emit-find-links --constraint constraints.txt --output-file deploy/requirements.txt pyproject.toml
 
 audit: $(VENV)-audit/.ready  ## known vulnerabilities of deploy/requirements.txt (pip-audit); needs the network
-	@$(VENV)-audit/bin/pip-audit --requirement deploy/requirements.txt --require-hashes --disable-pip
+	@$(VENV)-audit/bin/pip-audit --requirement deploy/requirements.txt --require-hashes --disable-pip --strict
 
 sbom: $(READY) $(VENV)-audit/.ready  ## sbom.json: what is installed in .venv, as CycloneDX
 	@$(VENV)-audit/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type application --output-file sbom.json $(BIN)/python

@@ -60,7 +60,8 @@ class Executor:
         try:
             pid = self._start_or_refuse(spec, now)
         except (OSError, UsageError, StoreUnavailable) as error:
-            why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+            why = f"{where}{error.strerror}" if isinstance(error, OSError) else str(error)
             self._retry_at[key] = now + RETRY_S
             self.journal.warn(f"job {spec.job} cannot be started: {why}; retrying in {RETRY_S:g} s")
             return
