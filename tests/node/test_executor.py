@@ -17,6 +17,7 @@ from elasticd_agent.node.records import Submission
 from elasticd_agent.node.runners.spawn import NotAllowed
 from elasticd_agent.node.runners.spec import RunnerSpec, exit_for
 
+JOB = '{"command": ["train.py"], "workdir": "/"}'
 FULL = OSError(errno.ENOSPC, "No space left on device", "/state/jobs/llm.1")
 
 
@@ -31,7 +32,7 @@ class FakeRunners:
     settings: Any = field(default_factory=lambda: SimpleNamespace(drain_timeout_s=60.0))
 
     def build(self, start: RunnerStart) -> RunnerSpec:
-        return RunnerSpec(start.submission.job, start.submission.number, "n1", start.slots, "{}")
+        return RunnerSpec(start.submission.job, start.submission.number, "n1", start.slots, JOB)
 
     def account(self, spec: RunnerSpec) -> Any:
         if self.account_fails:
@@ -39,7 +40,10 @@ class FakeRunners:
 
     def secrets(self) -> Any: ...
 
-    def start(self, spec: RunnerSpec, account: Any, secrets: Any) -> int:
+    def group_limits(self, spec: RunnerSpec) -> dict[str, int]:
+        return {}
+
+    def start(self, spec: RunnerSpec, account: Any, secrets: Any, upload: None, limits: dict[str, int]) -> int:
         self.calls.append("start")
         if self.start_fails:
             raise self.start_fails
