@@ -32,6 +32,10 @@ from elasticd_agent.node.scheduler import job_queue, policy
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
+from elasticd_agent.system.bounded_io import DeadlineExceeded
+
+TRY_TIMEOUT_S = 25.0
+"""For all nodes' answers to a trial, which have 20 s each (runners/trial.py)."""
 
 
 class Conflict(ElasticdError):
@@ -137,8 +141,8 @@ class JobService:
             priority=job.priority,
         )
         nodes = [one.node for one in view.nodes if one.slots >= submission.min_slots]
-        body, own = submission.to_json(), lambda: {"refusal": self.trial(submission)}
-        rows = self._cluster.gather(view, nodes, own, ("POST", "/v1/local/try", {}), READ_TIMEOUT_S, body)
+        own, body = lambda: self._try_here(submission), submission.to_json()
+        rows = self._cluster.gather(view, nodes, own, ("POST", "/v1/local/try", {}), TRY_TIMEOUT_S, body)
         refusals = tuple(Refusal(row["node"], str(row["refusal"])) for row in rows if row.get("refusal"))
         written = Placement(name, number, (), policy.BEHIND_OTHERS, refusals)
         found = policy.schedule(
@@ -152,6 +156,12 @@ class JobService:
             "reason": policy.describe(placement.reason, policy.head_of_queue(view)),
             "nodes": rows,
         }
+
+    def _try_here(self, submission: Submission) -> dict[str, Any]:
+        try:
+            return {"refusal": self.trial(submission)}
+        except DeadlineExceeded as error:
+            return {"error": str(error)}
 
     def _check_number(self, by: str, token: str) -> None:
         """Raises Conflict for a submitter with too many jobs, except for a submission that is repeated."""

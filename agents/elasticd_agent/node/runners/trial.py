@@ -17,13 +17,14 @@ from elasticd_agent.node.runners.spawn import Account, SpecBuilder, own_command,
 from elasticd_agent.node.runners.spec import RunnerSpec
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 
-TRIAL_TIMEOUT_S = 10.0
+TRIAL_TIMEOUT_S = 20.0
+"""A busy node takes seconds to start a process; a dead file system never answers."""
 REFUSED = 2
 """The exit code of `elasticd try-job`, main.py."""
 
 
 def refusal(specs: SpecBuilder, submission: Submission) -> str:
-    """Why this node would refuse the job, in one sentence; "" if it would not."""
+    """Why this node would refuse the job, in one sentence; "" if it would not. Raises DeadlineExceeded."""
     spec = replace(specs.build(RunnerStart(submission, tuple(range(submission.min_slots)))), tls=False)
     try:
         account = specs.account(spec)
@@ -31,7 +32,7 @@ def refusal(specs: SpecBuilder, submission: Submission) -> str:
     except UsageError as error:
         return str(error)
     except (DeadlineExceeded, subprocess.TimeoutExpired):
-        return f"its directories did not answer within {TRIAL_TIMEOUT_S:g} s"
+        raise DeadlineExceeded(f"its check did not end within {TRIAL_TIMEOUT_S:g} s") from None
 
 
 def _ask_process(spec: RunnerSpec, account: Account) -> str:
