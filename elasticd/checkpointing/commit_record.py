@@ -118,10 +118,13 @@ class CommitRecord:
         _pack_head(self._map, slot, step, len(states[1]))
 
     def _copy_states(self, states: tuple[bytes, bytes], number: int) -> None:
-        before, slot = self._written[number], self._slots[number]
-        for found, old, place in zip(states, before, (_HEAD.size, self._places.others), strict=True):
-            if found is not old:
-                self._map[slot + place : slot + place + len(found)] = found
+        (own, others), before = states, self._written[number]
+        if own is not before[0]:
+            at = self._slots[number] + _HEAD.size
+            self._map[at : at + len(own)] = own
+        if others is not before[1]:
+            at = self._slots[number] + self._places.others
+            self._map[at : at + len(others)] = others
         self._written[number] = states
 
     def _are_moved(self) -> bool:
