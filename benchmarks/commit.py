@@ -30,14 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     normed = [nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)) for _ in range(20)]
     models = {"3 layers": small, "160 parameters": nn.Sequential(*blocks), "20 BatchNorms": nn.Sequential(*normed)}
     for name, model in models.items():
-        for more in ("", "a scheduler", "dropout"):
+        for more in ("", "a scheduler", "dropout", "numpy's draws"):
             step, numbers = commits(model, more)
-            print(f"{name:<16}{f' and {more}' if more else '':<17} {step:6.1f} µs   {numbers}")
+            print(f"{name:<16}{f' and {more}' if more else '':<18} {step:6.1f} µs   {numbers}")
     return 0
 
 
 def commits(model: Any, more: str) -> tuple[float, str]:
     """The median of a whole commit, and of its parts, in µs."""
+    import numpy
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters())
@@ -54,6 +55,8 @@ def commits(model: Any, more: str) -> tuple[float, str]:
         for step in range(1, COMMITS + 1):
             if more == "dropout":
                 torch.rand(1)
+            if more == "numpy's draws":
+                numpy.random.rand()
             start = time.perf_counter()
             donor._expect(None)
             donor._before_change()
