@@ -197,7 +197,8 @@ def _evict_reason(status: NodeStatus, cordon: Cordon | None, keeps_jobs: bool) -
 
 
 def _unschedulable_reason(status: NodeStatus, cordon: Cordon | None, absent: bool) -> str:
-    if cordon is not None:
+    """A quarantine counts above a cordon, whether or not it empties the node: the sentence stays while nodes empty."""
+    if cordon is not None and status.state != "quarantined":
         return f"{status.node} is {cordon.text}"
     if status.state != "ready":
         return _with_reason(f"{status.node} is {status.state}", status.why)
