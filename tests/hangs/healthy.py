@@ -94,7 +94,7 @@ HEALTHY = (
     HealthyWait("SIGSTOP for 2 s", "nowhere", "idle", 2, harm="stop"),
     HealthyWait("1 % of a processor for 40 s", "nowhere", "idle", 40, harm="throttle"),
     HealthyWait("thrashing in swap", "nowhere", "idle", 30, harm="swap"),
-    HealthyWait("stdout blocked for 90 s", "all", "print", 0, in_all_s=90, harm="stdout"),
+    HealthyWait("stdout blocked for 90 s", "all", "print", 0, in_all_s=120, harm="stdout"),
     # What other scripts do.
     HealthyWait("tokenizer in a child of rank 0, others in a barrier", "barrier", "child-computes", 40, busy=True),
     HealthyWait("idle child of rank 0, 40 s", "rank0", "child", 40),

@@ -200,8 +200,10 @@ def test_stopped_process_has_its_own_limit() -> None:
     assert (verdict.culprits, verdict.cause) == ((RankLocation("a", 1, 1),), "stopped")
 
 
-@pytest.mark.parametrize("changes", [{"state": "t", "alive_s": 6.0}, {"where": "debugger"}], ids=str)
-def test_no_verdict_while_a_person_debugs(changes: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"state": "t", "alive_s": 6.0}, {"where": "debugger"}, {"where": "output"}], ids=str
+)
+def test_no_verdict_while_it_waits_for_someone_outside(changes: dict[str, object]) -> None:
     debugged = replace(WAITS, rank=1, slot=1, **changes)  # type: ignore[arg-type]
     verdict = judge([report(*aged(1e5, WAITS, debugged))], ["a"], Policy(hang_floor_s=5, slow_ceiling_s=5.5))
     assert isinstance(verdict, SuspectedHang)

@@ -14,7 +14,8 @@ from typing import Literal
 from elasticd_agent.model.job import Policy
 
 Evidence = Literal["proven", "gil", "alike", "device", "idle", "overdue", "working", "no_stack"]
-"""Beside these: a stopped process (--stopped-after), and a person at a debugger, who gets all the time there is."""
+"""Beside these: a stopped process (--stopped-after), a person at a debugger, and output that nobody reads.
+Those two get all the time there is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,9 +117,9 @@ class RankState:
         return any(0 <= age_s < report.idle_s / 2 for age_s in ages)
 
     @property
-    def is_debugged(self) -> bool:
-        """A person looks at it: it is traced, or its main thread is in a debugger."""
-        return self.report.state == "t" or self.report.where == "debugger"
+    def waits_outside(self) -> bool:
+        """Only someone outside of the job lets it continue: a person at a debugger, or the reader of its output."""
+        return self.report.state == "t" or self.report.where in ("debugger", "output")
 
     @property
     def lacks_stack(self) -> bool:
@@ -193,6 +193,7 @@ class RankState:
             (report.state == "X", f"is exiting {idle}"),
             (report.state == "t", f"is traced by a debugger{where}{phase}, {idle}"),
             (report.where == "debugger", f"is at a debugger's prompt{where}{phase}, {idle}"),
+            (report.where == "output", f"writes output that nobody reads{where}{phase}, {idle}"),
             (self.holds_gil, f"holds the GIL{where}{phase}, {cpu}, for {report.alive_s:.1f} s"),
             (self.is_moving, f"is active without finishing a step, now in {_wait(self)}{phase}, {idle}"),
             (self.waits, f"waits in {_wait(self)}{phase} {idle}"),

@@ -5,7 +5,7 @@ Pure, so that recordings of real hangs can be replayed: ages are in the reports,
 order:
 
 1. Stopped processes, zombies and a stopped store do not resume whatever the others do.
-2. A group that has never trained, has a person at a debugger, or has made progress within its deadline, is not hung;
+2. A group that has never trained, waits for someone outside, or has made progress within its deadline, is not hung;
    but a rank that waits in a collective for far longer is not excused by the progress of others.
 3. A group in which a rank works or data flows is slow, not hung, until the slow ceiling. To end a job that is only slow
    is the worst error, so a missing fact counts for the group.
@@ -135,9 +135,9 @@ def judge(
 
 
 def has_progress(reports: Sequence[HangReport], policy: Policy) -> bool:
-    """A rank has made progress within its deadline, and nobody debugs one."""
+    """A rank has made progress within its deadline, and none waits for someone outside."""
     case = _Case(_latest(reports), 0, policy, {})
-    return bool(case.live) and case.idle_s < case.deadline_s and not any(rank.is_debugged for rank in case.live)
+    return bool(case.live) and case.idle_s < case.deadline_s and not any(rank.waits_outside for rank in case.live)
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,9 @@ def _never_trained(case: _Case) -> NoHang | None:
     return NoHang("this script has never been seen to train, so being idle is no evidence of a hang")
 
 
-def _person(case: _Case) -> SuspectedHang | None:
-    """A person at a debugger may take any time."""
-    rank = next((rank for rank in case.live if rank.is_debugged), None)
+def _outside(case: _Case) -> SuspectedHang | None:
+    """A person at a debugger may take any time. A group that nobody reads would write in vain after a restart, too."""
+    rank = next((rank for rank in case.live if rank.waits_outside), None)
     return None if rank is None else SuspectedHang(f"{rank.label()} {rank.activity()}: no verdict while that lasts")
 
 
@@ -231,7 +231,7 @@ def _overdue(case: _Case) -> Judgement | None:
     What the others do, retries without an end for example, does not resolve that. They must have done it for a whole
     deadline: a group that resumes after a debugger, or a pause of the machine, still waits in one rank for a moment.
     """
-    if case.idle_s >= case.deadline_s or any(rank.is_debugged for rank in case.live):
+    if case.idle_s >= case.deadline_s or any(rank.waits_outside for rank in case.live):
         return None
     if case.progress_s < case.deadline_s:
         return None
@@ -300,7 +300,7 @@ RULES: tuple[Callable[[_Case], Judgement | None], ...] = (
     _never_trained,
     _overdue,
     _recent_progress,
-    _person,
+    _outside,
     # From here on no rank has made progress for longer than the longest deadline of any node.
     _slow_rank,
     _stopped_culprits,

@@ -12,9 +12,10 @@ from typing import Literal
 
 from elasticd_agent.model.codec import Document, Record
 
-Where = Literal["", "collective", "device", "init", "barrier", "debugger", "elsewhere"]
+Where = Literal["", "collective", "device", "init", "barrier", "debugger", "output", "elsewhere"]
 """A rank's main thread, by its stack: in (or waiting for) a collective, in a device synchronisation, creating the
-process group, in `session.barrier`, at a debugger's prompt, somewhere else. "": no stack has been taken."""
+process group, in `session.barrier`, at a debugger's prompt, in a write to its standard output or error that nobody
+reads, somewhere else. "": no stack has been taken."""
 
 
 DEFAULT_GROUP = "default group"

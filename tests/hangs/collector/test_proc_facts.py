@@ -6,7 +6,10 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from elasticd_agent.hangs.collector import proc_facts as facts
 from elasticd_agent.system import procfs
@@ -55,3 +58,30 @@ def test_run_time_of_busy_and_sleeping_thread(worker: StartWorker, until: Until)
     before = facts.run_time_ns(busy)[busy], facts.run_time_ns(idle)[idle]
     until(lambda: facts.run_time_ns(busy)[busy] - before[0] > 50_000_000, 20)
     assert facts.run_time_ns(idle)[idle] - before[1] < 10_000_000
+
+
+WRITES = "import os, sys\nto, fd = map(int, sys.argv[1:])\nos.dup2(to, fd)\nos.write(fd, b'x' * 10_000_000)"
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="system calls have no names here")
+@pytest.mark.parametrize(
+    ("kind", "fd", "found"),
+    [("pipe", 1, True), ("pipe", 2, True), ("named pipe", 1, True), ("terminal", 1, True), ("pipe", 7, False)],
+)
+def test_output_that_nobody_reads(kind: str, fd: int, found: bool, tmp_path: Path, until: Until) -> None:
+    if kind == "named pipe":
+        os.mkfifo(tmp_path / "out")
+        ours, theirs = os.open(tmp_path / "out", os.O_RDONLY | os.O_NONBLOCK), os.open(tmp_path / "out", os.O_WRONLY)
+    else:
+        ours, theirs = os.openpty() if kind == "terminal" else os.pipe()
+    command = [sys.executable, "-c", WRITES, str(theirs), str(fd)]
+    with subprocess.Popen(command, pass_fds=(theirs,)) as process:
+        try:
+            call = {"name": "write", "fd": fd}.items()
+            until(lambda: call <= facts.process_facts(process.pid).get("syscall", {}).items(), 20)
+            until(lambda: procfs.state(process.pid) == "S", 20)
+            assert facts.writes_output(facts.process_facts(process.pid)) == found
+        finally:
+            process.kill()
+            os.close(ours)
+            os.close(theirs)

@@ -169,6 +169,10 @@ class Collection:
             now = facts.run_time_ns(worker.pid)
             if any(ns < 0 or now.get(tid, ns) - ns > IDLE_SHARE * passed_ns for tid, ns in active.items()):
                 located = if_busy
+        if facts.writes_output(found):
+            time.sleep(max(0.0, since + SAMPLE_S - time.monotonic()))
+            if facts.writes_output(facts.process_facts(worker.pid)):
+                located = replace(located, where="output")
         return located, thread
 
     def _children(self, worker: EvidenceTarget, text: str, data: RankStacks, found: dict[str, Any]) -> None:

@@ -89,6 +89,16 @@ def syscall(pid: int, fds: dict[str, str]) -> dict[str, Any]:
     return found
 
 
+def writes_output(facts: dict[str, Any]) -> bool:
+    """Whether the main thread is in a write to standard output or error, and that is a pipe or a terminal."""
+    call = facts.get("syscall", {})
+    # A named pipe's target is a path like that of a file, which may be on a file system that hangs.
+    unread = "pipe" in facts.get("wchan", "") or str(call.get("target", "")).startswith(
+        ("pipe:", "/dev/pts/", "/dev/tty")
+    )
+    return call.get("name") in ("write", "writev") and call.get("fd") in (1, 2) and unread
+
+
 def fd_targets(pid: int) -> dict[str, str]:
     """The targets of its descriptors, by number. The links are read, never followed."""
     found = {}
