@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from elasticd.errors import ElasticdError, WireError
@@ -43,6 +43,7 @@ MAX_HISTORY_NODES = 16
 """Nodes that are asked for the history of a job without a placement."""
 MAX_FULL_HISTORY_NODES = 3
 """Nodes, besides this one and those that the job has left, that are asked for a job's whole history."""
+_OfRank = TypeVar("_OfRank", RankProgress, RankSteps)
 _NOT_REGISTERED = "its agent is not registered"
 
 
@@ -234,13 +235,6 @@ def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) 
     """
     if not rows:
         return None
-    newest = max(row.round or 0 for row in rows)
-    ranks: dict[int, RankProgress] = {}
-    rank_steps: dict[int, RankSteps] = {}
-    for row in reversed(rows):
-        if (row.round or 0) == newest:  # in an older round ranks are numbered differently
-            ranks |= {one.rank: one for one in row.ranks}
-            rank_steps |= {one.rank: one for one in row.rank_steps}
     samples = [row.step_samples for row in rows if row.step_samples]
     return replace(
         rows[0],
@@ -250,13 +244,20 @@ def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) 
         donor_resumes=max(row.donor_resumes for row in rows),
         donor_steps=max(row.donor_steps for row in rows),
         rounds=_merged_rounds(rows),
-        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
+        ranks=_by_rank(rows, lambda row: row.ranks),
         step_samples=min(samples, key=lambda one: one[0], default=()),
         scalars=_merged_scalars(rows),
-        rank_steps=tuple(rank_steps[rank] for rank in sorted(rank_steps)),
+        rank_steps=_by_rank(rows, lambda row: row.rank_steps),
         gpus=tuple(gpu for row in sorted(rows, key=lambda row: row.node) for gpu in row.gpus),
         unreachable=dict(unreachable),
     )
+
+
+def _by_rank(rows: Sequence[JobProgress], of: Callable[[JobProgress], Iterable[_OfRank]]) -> tuple[_OfRank, ...]:
+    """Of the newest round only: an older one numbers ranks differently."""
+    newest = max(row.round or 0 for row in rows)
+    found = {one.rank: one for row in reversed(rows) if (row.round or 0) == newest for one in of(row)}
+    return tuple(found[rank] for rank in sorted(found))
 
 
 def _merged_rounds(rows: Sequence[JobProgress]) -> tuple[RoundStatus, ...]:
