@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from elasticd.errors import UsageError
 from elasticd_agent.config.quantities import parse_count_range
@@ -144,7 +144,7 @@ def _backend(parsed: Namespace, high: int) -> Literal["memory", "c10d", "etcd"]:
         return "memory"  # nobody to meet, or at a port nobody could know
     if not endpoint:
         raise UsageError(f"{nodes} with --rdzv-backend {name} needs --rdzv-endpoint HOST:PORT, where the nodes meet")
-    return "c10d" if name == "c10d" else "etcd"
+    return cast(Literal["c10d", "etcd"], name)
 
 
 # ---- where
