@@ -9,7 +9,8 @@ from elasticd_agent.telemetry import metric_table as job
 from elasticd_agent.telemetry.goodput import AGREEMENT_S
 from elasticd_agent.telemetry.metric_table import MetricSpec
 
-CHECKS = 16
+CHECKS = 12
+GPUS = 8
 """More health checks than most nodes have: seven of elasticd's own, the others directories and plugins."""
 
 
@@ -19,9 +20,16 @@ def job_page() -> str:
 
 
 def node_page() -> str:
-    in_a_job, own, each = max_series(8), max_node_series(0), max_node_series(1) - max_node_series(0)
-    three = 3 * in_a_job + own + each * CHECKS
-    text = NODE_SERIES.format(job=in_a_job, own=own, each=each, checks=CHECKS, three=three)
+    in_a_job, own = max_series(8), max_node_series(0, 0)
+    text = NODE_SERIES.format(
+        job=in_a_job,
+        own=own,
+        each=max_node_series(1, 0) - own,
+        gpu=max_node_series(0, 1) - own,
+        checks=CHECKS,
+        gpus=GPUS,
+        three=3 * in_a_job + max_node_series(CHECKS, GPUS),
+    )
     return "\n\n".join([NODE, _table("`node`", node.METRICS), text]) + "\n"
 
 
@@ -35,9 +43,9 @@ def max_series(ranks: int) -> int:
     return sum(series(spec, ranks) for spec in job.METRICS)
 
 
-def max_node_series(checks: int) -> int:
-    """The series of a node with this many health checks, without those of its jobs."""
-    return sum(series(spec, checks) for spec in node.METRICS)
+def max_node_series(checks: int, gpus: int) -> int:
+    """The series of a node with this many health checks and GPUs, without those of its jobs."""
+    return sum(series(spec, gpus if "gpu" in spec.labels else checks) for spec in node.METRICS)
 
 
 def _table(labels: str, specs: Iterable[MetricSpec]) -> str:
@@ -135,8 +143,8 @@ its jobs continue."""
 NODE_SERIES = """## How many series
 
 At most {own}, and {each} for each health check that is not skipped (`gpus`, `memory`, one for each directory and plugin
-...). A job with 8 ranks on the node has at most {job}; three such jobs and {checks} checks result in {three}: fewer
-than 1,000. At most 500 series of a runner's reply are forwarded, and only those of its job.
+...), {gpu} for each GPU. A job with 8 ranks on the node has at most {job}; three such jobs, {checks} checks and {gpus}
+GPUs result in {three}. At most 500 series of a runner's reply are forwarded, and only those of its job.
 
 A scrape with three runners takes 8 ms with a free core, and 12 ms of processor time in all processes
 (`benchmarks/scrape.py`)."""

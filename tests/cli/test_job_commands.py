@@ -119,7 +119,7 @@ def test_job_from_submit_to_cancel(node: MakeNode) -> None:
     assert ask("submit", str(path)) == "llama\n"
     ask("submit", str(path), code=1, err="elasticd submit: job 'llama' has not ended")
     ask("submit", "--check", str(path), code=1, err="elasticd submit: job 'llama' has not ended")
-    assert ask("queue") == "no job is pending\n"
+    n1.until(lambda: ask("queue") == "no job is pending\n", "the job to be placed")
     n1.wait_for_step(30)
     (row,) = table(ask("jobs"))
     assert (row["JOB"], row["STATE"], row["NODES"], row["SLOTS"]) == ("llama", "running", "n1", "2")

@@ -8,7 +8,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from docs.generate.metrics import CHECKS, max_node_series, max_series
+from docs.generate.metrics import CHECKS, GPUS, max_node_series, max_series
 from elasticd_agent.node import metrics as node_metrics
 from elasticd_agent.node.metrics import NodeMetrics, RunnerScraper, filter_samples, merge_pages
 from elasticd_agent.system.control_socket import ControlSocketError
@@ -163,10 +163,11 @@ def test_node_with_3_jobs_of_8_ranks_has_at_most_1000_series() -> None:
         for spec in (node_metrics.CHECK_FAILING, node_metrics.CHECK_SECONDS)
         for number in range(CHECKS)
     }
+    gpus = {(spec, (str(gpu),)): 1.0 for spec in node_metrics.METRICS if "gpu" in spec.labels for gpu in range(GPUS)}
     jobs = RunnerScraper("node-a", lambda job, number, within_s: pages[job]).scrape([(job, 1) for job in pages])
-    page = merge_pages([node.render({**GAUGES, **checks}), *jobs])
+    page = merge_pages([node.render({**GAUGES, **checks, **gpus}), *jobs])
     series = [line for line in page.splitlines() if not line.startswith(b"#")]
-    assert len(series) == len(set(series)) == 3 * max_series(8) + max_node_series(CHECKS)
+    assert len(series) == len(set(series)) == 3 * max_series(8) + max_node_series(CHECKS, GPUS)
     assert len(series) <= 1000
     assert len(list(text_string_to_metric_families(page.decode()))) > 40
     assert promtool(page) == (0, b"")

@@ -204,7 +204,7 @@ def test_kinds_are_the_promised_ones() -> None:
     """Adding a kind is fine, so add it here; renaming or removing one breaks readers."""
     assert [kind.kind for kind in EVENT_TYPES] == [
         "round_published", "group_started", "first_step", "work_recovered", "worker_exited", "checkpoint_saved",
-        "checkpoint_skipped", "checkpoint_failed", "checkpoint_dropped", "resumed", "paused", "pause_ended",
+        "checkpoint_skipped", "checkpoint_failed", "checkpoint_dropped", "scalars", "resumed", "paused", "pause_ended",
         "store_unavailable", "store_available", "hang_suspected", "hang_cleared", "hang_detected", "straggler",
         "launcher_ready", "store_exited", "group_ended",
         "process_unkillable", "process_reaped", "stop_requested", "waiting", "job_ended", "agent_started",
