@@ -101,8 +101,8 @@ def kill_node(launcher: int) -> None:
 def lose_nodes(megabytes: float, nodes: int, losses: int, every: float, scratch: Path) -> Found:
     """One job for each loss."""
     found = []
-    with etcd_servers() as etcd:
-        for number in range(losses):
+    for number in range(losses):
+        with etcd_servers() as etcd:  # it ends with the job's processes
             meet = ["--nnodes", f"{nodes - 1}:{nodes}", "--rdzv-backend", "etcd", "--rdzv-id", f"resume-{number}"]
             meet += ["--rdzv-endpoint", f"127.0.0.1:{etcd.port}", "--local-addr", "127.0.0.1"]
             options = [[*meet, "--node-id", f"n{node}"] for node in range(nodes)]
