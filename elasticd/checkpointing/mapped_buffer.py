@@ -67,16 +67,20 @@ class MappedBuffer:
         self._fd = fd
         self._safe = min(self._mapped, os.fstat(fd).st_size)
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def write(self, offset: int, data: bytes | memoryview) -> None:
         """Raises OSError."""
         end = offset + len(data)
+        if not len(data):
+            return
         if end <= self._safe:
-            ctypes.memmove(self._address + offset, ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data))
+            source = data if isinstance(data, bytes) else ctypes.addressof(ctypes.c_char.from_buffer(data))
+            ctypes.memmove(self._address + offset, source, len(data))
             return
         if self._thread is None:
-            self._written.append((offset, end))
+            start = self._written.pop()[0] if self._written and self._written[-1][1] == offset else offset
+            self._written.append((start, end))
         self.fits = not self._mapped
-        write_at(self._fd, offset, data)
+        write_at(self._fd, offset, memoryview(data))
 
     def end(self) -> None:
         """Map the buffer for the next copies, unless that has been done."""
@@ -93,6 +97,7 @@ class MappedBuffer:
     def _map(self, fd: int) -> None:
         try:
             mapped = mmap.mmap(fd, 0)
+            mapped.madvise(mmap.MADV_DONTFORK)  # a child would keep the memory after its writer has died
         except (OSError, ValueError):
             return
         finally:

@@ -22,7 +22,7 @@ from elasticd.checkpointing.atomic_write import Staging
 from elasticd.checkpointing.buffers import WriteTask
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import STATE, FileState, Manifest
-from elasticd.checkpointing.mapped_copy import MappedBuffers
+from elasticd.checkpointing.mapped_buffer import MappedBuffers
 from elasticd.checkpointing.object_store import url_of
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.shard_plan import ShardPlan
@@ -155,12 +155,16 @@ class ShardedSaver:
                     saver.report_refusal(answer["refused"], draft.step)
                 token: str = answer["token"]
                 return token
-            for name, (offset, size) in files.items():
+            for name, (offset, _) in files.items():
                 content = self._content(name, plan, layout)
-                if name == shard_plan.file_name(saver.group.rank):
-                    self._mapped.copy(fd, offset, size, content)
-                else:
+                if name != shard_plan.file_name(saver.group.rank):  # its size differs from save to save
                     shard_plan.write_pieces(fd, offset, content)
+                    continue
+                buffer = self._mapped.begin(fd)
+                for piece in content:
+                    buffer.write(offset, piece)
+                    offset += len(piece)
+                buffer.end()
         finally:
             if fd >= 0:
                 os.close(fd)

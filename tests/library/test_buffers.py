@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -121,6 +122,22 @@ def test_second_copy_goes_to_mapped_memory(memory: list[int], monkeypatch: pytes
     monkeypatch.setattr(mapped_buffer, "write_at", None)
     copy(buffer, memory[1], {offset: data.swapcase() for offset, data in pieces.items()})
     assert buffer.fits
+
+
+def test_pieces_of_any_size_are_whole(memory: list[int]) -> None:
+    """Written, mapped, and mapped again; of bytes and of memory, at odd offsets."""
+    pieces = [b"", b"a", b"b" * 4095, b"c" * MIB, b"d" * 4097]
+    buffer, offsets = MappedBuffer(), [1, *(1 + end for end in itertools.accumulate(map(len, pieces)))]
+    for turn in range(3):
+        buffer.begin(memory[1])
+        for offset, piece in zip(offsets, pieces, strict=False):
+            buffer.write(offset, piece if turn % 2 else memoryview(bytearray(piece)))
+        buffer.end()
+        assert os.pread(memory[1], 2 * MIB, 0) == b"\0" + b"".join(pieces)
+        pieces = [piece.swapcase() for piece in pieces]
+        assert buffer._thread is not None
+        buffer._thread.join()
+    assert (buffer._written, buffer.fits) == ([(1, offsets[-1])], True)
 
 
 @pytest.mark.parametrize("size", [100, 2 * MIB], ids=["shorter than what is mapped", "longer"])
