@@ -77,6 +77,7 @@ class Adversary:
     canary: Path = field(init=False)
     _before: Mapping[str, object] = field(init=False)
     _listener: socket.socket = field(init=False)
+    _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
         self.canary = self.work / "canary"
@@ -85,10 +86,13 @@ class Adversary:
         self._before = self._canary()
         self.etcd.ask_for_passwords(STORE_USER, PASSWORD, names.ROOT + "/")
         self._listener = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=self._listen, name="forged node", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="forged node", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes its accept(), which close() does not
         self._listener.close()
+        self._thread.join()
 
     # ---- jobs
 

@@ -51,7 +51,7 @@ _EXPECTED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class RecordedCommit:
     """What the record of a rank has of one step."""
 
     random_state: dict[str, Any]
@@ -59,7 +59,7 @@ class Commit:
     pieces: bytes
     """Of parameters: ranks with different ones have diverged. An expected commit has none."""
 
-    def draws_as(self, other: Commit) -> bool:
+    def draws_as(self, other: RecordedCommit) -> bool:
         return state.to_bytes(self.random_state) == state.to_bytes(other.random_state)
 
 
@@ -133,7 +133,7 @@ class CommitRecord:
 
 def read(
     path: str, step: int, buffers: list[torch.Tensor], parameters: list[torch.Tensor], expected: bool = False
-) -> Commit | None:
+) -> RecordedCommit | None:
     """What a rank has committed as of `step`, or has expected to; None if it has not reached that step, or has left it.
 
     `buffers` and `parameters` have the shapes of the rank's.
@@ -160,7 +160,7 @@ def read(
         end = at + buffer.numel() * buffer.element_size()
         copies.append(_tensor(slot[at:end], buffer))
         at = end
-    return Commit({"torch": generator, **others}, copies, slot[places.pieces : places.buffers])
+    return RecordedCommit({"torch": generator, **others}, copies, slot[places.pieces : places.buffers])
 
 
 def last_step(path: str) -> int:
