@@ -81,7 +81,7 @@ def test_status_leads_with_the_problem() -> None:
 def test_watch_of_all_jobs_and_nodes() -> None:
     row = {k: v for k, v in a_job().items() if k not in ("assignments", "progress")}
     node = {"node": "a", "state": "ready", "used": 2, "slots": 4, "jobs": ["llama"], "reason": ""}
-    agent = Agent(iter([{"jobs": [row]}, {"nodes": [node]}, {"jobs": []}, 403]))
+    agent = Agent(iter([{"jobs": [row]}, {"nodes": [node]}, a_job(), {"jobs": []}, 403]))
     with pytest.raises(RequestFailed):
         agent.watched(None)
     assert "llama  running" in agent.shown[0] and "ready  2/4" in agent.shown[0]

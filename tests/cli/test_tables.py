@@ -57,13 +57,16 @@ def test_top_has_progress_problems_and_the_queue() -> None:
     progress = {"round": 3, "phase": "stopping", "world_size": 8, "step": 12345, "steps_per_second": 3.14159,
                 "goodput": 0.5, "restarts": 2}  # fmt: skip
     both = {
-        "jobs": [JOB, {**JOB, "job": "b", "state": "pending", "nodes": [], "slots": 0, "reason": "pending: needs"}],
+        "jobs": [
+            JOB,
+            {**JOB, "job": "b", "state": "pending", "nodes": [], "slots": 0, "reason": "pending: needs", "place": 1},
+        ],
         "nodes": [{"node": "a", "state": "ready", "used": 8, "slots": 16}],
         "status": {"llama": {**JOB, "progress": progress}},
     }
     assert tables.overview(both) == (
-        "1 job running, 1 pending; 8 of 16 slots in use\n"
-        "llama: stopping: The workers of round 3 are being stopped.\n\n"
+        "elasticd: llama: stopping: The workers of round 3 are being stopped.\n"
+        "1 job running, 1 pending; 8 of 16 slots in use\n\n"
         "JOB    STATE    WORKERS  NODES  STEP    STEPS/S  GOODPUT  RESTARTS  AGE\n"
         "llama  running  8/8      a,b    12,345  3.14     50.0 %   2         3h20m\n\n"
         "NODE  STATE  USED  GPUS  JOBS  ADDRESS  VERSION  REASON\n"
@@ -71,6 +74,26 @@ def test_top_has_progress_problems_and_the_queue() -> None:
         "JOB  STATE    NODES  SLOTS  AGE    REASON\n"
         "b    pending  -      -      3h20m  pending: needs\n"
     )
+
+
+def test_status_of_everything_begins_with_what_is_wrong() -> None:
+    ended = {**JOB, "state": "failed", "ended_at": 1.0, "ended_seconds": 700.0, "reason": "rank 3:\nValueError"}
+    both = {
+        "jobs": [{**ended, "job": "old", "ended_seconds": 4e3}, ended, {**ended, "job": "new", "ended_seconds": 7.0}],
+        "nodes": [
+            {"node": "a", "state": "ready", "used": 0, "slots": 16},
+            {"node": "b", "state": "quarantined", "slots": 16, "reason": "disk: full"},
+            {"node": "c", "state": "draining", "slots": 16, "reason": "by ann"},
+        ],
+        "status": {},
+    }
+    assert tables.overview(both, ended=True).startswith(
+        "elasticd: b: quarantined: disk: full\n"
+        "elasticd: new: failed 7s ago: rank 3:\\nValueError\n"
+        "elasticd: llama: failed 11m ago: rank 3:\\nValueError\n"
+        "0 jobs running, 0 pending; 0 of 48 slots in use\n\nno job runs\n\nNODE "
+    )
+    assert "old" in tables.overview(both, ended=True) and "old" not in tables.overview(both)
 
 
 def test_trial_names_the_nodes_that_refuse() -> None:

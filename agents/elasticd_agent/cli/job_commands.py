@@ -159,21 +159,21 @@ def _queue(client: AgentClient, options: argparse.Namespace) -> int:
 
 
 def _status(client: AgentClient, options: argparse.Namespace) -> int:
-    if options.watch:
-        from elasticd_agent.cli.status_watch import watch
+    from elasticd_agent.cli.status_watch import fetch_overview, watch
 
+    if options.watch:
         return watch(client, options.job, options.every, as_json=options.json)
-    found = fetch_status(client, options.job)
     if options.job is None:
+        found = fetch_overview(client)
         _print_problems(found)
-        return _show(options, found, tables.overview)
-    return _show(options, found, lambda it: _status_page(JobStatus.from_dict(it)))
+        return _show(options, found, lambda it: tables.overview(it, ended=True))
+    return _show(options, fetch_status(client, options.job), lambda it: _status_page(JobStatus.from_dict(it)))
 
 
 def _top(client: AgentClient, options: argparse.Namespace) -> int:
-    from elasticd_agent.cli.status_watch import fetch_top, watch
+    from elasticd_agent.cli.status_watch import watch
 
-    return watch(client, None, options.every, as_json=options.json, fetch=fetch_top)
+    return watch(client, None, options.every, as_json=options.json)
 
 
 def _status_page(job: JobStatus) -> str:

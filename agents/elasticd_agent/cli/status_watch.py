@@ -19,9 +19,8 @@ from elasticd_agent.node.api.client import AgentClient, RequestFailed, Unreachab
 from elasticd_agent.node.api.schema import JobStatus
 from elasticd_agent.node.dashboard import chart
 
-Fetch = Callable[[AgentClient, str | None], dict[str, Any]]
 TOP_JOBS = 32
-"""Of more running jobs `elasticd top` shows steps and rates of the first ones: each costs a request."""
+"""Of more running jobs steps, rates and problems of the first ones are shown: each costs a request."""
 SPARKS = " ▁▂▃▄▅▆▇█"
 SPARK_COLUMNS, SPARK_S = 40, 600.0
 _STYLES = {
@@ -61,18 +60,18 @@ def _show_below(page: str) -> None:
     _print(f"--- {time.strftime('%H:%M:%S')}\n{page}\n")
 
 
-def watch(client: AgentClient, job: str | None, every_s: float, *, as_json: bool, fetch: Fetch = fetch_status) -> int:
-    """Returns the exit code. Raises Unreachable, RequestFailed."""
+def watch(client: AgentClient, job: str | None, every_s: float, *, as_json: bool) -> int:
+    """Without `job`, what runs. Returns the exit code. Raises Unreachable, RequestFailed."""
     try:
         if as_json or not sys.stdout.isatty():
-            return follow(client, job, every_s, _show_below, as_json=as_json, fetch=fetch)
+            return follow(client, job, every_s, _show_below, as_json=as_json)
         with _terminal() as show:
-            return follow(client, job, every_s, show, fetch=fetch)
+            return follow(client, job, every_s, show)
     except KeyboardInterrupt:
         return 0
 
 
-def fetch_top(client: AgentClient, job: str | None = None) -> dict[str, Any]:
+def fetch_overview(client: AgentClient) -> dict[str, Any]:
     """All jobs and nodes, and in "status" the running jobs whole, as far as they answer."""
     found = fetch_status(client, None)
     running = [row["job"] for row in found["jobs"] if row.get("state") in ("running", "starting", "leaving")]
@@ -90,7 +89,6 @@ def follow(
     show: Callable[[str], None],
     *,
     as_json: bool = False,
-    fetch: Fetch = fetch_status,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
@@ -100,7 +98,7 @@ def follow(
     while True:
         ended = False
         try:
-            answer = fetch(client, job)
+            answer = fetch_overview(client) if job is None else fetch_status(client, job)
             if as_json:
                 _print(json.dumps(answer, ensure_ascii=False) + "\n")
             if job is None:

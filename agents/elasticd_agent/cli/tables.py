@@ -31,6 +31,10 @@ SHOWN_RANKS = 64
 """Of more ranks, those with the oldest progress are shown."""
 SHOWN_ROUNDS = 20
 """Of more rounds, the newest are shown; --json has up to a hundred."""
+SHOWN_PROBLEMS = 20
+RECENT_S = 3600.0
+FAILING = ("offline", "quarantined")
+"""States of a node that nobody asked for."""
 _NAME = 11
 
 
@@ -143,18 +147,37 @@ def status(job: JobStatus) -> str:
     return page
 
 
-def overview(both: Mapping[str, Any]) -> str:
-    """All jobs, all nodes; what runs comes first if its progress is there. Raises WireError."""
+def overview(both: Mapping[str, Any], *, ended: bool = False) -> str:
+    """What is wrong, the running jobs, all nodes, the pending jobs and, if asked for, the `ended` ones. Raises
+    WireError.
+    """
     listed = [JobSummary.from_dict(row) for row in both["jobs"]]
     ready = [NodeSummary.from_dict(row) for row in both["nodes"]]
-    if "status" not in both:
-        return jobs(listed) + "\n" + nodes(ready)
     running = [JobStatus.from_dict(one) for one in both["status"].values()]
-    others = [row for row in listed if row.job not in both["status"] and not row.ended]
+    others = [row for row in listed if row.job not in both["status"] and (ended or not row.ended)]
+    pending = sum(1 for row in listed if row.place is not None)
     used, slots = sum(row.used for row in ready), sum(row.slots for row in ready)
-    head = f"{count(len(running), 'job')} running, {len(others)} pending; {used} of {count(slots, 'slot')} in use\n"
-    problems = "".join(f"{visible(job.job)}: {line}" for job in running if (line := problem_line(job, "")))
-    return head + problems + "\n" + _running(running) + "\n" + nodes(ready) + ("\n" + jobs(others) if others else "")
+    head = f"{count(len(running), 'job')} running, {pending} pending; {used} of {count(slots, 'slot')} in use\n"
+    tables = [_running(running), nodes(ready), *([jobs(others)] if others else [])]
+    return wrong(listed, ready, running) + head + "\n" + "\n".join(tables)
+
+
+def wrong(listed: Sequence[JobSummary], ready: Sequence[NodeSummary], running: Sequence[JobStatus]) -> str:
+    """A line for each problem of a running job, for each node that fails, and for each job that failed in the last
+    hour; "" if there is none.
+    """
+    lines = [f"{job.job}: {line}" for job in running if (line := problem_line(job, "").rstrip())]
+    lines += [f"{row.node}: {_with_reason(row.state, row.reason)}" for row in ready if row.state in FAILING]
+    recent = [row for row in listed if row.state == "failed" and (row.ended_seconds or 0) < RECENT_S]
+    for row in sorted(recent, key=lambda row: row.ended_seconds or 0):
+        lines.append(f"{row.job}: {_with_reason(f'failed {_age(row.ended_seconds)} ago', row.reason)}")
+    more = len(lines) - SHOWN_PROBLEMS
+    shown = [f"elasticd: {visible(line)}\n" for line in lines[:SHOWN_PROBLEMS]]
+    return "".join(shown) + (f"elasticd: and {count(more, 'more problem')}\n" if more > 0 else "")
+
+
+def _with_reason(state: str, reason: str) -> str:
+    return f"{state}: {reason}" if reason else state
 
 
 def _running(rows: Sequence[JobStatus]) -> str:

@@ -70,6 +70,8 @@ REPLACEMENT_CHECK_S = 20.0
 """The main loop waits for it, and systemd's watchdog may be as short as 30 s (deploy/systemd)."""
 MAX_HEALTHY_LAG_S = 30.0
 """A main loop that has not run for this long is stuck; its own timers are far shorter."""
+GC_THRESHOLDS = (20_000, 20, 20)
+"""The store's records have no cycles: with Python's own thresholds lists of 10,000 jobs take twice the time."""
 _SIGNAL_REQUESTS: Mapping[int, SignalRequest] = {
     signal.SIGTERM: SignalRequest("drain", "SIGTERM"),
     signal.SIGINT: SignalRequest("drain", "SIGINT"),
@@ -88,7 +90,7 @@ def agent(argv: Sequence[str]) -> int:
     settings = _load_settings(options)
     if options.check:
         return 0
-    gc.set_threshold(20_000, 20, 20)  # the store's records have no cycles: lists of 10,000 jobs take half the time
+    gc.set_threshold(*GC_THRESHOLDS)
     faulthandler.enable()  # systemd's watchdog ends a hung agent with SIGABRT: the journal then has its stacks
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     with signals_to_inbox(inbox):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import builtins
 import threading
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document
@@ -19,8 +20,16 @@ from elasticd_agent.store import Store, Versioned, Watch
 D = TypeVar("D", bound=Document)
 
 
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    items: dict[str, Versioned]
+    """What was decoded; never changed."""
+    records: dict[str, Document]
+    errors: dict[str, str]
+
+
 class StoreCache:
-    """`read_records`, `invalidate` and `clear` may be called from any thread, the rest belongs to one.
+    """`list`, `read_records`, `invalidate` and `clear` may be called from any thread, the rest belongs to one.
 
     Reading may raise StoreUnavailable. `log` receives one sentence for each key whose record cannot be decoded.
     `changed` is called from a watch's thread.
@@ -33,7 +42,8 @@ class StoreCache:
         self._lock = threading.Lock()  # guards what follows, never held during a request
         self._generation = 0
         self._lists: dict[str, dict[str, Versioned]] = {}
-        self._decoded: dict[str, dict[str, tuple[Versioned, Document]]] = {}
+        self._reading: dict[str, object] = {}
+        self._decoded: dict[str, _Decoded] = {}
         self._reported: set[str] = set()
         self._watches: dict[str, Watch] = {}
         self._users: dict[str, set[object]] = {}
@@ -68,8 +78,9 @@ class StoreCache:
         """`key` may have changed; a watch that may have missed changes names its whole prefix."""
         with self._lock:
             self._generation += 1
-            for prefix in [p for p in self._lists if key.startswith(p) or p.startswith(key)]:
-                del self._lists[prefix]
+            for known in (self._lists, self._reading):
+                for prefix in [p for p in known if key.startswith(p) or p.startswith(key)]:
+                    del known[prefix]
 
     def clear(self) -> None:
         """Read everything again at its next use."""
@@ -77,6 +88,7 @@ class StoreCache:
             self._generation += 1
             self._decoded = {prefix: self._decoded[prefix] for prefix in self._lists if prefix in self._decoded}
             self._lists.clear()
+            self._reading.clear()
 
     def refresh(self, now: float, every_s: float) -> bool:
         """Clear the cache every `every_s`, because a watch is a hint and may miss something. True: it was cleared."""
@@ -96,18 +108,17 @@ class StoreCache:
     def list(self, prefix: str) -> dict[str, Versioned]:
         """Every key that begins with `prefix`. Callers must not change it."""
         with self._lock:
-            copy = self._lists.get(prefix)
-            if copy is not None:
-                return copy
-            # Before the read: a change during it removes the list again, so that the next use reads it once more.
-            self._lists[prefix] = copy = {}
-        try:
-            copy.update(self._store.list(prefix))
-        except BaseException:
-            with self._lock:
-                self._lists.pop(prefix, None)
-            raise
-        return copy
+            known = self._lists.get(prefix)
+            if known is not None:
+                return known
+            # Before the read: a change during it removes this mark, so that the next use reads it once more.
+            mark = self._reading[prefix] = object()
+        read = self._store.list(prefix)
+        with self._lock:
+            if self._reading.get(prefix) is mark:
+                del self._reading[prefix]
+                self._lists[prefix] = read
+        return read
 
     def records(self, prefix: str, kind: type[D]) -> builtins.list[D]:
         """The records below `prefix` that can be decoded."""
@@ -123,9 +134,14 @@ class StoreCache:
             self._log(errors[key])
         return records, [*errors]
 
-    def read_records(self, prefix: str, kind: type[D], log: Callable[[str], None]) -> builtins.list[D]:
-        """The records that the store holds at this moment, for people. `log` receives every decoding error."""
-        records, errors = self._decode(prefix, self._store.list(prefix), kind)
+    def read_records(
+        self, prefix: str, kind: type[D], log: Callable[[str], None], *, watched: bool = False
+    ) -> builtins.list[D]:
+        """The records that the store holds at this moment, for people; `watched`: what a watch of them has kept current
+        will do. `log` receives every decoding error.
+        """
+        items = self.list(prefix) if watched and prefix in self._watches else self._store.list(prefix)
+        records, errors = self._decode(prefix, items, kind)
         for error in errors.values():
             log(error)
         return records
@@ -134,20 +150,17 @@ class StoreCache:
         self, prefix: str, items: dict[str, Versioned], kind: type[D]
     ) -> tuple[builtins.list[D], dict[str, str]]:
         with self._lock:
-            before = self._decoded.get(prefix, {})
-        after: dict[str, tuple[Versioned, Document]] = {}
-        records: builtins.list[D] = []
-        errors: dict[str, str] = {}
-        for key, item in items.items():
-            known = before.get(key)
-            try:
-                record = known[1] if known is not None and known[0] == item else decode_record(kind, key, item.value)
-            except WireError as error:
-                errors[key] = str(error)
-                continue
-            assert isinstance(record, kind)
-            after[key] = item, record
-            records.append(record)
-        with self._lock:
-            self._decoded[prefix] = after
-        return records, errors
+            before = self._decoded.get(prefix) or _Decoded({}, {}, {})
+        if before.items is not items:
+            records: dict[str, Document] = {}
+            errors: dict[str, str] = {}
+            for key, item in items.items():
+                try:
+                    known = before.records.get(key) if before.items.get(key) == item else None
+                    records[key] = known or decode_record(kind, key, item.value)
+                except WireError as error:
+                    errors[key] = str(error)
+            before = _Decoded(items, records, errors)
+            with self._lock:
+                self._decoded[prefix] = before
+        return cast(list[D], [*before.records.values()]), before.errors

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import re
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -14,9 +17,15 @@ from hypothesis import strategies as st
 
 from elasticd_agent.cli.job_commands import run_command
 from elasticd_agent.node import keys as names
+from elasticd_agent.node.agent import GC_THRESHOLDS
 from elasticd_agent.node.api.client import Reply
+from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.node.dashboard.login import COOKIE, LoginCookies
-from elasticd_agent.node.records import JobResult, RunnerStatus
+from elasticd_agent.node.dashboard.routes import DashboardRoutes, ResponseCache
+from elasticd_agent.node.records import JobResult, Placement, RunnerStatus, Submission
+from elasticd_agent.node.scheduler import job_queue
+from elasticd_agent.node.scheduler.policy import BEHIND_OTHERS
+from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.system.http_auth import BURST, TokenAuth
 from tests.faults.job import until
 from tests.node.dashboard.conftest import NOW, Serve
@@ -348,6 +357,43 @@ def test_job_page_is_complete_without_script(serve: Serve) -> None:
     text = "".join(read(page).text)
     for part in ("step 7", "rank 0", "Rounds", "the last", "step 1\n"):
         assert part in text, part
+
+
+@pytest.mark.system
+def test_ten_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, collector: None) -> None:
+    """Of processor time, from the request to the page, client included: others are busy, too."""
+
+    def routes(api: ApiRoutes, token: TokenAuth, tls: bool) -> DashboardRoutes:
+        cookies = LoginCookies(token, lambda: NOW, tls=tls)
+        return DashboardRoutes(api, token, cookies, "0.1.0", _overviews=ResponseCache(0.0))
+
+    with closing(Served(tmp_path / "n", now=lambda: NOW, front=routes)) as one:
+        cache = one.service.cache = StoreCache(one.store, print)
+        cache.watch("this test", job_queue.CACHED)
+        for n in range(1, 10_001):
+            job = Submission(f"j{n}", n, '{"command": ["x.py"]}', 1, 1, 1, 1, submitted_by=f"user-{n % 50}")
+            placement = Placement(job.job, n, (), BEHIND_OTHERS)
+            for key, record in ((names.SUBMISSIONS, job), (names.PLACEMENTS, placement)):
+                assert one.store.compare_and_swap(key + job.job, None, record.to_json()) is not None
+        one.announce()
+        cookie, took = come_in(one), []
+        for path, listed in (("/", "10,000"), ("/?q=user-7+pending", "200"), ("/?state=pending&page=90", "10,000")) * 2:
+            began = time.process_time()
+            page = browse(one, path, cookie).body
+            took.append(time.process_time() - began)
+            assert f"of {listed} jobs" in page.decode() and len(page) < 150_000
+        assert min(took) < 0.2, took
+        one.store.is_down = True
+        assert b"127.0.0.1:2379 refuses connections" in browse(one, "/", cookie).body
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    """Garbage collection as the agent has it."""
+    before = gc.get_threshold()
+    gc.set_threshold(*GC_THRESHOLDS)
+    yield
+    gc.set_threshold(*before)
 
 
 def test_page_reports_a_store_outage(serve: Serve) -> None:

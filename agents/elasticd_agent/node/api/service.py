@@ -69,9 +69,9 @@ class JobService:
         return views.jobs(view, self.clock()), problems
 
     def overview(self) -> tuple[list[JobSummary], list[NodeSummary], list[str]]:
-        """Every job and every node of one reading, and the same sentences."""
+        """Every job and every node, as this agent knows them, and the same sentences."""
         problems: list[str] = []
-        view = self._view(problems.append)
+        view = job_queue.read_view(self.store, problems.append, self.cache, watched=True)
         return views.jobs(view, self.clock()), views.nodes(view), problems
 
     def job(self, name: str) -> JobStatus:

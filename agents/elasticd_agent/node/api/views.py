@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from elasticd_agent.node.api.schema import AssignmentStatus, JobProgress, JobStatus, JobSummary, NodeSummary, Requested
 from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, RunnerStatus, Submission
@@ -58,7 +59,8 @@ class _Index:
     results: dict[JobKey, JobResult]
     placements: dict[JobKey, Placement]
     runners: dict[JobKey, dict[str, RunnerStatus]]
-    head_of_queue: Submission | None
+    reasons: dict[str, str]
+    """A placement's reason -> for people."""
     places: dict[JobKey, int]
     """In the queue, from 1."""
 
@@ -70,9 +72,10 @@ class _Index:
                 runners.setdefault((one.job, one.number), {})[node.node] = one
         results = {(one.job, one.number): one for one in view.results}
         placements = {(one.job, one.number): one for one in view.placements}
-        head = policy.head_of_queue(view)
-        places = {(one.job, one.number): place for place, one in enumerate(policy.queue(view, head), 1)}
-        return cls(results, placements, runners, head, places)
+        head, queue = policy.queue(view)
+        places = {(one.job, one.number): place for place, one in enumerate(queue, 1)}
+        reasons = {reason: policy.describe(reason, head) for reason in {one.reason for one in view.placements}}
+        return cls(results, placements, runners, reasons, places)
 
 
 def _summary(submission: Submission, index: _Index, now: float) -> JobSummary:
@@ -83,7 +86,6 @@ def _summary(submission: Submission, index: _Index, now: float) -> JobSummary:
         submitted = submission, _elapsed(submission.submitted_at, now)
         return _ended(result, now, submitted, leaving=tuple(sorted(nodes_still_running(runners))))
     assigned = placement.assignments if placement is not None else ()
-    reason = NOT_SCHEDULED_YET if placement is None else policy.describe(placement.reason, index.head_of_queue)
     return JobSummary(
         job=submission.job,
         number=submission.number,
@@ -93,16 +95,20 @@ def _summary(submission: Submission, index: _Index, now: float) -> JobSummary:
         submitted_by=submission.submitted_by,
         priority=submission.priority,
         state=_state(placement, runners),
-        nodes=tuple(one.node for one in assigned),
-        slots=sum(len(one.slots) for one in assigned),
+        nodes=tuple([one.node for one in assigned]),
+        slots=sum([len(one.slots) for one in assigned]),
         place=index.places.get(key),
-        reason=reason,
+        reason=NOT_SCHEDULED_YET if placement is None else index.reasons[placement.reason],
     )
 
 
 def _requested(submission: Submission) -> Requested:
-    nodes, slots = (submission.min_nodes, submission.max_nodes), (submission.min_slots, submission.max_slots)
-    return Requested(nodes=nodes, slots=slots)
+    return _of_range(submission.min_nodes, submission.max_nodes, submission.min_slots, submission.max_slots)
+
+
+@lru_cache(64)
+def _of_range(min_nodes: int, max_nodes: int, min_slots: int, max_slots: int) -> Requested:
+    return Requested(nodes=(min_nodes, max_nodes), slots=(min_slots, max_slots))
 
 
 def _ended(
@@ -135,7 +141,7 @@ def _ended(
 
 def _state(placement: Placement | None, runners: dict[str, RunnerStatus]) -> str:
     if placement is None or not placement.assignments:
-        return "leaving" if nodes_still_running(runners) else "pending"
+        return "leaving" if runners and nodes_still_running(runners) else "pending"
     return "running" if any(one.state == "running" for one in runners.values()) else "starting"
 
 
@@ -161,20 +167,24 @@ def nodes(view: ClusterView) -> list[NodeSummary]:
     """Every node whose agent is registered, or that is cordoned."""
     statuses = {one.node: one for one in view.nodes}
     cordons = {one.node: one for one in view.cordons}
+    ended = {(one.job, one.number) for one in view.results}
+    assigned: dict[str, dict[str, tuple[int, ...]]] = {}
+    for placement in view.placements:
+        if placement.assignments and (placement.job, placement.number) not in ended:
+            for one in placement.assignments:
+                assigned.setdefault(one.node, {})[placement.job] = one.slots
     return [
-        node(name, statuses.get(name), cordons.get(name), view) for name in sorted(statuses.keys() | cordons.keys())
+        _node(name, statuses.get(name), cordons.get(name), assigned.get(name, {}))
+        for name in sorted(statuses.keys() | cordons.keys())
     ]
 
 
-def node(name: str, status: NodeStatus | None, cordon: Cordon | None, view: ClusterView) -> NodeSummary:
+def _node(
+    name: str, status: NodeStatus | None, cordon: Cordon | None, assigned: dict[str, tuple[int, ...]]
+) -> NodeSummary:
+    """`assigned`: the slots of each job that is placed there."""
     known = status or NodeStatus(name, "", 0)
     runners = [one for one in known.runners if one.state != "refused"]
-    ended = {(one.job, one.number) for one in view.results}
-    assigned = {
-        one.job: assignment.slots
-        for one in view.placements
-        if (one.job, one.number) not in ended and (assignment := one.assignment(name)) is not None
-    }
     used = {slot for slots in (*(one.slots for one in runners), *assigned.values()) for slot in slots}
     state, reason = _node_state(status, cordon, busy=bool(runners or assigned))
     versions = {"elasticd": known.elasticd, "python": known.python, "torch": known.torch, "driver": known.driver}

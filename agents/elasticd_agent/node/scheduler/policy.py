@@ -87,28 +87,34 @@ def describe(reason: str, head: Submission | None) -> str:
 
 def head_of_queue(view: ClusterView) -> Submission | None:
     """The pending job that blocks those behind it; None if no job is blocked."""
+    return _head(_unfinished(view))
+
+
+def queue(view: ClusterView) -> tuple[Submission | None, tuple[Submission, ...]]:
+    """`head_of_queue`, and the pending jobs in the order in which they start if every job gets its minimum and none
+    ends. A queue of ten thousand jobs is put in order for each view of the dashboard.
+    """
+    unfinished = _unfinished(view)
+    head = _head(unfinished)
+    jobs = []
+    for submission, placement in unfinished:
+        assignments = {a.node: a for a in placement.assignments} if placement is not None else {}
+        jobs.append(_Job(submission, placement, assignments, {}, [], "" if placement is None else placement.reason))
+    return head, tuple([job.submission for job in _turns(jobs, head)])
+
+
+def _unfinished(view: ClusterView) -> list[tuple[Submission, Placement | None]]:
     written = {(p.job, p.number): p for p in view.placements}
-    for submission in view.unfinished():
-        placement = written.get((submission.job, submission.number))
+    return [(submission, written.get((submission.job, submission.number))) for submission in view.unfinished()]
+
+
+def _head(unfinished: list[tuple[Submission, Placement | None]]) -> Submission | None:
+    for submission, placement in unfinished:
         if placement is None or placement.assignments:
             continue
         if not placement.reason.endswith((BEHIND_OTHERS, BLOCKS_NOBODY)):
             return submission
     return None
-
-
-def queue(view: ClusterView, head: Submission | None) -> tuple[Submission, ...]:
-    """The pending jobs in the order in which they start if every job gets its minimum and none ends.
-
-    `head`: that of `head_of_queue`.
-    """
-    jobs = []
-    written = {(p.job, p.number): p for p in view.placements}
-    for submission in view.unfinished():
-        placement = written.get((submission.job, submission.number))
-        assignments = {} if placement is None else {a.node: a for a in placement.assignments}
-        jobs.append(_Job(submission, placement, assignments, {}, [], "" if placement is None else placement.reason))
-    return tuple(job.submission for job in _turns(jobs, head))
 
 
 def refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
@@ -238,8 +244,9 @@ class _Job:
         """In use, or needed to start; none of a job that cannot start."""
         if self.pending.endswith(BLOCKS_NOBODY):
             return 0
-        least = self.submission.min_nodes * self.submission.min_slots
-        return sum(len(one.slots) for one in self.assignments.values()) or least
+        if self.assignments:
+            return sum(len(one.slots) for one in self.assignments.values())
+        return self.submission.min_nodes * self.submission.min_slots
 
     def placement(self) -> Placement:
         """The placement as written if nothing has changed, so that its reason keeps what happened in earlier turns."""
@@ -342,7 +349,7 @@ def _turns(jobs: Sequence[_Job], head: Submission | None) -> Iterator[_Job]:
         first: list[_Job] = []
         queues: dict[str, deque[_Job]] = {}
         for job in of_priority:
-            if job.has_run or job.submission == head:
+            if job.has_run or job.submission is head:
                 first.append(job)
             else:
                 queues.setdefault(job.submission.submitter, deque()).append(job)
