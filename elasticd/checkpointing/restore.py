@@ -9,7 +9,7 @@ then becomes this round's own.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import json
 import logging
 import os
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import donor, retention, shard_plan, sharded, state
+from elasticd.checkpointing import donor, retention, shard_plan, sharded, state, transfer
 from elasticd.checkpointing.buffers import Snapshot, donor_of
 from elasticd.checkpointing.layout import write_at
 from elasticd.checkpointing.lineage import Entry, SkippedCheckpoint, find_damage, open_verified, walk
@@ -35,7 +35,6 @@ from elasticd.process_group import DefaultGroup
 
 logger = logging.getLogger("elasticd")
 
-_PIECE_BYTES = 64 << 20
 LOST_PART_S = 2.0
 """How long a node's part of an earlier round's checkpoint is waited for once all nodes of this round have theirs."""
 SUSPECT_AFTER = 2
@@ -220,7 +219,8 @@ class _Restore:
             first = on_disk[0].manifest if on_disk else None
             if first is None or (first.round, first.step) <= (newest.draft.round, newest.draft.step):
                 found = self._describe(newest.draft, newest.number, f"r{newest.draft.round}-s{newest.draft.step}")
-                return {**found, "on_disk": first.step if first is not None else 0}
+                alike = [each for each in in_memory if each.number != newest.number and _is_of_step(each, newest.draft)]
+                return {**found, "on_disk": first.step if first is not None else 0, "alike": bool(alike)}
         for each in skipped:
             self._skip(each.path, each.why)
         self._candidates = on_disk
@@ -328,34 +328,75 @@ class _Restore:
         if self.group.world_size == 1 and self._fd >= 0:
             return
         error = "" if self._fd >= 0 else self._open_here(chosen)
-        own = json.dumps({"host": socket.gethostname(), "error": error}).encode()
-        answers = [json.loads(each) for each in self.channel.collect("read", own, "whether it can read the state")]
+        own = {"host": socket.gethostname(), "error": error, "first": self._is_first(), "pieces": self._pieces(chosen)}
+        collected = self.channel.collect("read", json.dumps(own).encode(), "whether it can read the state")
+        answers = [json.loads(each) for each in collected]
         plan = self.channel.on_rank0("send", "which ranks need the state", lambda: self._plan_sending(chosen, answers))
         lacking = plan["receivers"]
         if lacking and chosen["number"] is not None:
-            lacking = self._send_into_memory(chosen, plan["sender"], lacking)
+            lacking = self._send_into_memory(chosen, plan)
         if lacking:
             if self.group.rank in lacking:
                 self._fd = os.memfd_create("elasticd-received", os.MFD_CLOEXEC)
-            self._broadcast(chosen, plan["sender"], self._fd if self.group.rank in lacking else -1)
+            write = functools.partial(write_at, self._fd) if self.group.rank in lacking else None
+            transfer.broadcast(self._fd, plan["sender"], [(0, chosen["bytes"])], self.group, write)
 
-    def _send_into_memory(self, chosen: Mapping[str, Any], sender: int, receivers: list[int]) -> list[int]:
+    def _is_first(self) -> bool:
+        """This rank receives a state into its node's memory, or alone."""
+        return self.saver.writer is None or self.saver.writer.share == 0
+
+    def _pieces(self, chosen: Mapping[str, Any]) -> list[str]:
+        """The checksums of what this node has in memory of the chosen step, where another node has it, too."""
+        held, writer = self._held, self.saver.writer
+        if not chosen.get("alike") or writer is None or held is None or not self._is_first():
+            return []
+        draft = parse(chosen["draft"].encode())
+        if not isinstance(draft, Manifest) or not _is_of_step(held, draft):
+            return []
+        try:
+            fd = writer.open(held.key)
+            with contextlib.closing(os.fdopen(fd, "rb", 0)):
+                return transfer.checksums(fd, chosen["bytes"])
+        except (OSError, SnapshotRefused):
+            return []
+
+    def _send_into_memory(self, chosen: Mapping[str, Any], plan: Mapping[str, Any]) -> list[int]:
         """One rank of each node receives into the node's memory, the others open it there; returns who could not."""
-        writer, buffer = self.saver.writer, -1
+        writer, receives = self.saver.writer, self.group.rank in plan["receivers"]
+        fills = receives and writer is not None and writer.share == 0
         draft = parse(chosen["draft"].encode())
         assert isinstance(draft, Manifest)
-        if self.group.rank in receivers and writer is not None and writer.share == 0:
+        patches: list[tuple[int, bytes]] = []
+        buffer = -1
+
+        def begin() -> int:
+            assert writer is not None
             with contextlib.suppress(OSError, SnapshotRefused):
-                buffer, _ = writer.begin(draft, chosen["number"], 0, 1, "")
-        self._broadcast(chosen, sender, buffer)
+                like = self._held.key if self._held is not None and plan["patched"] else None
+                return writer.begin(draft, chosen["number"], 0, 1, "", like=like)[0]
+            return -1
+
+        def write(offset: int, data: memoryview) -> None:
+            if plan["patched"]:  # the state that it has stays whole until all of them have arrived
+                patches.append((offset, bytes(data)))
+            elif buffer >= 0:
+                write_at(buffer, offset, data)
+
+        if fills and not plan["patched"]:
+            buffer = begin()
+        transfer.broadcast(self._fd, plan["sender"], plan["spans"], self.group, write if fills else None)
+        if fills and plan["patched"]:
+            buffer = begin()
         if buffer >= 0 and writer is not None:
+            for offset, data in patches:
+                write_at(buffer, offset, memoryview(data))
             os.close(buffer)
             with contextlib.suppress(OSError, SnapshotRefused):
                 writer.copied(draft, chosen["number"], 0)
                 self._held = writer.find()
         self.channel.collect("sent", b"", "whether it has received the state")
         self.channel.on_rank0("sent", "whether all nodes have received the state", dict)
-        error = self._open_here(chosen) if self.group.rank in receivers else ""
+        error = self._open_here(chosen) if receives else ""
         answers = self.channel.collect("opened", error.encode(), "whether it has the state")
 
         def lacking() -> dict[str, Any]:
@@ -364,26 +405,18 @@ class _Restore:
         ranks: list[int] = self.channel.on_rank0("opened", "which ranks lack the state", lacking)["ranks"]
         return ranks
 
-    def _broadcast(self, chosen: Mapping[str, Any], sender: int, buffer: int) -> None:
-        source = self._fd if self.group.rank == sender else buffer
-        _broadcast(source if source >= 0 else None, sender, chosen["bytes"], self.group)
-
-    def _plan_sending(self, chosen: Mapping[str, Any], answers: list[dict[str, str]]) -> dict[str, Any]:
+    def _plan_sending(self, chosen: Mapping[str, Any], answers: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Rank 0: who sends the state, and to whom: all ranks of a host where one cannot read it."""
-        errors = {answer["host"]: answer["error"] for answer in answers if answer["error"]}
-        receivers = [rank for rank, answer in enumerate(answers) if answer["error"] or answer["host"] in errors]
-        senders = [rank for rank, answer in enumerate(answers) if not answer["error"]]
-        if not senders:
-            raise CheckpointError(f"{chosen['name']} cannot be read by any rank any more: {answers[0]['error']}")
-        receivers = [rank for rank in receivers if rank != senders[0]]
-        if receivers and chosen["number"] is None:
+        plan = transfer.plan_sending(chosen["name"], answers, chosen["bytes"])
+        if plan["receivers"] and chosen["number"] is None:
+            ranks, why = plan["receivers"], answers[plan["receivers"][0]]["error"]
             reason = (
-                f"rank {', '.join(map(str, receivers))} cannot read {self.directory / chosen['name']} "
-                f"({answers[receivers[0]]['error']}); rank 0 sends it. Is the checkpoint directory shared by all nodes?"
+                f"rank {', '.join(map(str, ranks))} cannot read {self.directory / chosen['name']} ({why}); rank 0 "
+                "sends it. Is the checkpoint directory shared by all nodes?"
             )
             logger.warning(reason)
             self.events.write("message", reason, chosen["step"], path=str(self.directory))
-        return {"receivers": receivers, "sender": senders[0]}
+        return plan
 
     def _open_here(self, chosen: Mapping[str, Any]) -> str:
         """Open the chosen state; returns the error, "" for none. On each node one rank reads a file as a whole."""
@@ -488,21 +521,6 @@ class _Restore:
         writer.adopt(key, held.draft.relinked_to(self.saver.round), task)
 
 
-def _broadcast(fd: int | None, sender: int, size: int, group: DefaultGroup) -> None:
-    """Send the file `fd` of one rank to all, piece by piece, by the process group; None: this rank does not keep it."""
-    import torch
-    import torch.distributed as dist
-
-    host = torch.empty(min(_PIECE_BYTES, size), dtype=torch.uint8)
-    view = memoryview((ctypes.c_char * host.numel()).from_address(host.data_ptr())).cast("B")
-    for start in range(0, size, _PIECE_BYTES):
-        count = min(_PIECE_BYTES, size - start)
-        if group.rank == sender and fd is not None:
-            done = 0
-            while done < count:
-                done += os.preadv(fd, [view[done:count]], start + done)
-        piece = host[:count].to(group.device)
-        dist.broadcast(piece, src=sender)
-        if group.rank != sender and fd is not None:
-            host[:count].copy_(piece)
-            write_at(fd, start, view[:count])
+def _is_of_step(held: Snapshot, other: Manifest) -> bool:
+    draft = held.draft
+    return (draft.round, draft.step, draft.bytes) == (other.round, other.step, other.bytes)

@@ -1,8 +1,8 @@
 """The writer: a process on each node that holds the newest states in memory and writes them as checkpoints.
 
-    rank        begin {round, number, share, shares, size, copies, digest}
-                                                                    ->  {shares}, with a buffer's descriptor,
-                                                                        or {refused: why}
+    rank        begin {round, number, share, shares, size, copies, digest [, like]}
+                                                                    ->  {shares, like}, with a buffer's descriptor,
+                                                                        or {refused: why}; the buffer of state `like`
     rank        copied {round, number, share, files [, draft, task]}    the rank's share is in the buffer
     rank        wait {round, number}                                ->  {saved, path, why}, once that is known
     rank        settle {wait, parts_s}                              ->  {writing}: a sharded state is being written
@@ -203,7 +203,8 @@ class Writer:
             self._fail(fill, f"{DIVERGED}; rank 0 alone saves it from now on")
         fill.copying.add(rank)
         fd = self._buffers.fds[fill.buffer]
-        socket.send_fds(rank, [json.dumps({"shares": fill.shares}).encode()], [fd])
+        answer = {"shares": fill.shares, "like": bool(message.get("like"))}
+        socket.send_fds(rank, [json.dumps(answer).encode()], [fd])
 
     def _begin(self, key: Key, message: Message) -> Fill:
         fill = Fill(key, 1 if self._diverged == key[0] else message["shares"], -1, message["digest"])
@@ -220,7 +221,7 @@ class Writer:
             if len(older.copied) + len(older.copying) < older.shares:
                 self._fail(older, "a later save began before every rank had copied its share")
         self._fills = [fill, *(older for older in self._fills if older.copying)]
-        fill.buffer = self._free_buffer()
+        fill.buffer = self._buffer_like(message["like"]) if message.get("like") else self._free_buffer()
         if fill.buffer < 0:
             fill.refused = "an earlier save is still being copied"
         else:
@@ -234,6 +235,11 @@ class Writer:
                 why = "the disk is slower than the saves: a newer state took its place in memory"
                 self._finish(held, None, why, kind="checkpoint_dropped")
         return fill
+
+    def _buffer_like(self, key: list[int]) -> int:
+        """The one with this state, if it is not being written; -1 if there is none."""
+        found = self._buffer_of((key[0], key[1]))
+        return -1 if found is None or found == self._writing else found
 
     def _free_buffer(self) -> int:
         """One that no rank fills and that is not being written; rather not the newest state. -1 if there is none."""

@@ -63,17 +63,28 @@ class WriterClient:
             os.close(fd)
 
     def begin(
-        self, draft: Manifest, number: int, share: int, shares: int, digest: str, copies: int = 2
+        self,
+        draft: Manifest,
+        number: int,
+        share: int,
+        shares: int,
+        digest: str,
+        copies: int = 2,
+        like: tuple[int, int] | None = None,
     ) -> tuple[int, int]:
         """Borrow a buffer for one of the shares of a state; returns its descriptor and how many shares there are.
 
-        `copies`: for so many states of this size there has to be memory.
+        `copies`: for so many states of this size there has to be memory. `like`: the buffer with this state, which the
+        rank will change in parts.
 
         Raises SnapshotRefused, OSError.
         """
         key = {"round": draft.round, "number": number, "share": share}
         need = {"size": draft.bytes, "copies": copies}
-        fd, answer = self._borrow({"do": "begin", **key, **need, "shares": shares, "digest": digest})
+        fd, answer = self._borrow({"do": "begin", **key, **need, "shares": shares, "digest": digest, "like": like})
+        if like is not None and not answer.get("like"):
+            os.close(fd)
+            raise SnapshotRefused("the launcher's writer is older and lends an empty buffer")
         return fd, answer["shares"]
 
     def copied(
