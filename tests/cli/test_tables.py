@@ -140,7 +140,7 @@ def test_job_page(monkeypatch: pytest.MonkeyPatch) -> None:
         "snapshot": {"step": 12_340, "round": 23, "age_seconds": 4.0}, "donor_resumes": 2, "donor_steps": 812,
         "goodput": 0.9321, "rounds": rounds,
     }  # fmt: skip
-    rounds[-1] |= {"lost_seconds": 0.42, "lost_steps": 17}
+    rounds[-1] |= {"lost_seconds": 0.42, "lost_steps": 17, "resumed_step": 1237, "donor": 2}
     ranks = [
         {"rank": 0, "node": "a", "phase": "step", "step": 12_345, "idle_seconds": 0.1, "state": "S"},
         {"rank": 1, "node": "b", "phase": "barrier", "barrier": "eval", "step": 12_345, "idle_seconds": 3.0},
@@ -171,7 +171,8 @@ def test_job_page(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert table.splitlines()[0].split() == ["ROUND", "SINCE", "WORKERS", "NODES", "LOST", "REASON"]
     assert table.splitlines()[-2:] == [
-        "23     2027-01-15 08:00:23+0000  8        a,b    0.4s, 17 steps  why",
+        "23     2027-01-15 08:00:23+0000  8        a,b    0.4s, 17 steps  "
+        "why, from step 1237, saved by rank 2 after the fault",
         "and 3 older rounds: --json",
     ]
 

@@ -310,7 +310,8 @@ def _submitted(job: JobStatus) -> str:
 
 def _round_row(one: RoundStatus) -> tuple[str, ...]:
     size = str(one.world_size) if one.world_size else "-"
-    return str(one.round), _moment(one.at), size, _names(one.nodes), _lost(one), visible(one.reason)
+    reason = ", ".join(filter(None, [one.reason, one.origin]))
+    return str(one.round), _moment(one.at), size, _names(one.nodes), _lost(one), visible(reason)
 
 
 def _lost(one: RoundStatus) -> str:

@@ -175,6 +175,7 @@ def test_progress_from_event_log_and_runner(serve: Serve) -> None:
     # 20 s until the fault, and 50 s since what it cost was made good, in 100 s.
     assert progress["goodput"] == 0.7
     assert [one["reason"] for one in progress["rounds"]] == ["first round", "rank 1 was killed"]
+    assert [(one["resumed_step"], one["donor"]) for one in progress["rounds"]] == [(None, None), (20, 0)]
     del one.answers["status"]
     progress = one.unix().get("/v1/jobs/llama").document()["progress"]
     assert (progress["step"], progress["steps_per_second"], progress["runner_problem"]) == (

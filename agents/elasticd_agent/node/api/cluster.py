@@ -261,13 +261,17 @@ def _by_rank(rows: Sequence[JobProgress], of: Callable[[JobProgress], Iterable[_
 
 
 def _merged_rounds(rows: Sequence[JobProgress]) -> tuple[RoundStatus, ...]:
-    """What a fault cost is said once, by the node that led the job through it; all else by the row that counts."""
+    """What a fault cost is said once, by the node that led the job through it, and what it resumed from by rank 0's
+    node; all else by the row that counts.
+    """
     rounds: dict[int, RoundStatus] = {}
     for row in reversed(rows):
         rounds |= {one.round: one for one in row.rounds}
     for node, one in ((row.node, one) for row in rows for one in row.rounds):
         if one.leader == node and one.lost_seconds is not None:
             rounds[one.round] = replace(rounds[one.round], lost_seconds=one.lost_seconds)
+        if one.resumed_step is not None:
+            rounds[one.round] = replace(rounds[one.round], resumed_step=one.resumed_step, donor=one.donor)
     return tuple(rounds[number] for number in sorted(rounds)[-MAX_SHOWN_ROUNDS:])
 
 

@@ -180,9 +180,10 @@ class JobTimeline:
         self.restarts = max(self.restarts, _whole(fields.get("restarts")) or 0)
 
     def _on_resumed(self, line: _Line) -> None:
-        self._round(line)
         step = self._resumed_steps[line.round] = line.step
-        if _whole(line.fields.get("donor")) is not None:  # from memory
+        donor = _whole(line.fields.get("donor"))
+        self.rounds[line.round] = replace(self._round(line), resumed_step=step, donor=donor)
+        if donor is not None:  # from memory
             self.donor_resumes += 1
             self.donor_steps += _whole(line.fields.get("steps_saved")) or 0
         elif step is not None and (self.checkpoint is None or step > self.checkpoint.step):

@@ -72,6 +72,16 @@ class RoundStatus(_Answer):
     """From the fault, or without one from the last step of the round before, to the first step of this one."""
     lost_steps: int | None = None
     """Steps that had to be trained again; None if unknown."""
+    resumed_step: int | None = None
+    donor: int | None = None
+    """The rank that saved the state of `resumed_step` after the fault; None if it was saved before."""
+
+    @property
+    def origin(self) -> str:
+        """Which rank saved the state that it resumed from, "" if that was no donor."""
+        return (
+            "" if self.donor is None else f"from step {self.resumed_step}, saved by rank {self.donor} after the fault"
+        )
 
     @property
     def planned(self) -> bool:

@@ -249,13 +249,14 @@ def _round_item(one: RoundStatus, job: JobStatus, now: float) -> Html:
     more = len(one.nodes) - _SHOWN_NODES
     nodes = ", ".join(one.nodes[:_SHOWN_NODES]) + (f" +{more}" if more > 0 else "")
     where = count(one.world_size, "worker") + (f" on {nodes}" if nodes else "")
+    facts = [where, *filter(None, [one.origin]), _outcome(one, job, now)]
     return tag(
         "li",
         tag("div", tag("span", str(one.round), class_="number"), class_="rail"),
         tag(
             "div",
             tag("p", chip(one.kind, "idle" if one.planned else "bad"), " ", one.reason, class_="reason"),
-            tag("p", formatting.timestamp(one.at, now), f" · {where} · {_outcome(one, job, now)}", class_="quiet"),
+            tag("p", formatting.timestamp(one.at, now), "".join(f" · {fact}" for fact in facts), class_="quiet"),
             class_="what",
         ),
         tag("div", _cost(one), class_="lost"),
