@@ -1,8 +1,9 @@
 """A job with a state of a given size, saved in one of three ways; run by benchmarks/state.py and benchmarks/goodput.py.
 
 Every rank appends "STEP MONOTONIC" to DIRECTORY/steps-RANK.log after each optimizer step, and in each round a line to
-moments-RANK.log: when the script ran, had built its model, had restored its state. Rank 0 appends one JSON object for
-each measured save or restore to DIRECTORY/costs.jsonl. Times are the slowest rank's, CPU seconds all ranks'.
+moments-RANK.log: when the script ran, had built its model, had restored its state. While there is a file
+DIRECTORY/no-saves, nothing is saved. Rank 0 appends one JSON object for each measured save or restore to
+DIRECTORY/costs.jsonl. Times are the slowest rank's, CPU seconds all ranks'.
 """
 
 from __future__ import annotations
@@ -292,6 +293,7 @@ def train(job: Job, args: argparse.Namespace, log: Any, started: float) -> None:
         job.step()
         job.finished_step(log)
         due = bool(args.every) and time.monotonic() - saved_at >= args.every
+        due = due and not (job.directory / "no-saves").exists()
         decision = torch.tensor([int(due), int(time.monotonic() >= args.until)])
         dist.broadcast(decision, src=0)
         if decision[1]:
