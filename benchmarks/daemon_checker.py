@@ -130,7 +130,7 @@ def no_node_trains_more_workers_than_slots(evidence: FleetLogs) -> Iterator[str]
             moments[node] += [(min(times), 1, f"{run.name} (pid {pid})"), (max(times), -1, f"{run.name} (pid {pid})")]
     for node, changes in moments.items():
         train: set[str] = set()
-        for at, change, who in sorted(changes):
+        for at, change, who in sorted(changes, key=lambda one: (one[0], -one[1])):  # a life may be a single line
             (train.add if change > 0 else train.discard)(who)
             if len(train) > SLOTS:
                 yield f"{node} has {SLOTS} slots, at {at:.1f} there trained {', '.join(sorted(train))}"

@@ -224,6 +224,12 @@ def test_hostile_job_may_harm_itself(tmp_path: Path) -> None:
     assert judged(fleet, tmp_path) == []
 
 
+def test_worker_that_writes_one_line_has_ended(tmp_path: Path) -> None:
+    fleet = good()
+    fleet["records"][2] += [{**ranks(1, at, "a")[0], "pid": pid, "step": 1} for pid, at in ((701, 2.8), (702, 2.9))]
+    assert not any("more workers than slots" in breach for breach in judged(fleet, tmp_path))
+
+
 @pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
 def test_broken_promise_is_named(forge: Callable[[Daemons], None], tmp_path: Path) -> None:
     daemons = good()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import re
@@ -12,10 +13,11 @@ from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import HealthSettings, HttpSettings, NodeSettings, StoreSettings
 from elasticd_agent.config.decode import ConfigError
 from elasticd_agent.config.job_file import JobFile, check_job, check_limits, job_policy
-from elasticd_agent.config.limits import refusal
+from elasticd_agent.config.limits import PATHS_TIMEOUT_S, path_refusal, user_refusal
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import Rendezvous, Tls
 from elasticd_agent.store import tls as certificate_files
+from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.devices import cpu_count, visible_gpus
 from elasticd_agent.system.durations import setting_text
 from elasticd_agent.system.files import find_problem
@@ -56,6 +58,9 @@ def check_settings(settings: NodeSettings, environ: Mapping[str, str]) -> None:
         other = ids.setdefault(str(job.id), number)
         if other != number:
             raise ConfigError(f"job[{number}].id", f"{job.id!r} is job[{other}]'s, too; two jobs need two ids")
+    # A file system that does not answer is the job's fault, which its runner reports: the agent starts.
+    with contextlib.suppress(DeadlineExceeded):
+        run_within(PATHS_TIMEOUT_S, lambda: _check_job_paths(settings))
 
 
 # ---- one by one
@@ -224,7 +229,7 @@ def _check_configured_job(job: JobFile, settings: NodeSettings, environ: Mapping
     if local and job.node_range[0] > 1:
         raise ConfigError("nodes", f"{job.nodes}, but a local store is one node's; set store.backend to etcd")
     _check_user("user", job.user)
-    why = refusal(settings.limits, job, settings.user)
+    why = user_refusal(settings.limits, job, settings.user)
     if why is not None:
         raise why
     grace = job_policy(job).shutdown_timeout_s
@@ -235,6 +240,12 @@ def _check_configured_job(job: JobFile, settings: NodeSettings, environ: Mapping
             f"that the job can end by itself when the node is drained; raise drain_timeout by more than "
             f"{grace - settings.drain_timeout_s:.6g} s, or lower shutdown_timeout",
         )
+
+
+def _check_job_paths(settings: NodeSettings) -> None:
+    for number, job in enumerate(settings.jobs):
+        if (why := path_refusal(settings.limits, job)) is not None:
+            raise why.nested_in(f"job[{number}]")
 
 
 def _at_least(least: int, values: Mapping[str, int]) -> None:

@@ -139,9 +139,14 @@ def test_rules_hold_for_every_view(view: ClusterView) -> None:
     then = after(view)
     placed = live(then)
     assert set(placed) == {s.job for s in view.unfinished()}, "every unfinished job runs or is pending"
-    used = [(at.node, slot) for p in [*placed.values(), *then.orphaned()] for at in p.assignments for slot in at.slots]
-    strange = [(at.node, slot) for p in then.orphaned() for at in p.assignments for slot in at.slots]
-    assert len(used) - len(strange) == len(set(used) - set(strange)), "no slot twice"
+    used = [(at.node, slot) for p in placed.values() for at in p.assignments for slot in at.slots]
+    assert len(used) == len(set(used)), "no slot twice"
+    strange = {(at.node, slot) for p in then.orphaned() for at in p.assignments for slot in at.slots}
+    running = {(c.node, r.job, r.number) for c in (*view.nodes, *view.absent) for r in c.runners}
+    for p in placed.values():
+        for at in p.assignments:
+            taken = strange & {(at.node, slot) for slot in at.slots}
+            assert not taken or (at.node, p.job, p.number) in running, "an orphaned placement keeps its slots"
     here = {c.node: c for c in view.nodes}
     absent = {c.node: c for c in view.absent}
     emptied = {c.node for c in view.cordons if c.drain}
@@ -277,6 +282,14 @@ def test_orphaned_placement_keeps_its_slots() -> None:
     then = view(job(number=2), nodes={"n1": 4}, placements=(strange,))
     assert words(after(then), "a").endswith("n1 has 2 of 4 free")
     assert strange in after(then).placements
+
+
+def test_orphaned_placement_ends_no_job() -> None:
+    forged = Placement("%2e%2e", 99_999, (SlotAssignment("n1", (0,)),), "")
+    placed = Placement("a", 1, (SlotAssignment("n1", (0, 1)),), "runs on n1 (slots 0-1)")
+    both = view(job("a", 1, slots=(2, 2)), nodes={"n1": 4}, placements=(placed, forged))
+    running = replace(both.nodes[0], runners=(RunnerStatus("a", 1, (0, 1), "running"),))
+    assert schedule(replace(both, nodes=(running,))) == ()
 
 
 def test_two_placements_of_one_slot() -> None:

@@ -311,12 +311,14 @@ def _lost_reason(assignment: SlotAssignment, job: _Job, node: _Node, view: Clust
         return _refused((name,), job.refusals[name])
     if node.absent and (job.submission.job, name) in view.left_behind:
         return f"{_absent(name)}, and the job continued without it"
-    if others := {node.allocated[slot] for slot in assignment.slots if slot in node.allocated}:
-        return f"{name}'s slots are in use by {listing(sorted(others))}"
-    if node.absent or max(assignment.slots) < node.status.slots:
-        return ""
     key = (job.submission.job, job.submission.number)
-    if any((runner.job, runner.number) == key for runner in node.status.runners):
+    runs_here = any((runner.job, runner.number) == key for runner in node.status.runners)
+    others = {node.allocated[slot] for slot in assignment.slots if slot in node.allocated}
+    if runs_here:  # a placement of an unknown job, perhaps a forged one, ends no job
+        others -= {placement.job for placement in view.orphaned()} if others else set()
+    if others:
+        return f"{name}'s slots are in use by {listing(sorted(others))}"
+    if runs_here or node.absent or max(assignment.slots) < node.status.slots:
         return ""
     return f"{name} has {count(node.status.slots, 'slot')} now"
 
