@@ -85,9 +85,11 @@ def test_unused_archives_go_first(tmp_path: Path) -> None:
         archive(member("device", type=tarfile.CHRTYPE)),
         archive(member("zeros", size=65 << 20)),
         archive(*(member(f"f{n}") for n in range(uploads.MAX_FILES + 1))),
+        archive(member("a", pax_headers={"comment": "x" * (1 << 20)})),
+        gzip.compress(b"".join(member("x").create_pax_global_header({"a": "b"}) for _ in range(2000)), mtime=0),
         b"x" * (uploads.MAX_BYTES + 1),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_archives_that_are_refused(data: bytes) -> None:
     store = MemoryStore()

@@ -6,11 +6,13 @@ nodes' copies belong to the runs of the job and are deleted with them.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
 import os
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
@@ -23,6 +25,8 @@ MAX_BYTES = 700 << 10
 MAX_CONTENT_BYTES = 64 << 20
 MAX_FILES = 5000
 MAX_KEPT = 32
+_MAX_HEADER_BYTES = 64 << 10
+"""Of one header: compressed ones may have a thousand times the archive's size."""
 _MAX_RACES = 100
 
 
@@ -90,7 +94,7 @@ def _unpack(archive: Path, where: Path) -> None:
 def _members(data: bytes) -> list[tarfile.TarInfo]:
     """Directories and plain files below the archive's root, of a bounded size. Raises UsageError for anything else."""
     try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as tar:
+        with tarfile.open(fileobj=_Headers(fileobj=io.BytesIO(data))) as tar:
             found: list[tarfile.TarInfo] = []
             size = 0
             for member in tar:
@@ -102,5 +106,14 @@ def _members(data: bytes) -> list[tarfile.TarInfo]:
                 if size > MAX_CONTENT_BYTES or len(found) > MAX_FILES:
                     raise UsageError(f"the upload has more than {MAX_FILES} files or {MAX_CONTENT_BYTES >> 20} MiB")
             return found
-    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+    except (tarfile.TarError, OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise UsageError(f"the upload is not a tar archive with gzip: {error}") from None
+
+
+class _Headers(gzip.GzipFile):
+    """For reading an archive's headers, which tarfile reads in one piece each."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return super().read(size)

@@ -24,6 +24,9 @@ LINE_LIMIT = 1 << 20
 ENTRIES_LIMIT = 20_000
 _DIGITS = 20
 """Of a 64-bit integer with its sign."""
+MAX_HANGING = 64
+"""Threads that wait for a file system: pages that refresh themselves ask a dead one again and again."""
+_THREAD = "elasticd-explain"
 
 _Result = TypeVar("_Result")
 
@@ -34,7 +37,9 @@ class DeadlineExceeded(Exception):
 
 def run_within(seconds: float, work: Callable[[], _Result]) -> _Result:
     """The result of `work`, or its exception. DeadlineExceeded after `seconds`, with the thread left where it hangs, or
-    when no thread can be started."""
+    when no thread can be started, as at most MAX_HANGING are."""
+    if sum(thread.name == _THREAD for thread in threading.enumerate()) >= MAX_HANGING:
+        raise DeadlineExceeded(f"{MAX_HANGING} threads wait for file systems already")
     results: list[_Result] = []
     errors: list[BaseException] = []
 
@@ -44,7 +49,7 @@ def run_within(seconds: float, work: Callable[[], _Result]) -> _Result:
         except BaseException as error:  # noqa: BLE001 raised again below, in the calling thread
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="elasticd-explain", daemon=True)
+    thread = threading.Thread(target=run, name=_THREAD, daemon=True)
     try:
         thread.start()
     except RuntimeError as error:

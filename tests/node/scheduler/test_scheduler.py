@@ -12,7 +12,7 @@ from elasticd_agent.model.records import Member, Round
 from elasticd_agent.node import keys as names
 from elasticd_agent.node.records import NodeStatus, Placement, RunnerStatus, SlotAssignment
 from elasticd_agent.node.scheduler import job_queue as queue
-from elasticd_agent.node.scheduler.scheduler import REFRESH_S, REFUSE_TIMEOUT_S, Scheduler
+from elasticd_agent.node.scheduler.scheduler import BOOT_S, REFRESH_S, REFUSE_TIMEOUT_S, Scheduler
 from elasticd_agent.store import Lease, Store
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.store.memory import MemoryStore
@@ -66,10 +66,11 @@ class Fleet:
         return [node for node, scheduler in self.schedulers.items() if scheduler.is_leader]
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_job_that_every_node_refuses_fails_with_their_reasons(trained: bool) -> None:
-    """One that has trained waits: a file server may be away."""
+@pytest.mark.parametrize(("trained", "booted"), [(False, True), (True, True), (False, False)])
+def test_job_that_every_node_refuses_fails_with_their_reasons(trained: bool, booted: bool) -> None:
+    """One that has trained waits: a file server may be away; so do all for ten minutes after a power cut."""
     fleet = Fleet("a", "b")
+    fleet.clock.now = 1000.0 if booted else 30.0
     fleet.submit("llama")
     if trained:
         fleet.memory.compare_and_swap(Keys("llama").round, None, round_of("llama", "1", "a").to_json())
@@ -98,6 +99,9 @@ def test_job_that_every_node_refuses_fails_with_their_reasons(trained: bool) -> 
     for _ in range(5):
         fleet.turn()
     why = "every node refused it for 60 s: a and b refused it: train.py does not exist"
+    assert results() == ([why] if booted and not trained else [])
+    for _ in range(int(BOOT_S)):
+        fleet.turn()
     assert results() == ([] if trained else [why])
 
 

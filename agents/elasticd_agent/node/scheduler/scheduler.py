@@ -30,6 +30,8 @@ RETRY_REMOVAL_S = 600.0
 """Before the records of an ended job that could not be removed are tried again."""
 REFUSE_TIMEOUT_S = 60.0
 """A job that every node refuses for so long has failed: a script that is not there does not come by itself."""
+BOOT_S = 600.0
+"""After the boot of this machine: when the power comes back, one node may be alone, and its file servers away."""
 WATCHED = (names.NODES, names.CORDONS, names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS)
 
 
@@ -164,7 +166,8 @@ class Scheduler:
     def _fail_refused(self, view: ClusterView, now: float) -> None:
         """A job that has trained stays pending: its state is worth more than an early answer."""
         refused = refused_everywhere(view)
-        self._refused_since = {key: self._refused_since.get(key, now) for key in refused}
+        since_boot = max(now, BOOT_S)  # monotonic time begins at the boot
+        self._refused_since = {key: self._refused_since.get(key, since_boot) for key in refused}
         for (job, number), since in self._refused_since.items():
             if now >= since + REFUSE_TIMEOUT_S and self._round(job, number) is None:
                 why = f"every node refused it for {REFUSE_TIMEOUT_S:g} s: {refused[job, number]}"
