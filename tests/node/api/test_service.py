@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,13 +21,15 @@ from elasticd_agent.node.api.local import READ_TIMEOUT_S
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.progress import JobTimeline
 from elasticd_agent.node.api.rank_logs import MAX_BYTES
-from elasticd_agent.node.records import JobResult, RoundSummary, RunnerStatus
+from elasticd_agent.node.records import JobResult, NodeStatus, RoundSummary, RunnerStatus
 from elasticd_agent.node.scheduler.policy import BEHIND_OTHERS
 from elasticd_agent.system.addresses import format_endpoint
+from elasticd_agent.system.http_auth import AGENT_SCHEME
 from tests.etcd import Authority
 from tests.node.served import JOB, Outage, Served
 
 Serve = Callable[..., Served]
+Until = Callable[[Callable[[], object], float], object]
 NOW = 1_800_000_000.0
 
 
@@ -567,6 +571,55 @@ def test_rounds_of_previous_nodes_belong_to_the_history(serve: Serve) -> None:
     assert [one["reason"] for one in progress["rounds"]] == ["n1 left", "first round"]
     assert progress["unreachable"] == {}, "n3 is no more, and nobody's business"
     assert progress["node"] == "n1"
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
+def test_forged_node_record_gets_no_token(serve: Serve, tmp_path: Path, until: Until, tls: bool) -> None:
+    """It names a listener of the forger: no token is sent, over TLS nothing at all."""
+    where: dict[str, Any] = {}
+    if tls:
+        (tmp_path / "pki-1").mkdir()
+        authority = Authority(tmp_path / "pki-1")
+        made = authority.server()
+        where = {"tls_cert": made.cert, "tls_key": made.key, "tls_ca": authority.ca}
+    n1 = serve(where=where)
+    n1.announce()
+    received: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as forger:
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):  # it is closed
+                while True:
+                    client, _ = forger.accept()
+                    with client:
+                        client.settimeout(5)
+                        received.append(client.recv(1 << 16))
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        address = format_endpoint(*forger.getsockname())
+        forged = NodeStatus("n2", "i", 4, address, runners=(running(),)).to_json()
+        assert n1.store.announce(names.NODES + "n2", forged, 1e6) is not None
+        n1.place("llama", n1.submit(), "n2")
+        api = n1.unix()
+        asks = [api.get(f"/v1/jobs/llama{path}") for path in ("", "/logs", "/logs?node=n2", "/explain", "/steps")]
+        asks += [api.post("/v1/jobs/llama/dump"), api.post("/v1/try", JOB, "application/toml")]
+        assert len(asks) == 7
+        until(lambda: len(received) >= 5, 5)
+        forger.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+    assert n1.token is not None
+    for data in received:
+        assert n1.token.encode() not in data
+        if tls:
+            assert data.startswith(b"\x16\x03") and b"HTTP" not in data, "a ClientHello, and nobody it trusts answers"
+        else:
+            assert b"Authorization: Elasticd-Agent " in data and b"Bearer" not in data
+    if not tls:
+        credential = received[0].partition(b"Elasticd-Agent ")[2].split()[0].decode()
+        for path in ("/v1/jobs", "/v1/local/jobs/llama?number=1"):
+            reply = AgentClient(None, *n1.address, credential, scheme=AGENT_SCHEME).get(path)
+            assert reply.code == 401, "it is good for nothing elsewhere"
 
 
 def test_peer_certificates_are_verified(serve: Serve, tmp_path: Path) -> None:
