@@ -38,6 +38,8 @@ class WorkerEnvironment:
     """The token of one run of the job."""
     nodes: int = 1
     """In this round, as far as the launcher says."""
+    node: int = 0
+    """This one, by its first rank."""
     failed_restarts: int = 0
     """Restarts in a row without a new step or checkpoint, this one included."""
 
@@ -63,6 +65,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> WorkerEnvir
         # A plain `python` script is one process, so no other one needs the random token.
         run=environment.get("ELASTICD_RUN") or environment.get("TORCHELASTIC_RUN_ID") or secrets.token_hex(8),
         nodes=_number(environment, "GROUP_WORLD_SIZE") or 1,
+        node=_number(environment, "GROUP_RANK"),
         failed_restarts=_number(environment, "ELASTICD_RESTARTS_WITHOUT_PROGRESS"),
     )
 

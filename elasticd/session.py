@@ -217,12 +217,14 @@ class Session:
         keep: int = DEFAULT_KEEP,
         barrier: float | timedelta | None = None,
         keep_every: int = 0,
+        partner_copies: bool = True,
     ) -> None:
         """Save every `every` steps (50), or at an interval of time ("30s", a timedelta), by rank 0's clock.
 
         `directory` overrides ELASTICD_CHECKPOINT_DIR; the newest `keep` checkpoints stay, and those of steps that are
         multiples of `keep_every`, for ever (0: none). A full or read-only disk is
-        reported, and the save is tried again when the next one is due. With `barrier` (seconds, or a timedelta) all
+        reported, and the save is tried again when the next one is due. With `partner_copies`, each of several nodes
+        keeps a copy of another one's part of a sharded state in memory. With `barrier` (seconds, or a timedelta) all
         ranks meet at a barrier of that timeout before each save, so that an error names a rank that does not come.
 
         Raises UsageError without a directory or for arguments that cannot work, DirectoryInUse when another run holds
@@ -239,6 +241,7 @@ class Session:
         self._saver.every = parsed
         self._saver.keep = keep
         self._saver.keep_every = keep_every
+        self._saver.partner_copies = partner_copies
         self._barrier_s = barrier_s
 
     @property
@@ -418,8 +421,8 @@ class Session:
             return "stop", why
         if self._pauses.should_pause(self._steps, able=self._saver.directory is not None and bool(self._attached)):
             return "pause", "the agent requested a pause"
-        if self._saver.due_by_time():
-            return "save", str(self._saver.every)
+        if why := self._saver.due_by_time():
+            return "save", why
         return "continue", ""
 
     def _stop_reason(self) -> str:

@@ -1,4 +1,4 @@
-"""States in the host's memory: two buffers that outlive the processes which fill them, each with a header.
+"""States in the host's memory: buffers that outlive the processes which fill them, each with a header.
 
 A buffer is an anonymous file (memfd) that holds `state.pt` byte for byte. The launcher's owner keeps the descriptors,
 so a state survives the death of every worker and of the writer. A header says which state a buffer holds; it is erased
@@ -19,7 +19,10 @@ from typing import Any
 from elasticd.checkpointing.manifest import Manifest, parse
 
 COUNT = 2
-PROTOCOL = 2
+"""Buffers that ranks of this node fill."""
+PARTNER = COUNT
+"""The last buffer: a copy of another node's part of a sharded state."""
+PROTOCOL = 3
 """Between ranks and the writer: the script may import another elasticd than its launcher, after an upgrade."""
 ANOTHER_SAVES = "another rank is saving that step"
 """Why a rank's state is refused at a fault; if that rank dies, this one may try again."""
@@ -82,12 +85,25 @@ class Snapshot:
     path: str = ""
     """The checkpoint that it was written to."""
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Of a sharded state: offset and size of each of this node's files. Such a state is written, not resumed from."""
+    """Of a sharded state: offset and size of each of the files in this buffer."""
+    adopted: int = 0
+    """Of a sharded state: the last round that has resumed from it, 0 for none."""
+    is_copy: bool = False
+    """Another node's part, kept for it."""
+
+    @property
+    def saved(self) -> tuple[int, int]:
+        """The round and the number of the save."""
+        return self.draft.round, self.number
 
     @property
     def key(self) -> tuple[int, int]:
-        """The round and the number of the save."""
-        return self.draft.round, self.number
+        """The round whose state it is, and the number of the save in it; 0: the round has resumed from it."""
+        return (self.adopted, 0) if self.adopted else self.saved
+
+    def as_copy(self) -> Snapshot:
+        """As another node keeps it."""
+        return replace(self, task=None, path="", is_copy=True)
 
     def written(self, path: Path | None) -> Snapshot:
         """This state once its task is over; None: without success."""
@@ -95,7 +111,7 @@ class Snapshot:
 
     def to_json(self) -> bytes:
         fields: dict[str, Any] = {"number": self.number, "task": self.task and asdict(self.task), "path": self.path}
-        fields["files"] = dict(self.files)
+        fields |= {"files": dict(self.files), "adopted": self.adopted, "is_copy": self.is_copy}
         return json.dumps({**fields, "draft": self.draft.to_json().decode()}).encode()
 
     @classmethod
@@ -106,7 +122,7 @@ class Snapshot:
         if not isinstance(draft, Manifest):
             raise ValueError(draft.why)
         task = found["task"] and WriteTask(**found["task"])
-        return cls(draft, found["number"], task, found["path"], found.get("files", {}))
+        return cls(draft, found["number"], task, found["path"], found["files"], found["adopted"], found["is_copy"])
 
 
 class Buffers:
@@ -117,8 +133,17 @@ class Buffers:
         self.fds = buffers
         self.held: list[Snapshot | None] = [self._read(number) for number in range(len(buffers))]
 
+    def find(self, key: tuple[int, int], file: str = "", copies: bool = True) -> int | None:
+        """The buffer with this state, and with that file of it; without `copies`, this node's own part."""
+        for number, held in enumerate(self.held):
+            if held is None or held.key != key or (held.is_copy and not copies):
+                continue
+            if not file or file in held.files:
+                return number
+        return None
+
     def newest(self) -> int | None:
-        """The buffer with the newest state that can be resumed from."""
+        """The buffer with the newest state that is whole in it."""
         whole = [(at, each) for at, each in enumerate(self.held) if each and not each.files]
         held = [(each.draft.round, each.draft.step, each.number, at) for at, each in whole]
         return max(held, default=(0, 0, 0, None))[3]
@@ -152,7 +177,7 @@ class Buffers:
         size = os.fstat(self.fds[number]).st_size
         fallocate = ctypes.CDLL(None).fallocate
         fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-        for fd in self.fds[:number] + self.fds[number + 1 :]:
+        for fd in (each for at, each in enumerate(self.fds[:COUNT]) if at != number):
             if os.fstat(fd).st_blocks * 512 < size:
                 # A rank that wants to write into it waits for one piece at most. Its size is the rank's to choose.
                 for at in range(0, size, _PROVIDED_BYTES):

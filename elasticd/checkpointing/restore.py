@@ -1,9 +1,9 @@
 """How the ranks load a state together: rank 0 chooses, all load the same one, all succeed or all raise.
 
-The newest state wins: one in the memory of any node, or a checkpoint in the directory. Rank 0 walks the lineage from
+The newest state wins: one in the memory of the nodes, or a checkpoint in the directory. Rank 0 walks the lineage from
 the newest checkpoint, checks each while reading it and reports which it skipped and why. Every rank maps the state that
-its node has, and copies it into the model in place; ranks without one get it over the process group. The chosen state
-then becomes this round's own.
+its node has, and copies it into the model in place; ranks without one get it over the process group. Of a sharded state
+in memory each rank reads what it needs. The chosen state then becomes this round's own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import donor, retention, shard_plan, sharded, state, transfer
+from elasticd.checkpointing import donor, held_states, retention, shard_plan, sharded, state, transfer
 from elasticd.checkpointing.buffers import Snapshot, donor_of
+from elasticd.checkpointing.held_states import HeldState, ShardsInMemory
 from elasticd.checkpointing.layout import write_at
 from elasticd.checkpointing.lineage import Entry, SkippedCheckpoint, find_damage, open_verified, walk
 from elasticd.checkpointing.manifest import STATE, Manifest, parse
 from elasticd.checkpointing.object_store import BRIEF_PATIENCE_S, RESTORE_PATIENCE_S, shown, store_of
 from elasticd.checkpointing.saver import Saver
+from elasticd.checkpointing.shard_server import Server
 from elasticd.checkpointing.writer_client import SnapshotRefused
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import CheckpointCorrupt, CheckpointError, ObjectStoreError
@@ -82,8 +84,14 @@ class _Restore:
     events: WorkerEventWriter
     _entry: Entry | None = None
     """Rank 0: the chosen checkpoint; None for a state in memory."""
-    _held: Snapshot | None = None
-    """The newest state in this node's memory."""
+    _held: list[Snapshot] = field(default_factory=list)
+    """On the first rank of each node: what is in the node's memory."""
+    _states: list[HeldState] = field(default_factory=list)
+    """Rank 0: what all nodes have in memory, newest first."""
+    _servers: dict[int, Server] = field(default_factory=dict)
+    """Rank 0: where parts of a sharded state in memory are read, by node."""
+    _shards: ShardsInMemory | None = None
+    """The chosen state, if it is a sharded one in memory."""
     _candidates: list[Entry] = field(default_factory=list)
     """Rank 0: the checkpoints that may be loaded and have not been tried yet."""
     _fd: int = -1
@@ -95,23 +103,26 @@ class _Restore:
         finally:
             if self._fd >= 0:
                 os.close(self._fd)
+            if self._shards is not None:
+                self._shards.close()
 
     def _run(self) -> Resumed | None:
-        if self.saver.shards(self.attached) is not None:
-            self._settle()
-        self._held = self._find_held()
-        own = self._held.to_json() if self._held is not None else b""
-        held = self.channel.collect("held", own, "what its node has in memory")
-        chosen = self.channel.on_rank0("restore", "which state it restores", lambda: self._choose(held))
+        is_sharded = self.saver.shards(self.attached) is not None
+        held = self.channel.collect("held", self._find_held(), "what its node has in memory")
+        self._states, self._servers = held_states.parse(held)
+        chosen = self._choose_together(0, may_wait=is_sharded)
         attempt = 0
         while chosen["step"] is not None and (other := self._verify_shards(chosen, attempt)) is not None:
             chosen, attempt = other, attempt + 1
         if chosen["step"] is None:
             return None
-        self._open_everywhere(chosen)
+        if self._shards is None:
+            self._open_everywhere(chosen)
         notes: list[str] = []
         error: Exception | None = None
         try:
+            if self._shards is not None:
+                self._fd = self._shards.copy(STATE)
             content = checkpoint.load_mapped(self._fd)
             notes += self._load(chosen, content)
             of_ranks = content[state.RESERVED].get("per_rank", {})
@@ -124,6 +135,15 @@ class _Restore:
         self.saver.parent = (resumed.round, resumed.step)
         self._take_over(chosen, resumed)
         return resumed
+
+    def _choose_together(self, attempt: int, may_wait: bool) -> dict[str, Any]:
+        """Rank 0's choice, on every rank. `may_wait`: a sharded state that is being written may be the newest one."""
+        key, what = f"restore/{attempt}", "which state it restores"
+        chosen = self.channel.on_rank0(key, what, lambda: self._choose(may_wait))
+        if "wait" in chosen:
+            self._settle()
+            chosen = self.channel.on_rank0(f"{key}/settled", what, lambda: self._choose(may_wait=False))
+        return chosen
 
     def _settle(self) -> None:
         """Wait for the sharded states that earlier rounds have copied to be written: they are the newest ones."""
@@ -142,6 +162,8 @@ class _Restore:
 
     def _verify_shards(self, chosen: Mapping[str, Any], attempt: int) -> dict[str, Any] | None:
         """Each rank reads some files of a sharded checkpoint; if one is damaged, the next checkpoint, on all ranks."""
+        if "files" in chosen:
+            return self._verify_memory(chosen, attempt)
         manifest = parse(chosen["draft"].encode())
         if not isinstance(manifest, Manifest) or not manifest.files:
             return None
@@ -175,6 +197,26 @@ class _Restore:
         other: dict[str, Any] | None = self.channel.on_rank0(key, "whether all parts are whole", decide)["other"]
         return other
 
+    def _verify_memory(self, chosen: Mapping[str, Any], attempt: int) -> dict[str, Any] | None:
+        """Whether each node can read the parts that other nodes have; if not, the newest checkpoint, on all ranks."""
+        self._shards = ShardsInMemory(chosen, self.saver.writer, self.saver.environment)
+        own = self._shards.check() if self.saver.environment.local_rank == 0 else ""
+        key, what = f"verified/{attempt}", f"whether it can read {chosen['name']} in memory"
+        every = self.channel.collect(key, own.encode(), what)
+
+        def decide() -> dict[str, Any]:
+            why = next((each.decode() for each in every if each), "")
+            if why:
+                self._states = []
+                self._report(f"the state of step {chosen['step']} in memory cannot be used: {why}", chosen["step"])
+            return {"why": why}
+
+        if not self.channel.on_rank0(key, what, decide)["why"]:
+            return None
+        self._shards.close()
+        self._shards = None
+        return self._choose_together(attempt + 1, may_wait=True)
+
     def _load(self, chosen: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
         """Load what is attached; returns sentences about what was not used."""
         names = content[state.RESERVED].get(sharded.NAMES, [])
@@ -183,48 +225,72 @@ class _Restore:
         if whole := [name for name in sharded.names(small) if name in content]:
             raise CheckpointError(f"the checkpoint holds {whole[0]} whole, from a job in which it was not sharded")
         if large:
-            entry = self._placed(chosen)
-            sharded.scatter(large, shard_plan.read(entry.path, lambda metadata: sharded.targets(large, metadata)))
+            open_file = self._shards.open if self._shards else shard_plan.on_disk(self._placed(chosen).path)
+            sharded.scatter(large, shard_plan.read(open_file, lambda metadata: sharded.targets(large, metadata)))
         unused = [name for name in names if name not in large]
         notes = state.scatter(small, content, self.optional)
         return notes + [f"nothing is attached as {name}: that part of the checkpoint was not used" for name in unused]
 
-    def _find_held(self) -> Snapshot | None:
+    def _find_held(self) -> bytes:
+        """What this node has in memory, from its first rank."""
         writer, who = self.saver.writer, self.saver.environment
-        if writer is None:
-            return None
+        if writer is None or writer.share != 0:
+            return b""
         try:
-            held = writer.find()
+            found = writer.find_all()
         except (OSError, SnapshotRefused):
-            return None
-        return held if held is not None and (held.draft.job, held.draft.run) == (who.job, who.run) else None
+            return b""
+        self._held = [each for each in found if (each.draft.job, each.draft.run) == (who.job, who.run)]
+        return held_states.report(self._held, writer, who)
 
-    def _choose(self, held: list[bytes]) -> dict[str, Any]:
-        """The newest state: in the memory of any node, unless the directory has one of a newer round, or a later step.
+    def _choose(self, may_wait: bool) -> dict[str, Any]:
+        """The newest state: in the memory of the nodes, unless the directory has one of a newer round, or a later step.
 
         A round that has left anything in the directory has superseded what older rounds have in memory.
         """
-        in_memory = [Snapshot.from_json(each) for each in held if each]
-        newest = max(in_memory, key=lambda each: (*each.key, each.draft.step), default=None)
-        on_disk, skipped = self._lineage(newest is not None)
+        whole = [each for each in self._states if not each.missing]
+        torn = next((each for each in self._states[:1] if each.missing), None)
+        if may_wait and (torn is not None or not whole or self.step is not None):
+            return {"wait": True}
+        on_disk, skipped = self._lineage(bool(whole))
+        newest, on_disk = self._allowed(whole, on_disk)
+        if newest is not None and self._is_newest(newest.snapshot, on_disk):
+            described = {"on_disk": on_disk[0].manifest.step if on_disk else 0}
+            draft, number = newest.snapshot.draft, newest.snapshot.number
+            described |= self._describe(draft, number, f"r{draft.round}-s{draft.step}")
+            return {**described, **newest.describe(self._states, self._servers)}
+        for each in skipped:
+            self._skip(each.path, each.why)
+        self._candidates = on_disk
+        found = self._describe_first()
+        if torn is not None and (found["step"] or 0) < (step := torn.snapshot.draft.step):
+            self._report(f"step {step} was in memory, but {', '.join(torn.missing)} is lost with its node", step)
+        return found
+
+    def _allowed(self, whole: list[HeldState], on_disk: list[Entry]) -> tuple[HeldState | None, list[Entry]]:
+        """The newest state in memory and the checkpoints, without those that the script goes back behind, or from which
+        restarts have made no progress.
+        """
+        newest = whole[0] if whole else None
+        in_memory = [each.snapshot for each in whole]
         if self.step is not None:
             known = [*(each.draft.step for each in in_memory), *(entry.manifest.step for entry in on_disk)]
             if retention.went_back(self.directory, self.step).exists() and max(known, default=-1) >= self.step:
                 self._stay(self.step)
             else:
                 newest, on_disk = None, self._go_back(self.step, on_disk)
-        if older := self._suspected(newest, in_memory, on_disk):
+        if older := self._suspected(in_memory[0] if newest else None, in_memory, on_disk):
             newest, on_disk = None, older
-        if newest is not None and newest.draft.round >= checkpoint.highest_round(self.directory):
-            first = on_disk[0].manifest if on_disk else None
-            if first is None or (first.round, first.step) <= (newest.draft.round, newest.draft.step):
-                found = self._describe(newest.draft, newest.number, f"r{newest.draft.round}-s{newest.draft.step}")
-                alike = [each for each in in_memory if each.number != newest.number and _is_of_step(each, newest.draft)]
-                return {**found, "on_disk": first.step if first is not None else 0, "alike": bool(alike)}
-        for each in skipped:
-            self._skip(each.path, each.why)
-        self._candidates = on_disk
-        return self._describe_first()
+        return newest, on_disk
+
+    def _is_newest(self, held: Snapshot, on_disk: list[Entry]) -> bool:
+        first = on_disk[0].manifest if on_disk else None
+        superseded = held.key[0] < checkpoint.highest_round(self.directory)
+        return not superseded and (first is None or (first.round, first.step) <= (held.key[0], held.draft.step))
+
+    def _report(self, reason: str, step: int | None) -> None:
+        logger.warning(reason)
+        self.events.write("message", reason, step, path=str(self.directory))
 
     def _lineage(self, has_other: bool) -> tuple[list[Entry], list[SkippedCheckpoint]]:
         """As `lineage`; if the object store does not answer and there is a state in memory, what this node knows."""
@@ -281,8 +347,7 @@ class _Restore:
         mark = retention.went_back(self.directory, step)
         where, what = shown(self.directory), shown(mark)
         reason = f"restore(step={step}) has no effect: {where} went back to it before; rm {what} to go again"
-        logger.warning(reason)
-        self.events.write("message", reason, step, path=str(self.directory))
+        self._report(reason, step)
 
     def _go_back(self, step: int, on_disk: list[Entry]) -> list[Entry]:
         """Set newer checkpoints aside; returns those that are left."""
@@ -296,22 +361,20 @@ class _Restore:
         aside = retention.set_aside(self.directory, step)
         if aside:
             names = ", ".join(path.name for path in aside)
-            reason = f"went back to step {step}: newer checkpoints were set aside as {names}"
-            logger.warning(reason)
-            self.events.write("message", reason, step, path=str(self.directory))
+            self._report(f"went back to step {step}: newer checkpoints were set aside as {names}", step)
         return [entry for entry in on_disk if entry.manifest.step <= step]
 
     def _has_progressed(self, newest: Snapshot | None) -> bool:
         """The last round has trained past the state that it resumed from."""
-        if newest is None or newest.draft.round < checkpoint.highest_round(self.directory) or newest.draft.relinked:
+        if newest is None or newest.key[0] < checkpoint.highest_round(self.directory):
+            return False
+        if newest.adopted or newest.draft.relinked:
             return False
         return newest.draft.parent is None or newest.draft.step > newest.draft.parent[1]
 
     def _skip_newest(self, step: int) -> None:
         count = self.saver.environment.failed_restarts
-        reason = f"the state of step {step} skipped: {count} restarts in a row have made no progress from it"
-        logger.warning(reason)
-        self.events.write("message", reason, step, path=str(self.directory))
+        self._report(f"the state of step {step} skipped: {count} restarts in a row have made no progress from it", step)
 
     def _describe(self, found: Manifest, number: int | None, name: str) -> dict[str, Any]:
         described = {"round": found.round, "step": found.step, "world_size": found.world_size, "bytes": found.bytes}
@@ -347,14 +410,13 @@ class _Restore:
 
     def _pieces(self, chosen: Mapping[str, Any]) -> list[str]:
         """The checksums of what this node has in memory of the chosen step, where another node has it, too."""
-        held, writer = self._held, self.saver.writer
-        if not chosen.get("alike") or writer is None or held is None or not self._is_first():
+        writer, draft = self.saver.writer, parse(chosen["draft"].encode())
+        if not chosen.get("alike") or writer is None or not isinstance(draft, Manifest):
             return []
-        draft = parse(chosen["draft"].encode())
-        if not isinstance(draft, Manifest) or not _is_of_step(held, draft):
+        if (held := held_states.find_alike(self._held, draft)) is None:
             return []
         try:
-            fd = writer.open(held.key)
+            fd, _, _ = writer.open(held.key)
             with contextlib.closing(os.fdopen(fd, "rb", 0)):
                 return transfer.checksums(fd, chosen["bytes"])
         except (OSError, SnapshotRefused):
@@ -372,8 +434,8 @@ class _Restore:
         def begin() -> int:
             assert writer is not None
             with contextlib.suppress(OSError, SnapshotRefused):
-                like = self._held.key if self._held is not None and plan["patched"] else None
-                return writer.begin(draft, chosen["number"], 0, 1, "", like=like)[0]
+                held = held_states.find_alike(self._held, draft) if plan["patched"] else None
+                return writer.begin(draft, chosen["number"], 0, 1, "", like=held.key if held else None)[0]
             return -1
 
         def write(offset: int, data: memoryview) -> None:
@@ -393,7 +455,7 @@ class _Restore:
             os.close(buffer)
             with contextlib.suppress(OSError, SnapshotRefused):
                 writer.copied(draft, chosen["number"], 0)
-                self._held = writer.find()
+                self._held = writer.find_all()
         self.channel.collect("sent", b"", "whether it has received the state")
         self.channel.on_rank0("sent", "whether all nodes have received the state", dict)
         error = self._open_here(chosen) if receives else ""
@@ -414,8 +476,7 @@ class _Restore:
                 f"rank {', '.join(map(str, ranks))} cannot read {self.directory / chosen['name']} ({why}); rank 0 "
                 "sends it. Is the checkpoint directory shared by all nodes?"
             )
-            logger.warning(reason)
-            self.events.write("message", reason, chosen["step"], path=str(self.directory))
+            self._report(reason, chosen["step"])
         return plan
 
     def _open_here(self, chosen: Mapping[str, Any]) -> str:
@@ -424,7 +485,7 @@ class _Restore:
             if chosen["number"] is not None:
                 if self.saver.writer is None:
                     return "no copy in memory"
-                self._fd = self.saver.writer.open((chosen["round"], chosen["number"]))
+                self._fd, _, _ = self.saver.writer.open(tuple(chosen["key"]))
                 return ""
             if (store := store_of(self.directory)) is not None:
                 entry = self._placed(chosen)
@@ -506,21 +567,26 @@ class _Restore:
             if self._entry is not None:
                 checkpoint.relink(self.directory, self._entry, self.saver.round)
             elif chosen["number"] is not None:
-                self._adopt((chosen["round"], chosen["number"]))
+                self._adopt(chosen)
         except (OSError, SnapshotRefused) as error:
             reason = f"{chosen['name']} could not become round {self.saver.round}'s first checkpoint: {error}"
             logger.warning(reason)
             self.events.write("checkpoint_failed", reason, resumed.step, path=str(self.directory / chosen["name"]))
 
-    def _adopt(self, key: tuple[int, int]) -> None:
-        """The state in memory is this round's from now on, and rank 0's writer makes it a checkpoint of this round."""
-        writer, held = self.saver.writer, self._held
-        if writer is None or writer.share != 0 or held is None or held.key != key or key[0] == self.saver.round:
+    def _adopt(self, chosen: Mapping[str, Any]) -> None:
+        """The state in memory is this round's from now on, and rank 0's writer makes it a checkpoint of this round.
+
+        A sharded one that was whole on its nodes is being written by them, or has been. Else it never will be: it is
+        saved again soon.
+        """
+        writer, key = self.saver.writer, tuple(chosen["key"])
+        if copied := chosen.get("copied"):
+            self.saver.owed = f"resumed from copies of {', '.join(copied)}"
+        if writer is None or writer.share != 0:
             return
-        task = self.saver.task("resumed from memory", 0.0) if self.group.rank == 0 else None
-        writer.adopt(key, held.draft.relinked_to(self.saver.round), task)
-
-
-def _is_of_step(held: Snapshot, other: Manifest) -> bool:
-    draft = held.draft
-    return (draft.round, draft.step, draft.bytes) == (other.round, other.step, other.bytes)
+        if copied:
+            writer.settle(False, parts_s=0.0)
+        held = next((each for each in self._held if each.key == key), None)
+        if held is not None and key[0] != self.saver.round:
+            task = self.saver.task("resumed from memory", 0.0) if self.group.rank == 0 else None
+            writer.adopt(key, held.draft.relinked_to(self.saver.round), task)

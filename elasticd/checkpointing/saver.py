@@ -97,6 +97,10 @@ class Saver:
     keep: int = DEFAULT_KEEP
     keep_every: int = 0
     """Checkpoints of these steps stay for ever; 0: none."""
+    partner_copies: bool = True
+    """Each node keeps a copy of another node's part of a sharded state."""
+    owed: str = ""
+    """Why a save is due as soon as no earlier one is being written, "" if none is."""
     saved_step: int | None = None
     """The newest step that every rank knows to be on the disk: that of the last save which was waited for."""
     _shards: ShardedSaver | None = None
@@ -159,10 +163,12 @@ class Saver:
         """The same on every rank."""
         return self.every is not None and self.every.steps is not None and step % self.every.steps == 0
 
-    def due_by_time(self) -> bool:
-        """By rank 0's clock, for a decision point."""
+    def due_by_time(self) -> str:
+        """Why a save is due by rank 0's clock, "" if none is; for a decision point."""
+        if self.owed and self._shards is not None and not self._shards.is_busy(wait=False):
+            return self.owed
         seconds = self.every.seconds if self.every else None
-        return seconds is not None and time.monotonic() - self._last_at >= seconds
+        return str(self.every) if seconds is not None and time.monotonic() - self._last_at >= seconds else ""
 
     def save(self, step: int, attached: Mapping[str, Any], why: str, wait: bool = False) -> bool:
         """Save the attached objects and all ranks' random states.
@@ -174,6 +180,7 @@ class Saver:
         if not attached:
             raise UsageError("nothing is attached: call session.attach(model=..., optimizer=...) before saving")
         self.saves += 1
+        self.owed = ""
         self._last_at = time.monotonic()
         shards = self.shards(attached)
         attached = {name: obj for name, obj in attached.items() if shards is None or name not in shards.objects}

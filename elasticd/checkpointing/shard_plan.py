@@ -7,13 +7,15 @@ a plan is made by all ranks once, and again only when the state of a rank has an
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import io
 import mmap
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +137,31 @@ def _write(fd: int, offset: int, waiting: list[bytes | memoryview]) -> int:
     return offset
 
 
-def read(path: Path, make_targets: Any) -> dict[str, Any]:
+View = Callable[[int, int | None], memoryview]
+"""The bytes of a file from an offset on; None: to its end."""
+OpenFile = Callable[[str], AbstractContextManager[View]]
+"""Opens a file of a checkpoint by its name."""
+
+
+def on_disk(path: Path) -> OpenFile:
+    """The files of the checkpoint in the directory `path`."""
+
+    @contextlib.contextmanager
+    def opened(name: str) -> Iterator[View]:
+        with open(path / name, "rb") as file:
+            view = map_file(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+        yield view
+
+    return opened
+
+
+def map_file(fd: int, start: int, size: int) -> View:
+    """`size` bytes of a file from `start` on. It stays mapped as long as something refers to its bytes."""
+    content = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) if size else bytearray())[start : start + size]
+    return lambda offset, count: content[offset:] if count is None else content[offset : offset + count]
+
+
+def read(open_file: OpenFile, make_targets: Any) -> dict[str, Any]:
     """Load into what `make_targets(metadata)` returns, nested; its tensors are filled in place.
 
     Raises CheckpointError, CheckpointCorrupt.
@@ -145,7 +171,8 @@ def read(path: Path, make_targets: Any) -> dict[str, Any]:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.planner import LoadItemType
 
-    metadata = _read_metadata(path / METADATA)
+    with open_file(METADATA) as view:
+        metadata = _read_metadata(bytes(view(0, None)))
     planner = DefaultLoadPlanner()
     targets: dict[str, Any] = make_targets(metadata)
     planner.set_up_planner(targets, metadata, True)
@@ -154,32 +181,32 @@ def read(path: Path, make_targets: Any) -> dict[str, Any]:
         place = metadata.storage_data[item.storage_index]
         by_file.setdefault(place.relative_path, []).append((item, place))
     for name, items in by_file.items():
-        with open(path / name, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
-            for item, place in items:
-                value = _load(mapped, place, metadata.state_dict_metadata[item.storage_index.fqn], item.storage_index)
+        with open_file(name) as view:
+            for item, place in sorted(items, key=lambda each: each[1].offset):
+                described = metadata.state_dict_metadata[item.storage_index.fqn]
+                value = _load(view(place.offset, place.length), described, item.storage_index)
                 if item.type is LoadItemType.BYTE_IO:
                     set_element(targets, planner.mappings[item.dest_index.fqn], value)
                     continue
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))
-                del value  # or the file could not be unmapped
     return targets
 
 
-def _load(mapped: mmap.mmap, place: Any, described: Any, index: MetadataIndex) -> Any:
-    """A tensor or a value. A tensor that was written here is mapped, another one is loaded as DCP does."""
+def _load(archive: memoryview, described: Any, index: MetadataIndex) -> Any:
+    """A tensor or a value. A tensor that was written here is used where it is, another one is loaded as DCP does."""
     import torch
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if isinstance(described, TensorStorageMetadata):
         dtype, shape = described.properties.dtype, described.chunks[index.index or 0].sizes
         before, after = _around(dtype, shape)
-        start, size = place.offset + len(before), shape.numel() * dtype.itemsize
-        if place.length == len(before) + size + len(after) and mapped[place.offset : start] == before:
-            flat = torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=start) if size else torch.empty(0)
+        size = shape.numel() * dtype.itemsize
+        if len(archive) == len(before) + size + len(after) and archive[: len(before)] == before:
+            content = archive[len(before) : len(before) + size]
+            flat = torch.frombuffer(content, dtype=dtype) if size else torch.empty(0, dtype=dtype)
             return flat.view(shape)
-    data = io.BytesIO(mapped[place.offset : place.offset + place.length])
-    return torch.load(data, map_location="cpu", weights_only=True)
+    return torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -208,10 +235,9 @@ _METADATA_TYPES = {
 }
 
 
-def _read_metadata(path: Path) -> Metadata:
+def _read_metadata(content: bytes) -> Metadata:
     try:
-        with open(path, "rb") as file:
-            metadata: Metadata = _Unpickler(file).load()
+        metadata: Metadata = _Unpickler(io.BytesIO(content)).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
         raise CheckpointCorrupt(f"{METADATA} cannot be loaded by this torch: {error}") from error
     return metadata

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from elasticd.checkpointing import api, shard_files, shard_plan, sharded
+from elasticd.checkpointing import api, held_states, shard_files, shard_plan, sharded
 from elasticd.checkpointing.atomic_write import Staging
 from elasticd.checkpointing.buffers import WriteTask
 from elasticd.checkpointing.layout import Layout
@@ -26,8 +26,9 @@ from elasticd.checkpointing.mapped_buffer import MappedBuffers
 from elasticd.checkpointing.object_store import url_of
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.shard_plan import ShardPlan
+from elasticd.checkpointing.shard_server import Server
 from elasticd.checkpointing.state import RESERVED
-from elasticd.checkpointing.writer_client import SnapshotRefused
+from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
 from elasticd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class ShardedSaver:
         self._saver, self.objects = saver, objects
         self._plan: ShardPlan | None = None
         self._mapped = MappedBuffers()
+        self._is_unserved = False
         try:
             mine = sharded.digests(objects)
         except UsageError as error:
@@ -95,7 +97,7 @@ class ShardedSaver:
             nonlocal layout
             if unable:
                 return {"event": "checkpoint_failed", "why": unable}
-            if self._is_busy(wait):
+            if self.is_busy(wait):
                 return {"event": "checkpoint_dropped", "why": _BUSY}
             api.check_cursor(draft)
             if any(every):
@@ -107,9 +109,7 @@ class ShardedSaver:
             return {"event": "", "plan": any(every)}
 
         if saver.group.rank != 0:
-            self._is_busy(
-                wait=False
-            )  # a connection starts a writer that has died, and the first node waits for its part
+            self.is_busy(wait=False)  # starts a writer that has died: the first node waits for its part
         answer = self._agree("plan", f"whether it has another state at step {draft.step}", changed, begin)
         if answer["event"]:
             if saver.group.rank == 0:
@@ -130,7 +130,7 @@ class ShardedSaver:
             channel.delete(f"{key}/{number - 1}")
         return channel.on_rank0(f"{key}/{number}", what, lambda: decide([json.loads(each) for each in every]))
 
-    def _is_busy(self, wait: bool) -> bool:
+    def is_busy(self, wait: bool) -> bool:
         """Whether this node is still writing an earlier state; on the first node, whether it is not committed yet."""
         writer = self._saver.writer
         try:
@@ -142,6 +142,7 @@ class ShardedSaver:
         """Copy this rank's part into its node's memory; where a node takes no copy, returns a token for `_write`."""
         saver = self._saver
         fd, files, refused = self._borrow(draft, plan, layout)
+        self._serve()
         try:
 
             def decide(every: list[str]) -> dict[str, Any]:
@@ -168,16 +169,45 @@ class ShardedSaver:
         finally:
             if fd >= 0:
                 os.close(fd)
-        node, nodes = int(os.environ.get("GROUP_RANK", "0")), saver.environment.nodes
+        node, nodes = saver.environment.node, saver.environment.nodes
 
         def task() -> WriteTask:
             found = replace(saver.task(why, time.monotonic() - start), token=answer["token"], node=node, nodes=nodes)
             return found if node == 0 else replace(found, events="")
 
         assert saver.writer is not None
-        saver.writer.copied(draft, saver.saves, saver.writer.share, task, files)
+        saver.writer.copied(draft, saver.saves, saver.writer.share, task, files, self._partner())
         saver.expect_write()
         return None
+
+    def _serve(self) -> None:
+        """Before all ranks agree about the copy: where this node's part will be read, for the next node."""
+        saver, who = self._saver, self._saver.environment
+        if saver.writer is None or not self._keeps_copies(saver.writer):
+            return
+        server: Server | None = None
+        try:
+            server = held_states.serve(saver.writer)
+        except (OSError, SnapshotRefused) as error:
+            if not self._is_unserved:
+                reason = f"no node keeps a copy of this node's part of the state: {error}"
+                saver.events.write("message", reason, None)
+        self._is_unserved = server is None
+        saver.channel.put(f"shards/{who.node}", json.dumps(server).encode())
+
+    def _partner(self) -> dict[str, Any] | None:
+        """The node before this one, of whose part this node's writer makes a copy."""
+        saver, who = self._saver, self._saver.environment
+        if saver.writer is None or not self._keeps_copies(saver.writer):
+            return None
+        node = (who.node - 1) % who.nodes
+        server = json.loads(saver.channel.read(f"shards/{node}", f"where the part of node {node} is read"))
+        found = {"server": server, "node": node, "events": str(saver.events.path or ""), "rank": saver.group.rank}
+        return found if server is not None else None
+
+    def _keeps_copies(self, writer: WriterClient) -> bool:
+        """This rank is the one that asks its node's writer for copies."""
+        return self._saver.partner_copies and self._saver.environment.nodes > 1 and writer.share == 0
 
     def _borrow(
         self, draft: Manifest, plan: ShardPlan, layout: Layout | None

@@ -3,11 +3,16 @@
     rank        begin {round, number, share, shares, size, copies, digest [, like]}
                                                                     ->  {shares, like}, with a buffer's descriptor,
                                                                         or {refused: why}; the buffer of state `like`
-    rank        copied {round, number, share, files [, draft, task]}    the rank's share is in the buffer
+    rank        copied {round, number, share, files [, draft, task, partner]}
+                                                                        the rank's share is in the buffer
     rank        wait {round, number}                                ->  {saved, path, why}, once that is known
     rank        settle {wait, parts_s}                              ->  {writing}: a sharded state is being written
-    rank        find                                                ->  {snapshot}: the newest whole state here, or null
-    rank        open {round, number}                                ->  {} with its descriptor, or {refused: why}
+    rank        find [{buffer}]                                     ->  {snapshot}: the newest state that is whole in
+                                                                        one buffer, or what this buffer holds, or null
+    rank        open {round, number, file}                          ->  {start, size} of the state, or of a file of it,
+                                                                        with its descriptor, or {refused: why}
+    rank        serve {address}                                     ->  {server}: there other nodes read shards, or
+                                                                        {refused: why}
     rank        donor {round}                                       it saves its state when {save} arrives, and then
     rank        donated {}                                          says that it is done, with or without success
     launcher    donate {round}                                  ->  {}: all donors of the round are done
@@ -49,19 +54,16 @@ if __name__ == "__main__":  # run as a file, isolated: the package of this copy 
     sys.path.insert(_PLACE, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")))
 
 from elasticd.checkpointing import api, shard_files
-from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, Buffers, Snapshot, WriteTask, donated_step
+from elasticd.checkpointing.buffers import ANOTHER_SAVES, COUNT, PROTOCOL, Buffers, Snapshot, WriteTask, donated_step
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.manifest import Manifest, parse, read
 from elasticd.checkpointing.memory_limit import available_bytes
 from elasticd.checkpointing.retention import retain
+from elasticd.checkpointing.shard_server import NICE, SPARE_BYTES, PartnerCopy, ShardServer
 from elasticd.errors import CheckpointError
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 
 PACKET = 1 << 20
-NICE = 10
-"""Of the writing thread: where cores are scarce, training comes first."""
-SPARE_BYTES = 64 << 20
-"""Memory that the buffers leave for everything else."""
 ANOTHER_VERSION = "the script's elasticd speaks another version of the writer's protocol"
 DIVERGED = "the ranks of this node hold different states"
 END_PARTS_S = 4.0
@@ -88,6 +90,8 @@ class Fill:
     failed: str = ""
     snapshot: Snapshot | None = None
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    partner: Message | None = None
+    """The node of whose part this one keeps a copy."""
 
 
 class Writer:
@@ -113,6 +117,8 @@ class Writer:
         """The donors for which a launcher waits."""
         self._locks: dict[tuple[str, str, str], DirectoryLock] = {}
         self._changed = threading.Condition()
+        self._server: ShardServer | None = None
+        self._partner = PartnerCopy(buffers, self._changed)
         self._writing: int | None = None
         self._ending = False
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -130,6 +136,8 @@ class Writer:
             for ready, _ in self._selector.select():
                 if ready.fileobj is self._listener:
                     self._accept()
+                elif self._server is not None and ready.fileobj is self._server.listener:
+                    self._server.accept()
                 elif ready.fileobj == self._wake_read:
                     os.read(self._wake_read, 4096)
                 else:
@@ -137,7 +145,7 @@ class Writer:
                     self._receive(ready.fileobj)
             self._answer_waiting()
         with self._changed:
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join()
         self._answer_waiting()
 
@@ -221,11 +229,11 @@ class Writer:
             if len(older.copied) + len(older.copying) < older.shares:
                 self._fail(older, "a later save began before every rank had copied its share")
         self._fills = [fill, *(older for older in self._fills if older.copying)]
-        fill.buffer = self._buffer_like(message["like"]) if message.get("like") else self._free_buffer()
+        fill.buffer = self._buffer_for(message.get("like"))
         if fill.buffer < 0:
             fill.refused = "an earlier save is still being copied"
         else:
-            kept = self._buffers.fds if message.get("copies", 2) == 2 else [self._buffers.fds[fill.buffer]]
+            kept = self._buffers.fds[:COUNT] if message.get("copies", 2) == 2 else [self._buffers.fds[fill.buffer]]
             fill.refused = self._refusal(message["size"], kept)
         if not fill.refused:
             held = self._buffers.held[fill.buffer]
@@ -236,15 +244,17 @@ class Writer:
                 self._finish(held, None, why, kind="checkpoint_dropped")
         return fill
 
-    def _buffer_like(self, key: list[int]) -> int:
-        """The one with this state, if it is not being written; -1 if there is none."""
-        found = self._buffer_of((key[0], key[1]))
+    def _buffer_for(self, key: list[int] | None) -> int:
+        """The one with this state, if it is not being written; without a key, a free one. -1 if there is none."""
+        if key is None:
+            return self._free_buffer()
+        found = self._buffers.find((key[0], key[1]))
         return -1 if found is None or found == self._writing else found
 
     def _free_buffer(self) -> int:
         """One that no rank fills and that is not being written; rather not the newest state. -1 if there is none."""
         busy = {self._writing, *(fill.buffer for fill in self._fills)}
-        free = [number for number in range(len(self._buffers.fds)) if number not in busy]
+        free = [number for number in range(COUNT) if number not in busy]
         newest = self._buffers.newest()
         return min(free, key=lambda number: (number == newest, number), default=-1)
 
@@ -271,6 +281,7 @@ class Writer:
             draft = parse(message["draft"].encode())
             assert isinstance(draft, Manifest)
             fill.snapshot = Snapshot(draft, message["number"], message["task"] and WriteTask(**message["task"]))
+            fill.partner = message.get("partner")
         if fill.failed:
             self._fail(fill, fill.failed)
         elif fill.snapshot is not None and len(fill.copied) == fill.shares and not fill.copying:
@@ -281,13 +292,15 @@ class Writer:
                 self._parts_until = float("inf")
                 self._report_whole(fill.snapshot)
                 self._whole_at = {key: time.monotonic(), **dict(list(self._whole_at.items())[:RESULTS])}
+                if fill.files:
+                    self._partner.request(fill.snapshot, fill.partner)
             except ValueError as error:
                 self._fail(fill, str(error))
             fill.snapshot = None
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _report_whole(self, snapshot: Snapshot) -> None:
-        if (task := snapshot.task) is not None and not snapshot.files:
+        if (task := snapshot.task) is not None and task.node == 0:
             events = WorkerEventWriter(task.events or None, snapshot.draft.round, task.rank)
             events.write("snapshot", f"step {snapshot.draft.step} is in memory ({task.why})", snapshot.draft.step)
 
@@ -301,29 +314,46 @@ class Writer:
     # --- resuming from a buffer -----------------------------------------------------------------------------------
 
     def _do_find(self, rank: socket.socket, message: Message) -> None:
-        newest = self._buffers.newest()
-        held = None if newest is None else self._buffers.held[newest]
+        number = message.get("buffer", self._buffers.newest())
+        held = None if number is None else self._buffers.held[number]
         _send(rank, {"snapshot": held and held.to_json().decode()})
 
     def _do_open(self, rank: socket.socket, message: Message) -> None:
-        number = self._buffer_of((message["round"], message["number"]))
-        if number is None:
+        number = self._buffers.find((message["round"], message["number"]), message["file"])
+        held = self._buffers.held[number] if number is not None else None
+        if number is None or held is None:
             _send(rank, {"refused": "that state is no longer in this node's memory"})
         else:
-            socket.send_fds(rank, [b"{}"], [self._buffers.fds[number]])
+            start, size = held.files[message["file"]] if message["file"] else (0, held.draft.bytes)
+            socket.send_fds(rank, [json.dumps({"start": start, "size": size}).encode()], [self._buffers.fds[number]])
 
     def _do_adopt(self, rank: socket.socket, message: Message) -> None:
-        number = self._buffer_of((message["round"], message["number"]))
         draft = parse(message["draft"].encode())
-        held = self._buffers.held[number] if number is not None else None
-        if number is not None and held is not None and isinstance(draft, Manifest):
-            task = message["task"] and WriteTask(**message["task"])
-            self._buffers.describe(number, Snapshot(draft, 0, task, held.path))
-            self._changed.notify()
+        assert isinstance(draft, Manifest)
+        for number, held in enumerate(self._buffers.held):
+            if held is None or held.key != (message["round"], message["number"]):
+                continue
+            if held.files:  # what is to be written of it stays as it is
+                self._buffers.describe(number, replace(held, adopted=draft.round))
+            else:
+                task = message["task"] and WriteTask(**message["task"])
+                self._buffers.describe(number, Snapshot(draft, 0, task, held.path))
+        self._changed.notify_all()
         _send(rank, {})
 
-    def _buffer_of(self, key: Key) -> int | None:
-        return next((at for at, held in enumerate(self._buffers.held) if held is not None and held.key == key), None)
+    def _do_serve(self, rank: socket.socket, message: Message) -> None:
+        if self._server is None or self._server.server[0] != message["address"]:
+            try:
+                server = ShardServer(message["address"], self._buffers, self._changed)
+            except OSError as error:
+                _send(rank, {"refused": f"the writer cannot listen at {message['address']}: {error}"})
+                return
+            if self._server is not None:
+                self._selector.unregister(self._server.listener)
+                self._server.listener.close()
+            self._server = server
+            self._selector.register(server.listener, selectors.EVENT_READ)
+        _send(rank, {"server": self._server.server})
 
     # --- saving at a fault ----------------------------------------------------------------------------------------
 
@@ -353,9 +383,10 @@ class Writer:
         self._waiting.append(((message["round"], message["number"]), rank))
 
     def _do_settle(self, rank: socket.socket, message: Message) -> None:
+        if message["parts_s"] is not None:
+            self._parts_until = time.monotonic() + message["parts_s"]
         if message["wait"]:
             self._waiting.append((None, rank))
-            self._parts_until = time.monotonic() + message["parts_s"]
         else:
             _send(rank, {"writing": self._is_writing_shards()})
 
@@ -414,13 +445,14 @@ class Writer:
             entry, why = self._write(number, snapshot)
             with self._changed:
                 self._writing = None
-                if self._buffers.held[number] is snapshot:  # no later round has adopted it meanwhile
-                    self._buffers.describe(number, snapshot.written(entry.path if entry else None))
+                held = self._buffers.held[number]
+                if held is not None and held.saved == snapshot.saved:  # no later round has made it its own meanwhile
+                    self._buffers.describe(number, held.written(entry.path if entry else None))
                 self._finish(snapshot, entry, why)
             os.write(self._wake_write, b"\0")
             if entry is not None:
                 self._retain(snapshot)
-            if not self._ending:
+            if not self._ending and not snapshot.files:
                 self._buffers.provide(number)
 
     def _next(self) -> int | None:
@@ -458,7 +490,7 @@ class Writer:
 
         def why() -> str:
             with self._changed:
-                if any(held is not None and held.key > snapshot.key for held in self._buffers.held):
+                if any(held is not None and held.saved > snapshot.saved for held in self._buffers.held):
                     return "a later save has begun"
                 if self._ending:
                     self._parts_until = min(self._parts_until, time.monotonic() + END_PARTS_S)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from elasticd.checkpointing.buffers import PROTOCOL, Snapshot, WriteTask
+from elasticd.checkpointing.buffers import PARTNER, PROTOCOL, Snapshot, WriteTask
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import Manifest
 from elasticd.checkpointing.mapped_buffer import MappedBuffers
+from elasticd.checkpointing.shard_server import Server
 
 VARIABLE = "ELASTICD_WRITER"
 """share/shares:path, the path of the writer's socket; set by the launcher."""
@@ -94,20 +95,42 @@ class WriterClient:
         share: int,
         task: Callable[[], WriteTask] | None = None,
         files: Mapping[str, tuple[int, int]] | None = None,
+        partner: Mapping[str, Any] | None = None,
     ) -> None:
-        """The share is in the buffer; of a sharded state these files, each at an offset. Raises OSError."""
+        """The share is in the buffer; of a sharded state these files, each at an offset. Raises OSError.
+
+        `partner`: of that node's part the writer keeps a copy, as `PartnerCopy.request` has it.
+        """
         key = {"round": draft.round, "number": number, "share": share, "files": files or {}}
-        described = {"draft": draft.to_json().decode(), "task": asdict(task()) if task else None}
+        described = {"draft": draft.to_json().decode(), "task": asdict(task()) if task else None, "partner": partner}
         self._send({"do": "copied", **key, **(described if share == 0 else {})})
 
     def find(self) -> Snapshot | None:
-        """The newest whole state in this node's memory. Raises SnapshotRefused, and OSError when there is no writer."""
-        found = self._request({"do": "find"})[0]["snapshot"]
+        """The newest state that is whole in one buffer of this node. Raises SnapshotRefused, and OSError when there is
+        no writer.
+        """
+        return self._find({})
+
+    def find_all(self) -> list[Snapshot]:
+        """What each buffer of this node holds. Raises as `find` does."""
+        return [found for buffer in range(PARTNER + 1) if (found := self._find({"buffer": buffer})) is not None]
+
+    def _find(self, where: Mapping[str, int]) -> Snapshot | None:
+        found = self._request({"do": "find", **where})[0]["snapshot"]
         return Snapshot.from_json(found.encode()) if found else None
 
-    def open(self, key: tuple[int, int]) -> int:
-        """A descriptor of the buffer with this state. Raises SnapshotRefused, OSError."""
-        return self._borrow({"do": "open", "round": key[0], "number": key[1]})[0]
+    def open(self, key: tuple[int, int], file: str = "") -> tuple[int, int, int]:
+        """A descriptor of the buffer with this state, or with that file of it; start and size in it.
+
+        Raises SnapshotRefused, OSError.
+        """
+        fd, answer = self._borrow({"do": "open", "round": key[0], "number": key[1], "file": file})
+        return fd, answer["start"], answer["size"]
+
+    def serve(self, address: str) -> Server:
+        """Where other nodes read shards from this one's memory, from now on. Raises SnapshotRefused, OSError."""
+        server: Server = self._request({"do": "serve", "address": address})[0]["server"]
+        return server
 
     def adopt(self, key: tuple[int, int], draft: Manifest, task: WriteTask | None) -> None:
         """The round of `draft` has resumed from this state, and owns it now. Raises SnapshotRefused, OSError."""
@@ -127,9 +150,9 @@ class WriterClient:
         except OSError:
             return self._request(request, timeout_s)[0]
 
-    def settle(self, wait: bool, timeout_s: float = _ANSWER_S, parts_s: float = 1e9) -> bool:
-        """True if a sharded state is being written. With `wait`, wait for its end, and there for the parts of other
-        nodes at most for `parts_s`. Raises SnapshotRefused, OSError.
+    def settle(self, wait: bool, timeout_s: float = _ANSWER_S, parts_s: float | None = None) -> bool:
+        """True if a sharded state is being written; with `wait`, at its end. From now on the writer waits for the parts
+        of other nodes for `parts_s` at most. Raises SnapshotRefused, OSError.
         """
         return bool(self._request({"do": "settle", "wait": wait, "parts_s": parts_s}, timeout_s)[0]["writing"])
 

@@ -81,7 +81,7 @@ class Saves:
         found = self.ranks[0].find()
         if found is None:
             return 0
-        fd = self.ranks[0].open(found.key)
+        fd, _, _ = self.ranks[0].open(found.key)
         try:
             loaded = checkpoint.load_mapped(fd)
         finally:

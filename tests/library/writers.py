@@ -22,7 +22,7 @@ class Node:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(str(self.path))
         self.listener.listen()
-        self.memory = [os.memfd_create(f"test-{number}") for number in range(3)]
+        self.memory = [os.memfd_create(f"test-{number}") for number in range(4)]
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 

@@ -29,6 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "ballast": 0,  # bytes of one more parameter
     "sleep": 0,  # seconds a step
     "two groups": True,
+    "partner copies": True,
 }
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
 torch.set_num_threads(1)
@@ -111,7 +112,8 @@ def main() -> None:
     else:
         session.attach(model=model, optimizer=optimizer, scheduler=scheduler)
     resumed = session.restore(options["directory"])
-    session.checkpoint(every=options["every"], directory=options["directory"])
+    copies = options["partner copies"]
+    session.checkpoint(every=options["every"], directory=options["directory"], partner_copies=copies)
     before = digests(model, optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
     while session.steps < options["steps"]:

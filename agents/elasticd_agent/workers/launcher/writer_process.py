@@ -17,7 +17,8 @@ from elasticd_agent.workers.launcher.sockets import encode
 
 SOCKET = "writer"
 """The socket's name in the runtime directory."""
-BUFFERS = 2
+BUFFERS = 3
+"""Two that ranks fill in turn, and one for a copy of another node's part of a sharded state."""
 END_GRACE_S = 6.0
 """For the writer to finish what it writes when the job has ended."""
 
