@@ -112,6 +112,21 @@ def test_a_job_of_an_agents_file_must_fit_into_the_store_as_well() -> None:
     assert from_json(to_json(whole)) == whole
 
 
+@pytest.mark.parametrize(
+    ("text", "nodes", "labels"),
+    [
+        ('nodes = { gpu = "h100" }', (1, 1), ("gpu=h100",)),
+        ('nodes = { count = "2:8", gpu = "h100", rack = 7 }', (2, 8), ("gpu=h100", "rack=7")),
+        ('nodes = { gpu = "h100" }\nnode_labels = ["ssd"]', (1, 1), ("ssd", "gpu=h100")),
+        ("nodes = {}", (1, 1), ()),
+    ],
+)
+def test_labels_beside_the_number_of_nodes(text: str, nodes: tuple[int, int], labels: tuple[str, ...]) -> None:
+    job = read_job((ABOUT + text).encode(), "toml", "t")
+    assert (job.node_range, job.node_labels) == (nodes, labels)
+    assert from_json(to_json(job)) == job
+
+
 def test_every_flag_is_a_key_or_says_why_not() -> None:
     keys = {field.encode_name for field in msgspec.structs.fields(JobFile)}
     flags = {flag.dest for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS)}

@@ -111,7 +111,8 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     user: Annotated[str | None, "The user the job runs as. Not given: user in the node's agent.toml.", '"me"'] = None
     nodes: Annotated[
         int | str,
-        "Number of nodes, N or MIN:MAX: the job starts with MIN, grows to MAX, and continues while MIN are left.",
+        "Number of nodes, N or MIN:MAX: the job starts with MIN, grows to MAX, and continues while MIN are left. With "
+        'labels, as in node_labels: { count = "2:8", gpu = "h100" }.',
         '"2:8"',
     ] = 1
     workers: Annotated[int | str, "Number of slots, one worker each, on each node, N or MIN:MAX.", '"1:8"'] = 1
@@ -265,9 +266,18 @@ def to_json(job: JobFile) -> str:
 
 def decode_job(table: Mapping[str, Any]) -> JobFile:
     """Raises ConfigError."""
-    job = decode(table, JobFile, {JobFile: JOB_KEY_HINTS})
+    job = decode(_with_labels(table), JobFile, {JobFile: JOB_KEY_HINTS})
     check_job(job)
     return job
+
+
+def _with_labels(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """nodes = { count = "2:8", gpu = "h100" } -> nodes = "2:8", node_labels = ["gpu=h100"]."""
+    nodes, listed = table.get("nodes"), table.get("node_labels", [])
+    if not isinstance(nodes, dict) or not isinstance(listed, list):
+        return table
+    labels = [f"{name}={value}" for name, value in nodes.items() if name != "count"]
+    return {**table, "nodes": nodes.get("count", 1), "node_labels": [*listed, *labels]}
 
 
 def runner_model(
