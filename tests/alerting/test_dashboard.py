@@ -1,4 +1,4 @@
-"""Every query of deploy/grafana/elasticd.json, asked of a real Prometheus that has watched a job with faults."""
+"""Every query of the dashboards in deploy/grafana, asked of a real Prometheus that has watched a job with faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.alerting.pair import JOB
 from tests.alerting.watching import Watch
 from tests.node.node import until
 
-DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "elasticd.json"
+FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "grafana"
 
 
 def shown(query: str, variables: Mapping[str, str]) -> str:
@@ -34,10 +34,10 @@ def values(watch: Watch, query: str, since: float) -> list[str]:
     return list(watch.api(f"label/{found[2]}/values", **{"match[]": found[1], "start": f"{since:.3f}", "end": now}))
 
 
-def asked_of(watch: Watch, board: Any, start: float) -> dict[str, list[Any]]:
+def asked_of(watch: Watch, board: Any, start: float, job: str = JOB) -> dict[str, list[Any]]:
     """What each query returns over the time since then, by where it stands in the dashboard."""
     end = time.time()
-    variables = {"job_id": JOB, "node": ".*", "__range": f"{end - start:.0f}s", "__rate_interval": "10s"}
+    variables = {"job_id": job, "node": ".*", "__range": f"{end - start:.0f}s", "__rate_interval": "10s"}
     found: dict[str, list[Any]] = {}
     for panel in board["panels"]:
         for target in panel.get("targets", []):
@@ -61,7 +61,7 @@ def numbers(one: Any) -> list[float]:
 
 @pytest.mark.timeout(400)
 def test_every_query_returns_data_on_a_job_with_faults(watched: Watched) -> None:
-    board = json.loads(DASHBOARD.read_text())
+    board, fleet = (json.loads((FOLDER / name).read_text()) for name in ("elasticd.json", "elasticd-fleet.json"))
     start = time.time()
     nodes, watch = watched(scale=10)
     # A slow rank, for the minute that it takes to be sure of it.
@@ -88,6 +88,9 @@ def test_every_query_returns_data_on_a_job_with_faults(watched: Watched) -> None
         where for where, result in found.items() if all(number != number for one in result for number in numbers(one))
     ]
     assert not empty and not nothing, f"no data: {empty}; only NaN: {nothing}\n{watch.told()}"
+    of_all = asked_of(watch, fleet, start, ".*")
+    empty = [where for where, result in of_all.items() if not any(map(numbers, result))]
+    assert not empty, f"no data in the fleet's: {empty}"
     rounds = {int(one["metric"]["round"]): one for one in found["annotation Rounds"]}
     assert len(rounds) >= 3 and all(one["metric"]["reason"] for one in rounds.values())
     assert all(abs(numbers(one)[0] / 1000 - time.time()) < 600 for one in rounds.values()), "times in milliseconds"

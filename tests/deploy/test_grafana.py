@@ -1,4 +1,4 @@
-"""The Grafana dashboards as files: the requirements of Grafana 9 and newer, and queries for existing series.
+"""The Grafana dashboards as files: the requirements of Grafana 9 and newer; queries parse and name series that exist.
 
 What its queries return on a job with faults is tests/alerting's to see. What is wanted is from Grafana's own schema of
 dashboards (kinds/dashboard/dashboard_kind.cue in its repository).
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from elasticd_agent.node import metrics as gauges
 from elasticd_agent.telemetry.metric_table import METRICS
+from tests.deploy.prometheus.test_rules import promtool
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB, FLEET = (ROOT / "deploy" / "grafana" / name for name in ("elasticd.json", "elasticd-fleet.json"))
@@ -115,6 +117,20 @@ def test_panels_use_the_selected_data_source(board: Any) -> None:
     for annotation in own:
         assert annotation["datasource"] == chosen and annotation["enable"] and annotation["iconColor"]
         assert annotation["titleFormat"] and annotation["textFormat"]
+
+
+def test_promtool_parses_every_query(board: Any, tmp_path: Path) -> None:
+    """As recording rules: an expression on its own needs a server."""
+    values = {"job_id": "lm|.*", "node": ".*", **dict.fromkeys(BUILT_IN, "10s")}
+    rules = []
+    for query in queries(board):
+        series = re.fullmatch(r"label_values\((.+), \w+\)", query)
+        asked = re.sub(r"\$\{?(\w+)(:\w+)?\}?", lambda found: values[found[1]], series[1] if series else query)
+        rules.append({"record": f"query:{len(rules)}", "expr": asked})
+    file = tmp_path / "queries.yaml"
+    file.write_text(json.dumps({"groups": [{"name": board["uid"], "rules": rules}]}))
+    done = subprocess.run([promtool(), "check", "rules", file], capture_output=True, text=True)
+    assert done.returncode == 0 and f"{len(rules)} rules found" in done.stdout, done.stdout + done.stderr
 
 
 def test_variables_are_defined_and_used(board: Any) -> None:
