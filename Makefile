@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system test-upstream test-frameworks test-cuda-build test-gpu gpu-day check bench soak fuzz audit sbom lock fmt docs site clean
+.PHONY: help demo test test-system test-upstream test-frameworks test-cuda-build matrix test-gpu gpu-day check bench soak fuzz audit sbom lock fmt docs recording site clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -53,6 +53,9 @@ $(VENV)-frameworks/.ready: $(READY) tests/frameworks/requirements.txt
 test-frameworks: $(VENV)-frameworks/.ready  ## Hugging Face Trainer, Accelerate, Lightning and torchdata themselves, killed and stopped
 	@$(VENV)-frameworks/bin/python -m pytest -q -m frameworks tests/frameworks
 
+matrix: $(READY)  ## what needs no fault timing on Python 3.10 to 3.14 and torch 2.6, 2.13 and the newest, as far as they can be had; README's table
+	@$(BIN)/python -m tests.matrix
+
 test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, under 8 minutes; skips without one; ON=cpu tries the tests themselves over gloo
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'
 	@ELASTICD_TEST_DEVICE=$(or $(ON),cuda) $(BIN)/python -m pytest -q -m gpu tests/gpu
@@ -90,6 +93,9 @@ audit: $(VENV)-audit/.ready  ## known vulnerabilities of deploy/requirements.txt
 
 sbom: $(READY) $(VENV)-audit/.ready  ## sbom.json: what is installed in .venv, as CycloneDX
 	@$(VENV)-audit/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type application --output-file sbom.json $(BIN)/python
+
+recording: $(READY)  ## docs/demo.svg: what make demo prints, in its own time
+	@$(BIN)/python examples/recording.py
 
 fmt: $(READY)  ## format the code, fix what can be fixed
 	@$(BIN)/ruff format --quiet $(CODE)

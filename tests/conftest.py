@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import multiprocessing
 import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +40,8 @@ settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 os.environ.update([_MARK.split("=", 1)])
+if sys.version_info >= (3, 14):  # its server for forks would be what the first test with a DataLoader leaves behind
+    multiprocessing.set_start_method("fork")
 for _signal, _usual in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGQUIT, signal.SIG_DFL),

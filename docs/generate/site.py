@@ -1,4 +1,4 @@
-"""mkdocs' hook for `make site`: the changelog becomes a page; links to files outside of docs/ become plain text."""
+"""mkdocs' hook for `make site`: changelog and docstrings become pages, links to files outside of docs/ plain text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ _OUTSIDE = re.compile(r"\[([^]\n]+)\]\((?:\.\./)+(?!docs/)[^)\n]+\)")
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
+    from docs.generate import api
+
+    files.append(File.generated(config, "api.md", content=api.page()))
     text = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "changelog.md", content=text))
     decisions = sorted((ROOT / "docs" / "adr").glob("*.md"))

@@ -66,7 +66,6 @@ TOML: list[tuple[str, str]] = [
     (ABOUT + 'workers="1:99999999999"', "workers: '1:99999999999': at most 100000 are possible"),
     (ABOUT + 'id = "-rf"', "id: '-rf' begins with '-': commands would take it for an option"),
     (ABOUT + 'nodes={count="0:4"}', "nodes: 0:4: at least 1 is needed"),
-    ('nodes: must be a whole number or text, not a table; write it as in nodes = "2:8"',),
     (ABOUT + 'nodes="a"', "nodes: 'a' is neither a number nor MIN:MAX, as in 4 or 2:8"),
     (ABOUT + 'nodes="1:2:3"', "nodes: '1:2:3' is neither a number nor MIN:MAX, as in 4 or 2:8"),
     (ABOUT + "workers=99999999999999", "workers: 99999999999999: at most 100000 are possible"),

@@ -164,7 +164,7 @@ WRONG = [
     ("--numa-binding node t.py", "--numa-binding is not supported: .*numactl"),
     ("--start-method thread t.py", "invalid choice: 'thread'"),
     ("--hang-floor 5min t.py", "--hang-floor: '5min' is not a time as in 500ms, 5s, 2m or 1.5h"),
-    ("--stopped-after -1s t.py", "--stopped-after"),
+    ("--stopped-after -1s t.py", "stopped.after"),
     ("--hang-floor 4s --evidence-timeout 5s t.py", "evidence_timeout 5 s must .* not exceed hang_floor 4 s"),
     ("--hang-factor 1 t.py", "hang_factor 1 must be more than 1"),
     ("--slow-factor 1 t.py", "slow_factor 1 must be more than 1"),

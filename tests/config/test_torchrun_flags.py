@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +19,11 @@ from elasticd_agent.config.run_options import build_parser
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 
 ROOT = Path(__file__).parents[2]
+
+
+TORCH = tuple(map(int, re.findall("[0-9]+", importlib.metadata.version("torch"))[:2]))
+NEWER = {"log_line_prefix_template", "print_completion"}
+"""Options that torch 2.13 does not have; the table is that of the newest torch."""
 
 
 class _Refused(Exception):
@@ -57,8 +64,10 @@ def described(parser: argparse.ArgumentParser) -> dict[str, tuple[Any, ...]]:
 def test_every_option_of_torchrun_is_in_the_table_as_it_is_there() -> None:
     upstream, ours = described(theirs()), described(build_parser({}))
     own = {flag.dest for flag in ELASTICD_FLAGS}
-    assert set(upstream) == set(ours) - own, "torchrun's options changed: adapt torchrun_flags.py, then `make docs`"
+    assert set(upstream) <= set(ours) - own, "torchrun's options changed: adapt torchrun_flags.py, then `make docs`"
+    assert TORCH < (2, 13) or set(ours) - own - set(upstream) <= NEWER, "torchrun has given up an option"
     differs = {flag.dest for flag in TORCHRUN_FLAGS if flag.default_reason}
+    upstream.pop("print_completion", None)  # its choices are those of the shtab that is installed
     for dest, wanted in upstream.items():
         if dest in differs:
             assert ours[dest][:3] == wanted[:3], dest
@@ -83,6 +92,8 @@ SAMPLES = {
 
 @pytest.mark.parametrize("flag", TORCHRUN_FLAGS, ids=lambda flag: flag.dest)
 def test_its_variable_means_what_it_means_to_torchrun(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
+    if flag.dest not in described(theirs()):
+        pytest.skip(f"torch {'.'.join(map(str, TORCH))} has no such option")
     for value in SAMPLES[flag.value_type]:
         name = f"PET_{flag.dest.upper()}"
         monkeypatch.setenv(name, value)
@@ -113,10 +124,12 @@ def _meaning(parser: argparse.ArgumentParser, option: str) -> str:
 
 def test_abbreviations_stand_for_what_they_stand_for_in_torchrun() -> None:
     upstream, ours = theirs(), build_parser({})
-    names = {name for flag in TORCHRUN_FLAGS for name in flag.names if name.startswith("--")}
+    names = {name for name in upstream._option_string_actions if name.startswith("--")}
     for prefix in sorted({name[:end] for name in names for end in range(3, len(name) + 1)}):
         if prefix not in {name for flag in ELASTICD_FLAGS for name in flag.names}:
-            assert _meaning(ours, prefix) == _meaning(upstream, prefix), prefix
+            here, there = _meaning(ours, prefix), _meaning(upstream, prefix)
+            # What is one option's to an older torch may be two options' to the newest.
+            assert here == there or ("could match" in here and TORCH < (2, 14)), prefix
 
 
 def test_our_own_options_cannot_be_abbreviated() -> None:

@@ -1,4 +1,4 @@
-"""The sdist and the wheel: complete, accepted by PyPI's checks, the same bytes when they are built again."""
+"""The sdist and the wheel: complete, accepted by PyPI's checks, the same bytes when built again; pipx installs them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 
-def run(*command: str | Path, cwd: Path) -> str:
+def run(*command: str | Path, cwd: Path, within: float = 250.0) -> str:
     environment = os.environ | {"SOURCE_DATE_EPOCH": "1700000000"}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=within)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 
@@ -35,7 +35,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("git", "archive", "--output", archive, run("git", "stash", "create", cwd=ROOT).strip() or "HEAD", cwd=ROOT)
     with tarfile.open(archive) as tar:
         tar.extractall(source, filter="data")
-    run(sys.executable, "-m", "pip", "install", "--quiet", "--target", folder / "tools", "build", cwd=folder)
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--target", folder / "tools", "build", "pipx", cwd=folder)
     os.environ["PYTHONPATH"] = str(folder / "tools")
     try:
         for out in ("first", "second"):
@@ -62,6 +62,32 @@ def test_sdist_is_complete(built: Path) -> None:
     assert sorted(listed - packed) == []
 
 
+def test_tests_pass_from_the_sdist(built: Path, tmp_path: Path) -> None:
+    with tarfile.open(only(built / "first", "*.tar.gz")) as tar:
+        tar.extractall(tmp_path, filter="data")
+    source = only(tmp_path, "elasticd-*")
+    pytest_there = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    run(*pytest_there, "--collect-only", cwd=source)
+    own = f"import elasticd\n\n\ndef test_own() -> None:\n    assert elasticd.__file__.startswith({str(source)!r})\n"
+    (source / "tests" / "model" / "test_own.py").write_text(own)
+    run(*pytest_there, "tests/model", "tests/config", "tests/job", "tests/library/test_sampler.py", cwd=source)
+
+
+@pytest.mark.timeout(600)
+def test_pipx_installs_it(built: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch, elasticd\nsession = elasticd.init()\nprint('rank', session.rank, flush=True)\n")
+    places = {"PIPX_HOME": tmp_path / "pipx", "PIPX_BIN_DIR": tmp_path / "bin", "PIPX_MAN_DIR": tmp_path / "man"}
+    variables = [f"{name}={place}" for name, place in places.items()]
+    pipx = ["env", f"PYTHONPATH={built / 'tools'}", *variables, sys.executable, "-m", "pipx", "install"]
+    run(*pipx, only(built / "first", "*.whl"), "--pip-args", f"-c {ROOT / 'constraints.txt'}", cwd=tmp_path, within=550)
+    elasticd_there = tmp_path / "bin" / "elasticd"
+    assert elasticd.__version__ in run(elasticd_there, "--version", cwd=tmp_path)
+    assert (tmp_path / "man" / "man1" / "elasticd.1").exists()
+    out = run(elasticd_there, "run", "--nproc-per-node", "2", script, cwd=tmp_path)
+    assert {"rank 0", "rank 1"} <= set(out.splitlines())
+
+
 def test_wheel_has_the_man_page_and_absolute_links(built: Path) -> None:
     with zipfile.ZipFile(only(built / "first", "*.whl")) as wheel:
         names = wheel.namelist()
@@ -86,4 +112,5 @@ def test_site_has_no_broken_link(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     run(*build, cwd=ROOT)
     assert (tmp_path / "site" / "quickstart" / "index.html").exists()
+    assert "ElasticBatchSampler.loss_scale" in (tmp_path / "site" / "api" / "index.html").read_text()
     assert "elasticd open" in (tmp_path / "site" / "search" / "search_index.json").read_text()

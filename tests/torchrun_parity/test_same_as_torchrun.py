@@ -152,7 +152,7 @@ def test_environment_is_torchruns_and_our_own(runs: Runs, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_stack_signal_and_its_file(runs: Runs, way: str) -> None:
-    """A signal for stacks is caught and one file is open for them."""
+    """A signal for stacks is caught and one file is open for them; libffi opens itself at the first callback."""
     both = runs(way)
     ours, theirs = both.elasticd.facts(), both.torchrun.facts()
     caught, usual = (int(facts["process"]["status"]["SigCgt"], 16) for facts in (ours, theirs))
@@ -161,7 +161,8 @@ def test_stack_signal_and_its_file(runs: Runs, way: str) -> None:
         (ours["first"]["descriptors beyond stderr"], theirs["first"]["descriptors beyond stderr"]),
         (ours["descriptors at the end"], theirs["descriptors at the end"]),
     ):
-        assert sorted(found) == sorted([*expected, ours["first"]["environment"]["ELASTICD_STACKS"]])
+        known = [*expected, ours["first"]["environment"]["ELASTICD_STACKS"]]
+        assert sorted(one for one in found if "/libffi.so" not in one or one in expected) == sorted(known)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -120,7 +120,7 @@ def help_text() -> str:
             _HEAD.rstrip("\n"),
             section("elasticd's own options", ELASTICD_FLAGS),
             section("torchrun's options (or their PET_ variables)", honored),
-            f"\nAccepted, without effect: {idle}.\nRefused, each with its reason: {refused}.\n",
+            f"\nAccepted, without effect: {idle}.\nRefused, each with its reason:\n{refused}.\n",
         ]
     )
 

@@ -92,6 +92,12 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
     ),
     Flag("-t, --tee STREAMS", "Which streams go to log files and to the console; written as --redirects.", default="0"),
     Flag(
+        "--log-line-prefix-template TEXT",
+        "Of torch 2.14 and newer. Output of workers has the prefix [role rank]:, which --tee describes.",
+        default="",
+        treatment=Treatment.REFUSED,
+    ),
+    Flag(
         "--local-ranks-filter RANKS",
         "Local ranks whose output reaches the console, 0,1,2; the log files keep everything.",
         default="",
@@ -134,6 +140,13 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
         "--logs-specs NAME",
         "torch's log plug-ins run inside torchrun's process; --log-dir, --redirects and --tee say where logs go.",
         treatment=Treatment.REFUSED,
+        env=False,
+    ),
+    Flag(
+        "--print-completion SHELL",
+        "Of torch 2.14 and newer. elasticd completion SHELL prints what the shell needs.",
+        treatment=Treatment.REFUSED,
+        choices=("bash", "zsh", "tcsh", "fish", "powershell"),
         env=False,
     ),
     Flag(

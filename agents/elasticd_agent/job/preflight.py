@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import socket
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,13 +51,25 @@ def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) ->
 
 def _workdir(path: Path) -> None:
     try:
-        there = path.is_dir()
+        mode = _mode(path)
     except PermissionError:
-        there = True  # behind a directory without access
-    if not there:
-        raise UsageError(f"the working directory {str(path)!r} {'is a file' if path.exists() else 'does not exist'}")
+        mode = stat.S_IFDIR  # behind a directory without access
+    if not stat.S_ISDIR(mode):
+        raise UsageError(f"the working directory {str(path)!r} {'is a file' if mode else 'does not exist'}")
     if not os.access(path, os.X_OK, effective_ids=True):
         raise UsageError(f"the working directory {str(path)!r} cannot be entered: permission denied")
+
+
+def _mode(path: Path) -> int:
+    """0 if there is nothing. Raises PermissionError where a directory on the way has no access; the methods of Path
+    answer False to that from Python 3.14 on.
+    """
+    try:
+        return path.stat().st_mode
+    except PermissionError:
+        raise
+    except (OSError, ValueError):
+        return 0
 
 
 def _script(spec: JobSpec) -> None:
@@ -68,15 +81,16 @@ def _script(spec: JobSpec) -> None:
 
 def _script_file(spec: JobSpec) -> None:
     script = spec.cwd / spec.entrypoint
-    if script.is_dir():
+    if stat.S_ISDIR(_mode(script)):
         if not (script / "__main__.py").is_file():
             raise UsageError(f"the script {spec.entrypoint!r} is a directory without a __main__.py")
         script /= "__main__.py"
     if spec.entrypoint.startswith("-"):
         raise UsageError(f"the script's name is missing before {spec.entrypoint!r}")
-    if not script.exists():
+    mode = _mode(script)
+    if not mode:
         raise UsageError(f"the script {spec.entrypoint!r} does not exist{_in(spec)}")
-    if not script.is_file():
+    if not stat.S_ISREG(mode):
         raise UsageError(f"the script {spec.entrypoint!r} is not a file")
     if not os.access(script, os.R_OK):
         raise UsageError(f"the script {spec.entrypoint!r} cannot be read: permission denied")
@@ -121,12 +135,13 @@ def _directory(option: str, path: Path | None, *, read_only: bool = False) -> No
         return
     try:
         for place in (path, *path.parents):
-            if place.is_dir():
+            mode = _mode(place)
+            if stat.S_ISDIR(mode):
                 writable = os.access(place, os.W_OK | os.X_OK, effective_ids=True)
                 if not writable and not (read_only and os.statvfs(place).f_flag & os.ST_RDONLY):
                     raise UsageError(f"{option} {str(path)!r}: no permission to write to {str(place)!r}")
                 return
-            if place.exists():
+            if mode:
                 raise UsageError(f"{option} {str(path)!r}: {str(place)!r} is a file, not a directory")
     except PermissionError:
         raise UsageError(f"{option} {str(path)!r} cannot be reached: permission denied") from None
