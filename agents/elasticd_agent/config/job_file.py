@@ -207,6 +207,8 @@ JOB_KEY_HINTS: Mapping[str, str] = {
     "run_path": "command is a script unless module or no_python say otherwise",
     "node_rank": "nodes find their ranks by themselves",
     "local_addr": "it is a key of the node's agent.toml",
+    "log_line_prefix_template": "elasticd logs JOB --rank K shows one rank's output",
+    "print_completion": "elasticd completion SHELL prints it",
     "numa_binding": "call os.sched_setaffinity in the script",
     "signals_to_handle": "elasticd cancel and drain stop a job",
     "no_live": "a daemon has no terminal",
