@@ -48,7 +48,9 @@ class RunLog:
         published = self._first("round_published", following)
         stepped = self._first("first_step", following)
         ended = next((line for line in self.lines if _ends_job(line)), None)
-        took = stepped.get("recovery_seconds")
+        # Each node measures by its own clock; `status` and the page show what the round's leader has measured.
+        leader = text(published.get("leader"))
+        took = stepped.get("recovery_seconds") if leader in ("", text(stepped.get("node"))) else None
         return Aftermath(
             round=following,
             reason=text(published.get("reason")),
