@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -37,19 +38,19 @@ def main() -> int:
 
 def recorded(command: list[str], folder: Path) -> tuple[int, list[Line]]:
     """The command's exit code and its output, both streams."""
-    process = subprocess.Popen(
+    began, lines = time.monotonic(), []
+    with subprocess.Popen(
         [*command, "--folder", str(folder / "demo-run"), "--picture", str(folder / "demo.png")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    assert process.stdout is not None
-    began, lines = time.monotonic(), []
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        lines.append((time.monotonic() - began, line.rstrip("\n").replace(str(folder) + "/", "")))
-    return process.wait(), lines
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append((time.monotonic() - began, line.rstrip("\n").replace(str(folder) + "/", "")))
+    return process.returncode, lines
 
 
 def drawn(lines: list[Line]) -> str:
@@ -57,7 +58,7 @@ def drawn(lines: list[Line]) -> str:
     width, height = round(COLUMNS * WIDTH + 2 * LEFT), (ROWS + 1) * HEIGHT + LEFT
     rows = [
         f'<text x="{LEFT}" y="{(number + 1) * HEIGHT}" style="animation-delay:{at:.2f}s" fill="{color(text)}">'
-        f"{escape(text[:COLUMNS])}</text>"
+        f"{escape(cut(text))}</text>"
         for number, (at, text) in enumerate(shown)
     ]
     whole = max(at for at, _ in shown) + 0.01
@@ -93,6 +94,12 @@ def without_pauses(lines: list[Line]) -> list[Line]:
         before = moment
         shown.append((at, text))
     return shown
+
+
+def cut(text: str) -> str:
+    """In one row, and with the time of day alone."""
+    text = re.sub(r"^\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d)[+-]\d{4} ", r"\1 ", text)
+    return text if len(text) <= COLUMNS else text[: COLUMNS - 1] + "…"
 
 
 def color(text: str) -> str:

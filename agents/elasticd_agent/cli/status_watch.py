@@ -7,6 +7,7 @@ Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import sys
 import time
@@ -63,7 +64,7 @@ def _show_below(page: str) -> None:
 def watch(client: AgentClient, job: str | None, every_s: float, *, as_json: bool) -> int:
     """Without `job`, what runs. Returns the exit code. Raises Unreachable, RequestFailed."""
     try:
-        if as_json or not sys.stdout.isatty():
+        if as_json or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
             return follow(client, job, every_s, _show_below, as_json=as_json)
         with _terminal() as show:
             return follow(client, job, every_s, show)
