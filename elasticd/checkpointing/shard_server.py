@@ -4,7 +4,7 @@
         ->  {snapshot}: the state is whole there; {size, file_size} and so many bytes of the file; or {refused: why}
 
 The secret reaches other nodes through the round's store, so only ranks of the job have it. A state is never changed
-while it keeps its key: whoever has read all of a state, and then finds it still there, has read that state.
+while it keeps its key: a peer that has read all of a state, and then finds it still there, has read that state.
 """
 
 from __future__ import annotations
