@@ -141,6 +141,7 @@ def test_read_records_returns_what_the_store_holds(one: Fixture) -> None:
     one.put("a/n2", Cordon("n2", False, "").to_json())
     assert len(one.cache.records("a/", Cordon)) == 1
     assert len(one.cache.read_records("a/", Cordon, one.errors.append)) == 2
+    assert len(one.cache.read_records("a/", Cordon, one.errors.append, watched=True)) == 2, "nobody watches it"
 
 
 def test_reads_and_changes_from_several_threads(one: Fixture) -> None:
@@ -150,6 +151,7 @@ def test_reads_and_changes_from_several_threads(one: Fixture) -> None:
     def read() -> None:
         while not stop.is_set():
             one.cache.read_records("a/", Cordon, one.errors.append)
+            one.cache.read_records("a/", Cordon, one.errors.append, watched=True)
 
     threads = [threading.Thread(target=read) for _ in range(2)]
     for thread in threads:

@@ -101,6 +101,7 @@ class StoreCache:
     def drop(self, prefixes: tuple[str, ...]) -> builtins.list[str]:
         """Drop the lists below these prefixes. Returns the keys that were in them."""
         with self._lock:
+            self._reading = {at: mark for at, mark in self._reading.items() if not at.startswith(prefixes)}
             return [key for at in [p for p in self._lists if p.startswith(prefixes)] for key in self._lists.pop(at)]
 
     # ---- reading
