@@ -148,8 +148,9 @@ class Session:
         """True once all ranks have decided to stop, from the same step on; what is attached has been saved."""
         return self._should_stop
 
-    def attach(self, *, optional: bool = False, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> None:
-        """Name what a checkpoint holds: model=, optimizer=, scheduler=, sampler=, anything with state_dict().
+    def attach(self, *, optional: bool = False, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> Session:
+        """Name what a checkpoint holds: model=, optimizer=, scheduler=, sampler=, anything with state_dict(). Returns
+        the session, for `restore()`.
 
         Rank 0's state is saved, and loaded by all; of sharded modules and optimizers (FSDP2, DTensor,
         ZeroRedundancyOptimizer) each rank's part; of `per_rank`, a dict by name, every rank's. On another world size
@@ -181,6 +182,7 @@ class Session:
             self._donor.close()
         known = [*self._attached.values(), *self._saver.per_rank.values()]
         self._committing = [obj for obj in known if callable(getattr(obj, "commit", None))]
+        return self
 
     def restore(self, directory: str | os.PathLike[str] | None = None, step: int | None = None) -> Resumed | None:
         """Load the newest checkpoint that can be read whole; None where there is none.

@@ -34,8 +34,7 @@ def main() -> None:
     inputs = torch.randn(4096, args.width, generator=torch.Generator().manual_seed(1))
     dataset = TensorDataset(inputs, inputs.square().mean(dim=1, keepdim=True))
     sampler = elasticd.ElasticBatchSampler(dataset, global_batch=48)
-    session.attach(model=model, optimizer=optimizer, sampler=sampler)
-    session.restore()
+    session.attach(model=model, optimizer=optimizer, sampler=sampler).restore()
     session.checkpoint(every=args.checkpoint_every)
 
     while session.steps < args.steps and not session.should_stop:

@@ -141,6 +141,7 @@ class ObjectStore:
                 )
             record = {"version": "1.0", **own, "host": socket.gethostname(), "superseded": superseded}
             self._put(_OWNER, json.dumps(record).encode())
+            self._abort_uploads("")
         self._run = own
         return taken_from
 
@@ -324,7 +325,20 @@ class ObjectStore:
     def put(self, staged: Path, name: str, files: Iterable[str]) -> None:
         """Put files of the local directory `staged`."""
         for file in files:
+            self._abort_uploads(f"{name}/{file}")
             self._call("put_file", str(staged / file), f"{name}/{file}")
+
+    def _abort_uploads(self, below: str) -> None:
+        """What killed processes have left of uploads in parts: S3 keeps it, invisible, until it is aborted; the other
+        stores delete it by themselves.
+        """
+        if self._scheme != "s3":
+            return
+        s3 = self._files.fs
+        bucket, _, prefix = f"{self._root}/{below}".partition("/")
+        with contextlib.suppress(OSError):  # it may be forbidden; then a rule of the bucket has to do it
+            for each in s3.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads", ()):
+                s3.call_s3("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
 
     def commit(self, staged: Path, name: str, manifest: Manifest, source: str | None) -> str:
         """Put a checkpoint from the local directory `staged` into the store, or copy the files of its checkpoint

@@ -96,10 +96,13 @@ class _Restore:
     """Rank 0: the checkpoints that may be loaded and have not been tried yet."""
     _fd: int = -1
     """The chosen state."""
+    _content: dict[str, Any] | None = None
+    """What is in it, on the rank that has tried whether it can be loaded."""
 
     def run(self) -> Resumed | None:
         try:
-            return self._run()
+            with state.no_garbage_collection():
+                return self._run()
         finally:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -123,7 +126,8 @@ class _Restore:
         try:
             if self._shards is not None:
                 self._fd = self._shards.copy(STATE)
-            content = checkpoint.load_mapped(self._fd)
+                self._content = None
+            content = self._content or checkpoint.load_mapped(self._fd)
             notes += self._load(chosen, content)
             of_ranks = content[state.RESERVED].get("per_rank", {})
             rank, world_size = self.group.rank, self.group.world_size
@@ -221,9 +225,11 @@ class _Restore:
         """Load what is attached; returns sentences about what was not used."""
         names = content[state.RESERVED].get(sharded.NAMES, [])
         large = {name: obj for name, obj in self.attached.items() if name in names}
-        small = {name: obj for name, obj in self.attached.items() if name not in names}
-        if whole := [name for name in sharded.names(small) if name in content]:
-            raise CheckpointError(f"the checkpoint holds {whole[0]} whole, from a job in which it was not sharded")
+        whole = {name: obj for name, obj in self.attached.items() if name in sharded.names(self.attached) - {*names}}
+        whole = {name: obj for name, obj in whole.items() if name in content}
+        small = {name: obj for name, obj in self.attached.items() if name not in names and name not in whole}
+        if whole:
+            sharded.scatter(whole, sharded.divide(whole, content))
         if large:
             open_file = self._shards.open if self._shards else shard_plan.on_disk(self._placed(chosen).path)
             sharded.scatter(large, shard_plan.read(open_file, lambda metadata: sharded.targets(large, metadata)))
@@ -330,7 +336,7 @@ class _Restore:
             try:
                 fd = open_verified(entry)
                 try:
-                    checkpoint.load_mapped(fd)
+                    self._content = checkpoint.load_mapped(fd)
                 except BaseException:
                     os.close(fd)
                     raise

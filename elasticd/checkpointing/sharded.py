@@ -134,6 +134,34 @@ def targets(attached: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
     return nested
 
 
+def divide(attached: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """What `scatter` takes, of a checkpoint that has these objects whole. Raises CheckpointError where they differ."""
+    nested: dict[str, Any] = {}
+    for name, obj in attached.items():
+        saved = content[name]
+        if not _is_optimizer(obj):
+            own = {state.plain(key): value for key, value in state.unwrap(obj).state_dict().items()}
+            if other := sorted(own.keys() ^ saved.keys()):
+                where = "the module lacks" if other[0] in saved else "the checkpoint lacks"
+                raise CheckpointError(f"{name}: {where} {other[0]}")
+            nested[name] = {key: _divided(saved[key], value) for key, value in own.items()}
+            continue
+        owners = _parameter_names(obj, name, attached)
+        numbers = [number for group in saved[GROUPS] for number in group["params"]]
+        owner = dict(zip(numbers, (each for _, each in _parameters(obj)), strict=False))
+        groups = [
+            {**each, "params": [owners[id(owner[at])] for at in each["params"] if at in owner]}
+            for each in saved[GROUPS]
+        ]
+        by_name = {
+            owners[id(owner[at])]: {key: _divided(value, owner[at]) for key, value in kept.items()}
+            for at, kept in saved[STATE].items()
+            if at in owner
+        }
+        nested[name] = {STATE: by_name, GROUPS: groups}
+    return nested
+
+
 def scatter(attached: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     """Load what DCP has read into `targets`. Raises CheckpointError for other parameter groups."""
     for name, obj in attached.items():
@@ -228,6 +256,20 @@ def _like(parameter: torch.Tensor | None, saved: Any) -> Any:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     device = "cpu" if parameter is None or not len(saved.size) else parameter.device
     return torch.empty(saved.size, dtype=dtype, device=device)
+
+
+def _divided(saved: Any, like: torch.Tensor) -> Any:
+    """This rank's part of a tensor, if that is sharded; in memory of its own."""
+    import torch
+
+    if not isinstance(saved, torch.Tensor):
+        return saved
+    if not _is_dtensor(like) or saved.shape != like.shape:
+        return saved.clone()
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return distribute_tensor(saved, mesh, placements, src_data_rank=None).clone()
 
 
 def _part(optimizer: Any) -> Any:

@@ -27,7 +27,7 @@ from elasticd.checkpointing.object_store import url_of
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.shard_plan import ShardPlan
 from elasticd.checkpointing.shard_server import Server
-from elasticd.checkpointing.state import RESERVED
+from elasticd.checkpointing.state import RESERVED, no_garbage_collection
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
 from elasticd.errors import UsageError
 
@@ -117,7 +117,8 @@ class ShardedSaver:
                 saver.warn(answer["event"], reason, saver.path(draft), draft.step)
             return False
         if answer["plan"] or self._plan is None:
-            self._plan = ShardPlan(state, saver.group)
+            with no_garbage_collection():
+                self._plan = ShardPlan(state, saver.group)
         if (token := self._copy(draft, self._plan, layout, why, start)) is not None:
             return self._write(draft, token, self._plan, layout, why, start)
         return saver.wait() if wait else saver.group.rank == 0

@@ -6,15 +6,17 @@ round. Random states are plain tensors, lists and numbers, so that `torch.load(w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
+import gc
 import hashlib
 import io
 import random
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import CheckpointError, UsageError
@@ -30,6 +32,18 @@ _HUGE = 14
 """MADV_HUGEPAGE of linux/mman.h."""
 RANK_INDEPENDENT = "rank_independent"
 """An attribute that is True of an object whose state any rank may save for all, even where ranks' states differ."""
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """10,000 parameters are a million new objects and none of them garbage; looking for it took half of a restore."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def check_attachable(name: str, obj: Any) -> None:

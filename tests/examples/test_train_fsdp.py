@@ -21,6 +21,15 @@ def test_train_fsdp_runs_alone(run: Run) -> None:
 
 
 @pytest.mark.system
+def test_train_fsdp_runs_under_torchrun(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTICD_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    for steps in (20, 30):
+        ran = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, TRAIN, *TINY, "--steps", steps)
+        assert ran.wait() == 0, ran.output
+    assert {path.name for path in (tmp_path / "checkpoints").glob("r2-s*")} >= {"r2-s20", "r2-s30"}
+
+
+@pytest.mark.system
 def test_train_fsdp_survives_kill_and_goes_on_with_more_ranks(run: Run, tmp_path: Path) -> None:
     def elastic(workers: int) -> tuple[object, ...]:
         log = tmp_path / f"events-{workers}"

@@ -1,24 +1,40 @@
-"""The recipes of docs/frameworks.md keep what they promise through a kill."""
+"""Recipes that need a framework: they run under torchrun as well, and a log keeps its steps through a kill."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.examples.launching import Run
+from tests.examples.launching import REPOSITORY, Run
 from tests.frameworks.jobs import Job
 
-SCRIPT = Path(__file__).parent / "scripts" / "recipes_job.py"
+SCRIPTS = ["hf_trainer.py", "accelerate_loop.py", "lightning_fit.py", "train_compiled.py"]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_same_script_under_torchrun(script: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again: the second run continues where the first one ended."""
+    monkeypatch.setenv("ELASTICD_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    for epochs in (1, 2):
+        output = ("--output", tmp_path / "output", "--epochs", epochs)
+        ran = run(*TORCHRUN, REPOSITORY / "examples" / script, *output)
+        assert ran.wait() == 0, ran.output
+    saved = {path.name for path in (tmp_path / "checkpoints").glob("r2-s*")}
+    steps = 50 if script == "train_compiled.py" else 63
+    assert min(int(name.partition("-s")[2].partition(".")[0]) for name in saved) >= steps, saved
+    assert any((tmp_path / "output").rglob("*")), "no result"
 
 
 def test_compiled_model_with_accumulation_and_tensorboard(run: Run, tmp_path: Path) -> None:
     finals = []
     for name in ("undisturbed", "killed"):
         (tmp_path / name).mkdir()
-        job = Job(run, tmp_path / name, SCRIPT, "torch.utils.tensorboard")
-        ran = job.start(2)
+        job = Job(run, tmp_path / name, REPOSITORY / "examples" / "train_compiled.py", "torch.utils.tensorboard")
+        ran = job.start(2, "--pause", 0.01)
         if name == "killed":
             ran.until(lambda job=job: job.saved(30))
             job.kill(1)  # rank 0 logs: if it is killed itself, its last point may be missing

@@ -6,6 +6,9 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +25,7 @@ from elasticd.checkpointing.retention import set_aside, went_back
 from elasticd.errors import DirectoryInUse, ObjectStoreError, UsageError
 from elasticd_agent.cli.checkpoints import checkpoints as command
 from tests.library.test_shard_files import FILES, snapshot
-from tests.s3_server import BUCKET, S3
+from tests.s3_server import BUCKET, ROOT, S3
 
 JOB = "lm"
 
@@ -71,8 +74,8 @@ def disconnect() -> None:
 class Node:
     """One node's copy of the store, and saves by its rank 0."""
 
-    def __init__(self, folder: Path, prefix: str, run: str = "1", claims: bool = True) -> None:
-        self.directory = resolve(f"s3://{BUCKET}/{prefix}", str(folder))
+    def __init__(self, folder: Path, prefix: str, run: str = "1", claims: bool = True, scheme: str = "s3") -> None:
+        self.directory = resolve(f"{scheme}://{BUCKET}/{prefix}", str(folder))
         self.run = run
         self.lock = api.DirectoryLock(self.directory, JOB, run)
         if claims:
@@ -100,6 +103,12 @@ class Node:
 
     def skipped(self) -> list[str]:
         return [each.why for each in api.lineage(self.directory)[1]]
+
+    def uploads(self) -> list[str]:
+        """Keys of uploads in parts that were neither completed nor aborted."""
+        bucket, _, prefix = str(url_of(self.directory)).removeprefix("s3://").partition("/")
+        found = self.store._files.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+        return [each["Key"] for each in found.get("Uploads", ())]
 
     def keys(self) -> set[str]:
         return {key for key in self.store._list("") if not key.startswith(".")}
@@ -144,6 +153,78 @@ def test_a_store_that_fails_for_a_while(fault: dict[str, Any], s3: S3, nodes: An
     assert reader.steps()[0] == 20
     assert writer.steps() == [20, 10], "what this node knows is not forgotten where the listing is late"
     assert s3.hits()[-1] >= min(fault["count"], 2)
+
+
+IN_PARTS = {
+    "500 at a part": {"do": "500", "method": "PUT", "path": "partNumber=2", "count": 3},
+    "503 at each part": {"do": "503", "method": "PUT", "path": "partNumber", "count": 9},
+    "cut in a part": {"do": "cut", "method": "PUT", "path": "partNumber=2", "count": 3},
+    "lost answer of a part": {"do": "lost answer", "method": "PUT", "path": "partNumber=3", "count": 2},
+    "500 at the last request": {"do": "500", "method": "POST", "path": "uploadId", "count": 3},
+    "lost answer of the last request": {"do": "lost answer", "method": "POST", "path": "uploadId", "count": 1},
+    "500 at the first request": {"do": "500", "method": "POST", "path": r"\?uploads", "count": 3},
+}
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
+    """S3's smallest parts in place of s3fs's 50 MB; returns the numbers of a state of three of them."""
+    monkeypatch.setattr("s3fs.core.calculate_chunksize", lambda size, **options: 5 << 20)
+    return (13 << 20) // 4
+
+
+@pytest.mark.parametrize("fault", IN_PARTS.values(), ids=IN_PARTS)
+def test_an_upload_in_parts(fault: dict[str, Any], s3: S3, nodes: Any, small_parts: int) -> None:
+    writer = nodes()
+    s3.fault(**fault)
+    writer.save(10, size=small_parts)
+    assert s3.hits()[-1] == fault["count"], "the fault did not fire"
+    assert nodes("b", claims=False).steps() == [10]
+    assert writer.uploads() == []
+
+
+def test_an_upload_in_parts_that_fails(s3: S3, nodes: Any, small_parts: int) -> None:
+    """Nothing half is listed, and the parts are aborted."""
+    writer = nodes()
+    s3.fault("403", method="PUT", path="partNumber=3")
+    with pytest.raises(ObjectStoreError, match="access denied"):
+        writer.save(10, size=small_parts)
+    assert writer.keys() == set()
+    assert writer.uploads() == []
+
+
+@pytest.mark.parametrize("then", ["the same state is written again", "another run begins"])
+def test_a_writer_is_killed_between_two_parts(s3: S3, nodes: Any, small_parts: int, then: str) -> None:
+    """Where the upload is left as it is; the next writer of the same file, and the next run, abort it."""
+    writer = nodes()
+    s3.fault("delay", method="PUT", path="partNumber=2", seconds=600)
+    script = "from tests.library.test_object_store import save_in_parts; save_in_parts()"
+    place = {"URL": str(url_of(writer.directory)), object_store.CACHE_VARIABLE: str(writer.directory.parents[2])}
+    process = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **place}, cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not s3.hits()[-1]:
+        assert process.poll() is None and time.monotonic() < deadline, "it did not begin to put the second part"
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    reader = nodes("b", claims=False)
+    assert writer.uploads() and not writer.keys() and reader.steps() == []
+    if then == "another run begins":
+        nodes("c", run="2")
+    else:
+        writer.save(10, size=small_parts)
+        assert reader.steps() == [10]
+    assert writer.uploads() == []
+
+
+def save_in_parts() -> None:
+    import s3fs.core
+
+    s3fs.core.calculate_chunksize = lambda size, **options: 5 << 20
+    directory = resolve(os.environ["URL"])
+    api.DirectoryLock(directory, JOB, "1").acquire()
+    whose = {"world_size": 1, "job": JOB, "run": "1"}
+    api.save(directory, round=1, step=10, parent=None, state={"weights": torch.ones(13 << 18), "step": 10}, **whose)
 
 
 @pytest.mark.system

@@ -24,6 +24,9 @@ SAVED_AND_LOADED = [
     (("fsdp", 2), ("whole", 1)),
     (("zero", 2), ("zero", 3)),
     (("zero", 2), ("fsdp", 1)),
+    (("ddp", 2), ("fsdp", 3)),
+    (("ddp", 2), ("hsdp", 4)),
+    (("ddp", 2), ("zero", 2)),
 ]
 SLOW = [pytest.param(*each, marks=pytest.mark.system) for each in SAVED_AND_LOADED[1:]]
 

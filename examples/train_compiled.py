@@ -1,4 +1,7 @@
-"""docs/frameworks.md's recipes in one script: torch.compile, gradient accumulation, TensorBoard."""
+"""torch.compile, gradient accumulation and a TensorBoard log, through faults and on any number of workers.
+
+elasticd run --nproc-per-node 2 --checkpoint-dir checkpoints examples/train_compiled.py
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,11 @@ import elasticd
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="compiled-output")
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of rest after each step")
     options = parser.parse_args()
     session = elasticd.init()
     torch.manual_seed(0)
@@ -32,22 +37,24 @@ def main() -> None:
     session.restore()
     session.checkpoint(every=10)
     writer = SummaryWriter(options.output, purge_step=session.steps + 1) if session.rank == 0 else None
-    for epoch in range(sampler.epoch, 2):
+    for epoch in range(sampler.epoch, options.epochs):
         sampler.set_epoch(epoch)
         for number, (points, targets) in enumerate(loader):
             micro = number % sampler.accumulate
             with contextlib.nullcontext() if micro == sampler.accumulate - 1 else ddp.no_sync():
-                loss = nn.functional.mse_loss(model(points), targets)
-                (loss * sampler.loss_scale(micro)).backward()
+                loss = nn.functional.mse_loss(model(points), targets) * sampler.loss_scale(micro)
+                loss.backward()
             if micro < sampler.accumulate - 1:
                 continue
             optimizer.step()
             optimizer.zero_grad()
-            time.sleep(0.01)
+            time.sleep(options.pause)
             if writer is not None:
                 writer.add_scalar("loss", loss.item(), session.steps + 1)
                 writer.flush()
             session.step()
+            if session.should_stop:
+                return
     session.close()
     if session.rank == 0:
         torch.save(ddp.module.state_dict(), f"{options.output}/final.pt")
