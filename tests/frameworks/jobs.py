@@ -21,12 +21,16 @@ class Job:
     folder: Path
     script: Path
     package: str
+    first: tuple[str, ...] = ()
+    """The script's first arguments."""
 
     def start(self, workers: object, *arguments: object, options: tuple[object, ...] = ()) -> Ran:
         elastic = ("--nproc-per-node", workers, "--checkpoint-dir", self.folder / "checkpoints")
         seen = ("--event-log", self.folder / "events", "--preload", self.package)
         output = ("--output", self.folder / "output")
-        return self.run("-m", "elasticd_agent", "run", *elastic, *seen, *options, self.script, *output, *arguments)
+        return self.run(
+            "-m", "elasticd_agent", "run", *elastic, *seen, *options, self.script, *self.first, *output, *arguments
+        )
 
     def finish(self, workers: object, *arguments: object) -> Ran:
         ran = self.start(workers, *arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,13 +64,17 @@ def test_killed_ranks_cost_no_sample(framework: Framework, run: Run, tmp_path: P
     undisturbed = framework.job(run, tmp_path / "undisturbed")
     undisturbed.finish(2)
     expected = framework.weights(undisturbed)
-    job = framework.job(run, tmp_path / "killed")
-    ran = job.start(2)
-    for step, rank in ((60, 1), (120, 0)):
-        ran.until(lambda step=step: job.saved(step))
-        job.kill(rank)
-    assert ran.wait() == 0, ran.output
-    assert len(job.events("group_started")) == 3, "a fault did not fire"
+    for attempt in range(3):
+        job = framework.job(run, tmp_path / f"killed-{attempt}")
+        ran = job.start(2)
+        for step, rank in ((60, 1), (120, 0)):
+            ran.until(lambda job=job, step=step: job.saved(step))
+            job.kill(rank)
+        assert ran.wait() == 0, ran.output
+        assert len(job.events("group_started")) == 3, "a fault did not fire"
+        # On a busy machine a rank may be unable to keep the random states of each step; that is said.
+        if not any("is lost" in each["reason"] for each in job.events("resumed")):
+            break
     assert [each["step"] >= step for each, step in zip(job.events("resumed"), (60, 120), strict=True)] == [True] * 2
     found = framework.weights(job)
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == [], ran.output
@@ -110,12 +115,19 @@ def test_gradient_is_that_of_the_global_batch_however_it_divides(
         torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-5, msg=f"{name}\n{ran.output}")
 
 
-def test_evaluation_and_save_of_rank_0_are_no_hang(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = TRANSFORMERS.job(run, tmp_path / "slow")
-    job.script = HERE / "scripts" / "hf_slow_evaluation.py"
+@every_framework
+def test_evaluation_and_save_of_rank_0_are_no_hang(
+    framework: Framework, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = framework.job(run, tmp_path / "slow")
+    own = framework is TRANSFORMERS
+    job.script = HERE / "scripts" / ("hf_slow_evaluation.py" if own else "slow_evaluation.py")
+    job.first = () if own else (framework.script.removesuffix(".py"),)
     monkeypatch.setenv("SLOW", "12")
+    started = time.monotonic()
     ran = job.start(2, "--samples", 160, "--epochs", 1, options=("--hang-floor", "5s"))
     assert ran.wait() == 0, ran.output
+    assert time.monotonic() - started > 24, "it was not slow"
     assert job.events("hang_detected") == []
     assert len(job.events("group_started")) == 1
 

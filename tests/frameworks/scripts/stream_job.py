@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,16 +33,36 @@ class Stream(IterableDataset[int]):
         return iter(range(self.rank + self.ranks * part, self.samples, self.ranks * parts))
 
 
+def tar_files(folder: Path, samples: int) -> object:
+    """A WebDataset of 12 files, which the ranks and their loaders' workers share."""
+    import webdataset
+
+    shards = folder.parent / "shards"
+    if not shards.exists():
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        for shard in range(12):
+            with webdataset.TarWriter(str(made / f"{shard:02}.tar")) as tar:
+                for number in range(shard, samples, 12):
+                    tar.write({"__key__": f"{number:06}", "number.txt": str(number)})
+        with contextlib.suppress(OSError):  # another rank was first
+            made.rename(shards)
+    urls = [str(path) for path in sorted(shards.glob("*.tar"))]
+    dataset = webdataset.WebDataset(urls, shardshuffle=False, nodesplitter=webdataset.split_by_node)
+    return dataset.map(lambda sample: int(sample["number.txt"]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", choices=("stream", "map"))
+    parser.add_argument("--kind", choices=("stream", "webdataset", "map"))
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--samples", type=int, default=600)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     session = elasticd.init()
     options.output.mkdir(exist_ok=True)
-    if options.kind == "stream":
+    if options.kind == "webdataset":
+        own = StatefulDataLoader(tar_files(options.output, options.samples), batch_size=4, num_workers=options.workers)
+    elif options.kind == "stream":
         dataset: object = Stream(options.samples, session.rank, session.world_size)
         own = StatefulDataLoader(dataset, batch_size=4, num_workers=options.workers)
     else:
