@@ -30,6 +30,11 @@ def check_mesh(name: str, obj: Any, world_size: int) -> None:
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if fsdp is not None and isinstance(obj, fsdp):
         raise UsageError(f"attach({name}=...): FullyShardedDataParallel is not supported; shard it with fully_shard()")
+    if _is_zero(obj) and _meshes(obj):
+        raise UsageError(
+            f"attach({name}=...): its parameters are sharded already, and ZeroRedundancyOptimizer would divide them "
+            "again; use the optimizer itself"
+        )
     for key, mesh in _meshes(obj):
         ranks = sorted(mesh._get_root_mesh().mesh.flatten().tolist())
         if ranks != list(range(world_size)):

@@ -193,7 +193,8 @@ def test_an_upload_in_parts_that_fails(s3: S3, nodes: Any, small_parts: int) -> 
     assert writer.uploads() == []
 
 
-@pytest.mark.parametrize("then", ["the same state is written again", "another run begins"])
+@pytest.mark.system
+@pytest.mark.parametrize("then", ["same-file", "next-run"])
 def test_a_writer_is_killed_between_two_parts(s3: S3, nodes: Any, small_parts: int, then: str) -> None:
     """Where the upload is left as it is; the next writer of the same file, and the next run, abort it."""
     writer = nodes()
@@ -209,7 +210,7 @@ def test_a_writer_is_killed_between_two_parts(s3: S3, nodes: Any, small_parts: i
     process.wait()
     reader = nodes("b", claims=False)
     assert writer.uploads() and not writer.keys() and reader.steps() == []
-    if then == "another run begins":
+    if then == "next-run":
         nodes("c", run="2")
     else:
         writer.save(10, size=small_parts)

@@ -66,6 +66,7 @@ MISTAKES = {
     "optimizer": "attach(optimizer=...): its class, parameters, settings, mesh or placements on rank 1 are not those",
     "settings": "attach(optimizer=...): its class, parameters, settings, mesh or placements on rank 1 are not those",
     "fsdp 1": "attach(model=...): FullyShardedDataParallel is not supported; shard it with fully_shard()",
+    "twice": "attach(optimizer=...): its parameters are sharded already, and ZeroRedundancyOptimizer would divide them",
     "stranger": "attach(optimizer=...): it trains a parameter of no attached module",
 }
 ALONE = [each for each in MISTAKES if each != "optimizer"]

@@ -71,7 +71,7 @@ def build(session: elasticd.Session) -> tuple[Any, torch.optim.Optimizer]:
         case "zero" | "ddp":
             model = DistributedDataParallel(model)
     trained = list(model.parameters())
-    if options["kind"] == "zero":
+    if options["kind"] == "zero" or mistake == "twice":
         zero = ZeroRedundancyOptimizer(trained, torch.optim.AdamW, lr=0.01)
         return model, zero
     groups: list[Any] = [{"params": trained[1:]}, {"params": trained[:1], "lr": 0.02}]
