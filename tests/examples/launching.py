@@ -26,7 +26,8 @@ class Ran:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "ELASTICD_CHECKPOINT_DIR": str(folder / "checkpoints"),  # for scripts that no elasticd has started
+            # For scripts that no elasticd has started.
+            "ELASTICD_CHECKPOINT_DIR": os.environ.get("ELASTICD_CHECKPOINT_DIR", str(folder / "checkpoints")),
         }
         self.deadline = time.monotonic() + DEADLINE_S
         with self._output.open("wb") as output:

@@ -23,9 +23,9 @@ def test_the_same_script_under_torchrun(script: str, run: Run, tmp_path: Path, m
         output = ("--output", tmp_path / "output", "--epochs", epochs)
         ran = run(*TORCHRUN, REPOSITORY / "examples" / script, *output)
         assert ran.wait() == 0, ran.output
-    saved = {path.name for path in (tmp_path / "checkpoints").glob("r2-s*")}
-    steps = 50 if script == "train_compiled.py" else 63
-    assert min(int(name.partition("-s")[2].partition(".")[0]) for name in saved) >= steps, saved
+    saved = {int(path.name.removeprefix("r2-s")) for path in (tmp_path / "checkpoints").glob("r2-s*")}
+    assert min(saved) >= 50, "it began again"
+    assert max(saved) > 63 or script == "train_compiled.py" and max(saved) == 100
     assert any((tmp_path / "output").rglob("*")), "no result"
 
 
