@@ -25,7 +25,7 @@ def test_the_same_script_under_torchrun(script: str, run: Run, tmp_path: Path, m
         assert ran.wait() == 0, ran.output
     saved = {int(path.name.removeprefix("r2-s")) for path in (tmp_path / "checkpoints").glob("r2-s*")}
     assert min(saved) >= 50, "it began again"
-    assert max(saved) > 63 or script == "train_compiled.py" and max(saved) == 100
+    assert max(saved) >= 100
     assert any((tmp_path / "output").rglob("*")), "no result"
 
 
