@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -13,6 +14,7 @@ SLOW_S = float(os.environ["SLOW"])
 
 
 def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    @functools.wraps(function)  # Lightning looks at the signature
     def run(*args: Any, **options: Any) -> Any:
         time.sleep(seconds)
         return function(*args, **options)
