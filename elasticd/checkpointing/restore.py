@@ -195,7 +195,7 @@ class _Restore:
                 return {"other": None}
             self._skip(entry.path, why)
             os.close(self._fd)
-            self._fd = -1
+            self._fd, self._content = -1, None
             return {"other": self._describe_first()}
 
         other: dict[str, Any] | None = self.channel.on_rank0(key, "whether all parts are whole", decide)["other"]

