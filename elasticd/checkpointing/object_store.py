@@ -558,5 +558,7 @@ def _who(found: Mapping[str, Any]) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    text = (isinstance(error, OSError) and error.strerror) or str(error).strip() or type(error).__name__
+    text = (
+        (isinstance(error, OSError) and error.strerror) or str(error).strip().partition("\n")[0] or type(error).__name__
+    )
     return f"access denied ({text})" if isinstance(error, PermissionError) else text

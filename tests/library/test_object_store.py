@@ -268,8 +268,8 @@ def test_a_killed_upload_is_no_checkpoint_and_is_deleted(nodes: Any) -> None:
 
 
 DAMAGE = {
-    "missing": (lambda store, key: store._call("rm_file", key), "state.pt is missing in s3://bucket"),
-    "short": (lambda store, key: store._put(key, b"short"), "state.pt has 5 bytes in s3://bucket"),
+    "missing": (lambda store, key: store._call("rm_file", key), "state.pt is missing in "),
+    "short": (lambda store, key: store._put(key, b"short"), "state.pt has 5 bytes in "),
     "a bit": (
         lambda store, key: store._put(key, _flipped(store._get(key))),
         "state.pt does not match its checksum",
@@ -321,7 +321,7 @@ def test_a_later_run_takes_the_store(nodes: Any, caplog: pytest.LogCaptureFixtur
     second.store.release(JOB, "2")
     caplog.clear()
     nodes("d", run="3").save(50, round=3)
-    assert not caplog.text, "it had been released"
+    assert not [each for each in caplog.records if each.name.startswith("elasticd")], "it had been released"
 
 
 def test_a_name_is_committed_once(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
