@@ -22,11 +22,11 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
         node.close()
 
 
-def start_on(start: Any, where: list[Node], options: dict[str, Any], round: int, ranks: int = 1) -> Job:
+def start_on(start: Any, where: list[Node], options: dict[str, Any], round: int, ranks: int = 1, **more: str) -> Job:
     """So many ranks on each node."""
     places = [(number, share) for number in range(len(where)) for share in range(ranks)]
     env = [where[number].environment(number, len(where), share, ranks) for number, share in places]
-    job: Job = start("sharded.py", options, world_size=len(env), round=round, each_env=env)
+    job: Job = start("sharded.py", options, world_size=len(env), round=round, each_env=env, **more)
     return job
 
 
@@ -71,6 +71,15 @@ def test_state_is_resumed_from_memory(
     assert ", in memory" in resumed.reason
     saved = [event.step for event in second.ranks[0].read_events() if event.kind == "checkpoint_saved"]
     assert saved == ([5] if lost else []), "after a lost node the state is saved again at once"
+
+
+@pytest.mark.system
+def test_memory_of_another_run_is_not_used(start: Any, nodes: list[Node], tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path / "shared"), "every": 4}
+    start_on(start, nodes[:2], options, 1).results()
+    shutil.rmtree(tmp_path / "shared")
+    second = start_on(start, nodes[:2], options, 2, ELASTICD_RUN="run-2").results()
+    assert [each["resumed"] for each in second] == [None, None]
 
 
 def test_part_without_a_copy_is_lost_with_its_node(start: Any, nodes: list[Node], tmp_path: Path) -> None:
