@@ -20,8 +20,9 @@ def test_hanging_calls_leave_a_bounded_number_of_threads(monkeypatch: pytest.Mon
     try:
         for _ in range(10):
             with pytest.raises(DeadlineExceeded):
-                run_within(0.01, mounted.wait)
+                run_within(0.01, mounted.wait, "dead")
         assert threading.active_count() == before + 3
+        assert run_within(5, lambda: "an answer", "another") == "an answer"
     finally:
         mounted.set()
     until(lambda: threading.active_count() == before, 5)

@@ -25,7 +25,7 @@ ENTRIES_LIMIT = 20_000
 _DIGITS = 20
 """Of a 64-bit integer with its sign."""
 MAX_HANGING = 64
-"""Threads that wait for a file system: pages that refresh themselves ask a dead one again and again."""
+"""Threads that wait for the file systems of one job: pages that refresh themselves ask dead ones again and again."""
 _THREAD = "elasticd-explain"
 
 _Result = TypeVar("_Result")
@@ -35,11 +35,12 @@ class DeadlineExceeded(Exception):
     """The file system did not answer in time."""
 
 
-def run_within(seconds: float, work: Callable[[], _Result]) -> _Result:
+def run_within(seconds: float, work: Callable[[], _Result], job: str = "") -> _Result:
     """The result of `work`, or its exception. DeadlineExceeded after `seconds`, with the thread left where it hangs, or
-    when no thread can be started, as at most MAX_HANGING are."""
-    if sum(thread.name == _THREAD for thread in threading.enumerate()) >= MAX_HANGING:
-        raise DeadlineExceeded(f"{MAX_HANGING} threads wait for file systems already")
+    when no thread can be started: at most MAX_HANGING are for each `job`, which is only a name."""
+    name = f"{_THREAD} {job}"
+    if sum(thread.name == name for thread in threading.enumerate()) >= MAX_HANGING:
+        raise DeadlineExceeded(f"{MAX_HANGING} threads wait for its file systems already")
     results: list[_Result] = []
     errors: list[BaseException] = []
 
@@ -49,7 +50,7 @@ def run_within(seconds: float, work: Callable[[], _Result]) -> _Result:
         except BaseException as error:  # noqa: BLE001 raised again below, in the calling thread
             errors.append(error)
 
-    thread = threading.Thread(target=run, name=_THREAD, daemon=True)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     try:
         thread.start()
     except RuntimeError as error:

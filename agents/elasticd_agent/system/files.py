@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
     `sync`: the content is on disk before it gets its name. On failure the temporary file goes, too: a full disk.
     """
     temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
+    _remove(temporary)
     fd = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         with open(fd, "wb") as file:
@@ -52,7 +53,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
             file.flush()
             if sync:
                 os.fsync(fd)
-        os.replace(temporary, path)
+        _rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -61,9 +62,25 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
 def replace_link(path: Path, target: Path) -> None:
     """Make `path` a symbolic link to `target`, in one step where there was one already. Raises OSError."""
     temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
+    _remove(temporary)
     temporary.symlink_to(target)
-    os.replace(temporary, path)
+    _rename(temporary, path)
+
+
+def _rename(temporary: Path, path: Path) -> None:
+    try:
+        os.replace(temporary, path)
+    except IsADirectoryError:
+        _remove(path)
+        os.replace(temporary, path)
+
+
+def _remove(path: Path) -> None:
+    """A job's user may put a directory there, in his own folder: it gets another name, and stops nothing."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}"))
 
 
 MAX_LENGTH = 1024

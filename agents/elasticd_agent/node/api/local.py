@@ -85,7 +85,7 @@ class LocalJobs:
 
     def progress(self, job: str, number: int, now: float, *, brief: bool = False) -> JobProgress:
         """How the job does, as far as this node knows. `now` is unix seconds. `brief`: without its history."""
-        known = run_within(READ_TIMEOUT_S, lambda: self._history(job, number, now))
+        known = run_within(READ_TIMEOUT_S, lambda: self._history(job, number, now), job)
         runner, problem = self._runner_status(job, number)
         steps = [step for step in (known.step, runner.step) if step is not None]
         return replace(
@@ -109,7 +109,7 @@ class LocalJobs:
     def logs(self, job: str, number: int, request: LogRequest) -> LogChunk | None:
         """None if there is no such log here."""
         files = self.files(job, number)
-        return run_within(READ_TIMEOUT_S, lambda: rank_logs.read_log(files, self.node, request))
+        return run_within(READ_TIMEOUT_S, lambda: rank_logs.read_log(files, self.node, request), job)
 
     def dump(self, job: str, number: int) -> dict[str, Any]:
         """Evidence of the running group, taken now; {"error"} if there is none."""
@@ -124,7 +124,7 @@ class LocalJobs:
         # The runner belongs to the job's user and may name any path: the agent reads only below the job's logs.
         is_below = False
         with contextlib.suppress(DeadlineExceeded, OSError, ValueError, RuntimeError):
-            is_below = run_within(READ_TIMEOUT_S, lambda: Path(path).resolve().is_relative_to(logs.resolve()))
+            is_below = run_within(READ_TIMEOUT_S, lambda: Path(path).resolve().is_relative_to(logs.resolve()), job)
         if not is_below:
             return {"node": self.node, "path": path, "error": f"the evidence is in {path}; read it there"}
         return self._read_evidence(Path(path), logs, None)
@@ -172,7 +172,7 @@ class LocalJobs:
             }
 
         try:
-            return run_within(READ_TIMEOUT_S, work)
+            return run_within(READ_TIMEOUT_S, work, str(logs))
         except DeadlineExceeded:
             return {"node": self.node, "error": f"{where} does not answer: is its file system unreachable?"}
 

@@ -238,7 +238,7 @@ class DashboardRoutes:
         until = time.monotonic() + PAGE_TIMEOUT_S
         for row in rows:
             try:
-                known = run_within(max(0.0, until - time.monotonic()), functools.partial(self._local_job, row))
+                known = run_within(max(0.0, until - time.monotonic()), functools.partial(self._local_job, row), row.job)
             except (ElasticdError, DeadlineExceeded):
                 continue
             found[row.job] = views.job_status(row, (), known)
@@ -281,7 +281,9 @@ class DashboardRoutes:
             return job_page.evidence_link(job.job)
         key, service = (job.job, job.number, number), self.api.service
         try:
-            found = run_within(PAGE_TIMEOUT_S, lambda: self._evidence.get(key, lambda: service.explain(job.job, None)))
+            found = run_within(
+                PAGE_TIMEOUT_S, lambda: self._evidence.get(key, lambda: service.explain(job.job, None)), job.job
+            )
         except (ElasticdError, DeadlineExceeded):
             link = tag("a", "try again", href=formatting.job_url(job.job, "/explain"))
             return tag("p", "Reading the evidence takes long: ", link, ".", class_="quiet")
@@ -289,7 +291,7 @@ class DashboardRoutes:
 
     def _tail(self, job: JobStatus, view: PageQuery) -> LogTail:
         try:
-            logs = run_within(PAGE_TIMEOUT_S, lambda: self._end_of_log(job.job, view))
+            logs = run_within(PAGE_TIMEOUT_S, lambda: self._end_of_log(job.job, view), job.job)
         except DeadlineExceeded:
             return LogTail(why=f"Its node did not answer within {in_words(PAGE_TIMEOUT_S)}.")
         except ElasticdError as error:
