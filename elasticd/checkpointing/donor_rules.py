@@ -62,7 +62,7 @@ def _one_rank_or_a_gpu(rank: _Rank) -> str:
 
 def _sharded(rank: _Rank) -> str:
     if sharded.names(rank.attached):
-        return "each rank has only a part of a sharded state; the next round resumes from the last checkpoint"
+        return "each rank has only a part of a sharded state; the next round resumes from the last save"
     return ""
 
 

@@ -155,6 +155,18 @@ def test_stranger_reads_nothing(parts: list[Part], case: str) -> None:
             remote.read(STATE, SIZE - 500, memoryview(piece))
 
 
+def test_part_that_is_replaced_while_it_is_read_is_refused(parts: list[Part]) -> None:
+    part, piece = parts[0], memoryview(bytearray(1000))
+    part.save(5)
+    with contextlib.closing(RemoteNode(part.rank.serve("127.0.0.1"), "job", "run", (1, 5))) as remote:
+        remote.read(STATE, 0, piece)
+        part.save(6)
+        part.rank.find_all()  # the writer has handled the save
+        for ask in (lambda: remote.read(STATE, 1000, piece), remote.state):
+            with pytest.raises(CheckpointError, match="not in its memory"):
+                ask()
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_copy_is_whole_or_none_where_a_node_is_lost_meanwhile(parts: list[Part], victim: int) -> None:
     """A large part; the node that has it, or the one that copies it, loses its writer in between."""
