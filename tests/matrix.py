@@ -24,7 +24,11 @@ FROM, TO = "<!-- Written by `make matrix` from here … -->\n", "<!-- … to her
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 NEWEST = "newest"
 TORCHES = ("2.6.0", "2.13.0", NEWEST)
-WHAT = "the library, the launcher, the torchrun plug-in, the pure parts, and a job that is killed and resumes"
+HEAD = (
+    "Tests that measure no time: the library, the launcher, the torchrun plug-in, configuration, a job that is",
+    "killed (`make matrix`, gloo on CPUs).",
+    "",
+)
 TESTS = (
     "tests/config",
     "tests/examples/test_demo.py::test_demo_kills_recovers_and_draws",
@@ -195,10 +199,7 @@ def told(result: dict[str, object]) -> str:
 
 def with_table(text: str, results: dict[str, dict[str, object]]) -> str:
     """README with the table between its two marks, whatever was there."""
-    before_it = (
-        f"Tests of {WHAT}, on Linux without a GPU; what measures times runs on Python 3.11 with torch 2.13 alone:"
-    )
-    lines = [before_it, "", "| Python | torch 2.6 | torch 2.13 | newest torch |", "|---|---|---|---|"]
+    lines = [*HEAD, "| Python | torch 2.6 | torch 2.13 | newest torch |", "|---|---|---|---|"]
     for python in PYTHONS:
         cells = [results.get(f"{python}-{torch}") for torch in TORCHES]
         ran = [str(cell["python"]) for cell in cells if cell and "python" in cell]
