@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -250,11 +251,12 @@ class Donor:
         assert self._socket is not None
         with contextlib.suppress(OSError):
             while packet := self._socket.recv(4096):
-                if refused := json.loads(packet).get("refused"):
+                request = json.loads(packet)
+                if refused := request.get("refused"):
                     return str(refused)
                 until = time.monotonic() + WAIT_S
                 self._catch_up(until)
-                self._save(max(until - time.monotonic(), 0.05))
+                self._save(max(until - time.monotonic(), 0.05), request.get("write", False))
                 self._socket.send(json.dumps({"do": "donated"}).encode())
         return ""
 
@@ -310,7 +312,7 @@ class Donor:
             self._socket = None
         self._why = self._why or "the session is closed"
 
-    def _save(self, wait_s: float) -> None:
+    def _save(self, wait_s: float, write: bool = False) -> None:
         if self._why:
             return
         if not self._lock.acquire(timeout=wait_s):
@@ -318,13 +320,14 @@ class Donor:
             return
         try:
             if self._step and (commit := self._ring.current()) is not None:
-                self._save_clean(commit)
+                self._save_clean(commit, write)
         except Exception as error:  # noqa: BLE001 - state_dict() of any object
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
             self._lock.release()
 
-    def _save_clean(self, commit: Commit) -> None:
+    def _save_clean(self, commit: Commit, write: bool) -> None:
+        """With `write`, no round follows: rank 0's node makes the state a checkpoint."""
         saver, step = self._saver, commit.step
         client = self._client()
         try:
@@ -346,7 +349,9 @@ class Donor:
             finally:
                 os.close(fd)
             self._check_unchanged(commit)
-            client.copied(draft, number, 0)
+            written = write and saver.directory is not None and client.first_node
+            task = functools.partial(saver.task, "before its group was killed", 0.0) if written else None
+            client.copied(draft, number, 0, task)
             client.find()  # the writer has handled the packets before this one
         except (OSError, SnapshotRefused, CheckpointError) as error:
             self._report_unsaved(step, str(error))

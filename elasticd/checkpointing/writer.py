@@ -13,9 +13,9 @@
                                                                         with its descriptor, or {refused: why}
     rank        serve {address}                                     ->  {server}: there other nodes read shards, or
                                                                         {refused: why}
-    rank        donor {round}                                       it saves its state when {save} arrives, and then
-    rank        donated {}                                          says that it is done, with or without success
-    launcher    donate {round}                                  ->  {}: all donors of the round are done
+    rank        donor {round}                                       it saves its state when {save, write} arrives, and
+    rank        donated {}                                          then says that it is done, with or without success
+    launcher    donate {round [, write]}                        ->  {}: all donors of the round are done
     rank        adopt {round, number, draft, task}                  ->  {}: the round that resumed from it owns it now
 
 Messages of ranks name the version of this protocol; another one is answered by {refused}. A connection with a message
@@ -365,7 +365,7 @@ class Writer:
         for donor, round in self._donors.items():
             if round == message["round"] and _runs(donor):
                 with contextlib.suppress(OSError):  # its end of file follows
-                    _send(donor, {"save": round})
+                    _send(donor, {"save": round, "write": message.get("write", False)})
                     self._saving[launcher].add(donor)
         self._do_donated(launcher, {})
 

@@ -147,10 +147,9 @@ def test_random_state_of_another_node_outlives_two_faults(
     how: dict[str, Any] = {"flags": ["--checkpoint-dir", str(tmp_path / "checkpoints")], "warm": True}
     how["env"] = {"OMP_NUM_THREADS": "1"}  # as with two workers on these cores
     faults = [Fault(1, 13, "SIGKILL", times=2)]
-    agents = [
-        both.agent("a", "donor.py", "--steps", "20", **how),
-        both.agent("b", "donor.py", "--steps", "20", **how, faults=faults),
-    ]
+    agents = [both.agent("a", "donor.py", "--steps", "20", **how)]
+    agents[0].event("waiting")  # it has rank 0 then
+    agents.append(both.agent("b", "donor.py", "--steps", "20", **how, faults=faults))
     assert [agent.wait(within=120) for agent in agents] == [0, 0]
     resumed = agents[0].events("resumed")
     assert [(event["step"], event["from_round"]) for event in resumed] == [(12, 1), (12, 2)]
@@ -207,3 +206,44 @@ def test_drained_node_costs_no_step(nodes: Callable[[str], Nodes], tmp_path: Pat
     for rank in range(3):
         trained = sorted(step for each in noted[rank::3] for round_, step, _ in each if round_ >= whole["round"])
         assert trained == sorted(set(trained)), "a step was trained twice"
+
+
+@pytest.mark.system
+def test_eviction_that_ends_in_a_kill_costs_no_step(job: StartJob, tmp_path: Path, whole: Job) -> None:
+    """A rank hangs, so that no rank can stop. The others' last step becomes a checkpoint before they are killed."""
+    directory = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    hangs = {"faults": [Fault(1, 13, "stop")], "flags": [*directory, "--shutdown-timeout", "1"]}
+    evicted = job("donor.py", "--steps", "60", "--every", "5", **hangs)
+    until(lambda: (evicted.work / "fired").exists(), "the hang")
+    until(lambda: digests(evicted, "steps", 0)[-1][1] == 12, "the last step")
+    evicted.process.terminate()
+    assert evicted.wait() == 128 + signal.SIGTERM
+    assert "did not stop in time" in evicted.err
+    again = job("donor.py", "--steps", "20", flags=directory)
+    assert again.wait() == 0
+    (resumed,) = again.events("resumed")
+    assert resumed["step"] == 12
+    expected = {step: found for _, step, found in digests(whole, "steps") if step <= 20}
+    assert all(expected[step] == found for _, step, found in digests(again, "steps"))
+
+
+@pytest.mark.system
+def test_evicted_node_that_is_killed_costs_the_others_no_step(nodes: Callable[[str], Nodes], tmp_path: Path) -> None:
+    three = nodes("2:3")
+    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--shutdown-timeout", "1"]
+    faults = [Fault(2, 600, "stop")]
+    for node in "abc":
+        three.agent(node, "donor.py", "--steps", "640", flags=flags, faults=faults, warm=True)
+    whole = until(lambda: three.agents[0].events("round_published", world_size=3), "three nodes")[0]
+    evicted = three.agents["abc".index(whole["nodes"][2])]
+    until(lambda: (evicted.work / "fired").exists(), "the hang")
+    evicted.process.terminate()
+    assert evicted.wait(within=60) == 128 + signal.SIGTERM
+    left = [agent for agent in three.agents if agent is not evicted]
+    assert [agent.wait(within=120) for agent in left] == [0, 0]
+    reasons = [event["reason"] for agent in left for event in agent.events("resumed", from_step=599)]
+    assert len(reasons) == 1 and "after the fault" in reasons[0]
+    for agent in left:
+        for rank in (0, 1):
+            trained = [step for _, step, _ in digests(agent, "steps", rank)]
+            assert trained == sorted(set(trained)), "a step was trained twice"

@@ -288,7 +288,7 @@ class JobLoop:
         for number in [number for number, at in self._kill_at.items() if at <= now]:
             del self._kill_at[number]
             self._listener.log(f"round {number}: the workers did not stop in time and are killed")
-            self._events.extend(self.workers.signal(number, signal.SIGKILL))
+            self._events.extend(self.workers.signal(number, signal.SIGKILL, save=True, write=True))
         if (at := self._monitor.at) is not None and now >= at:
             self._observe(now)
 

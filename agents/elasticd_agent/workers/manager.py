@@ -308,12 +308,13 @@ class WorkerManager:
             self._owner.send(do="signal", group=name, signal=int(signal.SIGKILL))
         self._stores.clear()
 
-    def signal(self, number: int, signum: int, *, save: bool = False) -> list[Event]:
+    def signal(self, number: int, signum: int, *, save: bool = False, write: bool = False) -> list[Event]:
         """Signal every process of the round's group at once. Any signal ends a group that has not started yet.
 
-        With `save`, workers that survive have a moment to save the state of their last step in memory.
+        With `save`, workers that survive have a moment to save the state of their last step in memory; with `write`, it
+        becomes a checkpoint.
         """
-        wish = {"save": number} if save else {}
+        wish = {"save": number, "write": write} if save else {}
         running = [name for name, group in self._groups.items() if group.round.number == number]
         for name in running:
             self._owner.send(do="signal", group=name, signal=int(signum), **wish)

@@ -352,9 +352,10 @@ class Owner:
     # --- signals ------------------------------------------------------------------------------------------------
 
     def do_signal(self, message: Message) -> None:
-        """{group, signal[, save]}: SIGKILL also reaches the store, and the processes that the workers left behind.
+        """{group, signal[, save, write]}: SIGKILL also reaches the store, and what the workers left behind.
 
-        With `save`, the number of the round, survivors first save the state of their last step, until a deadline.
+        With `save`, the number of the round, survivors first save the state of their last step, until a deadline; with
+        `write`, the writer makes it a checkpoint.
         """
         group = self.groups.get(message["group"])
         if group is None:
@@ -364,15 +365,15 @@ class Owner:
             if not group.running or group.ended:
                 self.drop(group)
                 return
-            if "save" not in message or not self.request_save(group, message["save"]):
+            if "save" not in message or not self.request_save(group, message):
                 self.kill_members(group)
         else:
             for pid in group.workers():
                 signal_child(pid, message["signal"])
 
-    def request_save(self, group: OwnedGroup, round: int) -> bool:
+    def request_save(self, group: OwnedGroup, message: Message) -> bool:
         if group.saving is None and self.writer is not None and group.workers():
-            group.saving = self.writer.request_save(round)
+            group.saving = self.writer.request_save(message["save"], message.get("write", False))
             if group.saving is not None:
                 group.save_until = time.monotonic() + self.writer.longest_save_s()
                 self.poll.register(group.saving.fileno(), select.POLLIN)

@@ -57,10 +57,10 @@ class WriterProcess:
             for fd in fds:
                 os.set_inheritable(fd, False)
 
-    def request_save(self, round: int) -> socket.socket | None:
+    def request_save(self, round: int, write: bool) -> socket.socket | None:
         """Ask the surviving ranks of a round to save their state; the answer means that they have, or cannot.
 
-        None if there is no rank to ask.
+        With `write`, what they save is written to disk. None if there is no rank to ask.
         """
         if not self.pid:
             return None
@@ -68,7 +68,7 @@ class WriterProcess:
         connection.setblocking(False)
         try:
             connection.connect(self.listener.getsockname())
-            connection.send(encode({"do": "donate", "round": round}))
+            connection.send(encode({"do": "donate", "round": round, "write": write}))
         except OSError:
             connection.close()
             return None
