@@ -254,6 +254,8 @@ class Donor:
                 request = json.loads(packet)
                 if refused := request.get("refused"):
                     return str(refused)
+                if "write" in request:  # a launcher that is older does not ask for it
+                    self._socket.send(json.dumps({"do": "saving"}).encode())
                 until = time.monotonic() + WAIT_S
                 self._catch_up(until)
                 self._save(max(until - time.monotonic(), 0.05), request.get("write", False))

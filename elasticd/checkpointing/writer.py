@@ -14,8 +14,10 @@
     rank        serve {address}                                     ->  {server}: there other nodes read shards, or
                                                                         {refused: why}
     rank        donor {round}                                       it saves its state when {save, write} arrives, and
-    rank        donated {}                                          then says that it is done, with or without success
-    launcher    donate {round [, write]}                        ->  {}: all donors of the round are done
+    rank        saving {}                                           says that it has begun, and
+    rank        donated {}                                          that it is done, with or without success
+    launcher    donate {round [, write]}                        ->  {busy}, again and again: so many donors of the round
+                                                                    have begun; {}: all are done
     rank        adopt {round, number, draft, task}                  ->  {}: the round that resumed from it owns it now
 
 Messages of ranks name the version of this protocol; another one is answered by {refused}. A connection with a message
@@ -115,6 +117,8 @@ class Writer:
         """Connections of ranks that save at a fault: their rounds."""
         self._saving: dict[socket.socket, set[socket.socket]] = {}
         """The donors for which a launcher waits."""
+        self._busy: set[socket.socket] = set()
+        """The donors that have begun."""
         self._locks: dict[tuple[str, str, str], DirectoryLock] = {}
         self._changed = threading.Condition()
         self._server: ShardServer | None = None
@@ -369,13 +373,22 @@ class Writer:
                     self._saving[launcher].add(donor)
         self._do_donated(launcher, {})
 
+    def _do_saving(self, rank: socket.socket, message: Message) -> None:
+        self._busy.add(rank)
+        self._report_donors()
+
     def _do_donated(self, rank: socket.socket, message: Message) -> None:
-        for launcher, donors in list(self._saving.items()):
+        self._busy.discard(rank)
+        for donors in self._saving.values():
             donors.discard(rank)
+        self._report_donors()
+
+    def _report_donors(self) -> None:
+        for launcher, donors in list(self._saving.items()):
             if not donors:
                 del self._saving[launcher]
-                with contextlib.suppress(OSError):
-                    _send(launcher, {})
+            with contextlib.suppress(OSError):
+                _send(launcher, {"busy": len(donors & self._busy)} if donors else {})
 
     # --- results --------------------------------------------------------------------------------------------------
 

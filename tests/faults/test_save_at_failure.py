@@ -110,6 +110,7 @@ HANGS = ["--hang-floor", "1500ms", "--evidence-timeout", "1s"]
         pytest.param([Fault(3, 13, "SIGKILL")], [], [], "4", 12, id="one-of-four"),
         pytest.param([Fault(0, 13, "SIGKILL"), Fault(2, 13, "SIGKILL")], [], [], "4", 12, id="two-of-four-at-once"),
         pytest.param([Fault(1, 13, "SIGKILL")], ["--die-in-copy", "0"], [], "3", 12, id="donor-killed-in-the-copy"),
+        pytest.param([Fault(1, 13, "SIGKILL")], ["--slow-copy", "0"], [], "2", 12, id="donor-copies-slowly"),
         pytest.param([Fault(0, 13, "SIGKILL"), Fault(1, 13, "SIGKILL")], [], [], "2", None, id="all"),
         pytest.param([Fault(0, 13, "gil"), Fault(1, 13, "SIGKILL")], [], [], "2", None, id="survivor-holds-the-GIL"),
         pytest.param([Fault(0, 13, "SIGSTOP"), Fault(1, 13, "SIGKILL")], [], [], "2", None, id="survivor-is-stopped"),
@@ -124,7 +125,7 @@ def test_any_survivor_saves_and_without_one_the_last_save_is_used(
     run = job("donor.py", "--steps", "30", "--every", every, *args, **how, **(IMPATIENT if flags else {}))
     assert run.wait() == 0
     if args:
-        assert (run.work / "died_in_copy").exists()
+        assert (run.work / "in_copy").exists()
     (resumed,) = run.events("resumed")
     if saved is None:
         assert (resumed["step"], "after the fault" in resumed["reason"]) == (10, False)

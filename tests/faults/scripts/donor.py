@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import faults
@@ -37,10 +38,14 @@ def digest(value: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def die_in_copy() -> None:
+def in_copy(act: Callable[[], None]) -> None:
+    """What a rank does before it copies its state."""
+    copy = Layout.copy_own
+
     def copy_own(layout: Layout, fd: int) -> None:
-        faults.write("died_in_copy", f"{faults.RANK}\n")
-        faults.happen("SIGKILL")
+        faults.write("in_copy", f"{faults.RANK}\n")
+        act()
+        copy(layout, fd)
 
     Layout.copy_own = copy_own  # type: ignore[method-assign]
 
@@ -59,7 +64,9 @@ def main(args: argparse.Namespace) -> None:
     faults.at(0)
     session = elasticd.init()
     if args.die_in_copy == session.rank and session.round == 1:
-        die_in_copy()
+        in_copy(lambda: faults.happen("SIGKILL"))
+    if args.slow_copy == session.rank:
+        in_copy(lambda: time.sleep(1))
     torch.manual_seed(session.rank)
     layers = [torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Dropout(0.3)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers, torch.nn.Linear(64, 1)))
@@ -115,6 +122,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=1000)
     parser.add_argument("--die-in-copy", type=int, default=-1, help="this rank dies when it saves, in round 1")
+    parser.add_argument("--slow-copy", type=int, default=-1, help="its copy takes longer than ranks are waited for")
     parser.add_argument("--poisoned", type=int, help="a state of this step makes every resumed round fail")
     parser.add_argument("--fail-at", type=numbers)
     parser.add_argument("--die-behind", type=numbers, nargs="*", default=[], help="RANK,STEP after the backward pass")

@@ -57,7 +57,7 @@ class OwnedGroup:
         self.failed = False
         self.saving: socket.socket | None = None
         """The answer to come before its workers are killed: survivors have saved their state."""
-        self.save_until = 0.0
+        self.saving_since = self.save_until = 0.0
         self.killed_at: float | None = None
         self.kill_deadline_s = KILL_DEADLINE_S
         self.last_exit_at = 0.0

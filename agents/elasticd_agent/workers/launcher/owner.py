@@ -102,7 +102,7 @@ class Owner:
                 elif self.template is not None and fd == self.template.fileno():
                     self.receive_from_template()
                 elif fd in saving:
-                    self.kill_members(saving[fd])
+                    self.receive_from_donors(saving[fd])
                 elif fd in contexts:
                     self.context_made(contexts[fd])
                 elif self.writer is not None:
@@ -375,9 +375,22 @@ class Owner:
         if group.saving is None and self.writer is not None and group.workers():
             group.saving = self.writer.request_save(message["save"], message.get("write", False))
             if group.saving is not None:
-                group.save_until = time.monotonic() + self.writer.longest_save_s()
+                group.saving_since = time.monotonic()
+                group.save_until = group.saving_since + self.writer.longest_save_s(False)
                 self.poll.register(group.saving.fileno(), select.POLLIN)
         return group.saving is not None
+
+    def receive_from_donors(self, group: OwnedGroup) -> None:
+        """They are done, or so many have begun: these get more time than ranks that cannot even begin."""
+        assert group.saving is not None and self.writer is not None
+        try:
+            message = json.loads(group.saving.recv(PACKET) or b"{}")
+        except OSError:
+            message = {}
+        if "busy" in message:
+            group.save_until = group.saving_since + self.writer.longest_save_s(message["busy"] > 0)
+        else:
+            self.kill_members(group)
 
     def end_saving(self, group: OwnedGroup) -> None:
         if group.saving is not None:

@@ -25,6 +25,8 @@ END_GRACE_S = 6.0
 SAVE_S = 0.3
 SAVE_S_PER_BYTE = 1.2e-9
 """Three times as long as one rank takes to copy into memory that was not used before."""
+BUSY_FACTOR = 8
+"""So much longer for a rank that has begun, on a machine with more to do than it can."""
 _SHORT_LIFE_S = 2.0
 _MAX_SHORT_LIVES = 3
 """A writer that ends at its start will do so again: then ranks find no writer, and write checkpoints themselves."""
@@ -74,10 +76,10 @@ class WriterProcess:
             return None
         return connection
 
-    def longest_save_s(self) -> float:
-        """How long ranks may take to copy a state before they are killed."""
+    def longest_save_s(self, busy: bool) -> float:
+        """How long ranks may take to copy a state before they are killed; `busy`: a rank has begun."""
         held = max(os.fstat(fd).st_blocks * 512 for fd in self._memory)
-        return max(SAVE_S, held * SAVE_S_PER_BYTE)
+        return max(SAVE_S, held * SAVE_S_PER_BYTE) * (BUSY_FACTOR if busy else 1)
 
     def ended(self) -> bool:
         """It was reaped; True if another one may be started."""
