@@ -4,13 +4,19 @@ A device runs behind its processor: `session.step()` returns before the kernels 
 order in which they were queued, so an event before each optimizer step and one at each commit say where the device is:
 at the newest commit that it has passed, unless it has begun the optimizer step after it. A collective that hangs keeps
 it from that. On a processor the last commit counts, and a lock says whether it is being changed.
+
+What a forward pass changes on a device, buffers of modules, is copied there, too: the copy is queued at the commit, and
+so has the values of that step. The state of a device's random generator is the processor's, and is kept like the rest.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 DEPTH = 64
 """Steps that a device may be behind; it takes a few."""
@@ -25,12 +31,13 @@ class Event(Protocol):
 
 
 class Commit:
-    """Of one step; `kept` is what the script may change later."""
+    """Of one step; `kept` is what the script may change later, `buffers` the same on the device."""
 
-    __slots__ = ("begun", "done", "kept", "step")
+    __slots__ = ("begun", "buffers", "done", "kept", "step")
 
     def __init__(self, step: int = 0, kept: Any = None, done: Event | None = None) -> None:
         self.step, self.kept, self.done = step, kept, done
+        self.buffers: list[torch.Tensor] = []
         self.begun: Event | None = None
         """Before the optimizer step after it."""
 
@@ -40,10 +47,19 @@ class Commit:
 
 
 class CommitRing:
-    """`make_event` makes an event of the device; None: the state is the processor's."""
+    """`make_event` makes an event of the device; None: the state is the processor's.
 
-    def __init__(self, make_event: Callable[[], Event] | None = None) -> None:
+    `buffers` are the device's; `copy(targets, sources)`, such as torch._foreach_copy_, queues a copy of them.
+    """
+
+    def __init__(
+        self,
+        make_event: Callable[[], Event] | None = None,
+        buffers: Sequence[torch.Tensor] = (),
+        copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] | None = None,
+    ) -> None:
         self._make_event = make_event
+        self._buffers, self._copy = list(buffers), copy
         self._last = Commit()
         self._commits = deque([self._last], DEPTH)
 
@@ -59,10 +75,21 @@ class CommitRing:
         if self._make_event is None:
             self._last.step, self._last.kept = step, kept
             return
+        copied = self._copy_buffers()
         done = self._make_event()
         done.record()
         self._last = Commit(step, kept, done)
+        self._last.buffers = copied
         self._commits.append(self._last)
+
+    def _copy_buffers(self) -> list[torch.Tensor]:
+        """Into the memory of the commit that leaves the ring: the device has passed the optimizer step after it."""
+        if self._copy is None or not self._buffers:
+            return []
+        oldest = self._commits[0].buffers if len(self._commits) == DEPTH else []
+        targets = oldest or [buffer.new_empty(buffer.shape) for buffer in self._buffers]
+        self._copy(targets, self._buffers)
+        return targets
 
     def current(self) -> Commit | None:
         """The commit that the memory is at; None between two, and where the device is further behind than DEPTH."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+import torch
 
 from elasticd.checkpointing.commit_ring import DEPTH, CommitRing
 
@@ -15,12 +19,20 @@ class Device:
 
     queued: int = 0
     done: int = 0
+    kernels: deque[tuple[int, Callable[[], Any]]] = field(default_factory=deque)
+    """Each with its place in the queue."""
 
     def event(self) -> FakeEvent:
         return FakeEvent(self)
 
+    def queue(self, kernel: Callable[[], Any]) -> None:
+        self.queued += 1
+        self.kernels.append((self.queued, kernel))
+
     def run(self, count: int = 1) -> None:
         self.done = min(self.done + count, self.queued)
+        while self.kernels and self.kernels[0][0] <= self.done:
+            self.kernels.popleft()[1]()
 
 
 @dataclass
@@ -102,3 +114,26 @@ def test_state_of_a_processor_is_that_of_its_last_commit(steps: int) -> None:
     for number in range(1, steps + 1):
         step(ring, number)
     assert at(ring) == (steps or None)
+
+
+@pytest.mark.parametrize("ahead", [1, 5, DEPTH - 2])
+def test_buffers_and_random_state_are_those_of_the_commit_however_far_the_processor_is_ahead(ahead: int) -> None:
+    """A step: the forward pass changes the buffer, then the optimizer, then the commit. What the device's generator
+    draws follows from the processor's counter.
+    """
+    device = Device()
+    running, counter = torch.zeros(3), 0
+    ring = CommitRing(device.event, [running], lambda to, of: device.queue(lambda: torch._foreach_copy_(to, of)))
+    seen = set()
+    for number in range(1, 3 * DEPTH):
+        counter += 4
+        device.queue(lambda value=float(number): running.fill_(value))
+        ring.begin()
+        ring.commit(number, counter)
+        while device.queued - device.done > 4 * ahead:
+            device.run()
+            if (found := ring.current()) is not None:
+                seen.add(found.step)
+                assert found.buffers[0].tolist() == [found.step] * 3
+                assert found.kept == 4 * found.step
+    assert len(seen) > 2 * DEPTH - ahead
