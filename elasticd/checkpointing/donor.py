@@ -287,7 +287,7 @@ class Donor:
         if self._changing:
             self._report_unsaved(self._step, _UNCLEAN)
         else:
-            self._save(WAIT_S)
+            self._save(LONGEST_WAIT_S)  # the thread may be copying, and would end with the process
 
     def _at_exit(self) -> None:
         if hasattr(sys, "last_value"):
