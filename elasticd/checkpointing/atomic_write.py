@@ -68,6 +68,11 @@ class HashingFile:
             at += count
             self._add(count)
 
+    def write_pages(self, pages: memoryview) -> None:
+        """Write memory that begins with a page, before anything else, without a copy of it. Raises OSError."""
+        for start in range(0, len(pages), _BLOCK_BYTES):
+            self._put(pages[start : start + _BLOCK_BYTES])
+
     def sync(self) -> None:
         """Everything is on the disk when this returns. Raises OSError."""
         self._flush()
@@ -82,7 +87,10 @@ class HashingFile:
             self._flush()
 
     def _flush(self) -> None:
-        block = self._block[: self._filled]
+        self._put(self._block[: self._filled])
+        self._filled = 0
+
+    def _put(self, block: memoryview) -> None:
         self.checksum.update(block)
         self.bytes += len(block)
         if len(block) % _ALIGNMENT:
@@ -94,7 +102,6 @@ class HashingFile:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
                 self._use_page_cache()  # after a short write, or where larger blocks are needed
-        self._filled = 0
 
     def _use_page_cache(self) -> None:
         fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)

@@ -70,6 +70,8 @@ ANOTHER_VERSION = "the script's elasticd speaks another version of the writer's 
 DIVERGED = "the ranks of this node hold different states"
 END_PARTS_S = 4.0
 """For the parts of other nodes when the job has ended: the launcher waits a little longer."""
+FIRST_STEPS_S = 1.0
+"""After a round has resumed, nothing is written for so long: memory has the state, and training begins."""
 RESULTS = 16
 """How many results are remembered for ranks that ask later."""
 
@@ -111,6 +113,7 @@ class Writer:
         self._results: dict[Key, Message] = {}
         self._waiting: list[tuple[Key | None, socket.socket]] = []
         """None: for the end of all sharded writes."""
+        self._rests_until = 0.0
         self._parts_until = float("inf")
         """How long the sharded write waits for the parts of other nodes."""
         self._donors: dict[socket.socket, int] = {}
@@ -342,6 +345,7 @@ class Writer:
             else:
                 task = message["task"] and WriteTask(**message["task"])
                 self._buffers.describe(number, Snapshot(draft, 0, task, held.path))
+                self._rests_until = time.monotonic() + FIRST_STEPS_S
         self._changed.notify_all()
         _send(rank, {})
 
@@ -473,6 +477,10 @@ class Writer:
         with self._changed:
             while True:
                 tasks = [(held.key, at) for at, held in enumerate(self._buffers.held) if held and held.task]
+                rest_s = 0.0 if self._ending else self._rests_until - time.monotonic()
+                if tasks and rest_s > 0:
+                    self._changed.wait(rest_s)
+                    continue
                 if tasks:
                     self._writing = max(tasks)[1]
                     return self._writing
@@ -492,8 +500,9 @@ class Writer:
                 return shard_files.write_snapshot(self._buffers.fds[number], snapshot, self._gives_up(snapshot)), ""
             if snapshot.path:  # an older round's checkpoint is this state
                 return api.relink(task.directory, _entry(snapshot.path), draft.round), ""
-            return api.write(task.directory, draft, lambda file: file.copy(self._buffers.fds[number])), ""
-        except (OSError, CheckpointError) as error:
+            pages = self._buffers.pages(number, draft.bytes)
+            return api.write(task.directory, draft, lambda file: file.write_pages(pages)), ""
+        except (OSError, ValueError, CheckpointError) as error:
             if snapshot.path:
                 return self._write(number, replace(snapshot, path=""))
             return None, str(error)

@@ -1,0 +1,23 @@
+"""How the bytes of a file get to the disk."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from elasticd.checkpointing.atomic_write import write_file
+
+
+@pytest.mark.parametrize("size", [1, 4096, 5000, 4 << 20, (4 << 20) + 4096, (9 << 20) + 7])
+def test_pages_are_written_as_any_bytes_are(tmp_path: Path, size: int) -> None:
+    pages = memoryview(mmap.mmap(-1, size))
+    pages[:] = os.urandom(size)
+    written = [
+        write_file(tmp_path / "pages", lambda file: file.write_pages(pages)),
+        write_file(tmp_path / "bytes", lambda file: file.write(pages)),
+    ]
+    assert written[0] == written[1]
+    assert (tmp_path / "pages").read_bytes() == (tmp_path / "bytes").read_bytes() == bytes(pages)
