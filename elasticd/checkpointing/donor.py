@@ -317,7 +317,7 @@ class Donor:
     def _save(self, wait_s: float, write: bool = False) -> None:
         if self._why:
             return
-        if not self._lock.acquire(timeout=wait_s):
+        if not self._lock.acquire(timeout=wait_s) and not self._waits_for_own_copy():
             self._report_unsaved(self._step, _UNCLEAN)
             return
         try:
@@ -327,6 +327,10 @@ class Donor:
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
             self._lock.release()
+
+    def _waits_for_own_copy(self) -> bool:
+        """Where the script has failed, its own thread is saving: the lock is free again when that is done."""
+        return self._failed and not self._changing and self._lock.acquire(timeout=LONGEST_WAIT_S)
 
     def _save_clean(self, commit: Commit, write: bool) -> None:
         """With `write`, no round follows: rank 0's node makes the state a checkpoint."""
