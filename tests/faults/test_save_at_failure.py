@@ -232,17 +232,17 @@ def test_eviction_that_ends_in_a_kill_costs_no_step(job: StartJob, tmp_path: Pat
 def test_evicted_node_that_is_killed_costs_the_others_no_step(nodes: Callable[[str], Nodes], tmp_path: Path) -> None:
     three = nodes("2:3")
     flags = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--shutdown-timeout", "1"]
-    faults = [Fault(2, 600, "stop")]
+    faults = [Fault(2, 200, "stop")]
     for node in "abc":
-        three.agent(node, "donor.py", "--steps", "640", flags=flags, faults=faults, warm=True)
+        three.agent(node, "donor.py", "--steps", "240", flags=flags, faults=faults, warm=True)
     whole = until(lambda: three.agents[0].events("round_published", world_size=3), "three nodes")[0]
     evicted = three.agents["abc".index(whole["nodes"][2])]
-    until(lambda: (evicted.work / "fired").exists(), "the hang")
+    until(lambda: (evicted.work / "fired").exists(), "the hang", within=120)
     evicted.process.terminate()
     assert evicted.wait(within=60) == 128 + signal.SIGTERM
     left = [agent for agent in three.agents if agent is not evicted]
     assert [agent.wait(within=120) for agent in left] == [0, 0]
-    reasons = [event["reason"] for agent in left for event in agent.events("resumed", from_step=599)]
+    reasons = [event["reason"] for agent in left for event in agent.events("resumed", from_step=199)]
     assert len(reasons) == 1 and "after the fault" in reasons[0]
     for agent in left:
         for rank in (0, 1):
