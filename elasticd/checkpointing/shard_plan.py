@@ -40,8 +40,8 @@ class ShardPlan:
     """Made by all ranks at the same time, each for its own `state`. Raises CheckpointError on all of them."""
 
     def __init__(self, state: dict[str, Any], group: DefaultGroup) -> None:
+        from torch.distributed.checkpoint import filesystem
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-        from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
         from torch.distributed.checkpoint.planner import WriteItemType
 
         self._planner = DefaultSavePlanner()
@@ -66,13 +66,13 @@ class ShardPlan:
         at = 0
         places = []
         for item, size in zip(self._items, self._sizes(), strict=True):
-            places.append((item.index, _StorageInfo(file_name(group.rank), at, size)))
+            places.append((item.index, filesystem._StorageInfo(file_name(group.rank), at, size)))
             at += size
         self.metadata = b""
         """The content of .metadata, on rank 0."""
         every = _gather((at, places), group)
         if metadata is not None:
-            metadata.version = CURRENT_DCP_VERSION
+            metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.6 has none
             metadata.storage_data = dict(pair for _, each in every for pair in each)
             self.metadata = pickle.dumps(metadata)
         self.sizes: list[int] = _scatter([[size for size, _ in every]] * group.world_size, group)

@@ -36,12 +36,21 @@ def check_mesh(name: str, obj: Any, world_size: int) -> None:
             "again; use the optimizer itself"
         )
     for key, mesh in _meshes(obj):
-        ranks = sorted(mesh._get_root_mesh().mesh.flatten().tolist())
+        ranks = sorted(_root_mesh(mesh).mesh.flatten().tolist())
         if ranks != list(range(world_size)):
             raise UsageError(
                 f"attach({name}=...): {key} is sharded over a mesh of ranks {', '.join(map(str, ranks))}, but this job "
                 f"has {world_size}: make the mesh with init_device_mesh() from all of them"
             )
+
+
+def _root_mesh(mesh: Any) -> Any:
+    """The mesh that `mesh` is a slice of, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed import device_mesh  # up to torch 2.9
+
+    return device_mesh._mesh_resources.get_root_mesh(mesh)
 
 
 def names(attached: Mapping[str, Any]) -> frozenset[str]:
@@ -66,7 +75,7 @@ def digests(attached: Mapping[str, Any]) -> dict[str, str]:
             found = _parameters(obj)
             described[name] = [
                 [(key, tuple(each.shape), each.dtype, getattr(each, "placements", None)) for key, each in found],
-                [(str(mesh), mesh._get_root_mesh().mesh.tolist()) for _, mesh in _meshes(obj)],
+                [(str(mesh), _root_mesh(mesh).mesh.tolist()) for _, mesh in _meshes(obj)],
             ]
     return {name: hashlib.sha256(repr(each).encode()).hexdigest()[:16] for name, each in described.items()}
 

@@ -70,7 +70,10 @@ def flight_of(rank: Any, wait_for: Any) -> tuple[int, bool]:
     with HeartbeatReader(rank.beat) as reader:
         number = reader.request_dump()
         wait_for(lambda: reader.read().dump_done == number, "a dump")
-    last = json.loads(Path(f"{rank.beat}.flight").read_text())["entries"][-1]
+    recording = json.loads(Path(f"{rank.beat}.flight").read_text())
+    if "entries" not in recording:
+        pytest.skip("torch records gloo's collectives from 2.8 on")
+    last = recording["entries"][-1]
     assert last["profiling_name"] == "gloo:all_reduce"
     return last["collective_seq_id"], last["retired"]
 

@@ -199,6 +199,8 @@ def test_recorder_of_this_torch_is_readable(monkeypatch: pytest.MonkeyPatch) -> 
     """gloo's recorder has the format of NCCL's; the names of its groups are missing."""
     import torch._C._distributed_c10d as c10d
 
+    if not hasattr(c10d, "_dump_fr_trace_json"):
+        pytest.skip("torch records gloo's collectives from 2.8 on")
     text = json.loads(c10d._dump_fr_trace_json(includeCollectives=False))
     assert {"version", "pg_config", "pg_status", "comm_lib_version"} <= set(text)
     assert not text["comm_lib_version"]
