@@ -22,9 +22,9 @@ NOT_OURS = {
         "service/job.toml",
     ),
     # of the docs site
-    *("changelog.md", "../CHANGELOG.md", "adr/index.md", "index.md"),
+    *("api.md", "changelog.md", "../CHANGELOG.md", "adr/index.md", "index.md"),
     # of Python and torch
-    *("selectors.py", "site.py", "c10d_logger.py", "local_elastic_agent_test.py"),
+    *("selectors.py", "site.py", "c10d_logger.py", "local_elastic_agent_test.py", "multigpu_torchrun.py"),
     *("torch/nn/parallel/distributed.py", "torch/distributed/elastic/multiprocessing/api.py"),
 }
 
