@@ -200,10 +200,11 @@ class PartnerCopy:
         own, node = wanted["own"], wanted["node"]
         events = WorkerEventWriter(wanted["events"] or None, own.draft.round, wanted["rank"])
         try:
-            self._copy(wanted)
+            if not self._copy(wanted):
+                return
         except (OSError, ValueError, CheckpointError) as error:
             why = f"this node has no copy of node {node}'s part of the state: {error}"
-            if why != self._said and not self._has_next():  # once
+            if why != self._said:  # once
                 self._said = why
                 events.write("message", why, own.draft.step)
             return
@@ -213,11 +214,14 @@ class PartnerCopy:
     def _has_next(self) -> bool:
         return self._wanted is not None
 
-    def _copy(self, wanted: dict[str, Any]) -> None:
+    def _copy(self, wanted: dict[str, Any]) -> bool:
+        """False: the state was never whole there, and a later save has begun."""
         draft, key = wanted["own"].draft, wanted["own"].key
         remote = RemoteNode(wanted["server"], draft.job, draft.run, key)
         with contextlib.closing(remote):
             snapshot = self._wait_for_state(remote)
+            if snapshot is None:
+                return False
             if (snapshot.key, snapshot.draft.step) != (key, draft.step):
                 raise CheckpointError(f"it holds step {snapshot.draft.step}, not {draft.step}")
             size = max((at + size for at, size in snapshot.files.values()), default=0)
@@ -233,21 +237,23 @@ class PartnerCopy:
                     remote.read(name, start, part)
                     write_at(self._buffers.fds[PARTNER], offset + start, part)
                     if self._has_next():
-                        raise CheckpointError("a later save has begun")
+                        raise CheckpointError("the next save began before it was copied")
             remote.state()  # it was there all the time
             with self._changed:
                 copy = snapshot.as_copy()
                 self._buffers.trim(PARTNER, copy)
                 self._buffers.describe(PARTNER, copy)
+        return True
 
-    def _wait_for_state(self, remote: RemoteNode) -> Snapshot:
+    def _wait_for_state(self, remote: RemoteNode) -> Snapshot | None:
         deadline = time.monotonic() + WHOLE_S
-        while True:
+        while not self._has_next():
             try:
                 return remote.state(1.0)
             except CheckpointError:
-                if self._has_next() or time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise
+        return None
 
     def _refusal(self, size: int) -> str:
         """Why there is no memory for a copy, beside what this node's own part will take; "" if there is."""

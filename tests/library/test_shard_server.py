@@ -194,6 +194,18 @@ def test_later_save_ends_a_copy(parts: list[Part]) -> None:
     assert second.messages() == []
 
 
+def test_copy_that_is_slower_than_the_saves_is_reported(parts: list[Part]) -> None:
+    first, second = parts
+    first.save(5, size=200_000_000)
+    second.save(5, of=first)
+    wait_for(lambda: os.fstat(second.node.memory[1 + PARTNER]).st_blocks > 0, "the copy has begun")
+    first.save(6)
+    second.save(6, of=first)
+    second.wait_for_copy(6)
+    (reason,) = second.messages()
+    assert "the next save began before it was copied" in reason or "that state is not in its memory" in reason
+
+
 def test_no_memory_for_a_copy_is_one_sentence(
     parts: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
