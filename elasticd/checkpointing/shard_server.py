@@ -72,14 +72,14 @@ class RemoteNode:
         while len(into):
             count = self._answers.readinto(into)  # type: ignore[attr-defined]
             if not count:
-                raise ConnectionResetError("the other node's writer ended")
+                raise ConnectionResetError("the other node has ended the connection")
             into = into[count:]
 
     def _ask(self, **what: Any) -> dict[str, Any]:
         self._socket.sendall(json.dumps({**self._request, **what}).encode() + b"\n")
         line = self._answers.readline(_LONGEST_LINE)
         if not line.endswith(b"\n"):
-            raise ConnectionResetError("the other node's writer ended")
+            raise ConnectionResetError("the other node has ended the connection")
         answer: dict[str, Any] = json.loads(line)
         if "refused" in answer:
             raise CheckpointError(answer["refused"])
@@ -141,7 +141,10 @@ class ShardServer:
         connection.sendall(json.dumps({"size": size, "file_size": length}).encode() + b"\n")
         at, end = first + start, first + start + size
         while at < end:
-            at += os.sendfile(connection.fileno(), self._buffers.fds[number], at, end - at)
+            count = os.sendfile(connection.fileno(), self._buffers.fds[number], at, end - at)
+            if not count:
+                raise OSError("a smaller state has taken its place")
+            at += count
 
     def _find(self, request: dict[str, Any], file: str) -> tuple[int, Snapshot] | None:
         key, whose = (request["round"], request["number"]), (request["job"], request["run"])

@@ -82,13 +82,15 @@ def test_memory_of_another_run_is_not_used(start: Any, nodes: list[Node], tmp_pa
     assert [each["resumed"] for each in second] == [None, None]
 
 
+@pytest.mark.system
 def test_part_without_a_copy_is_lost_with_its_node(start: Any, nodes: list[Node], tmp_path: Path) -> None:
     options = {"directory": str(tmp_path / "shared"), "every": 2, "partner copies": False}
-    start_on(start, nodes[:2], options, 1).results()
+    for round in (1, 2):
+        start_on(start, nodes[:2], {**options, "steps": 2 * round}, round).results()
     assert [steps_copied(node) for node in nodes[:2]] == [[], []]
-    shutil.rmtree(tmp_path / "shared" / "r1-s4")
+    shutil.rmtree(tmp_path / "shared" / "r2-s4")
     nodes[0].end(signal.SIGKILL)
-    second = start_on(start, [nodes[1]], options, 2)
-    assert second.results()[0]["resumed"]["step"] == 2
-    messages = [event.reason for event in second.ranks[0].read_events() if event.kind == "message"]
+    last = start_on(start, [nodes[1]], options, 3)
+    assert last.results()[0]["resumed"]["step"] == 2
+    messages = [event.reason for event in last.ranks[0].read_events() if event.kind == "message"]
     assert "step 4 was in memory, but __0_0.distcp, .metadata, state.pt is lost with its node" in messages
