@@ -167,6 +167,7 @@ def test_part_that_is_replaced_while_it_is_read_is_refused(parts: list[Part]) ->
                 ask()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("victim", [0, 1])
 def test_copy_is_whole_or_none_where_a_node_is_lost_meanwhile(parts: list[Part], victim: int) -> None:
     """A large part; the node that has it, or the one that copies it, loses its writer in between."""
@@ -194,6 +195,7 @@ def test_later_save_ends_a_copy(parts: list[Part]) -> None:
     assert second.messages() == []
 
 
+@pytest.mark.system
 def test_copy_that_is_slower_than_the_saves_is_reported(parts: list[Part]) -> None:
     first, second = parts
     first.save(5, size=200_000_000)
