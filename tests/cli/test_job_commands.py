@@ -95,12 +95,13 @@ def test_follow_prints_the_output_until_the_end(node: MakeNode, tmp_path: Path, 
 
 
 def test_uploaded_directory_is_the_jobs_working_directory(node: MakeNode, tmp_path: Path) -> None:
-    (tmp_path / "pkg").mkdir()
-    (tmp_path / "pkg" / "words.py").write_text("HELLO = 'hello from the upload'\n")
-    (tmp_path / "hello.py").write_text("import os, pkg.words\nprint(pkg.words.HELLO, os.getcwd(), flush=True)\n")
+    mine = tmp_path / "mine"
+    (mine / "pkg").mkdir(parents=True)
+    (mine / "pkg" / "words.py").write_text("HELLO = 'hello from the upload'\n")
+    (mine / "hello.py").write_text("import os, pkg.words\nprint(pkg.words.HELLO, os.getcwd(), flush=True)\n")
     n1 = node().start()
     ask = asker(n1)
-    options = ["--id", "copied", "--follow", "--workers", "1", "--upload", str(tmp_path)]
+    options = ["--id", "copied", "--follow", "--workers", "1", "--upload", str(mine)]
     out = ask("submit", *options, "--", "hello.py", code=0, err="elasticd submit: ")
     assert "hello from the upload" in out and f"/jobs/copied.{1}/work" in out
 

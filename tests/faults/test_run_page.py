@@ -35,12 +35,16 @@ def test_run_serves_its_page_to_one_browser(job: StartJob) -> None:
     cookie = headers["set-cookie"].partition(";")[0]
     assert browse(where, login)[0] == 401, "the URL is good for one browser"
     overview = browse(where, "/", cookie)[2]
-    path = re.search(r'href="(/jobs/[^"]+)"', overview)
-    assert path is not None and 'name="key"' not in overview, "Ctrl-C stops the job; the page changes nothing"
-    page = browse(where, path[1], cookie)[2]
-    assert "rank 1" in page.replace('<span class="quiet">rank </span>', "rank ") and "plain.py" in page
-    assert "round_published" in browse(where, f"{path[1]}/log?stream=events", cookie)[2]
-    assert browse(where, f"{path[1]}/cancel", cookie, "POST")[0] == 403
+    (path,) = re.findall(r'href="(/jobs/[^"]+)"', overview)[:1]
+    assert 'name="key"' not in overview, "Ctrl-C stops the job; the page changes nothing"
+
+    def page() -> str:
+        return browse(where, path, cookie)[2].replace('<span class="quiet">rank </span>', "rank ")
+
+    until(lambda: "rank 1" in page(), "both ranks on the page")
+    assert "plain.py" in page()
+    assert "round_published" in browse(where, f"{path}/log?stream=events", cookie)[2]
+    assert browse(where, f"{path}/cancel", cookie, "POST")[0] == 403
     os.kill(run.pid, signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM
     shutil.rmtree(found[3])

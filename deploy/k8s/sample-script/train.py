@@ -27,8 +27,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    session.attach(model=model, optimizer=optimizer, sampler=sampler)
-    session.restore()
+    session.attach(model=model, optimizer=optimizer, sampler=sampler).restore()
     session.checkpoint(every=args.save_every)
 
     for epoch in range(sampler.epoch, args.epochs):
