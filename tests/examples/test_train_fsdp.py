@@ -14,6 +14,7 @@ TRAIN = REPOSITORY / "examples" / "train_fsdp.py"
 TINY = ("--width", 16, "--blocks", 2, "--checkpoint-every", 5)
 
 
+@pytest.mark.system
 def test_train_fsdp_runs_alone(run: Run) -> None:
     ran = run(TRAIN, *TINY, "--steps", 20)
     assert ran.wait() == 0, ran.output

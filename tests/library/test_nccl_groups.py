@@ -138,6 +138,7 @@ def test_recorder_of_nccl_without_a_collective(monkeypatch: pytest.MonkeyPatch) 
         assert flight_recorder_dump() == expected
 
 
+@pytest.mark.system
 def test_recorder_is_read_only_while_quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Never while steps are made, then at once a second; a slow reading is repeated late."""
     record.create(tmp_path / "beat")

@@ -173,6 +173,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     return (13 << 20) // 4
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("fault", IN_PARTS.values(), ids=IN_PARTS)
 def test_an_upload_in_parts(fault: dict[str, Any], s3: S3, nodes: Any, small_parts: int) -> None:
     writer = nodes()
@@ -391,6 +392,7 @@ def test_a_damaged_copy_is_made_again(nodes: Any) -> None:
     assert node.steps() == [10]
 
 
+@pytest.mark.system
 def test_wrong_credentials(s3: S3, nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
     disconnect()

@@ -55,6 +55,7 @@ def test_missed_call_is_named_at_the_waiting_rank(start: Any, tmp_path: Path, wa
         assert "outside of conditions that differ" in seen["message"]
 
 
+@pytest.mark.system
 def test_late_rank_is_not_accused(start: Any, tmp_path: Path) -> None:
     jobs = {
         case: start("missed_call.py", {"case": case, "directory": str(tmp_path / case)}, world_size=ranks)

@@ -53,7 +53,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
             file.flush()
             if sync:
                 os.fsync(fd)
-        _rename(temporary, path)
+        rename_over(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -64,23 +64,28 @@ def replace_link(path: Path, target: Path) -> None:
     temporary = path.with_name(f".{path.name}.new")
     _remove(temporary)
     temporary.symlink_to(target)
-    _rename(temporary, path)
+    rename_over(temporary, path)
 
 
-def _rename(temporary: Path, path: Path) -> None:
+def rename_over(temporary: Path, path: Path) -> None:
+    """Give a file its name. Raises OSError."""
     try:
         os.replace(temporary, path)
     except IsADirectoryError:
-        _remove(path)
+        _set_aside(path)
         os.replace(temporary, path)
 
 
 def _remove(path: Path) -> None:
-    """A job's user may put a directory there, in his own folder: it gets another name, and stops nothing."""
     try:
         path.unlink(missing_ok=True)
     except IsADirectoryError:
-        path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}"))
+        _set_aside(path)
+
+
+def _set_aside(path: Path) -> None:
+    """A job's user may put a directory there, in his own folder: it gets another name, and stops nothing."""
+    path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}"))
 
 
 MAX_LENGTH = 1024

@@ -51,13 +51,26 @@ def test_no_write_through_a_link(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     files = made(tmp_path, "j")
-    (files.root / "exit.spare").symlink_to(precious)
     (files.record / ".runner-spec.json.new").symlink_to(precious)
-    with pytest.raises(OSError, match="symbolic links"):
-        write_exit(files, RunnerExit("j", 1, 0, "succeeded", "done"))
     replace_file(files.runner_spec, b"{}")
     assert precious.read_text() == "mine"
     assert files.runner_spec.read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("name", ["exit.spare", "exit.json"])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.parent.parent / "precious")])
+def test_nothing_in_the_way_of_an_exit_keeps_it_from_the_agent(
+    tmp_path: Path, make: Callable[[Path], None], name: str
+) -> None:
+    """Else its runner would be started again for ever."""
+    files = made(tmp_path, "j")
+    precious = files.root.parent / "precious"
+    precious.write_text("mine")
+    make(files.root / name)
+    write_exit(files, RunnerExit("j", 1, 0, "succeeded", "done"))
+    last = read_exit(files)
+    assert last is not None and last.outcome == "succeeded"
+    assert precious.read_text() == "mine"
 
 
 def test_lock_owner(tmp_path: Path) -> None:

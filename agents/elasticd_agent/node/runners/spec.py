@@ -19,7 +19,7 @@ from elasticd_agent.model.codec import Document
 from elasticd_agent.model.job import Rendezvous, Tls, check_identifier
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.records import RoundSummary
-from elasticd_agent.system.files import open_plain, read_plain
+from elasticd_agent.system.files import open_plain, read_plain, rename_over, replace_file
 from elasticd_agent.system.process import prctl
 
 PR_SET_DUMPABLE = 4
@@ -161,13 +161,18 @@ def read_exit(files: JobFiles) -> RunnerExit | None:
 
 
 def write_exit(files: JobFiles, exit: RunnerExit) -> None:
-    """Atomic, also on a full disk if the space could be reserved at the start."""
+    """Atomic, also on a full disk if the space could be reserved at the start. Raises OSError."""
     spare = files.root / RESERVED_FILE
-    with open(open_plain(spare, os.O_WRONLY | os.O_CREAT), "wb") as file:
+    try:
+        fd = open_plain(spare, os.O_WRONLY | os.O_CREAT)
+    except OSError:  # the job's user has put something else there, in his own folder
+        replace_file(files.runner_exit, exit.to_json())
+        return
+    with open(fd, "wb") as file:
         file.write(exit.to_json())
         file.truncate()
         os.fsync(file.fileno())
-    os.rename(spare, files.runner_exit)
+    rename_over(spare, files.runner_exit)
 
 
 def reserve_exit_space(files: JobFiles) -> None:
