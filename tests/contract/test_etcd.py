@@ -317,6 +317,7 @@ def test_quorum_lost_and_restored(three: EtcdServers, opened: Open, until: Until
     until(lambda: answers(store) and (put(store, "k", b"3") or heard), SOON_S)
 
 
+@pytest.mark.system
 def test_one_of_three_members_frozen(three: EtcdServers, opened: Open, until: Until) -> None:
     messages: list[str] = []
     heard: list[str] = []

@@ -31,7 +31,7 @@ os.register_at_fork(before=lambda: forks.append(1) or len(forks) == {forks} and 
     ("source", "why"),
     [
         (LEAVES_A_THREAD, "preloading left 2 threads: forking them could dead-lock"),
-        ("import sys; sys.exit(3)", "it failed: SystemExit: 3"),
+        pytest.param("import sys; sys.exit(3)", "it failed: SystemExit: 3", marks=pytest.mark.system),
         pytest.param(
             TOUCHES_CUDA,
             "preloading initialised CUDA, which does not survive a fork",

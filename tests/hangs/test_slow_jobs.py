@@ -64,6 +64,7 @@ def test_straggler_is_reported_and_not_ended(hanging: StartHanging) -> None:
     assert not runs[1].events("straggler"), "it was told to mind only a factor of 9"
 
 
+@pytest.mark.system
 def test_passing_disturbances(hanging: StartHanging) -> None:
     """A rank is stopped for 2 s, traced for 2 s; the machine sleeps; eight others want its two cores."""
     run = hanging(SESSION, [], flags=[])

@@ -44,7 +44,7 @@ def test_thread_counts_collectives_and_waits(start: Any, wait_for: Any) -> None:
     go(2)
     wait_for(lambda: readers[0]().collectives == 8 and readers[1]().collectives == 7, "rank 1 to stop between two")
     wait_for(lambda: readers[0]().wait_ticks > before[0] + 3, "rank 0 to wait")
-    assert readers[1]().wait_ticks == before[1], "rank 1 is the one that is waited for"
+    assert readers[1]().wait_ticks <= before[1] + 1, "rank 1 is waited for; the tick after its last wait counts that"
     moved = [read().moved_ticks for read in readers]
     wait_for(lambda: readers[1]().moved_ticks > moved[1] + 2, "rank 1, which looks again and again, to be seen to move")
     assert readers[0]().moved_ticks == moved[0], "rank 0 is inside of a call"
@@ -53,7 +53,7 @@ def test_thread_counts_collectives_and_waits(start: Any, wait_for: Any) -> None:
     wait_for(lambda: [read().collectives for read in readers] == [9, 8], "rank 1 to stop before the first of two")
     before = [read().wait_ticks for read in readers]
     wait_for(lambda: readers[0]().wait_ticks > before[0] + 3, "rank 0 to wait, with one more to issue")
-    assert readers[1]().wait_ticks == before[1], "rank 1 is the one that is waited for"
+    assert readers[1]().wait_ticks <= before[1] + 1, "rank 1 is waited for; the tick after its last wait counts that"
     go(4)
     both(lambda seen: seen.collectives == 10, "rank 1 to catch up")
     go(5)

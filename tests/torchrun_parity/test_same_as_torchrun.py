@@ -15,7 +15,7 @@ from tests.torchrun_parity.launching import DEADLINE_S, Facts, Outcome, differen
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
 
 LEFT_OUT = {"script": NO_LOADERS, "thorough": "", "module": NO_LOADERS, "directory": QUICKLY, "cold": QUICKLY}
-SLOW = ("thorough", "directory")
+SLOW = ("thorough", "directory", "module")
 SECTIONS = [
     "first",
     "main",

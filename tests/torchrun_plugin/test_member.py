@@ -453,6 +453,7 @@ def test_options_as_in_elasticd_run() -> None:
         parse_options("a/b", "a", 1, 1, None, {})
 
 
+@pytest.mark.system
 def test_torchrun_restarts_after_a_killed_node(tmp_path: Path, until: Until) -> None:
     """Two real torchruns over a real etcd. Without restarts to spend: a lost node is no failure of the script."""
     with etcd_servers() as etcd, contextlib.ExitStack() as ending:

@@ -121,6 +121,7 @@ def test_promtool_has_nothing_to_say_of_the_rules_and_the_configuration(tmp_path
     assert not ran(tool, "check", "config", tmp_path / "prometheus.yml")
 
 
+@pytest.mark.system
 @pytest.mark.timeout(300)  # 6 s on two idle cores, two minutes where thirty others want them
 def test_every_alert_fires_when_it_should_and_only_then() -> None:
     tool = promtool()
