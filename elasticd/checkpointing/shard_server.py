@@ -136,7 +136,8 @@ class ShardServer:
             connection.sendall(json.dumps(answer).encode() + b"\n")
             return
         number, snapshot = found
-        (first, length), start = snapshot.files[file], request["start"]
+        first, length = snapshot.files[file]
+        start = min(max(request["start"], 0), length)
         size = max(min(request["size"], length - start), 0)
         connection.sendall(json.dumps({"size": size, "file_size": length}).encode() + b"\n")
         at, end = first + start, first + start + size
