@@ -162,12 +162,15 @@ class _Barrier:
                 f"{self._number} of each)"
             )
             self._decide(store, {"usage": why})
-        elif store.add(self._key + "count", 1) == self._channel.world_size and not self._left:
+            return
+        # A rank that has left is not counted, else the last to come would release the others into work without it.
+        last = not self._left and store.add(self._key + "count", 1) == self._channel.world_size
+        if self._left:
+            self._decide(store, self._left_outcome())
+        elif last:
             self._decide(store, {"released": True})
             if self._number > 1:
                 self._publisher.submit(self._delete_last)
-        elif self._left:
-            self._decide(store, self._left_outcome())
         else:
             # The rank that came first times out first, unless this rank has a shorter timeout.
             if first["rank"] == self._channel.rank or self._seconds < first["seconds"]:
