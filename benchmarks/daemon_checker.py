@@ -55,6 +55,8 @@ class Run:
     endings: tuple[Line, ...] = ()
     hostile: bool = False
     """Its user attacks: what it does to itself is no breach, as long as it ends and nothing of it stays."""
+    lossy: bool = False
+    """A runner of it lived while its disk was full: its last lines are lost if it ended then."""
 
     @property
     def name(self) -> str:
@@ -110,6 +112,8 @@ def _of_a_job(run: Run) -> Iterator[str]:
     for check in checks:
         for breach in check(run.evidence):
             if "counts 0 restarts" in breach:  # it had left all of its nodes, and starts counting again
+                continue
+            if run.lossy and "no agent saw" in breach:
                 continue
             yield f"{check.__name__.replace('_', ' ')}: {breach}"
 
@@ -255,7 +259,7 @@ def histories_are_whole(evidence: FleetLogs) -> Iterator[str]:
         if missing := sorted(there - shown.keys())[-100:]:
             yield f"{run.name} had rounds {missing}, which its history does not show"
         for number, reason in shown.items():
-            if not reason:
+            if not reason and not run.lossy:
                 yield f"{run.name}: its history has no reason for round {number}"
 
 
@@ -292,7 +296,13 @@ def attacks_fail(evidence: FleetLogs) -> Iterator[str]:
 
 def read(work: Path, samples: int = SAMPLES) -> FleetLogs:
     notes = {path.stem: tuple(checker.lines(path)) for path in work.glob("*.jsonl")}
-    lossy = {line["detail"].split()[0] for line in notes.get("faults", ()) if line["what"] == "full disk"}
+    full = [
+        (node, line["mono"], line["mono"] + float(seconds))
+        for line in notes.get("faults", ())
+        if line["what"] == "full disk"
+        for node, _, seconds, _ in [line["detail"].split()]
+    ]
+    lossy = {node for node, _, _ in full}
     agents = {}
     for node in sorted((work / "nodes").iterdir()):
         agents[node.name] = tuple(_whole(node / "state" / "logs" / "events.jsonl"))
@@ -317,7 +327,9 @@ def read(work: Path, samples: int = SAMPLES) -> FleetLogs:
         record = tuple(checker.lines(work / "jobs" / str(line["seq"]) / "record"))
         endings = tuple(e for e in notes.get("observed", ()) if e["what"] == "ending" and e["number"] == number)
         evidence = checker.SoakLogs(logs, record, (), samples)
-        runs.append(Run(job, number, line["seq"], line["steps"], evidence, endings, spoilt))
+        ended = min((e["mono"] for e in endings), default=float("inf"))
+        was_full = any(_may_lack_lines([log for log in logs if log.node == node], ended, *span) for node, *span in full)
+        runs.append(Run(job, number, line["seq"], line["steps"], evidence, endings, spoilt, was_full))
     return FleetLogs(tuple(runs), agents, notes, attacks)
 
 
@@ -334,6 +346,17 @@ def _logs(nodes: Path, node: str, job: str, number: int, agent: Iterable[Line], 
     for index, (begin, end) in enumerate(zip([0.0, *starts], [*starts, float("inf")], strict=True)):
         if part := tuple(event for event in events if begin <= event["mono"] < end):
             yield Log(f"{node}/{index}", node, part)
+
+
+def _may_lack_lines(logs: list[Log], ended: float, full_from: float, full_to: float) -> bool:
+    """Whether a runner of a node may have ended while the disk was full. One that went on wrote its lines later."""
+    for index, log in enumerate(logs):
+        first, last = log.events[0], log.events[-1]
+        over = logs[index + 1].events[0]["mono"] if index + 1 < len(logs) else ended
+        lived = first["mono"] < full_to and full_from < over
+        if lived and last["mono"] < full_to and last["kind"] != "job_ended":
+            return True
+    return False
 
 
 def _whole(path: Path) -> Iterator[Line]:

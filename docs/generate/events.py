@@ -45,6 +45,7 @@ file while the job runs.
 - The format follows semantic versioning: kinds and fields may be added, so ignore unknown ones. `v` changes when the
   meaning of an existing one does.
 - Measure durations with `mono`, between lines of one node; `wall` may jump when the machine's clock is set.
-- A full disk never stops the job. Lines that cannot be written are counted (`elasticd_event_log_lines_lost_total`), and
-  one warning goes to stderr. A line cut short by a full disk is followed by a newline, so skip lines that are not JSON.
-- FILE may be a named pipe with a reader; a slow reader loses lines and costs the job no time."""
+- A full disk never stops the job. Lines that cannot be written are kept, up to 256 KiB, and written with the next line
+  or at the end; older ones are lost and counted (`elasticd_event_log_lines_lost_total`). One warning goes to stderr. A
+  line cut short by a full disk is followed by a newline and the whole line, so skip lines that are not JSON.
+- FILE may be a named pipe with a reader; a slow reader costs the job no time, and lines only beyond these 256 KiB."""

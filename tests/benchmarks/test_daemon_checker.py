@@ -236,3 +236,16 @@ def test_broken_promise_is_named(forge: Callable[[Daemons], None], tmp_path: Pat
     forge(daemons)
     found = judged(daemons, tmp_path)
     assert any(breach.startswith(FORGERIES[forge]) for breach in found), found
+
+
+@pytest.mark.parametrize(
+    ("full_from", "excused"),
+    [(6.0, True), (2.7, True), (1.2, False), (6.5, False)],
+    ids=["at-the-end", "when-a-runner-was-killed", "with-later-lines", "after-the-end"],
+)
+def test_full_disk_excuses_last_lines(full_from: float, excused: bool, tmp_path: Path) -> None:
+    fleet = good()
+    one_job.nobody_sees_the_end({"agents": fleet["jobs"]["j1.1"]})
+    a_round_is_shown_without_a_reason(fleet)
+    fleet["notes"]["faults"].append({"mono": full_from, "what": "full disk", "number": 2, "detail": "b for 0.5 s"})
+    assert (judged(fleet, tmp_path) == []) is excused

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
 import math
 import os
 import re
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pytest
 
 from docs.generate import events
 from elasticd.errors import UsageError
-from elasticd_agent.telemetry.event_log import MAX_LINE_BYTES, EventLog, NullEventLog, open_event_log
+from elasticd_agent.telemetry.event_log import KEPT_BYTES, MAX_LINE_BYTES, EventLog, NullEventLog, open_event_log
 from elasticd_agent.telemetry.events import (
     EVENT_TYPES,
     CheckpointSavedEvent,
@@ -137,28 +138,50 @@ def test_two_processes_never_mix_within_a_line(tmp_path: Path) -> None:
         assert [line["round"] for line in found if line["node"] == node] == list(range(300))
 
 
-def test_a_full_disk_costs_lines_but_not_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@contextlib.contextmanager
+def full_disk(path: Path) -> Iterator[None]:
     """RLIMIT_FSIZE makes the kernel answer a write as a full disk does: first a part, then an error."""
-    path = tmp_path / "events"
-    log = EventLog(path, "j", "n")
-    log.write(ended("before"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
-        with caplog.at_level(logging.WARNING):
-            for _ in range(5):
-                log.write(ended("lost"))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, old)
-    assert log.lost == 5
-    assert len(caplog.records) == 1
-    log.write(ended("after"))
+
+
+@pytest.mark.parametrize("last", [[], ["after"]], ids=["at-close", "with-the-next-line"])
+def test_a_full_disk_delays_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture, last: list[str]) -> None:
+    path = tmp_path / "events"
+    log = EventLog(path, "j", "n")
+    log.write(ended("before"))
+    with full_disk(path):
+        for number in range(5):
+            log.write(ended(f"late {number}"))
+    for reason in last:
+        log.write(ended(reason))
     log.close()
-    assert "5 lines were lost" in caplog.text
+    assert log.lost == 0
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "only a part of a line could be written; the job continues, and the lines are written later"
+    ]
     whole = [json.loads(line)["reason"] for line in path.read_bytes().splitlines() if line.endswith(b"}")]
-    assert whole == ["before", "after"]
+    assert whole == ["before", *(f"late {number}" for number in range(5)), *last]
+
+
+def test_a_disk_that_stays_full_costs_the_oldest_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "events"
+    log = EventLog(path, "j", "n")
+    with full_disk(path):
+        for number in range(200):
+            log.write(ended(f"{number} " + "x" * 3000))
+    lost = log.lost
+    log.close()
+    found = [json.loads(line)["reason"].split()[0] for line in path.read_bytes().splitlines() if line.endswith(b"}")]
+    assert found == [str(number) for number in range(lost, 200)]
+    assert KEPT_BYTES // 3300 <= len(found) <= KEPT_BYTES // 3000
+    assert f"{lost} lines were lost" in caplog.text
 
 
 def test_a_pipe_whose_reader_stalls_loses_lines_not_time(tmp_path: Path) -> None:
@@ -166,12 +189,13 @@ def test_a_pipe_whose_reader_stalls_loses_lines_not_time(tmp_path: Path) -> None
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     log = EventLog(tmp_path / "pipe", "j", "n")
     begun = time.monotonic()
-    for _ in range(100):
+    for _ in range(200):
         log.write(ended("x" * 3000))
     assert log.lost > 0
     os.close(reader)
     log.write(ended())  # EPIPE
     log.close()
+    assert log.lost > KEPT_BYTES // 3300
     assert time.monotonic() - begun < 5
 
 

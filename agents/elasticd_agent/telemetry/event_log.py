@@ -1,8 +1,9 @@
 """The event log: one JSON object a line, for programs that read it later; the kinds are in `events`.
 
 A line is one write to a file opened for appending, so writers never mix within a line, and it survives the agent's own
-SIGKILL. Once the file is open, logging never raises, blocks on a pipe without a reader, or grows without bound; a line
-that cannot be written is counted, with one warning.
+SIGKILL. Once the file is open, logging never raises, blocks on a pipe without a reader, or grows without bound. Lines
+that cannot be written, as on a full disk, are kept and written with the next one, in order; of more than KEPT_BYTES the
+oldest are lost, and counted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +26,9 @@ from elasticd_agent.telemetry.events import FORMAT_VERSION, MAX_LINE_BYTES, LogE
 # Long enough for any path and a sentence about it; a Python traceback in a reason is cut.
 MAX_TEXT = 4096
 _CUT_LIMITS = ((MAX_TEXT, 4096), (256, 256), (64, 8))
+
+KEPT_BYTES = 256 << 10
+"""Of lines that cannot be written yet; about 500."""
 
 _log = logging.getLogger("elasticd.eventlog")
 
@@ -53,7 +58,7 @@ class NullEventLog:
 
 
 class EventLog:
-    """Appends events to a file; `lost` counts the lines that could not be written whole."""
+    """Appends events to a file; `lost` counts the lines that were given up."""
 
     def __init__(self, path: Path, job: str, node: str, most_bytes: int | None = None) -> None:
         """Raises UsageError when `path` cannot be opened for appending. Makes its directory if only that is missing.
@@ -65,7 +70,9 @@ class EventLog:
         self._path = path
         self._job = job
         self._node = node
+        self._unwritten: deque[bytes] = deque()
         self._partial_line = False
+        self._warned = False
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         try:
@@ -85,7 +92,11 @@ class EventLog:
         with self._lock:
             if self._most_bytes is not None:
                 self._rotate(self._most_bytes)
-            self._append(line)
+            self._unwritten.append(line)
+            self._write_all()
+            while sum(map(len, self._unwritten)) > KEPT_BYTES:
+                self._unwritten.popleft()
+                self.lost += 1
 
     def _rotate(self, most_bytes: int) -> None:
         try:
@@ -105,31 +116,35 @@ class EventLog:
         self._fd = fd
         self._partial_line = False
 
-    def _append(self, line: bytes) -> None:
-        if self._partial_line:
-            line = b"\n" + line
-        try:
-            written = os.write(self._fd, line)
-        except OSError as error:
-            self._count_lost(error.strerror or str(error))
-            return
-        # A full disk may take the head of a line; the next one starts with a newline, so that only this one is lost.
-        self._partial_line = written < len(line)
-        if self._partial_line:
-            self._count_lost("only a part of a line could be written")
+    def _write_all(self) -> None:
+        while self._unwritten:
+            # A full disk may take the head of a line, which is then written again as a line of its own.
+            line = b"\n" + self._unwritten[0] if self._partial_line else self._unwritten[0]
+            try:
+                written = os.write(self._fd, line)
+            except OSError as error:
+                self._warn(error.strerror or str(error))
+                return
+            self._partial_line = written < len(line)
+            if self._partial_line:
+                self._warn("only a part of a line could be written")
+                return
+            self._unwritten.popleft()
 
-    def _count_lost(self, why: str) -> None:
-        self.lost += 1
-        if self.lost == 1:
-            _log.warning(
-                "event log %s: %s; the job continues, lines that cannot be written are counted", self._path, why
-            )
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("event log %s: %s; the job continues, and the lines are written later", self._path, why)
 
     def close(self) -> None:
-        if self._fd < 0:
-            return
-        os.close(self._fd)
-        self._fd = -1
+        with self._lock:
+            if self._fd < 0:
+                return
+            self._write_all()
+            os.close(self._fd)
+            self._fd = -1
+            self.lost += len(self._unwritten)
+            self._unwritten.clear()
         if self.lost:
             _log.warning("event log %s: %d lines were lost", self._path, self.lost)
 

@@ -155,6 +155,21 @@ def test_ended_job_cannot_be_cancelled(serve: Serve) -> None:
     assert (row["progress"]["step"], row["progress"]["rounds"][0]["round"]) == (77, 4), "what the ending remembers"
 
 
+def test_result_fills_in_what_event_logs_lack(serve: Serve) -> None:
+    """A full disk may cost lines of the event log, up to the job's end."""
+    one = serve()
+    number = one.submit()
+    one.place("llama", number, "n1")
+    one.event("round_published", NOW - 90, 1, world_size=2, nodes=["n1"], restarts=0, reason="began", cause="start")
+    one.event("first_step", NOW - 60, 2, step=12)
+    rounds = tuple(RoundSummary(each, 3, f"reason {each}", NOW - 90 + each) for each in (1, 2, 3))
+    ending = JobResult("llama", number, "failed", 1, "rank 3: ValueError", NOW, ("n1",), rounds)
+    assert one.store.compare_and_swap(names.RESULTS + "llama", None, ending.to_json())
+    shown = one.unix().get("/v1/jobs/llama").document()["progress"]["rounds"]
+    told = [(each["round"], each["world_size"], each["reason"], each["first_step"]) for each in shown]
+    assert told == [(1, 2, "began", None), (2, 3, "reason 2", 12), (3, 3, "reason 3", None)]
+
+
 def test_cancel_names_the_nodes_where_the_job_still_runs(serve: Serve) -> None:
     one = serve()
     one.announce()

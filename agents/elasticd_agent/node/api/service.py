@@ -82,8 +82,7 @@ class JobService:
         assigned = () if summary.ended else views.assignments(view, submission)
         progress = self._cluster.progress(view, submission, summary.nodes, now)
         result = view.result(submission.job, submission.number)
-        progress = progress or _progress_from_result(result)
-        return views.job_status(summary, assigned, progress, views.job_file(submission))
+        return views.job_status(summary, assigned, _with_result(progress, result), views.job_file(submission))
 
     def submit(self, data: bytes, kind: FileFormat, name: str | None, by: str, token: str = "") -> dict[str, Any]:
         """Raises UsageError for an invalid job, Conflict for an id whose job has not ended."""
@@ -263,14 +262,19 @@ class JobService:
         return agreed if agreed is not None and agreed.run in ("", str(job.number)) else None
 
 
-def _progress_from_result(result: JobResult | None) -> JobProgress | None:
-    """The summary that the result holds, for a job whose nodes have nothing of it any more."""
+def _with_result(progress: JobProgress | None, result: JobResult | None) -> JobProgress | None:
+    """With the summary that the result holds: rounds, and reasons of rounds, that no node has in its event log."""
     if result is None or not (result.rounds or result.step):
-        return None
-    rounds = tuple(
-        RoundStatus(one.number, one.at, world_size=one.world_size, reason=one.reason) for one in result.rounds
-    )
-    return JobProgress(rounds=rounds, round=rounds[-1].round if rounds else None, step=result.step)
+        return progress
+    rounds = {} if progress is None else {one.round: one for one in progress.rounds}
+    for one in result.rounds:
+        known = rounds.get(one.number, RoundStatus(one.number, one.at))
+        if not known.reason:
+            rounds[one.number] = replace(known, world_size=one.world_size, reason=one.reason)
+    found = tuple(rounds[number] for number in sorted(rounds))
+    if progress is None:
+        return JobProgress(rounds=found, round=found[-1].round if found else None, step=result.step)
+    return replace(progress, rounds=found)
 
 
 def _existing_names(names: list[str], what: str) -> str:
