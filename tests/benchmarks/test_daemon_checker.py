@@ -239,13 +239,14 @@ def test_broken_promise_is_named(forge: Callable[[Daemons], None], tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("full_from", "excused"),
-    [(6.0, True), (2.7, True), (1.2, False), (6.5, False)],
+    ("node", "full_from", "excused"),
+    [("b", 6.0, True), ("b", 2.7, True), ("a", 1.2, False), ("b", 6.5, False)],
     ids=["at-the-end", "when-a-runner-was-killed", "with-later-lines", "after-the-end"],
 )
-def test_full_disk_excuses_last_lines(full_from: float, excused: bool, tmp_path: Path) -> None:
+def test_full_disk_excuses_last_lines(node: str, full_from: float, excused: bool, tmp_path: Path) -> None:
     fleet = good()
     one_job.nobody_sees_the_end({"agents": fleet["jobs"]["j1.1"]})
     a_round_is_shown_without_a_reason(fleet)
-    fleet["notes"]["faults"].append({"mono": full_from, "what": "full disk", "number": 2, "detail": "b for 0.5 s"})
+    fault = {"mono": full_from, "what": "full disk", "number": 2, "detail": f"{node} for 0.5 s"}
+    fleet["notes"]["faults"].append(fault)
     assert (judged(fleet, tmp_path) == []) is excused
