@@ -12,6 +12,7 @@ import time
 import pytest
 
 from elasticd_agent.node import keys as names
+from elasticd_agent.node.loop import NAME_CONFLICT_MARGIN_S
 from elasticd_agent.node.runners import liveness as alive
 from elasticd_agent.node.runners.spec import RunnerSpec
 from elasticd_agent.store.etcd.store import EtcdStore
@@ -56,6 +57,22 @@ def test_second_agent_with_the_same_name_is_refused(nodes: MakeNode) -> None:
     assert twin.wait() == 2
     assert "another agent is node 'n1'" in twin.log
     assert twin.log.splitlines()[-1].startswith("elasticd agent: error: ")
+    assert n1.drain() == 0
+
+
+@pytest.mark.system
+def test_own_dead_agent_has_the_name_while_the_store_is_away(nodes: MakeNode, etcd: EtcdServers) -> None:
+    """Without node.json an agent cannot know its record; a store that comes back gives every lease its full time."""
+    n1 = nodes("n1", lease="2s").start()
+    n1.event("node_registered")
+    n1.kill()
+    (n1.state / "node.json").unlink()
+    etcd.kill()
+    n1.start(wait=False)
+    n1.event("store_unavailable")
+    time.sleep(2 * 2 + NAME_CONFLICT_MARGIN_S + 0.5)
+    etcd.restart()
+    until(lambda: len(n1.events("node_registered")) == 2, n1.diagnostics)
     assert n1.drain() == 0
 
 

@@ -41,8 +41,7 @@ from elasticd_agent.telemetry import events
 COALESCE_S = 0.02
 """Wake-ups within this time cause one turn."""
 NAME_CONFLICT_MARGIN_S = 2.0
-"""A name in use at our start may be a dead agent's: it counts after two leases and this."""
-
+"""A name in use at our start may be a dead agent's: it counts after two leases of a store that answers, and this."""
 
 REREAD_S = 10.0
 """Everything is read again this often, in case a watch missed something."""
@@ -104,12 +103,12 @@ class NodeLoop:
         self._store_down_since: float | None = None
         self._registered = False
         self._reported_name_conflict = ""
+        self._name_taken_since: float | None = None
         self._missing_since: float | None = None
         read_upload = functools.partial(uploads.read, parts.store)
         self._executor = Executor(parts.runners, parts.journal, parts.metrics, specs, self._outcomes, read_upload)
         self._last_turn_at = time.monotonic()
         self._next_at = 0.0
-        self._started_at = time.monotonic()
 
     # For other threads:
 
@@ -307,7 +306,8 @@ class NodeLoop:
             self._on_store_lost(str(error), now)
         except NameTaken as error:
             wait_s = 2 * float(self.settings.lease_s) + NAME_CONFLICT_MARGIN_S
-            if not self._registered and now >= self._started_at + wait_s:
+            self._name_taken_since = now if self._name_taken_since is None else self._name_taken_since
+            if not self._registered and now >= self._name_taken_since + wait_s:
                 raise UsageError(str(error)) from None
             if self._registered and str(error) != self._reported_name_conflict:
                 self._reported_name_conflict = str(error)
@@ -319,6 +319,7 @@ class NodeLoop:
 
     def _on_store_lost(self, why: str, now: float) -> None:
         self._cache.clear()
+        self._name_taken_since = None
         if self._store_down_since is None:
             self._store_down_since = now
             self._parts.metrics.count(metrics.STORE_OUTAGES)
