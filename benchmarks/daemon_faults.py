@@ -108,7 +108,9 @@ class FleetFaults:
         """A runner on such a node: (node, JOB.NUMBER, pid)."""
         if (node := self._well()) is None:
             return None
-        found = [(f"{job}.{number}", pid) for (job, number), pid in self.fleet.runners(node.name).items() if pid]
+        # While an agent starts a runner it has the lock itself.
+        runners = {run: pid for run, pid in self.fleet.runners(node.name).items() if pid not in (0, node.pid)}
+        found = [(f"{job}.{number}", pid) for (job, number), pid in runners.items()]
         return (node, *self.rng.choice(found)) if found else None
 
     def _back(self, name: str, seconds: float) -> None:
