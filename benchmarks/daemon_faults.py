@@ -168,10 +168,12 @@ class FleetFaults:
             return None
         node, job, _ = found
         name, _, number = job.rpartition(".")
+        own = node.processes()  # a hostile job may have written other pids
         groups = node.job_events(name, "group_started", int(number))
-        if not groups:
+        pids = [pid for group in groups[-1:] for pid in group.get("pids", ()) if pid in own]
+        if not pids:
             return None
-        pid = self.rng.choice(groups[-1]["pids"])
+        pid = self.rng.choice(pids)
         self._signal(pid, signal.SIGKILL, node.name)
         return f"of {job} on {node.name} (pid {pid})"
 

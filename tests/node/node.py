@@ -266,11 +266,12 @@ class AgentNode:
 
 
 def _events(path: Path, kind: str | None, having: Mapping[str, Any]) -> list[Event]:
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []  # a hostile job writes anything
     found = []
     for line in lines:
         with contextlib.suppress(ValueError):
             found.append(json.loads(line))
+    found = [event for event in found if isinstance(event, dict)]
     wanted = having if kind is None else {"kind": kind, **having}
     return [event for event in found if wanted.items() <= event.items()]
 
