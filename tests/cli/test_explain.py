@@ -219,16 +219,6 @@ def test_node_without_verdict_uses_event_log(evidence: Path) -> None:
     assert guessed.headline.endswith("and no verdict is here: rank 2 is stopped")
 
 
-def test_recovery_is_the_figure_of_the_rounds_leader(evidence: Path) -> None:
-    log = evidence.parents[1] / "events.jsonl"
-    assert explained(evidence, log).aftermath.recovery_s is not None
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    for leader, shown in (("node-a", True), ("node-b", False)):
-        led = [line | {"leader": leader} if line["kind"] == "round_published" else line for line in lines]
-        log.write_text("".join(json.dumps(line) + "\n" for line in led))
-        assert (explained(evidence, log).aftermath.recovery_s is not None) == shown, leader
-
-
 def test_event_log_of_several_runs(evidence: Path) -> None:
     """The last run that matches counts."""
     log = evidence.parents[1] / "events.jsonl"

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from elasticd_agent.hangs.explain.event_log import RunLog
+from elasticd_agent.node.api.cluster import merge_progress
 from elasticd_agent.node.api.progress import JobTimeline
 from elasticd_agent.telemetry.metric_table import TIME_STATES
 from tests.etcd import free_ports
@@ -166,3 +168,51 @@ def test_the_loss_of_a_node_as_every_node_tells_it(nodes: StartNodes, tmp_path: 
     on_a.assert_no_time_was_made_or_lost()
     a.process.terminate()
     a.wait()
+
+
+LONG_STEPS = f"""
+import os, pathlib, time, torch
+optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).parameters())
+while not pathlib.Path(os.environ["WORK"], "enough").exists():
+    optimizer.step()
+    time.sleep({4 * LATE_S})
+"""
+
+
+@pytest.mark.system
+def test_one_figure_for_the_recovery_of_two_nodes(nodes: StartNodes, tmp_path: Path) -> None:
+    """The leader's, from when the other node's worker ended; its own worker's last step is long ago."""
+    both = nodes("2")
+    (tmp_path / "long.py").write_text(LONG_STEPS)
+    scrapes = [Scraped(*free_ports(1)) for _ in "ab"]
+    a, b = agents = [
+        both.agent(name, str(tmp_path / "long.py"), flags=["--metrics-port", str(scraped.port)], warm=True)
+        for name, scraped in zip("ab", scrapes, strict=True)
+    ]
+    first = a.event("round_published", round=1)
+    leads, other = (a, b) if first["leader"] == "a" else (b, a)
+    victim = 1 - first["nodes"].index(first["leader"])
+    for agent in agents:
+        agent.event("first_step", round=1)
+    time.sleep(2 * LATE_S)
+    died = other.kill(victim, round=1)
+    measured, unmeasured = (agent.event("first_step", round=2) for agent in (leads, other))
+    seconds = measured["recovery_seconds"]
+    assert unmeasured["recovery_seconds"] is None
+    assert abs(seconds - (measured["mono"] - died["mono"])) < LATE_S / 2
+    until(lambda: sum(scraped.of("elasticd_recovery_seconds_count") or 0 for scraped in scrapes), leads._report)
+    assert sum(scraped.page()["elasticd_recovery_seconds_count"] for scraped in scrapes) == 1
+    assert sum(scraped.page()["elasticd_recovery_seconds_sum"] for scraped in scrapes) == seconds
+    said = [line for agent in agents for line in agent.err.splitlines() if "after the fault" in line]
+    assert len(said) == 1 and f"training again {seconds:.2f} s after the fault" in said[0], said
+
+    logs = {agent: JobTimeline() for agent in agents}
+    for agent, log in logs.items():
+        for line in agent.events():
+            log.feed(line)
+    for order in (agents, agents[::-1]):  # the node that is asked comes first
+        page = merge_progress([logs[agent].progress("ab"[agents.index(agent)], time.time()) for agent in order], {})
+        assert page is not None and page.rounds[-1].lost_seconds == round(seconds, 3)
+    lines = [line for agent in (other, leads) for line in agent.events()]
+    assert RunLog.of(lines, 1, 0.0).aftermath().recovery_s == seconds
+    assert both.enough() == [0, 0]

@@ -16,7 +16,8 @@ from elasticd_agent.config.run_options import parse_run
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.job.listener import JobLeft, StopStarted
 from elasticd_agent.job.reporting import JobReporter
-from elasticd_agent.model.messages import ExitStatus, RoundPublished, StepRules, StopRequested, StoreExited
+from elasticd_agent.model.messages import ExitStatus, FirstStep, RoundPublished, StepRules, StopRequested, StoreExited
+from elasticd_agent.model.notices import FaultDetected
 from elasticd_agent.model.records import BudgetState, Member, Round
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.telemetry import events
@@ -117,6 +118,26 @@ def test_the_end_of_the_workers_store_is_an_event(start: StartReporter) -> None:
     reporter.on(StoreExited(1, "was killed by SIGKILL", 2.0, ExitStatus.of(-9)), 2.0)
     assert isinstance(written[-1], events.StoreExitedEvent)
     assert (written[-1].pid, written[-1].exit_code, written[-1].signal) == (11, None, 9)
+
+
+@pytest.mark.parametrize(
+    ("leader", "recovery_s"), [("a", 1.5), ("b", None), ("c, which has no workers", 1.5), ("of an older version", 1.5)]
+)
+def test_one_node_says_how_long_a_recovery_took(leader: str, recovery_s: float | None, start: StartReporter) -> None:
+    """From when its leader read of the failure; the last step of its own workers may be long ago."""
+    written: list[LogEvent] = []
+    reporter = start("--nproc-per-node 1", written)
+    members = (*ALONE, Member("b", "y", (0,)))
+    reporter.on(RoundPublished(Round(1, members, cause="start")), 1.0)
+    reporter.on(Observation(1, (_heartbeat(5, 2),), (), 98.0), 100.0)
+    reporter.on(FaultDetected(1, "crash", "b", 100.0), 100.2)
+    reporter.on(RoundPublished(Round(2, members, cause="crash", leader=leader[:1].replace("o", ""))), 100.5)
+    reporter.on(GroupStarted(2, [10], None, True), 101.0)
+    reporter.on(FirstStep(2, 101.5), 101.6)
+    stepped = written[-1]
+    assert isinstance(stepped, events.FirstStepEvent)
+    assert (stepped.recovery_seconds, "after the fault" in stepped.reason) == (recovery_s, recovery_s is not None)
+    assert _value(reporter, "elasticd_recovery_seconds_count") == (recovery_s is not None)
 
 
 def test_a_restored_checkpoint_of_another_node_counts_as_the_last_one(start: StartReporter) -> None:

@@ -57,7 +57,7 @@ def test_a_line_carries_the_common_fields_and_its_own(tmp_path: Path) -> None:
     assert line == {
         "v": 1, "kind": "round_published", "job": "job-1", "node": "node-a", "round": 1, "mono": mono,
         "reason": "began", "world_size": 2, "nodes": ["node-a"], "restarts": 0, "cause": "start", "lost": [],
-        "leader": "",
+        "leader": "", "idle_seconds": 0.0,
     }  # fmt: skip
 
 

@@ -85,8 +85,10 @@ class JobReporter:
                 self._stop(event)
             case LeadershipChanged(on):
                 self.metrics.leading(on)
-            case FaultDetected(number, cause, culprit):
+            case FaultDetected(number, cause, culprit, reported_at):
                 self.metrics.fault(cause, culprit)
+                if reported_at is not None:
+                    self._job.recovery.start(reported_at)
                 self._job.goodput.on_fault(number, now)
             case WaitingFor(why, more_nodes):
                 self._waiting(why, more_nodes, now)
@@ -110,8 +112,9 @@ class JobReporter:
             job.round = round
             return
         cause = round.cause or "resize"
+        idle_s = 0.0 if job.observation is None else job.observation.idle_s
         if follows_fault(round) and job.observation is not None:
-            job.recovery.start(now - job.observation.idle_s)  # unless this node has observed the fault itself
+            job.recovery.start(now - idle_s)  # unless this node has observed the fault itself
         job.recovery.mark("agree", now)
         ranks, restart_cause = round.ranks(self.node), None if job.round is None else cause
         self.metrics.round_published(round.number, round.world_size, job.max_workers(round), ranks, restart_cause)
@@ -121,7 +124,7 @@ class JobReporter:
         job.write(
             events.RoundPublishedEvent, now, round.reason, round.number,
             world_size=round.world_size, nodes=nodes, restarts=round.restarts, cause=cause, lost=lost,
-            leader=round.leader,
+            leader=round.leader, idle_seconds=idle_s,
         )  # fmt: skip
         self.console.log(f"round {round.number}: {round.reason}")
         if not self._workers.launcher_known:

@@ -146,7 +146,10 @@ class WorkerReporter:
 
     def _first_step(self, number: int, at: float) -> None:
         job = self.job
+        assert job.round is not None
         recovery_s, parts = job.recovery.finish(at) or (None, {})
+        if job.round.measuring_node != job.node:
+            recovery_s, parts = None, {}
         beats = job.observation.heartbeats if job.observation is not None else ()
         first = min(range(len(beats)), key=lambda i: beats[i].first_step_ns or 1 << 63, default=0)
         start_s = at - self._started_at
@@ -156,7 +159,6 @@ class WorkerReporter:
         if recovery_s is not None:
             reason = f"training again {recovery_s:.2f} s after the fault"
         job.console.log(f"round {number}: {reason}")
-        assert job.round is not None
         ranks = job.round.ranks(job.node)
         rank, step = ranks[first] if first < len(ranks) else 0, max(beats[first].step, 1) if beats else 1
         seconds = {"start_seconds": start_s, "recovery_seconds": recovery_s}

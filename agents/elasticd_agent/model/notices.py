@@ -63,6 +63,8 @@ class FaultDetected(LeaderNotice):
     """In one word."""
     culprit: str
     """The node at fault, "" where no single one is."""
+    reported_at: float | None = None
+    """When the leader read the failure that its node reports at once; None: lost or hung nodes report none."""
 
 
 @dataclass(frozen=True, slots=True)

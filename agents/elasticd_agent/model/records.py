@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -176,6 +176,11 @@ class Round(Document):
     def member(self, node: str) -> Member | None:
         return next((m for m in self.members if m.node == node), None)
 
+    @property
+    def measuring_node(self) -> str:
+        """The member that reports the recovery from the fault before this Round."""
+        return measuring_node(self.leader, [member.node for member in self.members])
+
     def group_rank(self, node: str) -> int:
         """The node's index among the members (torchrun's GROUP_RANK). KeyError if it is none."""
         for i, m in enumerate(self.members):
@@ -199,6 +204,11 @@ class Round(Document):
             for local_rank, slot in enumerate(m.slots):
                 yield rank, m.node, local_rank, slot
                 rank += 1
+
+
+def measuring_node(leader: str, members: Sequence[str]) -> str:
+    """One node reports a recovery, by its own clock: the leader, or the first member where the leader is none."""
+    return leader if leader in members else next(iter(members), "")
 
 
 @dataclass(frozen=True, slots=True)

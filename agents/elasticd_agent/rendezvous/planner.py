@@ -231,7 +231,9 @@ class Planner:
             self.delete_records(round)
 
     def _observe_faults(self, view: View, now: float) -> None:
-        self._notices += [FaultDetected(number, f.cause, f.culprit) for number, f in self._faults.observe(view, now)]
+        for number, fault in self._faults.observe(view, now):
+            reported_at = None if fault.cause in ("hung", "node_lost") else view.failed_at
+            self._notices.append(FaultDetected(number, fault.cause, fault.culprit, reported_at))
 
     def _set_request(self, key: str, wanted: bytes | None) -> None:
         """Write, change or delete a request to the members."""

@@ -47,6 +47,7 @@ class RoundPublishedEvent(LogEvent, kind="round_published"):
     cause: str = _field("why there is a new round; the `cause` label of `elasticd_restarts_total`, or start")
     lost: tuple[str, ...] = _field("ids of the nodes lost since the previous round", default=())
     leader: str = _field("the node that published it", default="")
+    idle_seconds: float = _field("since the last progress of this node's workers, in seconds", default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,8 @@ class FirstStepEvent(LogEvent, kind="first_step"):
     rank: int = _field("the rank seen first")
     start_seconds: float = _field("from the start of the round's workers, in seconds")
     recovery_seconds: float | None = _field(
-        "from the fault before it, in seconds; null when there was none", default=None
+        "from the fault before it, in seconds, by the leader's clock; null on other nodes, and without a fault",
+        default=None,
     )
 
 

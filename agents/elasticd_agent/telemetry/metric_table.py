@@ -136,7 +136,7 @@ FIRST_STEP = MetricSpec(
 )
 RECOVERY = MetricSpec(
     "elasticd_recovery_seconds",
-    "From a fault to the first step finished by the next round.",
+    "From a fault to the first step finished by the next round, on the leader node.",
     # A warm restart of 2 workers takes 0.1 s, a cold one 2 s; a big model's checkpoint takes minutes to load.
     buckets=(0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0),
 )
@@ -208,9 +208,9 @@ HANG_DETECTION = MetricSpec(
 )
 RECOVERY_PART = MetricSpec(
     "elasticd_recovery_part_seconds",
-    "The parts of a recovery: until the fault was detected (detect), evidence of a hang, until the next round was "
-    "agreed on (agree), until the old group had ended (stop), until the new one had started (start), until its first "
-    "step (first_step). A part that overlaps another one counts from the end of that one.",
+    "The parts of a recovery, on the leader node: until the fault was detected (detect), evidence of a hang, until the "
+    "next round was agreed on (agree), until the old group had ended (stop), until the new one had started (start), "
+    "until its first step (first_step). A part that overlaps another one counts from the end of that one.",
     ("part",),
     values=RECOVERY_PARTS,
     buckets=(0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0),

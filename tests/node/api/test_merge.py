@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elasticd_agent.node.api.cluster import MAX_SHOWN_ROUNDS, merge_progress
 from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, RankProgress, RoundStatus
 
@@ -29,7 +31,8 @@ def test_first_node_counts_and_others_complete_it() -> None:
 
 
 def test_leader_says_what_a_fault_cost() -> None:
-    seen = [RoundStatus(2, at=at, leader="b", lost_seconds=lost_s) for at, lost_s in ((10.0, 0.4), (99.0, 0.2))]
+    lost = RoundStatus(2, nodes=("a", "b"), leader="b")
+    seen = [replace(lost, at=at, lost_seconds=lost_s) for at, lost_s in ((10.0, 0.4), (99.0, 0.2))]
     one = merge_progress([JobProgress(node, 2, rounds=(seen[i],)) for i, node in enumerate("ab")], {})
     assert one is not None
     assert [(each.at, each.lost_seconds) for each in one.rounds] == [(10.0, 0.2)], (

@@ -46,11 +46,9 @@ class RunLog:
         after = [line["round"] for line in self.lines if line["kind"] == "round_published"]
         following = min((number for number in after if number > self.round), default=0)
         published = self._first("round_published", following)
-        stepped = self._first("first_step", following)
+        stepped = [line for line in self.lines if line["kind"] == "first_step" and line["round"] == following]
         ended = next((line for line in self.lines if _ends_job(line)), None)
-        # Each node measures by its own clock; `status` and the page show what the round's leader has measured.
-        leader = text(published.get("leader"))
-        took = stepped.get("recovery_seconds") if leader in ("", text(stepped.get("node"))) else None
+        took = next((line["recovery_seconds"] for line in stepped if line.get("recovery_seconds") is not None), None)
         return Aftermath(
             round=following,
             reason=text(published.get("reason")),

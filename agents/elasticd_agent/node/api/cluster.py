@@ -15,7 +15,7 @@ from urllib.parse import quote
 from elasticd.errors import ElasticdError, WireError
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.phrases import listing
-from elasticd_agent.model.records import Round
+from elasticd_agent.model.records import Round, measuring_node
 from elasticd_agent.node.api import rank_logs, views
 from elasticd_agent.node.api.client import Unreachable
 from elasticd_agent.node.api.local import LocalJobs
@@ -261,14 +261,14 @@ def _by_rank(rows: Sequence[JobProgress], of: Callable[[JobProgress], Iterable[_
 
 
 def _merged_rounds(rows: Sequence[JobProgress]) -> tuple[RoundStatus, ...]:
-    """What a fault cost is said once, by the node that led the job through it, and what it resumed from by rank 0's
+    """What a fault cost is said once, by the node that measured it, and what it resumed from by rank 0's
     node; all else by the row that counts.
     """
     rounds: dict[int, RoundStatus] = {}
     for row in reversed(rows):
         rounds |= {one.round: one for one in row.rounds}
     for node, one in ((row.node, one) for row in rows for one in row.rounds):
-        if one.leader == node and one.lost_seconds is not None:
+        if node == measuring_node(one.leader, one.nodes) and one.lost_seconds is not None:
             rounds[one.round] = replace(rounds[one.round], lost_seconds=one.lost_seconds)
         if one.resumed_step is not None:
             rounds[one.round] = replace(rounds[one.round], resumed_step=one.resumed_step, donor=one.donor)

@@ -165,7 +165,9 @@ class JobTimeline:
         ledger = self._ledger
         self._ledger = ledger.on_resume(line.ledger_at) if is_member else ledger.on_wait(line.ledger_at)
 
-        self._end_training(self._training_round, line.at)
+        # Of a hang that another node judged, only this line has the time of its begin on this node's clock.
+        hung_s = _number(fields.get("idle_seconds")) if fields.get("cause") == "hung" else None
+        self._end_training(self._training_round, line.at - (hung_s or 0.0))
         self.ended_at = None  # a later runner of the same job continues it
         self.rounds[line.round] = replace(
             self._round(line),
@@ -192,12 +194,10 @@ class JobTimeline:
     def _on_first_step(self, line: _Line) -> None:
         step = line.step or 1
         self._ledger = self._ledger.on_step(step, line.ledger_at)
-        # Of a hang that another node judged, only this line has the time of its begin on this node's clock.
-        if (ago := _number(line.fields.get("recovery_seconds"))) is not None and self._training_round != line.round:
-            self._end_training(self._training_round, line.at - ago)
+        ago = _number(line.fields.get("recovery_seconds"))
         one = self._round(line)
         if one.first_step_at is None:
-            # After a fault the log's own figure counts, which the console, the metrics and `explain` have.
+            # After a fault the measured figure counts, which the console, the metrics and `explain` have.
             lost_s = None if ago is None else round(ago, 3)
             self.rounds[line.round] = replace(
                 one, first_step_at=line.at, first_step=step, last_step=step, lost_seconds=lost_s

@@ -62,7 +62,7 @@ class RoundStatus(_Answer):
     lost_nodes: tuple[str, ...] = ()
     """Members of the round before that were lost."""
     leader: str = ""
-    """The node that published it, whose figures count."""
+    """The node that published it."""
     first_step: int | None = None
     first_step_at: float | None = None
     last_step: int | None = None
