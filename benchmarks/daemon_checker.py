@@ -349,7 +349,7 @@ def _logs(nodes: Path, node: str, job: str, number: int, agent: Iterable[Line], 
 
 
 def _may_lack_lines(logs: list[Log], ended: float, full_from: float, full_to: float) -> bool:
-    """Whether a runner of a node may have ended while the disk was full. One that went on wrote its lines later."""
+    """Whether a runner of a node may have ended while the disk was full. One that continued wrote its lines later."""
     for index, log in enumerate(logs):
         first, last = log.events[0], log.events[-1]
         over = logs[index + 1].events[0]["mono"] if index + 1 < len(logs) else ended
