@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.job import REPOSITORY
-from tests.node.runners.test_control_groups import user_mode_linux
+from tests.node.runners.test_control_groups import boot, user_mode_linux
 
 UNIT = "elasticd-agent.service"
 OLDEST = 254
@@ -103,18 +103,9 @@ def test_limits_hold_with_the_lines_of_the_page(rootfs: Path, tmp_path: Path) ->
     root = tmp_path / "root"
     subprocess.run(["cp", "-a", str(rootfs), str(root)], check=True)
     prepare(root)
-    command = [program, "mem=1500M", "root=root", "rootfstype=hostfs", f"rootflags={root}", "rw", "quiet", "con=null"]
-    command += ["con0=fd:0,fd:1", "init=/lib/systemd/systemd", "systemd.show_status=0"]
-    done = subprocess.run(
-        ["setpriv", "--pdeathsig", "KILL", *command],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=550,
-        env={"TMPDIR": "/dev/shm", "HOME": str(tmp_path)},
-    )
-    assert (root / "srv" / "stopped").exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    init = ["init=/lib/systemd/systemd", "systemd.show_status=0"]
+    wrote = boot(program, tmp_path, 550, f"rootflags={root}", "rw", *init)
+    assert (root / "srv" / "stopped").exists(), wrote
     exits = {one["job"]: one for one in map(json.loads, (root / "srv" / "exits").read_text().splitlines())}
     assert "was killed by SIGKILL" in exits["memory"]["reason"]
     assert "can't start new thread" in exits["pids"]["reason"]

@@ -22,13 +22,9 @@ def user_mode_linux() -> str:
     return str(kept) if kept.exists() else shutil.which("linux.uml") or ""
 
 
-@pytest.fixture(scope="module")
-def guest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    if not (program := user_mode_linux()) or os.geteuid() != 0:
-        pytest.skip("no user-mode Linux, or not root: tests/install-servers system fetches it")
-    work = tmp_path_factory.mktemp("guest")
-    command = [program, "mem=1500M", "root=root", "rootfstype=hostfs", "rootflags=/", "ro", "quiet", "con=null"]
-    command += ["con0=fd:0,fd:1", f"init={sys.executable}", "--", str(GUEST), str(work)]
+def boot(program: str, work: Path, within: float, *options: str) -> str:
+    """Run a Linux with this file tree until it halts; what it wrote."""
+    command = [program, "mem=1500M", "root=root", "rootfstype=hostfs", "quiet", "con=null", "con0=fd:0,fd:1", *options]
     # It ends with this process; its memory is a file.
     done = subprocess.run(
         ["setpriv", "--pdeathsig", "KILL", *command],
@@ -36,11 +32,20 @@ def guest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=280,
+        timeout=within,
         env={"TMPDIR": "/dev/shm", "HOME": str(work)},
     )
+    return done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def guest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    if not (program := user_mode_linux()) or os.geteuid() != 0:
+        pytest.skip("no user-mode Linux, or not root: tests/install-servers system fetches it")
+    work = tmp_path_factory.mktemp("guest")
+    wrote = boot(program, work, 280, "rootflags=/", "ro", f"init={sys.executable}", "--", str(GUEST), str(work))
     result = work / "result.json"
-    assert result.exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    assert result.exists(), wrote
     found: dict[str, Any] = json.loads(result.read_text())
     assert "error" not in found, found
     return found
