@@ -14,7 +14,9 @@ from elasticd_agent.system.durations import parse_duration
 _SIZES = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)}}
 _SIZES |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
 MAX_COUNT = 100_000
-"""Nodes, or slots of one: more is a slip of the pen."""
+"""Nodes, or slots of one, that a job can ask for: more is a slip of the pen."""
+MAX_SLOTS = 4096
+"""Of a node. Every scheduler counts through those of all nodes, and each node writes its own number."""
 
 
 class Seconds(float):

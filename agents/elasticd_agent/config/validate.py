@@ -14,6 +14,7 @@ from elasticd_agent.config.agent_settings import HealthSettings, HttpSettings, N
 from elasticd_agent.config.decode import ConfigError
 from elasticd_agent.config.job_file import JobFile, check_job, check_limits, job_policy
 from elasticd_agent.config.limits import PATHS_TIMEOUT_S, path_refusal, user_refusal
+from elasticd_agent.config.quantities import MAX_SLOTS
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import Rendezvous, Tls
 from elasticd_agent.store import tls as certificate_files
@@ -79,6 +80,8 @@ def _check_node(settings: NodeSettings, environ: Mapping[str, str]) -> None:
     if slots == "auto":
         return
     _at_least(1, {"slots": slots})
+    if slots > MAX_SLOTS:
+        raise ConfigError("slots", f"{slots}: a node has at most {MAX_SLOTS}")
     gpus, cpus = len(visible_gpus(environ)), cpu_count()
     if gpus and slots > gpus:
         raise ConfigError("slots", f"{slots}, but this machine has {gpus} GPU(s); write {gpus}, or auto")

@@ -27,6 +27,11 @@ def is_later_run(run: str, than: str) -> bool:
     return all(name.isascii() and name.isdecimal() for name in (run, than)) and int(run) > int(than)
 
 
+def check_slots(whose: str, slots: Sequence[int]) -> None:
+    if min(slots, default=0) < 0 or len(set(slots)) != len(slots):
+        raise WireError(f"{whose}: slots must be distinct and not negative, got {list(slots)}")
+
+
 @dataclass(frozen=True, slots=True)
 class Member(Record):
     """One node's part in a Round."""
@@ -44,8 +49,7 @@ class Member(Record):
     def check(self) -> None:
         if not self.node or not self.slots:
             raise WireError(f"member {self.node!r} needs a name and at least one slot")
-        if min(self.slots) < 0 or len(set(self.slots)) != len(self.slots):
-            raise WireError(f"member {self.node!r}: slots must be distinct and not negative, got {list(self.slots)}")
+        check_slots(f"member {self.node!r}", self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +254,7 @@ class NodeRecord(Document):
             raise WireError("a node needs an id")
         if not 0 <= self.leaving_code <= 255:
             raise WireError(f"node {self.id!r}: leaving_code {self.leaving_code} is not in 0..255")
-        if min(self.slots, default=0) < 0 or len(set(self.slots)) != len(self.slots):
-            raise WireError(f"node {self.id!r}: slots must be distinct and not negative, got {list(self.slots)}")
+        check_slots(f"node {self.id!r}", self.slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from elasticd.errors import UsageError, WireError
+from elasticd_agent.config.quantities import MAX_COUNT, MAX_SLOTS
 from elasticd_agent.model.codec import Document, Record
 from elasticd_agent.model.job import check_identifier
+from elasticd_agent.model.records import check_slots
 
 JobOutcome = Literal["succeeded", "failed", "cancelled"]
 NodeState = Literal["starting", "ready", "cordoned", "draining", "quarantined"]
@@ -77,8 +79,9 @@ class Submission(Document):
         _check_name("job id", self.job)
         if self.number < 1:
             raise WireError(f"submission of {self.job!r}: it needs a number from 1")
-        if not 1 <= self.min_nodes <= self.max_nodes or not 1 <= self.min_slots <= self.max_slots:
-            raise WireError(f"submission of {self.job!r}: invalid range of {self.min_nodes}:{self.max_nodes} nodes")
+        for low, high, what in ((self.min_nodes, self.max_nodes, "nodes"), (self.min_slots, self.max_slots, "slots")):
+            if not 1 <= low <= high <= MAX_COUNT:
+                raise WireError(f"submission of {self.job!r}: invalid range of {low}:{high} {what}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +91,9 @@ class SlotAssignment(Record):
 
     def check(self) -> None:
         _check_name("node", self.node)
-        if not self.slots or min(self.slots) < 0 or len(set(self.slots)) != len(self.slots):
-            raise WireError(
-                f"assignment on {self.node!r}: slots must be distinct and not negative, got {list(self.slots)}"
-            )
+        if not self.slots:
+            raise WireError(f"assignment on {self.node!r}: it needs at least one slot")
+        check_slots(f"assignment on {self.node!r}", self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,7 @@ class RunnerStatus(Record):
 
     def check(self) -> None:
         _check_name("job id", self.job)
+        check_slots(f"runner of {self.job!r}", self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +208,8 @@ class NodeStatus(Document):
 
     def check(self) -> None:
         _check_name("node", self.node)
-        if self.slots < 0:
-            raise WireError(f"node {self.node!r} needs a number of slots that is not negative")
+        if not 0 <= self.slots <= MAX_SLOTS:
+            raise WireError(f"node {self.node!r}: {self.slots} slots are not in 0..{MAX_SLOTS}")
 
 
 @dataclass(frozen=True, slots=True)
