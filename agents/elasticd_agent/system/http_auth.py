@@ -76,6 +76,8 @@ class AccessDenied:
     code: int
     why: str
     retry_after_s: float = 0.0
+    caller: Caller | None = None
+    """Who it was, if that is known."""
 
 
 class Authenticator(Protocol):
@@ -111,6 +113,7 @@ class PeerCredentialAuth:
             403,
             f"access denied for user {uid}: root, the agent's own user and those in http.users and http.groups "
             "of agent.toml have access",
+            caller=Caller(f"uid {uid}"),
         )
 
 

@@ -444,7 +444,7 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(found, Caller):
             if not (why := found.refusal(self.command, path)) or is_public:
                 return str(found)
-            found = AccessDenied(403, why)
+            found = AccessDenied(403, why, caller=found)
         if is_public:
             return ""
         headers = self.headers.get("Cookie", ""), self.headers.get("Accept", ""), self._peer_host(), self._server_name()

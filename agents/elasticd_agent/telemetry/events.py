@@ -365,7 +365,9 @@ class JobScheduledEvent(LogEvent, kind="scheduled"):
 class AuditEvent(LogEvent, kind="audit"):
     """In `audit.jsonl` of the agent's logs: a request that changed something, read logs, or was denied."""
 
-    by: str = _field("the caller: a user of the local socket, or a token and its address; an address if it was denied")
+    by: str = _field(
+        "the caller: a user of the local socket, or a token and its address; an address without a right token"
+    )
     action: str = _field("submit, cancel, dump, cordon, drain, uncordon, login, read or denied")
     target: str = _field("the job or node; the request that was denied")
     status: int = _field("the status of the answer")

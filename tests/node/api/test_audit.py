@@ -93,6 +93,39 @@ def test_who_did_what(tmp_path: Path) -> None:
     assert TOKEN not in repr(lines.events)
 
 
+def test_a_denied_caller_is_named_once_a_minute_for_each_request(tmp_path: Path) -> None:
+    lines = Lines()
+    file = tmp_path / "grafana"
+    file.write_text("g" * 40)
+    file.chmod(0o600)
+    where = {"tokens": {"grafana": file}, "read_only": ("grafana",)}
+    with closing(Served(tmp_path / "one", front=lines.routes, where=where)) as one:
+        grafana = one.tcp("g" * 40)
+        for path in ("jobs/lm/cancel", "jobs/lm/cancel", "nodes/n1/drain", "jobs/other/cancel"):
+            assert grafana.post(f"/v1/{path}").code == 403
+        assert one.tcp("x" * 40).get("/v1/jobs").code == 401
+    by = "token grafana at 127.0.0.1"
+    assert lines.rows() == [
+        (by, "denied", "POST /v1/jobs/lm/cancel", 403),
+        (by, "denied", "POST /v1/nodes/n1/drain", 403),
+        (by, "denied", "POST /v1/jobs/other/cancel", 403),
+        ("127.0.0.1", "denied", "GET /v1/jobs", 401),
+    ]
+
+
+def test_an_error_is_recorded() -> None:
+    lines = Lines()
+
+    class Broken:
+        def answer(self, request: HttpRequest) -> HttpResponse:
+            raise RuntimeError
+
+    audited = AuditedRoutes(cast(Any, Broken()), lines, lines.counted.append, lambda: lines.now)
+    with pytest.raises(RuntimeError):
+        audited.answer(HttpRequest("POST", "/v1/nodes/n1/drain", "", "root"))
+    assert lines.rows() == [("root", "drain", "n1", 500)]
+
+
 def test_strangers_cannot_flood_it(tmp_path: Path) -> None:
     lines = Lines()
     denied = AccessDenied(401, "no")

@@ -28,6 +28,7 @@ from elasticd_agent.node.api.server import MAX_CONNECTIONS, ApiServer
 from elasticd_agent.system.http_auth import BURST, TokenAuth
 from elasticd_agent.system.http_server import MAX_BODY_BYTES, MAX_HEAD_BYTES
 from tests.etcd import Authority
+from tests.node.api.test_audit import Lines
 from tests.node.served import DEADLINE, JOB, TOKEN, Served, ended, fds
 
 Serve = Callable[..., Served]
@@ -228,13 +229,15 @@ def test_secrets_are_never_logged_or_sent(serve: Serve, caplog: pytest.LogCaptur
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
 def test_unix_socket_uses_peer_credentials(open_folder: Path) -> None:
-    nobody = 65534
+    nobody, lines = 65534, Lines()
     wheres: list[dict[str, Any]] = [{}, {"users": (str(nobody),)}, {"groups": (str(nobody),)}]
     for i in range(len(wheres)):
         (open_folder / str(i)).mkdir(mode=0o755)
     before = os.umask(0o077)  # as the agent has it
     try:
-        closed, by_user, by_group = made = [Served(open_folder / str(i), where=where) for i, where in enumerate(wheres)]
+        closed, by_user, by_group = made = [
+            Served(open_folder / str(i), where=where, front=lines.routes) for i, where in enumerate(wheres)
+        ]
     finally:
         os.umask(before)
     script = """
@@ -268,6 +271,7 @@ except OSError as error:
     assert requested(by_group, 12345, 12345) == "Permission denied"
     (closed.root / "run" / "agent.sock").chmod(0o666)
     assert requested(closed, 12345, 12345) == "403", "whatever the file's mode, the kernel's word counts"
+    assert lines.rows() == [("uid 12345", "denied", "GET /status", 403)] * 2
     for one in made:
         one.close()
 

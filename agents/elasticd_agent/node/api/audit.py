@@ -1,7 +1,8 @@
 """The audit log, `<logs>/audit.jsonl`: who changed something, who read logs, and who was denied access.
 
 It stands in front of the routes, so no request is missed. A caller that repeats the same reading, as `elasticd logs
---follow` does, gets one line a minute, and so does an address that is denied again and again, also at the login.
+--follow` does, gets one line a minute, and so does a token that is denied the same request; and an address or a local
+user without credentials that is denied whatever it asks for, also at the login.
 """
 
 from __future__ import annotations
@@ -43,18 +44,23 @@ class AuditedRoutes:
     def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> str | HttpResponse:
         answer = self.routes.reject(request, denied)
         if isinstance(answer, HttpResponse):
-            by = request.host or "a local user"
-            self._record(by, DENIED, f"{request.method} {request.path}", answer.status, denied.why, once="")
+            target, caller = f"{request.method} {request.path}", denied.caller
+            has_token = caller is not None and caller.host != ""
+            once = target if has_token else ""  # others cannot flood the log with invented paths
+            self._record(str(caller or request.host), DENIED, target, answer.status, denied.why, once=once)
         return answer
 
     def answer(self, request: HttpRequest) -> HttpResponse:
+        status, body = 500, b""
         try:
             answer = self.routes.answer(request)
+            status, body = answer.status, answer.body
+            return answer
         except HttpError as error:
-            self._record_request(request, error.status, b"")
+            status = error.status
             raise
-        self._record_request(request, answer.status, answer.body)
-        return answer
+        finally:
+            self._record_request(request, status, body)
 
     def _record_request(self, request: HttpRequest, status: int, body: bytes) -> None:
         found = action_of(request.method, request.path)
