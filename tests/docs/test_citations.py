@@ -61,6 +61,12 @@ def test_cited_files_exist() -> None:
     assert [line for page in pages() for line in missing(page, page.read_text())] == []
 
 
+def test_each_decision_has_its_own_number() -> None:
+    pages = {path: path.name[:4] for path in (ROOT / "docs" / "adr").glob("*.md")}
+    assert len(set(pages.values())) == len(pages)
+    assert [path.name for path, number in pages.items() if not path.read_text().startswith(f"# {number}: ")] == []
+
+
 def test_missing_file_is_found() -> None:
     page = ROOT / "docs" / "cli.md"
     text = "[x](hangs.md) `launcher/owner.py` DESIGN.md tests/nowhere/test_x.py deploy/prometheus/alerts.yaml train.py"
