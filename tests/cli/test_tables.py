@@ -56,12 +56,14 @@ def test_queue_shows_the_turns_and_what_their_submitters_use() -> None:
 def test_top_has_progress_problems_and_the_queue() -> None:
     progress = {"round": 3, "phase": "stopping", "world_size": 8, "step": 12345, "steps_per_second": 3.14159,
                 "goodput": 0.5, "restarts": 2}  # fmt: skip
+    gpu = {"node": "a", "utilization_percent": 98, "memory_used_bytes": 61 * 10**9, "memory_total_bytes": 85 * 10**9}
+    progress["gpus"] = [{**gpu, "gpu": 0}, {**gpu, "gpu": 1, "utilization_percent": 49}]
     both = {
         "jobs": [
             JOB,
             {**JOB, "job": "b", "state": "pending", "nodes": [], "slots": 0, "reason": "pending: needs", "place": 1},
         ],
-        "nodes": [{"node": "a", "state": "ready", "used": 8, "slots": 16}],
+        "nodes": [{"node": "a", "state": "ready", "used": 8, "slots": 16, "gpus": ["x", "y"]}],
         "status": {"llama": {**JOB, "progress": progress}},
     }
     assert tables.overview(both) == (
@@ -69,8 +71,8 @@ def test_top_has_progress_problems_and_the_queue() -> None:
         "1 job running, 1 pending; 8 of 16 slots in use\n\n"
         "JOB    STATE    WORKERS  NODES  STEP    STEPS/S  GOODPUT  RESTARTS  AGE\n"
         "llama  running  8/8      a,b    12,345  3.14     50.0 %   2         3h20m\n\n"
-        "NODE  STATE  USED  GPUS  JOBS  ADDRESS  VERSION  REASON\n"
-        "a     ready  8/16  -     -     -        -\n\n"
+        "NODE  STATE  USED  GPUS                    JOBS  ADDRESS  VERSION  REASON\n"
+        "a     ready  8/16  2, 74 %, 122 of 170 GB  -     -        -\n\n"
         "JOB  STATE    NODES  SLOTS  AGE    REASON\n"
         "b    pending  -      -      3h20m  pending: needs\n"
     )

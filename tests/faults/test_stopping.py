@@ -33,13 +33,16 @@ def test_signal_reaches_the_workers(job: StartJob, signum: signal.Signals) -> No
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_does_not_wait(job: StartJob, signum: signal.Signals) -> None:
-    run = ready(job("plain.py", COLD, "deaf"))
+    quiet = signum == signal.SIGTERM
+    run = ready(job("plain.py", COLD, "deaf", flags=["--quiet"] if quiet else []))
     run.process.send_signal(signum)
     run.event("stop_requested", grace_seconds=30.0)
     started = time.monotonic()
     run.process.send_signal(signum)
     assert run.wait() == 128 + signum
     assert time.monotonic() - started < 5
+    assert ("Ctrl-C again kills the workers at once" in run.err) != quiet
+    assert not quiet or all("warning: workers start cold" in line for line in run.err.splitlines()), run.err
     assert {event["signal"] for event in run.events("worker_exited")} == {signal.SIGKILL}
 
 

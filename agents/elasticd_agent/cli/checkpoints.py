@@ -122,7 +122,7 @@ def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
             why = manifest.why
         else:
             size = f"{manifest.total_bytes / 1e6:.1f} MB"
-            saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.wall))
+            saved = time.strftime("%Y-%m-%d %H:%M%z", time.localtime(manifest.wall))
             kind = "sharded" if manifest.files else "whole"
             described = {
                 "kind": kind,
@@ -134,7 +134,7 @@ def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
         if as_json:
             print(json.dumps({"name": each.path.name, "round": each.round, "step": each.step, **described, "why": why}))
         else:
-            print(f"{each.path.name:<16} {size:>12}  {kind:<7}  {saved:<16}  {why or 'can be restored'}".rstrip())
+            print(f"{each.path.name:<16} {size:>12}  {kind:<7}  {saved:<21}  {why or 'can be restored'}".rstrip())
 
 
 def _present(directory: Path) -> list[CheckpointName]:

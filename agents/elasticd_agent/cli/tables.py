@@ -95,7 +95,8 @@ def cancelled(answer: Mapping[str, Any]) -> str:
     return visible(f"{answer['job']}: {answer['reason']}{stopping}") + "\n"
 
 
-def nodes(rows: Sequence[NodeSummary]) -> str:
+def nodes(rows: Sequence[NodeSummary], running: Sequence[JobStatus] = ()) -> str:
+    """What the nodes' GPUs do is known of those where a job of `running` runs."""
     if not rows:
         return "no nodes: no agent is registered\n"
     cells = [
@@ -103,7 +104,7 @@ def nodes(rows: Sequence[NodeSummary]) -> str:
             visible(row.node),
             visible(row.state),
             f"{row.used}/{row.slots}",
-            str(len(row.gpus) or "-"),
+            ", ".join([str(len(row.gpus) or "-"), *_gpu_usage(row.node, running)]),
             _names(row.jobs),
             visible(row.address) or "-",
             visible(row.versions.get("elasticd", "")) or "-",
@@ -112,6 +113,16 @@ def nodes(rows: Sequence[NodeSummary]) -> str:
         for row in rows
     ]
     return table(("NODE", "STATE", "USED", "GPUS", "JOBS", "ADDRESS", "VERSION", "REASON"), cells)
+
+
+def _gpu_usage(node: str, running: Sequence[JobStatus]) -> list[str]:
+    """How busy the node's GPUs are on average, and their memory in use; empty if unknown."""
+    gpus = {gpu.gpu: gpu for job in running for gpu in job.known.gpus if gpu.node == node}.values()
+    busy = [gpu.utilization_percent for gpu in gpus if gpu.utilization_percent is not None]
+    total_bytes = sum(gpu.memory_total_bytes or 0 for gpu in gpus)
+    used_bytes = sum(gpu.memory_used_bytes or 0 for gpu in gpus)
+    shown = [f"{sum(busy) / len(busy):.0f} %"] if busy else []
+    return [*shown, f"{used_bytes / 1e9:.0f} of {total_bytes / 1e9:.0f} GB"] if total_bytes else shown
 
 
 def problem_line(job: JobStatus, prefix: str = "elasticd: ") -> str:
@@ -158,7 +169,7 @@ def overview(both: Mapping[str, Any], *, ended: bool = False) -> str:
     pending = sum(1 for row in listed if row.place is not None)
     used, slots = sum(row.used for row in ready), sum(row.slots for row in ready)
     head = f"{count(len(running), 'job')} running, {pending} pending; {used} of {count(slots, 'slot')} in use\n"
-    tables = [_running(running), nodes(ready), *([jobs(others)] if others else [])]
+    tables = [_running(running), nodes(ready, running), *([jobs(others)] if others else [])]
     return wrong(listed, ready, running) + head + "\n" + "\n".join(tables)
 
 
