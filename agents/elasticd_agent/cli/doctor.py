@@ -36,17 +36,16 @@ def doctor(argv: Sequence[str]) -> int:
 def run_checks(settings: NodeSettings, environ: Mapping[str, str], all_reduce: bool) -> list[CheckResult]:
     """A result for each check; bounded, whatever hangs."""
     checks = NodeChecks(settings, environ, lambda: None)
-    other_users = os.geteuid() == 0 and (settings.user is not None or settings.limits.users is not None)
     try:
-        results = [*checks.run(True, max_gpus_seen(settings)), *check_links(other_users)]
+        results = [*checks.run(True, max_gpus_seen(settings)), *check_links()]
         skip = skipped(CHECK, "jobs may be running here; --all-reduce runs it")
         return [*results, checks.all_reduce() if all_reduce else skip]
     finally:
         checks.close()
 
 
-def check_links(other_users: bool, sysctls: Path = Path("/proc/sys/fs")) -> list[CheckResult]:
-    """The kernel keeps users from leading root to files of others by links. `other_users`: jobs run as such."""
+def check_links(sysctls: Path = Path("/proc/sys/fs")) -> list[CheckResult]:
+    """The kernel keeps users from leading root to files of others by links. Root's agent runs jobs of any user."""
     found = []
     for name in ("protected_hardlinks", "protected_symlinks"):
         check = f"fs.{name}"
@@ -57,8 +56,8 @@ def check_links(other_users: bool, sysctls: Path = Path("/proc/sys/fs")) -> list
             continue
         if value:
             found.append(passed(check, str(value)))
-        elif other_users:
-            found.append(failed(check, f"0, but jobs run as other users; sysctl -w {check}=1"))
+        elif os.geteuid() == 0:
+            found.append(failed(check, f"0, but jobs may run as other users; sysctl -w {check}=1"))
         else:
             found.append(skipped(check, "0; give jobs a user of their own only where it is 1"))
     return found

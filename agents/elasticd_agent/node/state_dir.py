@@ -109,5 +109,8 @@ class DiskCleaner:
         pause_s = FIRST_CLEANUP_S
         while not self._closing.wait(pause_s):
             pause_s = CLEANUP_INTERVAL_S
-            for sentence in retention.remove_files(self._state, self._in_use(), time.time(), self._keep_s()):
-                self._log(sentence)
+            try:
+                for sentence in retention.remove_files(self._state, self._in_use(), time.time(), self._keep_s()):
+                    self._log(sentence)
+            except Exception as error:  # noqa: BLE001 or the disk would fill up in the months to come
+                self._log(f"the files of ended jobs cannot be removed: {error!r}")

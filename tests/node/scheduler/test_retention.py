@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
@@ -14,6 +16,7 @@ from elasticd_agent.model import job_dir
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import Member, NodeRecord, Round
 from elasticd_agent.node import keys as names
+from elasticd_agent.node import state_dir
 from elasticd_agent.node.records import JobResult, NodeStatus, Placement, Submission
 from elasticd_agent.node.scheduler import job_queue as queue
 from elasticd_agent.node.scheduler import retention as ended
@@ -355,6 +358,36 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert len(ended.remove_files(tmp_path, set(), 1e9, 100.0)) == 1
     assert not root.exists()
     assert (elsewhere / "precious").exists()
+
+
+def test_deeply_nested_files(tmp_path: Path) -> None:
+    """More than Python's stack, a path and the table of descriptors take."""
+    root, other = folder(tmp_path, "deep.1", 300.0), folder(tmp_path, "other.2", 200.0)
+    fd = os.open(root, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=fd)
+        below = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = below
+    os.close(fd)
+    assert [sentence.rpartition(" were ")[0] for sentence in ended.remove_files(tmp_path, set(), 1e9, 100.0)] == [
+        "the files of deep.1",
+        "the files of other.2",
+    ]
+    assert not root.exists() and not other.exists()
+
+
+def test_cleaner_survives_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> list[str]:
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(ended, "remove_files", fails)
+    monkeypatch.setattr(state_dir, "FIRST_CLEANUP_S", 0.0)
+    monkeypatch.setattr(state_dir, "CLEANUP_INTERVAL_S", 0.0)
+    lines = SimpleQueue[str]()
+    with closing(state_dir.DiskCleaner(tmp_path, tuple, lambda: 1.0, lines.put)):
+        for _ in range(2):
+            assert "RuntimeError('unexpected')" in lines.get(timeout=30)
 
 
 def test_stamp_results_with_placements_of_other_runs() -> None:
