@@ -165,12 +165,23 @@ def ends_are_final(history: History) -> Iterator[str]:
 
 
 def one_round_trains(history: History) -> Iterator[str]:
-    """Two Rounds train at once only while a member of the one cannot hear of the other, and for a moment more."""
+    """Two Rounds train at once only while a member of the one cannot hear of the other, and for a moment more. A Round
+    trains with all of its members: one that has read a newer Round ends its group, even if another one is cut off.
+    """
+    for training in history.trainings:
+        for agent in _agents(history, training):
+            newer = [view for view in agent.views if view.run == training.run and view.number > training.number]
+            for view in newer[:1]:
+                if (still_s := agent.longest_hearing_s(view.at, training.end)) > history.window_s:
+                    yield (
+                        f"round {training.number} of run {training.run!r} trained for {still_s:.1f} s after its member "
+                        f"{agent.identity[0]} had read round {view.number}"
+                    )
     for one, other in itertools.combinations(history.trainings, 2):
         begin, end = max(one.begin, other.begin), min(one.end, other.end)
         if end - begin <= history.window_s:
             continue
-        agents = [history.agents[identity] for identity in {*one.members, *other.members} if identity in history.agents]
+        agents = {agent.identity: agent for agent in (*_agents(history, one), *_agents(history, other))}.values()
         together = min((agent.longest_hearing_s(begin, end) for agent in agents), default=0.0)
         if together > history.window_s:
             yield (
@@ -179,12 +190,16 @@ def one_round_trains(history: History) -> Iterator[str]:
             )
 
 
+def _agents(history: History, training: Training) -> list[AgentHistory]:
+    return [history.agents[identity] for identity in training.members if identity in history.agents]
+
+
 def spec_is_the_jobs(history: History) -> Iterator[str]:
     """While a Round trains and its members reach the store, the spec there is one with which they joined."""
     for (at, spec), (until, _) in itertools.pairwise([*history.specs, (history.ended_at, None)]):
         for training in history.trainings:
             begin, end = max(at, training.begin), min(until, training.end)
-            members = [history.agents[identity] for identity in training.members if identity in history.agents]
+            members = _agents(history, training)
             if not members or spec in {agent.spec for agent in history.agents.values() if agent.run == training.run}:
                 continue
             if min(agent.longest_hearing_s(begin, end) for agent in members) > history.window_s:

@@ -81,8 +81,8 @@ def test_slurm_stands_in_for_the_id_and_the_run() -> None:
     slurm = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": "3"}
     spec = job(f"{several} t.py", **slurm)
     assert (spec.job_id, spec.run) == ("4711", "3")
-    spec = job(f"{several} --rdzv-id mine --run again t.py", **slurm)
-    assert (spec.job_id, spec.run) == ("mine", "again")
+    spec = job(f"{several} --rdzv-id mine --run 12 t.py", **slurm)
+    assert (spec.job_id, spec.run) == ("mine", "12")
     assert job(f"{several} t.py", PET_RDZV_ID="pet").job_id == "pet"
     spec = job("t.py", **slurm)  # steps of one allocation are jobs of their own
     assert spec.job_id != "4711"
@@ -166,7 +166,8 @@ WRONG = [
     (f"{MEET} etcd {H} --rdzv-id a/b", "job id 'a/b' must be printable"),
     (f"{MEET} etcd {H} --node-id a/b", "node id 'a/b' must be printable"),
     (f"{MEET} etcd {H} --node-id ''", "node id '' must be printable"),
-    (f"{MEET} etcd {H} --run ''", "run token '' must be"),
+    (f"{MEET} etcd {H} --run ''", "--run '': several nodes need a number"),
+    (f"{MEET} etcd {H} --run nightly-b", "--run 'nightly-b': several nodes need a number"),
     (f"{MEET} c10d --rdzv-endpoint a,b", "c10d has one host; several endpoints are etcd's"),
     (f"{MEET} c10d --rdzv-endpoint https://a", "https:// is not understood for c10d; nothing goes before the host"),
     (f"{MEET} etcd --rdzv-endpoint ftp://a", "ftp:// is not understood for etcd; http:// or https:// is"),

@@ -50,7 +50,8 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     _own(
         "--run TOKEN",
         "A token of this run of the job: only one run at a time may use a checkpoint directory. "
-        "Default: a random one; for several nodes, which must agree on it, SLURM_RESTART_COUNT, else 0.",
+        "Default: a random one. For several nodes a number, the same on all, higher for a later run; default: "
+        "SLURM_RESTART_COUNT, else 0.",
     ),
     _own(
         "--node-id NAME",

@@ -87,6 +87,8 @@ def read_rendezvous(parsed: Namespace, environ: Mapping[str, str], cwd: Path) ->
             )
         # It tells two runs of a job apart and must be the same on all nodes, too: Slurm counts its requeues.
         run = parsed.run if parsed.run is not None else environ.get("SLURM_RESTART_COUNT") or "0"
+        if not (run.isascii() and run.isdecimal()):
+            raise UsageError(f"--run {run!r}: several nodes need a number: a run with a higher one is the later run")
     _check_keys_of_backend(conf, backend)
     try:
         endpoints, secure = parse_endpoints(parsed.rdzv_endpoint, backend)

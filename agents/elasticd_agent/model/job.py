@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from elasticd.errors import UsageError
+from elasticd_agent.model.records import MAX_NAME_BYTES
 
 EVIDENCE_S = 3.0
 """The most time that taking the evidence of a hang may cost."""
@@ -335,8 +336,8 @@ def check_identifier(what: str, text: str) -> None:
     if not text or text != text.strip() or not text.isprintable() or "/" in text or text.startswith("."):
         raise UsageError(f"{what} {text!r} must be printable, without '/', a leading '.' or spaces around it")
     size = len(text.encode(errors="surrogateescape"))
-    if size > 128:
-        raise UsageError(f"{what} {text[:16]!r}… has {size} bytes; at most 128 fit")
+    if size > MAX_NAME_BYTES:
+        raise UsageError(f"{what} {text[:16]!r}… has {size} bytes; at most {MAX_NAME_BYTES} fit")
 
 
 def _check_catchable(name: str) -> None:

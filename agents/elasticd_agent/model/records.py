@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document, Record
@@ -17,6 +17,8 @@ SHARED_ERRORS = ("user_error", "shared_error")
 """Kinds of failures before the first step: all ranks of the node raised the same error of the script. Every start
 raises a user_error again."""
 TERM_BITS = 32
+MAX_NAME_BYTES = 128
+"""Of a job, a run and a node."""
 
 
 def is_later_run(run: str, than: str) -> bool:
@@ -155,6 +157,8 @@ class Round(Document):
             raise WireError(f"round {self.number}: a round that runs needs at least one member")
         if len({m.node for m in self.members}) != len(self.members):
             raise WireError(f"round {self.number}: a node is a member twice")
+        if len(self.run) > MAX_NAME_BYTES:  # a longer number cannot be read, either
+            raise WireError(f"round {self.number}: run {self.run[:16]!r}… has more than {MAX_NAME_BYTES} characters")
 
     @property
     def world_size(self) -> int:
@@ -222,6 +226,7 @@ class NodeRecord(Document):
     A field that holds the number of a round holds 0 for none.
     """
 
+    NAMED_BY: ClassVar[str] = "id"
     id: str
     incarnation: str  #: new whenever the owner of its workers starts anew: a member is a pair (id, incarnation)
     address: str  #: where the agent answers a probe, "host:port"
@@ -255,6 +260,13 @@ class NodeRecord(Document):
         if not 0 <= self.leaving_code <= 255:
             raise WireError(f"node {self.id!r}: leaving_code {self.leaving_code} is not in 0..255")
         check_slots(f"node {self.id!r}", self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderRecord(NodeRecord):
+    """The same under the leader key."""
+
+    NAMED_BY: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elasticd_agent.model.keys import decode_record
-from elasticd_agent.model.records import NodeRecord
+from elasticd_agent.model.records import LeaderRecord, NodeRecord
 from elasticd_agent.rendezvous.observations import PeerObservations
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeRefused
 from elasticd_agent.rendezvous.registration import NodeRegistration
@@ -67,7 +67,7 @@ class LeaderElection:
             self.free_since = now if self.free_since is None else self.free_since
             return
         self.free_since = None
-        record = decode_record(NodeRecord, self._key, found.value)
+        record = decode_record(LeaderRecord, self._key, found.value)
         if record.incarnation == self._registration.record.incarnation:
             self._key_taken(found.version)
             return

@@ -236,7 +236,10 @@ class RendezvousMember:
         self._read_round()  # first: a Round without this node ends its group, also where its name is another agent's
         if self._follower.is_replaced():
             return now + REREAD_S
-        if not self._agreement.is_reached(now) or not self._register(now, check=reread and not self.leads):
+        if not self._agreement.is_reached(now):
+            return now + NAME_RETRY_S
+        if not self._register(now, check=reread and not self.leads):
+            self._wait_for(self._registration.waits_for, more_nodes=False)
             return now + NAME_RETRY_S
         self._send()
         self._notices += self._follower.read_requests()
@@ -422,10 +425,15 @@ class RendezvousMember:
             case Wait():
                 if verdict.until == now:
                     self._reread_leadership()
-                if (verdict.too_few_nodes or verdict.notable) and verdict.why != self._waiting_for:
-                    self._waiting_for = verdict.why
-                    self._notices.append(WaitingFor(verdict.why, verdict.too_few_nodes))
+                if verdict.too_few_nodes or verdict.notable:
+                    self._wait_for(verdict.why, verdict.too_few_nodes)
         return verdict.until
+
+    def _wait_for(self, why: str, more_nodes: bool) -> None:
+        """Say what this node or the job waits for, once."""
+        if why and why != self._waiting_for:
+            self._waiting_for = why
+            self._notices.append(WaitingFor(why, more_nodes))
 
     def _abandon_if_blocked(self, now: float) -> None:
         """The side of a partition that may not continue gives up as one does whose store is away."""

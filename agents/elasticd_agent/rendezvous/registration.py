@@ -36,6 +36,10 @@ class NodeRegistration:
         self.key = LeasedKey(store, key, policy.lease_s, policy.renewal_s, is_own=self._is_own, on_renewal=renewed)
         self._probe = probe
         self._attentive = attentive
+        self._patience_s = policy.join_timeout_s
+        self._taken_since: float | None = None
+        self.waits_for = ""
+        """Why this node cannot be registered yet."""
         self._record = record
         self._sent: NodeRecord | None = None
         self._lock = threading.Lock()
@@ -56,14 +60,18 @@ class NodeRegistration:
     def turn(self, now: float) -> bool:
         """Renew the lease, or register the node if it is not registered. False: another agent has the name.
 
-        Raises StoreRefused if that agent is alive, StoreUnavailable.
+        Raises StoreRefused if that agent is alive, or keeps the name for `join_timeout`; StoreUnavailable.
         """
         if self._attentive():
             self.key.renew(now)
         if self.lease is None:
             record = self._record
             if not self.key.create(record.to_json(), now, self._may_replace):
+                self._taken_since = now if self._taken_since is None else self._taken_since
+                if now - self._taken_since >= self._patience_s:
+                    raise StoreRefused(f"{self.waits_for}; give this one another name with --node-id")
                 return False
+            self._taken_since, self.waits_for = None, ""
             self._sent = record
         return True
 
@@ -78,7 +86,10 @@ class NodeRegistration:
                 f"another agent takes part in this job as node {other.id!r}, at {other.address}; "
                 "give this one another name with --node-id"
             )
-        return isinstance(answer, ProbeRefused)  # the lease of an agent that does not answer decides
+        # The lease of an agent that does not answer decides.
+        who = f"another agent is node {other.id!r} of this job, at {other.address}"
+        self.waits_for = f"{who}; it does not answer, but has a record"
+        return isinstance(answer, ProbeRefused)
 
     def send(self) -> bool:
         """Write the record if it has changed. False: the record or its lease is lost."""
