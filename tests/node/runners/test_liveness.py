@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -23,11 +25,13 @@ from elasticd_agent.node.runners.spec import (
     MAX_EXIT_BYTES,
     RunnerExit,
     RunnerSpec,
+    StoreSecrets,
     read_exit,
     read_spec,
     write_exit,
 )
 from elasticd_agent.system.files import replace_file
+from tests.node.health.test_directories import DeadMount, needs_root
 
 
 def made(state: Path, job: str, number: int = 1) -> JobFiles:
@@ -98,7 +102,7 @@ def test_lock_lasts_as_long_as_any_copy_of_its_descriptor(tmp_path: Path) -> Non
     ) as keeper:
         os.close(fd)
         assert alive.is_locked(path)
-        assert keeper.pid in alive.processes_with_open(path)[0]
+        assert alive.processes_with_lock(path, os.getuid())[0] == [keeper.pid]
         assert alive.take_lock(path) is None
     assert not alive.is_locked(path)
 
@@ -166,35 +170,55 @@ def test_runner_is_alive_without_a_free_file_descriptor(tmp_path: Path) -> None:
         assert [over.key for over in runners.poll(time.monotonic())] == [("mine", 1)]
 
 
-def test_lock_keepers_are_found_by_any_name(tmp_path: Path) -> None:
-    with open(tmp_path / "ours", "w"):
-        os.link(tmp_path / "ours", tmp_path / "second")
-        for name in ("ours", "second"):
-            assert alive.processes_with_open(tmp_path / name) == ([os.getpid()], os.geteuid() == 0)
+@needs_root
+def test_dead_file_system_does_not_delay_the_search_for_a_locks_owner(tmp_path: Path) -> None:
+    """The main loop searches, and a job's user may have its descriptors anywhere."""
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("there is no /dev/fuse")
+    (tmp_path / "dead").mkdir()
+    found: list[tuple[list[int], bool]] = []
+    with closing(DeadMount(tmp_path / "dead")) as dead:
+        there = os.open(dead.path, os.O_PATH)
+        lock = alive.take_lock(tmp_path / "lock")
+        assert lock is not None
+        search = threading.Thread(
+            target=lambda: found.append(alive.processes_with_lock(tmp_path / "lock", os.getuid())), daemon=True
+        )
+        search.start()
+        search.join(10)
+        assert found == [([os.getpid()], True)]
+        os.close(there)
+        os.close(lock)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
-def test_only_the_job_users_lock_keepers_are_killed(tmp_path: Path) -> None:
-    files, lines = made(tmp_path, "mine", 1), list[str]()
-    replace_file(files.runner_spec, ORDER.to_json())
-    os.chown(files.root, 65534, 65534)
-    keep = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+@needs_root
+def test_only_the_job_users_lock_keepers_are_killed(open_state: Path) -> None:
+    files, lines = theirs(open_state), list[str]()
+    setuid = open_state / "sleep"
+    shutil.copy("/bin/sleep", setuid)
+    setuid.chmod(0o4755)
     fd = alive.take_lock(files.lock)
     assert fd is not None
-    with (
-        closing(RunnerManager(tmp_path, lambda: None, lines.append)) as runners,
-        subprocess.Popen(keep, stdin=subprocess.PIPE, pass_fds=[fd]) as roots,
-        subprocess.Popen(["sleep", "60"], pass_fds=[fd], user=65534) as theirs,
-    ):
+    with closing(RunnerManager(open_state, lambda: None, lines.append)) as runners, ExitStack() as stack:
+        by = {
+            name: stack.enter_context(subprocess.Popen([program, "60"], pass_fds=[fd], user=user))
+            for name, program, user in (
+                ("root", "sleep", 0),
+                ("user", "sleep", 65534),
+                ("setuid", str(setuid), 65534),
+                ("other", "sleep", 1),
+            )
+        }
         os.close(fd)
         try:
+            assert Path(f"/proc/{by['setuid'].pid}/status").read_text().split("Uid:\t")[1].startswith("65534\t0\t")
             assert runners.adopt() == []
             (runner,) = runners._runners.values()
-            keepers, none_other = runners._lock_keepers(runner)
-            assert ([process.pid for process in keepers], none_other) == ([theirs.pid], False)
+            keepers, complete = runners._lock_keepers(runner)
+            assert ({process.pid for process in keepers}, complete) == ({by["user"].pid, by["setuid"].pid}, True)
         finally:
-            theirs.kill()
-            roots.communicate()
+            for process in by.values():
+                process.kill()
 
 
 def test_silent_runner_with_damaged_files_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +255,6 @@ def test_spec_in_another_jobs_folder_is_ignored(tmp_path: Path) -> None:
     assert lines == [f"{files.runner_spec}: it is of job mine number 1; ignored"]
 
 
-ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")
 IN_A_SOCKET = """
 import array, socket, sys
 here, there = socket.socketpair()
@@ -274,7 +297,7 @@ def theirs(state: Path) -> JobFiles:
     return files
 
 
-@ROOT_ONLY
+@needs_root
 def test_jobs_user_cannot_touch_what_the_agent_relies_on(open_state: Path) -> None:
     files = theirs(open_state)
     fd = alive.take_lock(files.lock)
@@ -289,9 +312,12 @@ def test_jobs_user_cannot_touch_what_the_agent_relies_on(open_state: Path) -> No
     assert sorted(os.listdir(files.root)) == []
 
 
-@ROOT_ONLY
-def test_lock_in_a_socket_keeps_no_slots(open_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process has the descriptor while it is on its way, so nobody can be killed for it."""
+@needs_root
+@pytest.mark.parametrize(("user", "program"), [(65534, IN_A_SOCKET), (1, "print('sent', flush=True); input()")])
+def test_lock_out_of_reach_keeps_no_slots(
+    open_state: Path, monkeypatch: pytest.MonkeyPatch, user: int, program: str
+) -> None:
+    """In a socket no process has its descriptor, and another user's process cannot be killed for it."""
     monkeypatch.setattr(manager, "REMNANT_GRACE_S", 0.0)
     files, lines = theirs(open_state), list[str]()
     fd = alive.take_lock(files.lock)
@@ -299,12 +325,12 @@ def test_lock_in_a_socket_keeps_no_slots(open_state: Path, monkeypatch: pytest.M
     with (
         closing(RunnerManager(open_state, lambda: None, lines.append)) as runners,
         subprocess.Popen(
-            [PYTHON, "-c", IN_A_SOCKET, str(fd)],
-            pass_fds=[fd], user=65534, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        ) as user,
+            [PYTHON, "-c", program, str(fd)],
+            pass_fds=[fd], user=user, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as keeper,
     ):  # fmt: skip
-        assert user.stdout is not None
-        assert user.stdout.readline() == "sent\n"
+        assert keeper.stdout is not None
+        assert keeper.stdout.readline() == "sent\n"
         os.truncate(files.lock, 0)
         os.close(fd)
         assert alive.is_locked(files.lock)
@@ -313,11 +339,34 @@ def test_lock_in_a_socket_keeps_no_slots(open_state: Path, monkeypatch: pytest.M
         runner.search_owner_at = 0.0
         ended = [end for _ in range(5) for end in runners.poll(time.monotonic())]
         assert [end.key for end in ended] == [("mine", 1)]
-        assert lines[-1] == "job mine: no process has its lock any more; its slots are free"
-        user.communicate()
+        assert lines[-1] == "job mine: no process of its user has its lock any more; its slots are free"
+        fd = alive.take_lock(files.lock)
+        assert fd is not None, "the next runner of this run needs it"
+        os.close(fd)
+        keeper.communicate("\n")
 
 
-@ROOT_ONLY
+@needs_root
+def test_upload_is_the_users_before_it_is_in_its_folder(open_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There he could put another file in its place, which root would give him."""
+    chown = os.chown
+
+    def given(path: Path, *to: int, **how: object) -> None:
+        assert not path.is_relative_to(open_state / "jobs")
+        chown(path, *to)
+
+    monkeypatch.setattr(os, "chown", given)
+    with (
+        subprocess.Popen(["true"]) as runner,
+        closing(RunnerManager(open_state, lambda: None, lambda line: None)) as runners,
+    ):
+        monkeypatch.setattr(manager, "spawn", lambda *_: runner)
+        runners.start(ORDER, Account.of("nobody"), StoreSecrets(), b"archive")
+    upload = job_files(open_state, "mine", 1).upload
+    assert (upload.read_bytes(), upload.stat().st_uid, upload.stat().st_mode & 0o777) == (b"archive", 65534, 0o600)
+
+
+@needs_root
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
 def test_runner_log_is_opened_as_the_jobs_user(open_state: Path, link: Callable[[Path, Path], None]) -> None:
     """A file of root's that this user cannot write, with its only name in the user's folder: it stays as it is."""

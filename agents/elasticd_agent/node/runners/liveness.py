@@ -1,7 +1,8 @@
 """Whether a process is alive: a lock that it holds, and an identity that no other process ever has.
 
 Pids are assigned again, after a reboot all of them, so a process is identified by pid, start time and boot id; the lock
-is released by the kernel. No other process is ever signalled by mistake. No function waits.
+is released by the kernel. No other process is ever signalled by mistake. Only the file system of the lock is asked,
+never one of a job.
 """
 
 from __future__ import annotations
@@ -134,37 +135,37 @@ def lock_owner(path: Path) -> ProcessIdentity | None:
 
 
 def find_unnamed_owner(path: Path, name: bytes, user: int) -> tuple[ProcessIdentity | None, bool]:
-    """The owner of a lock without an identity: the oldest process of this name and user that has the file open.
+    """The owner of a lock without an identity: the oldest process of this name and user that has the lock.
 
     False: there may be one at which we may not look.
     """
-    pids, complete = processes_with_open(path)
-    found = [pid for pid in pids if process_user(pid) == user and procfs.read(f"/proc/{pid}/comm").strip() == name]
+    pids, complete = processes_with_lock(path, user)
+    found = [pid for pid in pids if procfs.read(f"/proc/{pid}/comm").strip() == name]
     named = [process for process in map(ProcessIdentity.of, found) if process is not None]
     return min(named, key=lambda process: process.started, default=None), complete
 
 
 def process_user(pid: int) -> int | None:
-    """A process's user: the files in /proc of a process with secrets belong to root."""
+    """The user who started it, also for a setuid program. The files in /proc of a process with secrets are root's."""
     for line in procfs.read(f"/proc/{pid}/status").splitlines():
         if line.startswith(b"Uid:"):
-            return int(line.split()[2])
+            return int(line.split()[1])
     return None
 
 
-def processes_with_open(path: Path) -> tuple[list[int], bool]:
-    """Every process that has the file open, the lock's owner among them; False: we may not look at all processes."""
+def processes_with_lock(path: Path, user: int) -> tuple[list[int], bool]:
+    """This user's processes with a copy of the lock's descriptor; False: we may not look at all of his processes."""
     pids: list[int] = []
     complete = True
-    try:
-        locked = path.lstat()
-    except OSError:
+    locked = _kernel_name(path)
+    if locked is None:
         return pids, False
     for pid in procfs.all_pids():
+        if process_user(pid) != user:
+            continue
         try:
-            with os.scandir(f"/proc/{pid}/fd") as entries:
-                if any(_is_file(entry.path, locked) for entry in entries):
-                    pids.append(pid)
+            if any(_locked_file(pid, fd, b"FLOCK") == locked for fd in os.listdir(f"/proc/{pid}/fd")):
+                pids.append(pid)
         except PermissionError:
             complete = False
         except OSError:  # it has ended
@@ -172,9 +173,25 @@ def processes_with_open(path: Path) -> tuple[list[int], bool]:
     return pids, complete
 
 
-def _is_file(fd: str, file: os.stat_result) -> bool:
+def _kernel_name(path: Path) -> bytes | None:
+    """What /proc calls the file; None: it shows no locks. It may differ from the device of `stat`, as with btrfs."""
     try:
-        found = os.stat(fd)
-    except OSError:  # closed meanwhile
-        return False
-    return (found.st_dev, found.st_ino) == (file.st_dev, file.st_ino)
+        fd = open_plain(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody else uses this kind of lock
+        return _locked_file(os.getpid(), fd, b"POSIX")
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def _locked_file(pid: int, fd: int | str, kind: bytes) -> bytes | None:
+    """The file on which this descriptor has a lock. `stat` of it would wait for a file system that is dead."""
+    for line in procfs.read(f"/proc/{pid}/fdinfo/{fd}").splitlines():
+        match line.split():
+            case [b"lock:", _, found, _, _, _, file, *_] if found == kind:
+                return file
+    return None

@@ -34,7 +34,7 @@ from elasticd_agent.node.runners.spec import (
 )
 from elasticd_agent.system import cgroups, procfs
 from elasticd_agent.system.control_socket import ControlSocketError
-from elasticd_agent.system.files import replace_file
+from elasticd_agent.system.files import rename_over, replace_file
 
 KILL_DELAY_S = 5.0
 """From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
@@ -65,8 +65,8 @@ class ManagedRunner:
     kill_at: float | None = None
     remnants_deadline: float | None = None
     empty_scans: int = 0
-    """How often in a row the lock was taken, but no process had it: the job's user has put its descriptor into a
-    socket, or a process that has it was being forked during the scan of /proc."""
+    """How often in a row the lock was taken, but no process of the job's user had it: its descriptor is in a socket or
+    another user's process, or a process that has it was being forked during the scan of /proc."""
     process_tree: tuple[ProcessIdentity, ...] = ()
     last_status: Mapping[str, Any] | None = None
 
@@ -213,8 +213,10 @@ class RunnerManager:
         files = self._folder(spec, account)
         replace_file(files.runner_spec, spec.to_json())
         if upload is not None:
-            replace_file(files.upload, upload)
-            os.chown(files.upload, account.uid, account.gid, follow_symlinks=False)
+            received = files.record / files.upload.name  # in the user's folder he could have us chown another file
+            replace_file(received, upload)
+            os.chown(received, account.uid, account.gid)
+            rename_over(received, files.upload)
         for earlier in (files.runner_exit, files.refusal):
             earlier.unlink(missing_ok=True)
         lock = liveness.take_lock(files.lock)
@@ -303,6 +305,9 @@ class RunnerManager:
                 del self._runners[key]
                 runner.close()
                 ends.append(RunnerEnd(runner.spec, read_exit(runner.files), requested=runner.stop_requested))
+                if liveness.is_locked(runner.files.lock, exclusive=True):  # the next runner takes another one
+                    with contextlib.suppress(OSError):
+                        runner.files.lock.unlink()
             else:
                 self._kill_remnants(runner, now)
         if ends:
@@ -348,7 +353,7 @@ class RunnerManager:
             left = {process for process in runner.process_tree if process.alive} | set(keepers)
             runner.empty_scans = runner.empty_scans + 1 if not left and complete else 0
             if runner.empty_scans >= EMPTY_SCANS:
-                self._log(f"job {runner.spec.job}: no process has its lock any more; its slots are free")
+                self._log(f"job {runner.spec.job}: no process of its user has its lock any more; its slots are free")
                 return
             pids = ", ".join(str(process.pid) for process in sorted(left, key=lambda p: p.pid))
             self._log(f"job {runner.spec.job}: killing its remaining processes {pids or '(not found)'}")
@@ -362,17 +367,14 @@ class RunnerManager:
         return tuple(process for process in map(ProcessIdentity.of, found) if process is not None)
 
     def _lock_keepers(self, runner: ManagedRunner) -> tuple[list[ProcessIdentity], bool]:
-        """The job user's processes that have the lock open, and their children; True: no other process has it open."""
+        """The job user's processes that have the lock, and their children; False: we may not look at all of his."""
         owner = runner.user
-
-        def own(pid: int) -> bool:
-            return pid != os.getpid() and liveness.process_user(pid) == owner
-
-        found, complete = liveness.processes_with_open(runner.files.lock)
-        trees = procfs.trees([pid for pid in found if own(pid)], procfs.scan().values())
-        pids = {pid for tree in trees.values() for pid in tree if own(pid)}
-        keepers = [process for process in map(ProcessIdentity.of, pids) if process is not None]
-        return keepers, complete and all(map(own, found))
+        if owner is None:
+            return [], False
+        found, complete = liveness.processes_with_lock(runner.files.lock, owner)
+        trees = procfs.trees(set(found) - {os.getpid()}, procfs.scan().values())
+        pids = {pid for tree in trees.values() for pid in tree if liveness.process_user(pid) == owner} - {os.getpid()}
+        return [process for process in map(ProcessIdentity.of, pids) if process is not None], complete
 
     def _identify(self, runner: ManagedRunner) -> None:
         """Open a pidfd for the process that has the lock, which can never refer to another process."""
