@@ -94,7 +94,7 @@ def _help() -> str:
         "usage: elasticd run [options] SCRIPT [script's arguments]\n       elasticd COMMAND [options]\n"
         "       elasticd help COMMAND\n\nKeeps a PyTorch training job running while its workers fail.\n\n"
         + "".join(lines)
-        + "\nMost commands use the HTTP API of an agent: this node's, or --agent URL. More: docs/cli.md.\n"
+        + "\nMost commands use the HTTP API of an agent: this node's, or --agent URL. More: https://elasticd.dev/cli/\n"
     )
 
 

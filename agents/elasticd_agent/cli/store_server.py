@@ -67,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "store",
         "Hosts a c10d store on all addresses of this machine, for jobs without an etcd. It has no "
-        "password: every client that reaches the port can stop the jobs (docs/security.md). Exit codes: 0 ended "
-        "by a signal, 1 the store failed, 2 usage.",
+        "password: every client that reaches the port can stop the jobs (https://elasticd.dev/security/). "
+        "Exit codes: 0 ended by a signal, 1 the store failed, 2 usage.",
     )
     port = DEFAULT_PORTS["c10d"]
     parser.add_argument("--port", type=_port, default=port, metavar="PORT", help=f"where to listen ({port})")

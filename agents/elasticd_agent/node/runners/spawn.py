@@ -104,7 +104,7 @@ def own_command() -> list[str]:
 def missing_capability(account: Account) -> str:
     return (
         f"this agent may not become user {account.name!r}: it is root without CAP_SETUID, CAP_SETGID or CAP_CHOWN, "
-        "which its unit removes (docs/systemd.md)"
+        "which its unit removes (https://elasticd.dev/systemd/)"
     )
 
 
