@@ -29,8 +29,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticd.checkpointing import commit_record, state
-from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, donated_number
+from elasticd.checkpointing import commit_record, sharded, state
+from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, donated_by_all, donated_number
 from elasticd.checkpointing.commit_ring import Commit, CommitRing
 from elasticd.checkpointing.donor_rules import is_module, is_optimizer, reason_against, trained
 from elasticd.checkpointing.fingerprint import Fingerprint
@@ -60,6 +60,9 @@ EXPECTED = "rng_expected"
 _Kept = tuple[list[bytes], list[list[dict[str, Any]]]]
 """Small objects, pickled, and the groups of optimizers."""
 _UNCLEAN = "it was between the optimizer's step and session.step()"
+DONOR = "donor"
+"""Key in a sharded state: the rank that saved state.pt at a fault."""
+_MUTABLE = "a parameter group of the optimizer has values that can change in place"
 _CHANGED = "what is attached was changed after session.step()"
 
 
@@ -90,6 +93,8 @@ class Donor:
         self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
         self._why = ""
         try:
+            if (shards := saver.shards(attached)) is not None:
+                shards.prepare_for_faults()
             self._why = reason_against(saver, attached)
             if not self._why:
                 self._open()
@@ -102,6 +107,7 @@ class Donor:
         self._watch()
         self._socket = self._connect()
         self._hooks = [each.register_step_pre_hook(self._before_change) for each in self._optimizers]
+        # Of FSDP2 no hook runs before gradients are sent: the random state of a rank that dies after that is lost.
         parallel = [found for obj in self._attached.values() if (found := state.parallel(obj)) is not None]
         parameters: list[Any] = [next(trained(each)) for each in parallel]
         for parameter in parameters:
@@ -127,7 +133,9 @@ class Donor:
         self._others = [obj for obj in objects if not is_module(obj) and not is_optimizer(obj)]
         self._buffers = dict(_buffers(self._attached))
         self._addresses = {path: buffer.data_ptr() for path, buffer in self._buffers.items()}
-        self._fingerprint = Fingerprint([obj for obj in objects if is_module(obj)], self._optimizers)
+        self._shards = self._saver.shard_donor
+        modules = [obj for obj in objects if is_module(obj)] if self._shards is None else [self._shards]
+        self._fingerprint = Fingerprint(modules, self._optimizers)
         self._record = commit_record.CommitRecord(_path("commit", self._saver.group.rank), *_recorded(self._attached))
 
     def _before_change(self, *_: Any) -> None:
@@ -334,35 +342,63 @@ class Donor:
 
     def _save_clean(self, commit: Commit, write: bool) -> None:
         """With `write`, no round follows: rank 0's node makes the state a checkpoint."""
-        saver, step = self._saver, commit.step
         client = self._client()
         try:
-            if self._is_saved(client, step):
-                return
-            self._check_unchanged(commit)
-            content = self._content(commit)
-            check_loadable(content)
-            layout = Layout(content)
-            whose = (saver.group.world_size, layout.bytes, NO_CHECKSUM, saver.environment.job, saver.environment.run)
-            cursor = cursor_of(self._attached, dict(self._kept(commit)))
-            draft = Manifest(saver.round, step, saver.parent, *whose, cursor, time.time())
-            number = donated_number(step, saver.group.rank)
-            fd = self._borrow(client, draft, number, layout.shared_digest)
-            if fd is None:
-                return
-            try:
-                layout.copy_own(fd)
-            finally:
-                os.close(fd)
-            self._check_unchanged(commit)
-            written = write and saver.directory is not None and client.first_node
-            task = functools.partial(saver.task, "before its group was killed", 0.0) if written else None
-            client.copied(draft, number, 0, task)
+            if self._shards is not None:
+                self._save_shards(client, commit)
+            elif not self._is_saved(client, commit.step):
+                self._save_whole(client, commit, write)
             client.find()  # the writer has handled the packets before this one
         except (OSError, SnapshotRefused, CheckpointError) as error:
-            self._report_unsaved(step, str(error))
+            self._report_unsaved(commit.step, str(error))
         finally:
             client.close()
+
+    def _save_whole(self, client: WriterClient, commit: Commit, write: bool) -> None:
+        saver = self._saver
+        self._check_unchanged(commit)
+        content = self._content(commit)
+        check_loadable(content)
+        layout = Layout(content)
+        draft = self._draft(commit, layout.bytes)
+        number = donated_number(commit.step, saver.group.rank)
+        fd = self._borrow(client, draft, number, layout.shared_digest)
+        if fd is None:
+            return
+        try:
+            layout.copy_own(fd)
+        finally:
+            os.close(fd)
+        self._check_unchanged(commit)
+        written = write and saver.directory is not None and client.first_node
+        task = functools.partial(saver.task, "before its group was killed", 0.0) if written else None
+        client.copied(draft, number, 0, task)
+
+    def _save_shards(self, client: WriterClient, commit: Commit) -> None:
+        """This rank's files, and those of dead ranks that held the same."""
+        self._shards = self._saver.shard_donor  # a save may have made another plan
+        assert self._shards is not None
+        self._check_unchanged(commit)
+        random_states, is_as_expected, buffers = self._records(commit.step)
+        own = {sharded.NAMES: self._shards.names, DONOR: self._saver.group.rank}
+        small = {**dict(self._kept(commit)), **self._own_part(commit.step, random_states, is_as_expected)}
+        small[state.RESERVED] |= own
+        check_loadable(small)
+        if not all(_is_constant(value) for groups in commit.kept[1] for each in groups for value in _settings(each)):
+            raise CheckpointError(_MUTABLE)
+        files = self._shards.files(commit.kept[1], buffers, Layout(small))
+        number = donated_by_all(commit.step)
+
+        def check() -> None:
+            self._check_unchanged(commit)
+
+        client.copy_files(self._draft(commit, 0), number, files, check, LONGEST_WAIT_S)
+
+    def _draft(self, commit: Commit, size: int) -> Manifest:
+        saver = self._saver
+        whose = (saver.group.world_size, size, NO_CHECKSUM, saver.environment.job, saver.environment.run)
+        cursor = cursor_of(self._attached, dict(self._kept(commit)))
+        return Manifest(saver.round, commit.step, saver.parent, *whose, cursor, time.time())
 
     def _is_saved(self, client: WriterClient, step: int) -> bool:
         """Another rank was faster, or it was saved at that step."""
@@ -405,29 +441,31 @@ class Donor:
 
     def _content(self, commit: Commit) -> dict[str, Any]:
         """As `Saver` saves it, with everything as of the commit."""
-        saver, step = self._saver, commit.step
+        step = commit.step
         random_states, is_as_expected, buffers = self._records(step)
         kept = dict(self._kept(commit))
         now = state.gather({name: obj for name, obj in self._attached.items() if name not in kept})
         content = {name: kept[name] if name in kept else now[name] for name in self._attached}
-        if self._addresses != {path: value.data_ptr() for path, value in _buffers(self._attached)}:
-            raise CheckpointError("a module has replaced a buffer")
         for (name, key), value in buffers.items():
             content[name][key] = value
         optimizers = [name for name, obj in self._attached.items() if is_optimizer(obj)]
         for name, groups in zip(optimizers, commit.kept[1], strict=True):
             for saved, committed in zip(content[name]["param_groups"], groups, strict=True):
-                values = {key: value for key, value in committed.items() if key != "params"}
-                if not all(_is_constant(value) for value in values.values()):
-                    raise CheckpointError("a parameter group of the optimizer has values that can change in place")
-                saved.update(values)
-        own = {"step": step, "round": saver.round, "world_size": saver.group.world_size}
-        return {**content, state.RESERVED: {**own, "rng": random_states, EXPECTED: is_as_expected}}
+                if not all(_is_constant(value) for value in _settings(committed)):
+                    raise CheckpointError(_MUTABLE)
+                saved.update({key: value for key, value in committed.items() if key != "params"})
+        return {**content, **self._own_part(step, random_states, is_as_expected)}
+
+    def _own_part(self, step: int, random_states: list[Any], is_as_expected: bool) -> dict[str, dict[str, Any]]:
+        own = {"step": step, "round": self._saver.round, "world_size": self._saver.group.world_size}
+        return {state.RESERVED: {**own, "rng": random_states, EXPECTED: is_as_expected}}
 
     def _records(self, step: int) -> tuple[list[Any], bool, dict[tuple[str, str], torch.Tensor]]:
         """All random states that this node has as of `step` (None for the others), whether this rank's is as it has
         expected, and rank 0's buffers, else ours.
         """
+        if self._addresses != {path: value.data_ptr() for path, value in _buffers(self._attached)}:
+            raise CheckpointError("a module has replaced a buffer")
         group, recorded = self._saver.group, _recorded(self._attached)
         paths = [_path("commit", rank) for rank in range(group.world_size)]
         found = [commit_record.read(path, step, *recorded) for path in paths]
@@ -435,7 +473,8 @@ class Donor:
         mine, mine_expected = found[group.rank], expected[group.rank]
         if mine is None:
             raise CheckpointError(f"step {step} has no record")
-        if any(each is not None and each.pieces != mine.pieces for each in found):
+        alike = range(group.world_size) if self._shards is None else self._shards.replicas
+        if any(each is not None and each.pieces != mine.pieces for each in map(found.__getitem__, alike)):
             raise CheckpointError("the parameters are not the same on every rank")
         is_as_expected = mine_expected is not None and mine_expected.draws_as(mine)
         known = [each or other for each, other in zip(found, expected, strict=True)] if is_as_expected else found
@@ -483,20 +522,26 @@ def _is_constant(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
+def _settings(group: Mapping[str, Any]) -> list[Any]:
+    """What an optimizer's parameter group has beside its parameters."""
+    return [value for key, value in group.items() if key != "params"]
+
+
 def _buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
     """The buffers in the state of attached modules, by the module's name and the key."""
-    from torch.nn import Parameter
-
     for name, obj in attached.items():
-        if is_module(obj):
-            for key, value in state.unwrap(obj).state_dict(keep_vars=True).items():
-                if not isinstance(value, Parameter):
-                    yield (name, state.plain(key)), value
+        if not is_module(obj):
+            continue
+        for path, module in state.unwrap(obj).named_modules(remove_duplicate=False):
+            for key, value in module._buffers.items():
+                if value is not None and key not in module._non_persistent_buffers_set:
+                    yield (name, state.plain(f"{path}.{key}" if path else key)), value
 
 
 def _recorded(attached: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What a commit record holds: all buffers, and the parameters of which it has a piece."""
     optimizers = [obj for obj in attached.values() if is_optimizer(obj)]
-    trained = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
+    parameters = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
+    trained = [commit_record.local(each) for each in parameters]
     every = -(-len(trained) // commit_record.MOST_PIECES)
     return [buffer for _, buffer in _buffers(attached)], trained[:: max(every, 1)]

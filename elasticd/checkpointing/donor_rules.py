@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from elasticd.checkpointing import sharded, state
+from elasticd.checkpointing import state
+from elasticd.checkpointing.commit_record import local
 from elasticd.checkpointing.layout import tensors
 from elasticd.sampler import ElasticBatchSampler
 
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from elasticd.checkpointing.saver import Saver
+    from elasticd.checkpointing.shard_donor import ShardDonor
 
 
 @dataclass(frozen=True)
 class _Rank:
     saver: Saver
     attached: Mapping[str, Any]
+    shards: ShardDonor | None
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
@@ -42,8 +45,8 @@ class _Rank:
 
 def reason_against(saver: Saver, attached: Mapping[str, Any]) -> str:
     """Why this rank can never be a donor, "" if it can: by the first rule that applies."""
-    rank = _Rank(saver, attached)
-    return next((why for rule in _RULES if (why := rule(rank))), "")
+    rank = _Rank(saver, attached, saver.shard_donor)
+    return next((why for rule in (_RULES_IN_SHARDS if saver.is_sharded else _RULES) if (why := rule(rank))), "")
 
 
 def _no_launcher(rank: _Rank) -> str:
@@ -60,9 +63,16 @@ def _one_rank_or_a_gpu(rank: _Rank) -> str:
     return ""
 
 
-def _sharded(rank: _Rank) -> str:
-    if sharded.names(rank.attached):
-        return "each rank has only a part of a sharded state; the next round resumes from the last save"
+def _no_replica(rank: _Rank) -> str:
+    if rank.shards is None or len(rank.shards.replicas) < 2:
+        return "no other rank has its part of the sharded state; the next round resumes from the last save"
+    return ""
+
+
+def _trains_unsharded(rank: _Rank) -> str:
+    every = [parameter for each in rank.optimizers for group in each.param_groups for parameter in group["params"]]
+    if any(local(parameter) is parameter for parameter in every):
+        return "an optimizer trains a parameter that is not sharded, and may differ between ranks"
     return ""
 
 
@@ -114,7 +124,9 @@ def _state_of_each_rank(rank: _Rank) -> str:
 def _unlike_rank_0(rank: _Rank) -> str:
     if rank.saver.group.rank == 0:
         return ""
-    return next((f"{name} may differ from rank 0's" for name, obj in rank.attached.items() if not _is_alike(obj)), "")
+    names = [] if rank.shards is None else rank.shards.names
+    others = ((name, obj) for name, obj in rank.attached.items() if name not in names)
+    return next((f"{name} may differ from rank 0's" for name, obj in others if not _is_alike(obj)), "")
 
 
 def _own_state_dict(rank: _Rank) -> str:
@@ -147,7 +159,6 @@ def _unusual_tensor(rank: _Rank) -> str:
 
 _RULES = (
     _no_launcher,
-    _sharded,
     _one_rank_or_a_gpu,
     _no_replicated_model,
     _own_communication,
@@ -158,6 +169,16 @@ _RULES = (
     _own_state_dict,
     _unusual_tensor,
 )
+_RULES_IN_SHARDS = (
+    _no_launcher,
+    _one_rank_or_a_gpu,
+    _no_replica,
+    _trains_unsharded,
+    _tensors_elsewhere,
+    _state_of_each_rank,
+    _unlike_rank_0,
+)
+"""A thread may apply them while FSDP2 has whole parameters in the modules: none looks into a module."""
 
 
 def is_module(obj: Any) -> bool:

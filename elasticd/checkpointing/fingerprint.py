@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elasticd.checkpointing.commit_record import PIECE_BYTES, piece
+from elasticd.checkpointing.commit_record import PIECE_BYTES, local, piece
 
 if TYPE_CHECKING:
     import torch
@@ -104,4 +104,4 @@ def _states(optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
 
     for optimizer in optimizers:
         for values in optimizer.state.values():
-            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+            yield from (local(value) for value in values.values() if isinstance(value, torch.Tensor))

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from elasticd.checkpointing.buffers import Snapshot
+from elasticd.checkpointing import transfer
+from elasticd.checkpointing.buffers import Snapshot, donated_step
 from elasticd.checkpointing.manifest import STATE, Manifest
+from elasticd.checkpointing.manifest import parse as parse_manifest
 from elasticd.checkpointing.shard_plan import METADATA, View, file_name, map_file
 from elasticd.checkpointing.shard_server import RemoteNode, Server, address_beside
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
@@ -52,6 +54,15 @@ class HeldState:
         return [name for name in names if not self.nodes.get(name)]
 
     @property
+    def is_partial(self) -> bool:
+        """Some ranks saved it at a fault, and others, with other shards, had not reached that step or are dead."""
+        return bool(self.missing) and donated_step(self.snapshot.number) is not None
+
+    def describe_partial(self) -> str:
+        lost, step = ", ".join(self.missing), self.snapshot.draft.step
+        return f"step {step} cannot be resumed from: no rank saved {lost} at the fault"
+
+    @property
     def copied(self) -> list[str]:
         """Files of which there is only a copy: their node is lost."""
         return sorted(name for name in self.nodes if not self.own.get(name))
@@ -71,6 +82,21 @@ def find_alike(held: list[Snapshot], draft: Manifest) -> Snapshot | None:
     step = (draft.round, draft.step, draft.bytes)
     alike = [each for each in held if not each.files and (each.draft.round, each.draft.step, each.draft.bytes) == step]
     return max(alike, key=lambda each: each.number, default=None)
+
+
+def checksums(chosen: Mapping[str, Any], held: list[Snapshot], writer: WriterClient | None) -> list[str]:
+    """Of what this node has in memory of the chosen step, where another node has it, too."""
+    draft = parse_manifest(chosen["draft"].encode())
+    if not chosen.get("alike") or writer is None or not isinstance(draft, Manifest):
+        return []
+    if (alike := find_alike(held, draft)) is None:
+        return []
+    try:
+        fd, _, _ = writer.open(alike.key)
+        with contextlib.closing(os.fdopen(fd, "rb", 0)):
+            return transfer.checksums(fd, chosen["bytes"])
+    except (OSError, SnapshotRefused):
+        return []
 
 
 def report(found: list[Snapshot], writer: WriterClient, who: WorkerEnvironment) -> bytes:

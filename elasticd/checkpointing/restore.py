@@ -96,6 +96,8 @@ class _Restore:
     """Rank 0: the checkpoints that may be loaded and have not been tried yet."""
     _fd: int = -1
     """The chosen state."""
+    _donor: int | None = None
+    """The rank that saved the state at a fault."""
     _content: dict[str, Any] | None = None
     """What is in it, on the rank that has tried whether it can be loaded."""
 
@@ -112,7 +114,10 @@ class _Restore:
     def _run(self) -> Resumed | None:
         is_sharded = self.saver.shards(self.attached) is not None
         held = self.channel.collect("held", self._find_held(), "what its node has in memory")
-        self._states, self._servers = held_states.parse(held)
+        found, self._servers = held_states.parse(held)
+        self._states = [each for each in found if not each.is_partial]
+        if found and found[0].is_partial:
+            self._report(found[0].describe_partial(), found[0].snapshot.draft.step)
         chosen = self._choose_together(0, may_wait=is_sharded)
         attempt = 0
         while chosen["step"] is not None and (other := self._verify_shards(chosen, attempt)) is not None:
@@ -129,6 +134,8 @@ class _Restore:
                 self._content = None
             content = self._content or checkpoint.load_mapped(self._fd)
             notes += self._load(chosen, content)
+            if (saved_by := donor_of(chosen.get("key", (0, None))[1])) is not None:
+                self._donor = content[state.RESERVED].get(donor.DONOR, saved_by)
             of_ranks = content[state.RESERVED].get("per_rank", {})
             rank, world_size = self.group.rank, self.group.world_size
             notes += state.scatter_per_rank(self.saver.per_rank, of_ranks, rank, world_size, self.optional)
@@ -261,9 +268,9 @@ class _Restore:
         on_disk, skipped = self._lineage(bool(whole))
         newest, on_disk = self._allowed(whole, on_disk)
         if newest is not None and self._is_newest(newest.snapshot, on_disk):
-            described = {"on_disk": on_disk[0].manifest.step if on_disk else 0}
             draft, number = newest.snapshot.draft, newest.snapshot.number
-            described |= self._describe(draft, number, f"r{draft.round}-s{draft.step}")
+            described = self._describe(draft, number, f"r{draft.round}-s{draft.step}")
+            described["on_disk"] = on_disk[0].manifest.step if on_disk else 0
             return {**described, **newest.describe(self._states, self._servers)}
         for each in skipped:
             self._skip(each.path, each.why)
@@ -352,8 +359,7 @@ class _Restore:
     def _stay(self, step: int) -> None:
         mark = retention.went_back(self.directory, step)
         where, what = shown(self.directory), shown(mark)
-        reason = f"restore(step={step}) has no effect: {where} went back to it before; rm {what} to go again"
-        self._report(reason, step)
+        self._report(f"restore(step={step}) has no effect: {where} went back to it before; rm {what} to go again", step)
 
     def _go_back(self, step: int, on_disk: list[Entry]) -> list[Entry]:
         """Set newer checkpoints aside; returns those that are left."""
@@ -397,7 +403,9 @@ class _Restore:
         if self.group.world_size == 1 and self._fd >= 0:
             return
         error = "" if self._fd >= 0 else self._open_here(chosen)
-        own = {"host": socket.gethostname(), "error": error, "first": self._is_first(), "pieces": self._pieces(chosen)}
+        first = self.saver.writer is None or self.saver.writer.share == 0
+        pieces = held_states.checksums(chosen, self._held, self.saver.writer)
+        own = {"host": socket.gethostname(), "error": error, "first": first, "pieces": pieces}
         collected = self.channel.collect("read", json.dumps(own).encode(), "whether it can read the state")
         answers = [json.loads(each) for each in collected]
         plan = self.channel.on_rank0("send", "which ranks need the state", lambda: self._plan_sending(chosen, answers))
@@ -409,24 +417,6 @@ class _Restore:
                 self._fd = os.memfd_create("elasticd-received", os.MFD_CLOEXEC)
             write = functools.partial(write_at, self._fd) if self.group.rank in lacking else None
             transfer.broadcast(self._fd, plan["sender"], [(0, chosen["bytes"])], self.group, write)
-
-    def _is_first(self) -> bool:
-        """This rank receives a state into its node's memory, or alone."""
-        return self.saver.writer is None or self.saver.writer.share == 0
-
-    def _pieces(self, chosen: Mapping[str, Any]) -> list[str]:
-        """The checksums of what this node has in memory of the chosen step, where another node has it, too."""
-        writer, draft = self.saver.writer, parse(chosen["draft"].encode())
-        if not chosen.get("alike") or writer is None or not isinstance(draft, Manifest):
-            return []
-        if (held := held_states.find_alike(self._held, draft)) is None:
-            return []
-        try:
-            fd, _, _ = writer.open(held.key)
-            with contextlib.closing(os.fdopen(fd, "rb", 0)):
-                return transfer.checksums(fd, chosen["bytes"])
-        except (OSError, SnapshotRefused):
-            return []
 
     def _send_into_memory(self, chosen: Mapping[str, Any], plan: Mapping[str, Any]) -> list[int]:
         """One rank of each node receives into the node's memory, the others open it there; returns who could not."""
@@ -558,14 +548,14 @@ class _Restore:
 
     def _take_over(self, chosen: Mapping[str, Any], resumed: Resumed) -> None:
         """The chosen state becomes this round's first, so that what older rounds write later is not loaded."""
-        saved_by = donor_of(chosen["number"])
         where = f"resumed from step {resumed.step} of round {resumed.round}"
-        where += f", saved by rank {saved_by} after the fault" if saved_by is not None else ""
+        if self._donor is not None:
+            where += f", saved by rank {self._donor}{' and others' if 'files' in chosen else ''} after the fault"
         if self.group.rank == 0:
             reason = "; ".join([where + (", in memory" if chosen["number"] is not None else ""), *resumed.notes])
             origin = {"from_round": resumed.round, "from_step": resumed.step}
-            if saved_by is not None:
-                origin |= {"donor": saved_by, "steps_saved": max(resumed.step - chosen["on_disk"], 0)}
+            if self._donor is not None:
+                origin |= {"donor": self._donor, "steps_saved": max(resumed.step - chosen["on_disk"], 0)}
             self.events.write("resumed", reason, resumed.step, path=str(self.directory / chosen["name"]), **origin)
             for note in resumed.notes:
                 logger.warning("%s: %s", where, note)
@@ -582,16 +572,17 @@ class _Restore:
     def _adopt(self, chosen: Mapping[str, Any]) -> None:
         """The state in memory is this round's from now on, and rank 0's writer makes it a checkpoint of this round.
 
-        A sharded one that was whole on its nodes is being written by them, or has been. Else it never will be: it is
-        saved again soon.
+        A sharded one that was whole on its nodes is being written by them, or has been; others are saved again soon.
         """
         writer, key = self.saver.writer, tuple(chosen["key"])
-        if copied := chosen.get("copied"):
-            self.saver.owed = f"resumed from copies of {', '.join(copied)}"
+        copied = chosen.get("copied")
+        at_fault = "files" in chosen and donor_of(chosen["number"]) is not None
+        if copied or at_fault:
+            self.saver.owed = f"resumed from copies of {', '.join(copied)}" if copied else "resumed from memory"
         if writer is None or writer.share != 0:
             return
-        if copied:
-            writer.settle(False, parts_s=0.0)
+        if copied or at_fault:
+            writer.settle(False, parts_s=0.0 if copied else LOST_PART_S)
         held = next((each for each in self._held if each.key == key), None)
         if held is not None and key[0] != self.saver.round:
             task = self.saver.task("resumed from memory", 0.0) if self.group.rank == 0 else None

@@ -30,6 +30,7 @@ from elasticd.checkpointing.lineage import Entry
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest, parse
 from elasticd.checkpointing.object_store import missing_package, resolve, store_of
 from elasticd.checkpointing.safe_types import check_loadable
+from elasticd.checkpointing.shard_donor import ShardDonor
 from elasticd.checkpointing.sharded_saver import ShardedSaver
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
 from elasticd.coordination.store_channel import StoreChannel
@@ -257,6 +258,16 @@ class Saver:
         if not copied:
             return self.write(draft, lambda path: checkpoint.write(path, draft, layout.fill), why, start)
         return self.wait() if wait else True
+
+    @property
+    def is_sharded(self) -> bool:
+        """`shards` has been called with a sharded object."""
+        return self._shards is not None
+
+    @property
+    def shard_donor(self) -> ShardDonor | None:
+        """What saves this rank's shards at a fault, where other ranks have the same."""
+        return None if self._shards is None else self._shards.donor
 
     def shards(self, attached: Mapping[str, Any]) -> ShardedSaver | None:
         """What saves the sharded objects, None without any; all ranks call it at the same place.

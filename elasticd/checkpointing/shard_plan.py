@@ -26,6 +26,7 @@ from elasticd.process_group import DefaultGroup
 if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 METADATA = ".metadata"
 _VECTORS, _VECTOR_BYTES = 1000, 64 << 20
@@ -42,7 +43,6 @@ class ShardPlan:
     def __init__(self, state: dict[str, Any], group: DefaultGroup) -> None:
         from torch.distributed.checkpoint import filesystem
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-        from torch.distributed.checkpoint.planner import WriteItemType
 
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(state, None, group.rank == 0)
@@ -50,33 +50,45 @@ class ShardPlan:
         plans = _gather(self._planner.create_local_plan(), group)
         answer: list[Any] = []
         metadata: Metadata | None = None
+        replicas = _replicas(plans)
         if plans:
             try:
                 global_plan, metadata = self._planner.create_global_plan(plans)
-                answer = [(each, "") for each in global_plan]
+                answer = [({each: global_plan[each] for each in same}, "") for same in replicas]
             except Exception as error:  # noqa: BLE001 - the planner raises many kinds, and all ranks wait
                 answer = [(None, str(error))] * group.world_size
-        plan, why = _scatter(answer, group)
-        if plan is None:
+        found, why = _scatter(answer, group)
+        if found is None:
             raise CheckpointError(f"torch.distributed.checkpoint cannot plan this state: {why}")
-        # Python values last: theirs are the only sizes that may change.
-        self._items = sorted(plan.items, key=lambda item: item.type is WriteItemType.BYTE_IO)
-        self._values = [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
-        self._value_sizes = [len(each) for each in self._value_bytes()]
+        self._files = {rank: _File(plan.items) for rank, plan in found.items()}
+        """What this rank writes, and what its replicas write: the ranks that hold the same parts of all tensors."""
+        self._own = self._files[group.rank]
+        self._own_sizes = self._own.value_sizes(self._planner)
         at = 0
         places = []
-        for item, size in zip(self._items, self._sizes(), strict=True):
+        for item, size in zip(self._own.items, self._own.sizes(self._own_sizes), strict=True):
             places.append((item.index, filesystem._StorageInfo(file_name(group.rank), at, size)))
             at += size
-        self.metadata = b""
-        """The content of .metadata, on rank 0."""
-        every = _gather((at, places), group)
+        data = b""
+        every = _gather((at, places, self._own_sizes), group)
         if metadata is not None:
             metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.6 has none
-            metadata.storage_data = dict(pair for _, each in every for pair in each)
-            self.metadata = pickle.dumps(metadata)
-        self.sizes: list[int] = _scatter([[size for size, _ in every]] * group.world_size, group)
+            metadata.storage_data = dict(pair for _, found, _ in every for pair in found)
+            data = pickle.dumps(metadata)
+            answer = [
+                ([size for size, _, _ in every], {each: every[each][2] for each in same}, data if 0 in same else b"")
+                for same in replicas
+            ]
+        self.sizes: list[int]
         """The bytes of each rank's file."""
+        self.metadata: bytes
+        """The content of .metadata, on rank 0 and its replicas."""
+        self.sizes, self._value_sizes, self.metadata = _scatter(answer, group)
+
+    @property
+    def replicas(self) -> list[int]:
+        """The ranks whose files this rank can write: itself, and those that hold the same parts."""
+        return sorted(self._files)
 
     def fits(self, state: dict[str, Any]) -> bool:
         """Use this state from now on; False if another plan has to be made for it."""
@@ -85,33 +97,72 @@ class ShardPlan:
         self._planner.state_dict = flatten_state_dict(state)[0]
         if _structure(self._planner.state_dict) != self._structure:
             return False
-        return [len(each) for each in self._value_bytes()] == self._value_sizes
+        return self._own.value_sizes(self._planner) == self._own_sizes
 
     def content(self) -> Iterator[bytes | memoryview]:
         """This rank's file from its beginning to its end."""
+        return self._own.content(self._planner)
+
+    def content_of(self, rank: int, flat: dict[str, Any]) -> Iterator[bytes | memoryview]:
+        """The file of a replica, of another state, flat. Raises CheckpointError if that does not fit."""
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+        planner = DefaultSavePlanner()
+        planner.state_dict = flat
+        if self._files[rank].value_sizes(planner) != self._value_sizes[rank]:
+            raise CheckpointError("a number beside the tensors takes more or fewer bytes than at the first step")
+        return self._files[rank].content(planner)
+
+
+class _File:
+    """What one rank writes."""
+
+    def __init__(self, items: list[WriteItem]) -> None:
+        from torch.distributed.checkpoint.planner import WriteItemType
+
+        # Python values last: theirs are the only sizes that may change.
+        self.items = sorted(items, key=lambda item: item.type is WriteItemType.BYTE_IO)
+        self._values = [item for item in self.items if item.type is WriteItemType.BYTE_IO]
+        self._tensors = self.items[: len(self.items) - len(self._values)]
+
+    def content(self, planner: SavePlanner) -> Iterator[bytes | memoryview]:
         import torch
 
         with torch.no_grad():
-            for item in self._items[: len(self._items) - len(self._values)]:
-                found = self._planner.resolve_data(item)
+            for item in self._tensors:
+                found = planner.resolve_data(item)
                 assert isinstance(found, torch.Tensor)
                 before, after = _around(found.dtype, found.shape)
                 yield before
                 yield _bytes_of(found)
                 yield after
-        yield from self._value_bytes()
+        yield from self._value_bytes(planner)
 
-    def _value_bytes(self) -> list[bytes]:
-        found = [self._planner.resolve_data(item) for item in self._values]
-        return [each.getvalue() for each in found if isinstance(each, io.BytesIO)]
-
-    def _sizes(self) -> Iterator[int]:
-        for item in self._items[: len(self._items) - len(self._values)]:
+    def sizes(self, value_sizes: list[int]) -> Iterator[int]:
+        for item in self._tensors:
             data = item.tensor_data
             assert data is not None
             before, after = _around(data.properties.dtype, data.chunk.sizes)
             yield len(before) + data.chunk.sizes.numel() * data.properties.dtype.itemsize + len(after)
-        yield from self._value_sizes
+        yield from value_sizes
+
+    def value_sizes(self, planner: SavePlanner) -> list[int]:
+        return [len(each) for each in self._value_bytes(planner)]
+
+    def _value_bytes(self, planner: SavePlanner) -> list[bytes]:
+        found = [planner.resolve_data(item) for item in self._values]
+        return [each.getvalue() for each in found if isinstance(each, io.BytesIO)]
+
+
+def _replicas(plans: list[SavePlan]) -> list[list[int]]:
+    """Of each rank the ranks that hold what it holds, itself among them. What only rank 0 saves, each rank has."""
+    held = [{item.index for item in plan.items} for plan in plans]
+    only_rank_0 = held[0].difference(*held[1:]) if len(held) > 1 else set()
+    same: dict[frozenset[MetadataIndex], list[int]] = {}
+    for rank, each in enumerate(held):
+        same.setdefault(frozenset(each - only_rank_0), []).append(rank)
+    of_rank = {rank: ranks for ranks in same.values() for rank in ranks}
+    return [of_rank[rank] for rank in range(len(plans))]
 
 
 def write_pieces(fd: int, offset: int, content: Iterator[bytes | memoryview]) -> None:

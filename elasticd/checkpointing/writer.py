@@ -13,6 +13,10 @@
                                                                         with its descriptor, or {refused: why}
     rank        serve {address}                                     ->  {server}: there other nodes read shards, or
                                                                         {refused: why}
+    rank        lend {round, number, files}                         ->  {file, start} to copy, with the descriptor; file
+                                                                        "" while others copy the rest, null when all
+                                                                        are there; or {refused: why}
+    rank        returned {round, number, draft}                     ->  {}: that file is in the buffer
     rank        donor {round}                                       it saves its state when {save, write} arrives, and
     rank        saving {}                                           says that it has begun, and
     rank        donated {}                                          that it is done, with or without success
@@ -58,6 +62,7 @@ if __name__ == "__main__":  # run as a file, isolated: the package of this copy 
 from elasticd.checkpointing import api, shard_files
 from elasticd.checkpointing.buffers import ANOTHER_SAVES, COUNT, PROTOCOL, Buffers, Snapshot, WriteTask, donated_step
 from elasticd.checkpointing.directory_lock import DirectoryLock
+from elasticd.checkpointing.file_fill import FileFill
 from elasticd.checkpointing.manifest import Manifest, parse, read
 from elasticd.checkpointing.memory_limit import available_bytes
 from elasticd.checkpointing.retention import retain
@@ -122,6 +127,7 @@ class Writer:
         """The donors for which a launcher waits."""
         self._busy: set[socket.socket] = set()
         """The donors that have begun."""
+        self._at_fault = FileFill(buffers, self._refusal)
         self._locks: dict[tuple[str, str, str], DirectoryLock] = {}
         self._changed = threading.Condition()
         self._server: ShardServer | None = None
@@ -195,6 +201,7 @@ class Writer:
                 if rank in fill.copying:
                     fill.copying.discard(rank)
                     self._fail(fill, "a rank ended while it copied its share of the state")
+            self._at_fault.lost(rank)
         self._waiting = [(key, other) for key, other in self._waiting if other is not rank]
         self._donors.pop(rank, None)
         self._saving.pop(rank, None)
@@ -260,7 +267,7 @@ class Writer:
 
     def _free_buffer(self) -> int:
         """One that no rank fills and that is not being written; rather not the newest state. -1 if there is none."""
-        busy = {self._writing, *(fill.buffer for fill in self._fills)}
+        busy = {self._writing, *(fill.buffer for fill in self._fills), *self._at_fault.busy}
         free = [number for number in range(COUNT) if number not in busy]
         newest = self._buffers.newest()
         return min(free, key=lambda number: (number == newest, number), default=-1)
@@ -301,6 +308,7 @@ class Writer:
                 self._whole_at = {key: time.monotonic(), **dict(list(self._whole_at.items())[:RESULTS])}
                 if fill.files:
                     self._partner.request(fill.snapshot, fill.partner)
+                    self._at_fault.release(fill.key, fill.buffer)
             except ValueError as error:
                 self._fail(fill, str(error))
             fill.snapshot = None
@@ -393,6 +401,18 @@ class Writer:
                 del self._saving[launcher]
             with contextlib.suppress(OSError):
                 _send(launcher, {"busy": len(donors & self._busy)} if donors else {})
+
+    def _do_lend(self, rank: socket.socket, message: Message) -> None:
+        filled = {fill.buffer for fill in self._fills if len(fill.copied) < fill.shares or fill.copying}
+        key = (message["round"], message["number"])
+        answer, fd = self._at_fault.lend(rank, key, message["files"], filled)
+        socket.send_fds(rank, [json.dumps(answer).encode()], [] if fd is None else [fd])
+
+    def _do_returned(self, rank: socket.socket, message: Message) -> None:
+        draft = parse(message["draft"].encode())
+        assert isinstance(draft, Manifest)
+        self._at_fault.returned(rank, (message["round"], message["number"]), draft)
+        _send(rank, {})
 
     # --- results --------------------------------------------------------------------------------------------------
 

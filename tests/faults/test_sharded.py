@@ -221,3 +221,42 @@ def test_node_and_its_partner_are_lost(nodes: StartNodes, tmp_path: Path, whole:
     assert left.wait(90) == 0
     assert parameters(left.work) == pytest.approx(whole, abs=1e-4)
     assert_each_sample_once(everyone, 60)
+
+
+def trained_twice(run: Job) -> list[int]:
+    lines = [line.split() for line in (run.work / "steps-0").read_text().splitlines()]
+    steps = [int(step) for _, step, _ in lines]
+    return sorted({step for step in steps if steps.count(step) > 1})
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("ranks", [(3,), (0,), (1, 2)])
+def test_replicas_save_the_step_of_the_fault(
+    job: StartJob, tmp_path: Path, whole: list[float], ranks: tuple[int, ...]
+) -> None:
+    """Of a mesh of two by two, as long as one rank of each shard survives."""
+    faults = [Fault(rank, 37, "SIGKILL", round=1) for rank in ranks]
+    train = ("sharded.py", "--kind", "hsdp", "--steps", "60", "--every", "50")
+    run = job(*train, workers="4", faults=faults, flags=directory(tmp_path, "shared"))
+    resumed = run.event("resumed", round=2)
+    assert resumed["step"] == 36, run.err
+    assert resumed["reason"].startswith("resumed from step 36 of round 1, saved by rank "), resumed
+    assert resumed["donor"] not in ranks
+    assert run.wait() == 0
+    assert trained_twice(run) == []
+    assert parameters(run.work) == pytest.approx(whole, abs=1e-4)
+    assert_each_sample_once([run], 60)
+    assert run.event("checkpoint_saved", round=2)["step"] < 45, "what is only in memory is not saved soon"
+
+
+@pytest.mark.timeout(180)
+def test_both_replicas_of_a_shard_are_lost(job: StartJob, tmp_path: Path, whole: list[float]) -> None:
+    faults = [Fault(rank, 37, "SIGKILL", round=1) for rank in (1, 3)]
+    train = ("sharded.py", "--kind", "hsdp", "--steps", "60", "--every", "30")
+    run = job(*train, workers="4", faults=faults, flags=directory(tmp_path, "shared"))
+    resumed = run.event("resumed", round=2)
+    assert (resumed["step"], resumed["reason"].split(";")[0]) == (30, "resumed from step 30 of round 1, in memory")
+    assert "step 36 cannot be resumed from: no rank saved __1_0.distcp, __3_0.distcp at the fault" in run.err
+    assert run.wait() == 0
+    assert parameters(run.work) == pytest.approx(whole, abs=1e-4)
+    assert_each_sample_once([run], 60)
