@@ -10,6 +10,8 @@ thread holds a lock for that time, and a thread that saves holds it, too: so a s
 changed, and cannot be changed while it is copied. What changes at other times is kept as of the commit: `commit_record`
 has random states and buffers; learning rates and the state of small objects (scheduler, scaler, sampler) are kept here.
 
+Of a sharded state each rank has a part. Where others have the same (HSDP), all survivors save theirs: `shard_donor`.
+
 In doubt a rank is no donor; it gives the reason once, as a worker event.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 from collections import defaultdict
@@ -185,7 +186,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_lost_node_costs_the_steps_since_the_last_save(
     nodes: StartNodes, tmp_path: Path, whole: list[float], names: str, workers: str, kind: str
 ) -> None:
-    """Its part of the state is copied on another node: the checkpoint of that step is deleted before."""
+    """Its part of the state is copied on another node: the checkpoint of that step is deleted before. Under HSDP the
+    nodes have the same shards, and nothing is lost.
+    """
     flags = directory(tmp_path, "shared")
     agents = hold_at(nodes(f"1:{len(names)}"), names, 35, flags, kind, workers)
     everyone = list(agents.values())
@@ -194,7 +197,9 @@ def test_lost_node_costs_the_steps_since_the_last_save(
     lost = next(name for name, each in agents.items() if (each.work / "fired").exists())
     lose(agents.pop(lost))
     (resumed,) = until(lambda: [found for each in agents.values() for found in each.events("resumed")], report(agents))
-    assert (resumed["step"], resumed["reason"].split(";")[0]) == (30, "resumed from step 30 of round 1, in memory")
+    step, how = (34, r", saved by rank \d and others after the fault") if kind == "hsdp" else (30, "")
+    assert resumed["step"] == step
+    assert re.match(rf"resumed from step {step} of round 1{how}, in memory", resumed["reason"]), resumed
     assert [agent.wait(90) for agent in agents.values()] == [0] * len(agents)
     saved = [event for each in agents.values() for event in each.events("checkpoint_saved", round=2)]
     assert saved[0]["step"] < 40, "the state is not left with a single copy of a part"
