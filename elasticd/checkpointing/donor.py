@@ -95,7 +95,7 @@ class Donor:
         self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
         self._why = ""
         try:
-            if (shards := saver.shards(attached)) is not None:
+            if saver.group.device.type == "cpu" and (shards := saver.shards(attached)) is not None:
                 shards.prepare_for_faults()
             self._why = reason_against(saver, attached)
             if not self._why:

@@ -62,13 +62,19 @@ class FileFill:
         return {"file": name, "start": start}, fd
 
     def _begin(self, key: Key, filled: Collection[int]) -> str:
-        """Take the buffer with the older state, but none that is to be written; returns why that is not possible."""
+        """Take the buffer with the older state, but none that is to be written; returns why that is not possible.
+
+        A later step of the same round takes the place of the earlier one: the other buffer may be all that is left of
+        the state before them.
+        """
         held = self._buffers.held[:COUNT]
-        free = [at for at, each in enumerate(held) if at not in {*filled, *self.busy} and not (each and each.task)]
+        own = [self._buffer] if self._buffer >= 0 and self._key[0] == key[0] else range(COUNT)
+        free = [at for at in own if at not in {*filled, *self.busy} and not ((each := held[at]) and each.task)]
         if key < self._key or not free:
-            return "each buffer is in use" if not free else "a later step is saved"
-        self._key, self._end, self._files, self._copying = key, 0, {}, {}
-        self._buffer = min(free, key=lambda at: (each.key if (each := held[at]) else (0, 0), at))
+            return "a later step is saved" if key < self._key else "each buffer is in use"
+        self._key, self._end, self._files = key, 0, {}
+        keys = [(0, 0) if each is None else each.key for each in held]
+        self._buffer = min(free, key=lambda at: (keys[at], at))
         self._buffers.erase(self._buffer)
         return ""
 

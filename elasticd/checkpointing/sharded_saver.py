@@ -131,7 +131,7 @@ class ShardedSaver:
 
         Raises CheckpointError on all of them.
         """
-        if self._plan is None and sharded.is_replicated(self.objects) and self._saver.group.device.type == "cpu":
+        if self._plan is None and sharded.is_replicated(self.objects):
             self._make_plan(sharded.gather(self.objects, self._saver.group.rank))
 
     def _make_plan(self, state: dict[str, Any]) -> None:

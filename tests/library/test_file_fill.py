@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from typing import Any
@@ -44,7 +45,7 @@ def test_each_file_once_and_again_after_a_death(buffers: Any) -> None:
     (held,) = [each for each in buffers.held if each is not None]
     spans = sorted(held.files.values())
     assert sorted(held.files) == ["a", "b", "c"]
-    assert all(start + size <= after for (start, size), (after, _) in zip(spans, spans[1:], strict=False))
+    assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(spans))
     assert held.task is None
 
 
@@ -66,12 +67,16 @@ def test_older_state_gives_way_and_one_to_be_written_stays(buffers: Any) -> None
     fill = FileFill(buffers, lambda size, fds: "")
     assert lend(fill, "x") == "a"
     assert buffers.held[0] == newer
-    buffers.describe(0, Snapshot(DRAFT, 2, task))
-    assert lend(fill, "x", key=(1, donated_by_all(38))) == "each buffer is in use"
+    assert lend(fill, "y", key=(1, donated_by_all(38))) == "each buffer is in use"
     fill.lost("x")
     assert lend(fill, "x", key=(1, donated_by_all(36))) == "a later step is saved"
-    assert lend(fill, "x", key=(1, donated_by_all(38)), filled=[1]) == "each buffer is in use"
     assert lend(fill, "x", key=(1, donated_by_all(38))) == "a"
+    assert buffers.held[0] == newer, "of the same round, the later step takes the place of the earlier one"
+    fill.lost("x")
+    buffers.describe(1, Snapshot(DRAFT, 2, task))
+    assert lend(fill, "x", key=(2, donated_by_all(50)), filled=[0]) == "each buffer is in use"
+    assert lend(fill, "x", key=(2, donated_by_all(50))) == "a"
+    assert buffers.held[1].task == task
 
 
 def test_memory_is_given_back_after_two_saves(buffers: Any) -> None:
