@@ -432,6 +432,8 @@ class Donor:
             or committed.pieces != self._record.pieces()
         ):
             raise CheckpointError(_CHANGED)
+        if self._addresses != {path: value.data_ptr() for path, value in _buffers(self._attached)}:
+            raise CheckpointError("a module has replaced a buffer")
         if why := reason_against(self._saver, self._attached):
             raise CheckpointError(why)
 
@@ -466,8 +468,6 @@ class Donor:
         """All random states that this node has as of `step` (None for the others), whether this rank's is as it has
         expected, and rank 0's buffers, else ours.
         """
-        if self._addresses != {path: value.data_ptr() for path, value in _buffers(self._attached)}:
-            raise CheckpointError("a module has replaced a buffer")
         group, recorded = self._saver.group, _recorded(self._attached)
         paths = [_path("commit", rank) for rank in range(group.world_size)]
         found = [commit_record.read(path, step, *recorded) for path in paths]

@@ -1,7 +1,7 @@
 """A sharded state that the ranks of a node save at a fault: each file once, into one buffer, whichever ranks survive.
 
 Nobody knows beforehand which ranks do. So the writer lends a file to one rank that has it, and again if that rank dies.
-The header names the files that are there: nodes need not have the same, and whoever restores looks whether they are all
+The header names the files that are there: nodes need not have the same, and the next round looks whether they are all
 files together.
 """
 
