@@ -9,20 +9,31 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from elasticd_agent.model.job_dir import job_files
+from elasticd_agent.model.job_dir import JobFiles, job_files
 from elasticd_agent.node.runners import spawn as spawning
-from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets
+from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets, read_exit
 from elasticd_agent.system.files import replace_file
 from tests.etcd import EtcdServers
 from tests.node.conftest import MakeNode
 from tests.node.node import COLD, AgentNode, lives, until
 
 SOMEBODY = pwd.getpwnam("nobody")
+
+
+def somebodys_folders(state: Path, number: int = 1) -> JobFiles:
+    """Of a run whose spec has no command."""
+    files = job_files(state, "job", number)
+    for folder in (files.root, files.record):
+        folder.mkdir(parents=True)
+    os.chown(files.root, SOMEBODY.pw_uid, SOMEBODY.pw_gid)
+    replace_file(files.runner_spec, RunnerSpec("job", number, "n1", (0,), "{}").to_json())
+    return files
 
 
 @pytest.fixture
@@ -55,6 +66,14 @@ def _as_somebody(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 WORKS = "import sys; print('works', sys.version_info[:2])"
+
+
+def use_anyones_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    python = next((p for p in (sys.executable, "/usr/bin/python3") if "works" in asks_as_somebody(WORKS, python=p)), "")
+    if not python:
+        pytest.skip("no Python on this machine that others than root may execute")
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
 
 
 def usable_by_others(node: AgentNode) -> None:
@@ -152,19 +171,70 @@ def test_directory_that_blocks_the_interpreter_is_named(open_place: Path, tmp_pa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
-def test_failed_start_leaves_no_empty_log(open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`elasticd logs --stream elasticd` uses the first node with a log."""
-    shut = open_place / "python"
-    shut.write_text("#!/bin/sh\n")
-    shut.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(shut))
-    files = job_files(open_place, "job", 1)
-    files.root.mkdir(parents=True)
-    files.record.mkdir(parents=True)
-    os.chown(files.root, SOMEBODY.pw_uid, SOMEBODY.pw_gid)
-    with open(files.lock, "w") as lock, pytest.raises(spawning.NotAllowed, match="user 'nobody' may not execute"):
-        spawning.spawn(files, lock.fileno(), spawning.Account.of("nobody"), StoreSecrets())
-    assert not files.output.exists()
+def test_interpreter_that_the_user_may_not_execute(open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner reports it, as it does for anything else that this node cannot run."""
+    shut = open_place / "shut"
+    shut.mkdir(0o700)
+    (shut / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(shut / "python"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    files = somebodys_folders(open_place)
+    with open(files.lock, "w") as lock:
+        runner = spawning.spawn(files, lock.fileno(), spawning.Account.of("nobody"), StoreSecrets())
+    assert runner.wait(30) == 2
+    last = read_exit(files)
+    assert last is not None
+    why = f"user 'nobody' may not execute {shut}/python, because {shut} (mode 0700) is closed to it"
+    assert (last.outcome, last.reason) == ("refused", f"{why}; install in an open directory")
+
+
+STOPS = """
+import os, signal, sys, time
+print("looking", flush=True)
+until = time.monotonic() + 20
+while time.monotonic() < until:
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            parent = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
+            if parent == sys.argv[1] and int(pid) != os.getpid():
+                os.kill(int(pid), signal.SIGSTOP)
+                print(pid, flush=True)
+        except OSError:
+            pass
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
+def test_jobs_user_cannot_delay_the_agent_that_starts_it(open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of the job's user stops every child of the agent that is its own."""
+    use_anyones_python(monkeypatch)
+    attack = subprocess.Popen(
+        ["/usr/bin/python3", "-I", "-c", STOPS, str(os.getpid())],
+        user=SOMEBODY.pw_uid,
+        group=SOMEBODY.pw_gid,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert attack.stdout is not None
+    files, account = somebodys_folders(open_place), spawning.Account.of("nobody")
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        assert attack.stdout.readline() == "looking\n"
+        with open(files.lock, "w") as lock:
+            agent = threading.Thread(
+                target=lambda: started.append(spawning.spawn(files, lock.fileno(), account, StoreSecrets())),
+                daemon=True,
+            )
+            agent.start()
+            agent.join(15)
+        assert started, "the agent waits for a process that its job's user has stopped"
+        assert attack.stdout.readline() == f"{started[0].pid}\n", "as itself it can be stopped"
+    finally:
+        attack.kill()
+        attack.communicate()
+        for runner in started:
+            runner.kill()
+            runner.wait(30)
 
 
 ATTACK = """
@@ -185,11 +255,7 @@ while time.monotonic() < until:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
 def test_jobs_user_cannot_read_secrets_as_the_runner_starts(open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of the same user looks at every file that the runner has open, from its first moment on."""
-    python = next((p for p in (sys.executable, "/usr/bin/python3") if "works" in asks_as_somebody(WORKS, python=p)), "")
-    if not python:
-        pytest.skip("no Python on this machine that others than root may execute")
-    monkeypatch.setattr(sys, "executable", python)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    use_anyones_python(monkeypatch)
     attack = subprocess.Popen(
         ["/usr/bin/python3", "-c", ATTACK],
         user=SOMEBODY.pw_uid,
@@ -201,11 +267,7 @@ def test_jobs_user_cannot_read_secrets_as_the_runner_starts(open_place: Path, mo
     try:
         assert attack.stdout.readline() == "looking\n"
         for number in range(1, 6):
-            files = job_files(open_place, "job", number)
-            files.root.mkdir(parents=True)
-            files.record.mkdir(parents=True)
-            replace_file(files.runner_spec, RunnerSpec("job", number, "n1", (0,), "{}").to_json())
-            os.chown(files.root, SOMEBODY.pw_uid, SOMEBODY.pw_gid)
+            files = somebodys_folders(open_place, number)
             with open(files.lock, "w") as lock:
                 runner = spawning.spawn(
                     files, lock.fileno(), spawning.Account.of("nobody"), StoreSecrets("a-secret-word")
@@ -252,7 +314,7 @@ from contextlib import closing
 from elasticd.errors import UsageError
 from elasticd_agent.node.runners.manager import RunnerManager
 from elasticd_agent.node.runners.spawn import Account
-from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets
+from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets, read_exit
 with closing(RunnerManager(Path(sys.argv[1]), lambda: None, print)) as runners:
     try:
         runners.start(RunnerSpec("job", 1, "n1", (0,), "{}"), Account.of("nobody"), StoreSecrets())

@@ -38,7 +38,7 @@ from elasticd_agent.node import uploads
 from elasticd_agent.node.keys import RUNNER_COMM
 from elasticd_agent.node.runners import liveness
 from elasticd_agent.node.runners.history import RoundHistory, RunnerMetrics
-from elasticd_agent.node.runners.spawn import Account, become
+from elasticd_agent.node.runners.spawn import Account, become, check_interpreter
 from elasticd_agent.node.runners.spec import (
     MAX_SPEC_BYTES,
     PR_SET_DUMPABLE,
@@ -83,22 +83,29 @@ def job(argv: Sequence[str]) -> int:
         spec = read_spec(files)
         if spec.control_group:  # all processes of the job are born in it
             join_group(Path(spec.control_group))
-        if argv[1]:  # only now: processes of that user may read the memory and the files of one that is theirs
-            become(Account.of(argv[1]))
+        account = Account.of(argv[1]) if argv[1] else None
+        if (
+            account is not None
+        ):  # only now: processes of that user may read the memory and the files of one that is theirs
+            become(account)
             prctl(PR_SET_DUMPABLE, 0)  # the kernel resets it
     except (OSError, WireError) as error:
         raise UsageError(f"{files.runner_spec}: {error}") from None
     _write_to_log(files)
-    return _run_to_end(spec, secrets, files, (lock, *code_lock))
+    return _run_to_end(spec, secrets, files, (lock, *code_lock), account)
 
 
 def try_job(argv: Sequence[str]) -> int:
     """The checks of a runner alone, for trial.py: its spec is standard input, the reason standard output.
 
-    Returns REFUSED, or 0.
+    `argv[0]` is the user to run as, if this process runs as root for another one, else "". Returns REFUSED, or 0.
     """
     spec = RunnerSpec.from_json(sys.stdin.buffer.read(MAX_SPEC_BYTES))
     try:
+        if argv[0]:
+            account = Account.of(argv[0])
+            become(account)
+            check_interpreter(account)
         checked_model(spec, StoreSecrets(), None)
     except (UsageError, StoreUnavailable) as error:
         print(error)
@@ -129,7 +136,10 @@ def _reset_oom_score() -> None:
             score.write_text("0")
 
 
-def _run_to_end(spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...]) -> int:
+def _run_to_end(
+    spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], account: Account | None
+) -> int:
+    """`account`: whom it has become, None if it has its first user."""
     files.runner_exit.unlink(missing_ok=True)
     try:
         reserve_exit_space(files)
@@ -137,6 +147,8 @@ def _run_to_end(spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks:
         _print(f"{files.root}: {error.strerror}; the job runs anyway")
     history = RoundHistory()
     try:
+        if account is not None:
+            check_interpreter(account)
         code = _run(spec, secrets, files, locks, history)
         reason = history.ended.reason if history.ended is not None else f"exit code {code}"
     except (UsageError, StoreUnavailable) as error:

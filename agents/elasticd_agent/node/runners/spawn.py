@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import pwd
 import stat
@@ -22,11 +21,15 @@ from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.reconcile import RunnerStart
 from elasticd_agent.node.runners import versions
 from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets
+from elasticd_agent.system import procfs
 
 _AGENT_PREFIXES = (
     "ELASTICD_", "PET_", "LISTEN_", "NOTIFY_", "WATCHDOG_", "JOURNAL_", "INVOCATION_", "CREDENTIALS_", "GRPC_",
 )  # fmt: skip
 """Variables for the agent only: a job must not notify systemd for it, or learn the location of its secrets."""
+
+CAP_SETGID_AND_SETUID = 1 << 6 | 1 << 7
+"""linux/capability.h"""
 
 
 class NotAllowed(UsageError):
@@ -59,8 +62,12 @@ class Account:
 def spawn(
     files: JobFiles, lock: int, account: Account, secrets: StoreSecrets, code: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """`code`: the copy of elasticd to start from; without it, or if it is gone, the installation."""
-    other = account.uid != os.geteuid()
+    """`code`: the copy of elasticd to start from; without it, or if it is gone, the installation.
+
+    The runner starts as this process's user, and gives root up only once no other process can inspect it: before that
+    its user cannot stop it either, while we wait for its start. Raises OSError, UsageError.
+    """
+    as_user = name_to_become(account)
     secrets_fd = secrets.to_fd()
     fds = [lock, secrets_fd]
     command = own_command()
@@ -69,10 +76,8 @@ def spawn(
             fds.append(versions.lock(code))
             command = [*command[:2], str(code)]
     try:
-        if other:
-            _start_as(account)
         return subprocess.Popen(
-            [*command, "job", str(files.root), account.name if other else "", *map(str, fds)],
+            [*command, "job", str(files.root), as_user, *map(str, fds)],
             stdin=subprocess.DEVNULL,
             stdout=2,  # until the runner has opened its own log
             cwd="/",
@@ -80,15 +85,6 @@ def spawn(
             pass_fds=fds,
             start_new_session=True,
         )
-    except PermissionError as error:
-        executes = error.filename == sys.executable
-        if not (executes or other):
-            raise
-        if not executes:
-            raise UsageError(missing_capability(account)) from error
-        raise NotAllowed(
-            f"user {account.name!r} may not execute {sys.executable}{blocked_directory(account, Path(sys.executable))}"
-        ) from None
     finally:
         for fd in fds[1:]:
             os.close(fd)
@@ -101,6 +97,16 @@ def own_command() -> list[str]:
     return [sys.executable, "-s" if "PYTHONPATH" in os.environ else "-I", "-m", "elasticd_agent"]
 
 
+def name_to_become(account: Account) -> str:
+    """For a program that starts as this process's user; "": it stays that. Raises UsageError if root may not."""
+    if account.uid == os.geteuid():
+        return ""
+    effective = procfs.read("/proc/self/status").partition(b"\nCapEff:\t")[2][:16]
+    if int(effective or b"0", 16) & CAP_SETGID_AND_SETUID != CAP_SETGID_AND_SETUID:
+        raise UsageError(missing_capability(account))
+    return account.name
+
+
 def missing_capability(account: Account) -> str:
     return (
         f"this agent may not become user {account.name!r}: it is root without CAP_SETUID, CAP_SETGID or CAP_CHOWN, "
@@ -108,31 +114,26 @@ def missing_capability(account: Account) -> str:
     )
 
 
-def _start_as(account: Account) -> None:
-    """Start an interpreter as this user, with nothing to read: it tells whether that is possible.
-
-    The runner itself is started as root, and gives root up only once no other process can inspect it. Raises
-    PermissionError.
-    """
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", ""],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        cwd="/",
-        env={},
-        user=account.uid,
-        group=account.gid,
-        extra_groups=os.getgrouplist(account.name, account.gid),
-    )
-    if done.returncode != 0:
-        raise PermissionError(errno.EACCES, "it does not start", sys.executable)
-
-
 def become(account: Account) -> None:
     """Give root up for good. Raises OSError."""
     os.setgroups(os.getgrouplist(account.name, account.gid))
     os.setgid(account.gid)
     os.setuid(account.uid)
+
+
+def check_interpreter(account: Account) -> None:
+    """As this user: that this interpreter starts, as the job's launcher will. Raises NotAllowed.
+
+    Never in the agent: the user can stop such a process, also before it has started a program.
+    """
+    try:
+        done = subprocess.run([sys.executable, "-I", "-S", "-c", ""], stdin=subprocess.DEVNULL, capture_output=True)
+        starts = done.returncode == 0
+    except OSError:
+        starts = False
+    if not starts:
+        where = blocked_directory(account, Path(sys.executable))
+        raise NotAllowed(f"user {account.name!r} may not execute {sys.executable}{where}")
 
 
 def blocked_directory(account: Account, program: Path) -> str:

@@ -5,15 +5,13 @@ They run in a process of their own, since the file systems of a job may never an
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from dataclasses import replace
 
 from elasticd.errors import UsageError
 from elasticd_agent.node.reconcile import RunnerStart
 from elasticd_agent.node.records import Submission
-from elasticd_agent.node.runners.spawn import Account, SpecBuilder, own_command, runner_environment
+from elasticd_agent.node.runners.spawn import Account, SpecBuilder, name_to_become, own_command, runner_environment
 from elasticd_agent.node.runners.spec import RunnerSpec
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 
@@ -28,7 +26,7 @@ def refusal(specs: SpecBuilder, submission: Submission) -> str:
     spec = replace(specs.build(RunnerStart(submission, tuple(range(submission.min_slots)))), tls=False)
     try:
         account = specs.account(spec)
-        return run_within(TRIAL_TIMEOUT_S, lambda: _ask_process(spec, account))
+        return run_within(TRIAL_TIMEOUT_S, lambda: _ask_process(spec, account), account.name)
     except UsageError as error:
         return str(error)
     except (DeadlineExceeded, subprocess.TimeoutExpired):
@@ -36,22 +34,14 @@ def refusal(specs: SpecBuilder, submission: Submission) -> str:
 
 
 def _ask_process(spec: RunnerSpec, account: Account) -> str:
-    is_own = account.uid == os.geteuid()
-    groups = None if is_own else os.getgrouplist(account.name, account.gid)
-    try:
-        done = subprocess.run(
-            [*own_command(), "try-job"],
-            input=spec.to_json(),
-            capture_output=True,
-            cwd="/",
-            env=runner_environment(account),
-            timeout=TRIAL_TIMEOUT_S,
-            user=None if is_own else account.uid,
-            group=None if is_own else account.gid,
-            extra_groups=groups,
-        )
-    except OSError as error:
-        return f"user {account.name!r} may not execute {sys.executable}: {error.strerror}"
+    done = subprocess.run(
+        [*own_command(), "try-job", name_to_become(account)],
+        input=spec.to_json(),
+        capture_output=True,
+        cwd="/",
+        env=runner_environment(account),
+        timeout=TRIAL_TIMEOUT_S,
+    )
     if done.returncode == 0:
         return ""
     lines = (done.stdout if done.returncode == REFUSED else done.stderr).decode(errors="replace").split("\n")
