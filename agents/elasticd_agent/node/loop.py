@@ -260,7 +260,7 @@ class NodeLoop:
             self._executor.record_end(end, now)
         statuses = parts.runners.statuses()
         adopted = [key for key in statuses if not self._executor.has_started(key)]
-        for failure in self._job_failures.update(statuses, adopted):
+        for failure in self._job_failures.update(statuses, adopted, parts.runners.users()):
             parts.health.record_job_failure(failure)
         self._update_status(self.status.runners)
         self._sync_with_store(now)

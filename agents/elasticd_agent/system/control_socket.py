@@ -127,7 +127,7 @@ class ControlServer:
             time.sleep(0.01)
             return
         sock.setblocking(False)
-        if len(self._callers) >= MAX_CALLERS or _peer(sock) not in self._users:
+        if len(self._callers) >= MAX_CALLERS or _peer(sock)[1] not in self._users:
             sock.close()
             return
         caller = _Caller(sock, time.monotonic() + ANSWER_S)
@@ -215,10 +215,14 @@ def open_control(
 
 
 def send_request(
-    path: Path, request: Mapping[str, Any], within_s: float = ANSWER_S + 5, users: Sequence[int] | None = None
+    path: Path,
+    request: Mapping[str, Any],
+    within_s: float = ANSWER_S + 5,
+    users: Sequence[int] | None = None,
+    process: int | None = None,
 ) -> dict[str, Any]:
-    """The answer of the agent at this socket, which must be one of `users`, by default root or us. Raises
-    ControlSocketError."""
+    """The answer of the agent at this socket, which must be one of `users`, by default root or us, and the process with
+    this pid, if given. Raises ControlSocketError."""
     until = time.monotonic() + within_s
     received = bytearray()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -226,8 +230,11 @@ def send_request(
         try:
             with short_path(path) as name:
                 sock.connect(name)
-            if _peer(sock) not in ((0, os.geteuid()) if users is None else users):
+            pid, user = _peer(sock)
+            if user not in ((0, os.geteuid()) if users is None else users):
                 raise ControlSocketError(f"{path} belongs to another user")
+            if process not in (None, pid):
+                raise ControlSocketError(f"{path} belongs to another process")
             sock.sendall(json.dumps(request).encode() + b"\n")
             while b"\n" not in received and len(received) <= ANSWER_BYTES:
                 if (left_s := until - time.monotonic()) <= 0:
@@ -252,9 +259,10 @@ def send_request(
     return answer
 
 
-def _peer(sock: socket.socket) -> int:
-    """The user at the other end."""
-    return int(_PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end; of a server as it began to listen."""
+    pid, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, user
 
 
 @contextlib.contextmanager

@@ -75,6 +75,17 @@ def test_senseless_status_is_ignored(quarantined: object) -> None:
     assert JobFailures("me").update({("j", 1): {"quarantined_slots": quarantined, "alone": False}}) == []
 
 
+def test_one_user_takes_the_node_from_no_other() -> None:
+    """The first failure of each user counts, and then by turns."""
+    blames = JobFailures("me")
+    a, b, users = ("a", 1), ("b", 2), {("a", 1): 1000, ("b", 2): 1001}
+    counted = []
+    for key, times in ((a, 1), (a, 2), (b, 1), (b, 2), (a, 3)):
+        counted.append(len(blames.update({a: status(), b: status(), key: status(slot(0, times))}, users=users)))
+    assert counted == [1, 0, 1, 0, 1]
+    assert len(blames.update({a: status(slot(0, 4))}, users={a: 1000})) == 1, "nobody else has a job here"
+
+
 def test_job_on_this_node_alone_counts_nothing() -> None:
     assert JobFailures("me").update({("j", 1): {**status(slot(1, 1)), "alone": True}}) == []
 

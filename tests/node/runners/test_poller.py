@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from elasticd_agent.model.job_dir import JobFiles, job_files
-from elasticd_agent.node.runners import poller
+from elasticd_agent.node.runners import liveness, poller
 from elasticd_agent.node.runners.liveness import ProcessIdentity
 from elasticd_agent.node.runners.poller import RunnerPoller, ask_runner
 from elasticd_agent.system.control_socket import SOCKET_NAME, ControlServer, ControlSocketError
@@ -69,3 +70,20 @@ def test_link_to_another_users_runner_gets_no_answer(stack: ExitStack, tmp_path:
     os.chown(mine.root, 65534, 65534)
     with pytest.raises(ControlSocketError, match="belongs to another user"):
         ask_runner(mine, {"do": "about"}, WAIT_S)
+
+
+def test_only_the_runner_answers(stack: ExitStack, tmp_path: Path) -> None:
+    """Another process of the job's user, whose folder it is, may listen where the runner should."""
+    files = folder(tmp_path, "evil")
+    stack.enter_context(closing(ControlServer(files.runtime / SOCKET_NAME, lambda _: None)))
+    files.record.mkdir(parents=True)
+    lock = liveness.take_lock(files.lock)
+    assert lock is not None
+    stack.callback(os.close, lock)
+    assert ask_runner(files, {"do": "about"}, WAIT_S)["pid"] == os.getpid()
+    runner = stack.enter_context(subprocess.Popen(["sleep", "60"], pass_fds=[lock]))
+    stack.callback(runner.kill)
+    liveness.write_owner(files.lock, runner.pid)
+    for process in (None, ProcessIdentity.of(runner.pid)):
+        with pytest.raises(ControlSocketError, match="belongs to another process"):
+            ask_runner(files, {"do": "about"}, WAIT_S, process)

@@ -2,12 +2,14 @@
 
 The plan judges: a Round quarantines a slot that was the root cause repeatedly, without progress or with a hang, while
 the job had other slots. A job on this node alone counts nothing, since the node cannot be told from the script. Slots
-that are quarantined together count once, however often they are reported.
+that are quarantined together count once, however often they are reported. A script can fail as it likes: one user's
+jobs must not take the node from those of others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from elasticd_agent.model.phrases import plural
@@ -23,9 +25,18 @@ class JobFailures:
     def __init__(self, node: str) -> None:
         self._node = node
         self._counts: dict[Key, dict[int, int]] = {}
+        self._last_user: int | None = None
 
-    def update(self, statuses: Mapping[Key, Mapping[str, Any]], adopted: Iterable[Key] = ()) -> list[str]:
-        """`statuses`: the last one of each runner here. A sentence for each new quarantine."""
+    def update(
+        self,
+        statuses: Mapping[Key, Mapping[str, Any]],
+        adopted: Iterable[Key] = (),
+        users: Mapping[Key, int | None] = MappingProxyType({}),
+    ) -> list[str]:
+        """`statuses`: the last one of each runner here; `users` of all of them. A sentence for each new quarantine.
+
+        While several users have jobs here, further ones of the user that had the last one are left out.
+        """
         self._counts = {key: counts for key, counts in self._counts.items() if key in statuses}
         sentences = []
         for key, status in statuses.items():
@@ -34,7 +45,9 @@ class JobFailures:
                 continue
             before = self._counts.get(key, now if key in set(adopted) else {})
             new = sorted(slot for slot, count in now.items() if count > before.get(slot, 0))
-            if new:
+            user = users.get(key)
+            if new and not (user == self._last_user and len({*users.values()}) > 1):
+                self._last_user = user
                 slots = f"{plural(len(new), 'slot')} {', '.join(map(str, new))}"
                 reason = f"job {key[0]}, round {status.get('round')} quarantined {slots}: {status.get('reason', '')}"
                 sentences.append(reason[:MAX_CHARS])

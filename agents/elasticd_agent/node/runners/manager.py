@@ -146,6 +146,10 @@ class RunnerManager:
         """The last status of each runner that has answered, by job and number."""
         return {runner.key: runner.last_status for runner in self._runners.values() if runner.last_status is not None}
 
+    def users(self) -> dict[tuple[str, int], int | None]:
+        """Of the jobs here."""
+        return {runner.key: runner.user for runner in self._runners.values()}
+
     def adopt(self) -> list[RunnerEnd]:
         """Take over the runners of an earlier agent. Returns those that have ended meanwhile."""
         ends: list[RunnerEnd] = []

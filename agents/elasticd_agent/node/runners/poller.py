@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticd_agent.model.job_dir import JobFiles
-from elasticd_agent.node.runners.liveness import ProcessIdentity
+from elasticd_agent.node.runners.liveness import ProcessIdentity, lock_owner
 from elasticd_agent.system import control_socket
 from elasticd_agent.system.waker import Waker
 
@@ -114,7 +114,7 @@ class RunnerPoller:
                 poll.unregister(watched.fd)
             os.close(watched.fd)
         for target in targets.keys() - self._watched.keys():
-            key, process = target
+            _, process = target
             try:
                 fd = os.pidfd_open(process.pid)
             except OSError:
@@ -125,8 +125,9 @@ class RunnerPoller:
                 self._post()
                 continue
             event = threading.Event()
-            work = functools.partial(self._poll_until_gone, key, targets[target], event)
-            thread = threading.Thread(target=self._guard, args=(work,), name=f"elasticd-poll-{key[0]}", daemon=True)
+            work = functools.partial(self._poll_until_gone, target, targets[target], event)
+            name = f"elasticd-poll-{target[0][0]}"
+            thread = threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # no thread can be created at the moment
@@ -136,11 +137,12 @@ class RunnerPoller:
             self._watched[target] = _Watched(fd, event, thread)
             poll.register(fd, select.POLLIN)
 
-    def _poll_until_gone(self, key: Key, files: JobFiles, gone: threading.Event) -> None:
+    def _poll_until_gone(self, target: Target, files: JobFiles, gone: threading.Event) -> None:
+        key, process = target
         first = True
         while not gone.is_set():
             with contextlib.suppress(control_socket.ControlSocketError):
-                status = ask_runner(files, {"do": "poll"}, TIMEOUT_S)
+                status = ask_runner(files, {"do": "poll"}, TIMEOUT_S, process)
                 with self._lock:
                     if gone.is_set():
                         return
@@ -151,14 +153,18 @@ class RunnerPoller:
             gone.wait(STARTING_INTERVAL_S if first else self._interval_s)
 
 
-def ask_runner(files: JobFiles, request: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+def ask_runner(
+    files: JobFiles, request: Mapping[str, Any], within_s: float, runner: ProcessIdentity | None = None
+) -> dict[str, Any]:
     """Send a request to the runner of this folder. Raises ControlSocketError.
 
-    Only the folder's owner may answer: `run` could be a link to the socket of another user's runner.
+    `run` there is the job's user's, and could be a link to any socket: only the runner may answer, by default the owner
+    of the lock.
     """
     try:
         owner = files.root.stat().st_uid
+        runner = runner or lock_owner(files.lock)
         socket = files.runtime / control_socket.SOCKET_NAME
-        return control_socket.send_request(socket, request, within_s, (owner,))
+        return control_socket.send_request(socket, request, within_s, (owner,), None if runner is None else runner.pid)
     except OSError as error:  # it is still starting, or has ended
         raise control_socket.ControlSocketError(f"its runner cannot be reached: {error.strerror}") from error
