@@ -30,7 +30,13 @@ RULES = "user_refusal", "group_limits"
 PATHS = {name for name, kind in typing.get_type_hints(JobFile).items() if "Path" in str(kind)} | {"command", "python"}
 LOOKS = {"path_refusal", "refusal", "preflight", "script_of"}
 """They look at a job's files."""
+WAITS = {"run", "call", "check_call", "check_output"}
+"""For a process, which a job's user may stop if it is his."""
 FOR_OTHER_THREADS = {
+    "node/agent.py installed_version_error: subprocess.run",  # the agent's own user's
+    "node/runners/spawn.py check_interpreter: subprocess.run",  # in the runner
+    "node/runners/trial.py _ask_process: subprocess.run",
+    "node/scheduler/retention.py _remove_folder: subprocess.run",
     "node/loop.py refusal: trial.refusal",
     "node/agent.py _open_api: refusal",
     "node/agent.py check: refusal",
@@ -47,7 +53,8 @@ def main_loop() -> Iterator[tuple[str, ast.AST]]:
 
 
 def looks(tree: ast.AST) -> set[str]:
-    """Where a path of a job is read, by attribute or by name, and where a function is called that looks at its files.
+    """Where a path of a job is read, by attribute or by name, and where a function is called that looks at its files or
+    waits for a process.
 
     Each as FUNCTION: WHAT.
     """
@@ -61,6 +68,8 @@ def looks(tree: ast.AST) -> set[str]:
                     found.add(f"{function.name}: {name!r}")
                 case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in LOOKS:
                     found.add(f"{function.name}: {ast.unparse(node.func)}")
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="subprocess"), attr=name)) if name in WAITS:
+                    found.add(f"{function.name}: subprocess.{name}")
     return found
 
 
@@ -76,6 +85,7 @@ def test_main_loop_looks_at_no_path_of_a_job() -> None:
         ("open(json.loads(spec.job_file)['workdir'])", "'workdir'"),
         ("os.stat(job.command[0])", "job.command"),
         ("limits.path_refusal(settings.limits, job)", "limits.path_refusal"),
+        ("subprocess.run(['true'], user=account.uid)", "subprocess.run"),
     ],
 )
 def test_the_search_finds(code: str, what: str) -> None:

@@ -9,15 +9,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from elasticd_agent.model.job_dir import JobFiles, job_files
 from elasticd_agent.node.runners import spawn as spawning
+from elasticd_agent.node.runners import trial
 from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets, read_exit
+from elasticd_agent.system.bounded_io import run_within
 from elasticd_agent.system.files import replace_file
 from tests.etcd import EtcdServers
 from tests.node.conftest import MakeNode
@@ -204,37 +206,45 @@ while time.monotonic() < until:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
-def test_jobs_user_cannot_delay_the_agent_that_starts_it(open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of the job's user stops every child of the agent that is its own."""
-    use_anyones_python(monkeypatch)
-    attack = subprocess.Popen(
-        ["/usr/bin/python3", "-I", "-c", STOPS, str(os.getpid())],
-        user=SOMEBODY.pw_uid,
-        group=SOMEBODY.pw_gid,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+@contextmanager
+def stops_our_children() -> Iterator[subprocess.Popen[str]]:
+    """A process of the job's user stops every child of ours that is its own, and prints its pid."""
+    command = ["/usr/bin/python3", "-I", "-c", STOPS, str(os.getpid())]
+    attack = subprocess.Popen(command, user=SOMEBODY.pw_uid, group=SOMEBODY.pw_gid, stdout=subprocess.PIPE, text=True)
     assert attack.stdout is not None
-    files, account = somebodys_folders(open_place), spawning.Account.of("nobody")
-    started: list[subprocess.Popen[bytes]] = []
     try:
         assert attack.stdout.readline() == "looking\n"
-        with open(files.lock, "w") as lock:
-            agent = threading.Thread(
-                target=lambda: started.append(spawning.spawn(files, lock.fileno(), account, StoreSecrets())),
-                daemon=True,
-            )
-            agent.start()
-            agent.join(15)
-        assert started, "the agent waits for a process that its job's user has stopped"
-        assert attack.stdout.readline() == f"{started[0].pid}\n", "as itself it can be stopped"
+        yield attack
     finally:
         attack.kill()
         attack.communicate()
-        for runner in started:
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
+def test_jobs_user_cannot_delay_the_agent_that_starts_it(open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_anyones_python(monkeypatch)
+    files, account = somebodys_folders(open_place), spawning.Account.of("nobody")
+    with stops_our_children() as attack, open(files.lock, "w") as lock:
+        runner = run_within(15, lambda: spawning.spawn(files, lock.fileno(), account, StoreSecrets()))
+        try:
+            assert attack.stdout is not None
+            assert attack.stdout.readline() == f"{runner.pid}\n", "as itself it can be stopped"
+        finally:
             runner.kill()
             runner.wait(30)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
+@pytest.mark.system
+def test_stopped_trial_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_anyones_python(monkeypatch)
+    monkeypatch.setattr(trial, "TRIAL_TIMEOUT_S", 5.0)
+    spec, account = RunnerSpec("job", 1, "n1", (0,), "{}"), spawning.Account.of("nobody")
+    with stops_our_children() as attack:
+        with pytest.raises(subprocess.TimeoutExpired):
+            run_within(30, lambda: trial._ask_process(spec, account))
+        assert attack.stdout is not None
+        assert attack.stdout.readline().strip().isdecimal()
 
 
 ATTACK = """
