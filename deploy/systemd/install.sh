@@ -55,6 +55,8 @@ if [ -z "$python" ]; then
     fi
     [ -x "$python" ] || python3 -m venv "$prefix/venv" || refuse "no virtual environment (Debian: apt install python3-venv)"
     say "pip installs $from into $prefix/venv"
+    # All that it depends on but torch, which is installed with it, from the index in pip's variables, unless it is there.
+    "$python" -m pip install --quiet --disable-pip-version-check --require-hashes -r "$here/../requirements.txt"
     # A folder's version may not change with its content; without this a second install of it would do nothing.
     "$python" -m pip install --quiet --disable-pip-version-check --upgrade "$from"
     case $from in */*) "$python" -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$from" ;; esac

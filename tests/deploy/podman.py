@@ -95,7 +95,10 @@ class Podman:
 
     def wheels(self) -> Path:
         """What the image's pip is to find, from wherever this machine's pip finds it."""
-        asked = [(REPOSITORY / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
+        asked = [
+            (REPOSITORY / name).read_bytes()
+            for name in ("pyproject.toml", "constraints.txt", "deploy/requirements.txt")
+        ]
         into = self._where / f"wheels-{hashlib.sha256(b''.join(asked)).hexdigest()[:12]}"
         if not into.exists():
             project = tomllib.loads(asked[0].decode())["project"]
@@ -103,20 +106,14 @@ class Podman:
                 shutil.rmtree(old)
             making = into.with_name("making-wheels")
             shutil.rmtree(making, ignore_errors=True)
-            pip = [
-                sys.executable,
-                "-m",
-                "pip",
-                "wheel",
-                "--quiet",
-                "--disable-pip-version-check",
-                "-c",
-                "constraints.txt",
-            ]
-            words = [*pip, "-w", str(making), *project["dependencies"], "numpy", *BUILDS_WITH]
-            made = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
-            if made.returncode:
-                raise CannotRun(f"pip cannot fetch what the image needs: {made.stderr.strip().splitlines()[-1]}")
+            for words in (
+                ["download", "--require-hashes", "-r", "deploy/requirements.txt", "-d", str(making)],
+                ["wheel", "-c", "constraints.txt", "-w", str(making), *project["dependencies"], "numpy", *BUILDS_WITH],
+            ):
+                pip = [sys.executable, "-m", "pip", *words, "--quiet", "--disable-pip-version-check"]
+                made = subprocess.run(pip, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+                if made.returncode:
+                    raise CannotRun(f"pip cannot fetch what the image needs: {made.stderr.strip().splitlines()[-1]}")
             making.rename(into)
         return into
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sys
 
+import pytest
+
 from tests.faults.job import REPOSITORY
 
 if sys.version_info >= (3, 11):
@@ -18,6 +20,13 @@ NAME = re.compile(r"[A-Za-z0-9_.-]+")
 def pins(text: str) -> dict[str, str]:
     found = re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;\\]+)", text, re.MULTILINE)
     return {name.lower().replace("_", "-"): version for name, version in found}
+
+
+@pytest.mark.parametrize("name", ["Containerfile", "systemd/install.sh"])
+def test_deployments_install_it_first(name: str) -> None:
+    text = (REPOSITORY / "deploy" / name).read_text()
+    first, *_ = re.findall(r"^[^#\n]*pip (?:install|wheel) (.*)", text, re.MULTILINE)
+    assert re.search(r"--require-hashes -r \S*requirements\.txt", first)
 
 
 def test_every_dependency_but_torch_is_pinned_with_hashes() -> None:

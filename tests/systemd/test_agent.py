@@ -151,6 +151,8 @@ def installed(machine: Nspawn, wheels: dict[str, Path]) -> Nspawn:
     site = Path(os.__file__).parent.name
     packages = next(path for path in sys.path if path.endswith("site-packages"))
     machine.write(f"/opt/elasticd/venv/lib/{site}/site-packages/machine.pth", f"{packages}\n")
+    # The venv's own would hide the version that requirements.txt asks for.
+    machine.run("/opt/elasticd/venv/bin/pip", "uninstall", "--quiet", "--yes", "setuptools", env=["HOME=/root"])
     install(machine, wheels[OLD], "--no-start")
     return machine
 

@@ -48,6 +48,8 @@ def fresh(machine: Nspawn, wheels: dict[str, Path]) -> Nspawn:  # noqa: F811
     packages = next(path for path in sys.path if path.endswith("site-packages"))
     site = Path(os.__file__).parent.name
     machine.write(f"/opt/elasticd/venv/lib/{site}/site-packages/machine.pth", f"{packages}\n")
+    # The venv's own would hide the version that requirements.txt asks for.
+    machine.run("/opt/elasticd/venv/bin/pip", "uninstall", "--quiet", "--yes", "setuptools", env=["HOME=/root"])
     for folder in ("deploy", "examples"):
         shutil.copytree(REPOSITORY / folder, machine.file("/root/checkout") / folder)
     machine.file("/root/wheels").mkdir()
