@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.multihost.cluster import Cluster
@@ -44,6 +46,22 @@ def test_store_restart_does_not_affect_training(training: StartTraining) -> None
     lost = cluster.round(1)["nodes"][-1]
     cluster.kill_node(lost)
     the_others_go_on_without(cluster, lost)
+    cluster.finish()
+
+
+@pytest.mark.system
+def test_all_nodes_are_killed_and_replaced(training: StartTraining) -> None:
+    """A lease and a renewal from the new agents' start, since every old port is closed: not `adopt_timeout`, 60 s."""
+    cluster = training(hosts=2, spare=2)
+    old = cluster.round(1)["nodes"]
+    for node in old:
+        cluster.kill_node(node)
+    began = time.monotonic()
+    new = [agent.node for agent in cluster.start(*cluster.net.hosts[2:])]
+    after = cluster.round_of(*new, after=1)
+    assert after["mono"] - began < 20
+    assert "the port of its agent is closed" in after["reason"]
+    cluster.trains(after["round"])
     cluster.finish()
 
 

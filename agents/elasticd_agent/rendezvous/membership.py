@@ -44,6 +44,8 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
     lost: dict[str, str] = {}
     until: list[float] = []
     returning: list[str] = []
+    left = [m.node for m in current.members if m.node not in view.done]
+    none_left = all(view.record(node) is None and probes.get(node) in ("refused", "closed") for node in left)
     for member in current.members:
         node, record, probe = member.node, view.record(member.node), probes.get(member.node)
         if node in view.done:
@@ -53,7 +55,7 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
         elif probe == "refused":
             loss = f"{node} is lost: the port of its agent is closed", now
         elif record is None:
-            loss = _absence(view, policy, node, probe, absent.get(node, now))
+            loss = _absence(view, policy, node, probe, absent.get(node, now), none_left)
         else:
             loss = _delay(view, current, policy, member, record, probe, silent.get(node) if stalled else None)
         why, due = loss
@@ -68,18 +70,23 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
     return Losses(lost, min(until, default=None), tuple(returning))
 
 
-def _absence(view: View, policy: Policy, node: str, probe: ProbeResult | None, since: float) -> tuple[str, float]:
+def _absence(
+    view: View, policy: Policy, node: str, probe: ProbeResult | None, since: float, none_left: bool
+) -> tuple[str, float]:
     """From when on a member without a record is lost.
 
     After a failure, what matters is who can be in the next group: a short wait. While the group may still train, not
-    before it has stopped, nor soon after a store outage, nor before `adopt_timeout_s` where that is unseen.
+    before it has stopped, nor soon after a store outage, nor before `adopt_timeout_s` where that is unseen, unless
+    `none_left`: no member is in the store, and every one's port is closed.
     """
     why = f"{node} is lost: its lease has expired"
     if view.failures:
-        if probe == "silent":
+        if probe in ("silent", "closed"):
             return f"{node} is lost: its lease has expired and it does not answer", since
         return why, max(since, view.store_up_since) + RETURN_S
     trusted = view.store_up_since + policy.lease_s + policy.renewal_s
+    if none_left:
+        return f"{why} and the port of its agent is closed", trusted
     at_last = since + policy.adopt_timeout_s
     if view.next_step_due is not None:
         at_last = min(at_last, max(since, view.next_step_due) + STALLED_S)

@@ -85,7 +85,7 @@ class PeerObservations:
                         self.record_answer(identity)
                         self.suspects.discard(node)
                 case ProbeRefused():
-                    self.results[node] = "refused" if identity in self.answered else "silent"
+                    self.results[node] = "refused" if identity in self.answered else "closed"
                 case ProbeNoAnswer():
                     self.results[node] = "silent"
         silent = {n for n, i in incarnations.items() if (n, i) in self.answered and self.results.get(n) == "silent"}

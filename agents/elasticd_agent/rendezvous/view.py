@@ -11,7 +11,9 @@ from typing import Literal
 from elasticd_agent.model.messages import StopForced, StopRequested
 from elasticd_agent.model.records import Failure, NodeRecord, Round
 
-ProbeResult = Literal["answered", "refused", "silent"]
+ProbeResult = Literal["answered", "refused", "closed", "silent"]
+"""`refused`: the process that had answered is gone. `closed`: the port refuses and had never answered this agent, which
+could be a firewall's doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class View:
     round_at: float = 0.0  #: when the planner first saw `current`
     failed_at: float = 0.0  #: when the planner first saw a failure of `current`; meaningless without one
     probe_results: tuple[tuple[str, ProbeResult], ...] = ()
-    """Members' answers since the last sign of trouble; "refused" only where the incarnation had answered before."""
+    """Members' answers since the last sign of trouble."""
     absent_since: tuple[tuple[str, float], ...] = ()  #: members without a record
     store_up_since: float = 0.0  #: since when the store has answered without a break
     next_step_due: float | None = None  #: of the workers beside the planner; None: it has none
