@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.cli.doctor import check_links
+from elasticd_agent.cli.doctor import agent_is_root, check_links
 from tests.node.health.conftest import Node
 
 
@@ -56,24 +56,29 @@ def test_failing_node_and_json(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "uid", "outcome"),
+    ("value", "root", "outcome"),
     [
-        ("1", 0, "passed"),
-        ("2", 0, "passed"),
-        ("0", 0, "failed"),
-        ("0", 1000, "skipped"),
-        (None, 0, "skipped"),
+        ("1", True, "passed"),
+        ("2", True, "passed"),
+        ("0", True, "failed"),
+        ("0", False, "skipped"),
+        (None, True, "skipped"),
     ],
 )
-def test_link_protection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, uid: int, outcome: str
-) -> None:
+def test_link_protection(tmp_path: Path, value: str | None, root: bool, outcome: str) -> None:
     """Without a configuration, too: jobs may name any user that root's agent may become."""
-    monkeypatch.setattr(os, "geteuid", lambda: uid)
     if value is not None:
         for name in ("protected_hardlinks", "protected_symlinks"):
             (tmp_path / name).write_text(f"{value}\n")
-    assert [one.outcome for one in check_links(tmp_path)] == [outcome] * 2
+    assert [one.outcome for one in check_links(root, tmp_path)] == [outcome] * 2
+
+
+def test_agent_of_another_user_than_the_operators(tmp_path: Path) -> None:
+    """`sudo elasticd doctor` on a node whose agent has a user of its own."""
+    assert agent_is_root(tmp_path) == agent_is_root(tmp_path / "none") == (os.geteuid() == 0)
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 1000, 1000)
+        assert not agent_is_root(tmp_path)
 
 
 def test_usage_errors_are_one_line(node: Node) -> None:
