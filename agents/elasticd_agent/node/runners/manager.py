@@ -69,18 +69,16 @@ class ManagedRunner:
     another user's process, or a process that has it was being forked during the scan of /proc."""
     process_tree: tuple[ProcessIdentity, ...] = ()
     last_status: Mapping[str, Any] | None = None
+    user: int | None = field(init=False, default=None)
+    """The job's: the owner of its folder, which only the agent can replace."""
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.user = self.files.root.stat().st_uid
 
     @property
     def key(self) -> tuple[str, int]:
         return self.spec.job, self.spec.number
-
-    @property
-    def user(self) -> int | None:
-        """The job's: the owner of its folder, which only the agent can replace."""
-        try:
-            return self.files.root.stat().st_uid
-        except OSError:
-            return None
 
     @property
     def summary(self) -> LocalRunner:
