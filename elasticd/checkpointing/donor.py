@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 LONGEST_COPY_S = 200e-6
 """What the copies at a commit may take, or SHARE of a step if that is longer; else the rank is no donor."""
 SHARE = 0.002
-TRIALS = 32
-"""Commits of which the fastest copy and the fastest step are compared."""
+TRIALS, MOST_TRIALS = 32, 128
+"""Commits of which the fastest copy and the fastest step are compared; of more if that takes too long, since on a busy
+machine each of the first ones may have been disturbed."""
 WAIT_S = 0.25
 """How long a rank that is between the optimizer's step and the commit is waited for: less than the launcher waits."""
 SHORT_S, MOST_SHORT = 1.0, 3
@@ -87,7 +88,8 @@ class Donor:
         self._ring = CommitRing()
         self._whole: Any = None
         """The whole fingerprint as of the last commit, where the optimizer's next step compares it."""
-        self._commits, self._copy_s, self._step_s, self._at = 0, 1e9, 1e9, 0.0
+        self._commits, self._trials = 0, TRIALS
+        self._copy_s, self._step_s, self._at = 1e9, 1e9, 0.0
         self._expect_s = 0.0
         self._socket: socket.socket | None = None
         self._closed = self._failed = False
@@ -156,7 +158,7 @@ class Donor:
         """In the backward pass, before this rank sends a gradient that the others need for the step."""
         if not self._next_step or self._why:
             return
-        start = time.perf_counter() if self._commits < TRIALS else 0.0
+        start = time.perf_counter() if self._commits < self._trials else 0.0
         try:
             self._record.expect(self._next_step)
         except Exception as error:  # noqa: BLE001 - as in `commit`
@@ -187,7 +189,7 @@ class Donor:
             self._lock.release()
 
     def _copy(self, step: int) -> None:
-        start = time.perf_counter() if self._commits < TRIALS else 0.0
+        start = time.perf_counter() if self._commits < self._trials else 0.0
         self._step = 0
         self._record.commit(step)
         self._ring.commit(step, self._copy_objects())
@@ -210,10 +212,13 @@ class Donor:
         if self._at:
             self._step_s = min(self._step_s, start - self._at)
         self._at = start
-        if self._commits < TRIALS:
+        if self._commits < self._trials:
             return
         self._fingerprint.set_step_s(self._step_s)
-        if self._copy_s > max(LONGEST_COPY_S, SHARE * self._step_s):
+        if self._copy_s <= max(LONGEST_COPY_S, SHARE * self._step_s):
+            return
+        self._trials *= 4
+        if self._trials > MOST_TRIALS:
             self._give_up(f"copying buffers and random states takes {self._copy_s * 1e6:.0f} µs a step")
 
     def _give_up(self, why: str) -> None:

@@ -23,6 +23,7 @@ from elasticd.session import init
 
 _OVERRIDDEN = ("get_train_dataloader", "compute_loss", "evaluation_loop", "train")
 """Methods of this trainer that the callback wraps; Trainer documents them as those that a subclass may override."""
+_PLAIN = {type(None), bool, int, float, str}
 _IGNORED_LABEL = -100
 
 
@@ -242,11 +243,10 @@ class _TrainerState:
         return [each for each in self._trainer.callback_handler.callbacks if callable(getattr(each, "state", None))]
 
     def state_dict(self) -> dict[str, Any]:
+        """Called at every step: JSON and back would take 20 to 40 µs of the 200 that a commit may take."""
         fields = {name: getattr(self._trainer.state, name) for name in self._FIELDS}
         callbacks = [each.state()["attributes"] for each in self._callbacks()]
-        state = {"fields": fields, "callbacks": callbacks, "due": self._due}
-        plain: dict[str, Any] = json.loads(json.dumps(state, default=_plain))
-        return plain
+        return {"fields": _copy(fields), "callbacks": _copy(callbacks), "due": dict(self._due)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state["fields"].items():
@@ -255,6 +255,16 @@ class _TrainerState:
             for name, value in attributes.items():
                 setattr(callback, name, value)
         self._due.update(state["due"])
+
+
+def _copy(value: Any) -> Any:
+    """A copy of plain values, as JSON has them."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, dict):
+        return {str(key): _copy(each) for key, each in value.items()}
+    return [_copy(each) for each in value] if isinstance(value, (list, tuple)) else _plain(value)
 
 
 def _plain(value: Any) -> float | str:

@@ -64,17 +64,13 @@ def test_killed_ranks_cost_no_sample(framework: Framework, run: Run, tmp_path: P
     undisturbed = framework.job(run, tmp_path / "undisturbed")
     undisturbed.finish(2)
     expected = framework.weights(undisturbed)
-    for attempt in range(3):
-        job = framework.job(run, tmp_path / f"killed-{attempt}")
-        ran = job.start(2)
-        for step, rank in ((60, 1), (120, 0)):
-            ran.until(lambda job=job, step=step: job.saved(step))
-            job.kill(rank)
-        assert ran.wait() == 0, ran.output
-        assert len(job.events("group_started")) == 3, "a fault did not fire"
-        # On a busy machine a rank may be unable to keep the random states of each step; that is said.
-        if not any("is lost" in each["reason"] for each in job.events("resumed")):
-            break
+    job = framework.job(run, tmp_path / "killed")
+    ran = job.start(2)
+    for step, rank in ((60, 1), (120, 0)):
+        ran.until(lambda step=step: job.saved(step))
+        job.kill(rank)
+    assert ran.wait() == 0, ran.output
+    assert len(job.events("group_started")) == 3, "a fault did not fire"
     assert [each["step"] >= step for each, step in zip(job.events("resumed"), (60, 120), strict=True)] == [True] * 2
     found = framework.weights(job)
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == [], ran.output
