@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record
 
 from tests.examples.launching import REPOSITORY, Run
 from tests.frameworks.jobs import Job
@@ -45,3 +48,37 @@ def test_compiled_model_with_accumulation_and_tensorboard(run: Run, tmp_path: Pa
         finals.append(torch.load(job.folder / "output" / "final.pt", weights_only=True))
     assert all(torch.equal(finals[1][key], value) for key, value in finals[0].items())
     assert not any("_orig_mod" in key for key in job.checkpoint()["model"])
+
+
+def wandb_steps(log: Path) -> Iterator[int]:
+    """The steps in the log of an offline run: LevelDB's format, with a header of its own."""
+    data, at, record = log.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no header crosses the end of a block
+            at += 32768 - at % 32768
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            found = Record.FromString(record)
+            if found.WhichOneof("record_type") == "history":
+                yield found.history.step.num
+            record = b""
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_wandb_has_each_step_once(run: Run, tmp_path: Path, rank: int) -> None:
+    job = Job(run, tmp_path, REPOSITORY / "tests" / "frameworks" / "scripts" / "wandb_job.py", "wandb")
+    (tmp_path / "output").mkdir()
+    ran = job.start(2)
+    ran.until(lambda: job.saved(30))
+    job.kill(rank)
+    assert ran.wait() == 0, ran.output
+    assert len(job.events("resumed")) == 1, "the fault did not fire"
+    logs = sorted(tmp_path.glob("output/wandb/offline-run-*-job/run-job.wandb"))
+    found = [step for log in logs for step in wandb_steps(log)]
+    assert len(logs) == 2
+    assert sorted(set(found)) == found == list(range(found[0], 101))
+    # W&B's own process dies with rank 0, and with it what it has not written yet.
+    assert found[0] == 1 or rank == 0
