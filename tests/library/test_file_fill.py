@@ -55,6 +55,7 @@ def test_header_names_what_is_there_while_others_copy(buffers: Any) -> None:
     fill.returned("x", KEY, DRAFT)
     (held,) = [each for each in buffers.held if each is not None]
     assert [*held.files] == ["a"]
+    assert os.fstat(buffers.fds[fill._buffer]).st_size == 30, "cut while another rank copies"
     fill.returned("x", KEY, DRAFT)  # nothing is lent to it
     assert [*buffers.held[fill._buffer].files] == ["a"]
 
