@@ -265,3 +265,21 @@ def test_both_replicas_of_a_shard_are_lost(job: StartJob, tmp_path: Path, whole:
     assert run.wait() == 0
     assert parameters(run.work) == pytest.approx(whole, abs=1e-4)
     assert_each_sample_once([run], 60)
+
+
+@pytest.mark.timeout(180)
+def test_replicas_on_two_nodes_save_the_step_of_the_fault(
+    nodes: StartNodes, tmp_path: Path, whole: list[float]
+) -> None:
+    """The shards of the dead rank are on the other node."""
+    job_nodes = nodes("2")
+    train = ("sharded.py", "--kind", "hsdp", "--steps", "60", "--every", "20", "--pause", "0.02")
+    how: dict[str, Any] = {"flags": directory(tmp_path, "shared"), "warm": True, "workers": "2"}
+    agents = [job_nodes.agent(name, *train, faults=[Fault(3, 37, "SIGKILL", round=1)], **how) for name in "ab"]
+    assert [agent.wait(120) for agent in agents] == [0, 0]
+    (resumed,) = [event for agent in agents for event in agent.events("resumed")]
+    assert resumed["step"] == 36
+    assert "and others after the fault" in resumed["reason"]
+    (ended,) = [agent for agent in agents if (agent.work / "parameters").exists()]
+    assert parameters(ended.work) == pytest.approx(whole, abs=1e-4)
+    assert_each_sample_once(agents, 60)
