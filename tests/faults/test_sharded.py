@@ -276,6 +276,9 @@ def test_replicas_on_two_nodes_save_the_step_of_the_fault(
     train = ("sharded.py", "--kind", "hsdp", "--steps", "60", "--every", "20", "--pause", "0.02")
     how: dict[str, Any] = {"flags": directory(tmp_path, "shared"), "warm": True, "workers": "2"}
     agents = [job_nodes.agent(name, *train, faults=[Fault(3, 37, "SIGKILL", round=1)], **how) for name in "ab"]
+    until(lambda: any((agent.work / "fired").exists() for agent in agents), "the fault", within=60)
+    for agent in agents:
+        agent.faults = ()  # it fires on the node with the last rank
     assert [agent.wait(120) for agent in agents] == [0, 0]
     (resumed,) = [event for agent in agents for event in agent.events("resumed")]
     assert resumed["step"] == 36
