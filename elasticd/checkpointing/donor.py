@@ -271,9 +271,13 @@ class Donor:
                     return str(refused)
                 if "write" in request:  # a launcher that is older does not ask for it
                     self._socket.send(json.dumps({"do": "saving"}).encode())
-                until = time.monotonic() + WAIT_S
-                self._catch_up(until)
-                self._save(max(until - time.monotonic(), 0.05), request.get("write", False))
+                try:
+                    until = time.monotonic() + WAIT_S
+                    self._catch_up(until)
+                    self._save(max(until - time.monotonic(), 0.05), request.get("write", False))
+                except Exception as error:  # noqa: BLE001 - the launcher waits for the answer
+                    if not self._why:
+                        self._give_up(f"{type(error).__name__}: {error}")
                 self._socket.send(json.dumps({"do": "donated"}).encode())
         return ""
 
@@ -291,7 +295,8 @@ class Donor:
                 time.sleep(0.001)
 
     def _client(self) -> WriterClient:
-        assert self._saver.writer is not None
+        if self._saver.writer is None:
+            raise CheckpointError("this node keeps no copy of the state in memory")
         return WriterClient(self._saver.writer.path, 0, 1, self._saver.writer.first_node)
 
     def fail(self) -> None:

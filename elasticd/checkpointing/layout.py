@@ -121,10 +121,14 @@ class Layout:
         for offset, piece in self._own_parts():
             write_at(fd, offset, piece)
 
+    @property
+    def own_bytes(self) -> int:
+        """What `copy_own` copies."""
+        return sum(storage.nbytes() for _, storage in self._own) + sum(len(data) for _, data in self._small)
+
     def pack_own(self, most: int) -> bytes:
         """The same as one message, for `write_packed` on another node; empty if it is larger than `most` bytes."""
-        size = sum(storage.nbytes() for _, storage in self._own) + sum(len(data) for _, data in self._small)
-        if size > most:
+        if self.own_bytes > most:
             return b""
         parts = [(offset, bytes(piece)) for offset, piece in self._own_parts()]
         places = json.dumps([(offset, len(data)) for offset, data in parts]).encode()

@@ -109,6 +109,8 @@ class Saver:
     _last_at: float = field(default_factory=time.monotonic)
     writer: WriterClient | None = field(default_factory=writer_client.from_environment)
     """None: there is no writer on this node, and rank 0 writes checkpoints itself."""
+    _keeps_copies: bool = True
+    """This rank copies its share at each save; if not, it still saves its state at a fault."""
     saves: int = 0
     _copied: int = 0
     """The last save of which the writer has a copy."""
@@ -237,7 +239,7 @@ class Saver:
 
     def _save(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes], why: str, wait: bool) -> bool:
         start = time.monotonic()
-        if self.group.rank != 0 and self.writer is None:
+        if self.group.rank != 0 and not (self.writer and self._keeps_copies):
             return False
         if larger := _larger(every_rank):
             assert self.directory is not None
@@ -297,26 +299,29 @@ class Saver:
                 self.channel.put(f"own/{self.saves}", header.encode() + b"\n" + packed if packed else b"")
                 if self.saves > 1:
                     self.channel.delete(f"own/{self.saves - 1}")
-        elif writer is not None and writer.share == 0 and not writer.first_node:
+        elif writer is not None and not writer.first_node and layout.own_bytes > MOST_SENT_BYTES:
+            self._keeps_copies = False
+            self._report_no_copy(f"more than {MOST_SENT_BYTES >> 20} MB of it are not equal on all ranks", draft.step)
+        elif writer is not None and not writer.first_node and writer.share == 0:
             sent = self.channel.read(f"own/{self.saves}", f"rank 0's part of the state of step {draft.step}")
             described, _, packed = sent.partition(b"\n")
             of_rank0 = json.loads(described) if packed else {}
             found = parse(of_rank0.get("draft", "").encode())
             if isinstance(found, Manifest) and of_rank0["digest"] == layout.shared_digest:
                 return found, lambda fd: write_packed(fd, packed)
+            self._report_no_copy("its shape differs from rank 0's", draft.step)
             self.writer = None
-            reason = "this node keeps no copy of the state in memory: " + (
-                "its shape differs from rank 0's"
-                if packed
-                else f"more than {MOST_SENT_BYTES >> 20} MB of it are not equal on all ranks"
-            )
-            logger.warning(reason)
-            self.events.write("message", reason, draft.step)
         return draft, layout.copy_own
+
+    def _report_no_copy(self, why: str, step: int) -> None:
+        if self.writer is not None and self.writer.share == 0:
+            reason = f"this node keeps no copy of the state in memory: {why}"
+            logger.warning(reason)
+            self.events.write("message", reason, step)
 
     def _copy(self, draft: Manifest, layout: Layout, copy_own: Callable[[int], None], why: str, start: float) -> bool:
         """Copy this rank's share into the writer's memory; False where rank 0 has to write the checkpoint itself."""
-        if self.writer is None:
+        if self.writer is None or not self._keeps_copies:
             return False
 
         def task() -> WriteTask:

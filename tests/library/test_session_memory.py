@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,28 @@ def test_ranks_report_at_once_that_no_writer_is_left(start: Any, nodes: Nodes, t
     for rank in job.ranks:
         os.kill(rank.pid, signal.SIGKILL)
     job.codes()
+
+
+@pytest.mark.system
+def test_node_without_copies_saves_at_a_fault(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    """Averaged weights are too large to be sent at each save, and the surviving node has its own."""
+    where = nodes(2)
+    options = {"directory": str(tmp_path / "checkpoints"), "every": 3, "averaged": True, "sleep": 0.01}
+    job = start_on(start, where, {**options, "steps": 100_000})
+    wait_for(lambda: job.ranks[1].read_heartbeat().step > 7, "some steps")
+    job.ranks[0].kill(signal.SIGSTOP)  # the other rank waits in a collective, as on a lost node's peers
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as launcher:
+        launcher.connect(str(where[1].path))
+        launcher.settimeout(10)
+        launcher.send(json.dumps({"do": "donate", "round": 1, "write": False}).encode())
+        while json.loads(launcher.recv(4096)):
+            pass
+    messages = [event.reason for event in job.ranks[1].read_events()]
+    assert [reason for reason in messages if "equal on all ranks" in reason] == messages
+    step = job.ranks[1].read_heartbeat().step
+    job.kill()
+    again = start_on(start, where, {**options, "every": None, "steps": step}, round=2).results()
+    assert [result["resumed"] for result in again] == [[1, step, 2]] * 2
 
 
 @pytest.mark.system

@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "back_to": None,  # restore(step=...)
     "counter": None,  # attach a counter of rank + 1: "per_rank", "per_rank with hook", "everywhere"
     "large": None,  # from this count on, the counter's state has 9 MB
+    "averaged": False,  # attach averaged weights of 9 MB
     "extra": None,  # attach one more object, "optional" or "needed"
     "save": False,  # save() at the end
     "optimizer": "adam",  # or "sgd"
@@ -115,6 +116,8 @@ def main() -> None:
         session.attach(counter=counter)
     elif options["counter"]:
         session.attach(per_rank={"counter": counter})
+    if options["averaged"]:
+        session.attach(averaged=torch.optim.swa_utils.AveragedModel(nn.Linear(1500, 1600)))
     if options["extra"]:
         session.attach(extra=nn.Linear(2, 2), optional=options["extra"] == "optional")
     resumed = session.restore(directory, step=options["back_to"]) if options["restore"] else None
