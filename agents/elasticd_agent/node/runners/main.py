@@ -137,7 +137,7 @@ def _reset_oom_score() -> None:
 
 
 def _run_to_end(
-    spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], account: Account | None
+    spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], account: Account | None = None
 ) -> int:
     """`account`: whom it has become, None if it has its first user."""
     files.runner_exit.unlink(missing_ok=True)
