@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import commit_record, sharded, state
-from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, donated_by_all, donated_number
+from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, donated_by_all, donated_number
 from elasticd.checkpointing.commit_ring import Commit, CommitRing
 from elasticd.checkpointing.donor_rules import is_module, is_optimizer, reason_against, trained
 from elasticd.checkpointing.fingerprint import Fingerprint
@@ -418,13 +418,13 @@ class Donor:
         return held is not None and (held.draft.round, held.draft.step) >= (self._saver.round, step)
 
     def _borrow(self, client: WriterClient, draft: Manifest, number: int, digest: str) -> int | None:
-        """A buffer, also after a rank has died that was copying the same step; None when such a rank is done."""
+        """A buffer, also after a rank has died that was copying the same step or a save; None when it is saved."""
         deadline = time.monotonic() + LONGEST_WAIT_S
         while True:
             try:
                 return client.begin(draft, number, 0, 1, digest)[0]
             except SnapshotRefused as refused:
-                if str(refused) != ANOTHER_SAVES or time.monotonic() > deadline:
+                if str(refused) not in (ANOTHER_SAVES, STILL_COPIED) or time.monotonic() > deadline:
                     raise
             if self._is_saved(client, draft.step):
                 return None

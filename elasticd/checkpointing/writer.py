@@ -30,9 +30,9 @@ that cannot be used is closed.
 Each local rank copies a share into the buffer of a save. When all shares are in it, the header is written, from then on
 the state survives its processes, and a thread writes it to disk. Training continues, also in the next round.
 
-Two buffers: a save is never copied into the one that is being written, and into the newest state only if the other one
-is being written. Then the state that it replaces is not written at all: if the disk is slower than the saves, some are
-left out, and the newest waits.
+Two buffers: a state is never copied into the one that is being written, and into the newest state only if the other one
+is being written, so a whole one is always left. Then the state that it replaces is not written at all: if the disk is
+slower than the saves, some are left out, and the newest waits.
 
 Started by the launcher's owner when a rank connects first: `python -I writer.py LISTENER HEADERS BUFFER BUFFER`. It
 needs no torch. SIGTERM lets it finish what is to be written. docs/adr/0009 has the reasons.
@@ -46,7 +46,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -59,8 +58,17 @@ if __name__ == "__main__":  # run as a file, isolated: the package of this copy 
     _PLACE = next((at for at, path in enumerate(sys.path) if path.endswith("-packages")), len(sys.path))
     sys.path.insert(_PLACE, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")))
 
-from elasticd.checkpointing import api, shard_files
-from elasticd.checkpointing.buffers import ANOTHER_SAVES, COUNT, PROTOCOL, Buffers, Snapshot, WriteTask, donated_step
+from elasticd.checkpointing import api, peer, shard_files
+from elasticd.checkpointing.buffers import (
+    ANOTHER_SAVES,
+    COUNT,
+    PROTOCOL,
+    STILL_COPIED,
+    Buffers,
+    Snapshot,
+    WriteTask,
+    donated_step,
+)
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.file_fill import FileFill
 from elasticd.checkpointing.manifest import Manifest, parse, read
@@ -196,6 +204,8 @@ class Writer:
 
     def _lost(self, rank: socket.socket) -> None:
         """The rank has died or closed its session: what it was copying will never be whole."""
+        if rank.fileno() < 0:
+            return  # known already
         with self._changed:
             for fill in self._fills:
                 if rank in fill.copying:
@@ -230,6 +240,7 @@ class Writer:
 
     def _begin(self, key: Key, message: Message) -> Fill:
         fill = Fill(key, 1 if self._diverged == key[0] else message["shares"], -1, message["digest"])
+        self._drop_dead()
         if any(_same_fault(fill, older) for older in self._fills):
             fill.refused = ANOTHER_SAVES
             return fill
@@ -242,13 +253,15 @@ class Writer:
                 self._receive(copying)  # its report was sent before this save began, and may still be unread
             if len(older.copied) + len(older.copying) < older.shares:
                 self._fail(older, "a later save began before every rank had copied its share")
-        self._fills = [fill, *(older for older in self._fills if older.copying)]
+        self._fills = [older for older in self._fills if older.copying]
         fill.buffer = self._buffer_for(message.get("like"))
         if fill.buffer < 0:
-            fill.refused = "an earlier save is still being copied"
+            fill.refused = STILL_COPIED
         else:
             kept = self._buffers.fds[:COUNT] if message.get("copies", 2) == 2 else [self._buffers.fds[fill.buffer]]
             fill.refused = self._refusal(message["size"], kept)
+        if not fill.refused or donated_step(key[1]) is None:  # at a fault a rank tries again
+            self._fills.insert(0, fill)
         if not fill.refused:
             held = self._buffers.held[fill.buffer]
             self._buffers.erase(fill.buffer)
@@ -258,6 +271,13 @@ class Writer:
                 self._finish(held, None, why, kind="checkpoint_dropped")
         return fill
 
+    def _drop_dead(self) -> None:
+        """Ranks whose end is not known yet, as their children hold the connection open."""
+        for fill, rank in [(each, rank) for each in self._fills for rank in each.copying if peer.has_ended(rank)]:
+            self._receive(rank)  # its report may still be unread
+            if rank in fill.copying:
+                self._lost(rank)
+
     def _buffer_for(self, key: list[int] | None) -> int:
         """The one with this state, if it is not being written; without a key, a free one. -1 if there is none."""
         if key is None:
@@ -266,11 +286,11 @@ class Writer:
         return -1 if found is None or found == self._writing else found
 
     def _free_buffer(self) -> int:
-        """One that no rank fills and that is not being written; rather not the newest state. -1 if there is none."""
+        """One that no rank fills and that is not being written; not the only whole state. -1 if there is none."""
         busy = {self._writing, *(fill.buffer for fill in self._fills), *self._at_fault.busy}
-        free = [number for number in range(COUNT) if number not in busy]
-        newest = self._buffers.newest()
-        return min(free, key=lambda number: (number == newest, number), default=-1)
+        if self._writing is None:
+            busy.add(self._buffers.newest())
+        return min(set(range(COUNT)) - busy, default=-1)
 
     def _refusal(self, size: int, buffers: list[int]) -> str:
         """Why there is no memory for a state in each of these buffers, "" if there is."""
@@ -379,7 +399,7 @@ class Writer:
     def _do_donate(self, launcher: socket.socket, message: Message) -> None:
         self._saving[launcher] = set()
         for donor, round in self._donors.items():
-            if round == message["round"] and _runs(donor):
+            if round == message["round"] and peer.runs(donor):
                 with contextlib.suppress(OSError):  # its end of file follows
                     _send(donor, {"save": round, "write": message.get("write", False)})
                     self._saving[launcher].add(donor)
@@ -554,16 +574,6 @@ def _same_fault(fill: Fill, older: Fill) -> bool:
     step = donated_step(fill.key[1])
     same = (fill.key[0], step) == (older.key[0], donated_step(older.key[1]))
     return step is not None and same and bool(older.copying) and not older.failed
-
-
-def _runs(rank: socket.socket) -> bool:
-    """The process that has connected is neither stopped nor dead: its children may hold the connection open."""
-    pid, _, _ = struct.unpack("3i", rank.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    try:
-        status = Path("/proc", str(pid), "stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in ("T", "t", "Z", "X")
 
 
 def _entry(path: str) -> api.Entry:

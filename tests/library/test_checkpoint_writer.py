@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +21,7 @@ import torch
 
 from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing import writer_client
-from elasticd.checkpointing.buffers import ANOTHER_SAVES, WriteTask, donated_number
+from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, WriteTask, donated_number
 from elasticd.checkpointing.layout import Layout, write_at
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
@@ -407,15 +409,66 @@ def test_rank_takes_over_from_one_that_dies_while_it_saves_at_a_fault(node: Node
         second.begin(draft, numbers[1], 0, 1, layout.shared_digest)
     first.close()
 
-    def take_over() -> int | None:
+    finish_at_fault(saves, second, 12, 2)
+
+
+def finish_at_fault(saves: Saves, rank: WriterClient, step: int, number: int) -> None:
+    """Save as soon as the writer lends a buffer, as a rank does at a fault; what it holds stays until then."""
+    layout = saves.layout(step)
+    draft, number = saves.draft(layout, step), donated_number(step, number)
+
+    def borrow() -> int | None:
         with contextlib.suppress(SnapshotRefused):
-            return second.begin(draft, numbers[1], 0, 1, layout.shared_digest)[0]
+            return rank.begin(draft, number, 0, 1, layout.shared_digest)[0]
         return None
 
-    fd = wait_for(take_over, "the buffer")
+    before = saves.held()
+    fd = wait_for(borrow, "the buffer")
+    assert saves.held() == before
     layout.copy_shared(functools.partial(write_at, fd), 0, 1)
     layout.copy_own(fd)
     os.close(fd)
-    second.copied(draft, numbers[1], 0)
-    wait_for(lambda: saves.held() == 12, "the state of step 12")
-    second.close()
+    rank.copied(draft, number, 0)
+    wait_for(lambda: saves.held() == step, f"the state of step {step}")
+    rank.close()
+
+
+FORKS = """
+import os, socket, sys, time
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.connect(sys.argv[1])
+connection.send(sys.argv[2].encode())
+connection.recv(4096)
+if child := os.fork():
+    os.write(1, b"%d" % child)
+    os._exit(0)
+os.close(1)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", ["by itself", "while a child holds its connection"])
+def test_state_is_saved_at_a_fault_once_a_rank_that_copies_a_save_has_ended(node: Node, saves: Saves, end: str) -> None:
+    """Until then the newest whole state is not given up for it."""
+    saves.save(1)
+    assert saves.wait()["saved"]
+    layout = saves.layout(2)
+    donor = node.client()
+    begin = {"do": "begin", "round": 1, "number": 2, "share": 0, "shares": 2, "size": layout.bytes}
+    begin |= {"digest": layout.shared_digest, "version": PROTOCOL}
+    child = 0
+    if end == "by itself":
+        os.close(saves.ranks[0]._borrow(begin)[0])
+        for _ in range(2):
+            with pytest.raises(SnapshotRefused, match=STILL_COPIED):
+                donor.begin(saves.draft(layout, 2), donated_number(2, 1), 0, 1, layout.shared_digest)
+        assert saves.ranks[1].find() is not None
+        saves.ranks[0].close()
+    else:
+        argv = [sys.executable, "-ISc", FORKS, str(node.path), json.dumps(begin)]
+        child = int(subprocess.check_output(argv))
+    try:
+        finish_at_fault(saves, donor, 2, 1)
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
