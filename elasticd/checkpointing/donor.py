@@ -156,7 +156,7 @@ class Donor:
 
     def _expect(self, _: torch.Tensor) -> None:
         """In the backward pass, before this rank sends a gradient that the others need for the step."""
-        if not self._next_step or self._why:
+        if not self._next_step or self._why or self._is_forked():
             return
         start = time.perf_counter() if self._commits < self._trials else 0.0
         try:

@@ -118,6 +118,8 @@ class Saver:
     """The writer has a checkpoint of this process to write, or has written it."""
     _refused: bool = False
     """The writer took no copy, and a message said so."""
+    _pid: int = field(default_factory=os.getpid)
+    """A forked child has the same connection to the writer, whose answers are not for it."""
 
     def open(self, directory: str | os.PathLike[str] | None, caller: str) -> Path:
         """Choose the directory (the argument, else ELASTICD_CHECKPOINT_DIR) and lock it; a second call only checks."""
@@ -361,7 +363,7 @@ class Saver:
 
     def wait(self) -> bool:
         """On rank 0: wait until the writer has finished with the last save; True if it is on the disk."""
-        if self.writer is None or not self._pending:
+        if self.writer is None or not self._pending or os.getpid() != self._pid:
             return False
         self._pending = False
         atexit.unregister(self._wait_at_exit)

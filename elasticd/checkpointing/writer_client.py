@@ -210,6 +210,8 @@ class WriterClient:
 
     def _borrow(self, message: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         answer, fds = self._request(message)
+        if not fds:
+            raise ConnectionError("the writer's answer has no buffer")
         return fds[0], answer
 
     def _request(self, message: Mapping[str, Any], timeout_s: float = _ANSWER_S) -> tuple[dict[str, Any], list[int]]:
