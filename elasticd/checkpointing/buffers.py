@@ -29,6 +29,8 @@ ANOTHER_SAVES = "another rank is saving that step"
 """Why a rank's state is refused at a fault; if that rank dies, this one may try again."""
 STILL_COPIED = "an earlier save is still being copied"
 """Why a state is refused while ranks copy into the one buffer that may be lent; at a fault a rank tries again."""
+KILLED = "the writer was killed meanwhile"
+"""Why a save failed of which the writer knows nothing."""
 _DONATED = 1 << 40
 """Save numbers count from 1; those of states saved at a fault come after all of them."""
 _MOST_RANKS = 1 << 20

@@ -8,6 +8,7 @@ training continues, and the save is tried again when the next one is due.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import logging
@@ -23,7 +24,7 @@ from typing import Any
 
 from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing import sharded, state, writer_client
-from elasticd.checkpointing.buffers import WriteTask
+from elasticd.checkpointing.buffers import KILLED, WriteTask
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.layout import Layout, write_packed
 from elasticd.checkpointing.lineage import Entry
@@ -114,6 +115,7 @@ class Saver:
     saves: int = 0
     _copied: int = 0
     """The last save of which the writer has a copy."""
+    _copied_step: int = 0
     _pending: bool = False
     """The writer has a checkpoint of this process to write, or has written it."""
     _refused: bool = False
@@ -334,9 +336,24 @@ class Saver:
         except (OSError, SnapshotRefused) as error:
             why = str(error) if isinstance(error, SnapshotRefused) else f"the writer has ended ({error})"
             self.report_refusal(why, draft.step)
+            if isinstance(error, OSError):
+                self.writer.close()  # so that the writer knows that this share will not come
+                if self._pending:
+                    self._report_lost(self.writer)
             return False
+        self._copied_step = draft.step
         self.expect_write()
         return True
+
+    def _report_lost(self, writer: WriterClient) -> None:
+        """On rank 0: the writer has ended before it had every rank's share of the last copy. No other process knows."""
+        assert self.directory is not None
+        with contextlib.suppress(OSError, SnapshotRefused):
+            if all(each.saved != (self.round, self._copied) for each in writer.find_all()):
+                self._pending = False
+                step = self._copied_step
+                reason = f"checkpoint of step {step} failed ({KILLED}); {self.next_try}"
+                self.warn("checkpoint_failed", reason, self.directory / f"r{self.round}-s{step}", step)
 
     def report_refusal(self, why: str, step: int) -> None:
         """Once, on rank 0: there is no copy in memory."""
@@ -377,6 +394,8 @@ class Saver:
             self.heartbeat.set_phase(before)
         if not result["saved"]:
             logger.warning("a checkpoint failed: %s", result["why"])
+            if result["why"] == KILLED:
+                self._report_lost(self.writer)
         return bool(result["saved"])
 
     def _wait_at_exit(self) -> None:

@@ -62,6 +62,7 @@ from elasticd.checkpointing import api, peer, shard_files
 from elasticd.checkpointing.buffers import (
     ANOTHER_SAVES,
     COUNT,
+    KILLED,
     PROTOCOL,
     STILL_COPIED,
     Buffers,
@@ -273,10 +274,9 @@ class Writer:
 
     def _drop_dead(self) -> None:
         """Ranks whose end is not known yet, as their children hold the connection open."""
-        for fill, rank in [(each, rank) for each in self._fills for rank in each.copying if peer.has_ended(rank)]:
+        for rank in [each for fill in self._fills for each in fill.copying if peer.has_ended(each)]:
             self._receive(rank)  # its report may still be unread
-            if rank in fill.copying:
-                self._lost(rank)
+            self._lost(rank)
 
     def _buffer_for(self, key: list[int] | None) -> int:
         """The one with this state, if it is not being written; without a key, a free one. -1 if there is none."""
@@ -468,7 +468,7 @@ class Writer:
     def _result_in_header(self, key: Key) -> Message:
         """What an earlier writer process made of this save."""
         path = next((held.path for held in self._buffers.held if held is not None and held.key == key), "")
-        return {"saved": bool(path), "path": path, "why": "" if path else "the writer was killed meanwhile"}
+        return {"saved": bool(path), "path": path, "why": "" if path else KILLED}
 
     def _finish(self, snapshot: Snapshot, entry: api.Entry | None, why: str, kind: str = "checkpoint_failed") -> None:
         """The end of a task, for the ranks and, as a worker event, for the agent."""

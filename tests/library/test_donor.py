@@ -6,11 +6,13 @@ import functools
 import json
 import os
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elasticd.checkpointing.buffers import KILLED
 from elasticd.checkpointing.donor import Donor
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.writer_client import WriterClient
@@ -54,3 +56,30 @@ def test_answer_without_a_buffer_is_an_error() -> None:
         writer.send(b'{"writing": false}')
         with pytest.raises(OSError, match="has no buffer"):
             WriterClient("", 0, 1, True, _socket=rank).open((1, 1))
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("learned", ["at the next save", "at the end"])
+def test_save_that_was_lost_with_its_writer_is_reported_once(tmp_path: Path, learned: str, held: bool) -> None:
+    """Rank 0 had copied, another rank had not when the writer was killed."""
+
+    def copy(*_: object) -> None:
+        raise BrokenPipeError
+
+    events: list[tuple[str, int]] = []
+    note = SimpleNamespace(write=lambda kind, _, step, **__: events.append((kind, step)), path=None)
+    phase = SimpleNamespace(current_phase=None, set_phase=lambda _: None)
+    found = [SimpleNamespace(saved=(1, 4))] if held else []
+    lost = {"saved": False, "path": "", "why": KILLED}
+    writer: Any = SimpleNamespace(copy=copy, close=lambda: None, find_all=lambda: found, wait=lambda *_: lost)
+    parts: Any = (None, SimpleNamespace(rank=0), SimpleNamespace(timeout_s=1), note, phase, tmp_path)
+    saver = Saver(*parts, round=1, writer=writer, _pending=True, _copied=4)
+    saver._copied_step = 20
+    nothing: Any = None
+    if learned == "at the next save":
+        for step in (25, 30):
+            assert not saver._copy(SimpleNamespace(step=step), nothing, nothing, "", 0.0)  # type: ignore[arg-type]
+    else:
+        assert not saver.wait()
+        assert not saver.wait()
+    assert [step for kind, step in events if kind == "checkpoint_failed"] == ([] if held else [20])
