@@ -173,8 +173,10 @@ class Session:
         if every and self._restored:
             raise UsageError(f"attach({every[0][0]}=...) after restore(): attach everything before it")
         if not self._stepped:
-            hooked = [obj for obj in objects.values() if callable(getattr(obj, "register_step_pre_hook", None))]
-            self._optimizer_hooks += [obj.register_step_pre_hook(self._on_optimizer_step) for obj in hooked]
+            for obj in objects.values():
+                # A wrapper around an optimizer may be one without having called its __init__.
+                if callable(getattr(obj, "register_step_pre_hook", None)) and hasattr(obj, "_optimizer_step_pre_hooks"):
+                    self._optimizer_hooks.append(obj.register_step_pre_hook(self._on_optimizer_step))
         self._attached.update(objects)
         self._saver.per_rank.update(per_rank or {})
         self._optional |= {name for name, _ in every} if optional else set()

@@ -34,7 +34,14 @@ from typing import TYPE_CHECKING, Any
 from elasticd.checkpointing import commit_record, sharded, state
 from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, donated_by_all, donated_number
 from elasticd.checkpointing.commit_ring import Commit, CommitRing
-from elasticd.checkpointing.donor_rules import is_module, is_optimizer, reason_against, trained
+from elasticd.checkpointing.donor_rules import (
+    MUTABLE,
+    has_mutable_setting,
+    is_module,
+    is_optimizer,
+    reason_against,
+    trained,
+)
 from elasticd.checkpointing.fingerprint import Fingerprint
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
@@ -65,7 +72,6 @@ _Kept = tuple[list[bytes], list[list[dict[str, Any]]]]
 _UNCLEAN = "it was between the optimizer's step and session.step()"
 DONOR = "donor"
 """Key in a sharded state: the rank that saved state.pt at a fault."""
-_MUTABLE = "a parameter group of the optimizer has values that can change in place"
 _CHANGED = "what is attached was changed after session.step()"
 
 
@@ -396,8 +402,8 @@ class Donor:
         small = {**dict(self._kept(commit)), **self._own_part(commit.step, random_states, is_as_expected)}
         small[state.RESERVED] |= own
         check_loadable(small)
-        if not all(_is_constant(value) for groups in commit.kept[1] for each in groups for value in _settings(each)):
-            raise CheckpointError(_MUTABLE)
+        if any(map(has_mutable_setting, commit.kept[1])):
+            raise CheckpointError(MUTABLE)
         files = self._shards.files(commit.kept[1], buffers, Layout(small))
         number = donated_by_all(commit.step)
 
@@ -464,9 +470,9 @@ class Donor:
             content[name][key] = value
         optimizers = [name for name, obj in self._attached.items() if is_optimizer(obj)]
         for name, groups in zip(optimizers, commit.kept[1], strict=True):
+            if has_mutable_setting(groups):
+                raise CheckpointError(MUTABLE)
             for saved, committed in zip(content[name]["param_groups"], groups, strict=True):
-                if not all(_is_constant(value) for value in _settings(committed)):
-                    raise CheckpointError(_MUTABLE)
                 saved.update({key: value for key, value in committed.items() if key != "params"})
         return {**content, **self._own_part(step, random_states, is_as_expected)}
 
@@ -526,17 +532,6 @@ def recorded_random_state(
 def keep_random_state(attached: Mapping[str, Any], rank: int, step: int) -> None:
     """Of a round that has resumed from a state without it: should it commit no step, the next one resumes from that."""
     commit_record.CommitRecord(_path("resumed", rank), [], _recorded(attached)[1]).commit(step)
-
-
-def _is_constant(value: Any) -> bool:
-    if isinstance(value, (tuple, frozenset)):
-        return all(_is_constant(each) for each in value)
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _settings(group: Mapping[str, Any]) -> list[Any]:
-    """What an optimizer's parameter group has beside its parameters."""
-    return [value for key, value in group.items() if key != "params"]
 
 
 def _buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:

@@ -6,7 +6,7 @@ A donor's state has to be that of every rank, and has to be copied as tensors an
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from elasticd.checkpointing.saver import Saver
     from elasticd.checkpointing.shard_donor import ShardDonor
+
+
+MUTABLE = "a parameter group of the optimizer has values that can change in place, such as lr in a tensor"
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,13 @@ def _own_state_dict(rank: _Rank) -> str:
     return ""
 
 
+def _own_optimizer_state(rank: _Rank) -> str:
+    for obj in rank.optimizers:
+        if any((obj._optimizer_state_dict_pre_hooks, obj._optimizer_state_dict_post_hooks)):
+            return "an optimizer has hooks for its state_dict"
+    return MUTABLE if any(has_mutable_setting(obj.param_groups) for obj in rank.optimizers) else ""
+
+
 def _unusual_tensor(rank: _Rank) -> str:
     import torch
 
@@ -167,6 +177,7 @@ _RULES = (
     _state_of_each_rank,
     _unlike_rank_0,
     _own_state_dict,
+    _own_optimizer_state,
     _unusual_tensor,
 )
 _RULES_IN_SHARDS = (
@@ -177,8 +188,21 @@ _RULES_IN_SHARDS = (
     _tensors_elsewhere,
     _state_of_each_rank,
     _unlike_rank_0,
+    _own_optimizer_state,
 )
 """A thread may apply them while FSDP2 has whole parameters in the modules: none looks into a module."""
+
+
+def has_mutable_setting(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether an optimizer's parameter groups have values, beside their parameters, that can change in place."""
+    own = ("params", "param_names")
+    return not all(_is_constant(value) for group in groups for key, value in group.items() if key not in own)
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def is_module(obj: Any) -> bool:

@@ -3,8 +3,9 @@
 A counter in each tensor (`_version`) counts the in-place changes that torch sees. Changes through `.data`, or through
 numpy's view of a tensor, move no counter: a piece of each tensor is compared, too. Both are compared between a commit
 and the next optimizer step, in the first steps and ever more rarely, which finds scripts that change a state there at
-every step. At a fault, counters and pieces as of the last commit are compared again, of as many tensors as reading them
-at every commit may cost.
+every step. At a fault all counters are compared with those as of the last commit. Reading all of them at every commit
+may cost too much: then they are read every few commits, and each has to have grown by the same number at every commit
+since. Those that grow irregularly, such as of layers that not every step trains, are read at every commit.
 """
 
 from __future__ import annotations
@@ -20,9 +21,16 @@ if TYPE_CHECKING:
 
 READ_S = 50e-9
 """What reading one counter takes."""
+COMPARE_S = 150e-9
+"""What reading one takes, and comparing it with what it was."""
 LEAST_S = 0.8e-6
 SHARE = 0.0003
-"""What reading counters at a commit may take: LEAST_S, or this share of a step if that is longer."""
+"""What reading counters may take at a commit, on average: LEAST_S, or this share of a step if that is longer."""
+LEAST_IRREGULAR_S = 4e-6
+IRREGULAR_SHARE = 0.001
+"""The same for reading irregular ones, as of two models that are trained in turn."""
+FIRST_COMMITS = 8
+"""All counters are read at each of them, which shows how they grow."""
 _version = operator.attrgetter("_version")
 
 
@@ -33,20 +41,41 @@ class Fingerprint:
         self._modules, self._optimizers = modules, optimizers
         self._parameters = list(_parameters(modules))
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        self._step_s = 0.0
+        self.set_step_s(0.0)
         self._collect()
+        self._entries = -1  # read again at the first commit, which may be any number of changes later
 
     def _collect(self) -> None:
         """The tensors, again whenever an optimizer has begun to keep a state for more parameters."""
         self._entries = self._count_entries()
         self._tensors = [*self._parameters, *_states(self._optimizers)]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._choose()
+        self._counters = list(map(_version, self._tensors))
+        self._growth: list[int] = []
+        """Of each counter, at a commit; none before they were read a second time."""
+        self._irregular: dict[int, torch.Tensor] = {}
+        """By index: what has grown by another number at some commit, read at every one."""
+        self._irregular_counters: list[int] = []
+        self._commits = 0
+        """Since all counters were read."""
+        self._interval = 1
+        self._first = FIRST_COMMITS
 
-    def _choose(self) -> None:
-        most = max(1, int(max(LEAST_S, SHARE * self._step_s) / READ_S))
-        self._watched = self._tensors[:: max(1, -(-len(self._tensors) // most))]
-        self._counted = sum(map(_version, self._watched))
+    def _read(self) -> None:
+        now = list(map(_version, self._tensors))
+        found = [divmod(new - old, self._commits) for new, old in zip(now, self._counters, strict=True)]
+        growth = [each for each, _ in found]
+        before = self._growth or growth
+        odd = {index for index, (each, rest) in enumerate(found) if rest or each != before[index]}
+        # Of more than can be read, the state is known to be unchanged only once they grow regularly again.
+        if len(odd | self._irregular.keys()) <= self._irregular_budget_s / READ_S:
+            self._irregular |= {index: self._tensors[index] for index in odd}
+        self._growth, self._counters, self._commits = growth, now, 0
+        self._first -= 1
+        if self._first > 0:
+            return
+        # Odd numbers: what changes at every second commit is found to be irregular.
+        self._interval = min(2 * self._interval + 1, int(len(now) * COMPARE_S / self._budget_s) | 1)
 
     def _count_entries(self) -> int:
         count = 0
@@ -55,16 +84,19 @@ class Fingerprint:
         return count
 
     def set_step_s(self, step_s: float) -> None:
-        """How long a step takes: more tensors can be watched where it is long."""
-        self._step_s = step_s
-        self._choose()
+        """How long a step takes: counters can be read more often where it is long."""
+        self._budget_s = max(LEAST_S, SHARE * step_s)
+        self._irregular_budget_s = max(LEAST_IRREGULAR_S, IRREGULAR_SHARE * step_s)
 
     def commit(self) -> None:
         """The state is that of a step now."""
         if self._count_entries() != self._entries:
             self._collect()
-        else:
-            self._counted = sum(map(_version, self._watched))
+            return
+        self._commits += 1
+        if self._commits >= self._interval:
+            self._read()
+        self._irregular_counters = list(map(_version, self._irregular.values()))
 
     def refresh(self) -> None:
         """Follow tensors that have been replaced: to be called after a commit, from time to time."""
@@ -88,10 +120,17 @@ class Fingerprint:
         )
 
     def changed(self) -> bool:
-        """Since the last commit, as far as it can be known."""
-        trained = [parameter.requires_grad for parameter in _parameters(self._modules)]
-        unchanged = trained == self._trained and sum(map(_version, self._watched)) == self._counted
-        return not unchanged or self._is_replaced()
+        """Since the last commit; also True where that cannot be known."""
+        if self._is_replaced() or self._trained != [parameter.requires_grad for parameter in self._parameters]:
+            return True
+        if not self._commits:
+            return list(map(_version, self._tensors)) != self._counters
+        if not self._growth:
+            return True
+        expected = [old + self._commits * growth for old, growth in zip(self._counters, self._growth, strict=True)]
+        for index, counter in zip(self._irregular, self._irregular_counters, strict=True):
+            expected[index] = counter
+        return list(map(_version, self._tensors)) != expected
 
 
 def _parameters(modules: Sequence[Any]) -> Iterator[torch.Tensor]:

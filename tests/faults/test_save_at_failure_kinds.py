@@ -54,6 +54,8 @@ def test_usual_way_to_train_repeats_no_step_and_loses_no_bit(job: StartJob, kind
         ("clamped_once", 13, "what is attached was changed after session.step()"),
         ("replaced_optimizer", 13, "what is attached was changed after session.step()"),
         ("diverging", 13, "a communication hook"),
+        pytest.param("hooked_optimizer", 13, "an optimizer has hooks for its state_dict", marks=pytest.mark.system),
+        pytest.param("lr_in_a_tensor", 13, "values that can change in place", marks=pytest.mark.system),
     ],
 )
 def test_state_that_is_not_that_of_a_step_is_never_saved(job: StartJob, kind: str, step: int, why: str) -> None:

@@ -276,13 +276,14 @@ def clamped_late(job: Kind) -> None:
 
 @kind
 def clamped_once(job: Kind) -> None:
-    """Right before the fault, and at no step that is looked at in advance."""
+    """Right before the fault, and at no step that is looked at in advance; one of many parameters."""
+    job.net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(60)), torch.nn.Linear(16, 1))
     job.ddp()
 
     def after() -> None:
         if job.session.steps == 12:
             with torch.no_grad():
-                job.net[0].bias[3] = 0.5
+                job.net[32].bias[3] += 1.0
 
     job.after = after
 
@@ -302,6 +303,18 @@ def replaced_optimizer(job: Kind) -> None:
             other.zero_grad()
 
     job.train = train
+
+
+@kind
+def hooked_optimizer(job: Kind) -> None:
+    job.ddp()
+    job.optimizer.register_state_dict_post_hook(lambda optimizer, found: {**found, "more": job.session.steps})
+
+
+@kind
+def lr_in_a_tensor(job: Kind) -> None:
+    job.ddp()
+    job.optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
 
 
 @kind
