@@ -234,12 +234,13 @@ def test_the_terminal_is_given_back_however_the_agent_ends(terminal: Terminal, h
         "import os, sys, time; from elasticd_agent.telemetry.console import *\n"
         "from elasticd_agent.system.nonblocking_writer import NonBlockingWriter\n"
         "console = open_console(NonBlockingWriter(2), 2, 'j'); console.progress(ProgressView(7, 2, step=1))\n"
-        "time.sleep(0.5)\n"
+        "sys.stdin.read()\n"
     )
     program = [sys.executable, "-c", code + EXITS[how]]
-    child = subprocess.Popen(program, stderr=terminal.slave, start_new_session=True)
-    assert eventually(lambda: "round 7" in terminal.got()), "it may be gone before anybody looks at the screen"
-    child.wait(DEADLINE)
+    child = subprocess.Popen(program, stdin=subprocess.PIPE, stderr=terminal.slave, start_new_session=True)
+    drawn = eventually(lambda: "round 7" in terminal.got())
+    child.communicate(timeout=DEADLINE)
+    assert drawn
     assert terminal.shows(lambda text: not any("round 7" in line for line in text))
     assert terminal.screen().bottom == terminal.rows
 
