@@ -72,6 +72,11 @@ def _no_replica(rank: _Rank) -> str:
     return ""
 
 
+def _unrecorded_in_shards(rank: _Rank) -> str:
+    what = "" if rank.shards is None else rank.shards.unrecorded
+    return what and f"{what} is no tensor, and may change at every step"
+
+
 def _trains_unsharded(rank: _Rank) -> str:
     every = [parameter for each in rank.optimizers for group in each.param_groups for parameter in group["params"]]
     if any(local(parameter) is parameter for parameter in every):
@@ -184,6 +189,7 @@ _RULES_IN_SHARDS = (
     _no_launcher,
     _one_rank_or_a_gpu,
     _no_replica,
+    _unrecorded_in_shards,
     _trains_unsharded,
     _tensors_elsewhere,
     _state_of_each_rank,

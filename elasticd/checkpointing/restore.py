@@ -186,8 +186,10 @@ class _Restore:
         for name in sorted(manifest.files)[share::shares]:
             try:
                 os.close(open_verified(entry, name))
-            except (CheckpointCorrupt, OSError) as error:
+            except (CheckpointCorrupt, FileNotFoundError) as error:
                 found["why"] = str(error)
+            except OSError as error:  # a store that cannot be read now has lost nothing
+                found["why" if store_of(self.directory) is None else "error"] = str(error)
         key, what = f"verified/{attempt}", f"whether its part of {chosen['name']} is whole"
         every = [json.loads(each) for each in self.channel.collect(key, json.dumps(found).encode(), what)]
 
@@ -197,6 +199,8 @@ class _Restore:
                 raise CheckpointError(
                     f"rank {blind} cannot see {entry.path}: a sharded checkpoint needs a directory that all nodes share"
                 )
+            if failed := [(rank, each["error"]) for rank, each in enumerate(every) if "error" in each]:
+                raise CheckpointError(f"rank {failed[0][0]} cannot read {entry.path}: {failed[0][1]}")
             why = next((each["why"] for each in every if each["why"]), "")
             if not why:
                 return {"other": None}

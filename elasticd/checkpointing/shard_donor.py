@@ -34,12 +34,20 @@ class ShardDonor:
         self._plan, self.names = plan, list(objects)
         self.replicas = plan.replicas
         nested = sharded.gather(objects, 0)
-        self._flat: dict[str, Any] = flatten_state_dict(nested)[0]
+        self._flat, paths = flatten_state_dict(nested)
         self._flatten = flatten_state_dict
         self._optimizers = {name: obj for name, obj in objects.items() if isinstance(obj, Optimizer)}
         self._parameters = {
             name: [group["params"] for group in nested[name][sharded.GROUPS]] for name in self._optimizers
         }
+        self.unrecorded = next((key for key, path in paths.items() if self._is_unrecorded(key, path)), "")
+        """A value that may be another one at the fault than at the plan, such as a number; "" if there is none."""
+
+    def _is_unrecorded(self, key: str, path: tuple[Any, ...]) -> bool:
+        if path[0] in self._optimizers and path[1] == sharded.GROUPS:
+            return False
+        own = any("_extra_state" in str(part) for part in path[1:])  # torch's name for what get_extra_state() returns
+        return own or not hasattr(self._flat[key], "data_ptr")
 
     def parameters(self) -> Iterator[Any]:
         """This rank's parts of all parameters, as `Fingerprint` takes them."""

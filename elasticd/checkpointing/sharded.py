@@ -143,8 +143,8 @@ def targets(attached: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
         else:
             found = state.unwrap(obj).state_dict()
             nested[name] = {state.plain(key): value for key, value in found.items()}
-            lacking = [key for key in nested[name] if f"{name}.{key}" not in metadata.state_dict_metadata]
-            held = [path[1] for path in metadata.planner_data.values() if path[0] == name]
+            held = list(dict.fromkeys(path[1] for path in metadata.planner_data.values() if path[0] == name))
+            lacking = [key for key in nested[name] if key not in held]
             extra = [key for key in held if key not in nested[name]]
             if lacking or extra:
                 what = f"holds nothing for {lacking[0]}" if lacking else f"holds {extra[0]}, which the module lacks"
