@@ -51,8 +51,10 @@ class RankLoader:
 
     def epochs(self, count: int) -> Iterator[int]:
         """In place of `range(count)`: the epochs that are left."""
-        while self.epoch < count:
-            yield self.epoch
+        while (epoch := self.epoch) < count:
+            yield epoch
+            if self.epoch == epoch:  # the loop over its batches was left early
+                self.epoch, self._samples = epoch + 1, 0
 
     def __iter__(self) -> Iterator[Any]:
         for name in ("sampler", "dataset"):

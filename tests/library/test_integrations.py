@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -177,3 +178,18 @@ def test_callers_random_stream_is_left_alone() -> None:
     before = torch.get_rng_state()
     list(ElasticLoader(shuffled(), 4))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_epoch_that_is_left_early_has_ended() -> None:
+    class Loader(list[int]):
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    loader = RankLoader(Loader(range(5)))
+    seen = [
+        (epoch, batch) for epoch in loader.epochs(2) for batch in itertools.takewhile(lambda each: each < 2, loader)
+    ]
+    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert loader.state_dict() == {"epoch": 2, "samples": 0, "loader": {}}
