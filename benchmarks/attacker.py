@@ -114,7 +114,7 @@ class Attacker:
             files += names
         for path in files:
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+                fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)  # other hostile jobs make links
             except OSError:
                 self.tried("read file", path.name, False)
                 continue

@@ -237,7 +237,11 @@ def _hurt(evidence: FleetLogs, node: str, since: float, until: float) -> bool:
     """True if something was done to the node's processes, beside its agent, or they were requested to leave it."""
     done = evidence.of("signals", node=node)
     done += [line for line in evidence.of("faults") if line["what"] in _HARMS and node in line["detail"].split()]
-    return any(since <= line["mono"] <= until for line in done)
+
+    def over(line: Line) -> float:
+        return float(line["mono"]) + (float(line["detail"].split()[2]) if line.get("what") == "full disk" else 0.0)
+
+    return any(line["mono"] <= until and over(line) >= since for line in done)
 
 
 def nobody_is_sent_away_for_nothing(evidence: FleetLogs) -> Iterator[str]:

@@ -250,3 +250,11 @@ def test_full_disk_excuses_last_lines(node: str, full_from: float, excused: bool
     fault = {"mono": full_from, "what": "full disk", "number": 2, "detail": f"{node} for 0.5 s"}
     fleet["notes"]["faults"].append(fault)
     assert (judged(fleet, tmp_path) == []) is excused
+
+
+@pytest.mark.parametrize(("full_from", "breaches"), [(4.8, 0), (4.4, 0), (2.0, 1)])
+def test_runner_that_starts_on_a_full_disk_may_crash(full_from: float, breaches: int) -> None:
+    ended = runner("runner_ended", "j1", 1, 5.2, "crashed", outcome="lost")
+    fault = {"mono": full_from, "what": "full disk", "number": 2, "detail": "b for 0.6 s"}
+    logs = daemon_checker.FleetLogs((), {"b": (started("j1", 1, 4.9), ended)}, {"faults": (fault,)})
+    assert len([*daemon_checker.only_the_killed_are_lost(logs)]) == breaches
