@@ -54,6 +54,7 @@ class Document(Record):
     """A record that is stored or sent on its own, with the version that wrote it."""
 
     NAMED_BY: ClassVar[str] = ""  #: the field that the last part of its key repeats
+    FINAL: ClassVar[bool] = False  #: never changed: once read, it holds even if its key is overwritten with garbage
     version: str = VERSION
 
     def to_json(self) -> bytes:

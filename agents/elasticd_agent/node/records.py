@@ -148,6 +148,7 @@ class JobResult(Document):
     """How a submitted job ended. The first node with the result creates it; then all other nodes stop the job."""
 
     NAMED_BY: ClassVar[str] = "job"
+    FINAL: ClassVar[bool] = True
     job: str
     number: int
     outcome: JobOutcome

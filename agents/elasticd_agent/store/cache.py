@@ -122,7 +122,7 @@ class StoreCache:
         return read
 
     def records(self, prefix: str, kind: type[D]) -> builtins.list[D]:
-        """The records below `prefix` that can be decoded."""
+        """The records below `prefix` that can be decoded, and final ones that could be decoded before."""
         return self.decoded(prefix, kind)[0]
 
     def decoded(self, prefix: str, kind: type[D]) -> tuple[builtins.list[D], builtins.list[str]]:
@@ -161,6 +161,8 @@ class StoreCache:
                     records[key] = known or decode_record(kind, key, item.value)
                 except WireError as error:
                     errors[key] = str(error)
+                    if kind.FINAL and (last := before.records.get(key)) is not None:
+                        records[key] = last
             before = _Decoded(items, records, errors)
             with self._lock:
                 self._decoded[prefix] = before

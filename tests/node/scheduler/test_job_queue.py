@@ -192,6 +192,22 @@ def test_record_result_bounds_the_history(store: Store) -> None:
     assert queue.read_view(store).result("llm", wants.number) == kept
 
 
+def test_result_overwritten_with_garbage_still_holds(store: Store) -> None:
+    """Else the job would count as unfinished, take its slots again, and send running jobs away."""
+    cache = StoreCache(store, queue.ignore)
+    submit(store, "job", cache=cache)
+    result = queue.cancel(store, "job", "ann", 7.0)
+    assert queue.read_view(store, cache=cache).results == (result,)
+    found = store.read(names.RESULTS + "job")
+    assert found is not None
+    assert store.compare_and_swap(names.RESULTS + "job", found.version, b'{"number": 1e9')
+    told: list[str] = []
+    now = queue.read_view(store, told.append, cache)
+    assert (now.results, now.unfinished(), len(told)) == ((result,), (), 1)
+    store.delete(names.RESULTS + "job")
+    assert queue.read_view(store, cache=cache).results == ()
+
+
 def test_read_view_decodes_a_record_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page of 500 ended jobs is requested every few seconds, and hardly any of them changes."""
     decoded: list[str] = []

@@ -84,9 +84,8 @@ def job(argv: Sequence[str]) -> int:
         if spec.control_group:  # all processes of the job are born in it
             join_group(Path(spec.control_group))
         account = Account.of(argv[1]) if argv[1] else None
-        if (
-            account is not None
-        ):  # only now: processes of that user may read the memory and the files of one that is theirs
+        if account is not None:
+            # Only now: processes of that user may read the memory and the files of one that is theirs.
             become(account)
             prctl(PR_SET_DUMPABLE, 0)  # the kernel resets it
     except (OSError, WireError) as error:
