@@ -61,7 +61,7 @@ def redirect(stdout: str | None, stderr: str | None) -> None:
             os.close(opened)
 
 
-CLEANER_GRACE_S = 1.0
+CLEANER_GRACE_S = 3.0
 CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 """They free the shared memory of their parents within milliseconds of their death, and then end; if they were killed
 together with them, it would stay."""
@@ -75,7 +75,7 @@ def end_children(within_s: float, except_pids: Collection[int] = ()) -> None:
     started = now = time.monotonic()
     while now < started + within_s:
         for pid in children():
-            if now > started + CLEANER_GRACE_S or not is_cleaner(pid):
+            if now > started + CLEANER_GRACE_S or not may_be_cleaner(pid):
                 signal_child(pid, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -111,8 +111,9 @@ def kernel_state(pid: int) -> dict[str, str]:
     return {"state": _read_proc(pid, "stat").rpartition(")")[2].strip()[:1], "wchan": "" if wchan == "0" else wchan}
 
 
-def is_cleaner(pid: int) -> bool:
-    return kernel_state(pid)["state"] != "D" and any(name in _read_proc(pid, "cmdline") for name in CLEANERS)
+def may_be_cleaner(pid: int) -> bool:
+    """True also in state D, as a cleaner that reads its own code from disk is: its memory is not read then."""
+    return kernel_state(pid)["state"] == "D" or any(name in _read_proc(pid, "cmdline") for name in CLEANERS)
 
 
 def _read_proc(pid: int, name: str) -> str:

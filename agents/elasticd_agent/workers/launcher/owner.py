@@ -37,7 +37,7 @@ from elasticd_agent.system.process import (
     children,
     describe_status,
     end_children,
-    is_cleaner,
+    may_be_cleaner,
     prctl,
     signal_child,
     spawn,
@@ -491,7 +491,7 @@ class Owner:
         waited_s = now - max(group.leftovers_since, group.last_exit_at)
         if group.failed or waited_s > LEFTOVER_GRACE_S:
             for pid in leftovers:
-                if waited_s > CLEANER_GRACE_S or not is_cleaner(pid):
+                if waited_s > CLEANER_GRACE_S or not may_be_cleaner(pid):
                     signal_child(pid, signal.SIGKILL)
 
     def group_ended(self, group: OwnedGroup, keeps_store: bool, leftovers: list[int]) -> None:
