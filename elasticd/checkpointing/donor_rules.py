@@ -117,6 +117,13 @@ def _no_replicated_optimizer(rank: _Rank) -> str:
     return ""
 
 
+def _only_at_saves(rank: _Rank) -> str:
+    found = (name for name, obj in rank.attached.items() if getattr(obj, state.ONLY_AT_SAVES, False))
+    return next(
+        (f"the state of {name} is made by the script's hooks, which are called at saves only" for name in found), ""
+    )
+
+
 def _tensors_elsewhere(rank: _Rank) -> str:
     for name, obj in rank.attached.items():
         if not is_module(obj) and not is_optimizer(obj) and any(tensors(obj.state_dict(), "")):
@@ -178,6 +185,7 @@ _RULES = (
     _no_replicated_model,
     _own_communication,
     _no_replicated_optimizer,
+    _only_at_saves,
     _tensors_elsewhere,
     _state_of_each_rank,
     _unlike_rank_0,
@@ -191,6 +199,7 @@ _RULES_IN_SHARDS = (
     _no_replica,
     _unrecorded_in_shards,
     _trains_unsharded,
+    _only_at_saves,
     _tensors_elsewhere,
     _state_of_each_rank,
     _unlike_rank_0,

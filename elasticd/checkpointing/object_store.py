@@ -323,7 +323,8 @@ class ObjectStore:
         return content
 
     def put(self, staged: Path, name: str, files: Iterable[str]) -> None:
-        """Put files of the local directory `staged`."""
+        """Put files of the local directory `staged`. Raises ObjectStoreError if a later run has taken the store."""
+        self._check_owner()
         for file in files:
             self._abort_uploads(f"{name}/{file}")
             self._call("put_file", str(staged / file), f"{name}/{file}")
@@ -380,8 +381,14 @@ class ObjectStore:
             self._call("cp_file", f"{old}/{file}", f"{new}/{file}")
         self.delete(old)
 
-    def mark(self, name: str) -> None:
-        self._put(name, b"")
+    def write(self, name: str, content: bytes = b"") -> None:
+        """A small file beside the checkpoints. Raises ObjectStoreError if a later run has taken the store."""
+        self._check_owner()
+        self._put(name, content)
+
+    def read(self, name: str) -> bytes | None:
+        """A small file beside the checkpoints; None without one."""
+        return self._get(name)
 
     def drop_copies(self, keep: Path) -> None:
         """Files of other checkpoints than `keep` on this node: they can be fetched again."""

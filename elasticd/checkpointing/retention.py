@@ -108,7 +108,7 @@ def set_aside(directory: str | os.PathLike[str], step: int) -> list[Path]:
         renamed.append(target)
     went_back(directory, step).touch()
     if store is not None:
-        store.mark(went_back(directory, step).name)
+        store.write(went_back(directory, step).name)
     return renamed
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -193,7 +193,7 @@ class Saver:
         attached = {name: obj for name, obj in attached.items() if shards is None or name not in shards.objects}
         own: dict[str, Any] = {name: obj.state_dict() for name, obj in self.per_rank.items()}
         check_loadable(own)
-        digests = state.digests(attached) if self.saves == 1 else {}
+        digests = [state.digests(attached), shards.plain_digests() if shards else {}] if self.saves == 1 else []
         mine = state.to_bytes([state.random_state(self.group.device), own, digests])
         if len(mine) > MOST_SENT_BYTES:
             mine = f"{_TOO_LARGE}rank {self.group.rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB".encode()
@@ -222,15 +222,21 @@ class Saver:
         if larger := _larger(every_rank):
             raise CheckpointRefused(larger)
         check_loadable(self._content(step, attached, every_rank))
-        every = [state.from_bytes(each)[2] for each in every_rank]
-        for name, own in every[0].items():
-            different = [str(rank) for rank, each in enumerate(every) if each.get(name) != own]
-            if different:
-                raise CheckpointRefused(
-                    f"the state of {name} on rank {', '.join(different)} differs from rank 0's, which alone would be "
-                    f"saved. Attach it with attach(per_rank={{{name!r}: ...}}) if each rank needs its own, or make it "
-                    "the same on all ranks, for example by averaging the number that it depends on"
-                )
+        objects, tensors = zip(*(state.from_bytes(each)[2] for each in every_rank), strict=True)
+        if found := _different(objects):
+            name, ranks = found
+            raise CheckpointRefused(
+                f"the state of {name} on rank {ranks} differs from rank 0's, which alone would be saved. Attach it "
+                f"with attach(per_rank={{{name!r}: ...}}) if each rank needs its own, or make it the same on all "
+                "ranks, for example by averaging the number that it depends on"
+            )
+        if found := _different(tensors):
+            name, ranks = found
+            raise CheckpointRefused(
+                f"{name} is not sharded, and on rank {ranks} it differs from rank 0's, which alone would be saved. "
+                "Shard it, or broadcast it from rank 0 and average its gradient over all ranks, or attach its module "
+                "with per_rank= if each rank needs its own"
+            )
         return {}
 
     def _content(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes]) -> dict[str, Any]:
@@ -451,6 +457,15 @@ def _larger(every_rank: list[bytes]) -> str:
     """Which ranks have more than can be sent, "" for none."""
     found = [each.decode().removeprefix(_TOO_LARGE) for each in every_rank if each.startswith(_TOO_LARGE.encode())]
     return f"{'; '.join(found)}; at most {MOST_SENT_BYTES >> 20} MB of each rank are sent to rank 0" if found else ""
+
+
+def _different(digests: Sequence[Mapping[str, str]]) -> tuple[str, str] | None:
+    """The first name of which a rank has another digest than rank 0, and these ranks; None if all are equal."""
+    for name in {name: None for each in digests for name in each}:
+        ranks = [str(rank) for rank, each in enumerate(digests) if each.get(name) != digests[0].get(name)]
+        if ranks:
+            return name, ", ".join(ranks)
+    return None
 
 
 def cursor_of(attached: Mapping[str, Any], states: Mapping[str, Any] | None = None) -> dict[str, Any] | None:

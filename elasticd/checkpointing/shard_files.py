@@ -78,6 +78,7 @@ def write_other_part(
         return write_part(staging_path(directory, draft.round, draft.step, token), contents)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        store.assume_claimed(draft.job, draft.run)
         with Staging(directory, draft.round, draft.step, f"{token}{number:04x}") as staging:
             part = write_part(staging.path, contents)
             store.put(staging.path, store.free_name(_name(draft)), part.get("files", ()))

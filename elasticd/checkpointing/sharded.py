@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import state
+from elasticd.checkpointing.manifest import ALGORITHM, Checksum
 from elasticd.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -88,6 +89,32 @@ def digests(attached: Mapping[str, Any]) -> dict[str, str]:
                 [(str(mesh), _root_mesh(mesh).mesh.tolist()) for _, mesh in _meshes(obj)],
             ]
     return {name: hashlib.sha256(repr(each).encode()).hexdigest()[:16] for name, each in described.items()}
+
+
+def plain_digests(attached: Mapping[str, Any], world_size: int) -> dict[str, str]:
+    """Of each parameter, and each tensor of an optimizer, that is not sharded: one rank's is saved for all of them.
+
+    Not of single numbers of an optimizer, and not of what DistributedDataParallel and ZeroRedundancyOptimizer manage.
+    """
+    import torch
+
+    equal = state.replicated(attached, world_size)
+    found: dict[str, str] = {}
+
+    def visit(value: Any, path: tuple[str, ...]) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                visit(item, (*path, str(key)))
+        elif isinstance(value, torch.Tensor) and not _is_dtensor(value) and value.layout is torch.strided:
+            is_number = value.numel() < 2 and not isinstance(value, torch.nn.Parameter)
+            if not is_number and value.untyped_storage().data_ptr() not in equal:
+                checksum = Checksum(ALGORITHM)
+                checksum.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+                found[".".join(path)] = f"{value.dtype} {tuple(value.shape)} {checksum}"
+
+    own = {name: obj for name, obj in attached.items() if not _is_zero(obj)}
+    visit(gather(own, rank=1), ())  # ranks other than 0 have no buffers in it
+    return found
 
 
 def gather(attached: Mapping[str, Any], rank: int) -> dict[str, Any]:

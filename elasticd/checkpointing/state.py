@@ -30,8 +30,16 @@ _COMPILED = "_orig_mod"
 _HUGE_BYTES = 2 << 20
 _HUGE = 14
 """MADV_HUGEPAGE of linux/mman.h."""
+_OTHERS_SHARDS = (
+    *(f"deepspeed.runtime.{each}" for each in ("base_optimizer", "engine", "pipe", "zero")),
+    *(f"megatron.core.{each}" for each in ("distributed", "optimizer", "transformer")),
+)
+"""Modules of engines, models and optimizers that divide the state among ranks without DTensor."""
 RANK_INDEPENDENT = "rank_independent"
 """An attribute that is True of an object whose state any rank may save for all, even where ranks' states differ."""
+
+ONLY_AT_SAVES = "only_at_saves"
+"""An attribute that is True of an object whose state_dict() calls the script, which does not expect it at each step."""
 
 
 @contextlib.contextmanager
@@ -50,6 +58,12 @@ def check_attachable(name: str, obj: Any) -> None:
     """Raises UsageError for an object that cannot be saved and loaded."""
     if name == RESERVED:
         raise UsageError(f"attach({name}=...): that name is elasticd's own part of a checkpoint; choose another")
+    foreign = next((each.__module__ for each in type(obj).__mro__ if each.__module__.startswith(_OTHERS_SHARDS)), "")
+    if foreign:
+        raise UsageError(
+            f"attach({name}=...): {type(obj).__name__} is {foreign.partition('.')[0]}'s, which keeps a part of the "
+            "state on each rank in a format of its own; save it with its own checkpoints, or train with fully_shard()"
+        )
     missing = [f"{name}()" for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
     if missing:
         raise UsageError(f"attach({name}=...): {type(obj).__name__} has no {' and no '.join(missing)}")

@@ -16,7 +16,7 @@ import pytest
 from tests.faults.conftest import StartJob
 from tests.faults.job import REPOSITORY, SCRIPTS, until
 from tests.faults.nodes import Nodes
-from tests.faults.test_sharded import effective_samples, parameters, size_at, trained
+from tests.faults.test_sharded import assert_each_sample_once, parameters, size_at, trained
 from tests.s3_server import BUCKET, S3
 
 pytestmark = pytest.mark.system
@@ -113,7 +113,7 @@ def test_a_sharded_state_and_nodes_that_come_and_go(
     assert whole.wait() == 0
     (ended,) = [agent for agent in agents.values() if (agent.work / "parameters").exists()]
     assert parameters(ended.work) == pytest.approx(parameters(whole.work), abs=1e-4)
-    assert effective_samples([*agents.values(), lost])
+    assert_each_sample_once([*agents.values(), lost], steps)
 
 
 def test_under_torchrun(s3: S3, tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from elasticd.checkpointing import api, object_store, shard_files
+from elasticd.checkpointing import api, object_store, restore, shard_files
 from elasticd.checkpointing.lineage import find_damage, names, open_verified
 from elasticd.checkpointing.manifest import MANIFEST, STATE
 from elasticd.checkpointing.object_store import ObjectStore, resolve, store_of, url_of
@@ -392,6 +393,24 @@ def test_a_damaged_copy_is_made_again(nodes: Any) -> None:
     assert node.steps() == [10]
 
 
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_no_rank_opens_a_damaged_copy(nodes: Any, local_rank: int) -> None:
+    """Whichever of a node's ranks is the first."""
+    node = nodes()
+    node.save(10)
+    (entry,), _ = api.lineage(node.directory)
+    copy = entry.path / STATE
+    content = copy.read_bytes()
+    copy.write_bytes(_flipped(content))
+    rank = SimpleNamespace(environment=SimpleNamespace(local_rank=local_rank))
+    unused: Any = None
+    own = restore._Restore(node.directory, {}, (), None, cast("Any", rank), unused, unused, unused)
+    chosen = {"number": None, "draft": entry.manifest.to_json().decode(), "name": entry.path.name}
+    assert own._open_here(chosen) == ""
+    assert os.pread(own._fd, len(content), 0) == content
+    os.close(own._fd)
+
+
 @pytest.mark.system
 def test_wrong_credentials(s3: S3, nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
@@ -531,6 +550,17 @@ def test_nodes_put_a_sharded_checkpoint_together(s3: S3, nodes: Any) -> None:
             os.close(fd)
         assert reader.keys() == {f"{name}/{file}" for files in FILES.values() for file in (*files, MANIFEST)}
         assert not list(made[1].directory.glob(".*staging"))
+
+
+def test_no_node_puts_its_part_once_a_later_run_has_taken_the_store(nodes: Any) -> None:
+    node = nodes("a")
+    nodes("b", run="2")
+    fd, held = snapshot(node.directory, 1)
+    contents = {"__1_0.distcp": shard_files.stream(iter([b"b"]))}
+    part = shard_files.write_other_part(node.directory, held.draft, "aa", 1, contents)
+    os.close(fd)
+    assert "was taken by run '2' of job 'lm'" in part["error"]
+    assert node.keys() == set()
 
 
 def test_no_sharded_checkpoint_without_a_node(nodes: Any) -> None:

@@ -29,7 +29,7 @@ def snapshot(directory: Path, node: int, token: str = "abcd") -> tuple[int, Snap
         os.pwrite(fd, content, at)
         files[name] = (at, len(content))
         at += len(content) + 77
-    draft = Manifest(1, 10, None, 3, 0, NO_CHECKSUM, "job", "run", None, time.time())
+    draft = Manifest(1, 10, None, 3, 0, NO_CHECKSUM, "lm", "1", None, time.time())
     task = WriteTask(str(directory), 3, "a test", "", "", 0, 0.0, token=token, node=node, nodes=len(FILES))
     return fd, Snapshot(draft, 1, task, files=files)
 

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import shard_plan
-from elasticd.errors import CheckpointCorrupt
+from elasticd.checkpointing import saver, shard_plan, sharded, state
+from elasticd.errors import CheckpointCorrupt, UsageError
 from elasticd.process_group import DefaultGroup
 from elasticd_agent.cli.main import main
 
@@ -22,6 +22,9 @@ SAVED_AND_LOADED = [
     (("hsdp", 4), ("fsdp", 3)),
     (("fsdp", 2), ("hsdp", 4)),
     (("fsdp", 2), ("whole", 1)),
+    (("fsdp and tp", 4), ("fsdp", 2)),
+    (("fsdp", 3), ("fsdp and tp", 4)),
+    (("averaged", 2), ("averaged", 3)),
     (("zero", 2), ("zero", 3)),
     (("zero", 2), ("fsdp", 1)),
     (("ddp", 2), ("fsdp", 3)),
@@ -71,6 +74,8 @@ MISTAKES = {
     "fsdp 1": "attach(model=...): FullyShardedDataParallel is not supported; shard it with fully_shard()",
     "twice": "attach(optimizer=...): its parameters are sharded already, and ZeroRedundancyOptimizer would divide them",
     "stranger": "attach(optimizer=...): it trains a parameter of no attached module",
+    "plain": "model.norm.weight is not sharded, and on rank 1 it differs from rank 0's, which alone would be saved",
+    "local": "optimizer.state.first.weight.m is not sharded, and on rank 1 it differs from rank 0's",
 }
 ALONE = [each for each in MISTAKES if each != "optimizer"]
 
@@ -81,6 +86,14 @@ def test_mistake_is_one_sentence_at_the_first_call(start: Any, tmp_path: Path, m
     assert job.codes() == [1, 1]
     assert MISTAKES[mistake] in job.ranks[1].errors()
     assert not [*(tmp_path / "shared").glob("r*")]
+
+
+@pytest.mark.parametrize("module", ["deepspeed.runtime.engine", "megatron.core.transformer.module"])
+def test_engine_of_another_package_is_refused(module: str) -> None:
+    kind = type("Engine", (torch.nn.Module,), {"__module__": module})
+    with pytest.raises(UsageError, match=f"Own is {module.partition('.')[0]}'s, which keeps a part of the state on"):
+        state.check_attachable("model", type("Own", (kind,), {})())
+    state.check_attachable("model", torch.nn.Linear(1, 1))
 
 
 def test_unshared_directory_is_refused(start: Any, tmp_path: Path) -> None:
@@ -114,7 +127,7 @@ def test_damaged_shard_is_skipped(start: Any, tmp_path: Path, capsys: pytest.Cap
 
 def test_every_kind_of_tensor_is_written_as_torch_writes_it(tmp_path: Path) -> None:
     base = torch.arange(48.0).view(6, 8)
-    state = {
+    content = {
         "bfloat16": base.bfloat16(),
         "bool": base > 3,
         "complex": base.to(torch.complex64),
@@ -127,7 +140,7 @@ def test_every_kind_of_tensor_is_written_as_torch_writes_it(tmp_path: Path) -> N
         "value": [1, "text", None],
     }
     group = DefaultGroup(0, 1, torch.device("cpu"), created=False)
-    plan = shard_plan.ShardPlan({"own": state}, group)
+    plan = shard_plan.ShardPlan({"own": content}, group)
     fd = os.open(tmp_path / shard_plan.file_name(0), os.O_WRONLY | os.O_CREAT)
     shard_plan.write_pieces(fd, 0, plan.content())
     assert os.fstat(fd).st_size == plan.sizes[0]
@@ -135,14 +148,36 @@ def test_every_kind_of_tensor_is_written_as_torch_writes_it(tmp_path: Path) -> N
     (tmp_path / shard_plan.METADATA).write_bytes(plan.metadata)
     dcp_to_torch_save(tmp_path, tmp_path / "whole.pt")
     found = torch.load(tmp_path / "whole.pt", weights_only=True)["own"]
-    assert found.pop("value") == state.pop("value")
-    for key, value in state.items():
+    assert found.pop("value") == content.pop("value")
+    for key, value in content.items():
         assert found[key].dtype == value.dtype
         one, other = (each.detach().reshape(-1).view(torch.uint8) for each in (found[key], value))
         assert torch.equal(one, other), key
-    assert plan.fits({"own": {**state, "value": [2, "other", None]}})
-    assert not plan.fits({"own": {**state, "value": [2, "longer text" * 20, None]}})
-    assert not plan.fits({"own": {**state, "number": torch.tensor([7])}})
+    assert plan.fits({"own": {**content, "value": [2, "other", None]}})
+    assert not plan.fits({"own": {**content, "value": [2, "longer text" * 20, None]}})
+    assert not plan.fits({"own": {**content, "number": torch.tensor([7])}})
+
+
+def test_what_is_not_sharded_is_compared() -> None:
+    """Parameters and what an optimizer keeps for them; not its counts, nor buffers."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    attached = {"model": model, "optimizer": optimizer}
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    before = sharded.plain_digests(attached, 2)
+    keys = [key for key, _ in model.named_parameters()]
+    kept = [f"optimizer.state.{key}.{name}" for key in keys for name in ("exp_avg", "exp_avg_sq")]
+    assert [*before] == [*(f"model.{key}" for key in keys), *kept]
+    optimizer.state[model[1].bias]["step"] += 1
+    model[1].running_mean.add_(1)
+    assert sharded.plain_digests(attached, 2) == before
+    optimizer.state[model[1].bias]["exp_avg"][2] += 1
+    after = sharded.plain_digests(attached, 2)
+    assert [key for key in before if before[key] != after[key]] == ["optimizer.state.1.bias.exp_avg"]
+    assert saver._different([before, before, after]) == ("optimizer.state.1.bias.exp_avg", "2")
+    assert saver._different([before, before]) is None
 
 
 def test_metadata_cannot_run_code(tmp_path: Path) -> None:

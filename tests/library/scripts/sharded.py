@@ -14,13 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import elasticd
 
 DEFAULTS: dict[str, Any] = {
-    "kind": "fsdp",  # "hsdp", "fsdp and tp", "zero", "ddp", "whole"
+    "kind": "fsdp",  # "hsdp", "fsdp and tp", "averaged", "zero", "ddp", "whole"
     "steps": 4,
     "directory": None,
     "every": 2,
@@ -50,6 +51,22 @@ class Net(nn.Module):
         return self.last(y) + self.tied(y) + sum(each.sum() for each in self.numbers)
 
 
+class Local(torch.optim.Optimizer):
+    """Keeps a plain tensor for the part of a parameter that this rank has."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                own = parameter.grad.to_local()
+                self.state[parameter].setdefault("m", torch.zeros_like(own)).add_(own + dist.get_rank())
+
+
+def average(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    dist.all_reduce(parameter.grad)
+
+
 def build(session: elasticd.Session) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model: Any = Net()
@@ -62,12 +79,19 @@ def build(session: elasticd.Session) -> tuple[Any, torch.optim.Optimizer]:
             if mistake == "order":
                 mesh = DeviceMesh("cpu", list(reversed(range(size))) if session.rank else list(range(size)))
             fully_shard(model.first, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+            if mistake != "plain":
+                fully_shard(model, mesh=mesh)
+        case "averaged":  # the script keeps what is not sharded equal
+            fully_shard(model.first, mesh=init_device_mesh("cpu", (size,)))
+            for parameter in model.parameters():
+                if not isinstance(parameter, DTensor):
+                    parameter.register_post_accumulate_grad_hook(average)
         case "hsdp":
             fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("a", "b")))
         case "fsdp and tp":
             both = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
-            parallelize_module(model.first, both["tp"], ColwiseParallel(output_layouts=None, use_local_output=True))
+            parallelize_module(model.first, both["tp"], ColwiseParallel(output_layouts=Replicate()))
+            fully_shard(model, mesh=both["dp"])
         case "zero" | "ddp":
             model = DistributedDataParallel(model)
     trained = list(model.parameters())
@@ -79,6 +103,8 @@ def build(session: elasticd.Session) -> tuple[Any, torch.optim.Optimizer]:
         return model, torch.optim.SGD(groups, lr=0.01)
     if mistake == "settings" and session.rank == 1:
         return model, torch.optim.AdamW(groups, lr=0.03)
+    if mistake == "local":
+        return model, Local(trained, {"lr": 0.01})
     return model, torch.optim.AdamW(groups if options["two groups"] else trained, lr=0.01)
 
 
@@ -117,7 +143,7 @@ def main() -> None:
     before = digests(model, optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
     while session.steps < options["steps"]:
-        torch.manual_seed(session.steps * 100 + session.rank)
+        torch.manual_seed(session.steps * 100 + session.rank // (2 if options["kind"] == "fsdp and tp" else 1))
         model(torch.randn(4, 6)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
