@@ -12,6 +12,7 @@ import hashlib
 import json
 import mmap
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -111,6 +112,11 @@ class Snapshot:
         """The round whose state it is, and the number of the save in it; 0: the round has resumed from it."""
         return (self.adopted, 0) if self.adopted else self.saved
 
+    @property
+    def is_donated(self) -> bool:
+        """It was saved at a fault, and no round has resumed from it."""
+        return donated_step(self.key[1]) is not None
+
     def as_copy(self) -> Snapshot:
         """As another node keeps it."""
         return replace(self, task=None, path="", is_copy=True)
@@ -133,6 +139,31 @@ class Snapshot:
             raise ValueError(draft.why)
         task = found["task"] and WriteTask(**found["task"])
         return cls(draft, found["number"], task, found["path"], found["files"], found["adopted"], found["is_copy"])
+
+
+@dataclass
+class Fill:
+    """A buffer being filled."""
+
+    key: tuple[int, int]
+    """The round, and the number of the save in it."""
+    shares: int
+    buffer: int
+    digest: str
+    refused: str = ""
+    copying: set[socket.socket] = field(default_factory=set)
+    copied: set[int] = field(default_factory=set)
+    failed: str = ""
+    snapshot: Snapshot | None = None
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    partner: dict[str, Any] | None = None
+    """The node of whose part this one keeps a copy."""
+
+    def repeats(self, older: Fill) -> bool:
+        """Another rank is copying the same step after the same fault."""
+        step = donated_step(self.key[1])
+        same = (self.key[0], step) == (older.key[0], donated_step(older.key[1]))
+        return step is not None and same and bool(older.copying) and not older.failed
 
 
 class Buffers:

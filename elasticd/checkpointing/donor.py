@@ -275,12 +275,11 @@ class Donor:
                 request = json.loads(packet)
                 if refused := request.get("refused"):
                     return str(refused)
-                if "write" in request:  # a launcher that is older does not ask for it
-                    self._socket.send(json.dumps({"do": "saving"}).encode())
+                self._socket.send(json.dumps({"do": "saving"}).encode())
                 try:
                     until = time.monotonic() + WAIT_S
                     self._catch_up(until)
-                    self._save(max(until - time.monotonic(), 0.05), request.get("write", False))
+                    self._save(max(until - time.monotonic(), 0.05))
                 except Exception as error:  # noqa: BLE001 - the launcher waits for the answer
                     if not self._why:
                         self._give_up(f"{type(error).__name__}: {error}")
@@ -340,7 +339,7 @@ class Donor:
             self._socket = None
         self._why = self._why or "the session is closed"
 
-    def _save(self, wait_s: float, write: bool = False) -> None:
+    def _save(self, wait_s: float) -> None:
         if self._why:
             return
         if not self._lock.acquire(timeout=wait_s) and not self._waits_for_own_copy():
@@ -348,7 +347,9 @@ class Donor:
             return
         try:
             if self._step and (commit := self._ring.current()) is not None:
-                self._save_clean(commit, write)
+                self._save_clean(commit)
+            elif self._next_step and not self._commits:
+                self._report_unsaved(self._next_step - 1, "no attached optimizer has made a step")
         except Exception as error:  # noqa: BLE001 - state_dict() of any object
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
@@ -358,21 +359,21 @@ class Donor:
         """Where the script has failed, its own thread is saving: the lock is free again when that is done."""
         return self._failed and not self._changing and self._lock.acquire(timeout=LONGEST_WAIT_S)
 
-    def _save_clean(self, commit: Commit, write: bool) -> None:
-        """With `write`, no round follows: rank 0's node makes the state a checkpoint."""
+    def _save_clean(self, commit: Commit) -> None:
         client = self._client()
         try:
             if self._shards is not None:
                 self._save_shards(client, commit)
             elif not self._is_saved(client, commit.step):
-                self._save_whole(client, commit, write)
+                self._save_whole(client, commit)
             client.find()  # the writer has handled the packets before this one
         except (OSError, SnapshotRefused, CheckpointError) as error:
             self._report_unsaved(commit.step, str(error))
         finally:
             client.close()
 
-    def _save_whole(self, client: WriterClient, commit: Commit, write: bool) -> None:
+    def _save_whole(self, client: WriterClient, commit: Commit) -> None:
+        """If no round follows, rank 0's node makes it a checkpoint."""
         saver = self._saver
         self._check_unchanged(commit)
         content = self._content(commit)
@@ -388,7 +389,7 @@ class Donor:
         finally:
             os.close(fd)
         self._check_unchanged(commit)
-        written = write and saver.directory is not None and client.first_node
+        written = saver.directory is not None and client.first_node
         task = functools.partial(saver.task, "before its group was killed", 0.0) if written else None
         client.copied(draft, number, 0, task)
 
@@ -440,6 +441,8 @@ class Donor:
         """Raises CheckpointError if the state is not that of the last commit any more."""
         if self._why:
             raise CheckpointError(self._why)
+        if self._fingerprint.trains_others():
+            raise CheckpointError("other parameters are trained than before")
         committed = commit_record.read(_path("commit", self._saver.group.rank), commit.step, *_recorded(self._attached))
         if (
             not commit.is_whole()

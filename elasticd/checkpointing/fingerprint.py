@@ -119,9 +119,13 @@ class Fingerprint:
             bytes(torch.cat([piece(tensor, PIECE_BYTES) for tensor in tensors]).numpy()),
         )
 
+    def trains_others(self) -> bool:
+        """Parameters were frozen, or the other way round: commits before that know nothing of them."""
+        return self._trained != [parameter.requires_grad for parameter in self._parameters]
+
     def changed(self) -> bool:
         """Since the last commit; also True where that cannot be known."""
-        if self._is_replaced() or self._trained != [parameter.requires_grad for parameter in self._parameters]:
+        if self._is_replaced():
             return True
         if not self._commits:
             return list(map(_version, self._tensors)) != self._counters

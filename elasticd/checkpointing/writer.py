@@ -17,11 +17,13 @@
                                                                         "" while others copy the rest, null when all
                                                                         are there; or {refused: why}
     rank        returned {round, number, draft}                     ->  {}: that file is in the buffer
-    rank        donor {round}                                       it saves its state when {save, write} arrives, and
+    rank        donor {round}                                       it saves its state when {save} arrives, and
     rank        saving {}                                           says that it has begun, and
     rank        donated {}                                          that it is done, with or without success
-    launcher    donate {round [, write]}                        ->  {busy}, again and again: so many donors of the round
+    launcher    donate {round}                                  ->  {busy}, again and again: so many donors of the round
                                                                     have begun; {}: all are done
+    launcher    flush {}                                        ->  {step, path, why} of the newest state, once nothing
+                                                                    is left to write; {} if there is none
     rank        adopt {round, number, draft, task}                  ->  {}: the round that resumed from it owns it now
 
 Messages of ranks name the version of this protocol; another one is answered by {refused}. A connection with a message
@@ -32,7 +34,8 @@ the state survives its processes, and a thread writes it to disk. Training conti
 
 Two buffers: a state is never copied into the one that is being written, and into the newest state only if the other one
 is being written, so a whole one is always left. Then the state that it replaces is not written at all: if the disk is
-slower than the saves, some are left out, and the newest waits.
+slower than the saves, some are left out, and the newest waits. A state that was saved at a fault is written when a
+round has resumed from it, or, if none follows, when the launcher flushes.
 
 Started by the launcher's owner when a rank connects first: `python -I writer.py LISTENER HEADERS BUFFER BUFFER`. It
 needs no torch. SIGTERM lets it finish what is to be written. docs/adr/0009 has the reasons.
@@ -50,7 +53,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +69,13 @@ from elasticd.checkpointing.buffers import (
     PROTOCOL,
     STILL_COPIED,
     Buffers,
+    Fill,
     Snapshot,
     WriteTask,
     donated_step,
 )
 from elasticd.checkpointing.directory_lock import DirectoryLock
+from elasticd.checkpointing.donor_requests import DonorRequests
 from elasticd.checkpointing.file_fill import FileFill
 from elasticd.checkpointing.manifest import Manifest, parse, read
 from elasticd.checkpointing.memory_limit import available_bytes
@@ -87,29 +92,11 @@ END_PARTS_S = 4.0
 FIRST_STEPS_S = 1.0
 """After a round has resumed, nothing is written for so long: memory has the state, and training begins."""
 RESULTS = 16
-"""How many results are remembered for ranks that ask later."""
+"""So many are remembered for ranks that ask later."""
 
 Key = tuple[int, int]
 """The round, and the number of the save in it."""
 Message = dict[str, Any]
-
-
-@dataclass
-class Fill:
-    """A buffer being filled."""
-
-    key: Key
-    shares: int
-    buffer: int
-    digest: str
-    refused: str = ""
-    copying: set[socket.socket] = field(default_factory=set)
-    copied: set[int] = field(default_factory=set)
-    failed: str = ""
-    snapshot: Snapshot | None = None
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    partner: Message | None = None
-    """The node of whose part this one keeps a copy."""
 
 
 class Writer:
@@ -127,15 +114,12 @@ class Writer:
         self._results: dict[Key, Message] = {}
         self._waiting: list[tuple[Key | None, socket.socket]] = []
         """None: for the end of all sharded writes."""
-        self._rests_until = 0.0
-        self._parts_until = float("inf")
-        """How long the sharded write waits for the parts of other nodes."""
-        self._donors: dict[socket.socket, int] = {}
-        """Connections of ranks that save at a fault: their rounds."""
-        self._saving: dict[socket.socket, set[socket.socket]] = {}
-        """The donors for which a launcher waits."""
-        self._busy: set[socket.socket] = set()
-        """The donors that have begun."""
+        self._rests_until, self._parts_until = 0.0, float("inf")
+        """Nothing is written before; how long the sharded write waits for the parts of other nodes."""
+        self._is_last = False
+        """No round follows: what was saved at a fault is written, too."""
+        self._flushes: list[socket.socket] = []
+        self._donors = DonorRequests()
         self._at_fault = FileFill(buffers, self._refusal)
         self._locks: dict[tuple[str, str, str], DirectoryLock] = {}
         self._changed = threading.Condition()
@@ -214,9 +198,7 @@ class Writer:
                     self._fail(fill, "a rank ended while it copied its share of the state")
             self._at_fault.lost(rank)
         self._waiting = [(key, other) for key, other in self._waiting if other is not rank]
-        self._donors.pop(rank, None)
-        self._saving.pop(rank, None)
-        self._do_donated(rank, {})
+        self._donors.lost(rank)
         self._selector.unregister(rank)
         rank.close()
 
@@ -242,7 +224,7 @@ class Writer:
     def _begin(self, key: Key, message: Message) -> Fill:
         fill = Fill(key, 1 if self._diverged == key[0] else message["shares"], -1, message["digest"])
         self._drop_dead()
-        if any(_same_fault(fill, older) for older in self._fills):
+        if any(fill.repeats(older) for older in self._fills):
             fill.refused = ANOTHER_SAVES
             return fill
         last = self._fills[0] if self._fills else None
@@ -264,13 +246,17 @@ class Writer:
         if not fill.refused or donated_step(key[1]) is None:  # at a fault a rank tries again
             self._fills.insert(0, fill)
         if not fill.refused:
-            held = self._buffers.held[fill.buffer]
-            self._buffers.erase(fill.buffer)
-            self._buffers.grow(fill.buffer, message["size"])
-            if held is not None and held.task is not None:
-                why = "the disk is slower than the saves: a newer state took its place in memory"
-                self._finish(held, None, why, kind="checkpoint_dropped")
+            self._clear(fill.buffer, message["size"])
         return fill
+
+    def _clear(self, number: int, size: int) -> None:
+        """For a new state."""
+        held = self._buffers.held[number]
+        self._buffers.erase(number)
+        self._buffers.grow(number, size)
+        if held is not None and held.task is not None and not held.is_donated:
+            why = "the disk is slower than the saves: a newer state took its place in memory"
+            self._finish(held, None, why, kind="checkpoint_dropped")
 
     def _drop_dead(self) -> None:
         """Ranks whose end is not known yet, as their children hold the connection open."""
@@ -335,7 +321,7 @@ class Writer:
             self._changed.notify_all()
 
     def _report_whole(self, snapshot: Snapshot) -> None:
-        if (task := snapshot.task) is not None and task.node == 0:
+        if (task := snapshot.task) is not None and task.node == 0 and not snapshot.is_donated:
             events = WorkerEventWriter(task.events or None, snapshot.draft.round, task.rank)
             events.write("snapshot", f"step {snapshot.draft.step} is in memory ({task.why})", snapshot.draft.step)
 
@@ -394,33 +380,16 @@ class Writer:
     # --- saving at a fault ----------------------------------------------------------------------------------------
 
     def _do_donor(self, rank: socket.socket, message: Message) -> None:
-        self._donors[rank] = message["round"]
+        self._donors.add(rank, message["round"])
 
     def _do_donate(self, launcher: socket.socket, message: Message) -> None:
-        self._saving[launcher] = set()
-        for donor, round in self._donors.items():
-            if round == message["round"] and peer.runs(donor):
-                with contextlib.suppress(OSError):  # its end of file follows
-                    _send(donor, {"save": round, "write": message.get("write", False)})
-                    self._saving[launcher].add(donor)
-        self._do_donated(launcher, {})
+        self._donors.request(launcher, message["round"])
 
     def _do_saving(self, rank: socket.socket, message: Message) -> None:
-        self._busy.add(rank)
-        self._report_donors()
+        self._donors.begun(rank)
 
     def _do_donated(self, rank: socket.socket, message: Message) -> None:
-        self._busy.discard(rank)
-        for donors in self._saving.values():
-            donors.discard(rank)
-        self._report_donors()
-
-    def _report_donors(self) -> None:
-        for launcher, donors in list(self._saving.items()):
-            if not donors:
-                del self._saving[launcher]
-            with contextlib.suppress(OSError):
-                _send(launcher, {"busy": len(donors & self._busy)} if donors else {})
+        self._donors.done(rank)
 
     def _do_lend(self, rank: socket.socket, message: Message) -> None:
         filled = {fill.buffer for fill in self._fills if len(fill.copied) < fill.shares or fill.copying}
@@ -435,6 +404,11 @@ class Writer:
         _send(rank, {})
 
     # --- results --------------------------------------------------------------------------------------------------
+
+    def _do_flush(self, launcher: socket.socket, message: Message) -> None:
+        self._is_last = True
+        self._flushes.append(launcher)
+        self._changed.notify_all()
 
     def _do_wait(self, rank: socket.socket, message: Message) -> None:
         self._waiting.append(((message["round"], message["number"]), rank))
@@ -464,6 +438,15 @@ class Writer:
                     self._waiting.remove((key, rank))
                     with contextlib.suppress(OSError):
                         _send(rank, self._results.get(key) or self._result_in_header(key))
+            while self._flushes and not self._tasks():
+                with contextlib.suppress(OSError):
+                    _send(self._flushes.pop(), self._newest_result())
+
+    def _newest_result(self) -> Message:
+        number = self._buffers.newest()
+        held = None if number is None else self._buffers.held[number]
+        why = self._results.get(held.key, {}).get("why", "") if held else ""
+        return {"step": held.draft.step, "path": held.path, "why": why} if held else {}
 
     def _result_in_header(self, key: Key) -> Message:
         """What an earlier writer process made of this save."""
@@ -480,8 +463,7 @@ class Writer:
             return
         events = WorkerEventWriter(task.events or None, draft.round, task.rank)
         if entry is not None:
-            reason = f"checkpoint of step {draft.step} saved ({task.why})"
-            now = time.monotonic()
+            reason, now = f"checkpoint of step {draft.step} saved ({task.why})", time.monotonic()
             written_s = now - self._whole_at.get(snapshot.key, now)
             seconds = {"seconds": task.blocked_s, "written_seconds": task.blocked_s + written_s}
             fields = {"path": str(entry.path), "bytes": entry.manifest.total_bytes}
@@ -497,7 +479,7 @@ class Writer:
         while (number := self._next()) is not None:
             snapshot = self._buffers.held[number]
             assert snapshot is not None
-            if not snapshot.files:
+            if not snapshot.files and not self._is_last:
                 self._buffers.provide(number)
             entry, why = self._write(number, snapshot)
             with self._changed:
@@ -509,15 +491,15 @@ class Writer:
             os.write(self._wake_write, b"\0")
             if entry is not None:
                 self._retain(snapshot)
-            if not self._ending and not snapshot.files:
+            if not (self._ending or self._is_last or snapshot.files):
                 self._buffers.provide(number)
 
     def _next(self) -> int | None:
         """Wait for the buffer with the newest state that is to be written, and mark it; None at the end."""
         with self._changed:
             while True:
-                tasks = [(held.key, at) for at, held in enumerate(self._buffers.held) if held and held.task]
-                rest_s = 0.0 if self._ending else self._rests_until - time.monotonic()
+                tasks = self._tasks()
+                rest_s = 0.0 if self._ending or self._is_last else self._rests_until - time.monotonic()
                 if tasks and rest_s > 0:
                     self._changed.wait(rest_s)
                     continue
@@ -527,6 +509,12 @@ class Writer:
                 if self._ending:
                     return None
                 self._changed.wait()
+
+    def _tasks(self) -> list[tuple[Key, int]]:
+        """What is to be written, and the buffers that it is in."""
+        every = [(held.key, at) for at, held in enumerate(self._buffers.held) if held and held.task]
+        newest = self._buffers.newest() if self._is_last else None
+        return [(key, at) for key, at in every if donated_step(key[1]) is None or at == newest]
 
     def _write(self, number: int, snapshot: Snapshot) -> tuple[api.Entry | None, str]:
         task, draft = snapshot.task, snapshot.draft
@@ -561,19 +549,13 @@ class Writer:
         return why
 
     def _retain(self, snapshot: Snapshot) -> None:
-        assert snapshot.task is not None
+        task = snapshot.task
+        assert task is not None
         try:
-            retain(snapshot.task.directory, snapshot.draft.round, snapshot.task.keep, snapshot.task.keep_every)
+            retain(task.directory, snapshot.draft.round, task.keep, task.keep_every)
         except OSError as error:
-            events = WorkerEventWriter(snapshot.task.events or None, snapshot.draft.round, snapshot.task.rank)
+            events = WorkerEventWriter(task.events or None, snapshot.draft.round, task.rank)
             events.write("message", f"old checkpoints could not be deleted: {error}", snapshot.draft.step)
-
-
-def _same_fault(fill: Fill, older: Fill) -> bool:
-    """Another rank is copying the same step after the same fault."""
-    step = donated_step(fill.key[1])
-    same = (fill.key[0], step) == (older.key[0], donated_step(older.key[1]))
-    return step is not None and same and bool(older.copying) and not older.failed
 
 
 def _entry(path: str) -> api.Entry:

@@ -229,6 +229,33 @@ def test_eviction_that_ends_in_a_kill_costs_no_step(job: StartJob, tmp_path: Pat
 
 
 @pytest.mark.system
+@pytest.mark.parametrize(
+    ("faults", "args", "flags", "last"),
+    [
+        pytest.param([Fault(1, 13, "SIGKILL")], [], ["--max-restarts", "0"], 12, id="killed"),
+        pytest.param([Fault(0, 13, "SIGKILL")], [], ["--max-restarts", "0"], 12, id="rank-0-killed"),
+        pytest.param([], ["--fail-at", "1,1,13"], ["--max-restarts", "0"], 12, id="raised"),
+        pytest.param([Fault(1, 13, "stop")], [], ["--max-restarts", "0", *HANGS], 12, id="hang"),
+        pytest.param([Fault(0, 13, "SIGKILL"), Fault(1, 13, "SIGKILL")], [], ["--max-restarts", "0"], 10, id="all"),
+    ],
+)
+def test_last_step_of_a_job_that_gives_up_is_a_checkpoint(
+    job: StartJob, tmp_path: Path, whole: Job, faults: list[Fault], args: list[str], flags: list[str], last: int
+) -> None:
+    directory = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    how: dict[str, Any] = IMPATIENT if HANGS[0] in flags else {}
+    run = job("donor.py", "--steps", "60", "--every", "5", *args, faults=faults, flags=[*directory, *flags], **how)
+    assert run.wait() == 1
+    ended = run.event("job_ended", outcome="failed")
+    assert ended["reason"].endswith(f"; the next run resumes from step {last}")
+    again = job("donor.py", "--steps", "20", flags=directory)
+    assert again.wait() == 0
+    assert [event["step"] for event in again.events("resumed")] == [last]
+    expected = {step: found for _, step, found in digests(whole, "steps") if step <= 20}
+    assert all(expected[step] == found for _, step, found in digests(again, "steps"))
+
+
+@pytest.mark.system
 def test_evicted_node_that_is_killed_costs_the_others_no_step(nodes: Callable[[str], Nodes], tmp_path: Path) -> None:
     three = nodes("2:3")
     flags = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--shutdown-timeout", "1"]

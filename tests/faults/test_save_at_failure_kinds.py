@@ -54,8 +54,11 @@ def test_usual_way_to_train_repeats_no_step_and_loses_no_bit(job: StartJob, kind
         ("clamped_once", 13, "what is attached was changed after session.step()"),
         ("replaced_optimizer", 13, "what is attached was changed after session.step()"),
         ("diverging", 13, "a communication hook"),
-        pytest.param("hooked_optimizer", 13, "an optimizer has hooks for its state_dict", marks=pytest.mark.system),
-        pytest.param("lr_in_a_tensor", 13, "values that can change in place", marks=pytest.mark.system),
+        ("hooked_optimizer", 13, "an optimizer has hooks for its state_dict"),
+        ("lr_in_a_tensor", 13, "values that can change in place"),
+        ("unfrozen", 13, "other parameters are trained than before"),
+        ("unfrozen_apart", 13, "other parameters are trained than before"),
+        ("never_stepped", 13, "no attached optimizer has made a step"),
     ],
 )
 def test_state_that_is_not_that_of_a_step_is_never_saved(job: StartJob, kind: str, step: int, why: str) -> None:
@@ -65,3 +68,16 @@ def test_state_that_is_not_that_of_a_step_is_never_saved(job: StartJob, kind: st
     assert why in run.err
     noted = {step: found for round_, step, found in digests(run, "steps") if round_ == 1}
     assert all(noted[step] == found for _, step, found in digests(run, "restored"))
+
+
+@pytest.mark.parametrize("kind", ["plateau_on_rank_0", "plateau_apart"])
+@pytest.mark.parametrize(("dies", "step"), [(0, 10), (1, 12)])
+def test_scheduler_that_follows_each_ranks_own_loss(job: StartJob, kind: str, dies: int, step: int) -> None:
+    """Rank 0's state counts, as in a save; the next round's first save refuses the scheduler and gives the remedy."""
+    run = job("kinds.py", kind, faults=[Fault(dies, 13, "SIGKILL")], flags=FLAGS)
+    assert run.wait() == 0
+    assert run.events("resumed")[0]["step"] == step
+    assert "rank 1 cannot save its state at a fault: scheduler may differ from rank 0's" in run.err
+    assert "the state of scheduler on rank 1 differs from rank 0's" in run.err
+    noted = {step: found for _, step, found in digests(run, "steps")}
+    assert noted[step] == digests(run, "restored")[0][2]

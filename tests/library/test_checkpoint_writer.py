@@ -412,7 +412,9 @@ def test_rank_takes_over_from_one_that_dies_while_it_saves_at_a_fault(node: Node
     finish_at_fault(saves, second, 12, 2)
 
 
-def finish_at_fault(saves: Saves, rank: WriterClient, step: int, number: int) -> None:
+def finish_at_fault(
+    saves: Saves, rank: WriterClient, step: int, number: int, task: Callable[[], WriteTask] | None = None
+) -> None:
     """Save as soon as the writer lends a buffer, as a rank does at a fault; what it holds stays until then."""
     layout = saves.layout(step)
     draft, number = saves.draft(layout, step), donated_number(step, number)
@@ -428,7 +430,7 @@ def finish_at_fault(saves: Saves, rank: WriterClient, step: int, number: int) ->
     layout.copy_shared(functools.partial(write_at, fd), 0, 1)
     layout.copy_own(fd)
     os.close(fd)
-    rank.copied(draft, number, 0)
+    rank.copied(draft, number, 0, task)
     wait_for(lambda: saves.held() == step, f"the state of step {step}")
     rank.close()
 
@@ -472,3 +474,62 @@ def test_state_is_saved_at_a_fault_once_a_rank_that_copies_a_save_has_ended(node
     finally:
         if child:
             os.kill(child, signal.SIGKILL)
+
+
+HELD_DISK = """
+import os, runpy, sys, time
+gate, fsync = sys.argv.pop(1), os.fsync
+
+def held(fd):
+    while os.path.exists(gate):
+        time.sleep(0.005)
+    fsync(fd)
+
+os.fsync, sys.argv = held, sys.argv[3:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def flush(node: Node) -> dict[str, Any]:
+    """As the launcher does when no round follows."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as launcher:
+        launcher.settimeout(30)
+        launcher.connect(str(node.path))
+        launcher.send(b'{"do": "flush"}')
+        answer: dict[str, Any] = json.loads(launcher.recv(4096))
+        return answer
+
+
+def test_fault_while_the_disk_writes_one_save_and_a_rank_copies_the_next(
+    node: Node, saves: Saves, tmp_path: Path
+) -> None:
+    """No buffer is free until the copying rank has ended; what the disk is writing stays as it is."""
+    gate = tmp_path / "gate"
+    node.end()
+    node.start(sys.executable, "-c", HELD_DISK, str(gate))
+    saves.save(1)
+    assert saves.wait()["saved"]
+    gate.touch()
+    saves.save(2)
+    wait_for(lambda: list(saves.directory.glob(".r1-s2.*.staging/state.pt")), "the write")
+    layout = saves.layout(3)
+    os.close(saves.ranks[0].begin(saves.draft(layout, 3), 3, 0, 2, layout.shared_digest)[0])
+    donor = node.client()
+    with pytest.raises(SnapshotRefused, match=STILL_COPIED):
+        donor.begin(saves.draft(layout, 3), donated_number(3, 1), 0, 1, layout.shared_digest)
+    saves.ranks[0].close()
+    finish_at_fault(saves, donor, 3, 1, saves.task)
+    gate.unlink()
+    node.end()
+    assert saves.on_disk() == [2, 1], "a round may resume from the state that was saved at the fault"
+    node.start()
+    assert flush(node) == {"step": 3, "path": str(saves.directory / "r1-s3"), "why": ""}
+    assert saves.on_disk() == [3, 2, 1]
+
+
+def test_flush_says_why_the_last_state_is_not_on_the_disk(node: Node, saves: Saves) -> None:
+    assert flush(node) == {}
+    saves.directory.write_text("a file where a directory should be")
+    finish_at_fault(saves, node.client(), 3, 1, saves.task)
+    result = flush(node)
+    assert (result["step"], result["path"]) == (3, "") and result["why"]

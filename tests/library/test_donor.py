@@ -28,7 +28,7 @@ def test_launcher_gets_an_answer_whatever_a_rank_raises() -> None:
     donor._catch_up, donor._give_up = fail, functools.partial(setattr, donor, "_why")
     with writer, rank:
         for _ in range(2):
-            writer.send(json.dumps({"save": 1, "write": True}).encode())
+            writer.send(json.dumps({"save": 1}).encode())
         writer.shutdown(socket.SHUT_WR)
         assert Donor._answer_requests(donor) == ""
         answers = [json.loads(writer.recv(100))["do"] for _ in range(4)]

@@ -220,7 +220,7 @@ def test_node_without_copies_saves_at_a_fault(start: Any, nodes: Nodes, tmp_path
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as launcher:
         launcher.connect(str(where[1].path))
         launcher.settimeout(10)
-        launcher.send(json.dumps({"do": "donate", "round": 1, "write": False}).encode())
+        launcher.send(json.dumps({"do": "donate", "round": 1}).encode())
         while json.loads(launcher.recv(4096)):
             pass
     messages = [event.reason for event in job.ranks[1].read_events()]

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from elasticd.errors import StoreRefused
 from elasticd.heartbeat import record as heartbeat
@@ -47,6 +48,8 @@ from elasticd_agent.workers.manager import (
 
 LATE_S = 0.25
 """A thread that wakes later than this did not run: the machine was suspended, or all cores were taken."""
+LAST_WRITE_S, LAST_WRITE_OF_STOP_S = 30.0, 6.0
+"""How long the end of a job waits for the checkpoint of its last step; a service manager gives a stop little time."""
 TIMER_DELAY_S = 0.1
 """Messages that arrived meanwhile are read first, before a timer counts something as missing."""
 
@@ -103,6 +106,8 @@ class JobLoop:
         self._rendezvous_at: float | None = 0.0  # at once: there may be no other node to send the first message
         self._waiting_for_master: tuple[Round, tuple[WorkerSpec, ...]] | None = None
         self._master: notices.MasterKnown | None = None
+        self._saved_last = False
+        """The ranks of the last group had a moment to save their state before they were killed."""
         self._pause_round = 0
         """The round for which the leader wants a pause."""
         self._launcher_settled = False
@@ -288,7 +293,8 @@ class JobLoop:
         for number in [number for number, at in self._kill_at.items() if at <= now]:
             del self._kill_at[number]
             self._listener.log(f"round {number}: the workers did not stop in time and are killed")
-            self._events.extend(self.workers.signal(number, signal.SIGKILL, save=True, write=True))
+            self._saved_last = True
+            self._events.extend(self.workers.signal(number, signal.SIGKILL, save=True))
         if (at := self._monitor.at) is not None and now >= at:
             self._observe(now)
 
@@ -299,7 +305,8 @@ class JobLoop:
             case messages.StartGroup(round):
                 self._start(round)
             case messages.KillGroup(number, _):
-                self._end_group(number, signal.SIGKILL, save=self._continues())
+                self._saved_last = self._is_last_step_wanted()
+                self._end_group(number, signal.SIGKILL, save=self._saved_last)
             case messages.StopGroup(number, why, grace_s, name):
                 self._listener.log(why)
                 self._kill_at[number] = time.monotonic() + grace_s
@@ -317,7 +324,31 @@ class JobLoop:
             case messages.Leave(exit_code, why):
                 self._exit_code = exit_code
                 self._log_hang_summary()
-                self._listener.on(JobLeft(exit_code, why, self.round), time.monotonic())
+                left = JobLeft(exit_code, "; ".join(filter(None, (why, self._save_last_step()))), self.round)
+                self._listener.on(left, time.monotonic())
+
+    def _save_last_step(self) -> str:
+        """Wait until what a rank saved at the last fault is written, or a stop; returns where the next run resumes."""
+        failed = self.round is not None and self.round.outcome == "failed"
+        written: dict[str, Any] = {}
+        if self._saved_last:
+            self._due_by = None  # this thread is not late
+            self.workers.flush()
+            deadline = time.monotonic() + (LAST_WRITE_S if failed else LAST_WRITE_OF_STOP_S)
+            while not written and (left_s := deadline - time.monotonic()) > 0:
+                with contextlib.suppress(queue.Empty):
+                    match self._inbox.get(timeout=left_s):
+                        case OwnerMessage({"kind": "flushed"} as written):
+                            pass
+                        case OwnerLost() | messages.StopRequested() | messages.StopForced():
+                            break
+        saved = self._rendezvous.facts.checkpoint
+        step = saved[1] if saved is not None else None
+        if written.get("path"):
+            step = written["step"]
+        elif why := written.get("why"):
+            self._listener.log(f"the checkpoint of step {written['step']} could not be written: {why}")
+        return f"the next run resumes from step {step}" if failed and step is not None else ""
 
     def _log_hang_summary(self) -> None:
         """A job that failed by a hang ends with its culprit; `elasticd explain` shows more."""
@@ -344,6 +375,7 @@ class JobLoop:
         except OSError as error:  # no space for the heartbeat records, no access to the log directory
             self._events.append(messages.StartFailed(round.number, str(error), time.monotonic()))
             return
+        self._saved_last = False
         self._monitor.begin(round, prepared, time.monotonic())
         if round.group_rank(self.node) == 0:
             self.workers.start(round, prepared.workers, None)
@@ -359,11 +391,12 @@ class JobLoop:
                 self._waiting_for_master = None
                 self.workers.start(round, workers, (self._master.address, self._master.port))
 
-    def _continues(self) -> bool:
-        """Another round may follow, and this node be in it."""
+    def _is_last_step_wanted(self) -> bool:
+        """By another round that may follow, or by another run after this one has failed."""
         phase = self.phase
-        ends = isinstance(phase, messages.Stopping) and (phase.stop is not None or (phase.then and phase.then.terminal))
-        return not ends
+        if not isinstance(phase, messages.Stopping):
+            return True
+        return phase.stop is None and (phase.then is None or phase.then.outcome in (None, "failed"))
 
     def _end_group(self, number: int, signum: signal.Signals, *, save: bool = False) -> None:
         self._monitor.ending()

@@ -308,13 +308,12 @@ class WorkerManager:
             self._owner.send(do="signal", group=name, signal=int(signal.SIGKILL))
         self._stores.clear()
 
-    def signal(self, number: int, signum: int, *, save: bool = False, write: bool = False) -> list[Event]:
+    def signal(self, number: int, signum: int, *, save: bool = False) -> list[Event]:
         """Signal every process of the round's group at once. Any signal ends a group that has not started yet.
 
-        With `save`, workers that survive have a moment to save the state of their last step in memory; with `write`, it
-        becomes a checkpoint.
+        With `save`, workers that survive have a moment to save the state of their last step in memory.
         """
-        wish = {"save": number, "write": write} if save else {}
+        wish = {"save": number} if save else {}
         running = [name for name, group in self._groups.items() if group.round.number == number]
         for name in running:
             self._owner.send(do="signal", group=name, signal=int(signum), **wish)
@@ -349,6 +348,10 @@ class WorkerManager:
                 for rank, worker in zip(group.round.ranks(self._node), group.workers, strict=True):
                     if only is None or rank == only:
                         write_request(worker.heartbeat, request)
+
+    def flush(self) -> None:
+        """No round follows: make the newest state in memory a checkpoint. The owner's message `flushed` follows."""
+        self._owner.send(do="flush")
 
     def close(self) -> None:
         """End the owner and every process it has."""

@@ -318,6 +318,61 @@ def lr_in_a_tensor(job: Kind) -> None:
 
 
 @kind
+def unfrozen(job: Kind) -> None:
+    """From step 11 on another layer is trained, which DistributedDataParallel averages."""
+    job.ddp(find_unused_parameters=True)
+    job.net[0].requires_grad_(False)
+    job.after = lambda: job.net[0].requires_grad_(job.session.steps >= 10) and None
+
+
+@kind
+def unfrozen_apart(job: Kind) -> None:
+    """DistributedDataParallel does not know the layer: each rank trains it for itself."""
+    job.net[0].requires_grad_(False)
+    job.ddp()
+    job.after = lambda: job.net[0].requires_grad_(job.session.steps >= 10) and None
+
+
+@kind
+def never_stepped(job: Kind) -> None:
+    """The attached optimizer is not what trains."""
+    job.ddp()
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        job.loss(x, y).backward()
+        with torch.no_grad():
+            for parameter in job.net.parameters():
+                parameter -= 0.01 * parameter.grad
+                parameter.grad = None
+
+    job.train = train
+
+
+def plateau(job: Kind, metric: Callable[[], float | None]) -> None:
+    job.ddp()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, factor=0.5, patience=0)
+    job.attached["scheduler"] = scheduler
+
+    def step() -> None:
+        found = metric() if job.session.steps >= 10 else 1.0 / (1 + job.session.steps)
+        if found is not None:
+            scheduler.step(found)
+
+    job.then(step)
+
+
+@kind
+def plateau_on_rank_0(job: Kind) -> None:
+    plateau(job, lambda: None if job.session.rank else float(job.session.steps))
+
+
+@kind
+def plateau_apart(job: Kind) -> None:
+    """By each rank's own loss."""
+    plateau(job, lambda: float(job.session.steps) * (-1) ** job.session.rank)
+
+
+@kind
 def diverging(job: Kind) -> None:
     """Each rank trains for itself between averages."""
     job.ddp()

@@ -9,9 +9,9 @@ Runs as `python -I -S owner.py FD RUNTIME_DIR [KEPT_FD ...]`, in one thread, wit
 of ours that need no more. It keeps each KEPT_FD open for as long as it has a process to end: a lock on one shows that.
 
 Messages are one JSON object a packet. Requests of the agent ("do"): writer, template, park, make_contexts, release,
-release_held, exec, signal, end_template. Reports to the agent ("kind"): template_ready, template_ended, parked,
-contexts_made, refused, store_ready, started, released, exited, ended, reaped. `ended` lists the processes that survive
-SIGKILL (`unkillable`); `reaped` follows when one of them has died.
+release_held, exec, signal, flush, end_template. Reports to the agent ("kind"): template_ready, template_ended, parked,
+contexts_made, refused, store_ready, started, released, exited, ended, reaped, flushed. `ended` lists the processes that
+survive SIGKILL (`unkillable`); `reaped` follows when one of them has died.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Owner:
         self.template: socket.socket | None = None
         self.template_pid = 0
         self.writer: WriterProcess | None = None
+        self.flushing: socket.socket | None = None
+        """Where the writer says that everything is on the disk."""
         self.early_exits: dict[int, tuple[int, float]] = {}
         """Exits of children that the template has not reported yet: pid -> status, time."""
         self.unkillable: set[int] = set()
@@ -105,6 +107,8 @@ class Owner:
                     self.receive_from_donors(saving[fd])
                 elif fd in contexts:
                     self.context_made(contexts[fd])
+                elif self.flushing is not None and fd == self.flushing.fileno():
+                    self.flushed()
                 elif self.writer is not None:
                     self.poll.unregister(fd)  # the writer itself listens until it ends
                     self.writer.start()
@@ -136,6 +140,22 @@ class Owner:
         """Hold memory for saved states, and start the writer when a rank connects to its socket: {argv, env}."""
         self.writer = WriterProcess(message["argv"], message["env"], self.runtime_dir)
         self.poll.register(self.writer.listener.fileno(), select.POLLIN)
+
+    def do_flush(self, message: Message) -> None:
+        """No round follows: have the writer write what it holds. `flushed` follows, with what became of it."""
+        self.flushing = self.writer.request_flush() if self.writer is not None else None
+        if self.flushing is None:
+            self.send("flushed")
+        else:
+            self.poll.register(self.flushing.fileno(), select.POLLIN)
+
+    def flushed(self) -> None:
+        assert self.flushing is not None
+        answer = receive(self.flushing)
+        self.poll.unregister(self.flushing.fileno())
+        self.flushing.close()
+        self.flushing = None
+        self.send("flushed", **answer)
 
     # --- the template -------------------------------------------------------------------------------------------
 
@@ -352,10 +372,9 @@ class Owner:
     # --- signals ------------------------------------------------------------------------------------------------
 
     def do_signal(self, message: Message) -> None:
-        """{group, signal[, save, write]}: SIGKILL also reaches the store, and what the workers left behind.
+        """{group, signal[, save]}: SIGKILL also reaches the store, and what the workers left behind.
 
-        With `save`, the number of the round, survivors first save the state of their last step, until a deadline; with
-        `write`, the writer makes it a checkpoint.
+        With `save`, the number of the round, survivors first save the state of their last step, until a deadline.
         """
         group = self.groups.get(message["group"])
         if group is None:
@@ -373,7 +392,7 @@ class Owner:
 
     def request_save(self, group: OwnedGroup, message: Message) -> bool:
         if group.saving is None and self.writer is not None and group.workers():
-            group.saving = self.writer.request_save(message["save"], message.get("write", False))
+            group.saving = self.writer.request_save(message["save"])
             if group.saving is not None:
                 group.saving_since = time.monotonic()
                 group.save_until = group.saving_since + self.writer.longest_save_s(False)
@@ -383,10 +402,7 @@ class Owner:
     def receive_from_donors(self, group: OwnedGroup) -> None:
         """They are done, or so many have begun: these get more time than ranks that cannot even begin."""
         assert group.saving is not None and self.writer is not None
-        try:
-            message = json.loads(group.saving.recv(PACKET) or b"{}")
-        except OSError:
-            message = {}
+        message = receive(group.saving)
         if "busy" in message:
             group.save_until = group.saving_since + self.writer.longest_save_s(message["busy"] > 0)
         else:
@@ -523,6 +539,15 @@ class Owner:
             self.writer.end()
         end_children(2 * LEFTOVER_GRACE_S, except_pids=self.unkillable)
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+
+def receive(connection: socket.socket) -> Message:
+    """An answer of the writer, {} if it has ended."""
+    try:
+        answer: Message = json.loads(connection.recv(PACKET) or b"{}")
+    except OSError:
+        return {}
+    return answer
 
 
 def main() -> None:

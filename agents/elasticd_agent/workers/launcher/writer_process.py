@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import time
+from typing import Any
 
 from elasticd_agent.system.process import signal_child, spawn
 from elasticd_agent.workers.launcher.sockets import encode
@@ -59,18 +60,27 @@ class WriterProcess:
             for fd in fds:
                 os.set_inheritable(fd, False)
 
-    def request_save(self, round: int, write: bool) -> socket.socket | None:
+    def request_save(self, round: int) -> socket.socket | None:
         """Ask the surviving ranks of a round to save their state; the answer means that they have, or cannot.
 
-        With `write`, what they save is written to disk. None if there is no rank to ask.
+        None if there is no rank to ask.
         """
+        return self._request({"do": "donate", "round": round})
+
+    def request_flush(self) -> socket.socket | None:
+        """Have everything written that is in memory; the answer says what became of the newest state. None without a
+        writer.
+        """
+        return self._request({"do": "flush"})
+
+    def _request(self, message: dict[str, Any]) -> socket.socket | None:
         if not self.pid:
             return None
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)
         try:
             connection.connect(self.listener.getsockname())
-            connection.send(encode({"do": "donate", "round": round, "write": write}))
+            connection.send(encode(message))
         except OSError:
             connection.close()
             return None
