@@ -19,6 +19,11 @@ class DonorRequests:
         """The ranks for which a launcher waits."""
         self._begun: set[socket.socket] = set()
 
+    @property
+    def are_busy(self) -> bool:
+        """A launcher waits for ranks."""
+        return bool(self._waiting)
+
     def add(self, rank: socket.socket, round: int) -> None:
         self._rounds[rank] = round
 

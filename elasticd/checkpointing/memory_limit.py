@@ -6,6 +6,7 @@ reclaimed. Sources: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rs
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -15,10 +16,7 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 def available_bytes() -> tuple[int, str]:
     """The smallest of the limits, and its name. What cannot be read is no limit."""
     limits = [(_machine(), "of this machine's memory")]
-    for unified, controller in ((True, ""), (False, "memory")):
-        group = _CGROUPS / controller / _own_group(controller).lstrip("/")
-        if not group.exists():
-            group = _CGROUPS / controller  # a container that sees its own group as the root
+    for group, unified in _groups():
         while group.is_relative_to(_CGROUPS):
             try:
                 limit = int((group / ("memory.max" if unified else "memory.limit_in_bytes")).read_text())
@@ -28,6 +26,25 @@ def available_bytes() -> tuple[int, str]:
                 pass  # the root group, or no limit ("max")
             group = group.parent
     return min(limits)
+
+
+def oom_kills() -> int:
+    """How many processes of this process's cgroup the kernel has killed for lack of memory; 0 where it does not say."""
+    for group, unified in _groups():
+        try:
+            lines = (group / ("memory.events" if unified else "memory.oom_control")).read_text().splitlines()
+            return next(int(count) for name, count in map(str.split, lines) if name == "oom_kill")
+        except (OSError, ValueError, StopIteration):
+            pass
+    return 0
+
+
+def _groups() -> Iterator[tuple[Path, bool]]:
+    """This process's cgroup, in version 2 (True) and under version 1's memory controller."""
+    for unified, controller in ((True, ""), (False, "memory")):
+        group = _CGROUPS / controller / _own_group(controller).lstrip("/")
+        # A container may see its own group as the root.
+        yield group if group.exists() else _CGROUPS / controller, unified
 
 
 def _machine() -> int:

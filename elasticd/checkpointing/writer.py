@@ -44,6 +44,7 @@ needs no torch. SIGTERM lets it finish what is to be written. docs/adr/0009 has 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import selectors
@@ -78,7 +79,7 @@ from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.donor_requests import DonorRequests
 from elasticd.checkpointing.file_fill import FileFill
 from elasticd.checkpointing.manifest import Manifest, parse, read
-from elasticd.checkpointing.memory_limit import available_bytes
+from elasticd.checkpointing.memory_limit import available_bytes, oom_kills
 from elasticd.checkpointing.retention import retain
 from elasticd.checkpointing.shard_server import NICE, SPARE_BYTES, PartnerCopy, ShardServer
 from elasticd.errors import CheckpointError
@@ -121,6 +122,8 @@ class Writer:
         self._flushes: list[socket.socket] = []
         self._donors = DonorRequests()
         self._at_fault = FileFill(buffers, self._refusal)
+        self._oom_kills = oom_kills()
+        self._gives_up_copies = False
         self._locks: dict[tuple[str, str, str], DirectoryLock] = {}
         self._changed = threading.Condition()
         self._server: ShardServer | None = None
@@ -133,12 +136,12 @@ class Writer:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._write_all, name="checkpoint-writer")
 
-    def run(self) -> None:
-        """Until SIGTERM and the end of the last write."""
+    def run(self) -> int:
+        """Until SIGTERM and the end of the last write. Returns the exit code: ENOMEM if its copies are given up."""
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_ending", True))
         self._thread.start()
-        while not self._ending:
+        while not self._ending and not (self._gives_up_copies and self._is_idle()):
             for ready, _ in self._selector.select():
                 if ready.fileobj is self._listener:
                     self._accept()
@@ -151,9 +154,15 @@ class Writer:
                     self._receive(ready.fileobj)
             self._answer_waiting()
         with self._changed:
+            self._ending = True
             self._changed.notify_all()
         self._thread.join()
         self._answer_waiting()
+        return errno.ENOMEM if self._gives_up_copies else 0
+
+    def _is_idle(self) -> bool:
+        with self._changed:
+            return not (self._tasks() or self._donors.are_busy or any(fill.copying for fill in self._fills))
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -384,6 +393,11 @@ class Writer:
 
     def _do_donate(self, launcher: socket.socket, message: Message) -> None:
         self._donors.request(launcher, message["round"])
+        if (
+            oom_kills() > self._oom_kills
+        ):  # the copies may be what was too much: the disk gets them, and no more are made
+            self._is_last = self._gives_up_copies = True
+            self._changed.notify_all()
 
     def _do_saving(self, rank: socket.socket, message: Message) -> None:
         self._donors.begun(rank)
@@ -575,7 +589,7 @@ def main() -> None:
         Path("/proc/self/comm").write_bytes(b"elasticd-writer")
     for fd in (listener, headers, *buffers):
         os.set_inheritable(fd, False)
-    Writer(socket.socket(fileno=listener), Buffers(headers, buffers)).run()
+    sys.exit(Writer(socket.socket(fileno=listener), Buffers(headers, buffers)).run())
 
 
 if __name__ == "__main__":

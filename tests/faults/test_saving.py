@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults.conftest import StartJob
-from tests.faults.job import until
+from tests.faults.job import Fault, until
 
 pytestmark = pytest.mark.system
 
+CGROUPS = Path("/sys/fs/cgroup")
 SMALL = 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"'
 
 
@@ -58,3 +62,45 @@ def test_writer_and_owner_die_and_dev_shm_is_small(job: StartJob, tmp_path: Path
 
     run.process.terminate()
     assert run.wait() == 128 + signal.SIGTERM
+
+
+@contextlib.contextmanager
+def memory_limit(megabytes: int) -> Iterator[list[str]]:
+    """A command's head: a control group with so much memory, as a container has; skips without the right to make it."""
+    first = CGROUPS / "memory" / "memory.limit_in_bytes"
+    group = (first.parent if first.exists() else CGROUPS) / f"elasticd-test-{uuid.uuid4()}"
+    try:
+        group.mkdir()
+        (group / (first.name if first.exists() else "memory.max")).write_text(str(megabytes << 20))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "-"]
+    finally:
+        group.rmdir()
+
+
+def test_memory_limit_below_two_copies(job: StartJob, tmp_path: Path) -> None:
+    """Checkpoints are written while training waits, and nothing is killed."""
+    directory = tmp_path / "checkpoints"
+    how = ["--steps", "40", "--every", "10", "--ballast", str(300 << 20)]
+    with memory_limit(1500) as prefix:
+        run = job("resume.py", *how, prefix=prefix, flags=["--checkpoint-dir", str(directory)])
+        assert run.wait() == 0
+    assert "while training waits: two copies of a state of 300 MB take 664 MB more, and " in run.err
+    assert "left below the memory limit of 1500 MB" in run.err
+    assert [event["step"] for event in run.events("checkpoint_saved")] == [10, 20, 30, 40]
+    assert not run.events("round_published", round=2)
+
+
+def test_copies_are_given_up_when_the_memory_does_not_suffice(job: StartJob, tmp_path: Path) -> None:
+    """They fit beside the training, but not beside a restore, which has two states a rank here."""
+    directory = tmp_path / "checkpoints"
+    how = ["--steps", "40", "--every", "10", "--ballast", str(300 << 20)]
+    with memory_limit(2000) as prefix:
+        faults = [Fault(1, 25, "SIGKILL")]
+        run = job("resume.py", *how, prefix=prefix, faults=faults, flags=["--checkpoint-dir", str(directory)])
+        assert run.wait() == 0, run.err
+    assert "no more copies of the state in memory: the kernel has killed a process of this job" in run.err
+    assert run.events("resumed")[-1]["step"] in (10, 20)
+    assert run.events("checkpoint_saved")[-1]["step"] == 40

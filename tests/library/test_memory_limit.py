@@ -59,3 +59,23 @@ def test_smallest_limit_counts(
     monkeypatch.setattr(memory_limit, "_machine", lambda: 10_000 * MB)
     monkeypatch.setattr(memory_limit, "_OWN_GROUPS", tmp_path / "own")
     assert memory_limit.available_bytes() == (left_mb * MB, where)
+
+
+@pytest.mark.parametrize(
+    ("own", "file", "text", "kills"),
+    [
+        ("0::/job", "job/memory.events", "low 0\noom 3\noom_kill 2\noom_group_kill 0", 2),
+        ("4:memory:/job", "memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 5", 5),
+        ("4:memory:/job", "memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0", 0),
+        ("0::/", "memory.stat", "anon 5", 0),
+    ],
+)
+def test_kills_for_lack_of_memory_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, file: str, text: str, kills: int
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(text)
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(memory_limit, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(memory_limit, "_OWN_GROUPS", tmp_path / "own")
+    assert memory_limit.oom_kills() == kills

@@ -203,9 +203,8 @@ class WorkerManager:
     def start(self, round: Round, workers: tuple[WorkerSpec, ...], master: Master | None) -> None:
         """Begin to start this node's group of `round`; GroupStarted or StartFailed follows.
 
-        Rank 0's node starts the round's store as well: `master` is None there, and StoreReady has its port. On other
-        nodes `master` is its address. Each worker waits until the last group's memory on its GPU is free; without a
-        warm launcher all wait for all.
+        Rank 0's node starts the round's store, too: `master` is None, and StoreReady has its port; elsewhere it is its
+        address. Each worker waits until the last group's memory on its GPU is free; with no warm launcher all for all.
         """
         self.end_store()
         self._memory.begin(self._unkillable)
@@ -350,7 +349,7 @@ class WorkerManager:
                         write_request(worker.heartbeat, request)
 
     def flush(self) -> None:
-        """No round follows: make the newest state in memory a checkpoint. The owner's message `flushed` follows."""
+        """No round follows: write the newest state in memory. The owner's message `flushed` follows."""
         self._owner.send(do="flush")
 
     def close(self) -> None:
@@ -420,6 +419,8 @@ class WorkerManager:
                 return self._exited(message)
             case "ended":
                 return self._group_ended(message)
+            case "without_writer":
+                self._report(f"there are no more copies of the state in memory: {message['why']}")
             case "reaped":
                 self._unkillable.discard(message["pid"])
                 return [ProcessReaped(message["pid"])]

@@ -62,7 +62,7 @@ class Ballast:
     """Makes a checkpoint as large as a test wants it."""
 
     def __init__(self, size: int) -> None:
-        self.content = torch.zeros(size, dtype=torch.uint8)
+        self.content = torch.ones(size, dtype=torch.uint8)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"content": self.content}

@@ -10,8 +10,8 @@ of ours that need no more. It keeps each KEPT_FD open for as long as it has a pr
 
 Messages are one JSON object a packet. Requests of the agent ("do"): writer, template, park, make_contexts, release,
 release_held, exec, signal, flush, end_template. Reports to the agent ("kind"): template_ready, template_ended, parked,
-contexts_made, refused, store_ready, started, released, exited, ended, reaped, flushed. `ended` lists the processes that
-survive SIGKILL (`unkillable`); `reaped` follows when one of them has died.
+contexts_made, refused, store_ready, started, released, exited, ended, reaped, flushed, without_writer. `ended` has the
+processes that survive SIGKILL (`unkillable`); `reaped` follows when one of them has died.
 """
 
 from __future__ import annotations
@@ -449,7 +449,9 @@ class Owner:
                 self.unkillable.discard(dead)
                 self.send("reaped", pid=dead)
             elif self.writer is not None and dead == self.writer.pid:
-                if self.writer.ended():
+                if why := self.writer.ended(status):
+                    self.send("without_writer", why=why)
+                else:
                     self.poll.register(self.writer.listener.fileno(), select.POLLIN)
             elif dead == self.template_pid:
                 self.template_pid = 0

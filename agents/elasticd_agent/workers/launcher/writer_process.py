@@ -7,13 +7,14 @@ connection starts another one, which finds the states in the same memory. A job 
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import time
 from typing import Any
 
-from elasticd_agent.system.process import signal_child, spawn
+from elasticd_agent.system.process import describe_status, signal_child, spawn
 from elasticd_agent.workers.launcher.sockets import encode
 
 SOCKET = "writer"
@@ -88,18 +89,28 @@ class WriterProcess:
 
     def longest_save_s(self, busy: bool) -> float:
         """How long ranks may take to copy a state before they are killed; `busy`: a rank has begun."""
-        held = max(os.fstat(fd).st_blocks * 512 for fd in self._memory)
+        held = max((os.fstat(fd).st_blocks * 512 for fd in self._memory), default=0)
         return max(SAVE_S, held * SAVE_S_PER_BYTE) * (BUSY_FACTOR if busy else 1)
 
-    def ended(self) -> bool:
-        """It was reaped; True if another one may be started."""
+    def ended(self, status: int) -> str:
+        """It was reaped. Returns why no other one is started, "" if one may be."""
         self.pid = 0
+        if os.waitstatus_to_exitcode(status) == errno.ENOMEM:
+            self.close()
+            return "the kernel has killed a process of this job for lack of memory"
         short = time.monotonic() - self._started_at < _SHORT_LIFE_S
         self._short_lives = self._short_lives + 1 if short else 0
         if self._short_lives < _MAX_SHORT_LIVES:
-            return True
+            return ""
+        self.close()
+        return f"their writer {describe_status(status)}, {_MAX_SHORT_LIVES} times in a row"
+
+    def close(self) -> None:
+        """States are held no longer, and ranks find no writer. The memory is free when no rank reads it any more."""
         self.listener.close()
-        return False
+        for fd in self._memory:
+            os.close(fd)
+        self._memory = []
 
     def end(self) -> None:
         """Let it finish, and return within END_GRACE_S. It is reaped here or later."""
