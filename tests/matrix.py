@@ -1,5 +1,7 @@
 """`make matrix`: the tests that measure no time, on each Python and torch that can be had here; writes README's table.
 
+What needs no torch runs once for each Python, with the newest torch; what needs torch runs in each cell.
+
 A cell is an environment below .venv-matrix, removed when its tests have ended: with CUDA's libraries it holds 5 GB, and
 uv keeps them once for all cells. What ran is kept in tests/matrix.json, and README's table is made from that alone.
 """
@@ -13,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -25,23 +28,26 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 NEWEST = "newest"
 TORCHES = ("2.6.0", "2.13.0", NEWEST)
 HEAD = (
-    "Tests that measure no time: the library, the launcher, the torchrun plug-in, configuration, a job that is",
-    "killed (`make matrix`, gloo on CPUs).",
+    "Tests that measure no time (`make matrix`, gloo on CPUs): with each torch the library, the workers, the torchrun",
+    "plug-in, torchrun's options and a job that is killed; with the newest one the tests that need no torch as well.",
     "",
 )
 TESTS = (
-    "tests/config",
+    "tests/config/test_torchrun_flags.py",
     "tests/examples/test_demo.py::test_demo_kills_recovers_and_draws",
-    "tests/job",
     "tests/library",
+    "tests/torchrun_plugin",
+    "tests/workers",
+)
+WITHOUT_TORCH = (
+    "tests/config",
+    "tests/job",
     "tests/model",
     "tests/rendezvous",
     "tests/scenarios",
     "tests/store",
     "tests/system",
     "tests/telemetry",
-    "tests/torchrun_plugin",
-    "tests/workers",
 )
 TIMED = (
     "tests/library/test_checkpoint_faults.py",
@@ -117,7 +123,7 @@ def run_cell(cell: str, python: str, torch: str) -> dict[str, object]:
     shutil.rmtree(environment, ignore_errors=True)
     try:
         why = install(environment, python, torch)
-        return {"not_had": why} if why else tested(environment)
+        return {"not_had": why} if why else tested(environment, (*TESTS, *(WITHOUT_TORCH if torch == NEWEST else ())))
     finally:
         shutil.rmtree(environment, ignore_errors=True)
 
@@ -147,14 +153,14 @@ def install(environment: Path, python: str, torch: str) -> str:
     return " ".join(done.stderr.split()) if done.returncode else ""
 
 
-def tested(environment: Path) -> dict[str, object]:
+def tested(environment: Path, tests: Sequence[str]) -> dict[str, object]:
     python = environment / "bin" / "python"
     asked = "import platform, torch; print(platform.python_version(), torch.__version__)"
     version, torch = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
-    cases = run_tests(environment, "--numprocesses=3", "--dist=loadfile")
+    cases = run_tests(environment, *tests, "--numprocesses=2", "--dist=loadfile")
     once = {name for name, outcome in cases.items() if outcome == "failed"}
     if 0 < len(once) <= FEW:  # the machine may have been too busy for them
-        cases |= run_tests(environment, "--last-failed")
+        cases |= run_tests(environment, *tests, "--last-failed")
     return {
         "python": version,
         "torch": torch,
@@ -164,7 +170,7 @@ def tested(environment: Path) -> dict[str, object]:
     }
 
 
-def run_tests(environment: Path, *more: str) -> dict[str, str]:
+def run_tests(environment: Path, *arguments: str) -> dict[str, str]:
     """Each test's name -> passed, skipped, failed."""
     report = environment / "report.xml"
     command = [
@@ -174,7 +180,7 @@ def run_tests(environment: Path, *more: str) -> dict[str, str]:
         "-q",
         f"--override-ini=cache_dir={environment / 'cache'}",
     ]
-    command += [f"--junitxml={report}", *more, *TESTS, *(f"--ignore={path}" for path in TIMED)]
+    command += [f"--junitxml={report}", *arguments, *(f"--ignore={path}" for path in TIMED)]
     command += [f"--deselect={test}" for test in ALSO_TIMED]
     variables = os.environ | {"PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
     with (FOLDER / f"{environment.name}.log").open("a") as log:
