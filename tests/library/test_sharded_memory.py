@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.library.conftest import Job, wait_for
+from tests.library.test_sharded import fsdp2
 from tests.library.writers import Node
 
 
@@ -50,6 +51,7 @@ RESUMED = {
 SLOW = [pytest.param(*each, id=name, marks=pytest.mark.system) for name, each in list(RESUMED.items())[:-1]]
 
 
+@fsdp2
 @pytest.mark.parametrize(("where", "ranks", "kind"), [RESUMED["a node is lost and one is new"], *SLOW])
 def test_state_is_resumed_from_memory(
     start: Any, nodes: list[Node], tmp_path: Path, where: list[int], ranks: int, kind: str

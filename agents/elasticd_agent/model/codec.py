@@ -37,8 +37,11 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; unknown fields are beside the known ones."""
-        known = {f.name: _json_value(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "unknown"}
-        return {**self.unknown, **known}
+        found = dict(self.unknown)
+        for name in _field_names(type(self)):
+            value = getattr(self, name)
+            found[name] = value if type(value) in _PLAIN else _json_value(value)
+        return found
 
     @classmethod
     def from_dict(cls: type[_R], raw: object) -> _R:
@@ -85,6 +88,15 @@ class Document(Record):
                 "run the same major version everywhere"
             )
         return cls.from_dict(raw)
+
+
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+"""Most values: a list of ten thousand jobs has two hundred thousand of them."""
+
+
+@functools.cache
+def _field_names(cls: type[Record]) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls) if f.name != "unknown")
 
 
 def _json_value(value: Any) -> Any:

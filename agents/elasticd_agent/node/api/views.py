@@ -6,7 +6,7 @@ Times of day are only subtracted from each other for a person to read.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from elasticd_agent.node.api.schema import AssignmentStatus, JobProgress, JobStatus, JobSummary, NodeSummary, Requested
@@ -115,27 +115,22 @@ def _ended(
     result: JobResult, now: float, submitted: tuple[Submission, float] | None = None, leaving: tuple[str, ...] = ()
 ) -> JobSummary:
     """`submitted`: its submission and that one's age, unless it is cleaned away."""
-    known = JobSummary(
+    submission, age_s = submitted or (None, None)
+    return JobSummary(
         job=result.job,
         number=result.number,
         state=result.outcome,
         nodes=result.nodes,
+        requested=None if submission is None else _requested(submission),
+        submitted_at=None if submission is None else submission.submitted_at,
+        age_seconds=age_s,
+        submitted_by="" if submission is None else submission.submitted_by,
+        priority="normal" if submission is None else submission.priority,
         ended_at=result.ended_at,
         ended_seconds=_elapsed(result.ended_at, now),
         exit_code=result.exit_code,
         leaving=leaving,
         reason=result.reason,
-    )
-    if submitted is None:
-        return known
-    submission, age_s = submitted
-    return replace(
-        known,
-        requested=_requested(submission),
-        submitted_at=submission.submitted_at,
-        age_seconds=age_s,
-        submitted_by=submission.submitted_by,
-        priority=submission.priority,
     )
 
 
