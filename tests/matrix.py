@@ -43,11 +43,9 @@ WITHOUT_TORCH = (
     "tests/config",
     "tests/job",
     "tests/model",
-    "tests/rendezvous",
     "tests/scenarios",
     "tests/store",
     "tests/system",
-    "tests/telemetry",
 )
 TIMED = (
     "tests/library/test_checkpoint_faults.py",

@@ -85,12 +85,15 @@ def table(text: str) -> list[dict[str, str]]:
     return [{n: line[a:b].strip() for n, a, b in zip(names, starts, ends, strict=True)} for line in lines]
 
 
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 1)])
-def test_follow_prints_the_output_until_the_end(node: MakeNode, tmp_path: Path, end: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("end", "code", "why"),
+    [("", 0, "succeeded: 1 worker ended with code 0"), ("raise SystemExit(3)", 1, "rank 0 exited with code 3")],
+)
+def test_follow_prints_the_output_until_the_end(node: MakeNode, tmp_path: Path, end: str, code: int, why: str) -> None:
     (tmp_path / "hello.py").write_text(f"print('hello', flush=True)\n{end}\n")
     ask = asker(node().start())
     options = ["--id", "greeting", "--follow", "--workers", "1"]
-    out = ask("submit", *options, "--", str(tmp_path / "hello.py"), code=code, err="elasticd submit: ")
+    out = ask("submit", *options, "--", str(tmp_path / "hello.py"), code=code, err=why)
     assert out.startswith("greeting\nhello\n")
 
 

@@ -135,7 +135,8 @@ def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, d
         return shown
     _follow(client, LogQuery(str(made["job"]), 0, ("stdout", "stderr"), None, None, None, True, options.json), "submit")
     ended = fetch_status(client, str(made["job"]))
-    print(f"elasticd submit: {made['job']}: {tables.visible(str(ended.get('state')))}", file=sys.stderr)
+    end = ": ".join(tables.visible(str(word)) for word in (made["job"], ended.get("state"), ended.get("reason")))
+    print(f"elasticd submit: {end}", file=sys.stderr)
     return 0 if ended.get("state") == "succeeded" else 1
 
 

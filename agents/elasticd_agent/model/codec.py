@@ -38,7 +38,7 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; unknown fields are beside the known ones."""
         found = dict(self.unknown)
-        for name in _field_names(type(self)):
+        for name in _field_names(type(self)):  # type: ignore[arg-type]  # mypy: class taken for instance
             value = getattr(self, name)
             found[name] = value if type(value) in _PLAIN else _json_value(value)
         return found

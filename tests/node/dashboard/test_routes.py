@@ -388,17 +388,15 @@ def test_ten_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, colle
             ("all", page("/"), "of 10,000 jobs"),
             ("a search", page("/?q=user-8+pending"), "of 200 jobs"),
             ("a late page", page("/?state=pending&page=40"), "of 5,000 jobs"),
-            ("elasticd jobs", lambda: one.unix().get("/v1/jobs"), '"j10000"'),
         ):
             said, spent = ask().body.decode(), []
-            assert says in said and (len(said) < 150_000 or what == "elasticd jobs"), what
+            assert says in said and len(said) < 150_000, what
             for _ in range(5):
                 began = time.process_time()
                 ask()
                 spent.append(time.process_time() - began)
             took[what] = sorted(spent)[2]
         assert {what: s for what, s in took.items() if s > 0.2} == {}, took
-        print(took)
         one.store.is_down = True
         assert b"127.0.0.1:2379 refuses connections" in browse(one, "/", cookie).body
 
