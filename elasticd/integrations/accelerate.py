@@ -58,6 +58,11 @@ class ElasticDataLoader(ElasticLoader):
                 f"ElasticDataLoader: {accelerator.distributed_type.value} keeps a part of the state on every rank; "
                 "resume from accelerator.save_state() and load_state(), or train with DistributedDataParallel"
             )
+        meshes = getattr(accelerator, "parallelism_config", None)
+        if meshes is not None and meshes.non_data_parallel_size > 1:
+            raise UsageError(
+                "ElasticDataLoader: tensor, context and sequence parallelism share batches; leave them out"
+            )
         self.session = init()
         ranks = self.session.world_size
         check_ranks(accelerator.num_processes, ranks, "Accelerator", "on CPUs, give Accelerator(cpu=True)")

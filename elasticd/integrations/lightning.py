@@ -9,7 +9,6 @@ Lightning's loops stay their own, and so do its checkpoints; a restart continues
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -21,6 +20,9 @@ from elasticd.errors import UsageError
 from elasticd.integrations import check_ranks, require
 from elasticd.integrations.loader import ElasticLoader
 from elasticd.session import init
+
+_SHARDING = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
+_NUMBER = "__number__"
 
 
 def _lightning(module: str) -> Any:
@@ -88,6 +90,14 @@ class ElasticdCallback:
 
     # --- Lightning's hooks -------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
+        kind = type(trainer.strategy)
+        if shards := next((each.__name__ for each in kind.__mro__ if each.__name__ in _SHARDING), None):
+            raise UsageError(
+                f"ElasticdCallback: {shards} keeps a part of the state on every rank; leave it out, or resume from "
+                "Lightning's own checkpoints"
+            )
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._loader is None:
             raise UsageError(
@@ -105,7 +115,7 @@ class ElasticdCallback:
         self.session.attach(
             model=trainer.strategy.model,
             sampler=self._loader.sampler,
-            trainer=_TrainerState(trainer),
+            trainer=_TrainerState(trainer, self),
             **optimizers,
             **schedulers,
             **({"scaler": scaler} if scaler is not None else {}),
@@ -151,30 +161,94 @@ class ElasticdCallback:
 
 
 class _TrainerState:
-    """Where Lightning's loops are, and what its callbacks keep."""
+    """Where Lightning's loops are, what its callbacks keep, and what hooks add to its checkpoints."""
 
     rank_independent = True
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, own: Any) -> None:
         self._trainer = trainer
+        module = trainer.lightning_module
+        callbacks = [each for each in trainer.callbacks if each is not own]
+        hooked: list[Any] = [*((each, (trainer, module)) for each in callbacks), (module, ())]
+        lightning = _lightning("lightning.pytorch")
+        bases = (lightning.Callback, lightning.LightningModule)
+        self._hooked = [(each, given) for each, given in hooked if _overrides(each, bases)]
+        """Whose hooks are called, in Lightning's order, and with what before the checkpoint."""
+        self.only_at_saves = bool(self._hooked)
 
     def state_dict(self) -> dict[str, Any]:
-        callbacks = {each.state_key: each.state_dict() for each in self._trainer.callbacks}
-        return {"loops": self._trainer.fit_loop.state_dict(), "callbacks": json.dumps(callbacks, default=_pack)}
+        data = self._trainer.datamodule
+        return {
+            "loops": self._trainer.fit_loop.state_dict(),
+            "callbacks": _pack(self._callbacks()),
+            "data": _pack(data.state_dict()) if data is not None else {},
+            "hooks": _pack(self._added()),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._trainer.fit_loop.load_state_dict(state["loops"])
-        callbacks = json.loads(state["callbacks"], object_hook=_unpack)
+        callbacks = _unpack(state["callbacks"])
+        if self._hooked:
+            checkpoint = {**self._checkpoint(), "callbacks": callbacks, **_unpack(state["hooks"])}
+            for each, given in self._hooked:
+                each.on_load_checkpoint(*given, checkpoint)
         for each in self._trainer.callbacks:
             if callbacks.get(each.state_key):
                 each.load_state_dict(callbacks[each.state_key])
+        if state["data"] and self._trainer.datamodule is not None:
+            self._trainer.datamodule.load_state_dict(_unpack(state["data"]))
+
+    def _callbacks(self) -> dict[str, Any]:
+        return {each.state_key: each.state_dict() for each in self._trainer.callbacks}
+
+    def _added(self) -> dict[str, Any]:
+        """What the hooks put into a checkpoint, and what they put in the place of another value."""
+        if not self._hooked:
+            return {}
+        before = self._checkpoint()
+        checkpoint = dict(before)
+        for each, given in self._hooked:
+            each.on_save_checkpoint(*given, checkpoint)
+        return {key: value for key, value in checkpoint.items() if value is not before.get(key)}
+
+    def _checkpoint(self) -> dict[str, Any]:
+        """What hooks find in one of Lightning's."""
+        trainer = self._trainer
+        return {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "state_dict": trainer.lightning_module.state_dict(),
+            "callbacks": self._callbacks(),
+            "optimizer_states": [each.state_dict() for each in trainer.optimizers],
+            "lr_schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
+        }
+
+
+def _overrides(obj: Any, bases: tuple[Any, ...]) -> bool:
+    names = ("on_save_checkpoint", "on_load_checkpoint")
+    own = [getattr(type(obj), name) for name in names]
+    return all(own != [getattr(base, name) for name in names] for base in bases)
 
 
 def _pack(value: Any) -> Any:
-    return {"__tensor__": value.tolist()} if hasattr(value, "tolist") else str(value)
-
-
-def _unpack(value: dict[str, Any]) -> Any:
+    """Single numbers in tensors become Python's, which a rank can save at a fault; all else stays what it is."""
     import torch
 
-    return torch.tensor(value["__tensor__"]) if "__tensor__" in value else value
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return {_NUMBER: [value.item(), str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    if type(value) is dict:
+        return {key: _pack(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_pack, value))
+    return value.item() if hasattr(value, "dtype") and type(value).__module__ == "numpy" and not value.shape else value
+
+
+def _unpack(value: Any) -> Any:
+    import torch
+
+    if type(value) is dict and value.keys() == {_NUMBER}:
+        number, kind, shape = value[_NUMBER]
+        return torch.tensor(number, dtype=getattr(torch, kind)).reshape(shape)
+    if type(value) is dict:
+        return {key: _unpack(each) for key, each in value.items()}
+    return type(value)(map(_unpack, value)) if type(value) in (list, tuple) else value

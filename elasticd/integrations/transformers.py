@@ -12,10 +12,11 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from elasticd.checkpointing.api import lineage
-from elasticd.checkpointing.object_store import resolve
+from elasticd.checkpointing.object_store import resolve, store_of
 from elasticd.errors import UsageError
 from elasticd.integrations import check_ranks, require
 from elasticd.integrations.loader import ElasticLoader
@@ -62,7 +63,7 @@ class ElasticdCallback:
         self._every, self._keep = every, keep
         chosen = directory or os.environ.get("ELASTICD_CHECKPOINT_DIR") or Path(args.output_dir) / "elasticd"
         self._directory = resolve(chosen)
-        self._history = self._directory / "log_history.jsonl"
+        self._history = _History(self._directory)
         self._phase = ExitStack()
         self._micro = 0
         self._due = {"evaluate": False, "save": False}
@@ -70,6 +71,7 @@ class ElasticdCallback:
         self._missed = dict(self._due)
         """What a fault has kept it from doing after the step that was resumed from."""
         args.ignore_data_skip = True
+        args.average_tokens_across_devices = True  # however many labels each rank has
         self._original = {name: getattr(trainer, name) for name in _OVERRIDDEN}
         for name in _OVERRIDDEN:
             setattr(trainer, name, getattr(self, f"_{name}"))
@@ -136,7 +138,7 @@ class ElasticdCallback:
             sampler.set_epoch(epoch)
             sampler.load_state_dict({**sampler.state_dict(), "offset": steps * sampler.global_batch})
         elif self.session.rank == 0:
-            _cut(self._history, 0)
+            self._history.cut(0)
         trainer._globalstep_last_logged = trainer._initial_global_step = state.global_step
 
     def _resume(self, args: Any, state: Any) -> None:
@@ -146,7 +148,7 @@ class ElasticdCallback:
         step = state.global_step
         shared: list[Any] = [[], self._due]
         if self.session.rank == 0:
-            shared[0] = _cut(self._history, step)
+            shared[0] = self._history.cut(step)
             ended = not len(self._loader.sampler)
             evaluated = any(each["step"] == step and any(k.startswith("eval_") for k in each) for each in shared[0])
             saved = (Path(args.output_dir) / f"checkpoint-{step}" / "trainer_state.json").exists()
@@ -194,14 +196,13 @@ class ElasticdCallback:
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.session.rank == 0 and self._trainer.is_in_train:
-            # A full disk stops no training, and the session's saves report it.
-            with suppress(OSError), self._history.open("a") as file:
-                file.write(json.dumps(state.log_history[-1], default=_plain) + "\n")
+            self._history.append(state.log_history[-1])
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """What the script does from here on has no steps."""
         self._phase.close()
         self._phase.enter_context(self.session.phase("eval"))
+        self._history.wait()
 
 
 class _TrainerLoader(ElasticLoader):
@@ -215,7 +216,7 @@ class _TrainerLoader(ElasticLoader):
             return
         if not len(sampler):
             sampler.set_epoch(sampler.epoch + 1)
-        counts_labels = trainer.compute_loss_func is None and trainer.args.average_tokens_across_devices
+        counts_labels = trainer.compute_loss_func is None
         for number, batch in enumerate(super().__iter__()):
             if counts_labels and "labels" in batch and not sampler.samples(number % sampler.accumulate):
                 batch["labels"].fill_(_IGNORED_LABEL)  # a stand-in's labels are not counted
@@ -275,15 +276,68 @@ def _plain(value: Any) -> float | str:
         return str(value)
 
 
-def _cut(history: Path, step: int) -> list[dict[str, Any]]:
-    """The lines of a log up to a step. The others are removed from the file, as is one that a kill has cut off."""
-    kept = []
-    with suppress(OSError):
-        for line in history.read_text().splitlines():
-            with suppress(ValueError):
-                kept += [found for found in [json.loads(line)] if found["step"] <= step]
-        history.write_text("".join(json.dumps(each) + "\n" for each in kept))
-    return kept
+class _History:
+    """The lines of Trainer's log, on rank 0: in a file beside the checkpoints, and in their object store.
+
+    A full disk, or a store that does not answer, stops no training; the session's saves report it.
+    """
+
+    _NAME = "log_history.jsonl"
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / self._NAME
+        self._store = store_of(directory)
+        self._is_new = Event()
+        """There are lines that the store does not have."""
+        self._thread = Thread()
+
+    def append(self, line: dict[str, Any]) -> None:
+        with suppress(OSError), self._path.open("a") as file:
+            file.write(json.dumps(line, default=_plain) + "\n")
+        self._put()
+
+    def cut(self, step: int) -> list[dict[str, Any]]:
+        """The lines up to a step. The others are removed, as is one that a kill has cut off."""
+        lines: list[dict[str, Any]] = []
+        with suppress(OSError):
+            lines = _parse(self._path.read_bytes())
+        if self._store is not None:
+            with suppress(OSError):
+                if stored := _parse(self._store.read(self._NAME) or b""):
+                    last = stored[-1]["step"]  # this node may have been another rank's meanwhile
+                    lines = stored + [each for each in lines if each["step"] >= last and each not in stored]
+        kept = [each for each in lines if each["step"] <= step]
+        with suppress(OSError):
+            self._path.write_text("".join(json.dumps(each) + "\n" for each in kept))
+        self._put()
+        return kept
+
+    def _put(self) -> None:
+        """In a thread: the loop does not wait for the store."""
+        self._is_new.set()
+        if self._store is not None and not self._thread.is_alive():
+            self._thread = Thread(target=self._upload, name="elasticd-log", daemon=True)
+            self._thread.start()
+
+    def _upload(self) -> None:
+        while self._store is not None and self._is_new.is_set():
+            self._is_new.clear()
+            with suppress(OSError):
+                self._store.write(self._NAME, self._path.read_bytes())
+
+    def wait(self) -> None:
+        """Until the store has all lines, or does not answer."""
+        if self._thread.is_alive():
+            self._thread.join()
+        self._upload()
+
+
+def _parse(content: bytes) -> list[dict[str, Any]]:
+    found = []
+    for line in content.splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def _check(trainer: Any) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
+from accelerate.parallelism_config import ParallelismConfig
 from torch.utils.data import DataLoader, IterableDataset
 
 from elasticd.errors import UsageError
@@ -45,7 +47,7 @@ def no_tqdm_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
 def trainer(folder: Path, dataset: Any = None, **options: Any) -> transformers.Trainer:
     sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 1}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    arguments = transformers.TrainingArguments(output_dir=str(folder), use_cpu=True, max_steps=2, **options)
+    arguments = transformers.TrainingArguments(output_dir=str(folder), use_cpu=True, **{"max_steps": 2, **options})
     return transformers.Trainer(model, arguments, train_dataset=dataset or hf_trainer.Counting(8))
 
 
@@ -96,6 +98,35 @@ def test_accelerate_before_prepare(tmp_path: Path) -> None:
     elastic = ElasticDataLoader(Accelerator(cpu=True), loader, directory=tmp_path)
     with pytest.raises(UsageError, match=r"accelerator.prepare\(model, optimizer, ...\) first"):
         next(iter(elastic))
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "message"),
+    [
+        (DistributedType.DEEPSPEED, None, "DEEPSPEED keeps a part of the state on every rank"),
+        (DistributedType.FSDP, None, "FSDP keeps a part of the state on every rank"),
+        (DistributedType.MEGATRON_LM, None, "MEGATRON_LM keeps a part of the state on every rank"),
+        (
+            DistributedType.MULTI_GPU,
+            ParallelismConfig(tp_size=2),
+            "sequence parallelism share batches",
+        ),
+    ],
+)
+def test_accelerate_that_divides_the_state(kind: Any, parallel: Any, message: str) -> None:
+    accelerator = SimpleNamespace(distributed_type=kind, parallelism_config=parallel)
+    with pytest.raises(UsageError, match=message):
+        ElasticDataLoader(accelerator, DataLoader(torch.arange(8.0), batch_size=2))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"), [("deepspeed", "DeepSpeed keeps a state of its own"), ("fsdp", "Trainer's FSDP keeps a part")]
+)
+def test_trainer_that_divides_the_state(tmp_path: Path, what: str, message: str) -> None:
+    one = trainer(tmp_path)
+    setattr(one, f"is_{what}_enabled", True)
+    with pytest.raises(UsageError, match=message):
+        ElasticdCallback(one)
 
 
 @pytest.mark.usefixtures("group")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import metadata
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from torch.utils.data import (
 )
 
 from elasticd.errors import UsageError
+from elasticd.integrations import accelerate, lightning, transformers
 from elasticd.integrations.loader import ElasticLoader
 from elasticd.integrations.torchdata import RankLoader
 from elasticd.shuffle import Permutation
@@ -120,6 +123,24 @@ def test_loader_keeps_a_weighted_order() -> None:
 def test_loader_that_cannot_be_taken_over(loader: Callable[[], DataLoader[int]], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ElasticLoader(loader(), 4)
+
+
+@pytest.mark.parametrize(
+    ("package", "use"),
+    [
+        ("transformers", lambda: transformers.ElasticdCallback(None)),
+        ("accelerate", lambda: accelerate.ElasticDataLoader(None, shuffled())),
+        ("accelerate", lambda: accelerate.main([])),
+        ("lightning", lambda: lightning.ElasticdCallback(4)),
+    ],
+)
+def test_missing_package_is_one_sentence_at_the_first_call(
+    package: str, use: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=rf"{package} needs {package}\S* \(.*\): pip install 'elasticd\[{package}\]'$"):
+        use()
+    assert package in metadata("elasticd").get_all("Provides-Extra")
 
 
 def test_rank_loader_needs_a_state() -> None:

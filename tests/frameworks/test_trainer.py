@@ -1,0 +1,96 @@
+"""Trainer's own choices that the callback keeps, and its log where another node goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import Dataset
+
+from elasticd.integrations.transformers import ElasticdCallback
+from tests.frameworks.test_refusals import trainer
+from tests.library.test_object_store import disconnect, servers
+from tests.s3_server import BUCKET
+
+__all__ = ["servers"]
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Of 1 to 16 words."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= len(self):
+            raise IndexError(index)  # Trainer iterates over it for the lengths
+        size = index * 7 % 16 + 1
+        return {"input_ids": [index] * size, "labels": [index] * size}
+
+
+def pad(texts: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(each["input_ids"]) for each in texts)
+    return {
+        "input_ids": torch.tensor([each["input_ids"] + [0] * (longest - len(each["input_ids"])) for each in texts]),
+        "labels": torch.tensor([each["labels"] + [-100] * (longest - len(each["labels"])) for each in texts]),
+    }
+
+
+@pytest.fixture(autouse=True)
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a thread that outlives every bar
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def fit(folder: Path, directory: Any, collate: Any = pad, **options: Any) -> transformers.Trainer:
+    small = {"per_device_train_batch_size": 8, "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
+    one = trainer(folder, Texts(), **{**small, **options})
+    one.data_collator = collate
+    elastic = ElasticdCallback(one, directory=directory, every=1)
+    one.add_callback(elastic)
+    one.train()
+    elastic.session.close()
+    return one
+
+
+def test_texts_of_like_length_stay_together(tmp_path: Path) -> None:
+    spread: list[int] = []
+    seen: list[int] = []
+
+    def collate(texts: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        lengths = [len(each["input_ids"]) for each in texts]
+        spread.append(max(lengths) - min(lengths))
+        seen.extend(each["input_ids"][0] for each in texts)
+        return pad(texts)
+
+    fit(tmp_path, tmp_path / "own", collate, max_steps=8, train_sampling_strategy="group_by_length")
+    assert sorted(seen) == list(range(64)), "not each sample once"
+    assert max(spread) <= 2
+    spread.clear()
+    fit(tmp_path, tmp_path / "other", collate, max_steps=8)
+    assert max(spread) > 8, "batches of any order would have passed"
+
+
+def test_labels_weigh_alike_on_all_ranks(tmp_path: Path) -> None:
+    one = trainer(tmp_path, Texts(), average_tokens_across_devices=False)
+    elastic = ElasticdCallback(one, directory=tmp_path / "own")
+    assert one.args.average_tokens_across_devices
+    elastic.session.close()
+
+
+@pytest.mark.usefixtures("servers")
+def test_log_is_in_the_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node continues it, without a step twice."""
+    for node, steps in (("a", 3), ("b", 5)):
+        monkeypatch.setenv("ELASTICD_OBJECT_CACHE", str(tmp_path / node))
+        found = fit(tmp_path, f"s3://{BUCKET}/run", max_steps=steps).state.log_history
+    assert [each["step"] for each in found if "loss" in each] == [1, 2, 3, 4, 5]
+    disconnect()
