@@ -256,6 +256,24 @@ def test_last_step_of_a_job_that_gives_up_is_a_checkpoint(
 
 
 @pytest.mark.system
+@pytest.mark.parametrize(("dies", "last"), [(1, 12), (0, 10)])
+def test_last_step_of_two_nodes_is_a_checkpoint_if_rank_0s_node_has_it(
+    nodes: Callable[[str], Nodes], tmp_path: Path, dies: int, last: int
+) -> None:
+    both = nodes("2:2")
+    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--max-restarts", "0"]
+    how: dict[str, Any] = {"flags": flags, "warm": True}
+    agents = []
+    for rank, node in enumerate("ab"):
+        faults = [Fault(rank, 13, "SIGKILL")] if rank == dies else []
+        agents.append(both.agent(node, "donor.py", "--steps", "60", "--every", "5", faults=faults, **how))
+        agents[0].event("waiting")  # it has rank 0 then
+    assert [agent.wait(within=120) for agent in agents] == [1, 1]
+    assert agents[0].event("job_ended")["reason"].endswith(f"; the next run resumes from step {last}")
+    assert (tmp_path / "checkpoints" / f"r1-s{last}" / "manifest.json").exists()
+
+
+@pytest.mark.system
 def test_evicted_node_that_is_killed_costs_the_others_no_step(nodes: Callable[[str], Nodes], tmp_path: Path) -> None:
     three = nodes("2:3")
     flags = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--shutdown-timeout", "1"]
