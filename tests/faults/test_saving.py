@@ -101,6 +101,6 @@ def test_copies_are_given_up_when_the_memory_does_not_suffice(job: StartJob, tmp
         faults = [Fault(1, 25, "SIGKILL")]
         run = job("resume.py", *how, prefix=prefix, faults=faults, flags=["--checkpoint-dir", str(directory)])
         assert run.wait() == 0, run.err
-    assert "no more copies of the state in memory: the kernel has killed a process of this job" in run.err
+    assert "no more copies of the state in memory: the kernel has killed a process of this cgroup" in run.err
     assert run.events("resumed")[-1]["step"] in (10, 20)
     assert run.events("checkpoint_saved")[-1]["step"] == 40

@@ -97,7 +97,7 @@ class WriterProcess:
         self.pid = 0
         if os.waitstatus_to_exitcode(status) == errno.ENOMEM:
             self.close()
-            return "the kernel has killed a process of this job for lack of memory"
+            return "the kernel has killed a process of this cgroup for lack of memory"
         short = time.monotonic() - self._started_at < _SHORT_LIFE_S
         self._short_lives = self._short_lives + 1 if short else 0
         if self._short_lives < _MAX_SHORT_LIVES:
