@@ -30,6 +30,7 @@ TORCHES = ("2.6.0", "2.13.0", NEWEST)
 HEAD = (
     "Tests that measure no time (`make matrix`, gloo on CPUs): with each torch the library, the workers, the torchrun",
     "plug-in, torchrun's options and a job that is killed; with the newest one the tests that need no torch as well.",
+    "A cell keeps its numbers until it runs again, so some are of longer lists of tests than others.",
     "",
 )
 TESTS = (
