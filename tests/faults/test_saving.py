@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import StartJob
-from tests.faults.job import Fault, until
+from tests.faults.job import until
 
 pytestmark = pytest.mark.system
 
@@ -94,12 +94,11 @@ def test_memory_limit_below_two_copies(job: StartJob, tmp_path: Path) -> None:
 
 
 def test_copies_are_given_up_when_the_memory_does_not_suffice(job: StartJob, tmp_path: Path) -> None:
-    """They fit beside the training, but not beside a restore, which has two states a rank here."""
+    """They fit beside the training of the first steps, and not beside that of later ones."""
     directory = tmp_path / "checkpoints"
-    how = ["--steps", "40", "--every", "10", "--ballast", str(300 << 20)]
-    with memory_limit(2000) as prefix:
-        faults = [Fault(1, 25, "SIGKILL")]
-        run = job("resume.py", *how, prefix=prefix, faults=faults, flags=["--checkpoint-dir", str(directory)])
+    how = ["--steps", "40", "--every", "10", "--ballast", str(300 << 20), "--grow", str(350 << 20)]
+    with memory_limit(1900) as prefix:
+        run = job("resume.py", *how, prefix=prefix, flags=["--checkpoint-dir", str(directory)])
         assert run.wait() == 0, run.err
     assert "no more copies of the state in memory: the kernel has killed a process of this cgroup" in run.err
     assert run.events("resumed")[-1]["step"] in (10, 20)

@@ -30,12 +30,14 @@ def main(args: argparse.Namespace) -> None:
     session.restore()
     # On a disk that changes at certain steps each checkpoint is waited for.
     session.checkpoint(every=10**9 if args.disk else args.every, keep=args.keep)
+    grown = torch.empty(0)
     for epoch in range(sampler.epoch, sampler.epoch + 1000):
         sampler.set_epoch(epoch)
         for x, y in DataLoader(dataset, batch_sampler=sampler):
             step = session.steps + 1
             faults.at(step)
             disk(args, step)
+            grown = torch.ones(args.grow, dtype=torch.uint8) if step == 22 else grown
             loss = torch.nn.functional.mse_loss(model(x), y) * sampler.loss_scale()
             loss.backward()
             optimizer.step()
@@ -89,6 +91,7 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=lambda text: int(text) if text.isdigit() else text, default=5)
     parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--ballast", type=int, default=0)
+    parser.add_argument("--grow", type=int, default=0, help="so many bytes are in use from step 22 on")
     parser.add_argument("--disk")
     parser.add_argument("--remount", type=int, nargs="*", default=[])
     parser.add_argument("--free-at", type=int)
