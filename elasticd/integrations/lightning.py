@@ -115,10 +115,10 @@ class ElasticdCallback:
         self.session.attach(
             model=trainer.strategy.model,
             sampler=self._loader.sampler,
-            trainer=_TrainerState(trainer, self),
             **optimizers,
             **schedulers,
             **({"scaler": scaler} if scaler is not None else {}),
+            trainer=_TrainerState(trainer, self),  # last: its hooks find what was loaded before
         )
         every, directory, keep = self._saves
         resumed = self.session.restore(directory)

@@ -47,6 +47,7 @@ class Keeper(lightning.Callback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         assert checkpoint["keeper"]["step"] == checkpoint["global_step"] == trainer.global_step
+        assert checkpoint["optimizer_states"][0]["state"], "the optimizer has its state already"
         self.hooked = checkpoint["keeper"]["values"]
 
 
