@@ -89,16 +89,19 @@ def run_cells(pythons: dict[str, str], only: list[str]) -> bool:
     if not (tools / "bin" / "uv").exists():
         subprocess.run([sys.executable, "-m", "venv", tools], check=True)
         subprocess.run([tools / "bin" / "python", "-m", "pip", "install", "-q", "uv"], check=True)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    well = True
     for python, path in sorted(pythons.items()):
         for torch in TORCHES:
             cell = f"{python}-{torch}"
             if only and cell not in only:
                 continue
-            results[cell] = run_cell(cell, path, torch)
+            result = run_cell(cell, path, torch)
+            well = well and not result.get("failed")
+            # Read only now: another cell may have ended meanwhile.
+            results = (json.loads(RESULTS.read_text()) if RESULTS.exists() else {}) | {cell: result}
             RESULTS.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
-            print(f"{cell}: {told(results[cell])}", flush=True)
-    return not any(result.get("failed") for result in results.values())
+            print(f"{cell}: {told(result)}", flush=True)
+    return well
 
 
 def interpreters(given: list[str]) -> dict[str, str]:
