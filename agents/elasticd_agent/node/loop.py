@@ -19,6 +19,7 @@ from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.node import keys, metrics, uploads
 from elasticd_agent.node.configured_jobs import ConfiguredJobs
 from elasticd_agent.node.executor import Executor
+from elasticd_agent.node.head_check import HeadCheck
 from elasticd_agent.node.health.job_failures import JobFailures
 from elasticd_agent.node.health.monitor import HealthMonitor
 from elasticd_agent.node.health.policy import NOT_CHECKED_YET, HealthVerdict
@@ -107,6 +108,7 @@ class NodeLoop:
         self._missing_since: float | None = None
         read_upload = functools.partial(uploads.read, parts.store)
         self._executor = Executor(parts.runners, parts.journal, parts.metrics, specs, self._outcomes, read_upload)
+        self._head_check = HeadCheck(self.refusal, lambda: parts.inbox.put(Wakeup()))
         self._last_turn_at = time.monotonic()
         self._next_at = 0.0
 
@@ -264,6 +266,8 @@ class NodeLoop:
             parts.health.record_job_failure(failure)
         self._update_status(self.status.runners)
         self._sync_with_store(now)
+        if refused := self._head_check.turn(self._cluster_view, self.status, now):
+            self._executor.refuse(*refused, now)
         plan = self._plan(now)
         self._executor.execute(plan, now)
         changed = self._update_status(self._plan(now).runners if plan.start else plan.runners)

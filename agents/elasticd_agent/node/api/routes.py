@@ -18,6 +18,7 @@ from elasticd_agent.node.api.rank_logs import MAX_BYTES, LogRequest
 from elasticd_agent.node.api.schema import JobSummary, LogChunk, NodeSummary
 from elasticd_agent.node.api.service import Conflict, JobService
 from elasticd_agent.node.records import Submission
+from elasticd_agent.node.runners.trial import TrialFailed
 from elasticd_agent.system.bounded_io import DeadlineExceeded
 from elasticd_agent.system.http_auth import AccessDenied
 from elasticd_agent.system.http_server import (
@@ -49,6 +50,7 @@ _ERROR_STATUS: dict[type[Exception], int] = {
     UsageError: 400,
     NodesUnavailable: 504,
     DeadlineExceeded: 504,
+    TrialFailed: 504,
 }
 
 

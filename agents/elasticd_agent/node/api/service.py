@@ -28,6 +28,7 @@ from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.rank_logs import LogRequest
 from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, LogChunk, NodeSummary, RoundStatus
 from elasticd_agent.node.records import JobResult, Placement, Refusal, Submission, submitter
+from elasticd_agent.node.runners.trial import TrialFailed
 from elasticd_agent.node.scheduler import job_queue, policy
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Store
@@ -159,7 +160,7 @@ class JobService:
     def _try_here(self, submission: Submission) -> dict[str, Any]:
         try:
             return {"refusal": self.trial(submission)}
-        except DeadlineExceeded as error:
+        except (DeadlineExceeded, TrialFailed) as error:
             return {"error": str(error)}
 
     def _check_number(self, by: str, token: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 from dataclasses import replace
 
-from elasticd.errors import UsageError
+from elasticd.errors import ElasticdError, UsageError
 from elasticd_agent.node.reconcile import RunnerStart
 from elasticd_agent.node.records import Submission
 from elasticd_agent.node.runners.spawn import Account, SpecBuilder, name_to_become, own_command, runner_environment
@@ -21,8 +21,14 @@ REFUSED = 2
 """The exit code of `elasticd try-job`, main.py."""
 
 
+class TrialFailed(ElasticdError):
+    """The check itself ended, e.g. killed for lack of memory: it says nothing of the job."""
+
+
 def refusal(specs: SpecBuilder, submission: Submission) -> str:
-    """Why this node would refuse the job, in one sentence; "" if it would not. Raises DeadlineExceeded."""
+    """Why this node would refuse the job, in one sentence; "" if it would not. Raises
+    DeadlineExceeded, TrialFailed.
+    """
     spec = replace(specs.build(RunnerStart(submission, tuple(range(submission.min_slots)))), tls=False)
     try:
         account = specs.account(spec)
@@ -44,5 +50,9 @@ def _ask_process(spec: RunnerSpec, account: Account) -> str:
     )
     if done.returncode == 0:
         return ""
-    lines = (done.stdout if done.returncode == REFUSED else done.stderr).decode(errors="replace").split("\n")
-    return next((line for line in reversed(lines) if line.strip()), f"its check ended with code {done.returncode}")
+    refused = done.returncode == REFUSED
+    lines = (done.stdout if refused else done.stderr).decode(errors="replace").split("\n")
+    said = next((line for line in reversed(lines) if line.strip()), "")
+    if refused and said:
+        return said
+    raise TrialFailed(f"its check ended with code {done.returncode}" + (f": {said}" if said else ""))
