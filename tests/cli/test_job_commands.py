@@ -303,8 +303,8 @@ def test_command_without_a_file(served: Served, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     agent = f"unix:{served.root / 'run' / 'agent.sock'}"
     words = "submit --workers 2:4 --checkpoint-dir state --priority high --node-label a --node-label b=1"
-    words += " -- train_lm.py --id 7"
-    assert elasticd(*words.split(), agent=agent).stdout == "train-lm-2\n"
+    words += " --env A=1 --env B=x=y --module -- pkg.train --id 7"
+    assert elasticd(*words.split(), agent=agent).stdout == "pkg-2\n"
     submitted = max(served.service._view().submissions, key=lambda one: one.number)
     assert (submitted.priority, submitted.labels, submitted.min_slots, submitted.max_slots) == (
         "high",
@@ -313,7 +313,8 @@ def test_command_without_a_file(served: Served, tmp_path: Path, monkeypatch: pyt
         4,
     )
     job = from_json(submitted.spec)
-    assert (job.command, job.workdir) == (("train_lm.py", "--id", "7"), tmp_path)
+    assert (job.command, job.workdir) == (("pkg.train", "--id", "7"), tmp_path)
+    assert (job.module, job.no_python, dict(job.env)) == (True, False, {"A": "1", "B": "x=y"})
     assert job.checkpoint_dir == tmp_path / "state"
 
 
@@ -337,12 +338,40 @@ def test_commands_need_no_other_package(served: Served, argv: str) -> None:
         ("submit --workers 2 job.toml", "--workers is for a command; write"),
         ("submit job.toml -- train.py", "give a job file, or -- and a command, not both"),
         ("submit --", "a job file is missing"),
+        ("submit --env A -- train.py", "argument --env: 'A' is not NAME=VALUE"),
+        (
+            "submit -- python train.py 3",
+            "the command begins with a script, not with 'python'; write: elasticd submit -- ",
+        ),
+        (
+            "submit -- /v/bin/python3.12 -m a.b 3",
+            "the command begins with a script, not with '/v/bin/python3.12'; write: "
+            "elasticd submit --module -- a.b 3\n",
+        ),
+        (
+            "submit -- python -u train.py",
+            "the command begins with a script, not with 'python'; write: elasticd submit "
+            "--no-python -- python -u train.py\n",
+        ),
+        (
+            "submit -- ls -l",
+            "'ls' is a program, not a script of this directory; write: elasticd submit --no-python -- ls -l",
+        ),
     ],
 )
 def test_submit_needs_a_file_or_a_command(argv: str, why: str) -> None:
     done = elasticd(*argv.split(), agent="unix:/nowhere")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"elasticd submit: error: {why}")
+
+
+def test_a_script_may_have_the_name_of_a_program(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ls").write_text("")
+    done = elasticd("submit", "--", "ls", agent=f"unix:{served.root / 'run' / 'agent.sock'}")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_invalid_job_file_is_named_in_one_line(served: Served, tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import secrets
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -44,7 +47,7 @@ POLL_S = 0.5
 _MAX_FILE_BYTES = 64 * 1024
 _CONTENT_TYPES = {"toml": "application/toml", "yaml": "application/yaml", "json": "application/json"}
 _SUBMIT_TRIES = 3
-_JOB_OPTIONS = ("nodes", "workers", "checkpoint_dir", "priority", "node_labels")
+_JOB_OPTIONS = ("module", "no_python", "python", "env", "nodes", "workers", "checkpoint_dir", "priority", "node_labels")
 """Keys of a job file that have an option, for a command without a file."""
 
 
@@ -102,6 +105,8 @@ def _submit(client: AgentClient, options: argparse.Namespace) -> int:
 
 def _job_of(client: AgentClient, options: argparse.Namespace) -> bytes:
     """The job file for a command that is run in this directory, as `elasticd run` would, or in the uploaded one."""
+    if not (options.module or options.no_python):
+        _check_is_script(options.command, options.upload or Path.cwd())
     job: dict[str, Any] = {"command": options.command, "workdir": str(Path.cwd())}
     if options.upload is not None:
         packed = client.post("/v1/uploads", pack(options.upload), "application/gzip").result()
@@ -110,7 +115,25 @@ def _job_of(client: AgentClient, options: argparse.Namespace) -> bytes:
         value = getattr(options, name)
         if value is not None:
             job[name] = _checkpoint_dir(value) if name == "checkpoint_dir" else value
+    if options.env is not None:
+        job["env"] = dict(options.env)
     return json.dumps(job).encode()
+
+
+def _check_is_script(command: Sequence[str], workdir: Path) -> None:
+    """Raises UsageError for an interpreter or another program, unless a file of the directory has its name."""
+    name, *rest = command
+    if not name or (workdir / name).exists():
+        return
+    if re.fullmatch(r"(.*/)?python[0-9.]*", name):
+        what = ["--module", "--", *rest[1:]] if rest[:1] == ["-m"] else ["--", *rest]
+        if not rest or (rest[0] != "-m" and rest[0].startswith("-")):
+            what = ["--no-python", "--", *command]
+        instead = shlex.join(["elasticd", "submit", *what])
+        raise UsageError(f"the command begins with a script, not with {name!r}; write: {instead}")
+    if "/" not in name and not name.endswith(".py") and shutil.which(name):
+        instead = shlex.join(["elasticd", "submit", "--no-python", "--", *command])
+        raise UsageError(f"{name!r} is a program, not a script of this directory; write: {instead}")
 
 
 def _checkpoint_dir(given: str) -> str:
@@ -341,6 +364,13 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
 _DESCRIPTIONS = {
     "submit": "Submits a job and prints its id. FILE is TOML, YAML or JSON, by its name; - is standard input. "
     "Without a file: elasticd submit [options] -- SCRIPT [arguments], run in this directory on the nodes.",
@@ -411,6 +441,10 @@ def _add_submit_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="of a command: copy this small directory to every node, as the job's working directory",
     )
+    add("--module", action="store_true", default=None, help="the command is a module's name and arguments: python -m")
+    add("--no-python", action="store_true", default=None, help="the command is a program, started as it is")
+    add("--python", metavar="FILE", help="of a command: its interpreter on the nodes; default: the agent's own")
+    add("--env", type=_variable, action="append", metavar="NAME=VALUE", help="of a command: a variable; repeatable")
     add("--nodes", metavar="N", help="of a command: nodes, N or MIN:MAX")
     add("--workers", metavar="N", help="of a command: workers on each node, N or MIN:MAX")
     add("--checkpoint-dir", metavar="DIR", help="of a command: where session.checkpoint() writes")
