@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generate import metrics
 from elasticd_agent.node import metrics as specs
-from elasticd_agent.node.metrics import NodeMetrics, Samples
+from elasticd_agent.node.api.client import AgentClient
+from elasticd_agent.node.metrics import Labels, NodeMetrics, Samples
+from elasticd_agent.node.records import JobResult
+from elasticd_agent.node.runners.spec import RunnerExit
+from tests.node.conftest import MakeNode
 
 GAUGES: Samples = {
     (specs.SLOTS, ()): 8,
@@ -56,18 +61,26 @@ def test_page_of_a_node() -> None:
         node.count(specs.RUNNER_EXITS, "elsewhere")
 
 
-def test_failed_job_keeps_its_reason_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_job_keeps_its_reason_for_a_while() -> None:
     """The alert says which job failed, and why, when nothing else on the page knows it any more."""
-    node, now = NodeMetrics("n1", "1.0"), 1000.0
-    monkeypatch.setattr(specs.time, "time", lambda: now)
-    for job in range(specs.MAX_FAILED + 3):
-        node.job_failed(f"job-{job}", "rank 0 exited\nwith code 1")
-    failed = {key: at for key, at in samples(node.render(GAUGES)).items() if "job_failed" in key[0]}
-    assert len(failed) == specs.MAX_FAILED
-    newest = ("elasticd_node_job_failed_timestamp_seconds", f"job_id=job-{job}", "reason=rank 0 exited with code 1")
-    assert failed[newest] == 1000.0
-    now += specs.FAILED_KEPT_S
-    assert newest not in samples(node.render(GAUGES))
+    why = "rank 0 exited\nwith code 1"
+
+    def shown(*ends: JobResult | RunnerExit, scheduler: bool = False, age_s: float = 10.0) -> list[Labels]:
+        now = 1000.0 + age_s
+        return [labels for _, labels in specs.failed_jobs(ends, "a", is_scheduler=scheduler, now=now)]
+
+    here = JobResult("llm", 1, "failed", 1, why, 1000.0, ("a", "b"))
+    everywhere_refused = replace(here, nodes=())
+    series = ("llm", "rank 0 exited with code 1")
+    assert shown(here) == [series]
+    assert shown(RunnerExit("llm", 1, 1, "failed", why, ended_at=1000.0)) == [series], "not in the store yet"
+    assert shown(RunnerExit("llm", 1, 2, "refused", why, ended_at=1000.0)) == []
+    assert shown(here, age_s=specs.FAILED_KEPT_S) == []
+    assert shown(replace(here, outcome="cancelled"), replace(here, nodes=("b",)), scheduler=True) == []
+    assert shown(everywhere_refused) == []
+    assert shown(everywhere_refused, scheduler=True) == [series]
+    many = [replace(here, job=f"job-{job}", ended_at=1000.0 + job) for job in range(specs.MAX_FAILED + 3)]
+    assert [job for job, _ in shown(*reversed(many))] == [one.job for one in many[3:]]
 
 
 def test_process_of_the_agent() -> None:
@@ -92,3 +105,25 @@ def test_lease_of_the_node_status() -> None:
 def test_the_docs_are_in_step() -> None:
     page = Path(__file__).parents[2] / "docs" / "node-metrics.md"
     assert page.read_text() == metrics.node_page(), "make docs"
+
+
+@pytest.mark.system
+def test_failed_job_outlives_the_agent(node: MakeNode) -> None:
+    """Through an upgrade and a crash of the agent, and for a job that ran nowhere."""
+    n1 = node(slots=1)
+    n1.job("toy", "ticking.py", "--fails", workers=1, max_restarts=0, env={"WORK": "/nowhere"})
+    n1.start()
+    api = AgentClient(n1.root / "run" / "agent.sock")
+
+    def failed() -> list[str]:
+        page = api.get("/metrics").body.decode()
+        return [line for line in page.splitlines() if line.startswith("elasticd_node_job_failed")]
+
+    (series,) = n1.until(failed, "the series of the failed job")
+    assert 'job_id="toy"' in series
+    n1.upgrade()
+    n1.until(lambda: failed() == [series], "the series after the upgrade")
+    n1.kill()
+    n1.start()
+    n1.until(lambda: failed() == [series], "the series after the crash")
+    assert n1.drain() == 0

@@ -156,8 +156,10 @@ def test_node_with_3_jobs_of_8_ranks_has_at_most_1000_series() -> None:
     pages = {job: worst(job, 8).render() for job in ("a", "b", "c")}
     node = NodeMetrics("n1", "1.0")
     node.lease(3.0, 0.01)
-    for job in range(node_metrics.MAX_FAILED):
-        node.job_failed(f"job-{job}", "rank 0 exited with code 1")
+    failed = {
+        (node_metrics.JOB_FAILED, (f"job-{job}", "rank 0 exited with code 1")): 1.0
+        for job in range(node_metrics.MAX_FAILED)
+    }
     checks = {
         (spec, (f"plugin {number}",)): 0.1
         for spec in (node_metrics.CHECK_FAILING, node_metrics.CHECK_SECONDS)
@@ -165,7 +167,7 @@ def test_node_with_3_jobs_of_8_ranks_has_at_most_1000_series() -> None:
     }
     gpus = {(spec, (str(gpu),)): 1.0 for spec in node_metrics.METRICS if "gpu" in spec.labels for gpu in range(GPUS)}
     jobs = RunnerScraper("node-a", lambda job, number, within_s: pages[job]).scrape([(job, 1) for job in pages])
-    page = merge_pages([node.render({**GAUGES, **checks, **gpus}), *jobs])
+    page = merge_pages([node.render({**GAUGES, **failed, **checks, **gpus}), *jobs])
     series = [line for line in page.splitlines() if not line.startswith(b"#")]
     assert len(series) == len(set(series)) == 3 * max_series(8) + max_node_series(CHECKS, GPUS)
     assert len(series) <= 1000

@@ -107,8 +107,6 @@ class Executor:
         outcome = "lost" if end.exit is None else end.exit.outcome
         code = None if end.exit is None else end.exit.exit_code
         self.metrics.count(RUNNER_EXITS, outcome)
-        if end.exit is not None and outcome == "failed":
-            self.metrics.job_failed(spec.job, end.exit.reason)
         self.journal.event(
             events.RunnerEndedEvent, sentence, name=spec.job, number=spec.number, outcome=outcome, exit_code=code
         )

@@ -161,6 +161,12 @@ class NodeLoop:
             (metrics.STORE_UP, ()): not self.store_down,
             (metrics.LOOP_LAG, ()): self.lag_s(),
             (metrics.EVENT_LOG_LINES_LOST, ()): self._parts.journal.lost,
+            **metrics.failed_jobs(
+                (*view.results, *list(self._outcomes.exits.values())),
+                self.status.node,
+                is_scheduler=self._parts.scheduler.is_leader,
+                now=time.time(),
+            ),
         }
 
     def jobs(self) -> tuple[tuple[str, int], ...]:

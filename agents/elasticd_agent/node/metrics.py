@@ -20,7 +20,8 @@ from typing import get_args
 
 from elasticd_agent.node.api.audit import ACTIONS
 from elasticd_agent.node.health.result import GpuUsage
-from elasticd_agent.node.records import NodeState, RunnerState
+from elasticd_agent.node.records import JobResult, NodeState, RunnerState
+from elasticd_agent.node.runners.spec import RunnerExit
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, MetricSpec, escape_label, shorten
 
@@ -60,7 +61,7 @@ RUNNER_EXITS = MetricSpec(
 )
 JOB_FAILED = MetricSpec(
     "elasticd_node_job_failed_timestamp_seconds",
-    "Unix time at which a job failed whose runner was here; for 15 minutes, with the reason.",
+    "Unix time at which a job failed that ran here or, for the scheduler, nowhere; for 15 minutes, with the reason.",
     ("job_id", "reason"),
     label_sets=MAX_FAILED,
 )
@@ -132,6 +133,24 @@ FAILED_KEPT_S = 900.0
 """Longer than Prometheus needs to scrape, and a person to look."""
 
 
+def failed_jobs(
+    ends: Iterable[JobResult | RunnerExit], node: str, *, is_scheduler: bool, now: float
+) -> Mapping[tuple[MetricSpec, Labels], float]:
+    """The series of the newest failed jobs: from the store's records, so that they outlive this process.
+
+    `ends`: how jobs ended; those that are not in the store yet are exits of this node's runners. `now` is Unix time.
+    """
+    found: dict[str, JobResult | RunnerExit] = {}
+    for end in ends:
+        if end.outcome != "failed" or now >= end.ended_at + FAILED_KEPT_S:
+            continue
+        nodes = end.nodes if isinstance(end, JobResult) else (node,)
+        if node in nodes or (is_scheduler and not nodes):
+            found[end.job] = end
+    newest = sorted(found.values(), key=lambda end: end.ended_at)[-MAX_FAILED:]
+    return {(JOB_FAILED, (end.job, shorten(end.reason))): end.ended_at for end in newest}
+
+
 class NodeMetrics:
     """What is counted, and the page. Thread-safe."""
 
@@ -146,7 +165,6 @@ class NodeMetrics:
             (STORE_OUTAGES, ()): 0,
             **{(REQUESTS, (action,)): 0 for action in ACTIONS},
         }
-        self._failed: dict[str, tuple[float, str]] = {}
         self._renewals = [0] * (len(LEASE_BUCKETS) + 1)
         self._renewals_s = 0.0
 
@@ -154,14 +172,6 @@ class NodeMetrics:
         """KeyError for labels that the metric cannot have."""
         with self._lock:
             self._samples[counter, labels] += 1
-
-    def job_failed(self, job: str, reason: str) -> None:
-        """The alert that follows says which job, and why."""
-        with self._lock:
-            self._failed.pop(job, None)
-            self._failed[job] = time.time(), shorten(reason)
-            for oldest in list(self._failed)[:-MAX_FAILED]:
-                del self._failed[oldest]
 
     def lease(self, ttl_s: float, renewal_s: float | None) -> None:
         """The store granted a lease of `ttl_s`; `renewal_s`: how long its renewal took, also a failed one."""
@@ -175,9 +185,6 @@ class NodeMetrics:
         """The text format, version 0.0.4. `gauges`: the other metrics' present values."""
         with self._lock:
             samples = self._samples | dict(gauges)
-            for job, (at, reason) in self._failed.items():
-                if time.time() < at + FAILED_KEPT_S:
-                    samples[JOB_FAILED, (job, reason)] = at
             renewals = list(accumulate(self._renewals))
             renewals_s = self._renewals_s
         lines = []
