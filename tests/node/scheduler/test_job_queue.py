@@ -158,6 +158,9 @@ def test_invalid_requests(store: Store) -> None:
             queue.cancel(store, job, "", 0.0)
         with pytest.raises(UsageError, match="node"):
             queue.cordon(store, job, False, "", "", 0.0)
+    for job in ("-f", "bad id", "$(id)", "a;b", "x*", "ä"):
+        with pytest.raises(UsageError, match="characters that a shell"):
+            submit(store, job)
     for more in ({"nodes": (0, 1)}, {"nodes": (3, 2)}, {"slots": (2, 1)}, {"slots": (0, 0)}):
         with pytest.raises(UsageError, match="submission of 'llm'"):
             submit(store, **more)

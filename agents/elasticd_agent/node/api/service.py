@@ -128,6 +128,7 @@ class JobService:
         view = self._view()
         number = 1 + max((one.number for one in view.submissions), default=0)
         name = job.id or f"{name_of(job.command[0])}-{number}"
+        job_queue.check_new_id(name)
         if any(one.job == name for one in view.unfinished()):
             raise Conflict(f"job {name!r} has not ended")
         submission = Submission(

@@ -7,6 +7,7 @@ sentence says what is known about the request.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -85,7 +86,7 @@ def submit(
     time is returned. Without it, the id of an unfinished job is refused. `cache` saves decoding what is known already.
     """
     if job is not None:
-        check_identifier("job id", job)
+        check_new_id(job)
     if token:
         known = (cache or StoreCache(store, ignore)).read_records(names.SUBMISSIONS, Submission, ignore)
         if found := next((s for s in known if s.token == token), None):
@@ -112,6 +113,16 @@ def submit(
         if _create(store, before, submission):
             return submission
     raise _lost_races("the job was not submitted")
+
+
+def check_new_id(job: str) -> None:
+    """Raises UsageError. Jobs of earlier versions may have other ids, and keep them."""
+    check_identifier("job id", job)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", job):
+        raise UsageError(
+            f"job id {job!r} has characters that a shell or a URL reads otherwise; use letters, digits, '.', '_' and "
+            "'-', and begin with a letter or a digit"
+        )
 
 
 def cancel(store: Store, job: str, by: str, at: float) -> JobResult:
