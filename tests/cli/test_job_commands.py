@@ -331,6 +331,15 @@ def test_commands_need_no_other_package(served: Served, argv: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_command_with_missing_packages_names_one() -> None:
+    code = "import sys; sys.path[:0] = sys.argv[1:]; from elasticd_agent.cli.main import main; "
+    code += "sys.exit(main(['config', 'check', 'job.toml']))"
+    command = [sys.executable, "-I", "-S", "-c", code, str(REPOSITORY), str(REPOSITORY / "agents")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    why = "elasticd config: error: the package 'msgspec' is missing, which this command needs: pip install elasticd"
+    assert (done.returncode, done.stderr.startswith(why), done.stderr.count("\n")) == (2, True, 1)
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [

@@ -25,9 +25,9 @@ def browse(where: str, path: str, cookie: str = "", method: str = "GET") -> tupl
 
 def test_run_serves_its_page_to_one_browser(job: StartJob) -> None:
     run: Job = job("plain.py", COLD, "sleep", workers="2", flags=["--ui", "0"])
-    line = r"the job's page: http://(127\.0\.0\.1:\d+)(/login\?code=\S+); logs go to (\S+)"
+    line = r"logs go to (\S+); the job's page: http://(127\.0\.0\.1:\d+)(/login\?code=[\w-]+)\n"
     found = until(lambda: re.search(line, run.err), "the URL")
-    where, login = found[1], found[2]
+    where, login = found[2], found[3]
     run.event("group_started")
     assert browse(where, "/")[0] == 401
     code, headers, _ = browse(where, login)
@@ -47,4 +47,4 @@ def test_run_serves_its_page_to_one_browser(job: StartJob) -> None:
     assert browse(where, f"{path}/cancel", cookie, "POST")[0] == 403
     os.kill(run.pid, signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM
-    shutil.rmtree(found[3])
+    shutil.rmtree(found[1])

@@ -100,7 +100,14 @@ def _help() -> str:
 
 def _load(entry: str) -> Callable[[Sequence[str]], int]:
     module, _, function = entry.partition(":")
-    found: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+    try:
+        found: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("", "elasticd", "elasticd_agent"):
+            raise
+        raise UsageError(
+            f"the package {error.name!r} is missing, which this command needs: pip install elasticd, without --no-deps"
+        ) from None
     return found
 
 

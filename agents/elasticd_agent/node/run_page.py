@@ -87,7 +87,7 @@ class _PageReporting(Reporting):
         local.of_run = files
         server, url = _listen(_page_routes(self._spec, local, self._root), self._settings.ui_port)
         self.callback(server.close, 2.0)
-        self.reporter.log(f"the job's page: {url}; logs go to {files.logs}")
+        self.reporter.log(f"logs go to {files.logs}; the job's page: {url}")
 
 
 class _RunFiles(LocalJobs):
