@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
+
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compilers of torch 2.6 outlive the script for a moment
 
 import torch
 from torch import nn
