@@ -321,8 +321,8 @@ class Session:
     def log(self, **values: SupportsFloat) -> None:
         """Show numbers of the script on the dashboard: `session.log(loss=loss, lr=0.1)`, a float or tensor each.
 
-        Those of rank 0 count; any rank may call. They are sampled once a second at first and ever more rarely; only
-        then the values are read from their device.
+        Those of rank 0 count; any rank may call. They are sampled once a second at first, ever more rarely, and at the
+        end; only then the values are read from their device.
 
         Raises UsageError for more than 16 names, TypeError or ValueError for a value that is no number.
         """
@@ -363,6 +363,8 @@ class Session:
         The end of the process does so too. Where rank 0 serves the store itself (not under an agent), it waits here up
         to 5 s for the others, so that they can read its last messages.
         """
+        if self._scalars is not None and not self._closed:
+            self._scalars.close()
         if self._donor is not None:
             self._donor.close()
         self._saver.close()

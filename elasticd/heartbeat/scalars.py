@@ -6,6 +6,7 @@ Values of a device are fetched only for a sample.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +29,8 @@ class ScalarSampler:
     _names: set[str] = field(default_factory=set)
     _began_at: float = 0.0
     _due_at: float = float("-inf")
+    _last: tuple[int, Mapping[str, SupportsFloat]] | None = None
+    """What was logged since the last sample, copied on its device."""
 
     def __post_init__(self) -> None:
         self._began_at = self.clock()
@@ -35,9 +38,24 @@ class ScalarSampler:
     def log(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Raises UsageError for too many names, TypeError and ValueError for a value that is no number."""
         now = self.clock()
-        if now < self._due_at or self.events.path is None:
+        if self.events.path is None:
+            return
+        values = {name: _copied(value) for name, value in values.items()}
+        if now < self._due_at:
+            self._last = step, values
             return
         self._due_at = now + max(MIN_INTERVAL_S, (now - self._began_at) * AGES)
+        self._write(step, values)
+
+    def close(self) -> None:
+        """The last values are samples, too. Raises nothing: a device may have failed."""
+        last, self._last = self._last, None
+        if last is not None:
+            with contextlib.suppress(Exception):
+                self._write(*last)
+
+    def _write(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
+        self._last = None
         self._names.update(values)
         if len(self._names) > MAX_NAMES:
             raise UsageError(f"session.log() takes at most {MAX_NAMES} names in all, not {sorted(self._names)}")
@@ -45,3 +63,10 @@ class ScalarSampler:
         finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         shown = ", ".join(f"{name} {number:.6g}" for name, number in numbers.items())
         self.events.write("scalars", f"step {step}: {shown}", step, values=finite)
+
+
+def _copied(value: SupportsFloat) -> SupportsFloat:
+    """A tensor without its graph, which would keep memory, and as it is now: a running loss is reset in place."""
+    detach = getattr(value, "detach", None)
+    copied: SupportsFloat = value if detach is None else detach().clone()
+    return copied

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from elasticd.errors import UsageError
 from elasticd.heartbeat.scalars import MAX_NAMES, ScalarSampler
@@ -52,3 +53,22 @@ def test_values_that_are_not_finite_and_no_agent(tmp_path: Path) -> None:
     loss = Tensor()
     ScalarSampler(WorkerEventWriter(None)).log(1, {"loss": loss})
     assert loss.fetched == 0
+
+
+def test_last_values_are_kept_at_the_end(tmp_path: Path) -> None:
+    sampler = ScalarSampler(WorkerEventWriter(tmp_path / "events", round=1), clock=lambda: 0.0)
+    loss = torch.tensor(3.0, requires_grad=True)
+    running = torch.tensor(1.0)
+    for step in (1, 2, 3):
+        sampler.log(step, {"loss": loss * step, "running": running})
+    running.zero_()
+    sampler.close()
+    sampler.close()
+    events, _ = WorkerEventReader(tmp_path / "events").read()
+    found = [from_worker(event) for event in events]
+    assert [(one.step, one.values) for one in found if isinstance(one, ScalarsEvent)] == [
+        (1, {"loss": 3.0, "running": 1.0}),
+        (3, {"loss": 9.0, "running": 1.0}),
+    ]
+    sampler.log(4, {"loss": "much"})  # type: ignore[dict-item]
+    sampler.close()

@@ -59,6 +59,15 @@ class HttpRequest:
     cookie: str = ""
     fetch_site: str = ""
     """Sec-Fetch-Site, "" of a client that is no present-day browser."""
+    origin: str = ""
+    """The Origin header."""
+
+    @property
+    def is_of_other_site(self) -> bool:
+        """A browser sent it for another site's page. "null" is a page that names no origin, as ours do."""
+        if self.fetch_site:
+            return self.fetch_site != "same-origin"
+        return self.origin not in ("", "null") and self.origin.partition("://")[2] != self.server_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,6 +433,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self._server_name(),
                     self.headers.get("Cookie", ""),
                     self.headers.get("Sec-Fetch-Site", ""),
+                    self.headers.get("Origin", ""),
                 )
             )
         except HttpError as error:

@@ -116,8 +116,8 @@ def test_cookie_opens_the_page_and_never_the_api(serve: Serve) -> None:
         assert ask(one, method, path, Cookie=cookie, **HTML).code == 401, (method, path)
 
 
-def press(one: Served, path: str, cookie: str, site: str = "", **fields: str) -> Reply:
-    headers = {"Content-Type": "application/x-www-form-urlencoded", "Cookie": cookie}
+def press(one: Served, path: str, cookie: str, site: str = "", origin: str = "null", **fields: str) -> Reply:
+    headers = {"Content-Type": "application/x-www-form-urlencoded", "Cookie": cookie, "Origin": origin}
     return ask(one, "POST", path, urlencode(fields), **headers, **HTML, **({"Sec-Fetch-Site": site} if site else {}))
 
 
@@ -134,6 +134,7 @@ def test_buttons_need_a_form_of_this_visitors_page(serve: Serve) -> None:
     for site, wrong in (("", ""), ("", "0" * 64), ("cross-site", key), ("same-site", key), ("none", key)):
         assert press(one, "/jobs/llama/cancel", cookie, site, key=wrong).code == 403
     assert press(one, "/jobs/llama/cancel", "", key=key).code == 401
+    assert press(one, "/jobs/llama/cancel", cookie, origin="http://evil.example", key=key).code == 403
     for action, state in (("drain", "draining"), ("uncordon", "ready"), ("cordon", "cordoned")):
         reply = press(one, f"/nodes/n1/{action}", cookie, key=key)
         assert (reply.code, reply.headers["location"]) == (303, "/")

@@ -211,7 +211,7 @@ class DashboardRoutes:
 
     def _press(self, request: HttpRequest, kind: str, target: str, action: str) -> HttpResponse:
         visitor = self.cookies.visitor(request.cookie) if self.has_buttons else None
-        if visitor is None or request.fetch_site not in ("", "same-origin"):
+        if visitor is None or request.is_of_other_site:
             return self._error_page(403, "Not allowed", _NOT_OURS, request)
         if not visitor.may_operate:
             why = f"{visitor.name} may only read: its token is in http.read_only of agent.toml."
