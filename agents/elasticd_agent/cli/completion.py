@@ -17,7 +17,7 @@ def completion(argv: Sequence[str]) -> int:
     try:
         import shtab
     except ImportError:
-        raise UsageError("shtab is missing: pip install 'elasticd[completion]'") from None
+        raise UsageError("the package 'shtab' is missing: pip install shtab") from None
     sys.stdout.write(shtab.complete(all_parsers(), shell))
     return 0
 
@@ -26,7 +26,7 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         "completion",
         "Prints a script that makes a shell complete elasticd's commands and options.",
-        'For bash: eval "$(elasticd completion bash)" in ~/.bashrc. It needs pip install "elasticd[completion]".',
+        'For bash: eval "$(elasticd completion bash)" in ~/.bashrc.',
     )
     parser.add_argument("shell", choices=_SHELLS)
     return parser
@@ -34,7 +34,7 @@ def _parser() -> CommandParser:
 
 def all_parsers() -> argparse.ArgumentParser:
     """One parser with a subparser for every command; for its description only, not for parsing."""
-    from elasticd_agent.cli import checkpoints, config_command, doctor, dump, job_commands, store_server
+    from elasticd_agent.cli import checkpoints, config_command, doctor, dump, explain, job_commands, store_server
     from elasticd_agent.cli.main import COMMANDS
     from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
     from elasticd_agent.config.flag import Treatment
@@ -52,8 +52,12 @@ def all_parsers() -> argparse.ArgumentParser:
     local = (agent, store_server, doctor, config_command, checkpoints)
     found |= {one.prog.split()[-1]: one for one in (module._parser() for module in local)}
     found |= {name: job_commands._parser(name) for name in COMMANDS if name not in found}
-    # Without a JOB these two are about this machine, and have options of their own.
-    found["dump"] = dump._parser()
+    # Without a JOB, or of a directory, these two are about this machine, and have options of their own.
+    for name, module in (("dump", dump), ("explain", explain)):
+        of_job, found[name] = found[name], module._parser()
+        for action in of_job._actions:
+            if action.option_strings and not found[name]._option_string_actions.keys() & set(action.option_strings):
+                found[name]._add_action(action)
     whole = argparse.ArgumentParser(prog="elasticd", description="Keeps a PyTorch training job running.")
     commands = whole.add_subparsers(metavar="COMMAND")
     for name, command in COMMANDS.items():
