@@ -62,6 +62,7 @@ def main() -> None:
         schedule.step()
         # Logged before the step is committed: a kill in between repeats a line, the other order would lose one.
         step = session.steps + 1
+        session.log(loss=mean)
         log.append(step=step, loss=mean, world_size=session.world_size, round=session.round, mono=time.monotonic())
         if session.rank == 0 and (step % args.print_every == 0 or step == args.steps):
             print(f"step {step:>5}  loss {mean:.4f}", flush=True)
