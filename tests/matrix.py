@@ -202,7 +202,9 @@ def told(result: dict[str, object]) -> str:
     failed = result["failed"]
     assert isinstance(failed, list)
     version = str(result["torch"]).partition("+")[0]
-    return f"{version}: {result['passed']:,} passed" + (f", {len(failed)} failed" if failed else "")
+    twice = len(result["passed_alone"])
+    again = f" ({twice} on a second try)" if twice else ""
+    return f"{version}: {result['passed']:,} passed{again}" + (f", {len(failed)} failed" if failed else "")
 
 
 def with_table(text: str, results: dict[str, dict[str, object]]) -> str:

@@ -6,6 +6,7 @@ Values of a device are fetched only for a sample.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import time
@@ -34,6 +35,7 @@ class ScalarSampler:
 
     def __post_init__(self) -> None:
         self._began_at = self.clock()
+        atexit.register(self.close)
 
     def log(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Raises UsageError for too many names, TypeError and ValueError for a value that is no number."""
@@ -49,6 +51,7 @@ class ScalarSampler:
 
     def close(self) -> None:
         """The last values are samples, too. Raises nothing: a device may have failed."""
+        atexit.unregister(self.close)
         last, self._last = self._last, None
         if last is not None:
             with contextlib.suppress(Exception):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,16 @@ def test_last_values_are_kept_at_the_end(tmp_path: Path) -> None:
     ]
     sampler.log(4, {"loss": "much"})  # type: ignore[dict-item]
     sampler.close()
+
+
+def test_last_values_of_a_script_that_just_ends(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from elasticd.heartbeat.scalars import ScalarSampler\n"
+        "from elasticd.heartbeat.worker_events import WorkerEventWriter\n"
+        "sampler = ScalarSampler(WorkerEventWriter(Path(sys.argv[1]), round=1))\n"
+        "for step in (1, 2, 3): sampler.log(step, {'loss': step})\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "events")], check=True, timeout=60)
+    events, _ = WorkerEventReader(tmp_path / "events").read()
+    assert [(one.step, one.values) for one in map(from_worker, events)] == [(1, {"loss": 1.0}), (3, {"loss": 3.0})]
