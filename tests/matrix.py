@@ -202,8 +202,9 @@ def told(result: dict[str, object]) -> str:
     failed = result["failed"]
     assert isinstance(failed, list)
     version = str(result["torch"]).partition("+")[0]
-    twice = len(result["passed_alone"])
-    again = f" ({twice} on a second try)" if twice else ""
+    twice = result["passed_alone"]
+    assert isinstance(twice, list)
+    again = f" ({len(twice)} on a second try)" if twice else ""
     return f"{version}: {result['passed']:,} passed{again}" + (f", {len(failed)} failed" if failed else "")
 
 

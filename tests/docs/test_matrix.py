@@ -13,8 +13,9 @@ def test_readme_has_the_table_of_the_results() -> None:
 
 
 def test_a_cell_says_what_ran() -> None:
-    ran = {"python": "3.12.1", "torch": "2.13.0+cpu", "passed": 1234, "failed": []}
+    ran = {"python": "3.12.1", "torch": "2.13.0+cpu", "passed": 1234, "passed_alone": [], "failed": []}
     assert matrix.told(ran) == "2.13.0: 1,234 passed"
+    assert matrix.told(ran | {"passed_alone": ["a", "b"]}) == "2.13.0: 1,234 passed (2 on a second try)"
     assert matrix.told(ran | {"failed": ["a", "b"]}) == "2.13.0: 1,234 passed, 2 failed"
     assert matrix.told({"not_had": "no wheels"}) == "no such build"
     text = f"before {matrix.FROM}old{matrix.TO} after"
