@@ -82,7 +82,8 @@ def without_writer(attached: dict[str, Any]) -> Any:
     """A donor that has no thread and saves nothing, and copies what every other donor copies."""
     from elasticd.checkpointing.donor import Donor
 
-    donor: Any = Donor(SimpleNamespace(group=SimpleNamespace(rank=0, world_size=1), writer=None), attached, True)  # type: ignore[arg-type]
+    saver: Any = SimpleNamespace(group=SimpleNamespace(rank=0, world_size=1), writer=None, shard_donor=None)
+    donor: Any = Donor(saver, attached, True)
     donor._watch()
     donor._why = ""
     return donor
