@@ -4,7 +4,7 @@
 #   install.sh [--prefix DIR] [--from WHAT] [--python PYTHON] [--no-start]
 #
 #   --prefix DIR      target (/opt/elasticd): a virtual environment in DIR/venv, two small scripts in DIR/libexec, a job to
-#                     try in DIR/example; /usr/local/bin/elasticd links to it
+#                     try in DIR/example; /usr/local/bin/elasticd links to it, and /usr/local/share has completions and man page
 #   --from WHAT       source for pip: a wheel, a folder, a requirement (default: the checkout of this script)
 #   --python PYTHON   an interpreter with elasticd; no virtual environment is created, pip is not run
 #   --no-start        install everything, but neither start the agent nor replace a running one
@@ -78,6 +78,13 @@ if [ ! -x "$program" ]; then
 elif [ ! -e "$link" ] && [ ! -L "$link" ] || [ "$(readlink "$link")" = "$program" ]; then
     install -d -m 0755 /usr/local/bin
     ln -sfn "$program" "$link"
+    share=/usr/local/share
+    for file in bash-completion/completions/elasticd zsh/site-functions/_elasticd fish/vendor_completions.d/elasticd.fish; do
+        install -d -m 0755 "$share/${file%/*}"
+        "$program" completion "${file%%[-/]*}" | install -m 0644 /dev/stdin "$share/$file" || say "no completion in $share/$file"
+    done
+    manual=${python%/*}/../share/man/man1/elasticd.1
+    [ ! -e "$manual" ] || install -D -m 0644 "$manual" "$share/man/man1/elasticd.1"
 else
     say "$link is another elasticd: use $program"
 fi

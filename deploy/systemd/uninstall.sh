@@ -27,7 +27,10 @@ done
 unit=/etc/systemd/system/elasticd-agent.service
 if [ -e "$unit" ]; then
     python=$(sed -n 's/^ExecStart=\([^ ]*\) .*/\1/p' "$unit")
-    [ "$(readlink /usr/local/bin/elasticd)" != "${python%/*}/elasticd" ] || rm -f /usr/local/bin/elasticd
+    if [ "$(readlink /usr/local/bin/elasticd)" = "${python%/*}/elasticd" ]; then
+        (cd /usr/local && rm -f bin/elasticd share/bash-completion/completions/elasticd share/zsh/site-functions/_elasticd \
+            share/fish/vendor_completions.d/elasticd.fish share/man/man1/elasticd.1)
+    fi
     systemctl --quiet disable --now elasticd-agent.service
     rm -f "$unit"
     systemctl daemon-reload

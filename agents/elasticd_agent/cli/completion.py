@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from elasticd.errors import UsageError
 from elasticd_agent.config.command_parser import CommandParser
 
-_SHELLS = ("bash", "zsh", "tcsh")
+_SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 
 def completion(argv: Sequence[str]) -> int:
