@@ -127,13 +127,15 @@ workdir = "/home/me/project"
 ```
 
 `examples/job.toml` is a complete file, and `elasticd config example --job` prints one with every key in it.
-`elasticd config check job.toml` prints the effective settings, or one line with the file, the key, the error and its
-correction. The checks are those of `elasticd run` ([torchrun.md](torchrun.md)). Some facts are known on a node only:
-whether the script is there, whether the user exists, whether the job may run there. Each node checks them for the job
-that is next in the queue, while other jobs still have the slots, and again when it is about to run the job. A node that
-cannot run it shows the job as refused, with the reason, and the job is scheduled elsewhere. A job that every node
-refuses blocks no other job, and has failed after 60 s: its files have to be there when it is next. (An uploaded
-directory is checked only when the job starts.)
+`elasticd submit --check job.toml` submits nothing and says what would come of it: one line with the file, the key,
+the error and its correction, or where the job would start, and which nodes refuse it and why. Without an agent,
+`elasticd config check job.toml` does the first half, and prints the effective settings. The checks are those of
+`elasticd run` ([torchrun.md](torchrun.md)). Some facts are known on a node only: whether the script is there, whether
+the user exists, whether the job may run there. Each node checks them for the job that is next in the queue, while
+other jobs still have the slots, and again when it is about to run the job. A node that cannot run it shows the job as
+refused, with the reason, and the job is scheduled elsewhere. A job that every node refuses blocks no other job, and
+has failed after 60 s: its files have to be there when it is next. (An uploaded directory is checked only when the job
+starts.)
 
 **Where it runs.** In `workdir`, as `user`, with the agent's environment without the agent's own variables (its
 `ELASTICD_` and `PYTHON…` variables, systemd's), then `HOME` and the like of the user, then `env`. `PATH` and

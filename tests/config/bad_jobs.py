@@ -65,6 +65,24 @@ TOML: list[tuple[str, str]] = [
     (ABOUT + "nodes=1000000", "nodes: 1000000: at most 100000 are possible"),
     (ABOUT + 'workers="1:99999999999"', "workers: '1:99999999999': at most 100000 are possible"),
     (ABOUT + 'id = "-rf"', "id: '-rf' begins with '-': commands would take it for an option"),
+    (
+        ABOUT + "id = 'a;b'",
+        "id: 'a;b' has characters that a shell or a URL reads otherwise; use letters, digits, '.', '_' and '-', and "
+        "begin with a letter or a digit",
+    ),
+    (
+        'command=["python","train.py"]\nworkdir="/tmp"',
+        """command: begins with a script, not with 'python'; write: command = ["train.py"]""",
+    ),
+    (
+        'command=["/v/bin/python3","-m","a.b","3"]\nworkdir="/tmp"',
+        """command: begins with a script, not with '/v/bin/python3'; write: command = ["a.b", "3"], module = true""",
+    ),
+    (
+        'command=["python3.11","-u","t.py"]\nworkdir="/tmp"',
+        """command: begins with a script, not with 'python3.11'; write: command = ["python3.11", "-u", "t.py"], """
+        "no_python = true",
+    ),
     (ABOUT + 'nodes={count="0:4"}', "nodes: 0:4: at least 1 is needed"),
     (ABOUT + 'nodes="a"', "nodes: 'a' is neither a number nor MIN:MAX, as in 4 or 2:8"),
     (ABOUT + 'nodes="1:2:3"', "nodes: '1:2:3' is neither a number nor MIN:MAX, as in 4 or 2:8"),

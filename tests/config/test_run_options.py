@@ -40,6 +40,7 @@ def test_ids_are_random_unless_given() -> None:
     first, second = job("train.py"), job("train.py")
     assert first.job_id != second.job_id
     assert re.fullmatch(r"train-[0-9a-f]{8}", first.job_id), "scripts name their folders by TORCHELASTIC_RUN_ID"
+    assert re.fullmatch(r"train-lm-[0-9a-f]{8}", job("-m pkg.train_lm").job_id)
     assert first.run != second.run
     assert job("--rdzv-id bert train.py").job_id == "bert"
     assert job("--rdzv-id bert --standalone train.py").job_id != "bert"

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import secrets
 import shlex
 import shutil
@@ -26,6 +25,7 @@ from elasticd_agent.cli.main import AGENT_VARIABLE
 from elasticd_agent.cli.packing import pack
 from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.model.exit_codes import INTERRUPTED
+from elasticd_agent.model.job import without_python
 from elasticd_agent.model.phrases import is_are
 from elasticd_agent.node.api.client import (
     AgentClient,
@@ -121,17 +121,14 @@ def _job_of(client: AgentClient, options: argparse.Namespace) -> bytes:
 
 
 def _check_is_script(command: Sequence[str], workdir: Path) -> None:
-    """Raises UsageError for an interpreter or another program, unless a file of the directory has its name."""
-    name, *rest = command
-    if not name or (workdir / name).exists():
-        return
-    if re.fullmatch(r"(.*/)?python[0-9.]*", name):
-        what = ["--module", "--", *rest[1:]] if rest[:1] == ["-m"] else ["--", *rest]
-        if not rest or (rest[0] != "-m" and rest[0].startswith("-")):
-            what = ["--no-python", "--", *command]
-        instead = shlex.join(["elasticd", "submit", *what])
+    """Raises UsageError for an interpreter or another program, unless a file of the directory has the latter's name."""
+    name = command[0]
+    if found := without_python(command):
+        key, words = found
+        option = [f"--{key.replace('_', '-')}"] if key else []
+        instead = shlex.join(["elasticd", "submit", *option, "--", *words])
         raise UsageError(f"the command begins with a script, not with {name!r}; write: {instead}")
-    if "/" not in name and not name.endswith(".py") and shutil.which(name):
+    if name and "/" not in name and not name.endswith(".py") and not (workdir / name).exists() and shutil.which(name):
         instead = shlex.join(["elasticd", "submit", "--no-python", "--", *command])
         raise UsageError(f"{name!r} is a program, not a script of this directory; write: {instead}")
 
@@ -431,7 +428,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
 def _add_submit_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", type=Path, nargs="?", metavar="FILE", help="the job file")
-    add("--id", metavar="JOB", help="the job's id; default: the file's, or SCRIPT-NUMBER")
+    add("--id", metavar="JOB", help="the job's id; default: the file's, or the script's name and four characters")
     add("--kind", choices=tuple(_CONTENT_TYPES), help="the format of FILE, without a suffix")
     add("--check", action="store_true", help="submit nothing; ask every node, and say whether the job would start")
     add("-f", "--follow", action="store_true", help="print rank 0's output until the end; exit code 1 if it failed")

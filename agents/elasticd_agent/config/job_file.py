@@ -5,6 +5,7 @@ It does not look at the disk; the node that runs the job does (limits.py, prefli
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pwd
@@ -23,7 +24,17 @@ from elasticd_agent.config.decode import ConfigError, decode
 from elasticd_agent.config.documents import MAX_JOB_FILE_BYTES, FileFormat, parse
 from elasticd_agent.config.quantities import Seconds, Size, encode_quantity, parse_count_range
 from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, policy_with, preloaded_modules
-from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy, Rendezvous, Streams, check_identifier
+from elasticd_agent.model.job import (
+    AgentSettings,
+    JobSpec,
+    Mode,
+    Policy,
+    Rendezvous,
+    Streams,
+    check_identifier,
+    check_new_id,
+    without_python,
+)
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.phrases import count
 from elasticd_agent.system.devices import visible_gpus
@@ -239,9 +250,11 @@ def read_job(data: bytes, kind: FileFormat, where: str) -> JobFile:
     """The job `data` describes, checked as far as can be without a node. Raises UsageError: one line, WHERE: KEY: …"""
     table = parse(data, kind, where)
     try:
-        return decode_job(table)
+        job = decode_job(table)
+        _check_new(job)
     except ConfigError as error:
         raise UsageError(f"{where}: {error}") from None
+    return job
 
 
 def shared_directories(text: str) -> tuple[Path, ...]:
@@ -367,6 +380,19 @@ def check_job(job: JobFile) -> None:
             check_identifier("id", job.id)
     except UsageError as error:
         raise ConfigError.of(error) from None
+
+
+def _check_new(job: JobFile) -> None:
+    """What is asked of new jobs only; those that were submitted to an earlier version go on. Raises ConfigError."""
+    try:
+        if job.id is not None:
+            check_new_id("id", job.id)
+    except UsageError as error:
+        raise ConfigError.of(error) from None
+    if not (job.module or job.no_python) and (instead := without_python(job.command)):
+        key, words = instead
+        text = f"command = {json.dumps(words, ensure_ascii=False)}" + (f", {key} = true" if key else "")
+        raise ConfigError("command", f"begins with a script, not with {job.command[0]!r}; write: {text}")
 
 
 def check_limits(prefix: str, memory: int | None, pids: int | None, cpu_weight: int | None) -> None:

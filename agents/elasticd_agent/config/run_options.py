@@ -196,7 +196,7 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
         entrypoint=parsed.training_script,
         args=tuple(parsed.training_script_args),
         cwd=cwd,
-        job_id=options.job_id or f"{name_of(parsed.training_script)}-{os.urandom(4).hex()}",
+        job_id=options.job_id or f"{name_of(parsed.training_script, parsed.module)}-{os.urandom(4).hex()}",
         run=os.urandom(8).hex() if options.run is None else options.run,
         role=parsed.role,
         min_workers=low,

@@ -6,8 +6,9 @@ the start instead of a surprise at the first failure.
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, IntFlag
 from pathlib import Path
@@ -338,6 +339,26 @@ def check_identifier(what: str, text: str) -> None:
     size = len(text.encode(errors="surrogateescape"))
     if size > MAX_NAME_BYTES:
         raise UsageError(f"{what} {text[:16]!r}… has {size} bytes; at most {MAX_NAME_BYTES} fit")
+
+
+def check_new_id(what: str, text: str) -> None:
+    """Raises UsageError. Jobs of earlier versions may have other ids, and keep them."""
+    check_identifier(what, text)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
+        raise UsageError(
+            f"{what} {text!r} has characters that a shell or a URL reads otherwise; use letters, digits, '.', '_' and "
+            "'-', and begin with a letter or a digit"
+        )
+
+
+def without_python(command: Sequence[str]) -> tuple[Literal["", "module", "no_python"], Sequence[str]] | None:
+    """For a command that begins with an interpreter: the key that it needs, if any, and its words with that key."""
+    name, *rest = command
+    if not re.fullmatch(r"(.*/)?python[0-9.]*", name):
+        return None
+    if rest[:1] == ["-m"] and rest[1:]:
+        return "module", rest[1:]
+    return ("no_python", command) if not rest or rest[0].startswith("-") else ("", rest)
 
 
 def _check_catchable(name: str) -> None:

@@ -80,9 +80,16 @@ def test_submit_numbers_jobs_in_order(store: Store) -> None:
         (s.job, s.number, s.min_nodes, s.max_nodes, s.min_slots, s.max_slots, s.submitted_by, s.submitted_at)
         for s in found
     } == {(job, number, 1, 2, 2, 4, "ann", 5.0) for job, number in (("a", 1), ("b", 2), ("c", 3))}
-    assert submit(store, None).job == "job-4"
-    submit(store, "job-6")
-    assert submit(store, None).job == "job-7", "job-6 is somebody's own name for it"
+
+
+def test_generated_name_that_is_taken_is_made_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of an ended job, whose history would be deleted."""
+    made = iter(("0001", "0001", "0002", "0003", "0004"))
+    monkeypatch.setattr(queue.secrets, "token_hex", lambda size: next(made))
+    assert submit(store, None).job == "job-0001"
+    queue.cancel(store, "job-0001", "ann", 6.0)
+    submit(store, "job-0003")
+    assert [submit(store, None).job for _ in range(2)] == ["job-0002", "job-0004"]
 
 
 def test_submit_many_at_once(opened: tuple[Store, Callable[[], Store]], store: Store) -> None:

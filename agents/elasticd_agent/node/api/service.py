@@ -102,7 +102,7 @@ class JobService:
                 submitted_at=self.clock(),
                 token=token,
                 grow=job.grow != "never",
-                stem=name_of(job.command[0]),
+                stem=name_of(job.command[0], job.module),
                 labels=job.node_labels,
                 priority=job.priority,
                 cache=self.cache,
@@ -127,8 +127,7 @@ class JobService:
         self._check_number(by, "")
         view = self._view()
         number = 1 + max((one.number for one in view.submissions), default=0)
-        name = job.id or f"{name_of(job.command[0])}-{number}"
-        job_queue.check_new_id(name)
+        name = job.id or job_queue.new_name(name_of(job.command[0], job.module))
         if any(one.job == name for one in view.unfinished()):
             raise Conflict(f"job {name!r} has not ended")
         submission = Submission(

@@ -7,13 +7,13 @@ sentence says what is known about the request.
 
 from __future__ import annotations
 
-import re
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
 from elasticd.errors import StoreUnavailable, UsageError, WireError
 from elasticd_agent.model.exit_codes import TERMINATED
-from elasticd_agent.model.job import check_identifier
+from elasticd_agent.model.job import check_identifier, check_new_id
 from elasticd_agent.model.keys import decode_record
 from elasticd_agent.node import keys as names
 from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Submission
@@ -80,13 +80,13 @@ def submit(
     priority: str = "normal",
     cache: StoreCache | None = None,
 ) -> Submission:
-    """Submit a job; its number is its position in the queue. Without an id it gets `<stem>-<number>`.
+    """Submit a job; its number is its position in the queue. Without an id it gets `new_name(stem)`.
 
     `token` identifies this submission: repeated with it, e.g. after an outage, the job that was submitted the first
     time is returned. Without it, the id of an unfinished job is refused. `cache` saves decoding what is known already.
     """
     if job is not None:
-        check_new_id(job)
+        check_new_id("job id", job)
     if token:
         known = (cache or StoreCache(store, ignore)).read_records(names.SUBMISSIONS, Submission, ignore)
         if found := next((s for s in known if s.token == token), None):
@@ -97,7 +97,7 @@ def submit(
             return before
         number = _next_number(store)
         submission = Submission(
-            job or f"{stem}-{number}",
+            job or new_name(stem),
             number,
             spec_json,
             *nodes,
@@ -115,14 +115,9 @@ def submit(
     raise _lost_races("the job was not submitted")
 
 
-def check_new_id(job: str) -> None:
-    """Raises UsageError. Jobs of earlier versions may have other ids, and keep them."""
-    check_identifier("job id", job)
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", job):
-        raise UsageError(
-            f"job id {job!r} has characters that a shell or a URL reads otherwise; use letters, digits, '.', '_' and "
-            "'-', and begin with a letter or a digit"
-        )
+def new_name(stem: str) -> str:
+    """train-lm-3f2a: a name that is taken already is made again."""
+    return f"{stem}-{secrets.token_hex(2)}"
 
 
 def cancel(store: Store, job: str, by: str, at: float) -> JobResult:
