@@ -274,7 +274,7 @@ class SimulatedStore:
         found: Versioned | None = self.ask(lambda: self._read(key), len(key))
         return found
 
-    def list(self, prefix: str) -> dict[str, Versioned]:
+    def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
         entries = self._etcd.entries
 
         def below() -> dict[str, Versioned]:

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from elasticd_agent.store import Lease, Store
+from elasticd_agent.store import Lease, Store, Versioned
+from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.store.memory import MemoryStore
 from tests.contract.conftest import Backend
 
@@ -75,6 +76,36 @@ def test_list_is_sorted_and_takes_the_prefix_literally(store: Store) -> None:
     assert list(store.list("n.")) == []
     found = store.list("n/")["n/a"]
     assert found == store.read("n/a")
+
+
+def test_list_with_an_earlier_answer(backend: Backend) -> None:
+    """Whatever has happened since, it is the list without one; `other` is another client."""
+    store, other = backend.store, backend.other
+    known: dict[str, Versioned] = {}
+    for changes in (
+        ("n/b", "n/a", "n/c"),
+        (),
+        ("n/a",),
+        ("-n/b",),
+        ("-n/a", "n/d"),
+        ("-n/c", "n/c"),
+        ("m", "-n/d", "n/e", "n/f"),
+        ("-m",),
+        ("-n/c", "-n/e", "-n/f"),
+        ("n/a",),
+    ):
+        for change in changes:
+            key = change.removeprefix("-")
+            before = other.read(key)
+            if change != key:
+                assert other.delete(key)
+            else:
+                assert other.compare_and_swap(key, before and before.version, str(changes).encode())
+        found = store.list("n/", known)
+        assert list(found.items()) == list(store.list("n/").items()), changes
+        known = found
+    if isinstance(store, EtcdStore):
+        assert store.list("n/", known) is known, "nothing had to be read"
 
 
 def test_compare_and_swap_with_a_guard(store: Store) -> None:

@@ -44,9 +44,9 @@ class Outage(MemoryStore):
         self._require_up()
         return super().read(key)
 
-    def list(self, prefix: str) -> dict[str, Versioned]:
+    def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
         self._require_up()
-        return super().list(prefix)
+        return super().list(prefix, known)
 
     def _require_up(self) -> None:
         if self.is_down:

@@ -50,9 +50,9 @@ class InterruptedStore:
         self._request("read", key)
         return self.memory.read(key)
 
-    def list(self, prefix: str) -> dict[str, Versioned]:
+    def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
         self._request("list", prefix)
-        return self.memory.list(prefix)
+        return self.memory.list(prefix, known)
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None

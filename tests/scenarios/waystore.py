@@ -71,8 +71,8 @@ class NodeStore:
     def read(self, key: str) -> Versioned | None:
         return self.ask(lambda: self._store.read(key))
 
-    def list(self, prefix: str) -> dict[str, Versioned]:
-        return self.ask(lambda: self._store.list(prefix))
+    def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
+        return self.ask(lambda: self._store.list(prefix, known))
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None

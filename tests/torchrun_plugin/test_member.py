@@ -69,8 +69,8 @@ class Line:
     def read(self, key: str) -> Versioned | None:
         return self._there().read(key)
 
-    def list(self, prefix: str) -> dict[str, Versioned]:
-        return self._there().list(prefix)
+    def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
+        return self._there().list(prefix, known)
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None

@@ -62,8 +62,12 @@ class Store(Protocol):
     def read(self, key: str) -> Versioned | None:
         """None: the key does not exist."""
 
-    def list(self, prefix: str) -> dict[str, Versioned]:
-        """Every key that begins with `prefix`, sorted, with its value."""
+    def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
+        """Every key that begins with `prefix`, sorted, with its value.
+
+        `known`: an earlier answer. A store that can compares it with what it holds instead of sending all of it again,
+        and returns `known` itself if nothing has changed.
+        """
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None

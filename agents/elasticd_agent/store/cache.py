@@ -141,7 +141,10 @@ class StoreCache:
         """The records that the store holds at this moment, for people; `watched`: what a watch of them has kept current
         will do. `log` receives every decoding error.
         """
-        items = self.list(prefix) if watched and prefix in self._watches else self._store.list(prefix)
+        if watched and prefix in self._watches:
+            items = self.list(prefix)
+        else:
+            items = self._store.list(prefix, self._lists.get(prefix))
         records, errors = self._decode(prefix, items, kind)
         for error in errors.values():
             log(error)

@@ -37,7 +37,7 @@ class MemoryStore:
             entry = self._entries.get(key)
             return Versioned(entry.value, entry.version) if entry else None
 
-    def list(self, prefix: str) -> dict[str, Versioned]:
+    def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
         with self._lock:
             self._expire()
             found = sorted((k, e) for k, e in self._entries.items() if k.startswith(prefix))

@@ -7,6 +7,7 @@ import http.client
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -26,7 +27,9 @@ from elasticd_agent.node.records import JobResult, Placement, RunnerStatus, Subm
 from elasticd_agent.node.scheduler import job_queue
 from elasticd_agent.node.scheduler.policy import BEHIND_OTHERS
 from elasticd_agent.store.cache import StoreCache
+from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.system.http_auth import BURST, TokenAuth
+from tests.etcd import etcd_servers
 from tests.faults.job import until
 from tests.node.dashboard.conftest import NOW, Serve
 from tests.node.dashboard.hostile_texts import WICKED, read
@@ -362,26 +365,33 @@ def test_job_page_is_complete_without_script(serve: Serve) -> None:
 
 @pytest.mark.system
 def test_ten_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, collector: None) -> None:
-    """Of processor time, from the request to the answer, client included: others are busy, too. Every second job
-    has ended.
+    """Over etcd, of processor time, from the request to the answer, client included: others are busy, too. Every second
+    job has ended.
     """
 
     def routes(api: ApiRoutes, token: TokenAuth, tls: bool) -> DashboardRoutes:
         cookies = LoginCookies(token, lambda: NOW, tls=tls)
         return DashboardRoutes(api, token, cookies, "0.1.0", _overviews=ResponseCache(0.0))
 
-    with closing(Served(tmp_path / "n", now=lambda: NOW, front=routes)) as one:
-        cache = one.service.cache = StoreCache(one.store, print)
-        cache.watch("this test", job_queue.CACHED)
-        for n in range(1, 10_001):
-            job = Submission(f"j{n}", n, '{"command": ["x.py"]}', 1, 1, 1, 1, submitted_by=f"user-{n % 50}")
-            placement = Placement(job.job, n, (), BEHIND_OTHERS)
-            records = [(names.SUBMISSIONS, job), (names.PLACEMENTS, placement)]
-            if n % 2:
-                records.append((names.RESULTS, JobResult(job.job, n, "succeeded", 0, "ended", NOW - n, ("n1",))))
-            for key, record in records:
-                assert one.store.compare_and_swap(key + job.job, None, record.to_json()) is not None
+    def submitted(n: int) -> None:
+        job = Submission(f"j{n}", n, '{"command": ["x.py"]}', 1, 1, 1, 1, submitted_by=f"user-{n % 50}")
+        records = [(names.SUBMISSIONS, job), (names.PLACEMENTS, Placement(job.job, n, (), BEHIND_OTHERS))]
+        if n % 2:
+            records.append((names.RESULTS, JobResult(job.job, n, "succeeded", 0, "ended", NOW - n, ("n1",))))
+        for key, record in records:
+            assert store.compare_and_swap(key + job.job, None, record.to_json())
+
+    with (
+        etcd_servers() as etcd,
+        closing(EtcdStore(etcd.endpoints, timeout_s=10.0)) as store,
+        closing(Served(tmp_path / "n", store, now=lambda: NOW, front=routes)) as one,  # type: ignore[arg-type]
+    ):
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(submitted, range(1, 10_001))).count(None) == 10_000
         one.announce()
+        cache = one.service.cache = StoreCache(store, print)
+        cache.watch("this test", job_queue.CACHED)
+        job_queue.cached_view(cache)
         cookie = come_in(one)
         page = lambda path: lambda: browse(one, path, cookie)  # noqa: E731
         took: dict[str, float] = {}
@@ -389,17 +399,19 @@ def test_ten_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, colle
             ("all", page("/"), "of 10,000 jobs"),
             ("a search", page("/?q=user-8+pending"), "of 200 jobs"),
             ("a late page", page("/?state=pending&page=40"), "of 5,000 jobs"),
+            ("elasticd jobs", lambda: one.unix().get("/v1/jobs"), '"j10000"'),
         ):
             said, spent = ask().body.decode(), []
-            assert says in said and len(said) < 150_000, what
+            assert says in said and (len(said) < 150_000 or what == "elasticd jobs"), what
             for _ in range(5):
                 began = time.process_time()
                 ask()
                 spent.append(time.process_time() - began)
             took[what] = sorted(spent)[2]
+        print(took)
         assert {what: s for what, s in took.items() if s > 0.2} == {}, took
-        one.store.is_down = True
-        assert b"127.0.0.1:2379 refuses connections" in browse(one, "/", cookie).body
+        etcd.kill()
+        assert b"The store does not answer" in browse(one, "/", cookie).body
 
 
 @pytest.fixture

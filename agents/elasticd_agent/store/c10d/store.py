@@ -30,7 +30,7 @@ class C10dStore(C10dConnection):
         found = self.call("read", key=_named(key))
         return None if found is None else _versioned(found)
 
-    def list(self, prefix: str) -> dict[str, Versioned]:
+    def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
         return {key: _versioned(found) for key, found in self.call("list_below", prefix=prefix).items()}
 
     def compare_and_swap(

@@ -122,9 +122,9 @@ class EtcdConnection:
         self._report_success()
         return answer
 
-    def range(self, prefix: str, *, count_only: bool = False) -> Any:
-        """All keys that begin with `prefix`, or their number: the cheapest question about them."""
-        request = rpc.RangeRequest(**key_range(prefix), count_only=count_only)
+    def range(self, prefix: str, **options: Any) -> Any:
+        """All keys that begin with `prefix`; `options` of etcd's RangeRequest, such as the cheap `count_only`."""
+        request = rpc.RangeRequest(**key_range(prefix), **options)
         return self.call("Range", request, key=prefix, repeatable=True)
 
     def report_failure(self, why: str) -> None:

@@ -56,9 +56,17 @@ class EtcdStore:
         answer = etcd.call("Range", etcd.rpc.RangeRequest(key=to_bytes(key)), key=key, repeatable=True)
         return Versioned(answer.kvs[0].value, answer.kvs[0].mod_revision) if answer.kvs else None
 
-    def list(self, prefix: str) -> dict[str, Versioned]:
-        answer = self._etcd().range(prefix)
-        return {to_text(item.key): Versioned(item.value, item.mod_revision) for item in answer.kvs}
+    def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
+        newest = max((one.version for one in known.values()), default=0) if known else 0
+        answer = self._etcd().range(prefix, min_mod_revision=newest + 1)
+        changed = {to_text(item.key): Versioned(item.value, item.mod_revision) for item in answer.kvs}
+        if not known:
+            return changed
+        # `count` is of all keys, and the union contains them all: if it is of that size, it contains no other one.
+        # An etcd that was restored from a backup counts revisions from an earlier one.
+        if answer.header.revision < newest or answer.count != len(known.keys() | changed.keys()):
+            return self.list(prefix)
+        return dict(sorted((known | changed).items())) if changed else known
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
