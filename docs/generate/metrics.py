@@ -138,7 +138,8 @@ NODE = """# Metrics of a node
 [metrics](metrics.md) of every job that runs on the node, distinguished by `job_id`. The runners are queried in
 parallel; a runner that does not answer within 1.5 s has the series of its last answer for a minute; a scrape ends
 after 5 s. Counters start with the agent: after a restart or an upgrade they count from 0 again, while the counters of
-its jobs continue."""
+its jobs continue. The agent's own memory, processor time, open files and start are in the usual metrics
+`process_*` (such as `process_resident_memory_bytes`), without labels."""
 
 NODE_SERIES = """## How many series
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from docs.generate.metrics import max_series
 from elasticd_agent.cli import doctor
 from elasticd_agent.cli import job_commands as verbs
 from elasticd_agent.cli.config_command import config
@@ -54,6 +55,10 @@ def test_page_has_commands() -> None:
     found = commands()
     assert len(found) > 30
     assert {words[1] for words in found} == {*AGENT_COMMANDS, "dump", "explain", "doctor", "config"}
+
+
+def test_number_of_series_is_that_of_the_metrics() -> None:
+    assert f"at most {max_series(8)} series for a job with 8 ranks" in PAGE
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
