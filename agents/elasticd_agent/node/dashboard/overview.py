@@ -72,7 +72,7 @@ def overview(
     """`shown`: the page of the `matching` jobs. `local`: the jobs on this node, `here`, with their progress."""
     unfinished = sum(1 for row in jobs if not row.ended)
     ready = sum(1 for row in nodes if row.state == "ready")
-    total = f"{count(unfinished, 'job')} of {len(jobs)} not ended · {ready} of {count(len(nodes), 'node')} ready"
+    total = f"{unfinished:,} of {count(len(jobs), 'job')} not ended · {ready} of {count(len(nodes), 'node')} ready"
     none = "No job matches." if jobs else "No job was submitted yet."
     rows = [_jobs(shown, local) or _empty(none), _pages(query, matching)]
     heading = tag("div", tag("h2", "Jobs", id="jobs-title"), _form(query), class_="heading")

@@ -70,7 +70,7 @@ def step_times(found: Sequence[RankSteps], width: int = 900) -> Child:
     rows = {one.rank: _spans(one) for one in found if len(one.points) > 1}
     known = [span.step_s for spans in rows.values() for span in spans if span.step_s is not None]
     if not known:
-        return tag("p", "No two looks at the ranks of this round yet.", class_="quiet")
+        return tag("p", "Nothing was measured in this round yet.", class_="quiet")
     usual = median(known)
     worst = sorted(rows, key=lambda rank: -_mean(rows[rank], usual))
     shown = sorted(worst[:MAX_ROWS])
