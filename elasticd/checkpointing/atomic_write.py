@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from elasticd.checkpointing.lineage import CheckpointName, names
+from elasticd.checkpointing.lineage import names
 from elasticd.checkpointing.manifest import MANIFEST, Checksum, FileState, Manifest
 from elasticd.checkpointing.object_store import ObjectStore, store_of
 
@@ -137,8 +137,8 @@ class Staging:
         self._manifest = -1
 
     def __enter__(self) -> Staging:
+        self.path.mkdir(mode=0o700)
         try:
-            self.path.mkdir(mode=0o700)
             self._manifest = os.open(self.path / MANIFEST, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             # Marks the directory as in use. On a file system without locks no lock can show that it is abandoned
             # either.
@@ -230,7 +230,7 @@ def sweep(directory: Path, own_round: int, settled: bool = False) -> None:
         if each.hidden == "trash" or (
             each.hidden == "staging"
             and each.round <= own_round
-            and ((settled and each.round < own_round) or _is_abandoned(each))
+            and ((settled and each.round < own_round) or is_abandoned(each.path))
         ):
             _remove(each.path)
 
@@ -247,9 +247,10 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _is_abandoned(staging: CheckpointName) -> bool:
+def is_abandoned(staging: Path) -> bool:
+    """Its writer is dead, or it does not exist. False where the file system has no locks."""
     try:
-        fd = os.open(staging.path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(staging / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return True  # created but never filled, or already half removed
     except OSError:

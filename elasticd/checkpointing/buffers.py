@@ -92,7 +92,7 @@ class Snapshot:
     number: int
     """Which save of its round it is, from 1: a step may be saved twice."""
     task: WriteTask | None
-    """None: it is not to be written to disk, or that has been done."""
+    """None: it is not to be written to disk, or that has been done. Of a state saved at a fault: for the end."""
     path: str = ""
     """The checkpoint that it was written to."""
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -113,9 +113,9 @@ class Snapshot:
         return (self.adopted, 0) if self.adopted else self.saved
 
     @property
-    def is_donated(self) -> bool:
-        """It was saved at a fault, and no round has resumed from it."""
-        return donated_step(self.key[1]) is not None
+    def is_due(self) -> bool:
+        """It is to be written as soon as possible, and not only if no round follows."""
+        return self.task is not None and donated_step(self.number) is None
 
     def as_copy(self) -> Snapshot:
         """As another node keeps it."""

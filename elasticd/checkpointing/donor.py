@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import pickle
@@ -302,7 +301,8 @@ class Donor:
     def _client(self) -> WriterClient:
         if self._saver.writer is None:
             raise CheckpointError("this node keeps no copy of the state in memory")
-        return WriterClient(self._saver.writer.path, 0, 1, self._saver.writer.first_node)
+        writer = self._saver.writer
+        return WriterClient(writer.path, 0, 1, writer.first_node, writer.at_end)
 
     def fail(self) -> None:
         """The script has failed, or is about to end by an exception: the launcher will end the others."""
@@ -373,7 +373,6 @@ class Donor:
             client.close()
 
     def _save_whole(self, client: WriterClient, commit: Commit) -> None:
-        """If no round follows, rank 0's node makes it a checkpoint."""
         saver = self._saver
         self._check_unchanged(commit)
         content = self._content(commit)
@@ -389,9 +388,7 @@ class Donor:
         finally:
             os.close(fd)
         self._check_unchanged(commit)
-        written = saver.directory is not None and client.first_node
-        task = functools.partial(saver.task, "before its group was killed", 0.0) if written else None
-        client.copied(draft, number, 0, task)
+        client.copied(draft, number, 0)
 
     def _save_shards(self, client: WriterClient, commit: Commit) -> None:
         """This rank's files, and those of dead ranks that held the same."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Hashable, Sequence
 
-from elasticd.checkpointing.buffers import COUNT, Buffers, Snapshot
+from elasticd.checkpointing.buffers import COUNT, Buffers, Snapshot, WriteTask
 from elasticd.checkpointing.manifest import Manifest
 
 Key = tuple[int, int]
@@ -69,7 +69,7 @@ class FileFill:
         """
         held = self._buffers.held[:COUNT]
         own = [self._buffer] if self._buffer >= 0 and self._key[0] == key[0] else range(COUNT)
-        free = [at for at in own if at not in {*filled, *self.busy} and not ((each := held[at]) and each.task)]
+        free = [at for at in own if at not in {*filled, *self.busy} and not ((each := held[at]) and each.is_due)]
         if key < self._key or not free:
             return "a later step is saved" if key < self._key else "each buffer is in use"
         self._key, self._end, self._files = key, 0, {}
@@ -78,13 +78,13 @@ class FileFill:
         self._buffers.erase(self._buffer)
         return ""
 
-    def returned(self, rank: Hashable, key: Key, draft: Manifest) -> None:
-        """The file that was lent to this rank is copied."""
+    def returned(self, rank: Hashable, key: Key, draft: Manifest, task: WriteTask | None = None) -> None:
+        """The file that was lent to this rank is copied. `task`: at the end of the job."""
         if key != self._key or rank not in self._copying:
             return
         name, span = self._copying.pop(rank)
         self._files[name] = span
-        snapshot = Snapshot(draft, key[1], None, files=dict(self._files))
+        snapshot = Snapshot(draft, key[1], task, files=dict(self._files))
         if not self._copying:
             self._buffers.trim(self._buffer, snapshot)
         self._buffers.describe(self._buffer, snapshot)

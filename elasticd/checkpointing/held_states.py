@@ -19,7 +19,7 @@ from elasticd.checkpointing import transfer
 from elasticd.checkpointing.buffers import Snapshot, donated_step
 from elasticd.checkpointing.manifest import STATE, Manifest
 from elasticd.checkpointing.manifest import parse as parse_manifest
-from elasticd.checkpointing.shard_plan import METADATA, View, file_name, map_file
+from elasticd.checkpointing.shard_plan import View, file_names, map_file
 from elasticd.checkpointing.shard_server import RemoteNode, Server, address_beside
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
 from elasticd.errors import CheckpointError
@@ -50,8 +50,7 @@ class HeldState:
         """Files that no node holds."""
         if not self.nodes:
             return []
-        names = (*map(file_name, range(self.snapshot.draft.world_size)), METADATA, STATE)
-        return [name for name in names if not self.nodes.get(name)]
+        return [name for name in file_names(self.snapshot.draft.world_size) if not self.nodes.get(name)]
 
     @property
     def is_partial(self) -> bool:

@@ -6,9 +6,12 @@ reclaimed. Sources: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rs
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+SPARE_BYTES = 64 << 20
+"""Memory that states leave for everything else."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 
@@ -69,3 +72,14 @@ def _reclaimable(group: Path) -> int:
     """Pages of files: the kernel drops them before it refuses memory."""
     fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+
+
+def refusal(size: int, buffers: list[int]) -> str:
+    """Why there is no memory for a state of `size` bytes in each of these files, "" if there is."""
+    held = [os.fstat(fd).st_blocks * 512 for fd in buffers]
+    need = sum(max(size - each, 0) for each in held) + SPARE_BYTES
+    left, where = available_bytes()
+    if need <= left:
+        return ""
+    what = f"two copies of a state of {size >> 20} MB take" if len(held) == 2 else f"a part of {size >> 20} MB takes"
+    return f"{what} {need >> 20} MB more, and {max(left, 0) >> 20} MB are left {where}"

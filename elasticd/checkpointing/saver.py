@@ -17,7 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,8 @@ class Saver:
         what = f"the lock of the checkpoint directory {path}"
         self.round = self.channel.on_rank0("directory", what, lambda: self._open_first(path))["round"]
         self.directory = path
+        if self.writer is not None:
+            self.writer.at_end = self._at_end
         return path
 
     def _open_first(self, path: Path) -> dict[str, Any]:
@@ -383,6 +385,11 @@ class Saver:
         events = str(self.events.path or "")
         rank = self.group.rank
         return WriteTask(str(self.directory), self.keep, why, self.next_try, events, rank, blocked_s, self.keep_every)
+
+    def _at_end(self) -> WriteTask:
+        task = self.task("at the end of the job", 0.0)
+        node, nodes = self.environment.node, self.environment.nodes
+        return replace(task, again="the job has ended", node=node, nodes=nodes)
 
     def wait(self) -> bool:
         """On rank 0: wait until the writer has finished with the last save; True if it is on the disk."""

@@ -12,6 +12,7 @@ an object store each node puts its files and its part below the checkpoint's nam
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -41,32 +42,46 @@ def write_snapshot(fd: int, snapshot: Snapshot, gives_up: Callable[[], str]) -> 
     """
     task, draft = snapshot.task, snapshot.draft
     assert task is not None
-    contents = {name: _range(fd, start, size) for name, (start, size) in snapshot.files.items()}
+    own = contents(fd, snapshot)
     if task.node == 0:
         return api.write_files(
-            task.directory, draft, lambda staging: _commit(staging, draft, contents, task, gives_up), task.token
+            task.directory, draft, lambda staging: _commit(staging, draft, own, task, gives_up), task.token
         )
     directory = Path(task.directory)
     folder = staging_path(directory, draft.round, draft.step, task.token)
     store = store_of(directory)
     if store is None:
         _wait(lambda: (folder / MANIFEST).exists() or None, gives_up, "the first node has not begun to write")
-    part = json.dumps(write_other_part(directory, draft, task.token, task.node, contents)).encode()
+    part = write_other_part(directory, draft, task.token, task.node, own)
     if store is not None:
-        store.put_part(store.free_name(_name(draft)), _part_name(task, task.node), part)
-        return None
-    path = folder / _part_name(task, task.node)
-    write_file(path.with_suffix(".tmp"), lambda file: file.write(part))
-    os.rename(path.with_suffix(".tmp"), path)
+        store.put_part(store.free_name(_name(draft)), _part_name(task, task.node), json.dumps(part).encode())
+    else:
+        put_part(folder / _part_name(task, task.node), part)
     return None
 
 
+def contents(fd: int, snapshot: Snapshot) -> dict[str, Content]:
+    """The files of a sharded state in the buffer `fd`."""
+    return {name: _range(fd, start, size) for name, (start, size) in snapshot.files.items()}
+
+
 def write_part(folder: Path, contents: Mapping[str, Content]) -> dict[str, Any]:
-    """Write files; returns {files} or {error}, as JSON has them."""
+    """Write the files that are not there, or being written; returns {files} or {error}, as JSON has them."""
+    files: dict[str, FileState] = {}
     try:
-        return {"files": {name: write_file(folder / name, fill) for name, fill in contents.items()}}
+        for name, fill in contents.items():
+            with contextlib.suppress(FileExistsError):
+                files[name] = write_file(folder / name, fill)
+        return {"files": files}
     except OSError as error:
         return {"error": str(error)}
+
+
+def put_part(path: Path, part: Mapping[str, Any]) -> None:
+    """Report what `write_part` returned to the node that commits the checkpoint. Raises OSError."""
+    data = json.dumps(part).encode()
+    write_file(path.with_suffix(".tmp"), lambda file: file.write(data))
+    os.rename(path.with_suffix(".tmp"), path)
 
 
 def write_other_part(

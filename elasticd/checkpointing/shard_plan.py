@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing.layout import Layout
+from elasticd.checkpointing.manifest import STATE
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 from elasticd.process_group import DefaultGroup
 
@@ -35,6 +36,11 @@ _VECTORS, _VECTOR_BYTES = 1000, 64 << 20
 
 def file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
+
+
+def file_names(world_size: int) -> list[str]:
+    """All files of a sharded state."""
+    return [*map(file_name, range(world_size)), METADATA, STATE]
 
 
 class ShardPlan:

@@ -23,7 +23,7 @@ from typing import Any
 
 from elasticd.checkpointing.buffers import PARTNER, PROTOCOL, Buffers, Snapshot
 from elasticd.checkpointing.layout import write_at
-from elasticd.checkpointing.memory_limit import available_bytes
+from elasticd.checkpointing.memory_limit import SPARE_BYTES, available_bytes
 from elasticd.errors import CheckpointError
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 
@@ -35,8 +35,6 @@ CONNECT_S, PATIENCE_S = 3.0, 30.0
 """To reach the other side, and its longest pause."""
 WHOLE_S = 60.0
 """How long a partner waits for all ranks of the other node to have copied their parts."""
-SPARE_BYTES = 64 << 20
-"""Memory that states leave for everything else."""
 _PIECE_BYTES = 4 << 20
 _LONGEST_LINE = 2 << 20
 _MOST_CONNECTIONS = 1024

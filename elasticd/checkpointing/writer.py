@@ -3,7 +3,7 @@
     rank        begin {round, number, share, shares, size, copies, digest [, like]}
                                                                     ->  {shares, like}, with a buffer's descriptor,
                                                                         or {refused: why}; the buffer of state `like`
-    rank        copied {round, number, share, files [, draft, task, partner]}
+    rank        copied {round, number, share, files [, draft, task, at_end, partner]}
                                                                         the rank's share is in the buffer
     rank        wait {round, number}                                ->  {saved, path, why}, once that is known
     rank        settle {wait, parts_s}                              ->  {writing}: a sharded state is being written
@@ -16,14 +16,15 @@
     rank        lend {round, number, files}                         ->  {file, start} to copy, with the descriptor; file
                                                                         "" while others copy the rest, null when all
                                                                         are there; or {refused: why}
-    rank        returned {round, number, draft}                     ->  {}: that file is in the buffer
+    rank        returned {round, number, draft, at_end}             ->  {}: that file is in the buffer
     rank        donor {round}                                       it saves its state when {save} arrives, and
     rank        saving {}                                           says that it has begun, and
     rank        donated {}                                          that it is done, with or without success
     launcher    donate {round}                                  ->  {busy}, again and again: so many donors of the round
                                                                     have begun; {}: all are done
-    launcher    flush {}                                        ->  {step, path, why} of the newest state, once nothing
-                                                                    is left to write; {} if there is none
+    launcher    flush {}                                        ->  {step, path} of the newest checkpoint, once nothing
+                                                                    is left to write, and why a newer state is none;
+                                                                    {} if there is no state
     rank        adopt {round, number, draft, task}                  ->  {}: the round that resumed from it owns it now
 
 Messages of ranks name the version of this protocol; another one is answered by {refused}. A connection with a message
@@ -35,7 +36,7 @@ the state survives its processes, and a thread writes it to disk. Training conti
 Two buffers: a state is never copied into the one that is being written, and into the newest state only if the other one
 is being written, so a whole one is always left. Then the state that it replaces is not written at all: if the disk is
 slower than the saves, some are left out, and the newest waits. A state that was saved at a fault is written when a
-round has resumed from it, or, if none follows, when the launcher flushes.
+round has resumed from it. If none follows, the launcher flushes: `last_write` describes that.
 
 Started by the launcher's owner when a rank connects first: `python -I writer.py LISTENER HEADERS BUFFER BUFFER`. It
 needs no torch. SIGTERM lets it finish what is to be written. docs/adr/0009 has the reasons.
@@ -78,18 +79,17 @@ from elasticd.checkpointing.buffers import (
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.donor_requests import DonorRequests
 from elasticd.checkpointing.file_fill import FileFill
+from elasticd.checkpointing.last_write import END_PARTS_S, LastWrite
 from elasticd.checkpointing.manifest import Manifest, parse, read
-from elasticd.checkpointing.memory_limit import available_bytes, oom_kills
+from elasticd.checkpointing.memory_limit import oom_kills, refusal
 from elasticd.checkpointing.retention import retain
-from elasticd.checkpointing.shard_server import NICE, SPARE_BYTES, PartnerCopy, ShardServer
+from elasticd.checkpointing.shard_server import NICE, PartnerCopy, ShardServer
 from elasticd.errors import CheckpointError
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 
 PACKET = 1 << 20
 ANOTHER_VERSION = "the script's elasticd speaks another version of the writer's protocol"
 DIVERGED = "the ranks of this node hold different states"
-END_PARTS_S = 4.0
-"""For the parts of other nodes when the job has ended: the launcher waits a little longer."""
 FIRST_STEPS_S = 1.0
 """After a round has resumed, nothing is written for so long: memory has the state, and training begins."""
 RESULTS = 16
@@ -118,10 +118,11 @@ class Writer:
         self._rests_until, self._parts_until = 0.0, float("inf")
         """Nothing is written before; how long the sharded write waits for the parts of other nodes."""
         self._is_last = False
-        """No round follows: what was saved at a fault is written, too."""
+        """No round follows: what no rank wanted to be written is written, too."""
+        self._last = LastWrite(buffers, lambda: self._ending)
         self._flushes: list[socket.socket] = []
         self._donors = DonorRequests()
-        self._at_fault = FileFill(buffers, self._refusal)
+        self._at_fault = FileFill(buffers, refusal)
         self._oom_kills = oom_kills()
         self._gives_up_copies = False
         self._locks: dict[tuple[str, str, str], DirectoryLock] = {}
@@ -162,7 +163,11 @@ class Writer:
 
     def _is_idle(self) -> bool:
         with self._changed:
-            return not (self._tasks() or self._donors.are_busy or any(fill.copying for fill in self._fills))
+            return self._is_done() and not (self._donors.are_busy or any(fill.copying for fill in self._fills))
+
+    def _is_done(self) -> bool:
+        """Nothing is left to write."""
+        return not self._tasks() and not (self._is_last and self._last.next() is not None)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -251,7 +256,7 @@ class Writer:
             fill.refused = STILL_COPIED
         else:
             kept = self._buffers.fds[:COUNT] if message.get("copies", 2) == 2 else [self._buffers.fds[fill.buffer]]
-            fill.refused = self._refusal(message["size"], kept)
+            fill.refused = refusal(message["size"], kept)
         if not fill.refused or donated_step(key[1]) is None:  # at a fault a rank tries again
             self._fills.insert(0, fill)
         if not fill.refused:
@@ -263,7 +268,7 @@ class Writer:
         held = self._buffers.held[number]
         self._buffers.erase(number)
         self._buffers.grow(number, size)
-        if held is not None and held.task is not None and not held.is_donated:
+        if held is not None and held.is_due:
             why = "the disk is slower than the saves: a newer state took its place in memory"
             self._finish(held, None, why, kind="checkpoint_dropped")
 
@@ -287,17 +292,6 @@ class Writer:
             busy.add(self._buffers.newest())
         return min(set(range(COUNT)) - busy, default=-1)
 
-    def _refusal(self, size: int, buffers: list[int]) -> str:
-        """Why there is no memory for a state in each of these buffers, "" if there is."""
-        held = [os.fstat(fd).st_blocks * 512 for fd in buffers]
-        need = sum(max(size - each, 0) for each in held) + SPARE_BYTES
-        left, where = available_bytes()
-        if need <= left:
-            return ""
-        whole = len(held) == 2
-        what = f"two copies of a state of {size >> 20} MB take" if whole else f"a part of {size >> 20} MB takes"
-        return f"{what} {need >> 20} MB more, and {max(left, 0) >> 20} MB are left {where}"
-
     def _do_copied(self, rank: socket.socket, message: Message) -> None:
         key = (message["round"], message["number"])
         fill = next((fill for fill in self._fills if fill.key == key), None)
@@ -309,7 +303,7 @@ class Writer:
         if message["share"] == 0:
             draft = parse(message["draft"].encode())
             assert isinstance(draft, Manifest)
-            fill.snapshot = Snapshot(draft, message["number"], message["task"] and WriteTask(**message["task"]))
+            fill.snapshot = Snapshot(draft, message["number"], self._task(message))
             fill.partner = message.get("partner")
         if fill.failed:
             self._fail(fill, fill.failed)
@@ -329,8 +323,15 @@ class Writer:
             fill.snapshot = None
             self._changed.notify_all()
 
+    def _task(self, message: Message) -> WriteTask | None:
+        """Of a state; what was saved at a fault is written at the end."""
+        at_end = message.get("at_end")
+        self._last.task = WriteTask(**at_end) if at_end else self._last.task
+        found = message.get("task") or (at_end if donated_step(message["number"]) is not None else None)
+        return WriteTask(**found) if found else None
+
     def _report_whole(self, snapshot: Snapshot) -> None:
-        if (task := snapshot.task) is not None and task.node == 0 and not snapshot.is_donated:
+        if (task := snapshot.task) is not None and task.node == 0 and snapshot.is_due:
             events = WorkerEventWriter(task.events or None, snapshot.draft.round, task.rank)
             events.write("snapshot", f"step {snapshot.draft.step} is in memory ({task.why})", snapshot.draft.step)
 
@@ -414,7 +415,7 @@ class Writer:
     def _do_returned(self, rank: socket.socket, message: Message) -> None:
         draft = parse(message["draft"].encode())
         assert isinstance(draft, Manifest)
-        self._at_fault.returned(rank, (message["round"], message["number"]), draft)
+        self._at_fault.returned(rank, (message["round"], message["number"]), draft, self._task(message))
         _send(rank, {})
 
     # --- results --------------------------------------------------------------------------------------------------
@@ -436,7 +437,7 @@ class Writer:
             _send(rank, {"writing": self._is_writing_shards()})
 
     def _is_writing_shards(self) -> bool:
-        return any(held is not None and held.files and held.task is not None for held in self._buffers.held)
+        return any(held is not None and held.files and held.is_due for held in self._buffers.held)
 
     def _answer_waiting(self) -> None:
         with self._changed:
@@ -452,15 +453,10 @@ class Writer:
                     self._waiting.remove((key, rank))
                     with contextlib.suppress(OSError):
                         _send(rank, self._results.get(key) or self._result_in_header(key))
-            while self._flushes and not self._tasks():
-                with contextlib.suppress(OSError):
-                    _send(self._flushes.pop(), self._newest_result())
-
-    def _newest_result(self) -> Message:
-        number = self._buffers.newest()
-        held = None if number is None else self._buffers.held[number]
-        why = self._results.get(held.key, {}).get("why", "") if held else ""
-        return {"step": held.draft.step, "path": held.path, "why": why} if held else {}
+            flushed = self._flushes if self._is_done() else []
+        while flushed:
+            with contextlib.suppress(OSError):
+                _send(flushed.pop(), self._last.result(self._results))
 
     def _result_in_header(self, key: Key) -> Message:
         """What an earlier writer process made of this save."""
@@ -495,13 +491,17 @@ class Writer:
             assert snapshot is not None
             if not snapshot.files and not self._is_last:
                 self._buffers.provide(number)
-            entry, why = self._write(number, snapshot)
+            is_last = not snapshot.is_due
+            snapshot = replace(snapshot, task=snapshot.task or self._last.task)
+            entry, why = self._write(number, snapshot, is_last)
             with self._changed:
                 self._writing = None
                 held = self._buffers.held[number]
                 if held is not None and held.saved == snapshot.saved:  # no later round has made it its own meanwhile
                     self._buffers.describe(number, held.written(entry.path if entry else None))
                 self._finish(snapshot, entry, why)
+                if is_last:
+                    self._last.done(snapshot, entry, why)
             os.write(self._wake_write, b"\0")
             if entry is not None:
                 self._retain(snapshot)
@@ -512,6 +512,9 @@ class Writer:
         """Wait for the buffer with the newest state that is to be written, and mark it; None at the end."""
         with self._changed:
             while True:
+                if self._is_last and (last := self._last.next()) is not None:
+                    self._writing = last
+                    return last
                 tasks = self._tasks()
                 rest_s = 0.0 if self._ending or self._is_last else self._rests_until - time.monotonic()
                 if tasks and rest_s > 0:
@@ -526,11 +529,9 @@ class Writer:
 
     def _tasks(self) -> list[tuple[Key, int]]:
         """What is to be written, and the buffers that it is in."""
-        every = [(held.key, at) for at, held in enumerate(self._buffers.held) if held and held.task]
-        newest = self._buffers.newest() if self._is_last else None
-        return [(key, at) for key, at in every if donated_step(key[1]) is None or at == newest]
+        return [(held.key, at) for at, held in enumerate(self._buffers.held) if held and held.is_due]
 
-    def _write(self, number: int, snapshot: Snapshot) -> tuple[api.Entry | None, str]:
+    def _write(self, number: int, snapshot: Snapshot, is_last: bool) -> tuple[api.Entry | None, str]:
         task, draft = snapshot.task, snapshot.draft
         assert task is not None
         try:
@@ -538,6 +539,8 @@ class Writer:
                 (task.directory, draft.job, draft.run), DirectoryLock(task.directory, draft.job, draft.run)
             )
             lock.acquire()
+            if is_last:
+                return self._last.write(number, snapshot), ""
             if snapshot.files:
                 return shard_files.write_snapshot(self._buffers.fds[number], snapshot, self._gives_up(snapshot)), ""
             if snapshot.path:  # an older round's checkpoint is this state
@@ -546,7 +549,7 @@ class Writer:
             return api.write(task.directory, draft, lambda file: file.write_pages(pages)), ""
         except (OSError, ValueError, CheckpointError) as error:
             if snapshot.path:
-                return self._write(number, replace(snapshot, path=""))
+                return self._write(number, replace(snapshot, path=""), is_last)
             return None, str(error)
 
     def _gives_up(self, snapshot: Snapshot) -> Callable[[], str]:
@@ -556,7 +559,7 @@ class Writer:
             with self._changed:
                 if any(held is not None and held.saved > snapshot.saved for held in self._buffers.held):
                     return "a later save has begun"
-                if self._ending:
+                if self._ending or self._flushes:
                     self._parts_until = min(self._parts_until, time.monotonic() + END_PARTS_S)
                 return "another node did not write its part" if time.monotonic() > self._parts_until else ""
 

@@ -37,6 +37,8 @@ class WriterClient:
     shares: int
     first_node: bool
     """Rank 0 is on this node."""
+    at_end: Callable[[], WriteTask] | None = None
+    """What the writer does with the newest state when the job ends."""
     _socket: socket.socket | None = field(default=None, repr=False)
     _mapped: MappedBuffers = field(default_factory=MappedBuffers, repr=False)
 
@@ -104,7 +106,7 @@ class WriterClient:
         `partner`: of that node's part the writer keeps a copy, as `PartnerCopy.request` has it.
         """
         key = {"round": draft.round, "number": number, "share": share, "files": files or {}}
-        described = {"draft": draft.to_json().decode(), "task": asdict(task()) if task else None, "partner": partner}
+        described = {**self._described(draft, task and task()), "partner": partner}
         self._send({"do": "copied", **key, **(described if share == 0 else {})})
 
     def copy_files(
@@ -136,7 +138,7 @@ class WriterClient:
             finally:
                 os.close(fds[0])
             check()
-            self._request({"do": "returned", **key, "draft": draft.to_json().decode()})
+            self._request({"do": "returned", **key, **self._described(draft)})
 
     def find(self) -> Snapshot | None:
         """The newest state that is whole in one buffer of this node. Raises SnapshotRefused, and OSError when there is
@@ -167,8 +169,7 @@ class WriterClient:
 
     def adopt(self, key: tuple[int, int], draft: Manifest, task: WriteTask | None) -> None:
         """The round of `draft` has resumed from this state, and owns it now. Raises SnapshotRefused, OSError."""
-        described = {"draft": draft.to_json().decode(), "task": task and asdict(task)}
-        self._request({"do": "adopt", "round": key[0], "number": key[1], **described})
+        self._request({"do": "adopt", "round": key[0], "number": key[1], **self._described(draft, task)})
 
     def wait(self, round: int, number: int, timeout_s: float) -> dict[str, Any]:
         """What became of a save: {saved, path, why}. A writer that was killed meanwhile is asked again.
@@ -194,6 +195,10 @@ class WriterClient:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+    def _described(self, draft: Manifest, task: WriteTask | None = None) -> dict[str, Any]:
+        at_end = self.at_end() if self.at_end else None
+        return {"draft": draft.to_json().decode(), "task": task and asdict(task), "at_end": at_end and asdict(at_end)}
 
     def _send(self, message: Mapping[str, Any]) -> socket.socket:
         if self._socket is None:

@@ -14,6 +14,7 @@ import pytest
 from tests.faults.conftest import StartJob
 from tests.faults.job import SCRIPTS, Fault, Job, comm_of, descendants, until
 from tests.faults.nodes import Nodes
+from tests.library.verified import verified_lineage
 
 
 def digests(run: Job, what: str, rank: int = 0) -> list[tuple[int, int, str]]:
@@ -256,21 +257,49 @@ def test_last_step_of_a_job_that_gives_up_is_a_checkpoint(
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("dies", "last"), [(1, 12), (0, 10)])
-def test_last_step_of_two_nodes_is_a_checkpoint_if_rank_0s_node_has_it(
-    nodes: Callable[[str], Nodes], tmp_path: Path, dies: int, last: int
+@pytest.mark.parametrize("names", ["ab", "abc"])
+@pytest.mark.parametrize("dies", [0, 1])
+def test_last_step_of_several_nodes_is_a_checkpoint(
+    nodes: Callable[[str], Nodes], tmp_path: Path, names: str, dies: int
 ) -> None:
-    both = nodes("2:2")
+    """On rank 0's node or on another one: whichever has it."""
+    every = nodes(f"{len(names)}:{len(names)}")
     flags = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--max-restarts", "0"]
     how: dict[str, Any] = {"flags": flags, "warm": True}
     agents = []
-    for rank, node in enumerate("ab"):
+    for rank, node in enumerate(names):
         faults = [Fault(rank, 13, "SIGKILL")] if rank == dies else []
-        agents.append(both.agent(node, "donor.py", "--steps", "60", "--every", "5", faults=faults, **how))
-        agents[0].event("waiting")  # it has rank 0 then
-    assert [agent.wait(within=120) for agent in agents] == [1, 1]
-    assert agents[0].event("job_ended")["reason"].endswith(f"; the next run resumes from step {last}")
-    assert (tmp_path / "checkpoints" / f"r1-s{last}" / "manifest.json").exists()
+        agents.append(every.agent(node, "donor.py", "--steps", "60", "--every", "5", faults=faults, **how))
+        if rank < len(names) - 1:
+            until(lambda node=node: every.registered(node), f"{node} is registered")  # ranks follow this order
+    assert [agent.wait(within=120) for agent in agents] == [1] * len(names)
+    for agent in agents:
+        assert agent.event("job_ended")["reason"].endswith("; the next run resumes from step 12")
+    assert {entry.manifest.step for entry in verified_lineage(tmp_path / "checkpoints")[0]} == {12, 10, 5}
+
+
+@pytest.mark.system
+def test_last_step_outlives_the_loss_of_rank_0s_node(
+    nodes: Callable[[str], Nodes], job: StartJob, tmp_path: Path
+) -> None:
+    """All its processes are killed at once, and no restart is left."""
+    both = nodes("2:2")
+    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--max-restarts", "0"]
+    how: dict[str, Any] = {"flags": flags, "warm": True}
+    faults = [Fault(0, 13, "stop")]
+    agents = [both.agent("a", "donor.py", "--steps", "60", "--every", "5", faults=faults, **how)]
+    agents[0].event("waiting")
+    agents.append(both.agent("b", "donor.py", "--steps", "60", "--every", "5", **how))
+    until(lambda: (agents[0].work / "fired").exists(), "the fault", within=60)
+    for pid in agents[0].processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    agents[0].end()
+    assert agents[1].wait(within=120) == 1
+    assert agents[1].event("job_ended")["reason"].endswith("; the next run resumes from step 12")
+    again = job("donor.py", "--steps", "20", flags=flags[:2])
+    assert again.wait() == 0
+    assert [event["step"] for event in again.events("resumed")] == [12]
 
 
 @pytest.mark.system

@@ -255,6 +255,52 @@ def test_replicas_save_the_step_of_the_fault(
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize(("ranks", "last"), [((3,), 36), ((0,), 36), ((1, 3), 30)])
+def test_last_step_of_a_job_that_gives_up_is_a_checkpoint(
+    job: StartJob, tmp_path: Path, whole: list[float], ranks: tuple[int, ...], last: int
+) -> None:
+    """Of a mesh of two by two; if both ranks of a shard are lost, the last save is left."""
+    flags = directory(tmp_path, "shared")
+    faults = [Fault(rank, 37, "SIGKILL") for rank in ranks]
+    train = ("sharded.py", "--kind", "hsdp", "--steps", "60", "--every", "30")
+    run = job(*train, workers="4", faults=faults, flags=[*flags, "--max-restarts", "0"])
+    assert run.wait() == 1
+    assert run.event("job_ended")["reason"].endswith(f"; the next run resumes from step {last}"), run.err
+    assert ("step 36: __1_0.distcp, __3_0.distcp" in run.err) == (last == 30), run.err
+    again = job(*train, workers="2", flags=flags)
+    assert again.wait() == 0
+    assert again.event("resumed")["step"] == last
+    assert parameters(again.work) == pytest.approx(whole, abs=1e-4)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("end", ["gives-up", "SIGTERM"])
+def test_last_step_of_two_nodes_is_a_checkpoint(
+    nodes: StartNodes, job: StartJob, tmp_path: Path, whole: list[float], end: str
+) -> None:
+    """The shards of the dead rank are on the other node; both write, and one commits."""
+    flags = directory(tmp_path, "shared")
+    job_nodes = nodes("2")
+    train = ("sharded.py", "--kind", "hsdp", "--steps", "60", "--every", "20", "--pause", "0.02")
+    gives_up = end == "gives-up"
+    how: dict[str, Any] = {"warm": True, "workers": "2"}
+    how["flags"] = [*flags, *(["--max-restarts", "0"] if gives_up else ["--shutdown-timeout", "1"])]
+    how["faults"] = [Fault(3, 37, "SIGKILL" if gives_up else "stop")]
+    agents = [job_nodes.agent(name, *train, **how) for name in "ab"]
+    if not gives_up:
+        until(lambda: any((agent.work / "fired").exists() for agent in agents), "the fault", within=60)
+        for agent in agents:
+            agent.process.terminate()
+    for agent in agents:
+        agent.faults = ()  # it fires on the node with the last rank
+    assert [agent.wait(120) for agent in agents] == [1 if gives_up else 128 + signal.SIGTERM] * 2
+    again = job(*train, workers="2", flags=flags)
+    assert again.wait() == 0
+    assert again.event("resumed")["step"] == 36
+    assert parameters(again.work) == pytest.approx(whole, abs=1e-4)
+
+
+@pytest.mark.timeout(180)
 def test_both_replicas_of_a_shard_are_lost(job: StartJob, tmp_path: Path, whole: list[float]) -> None:
     faults = [Fault(rank, 37, "SIGKILL", round=1) for rank in (1, 3)]
     train = ("sharded.py", "--kind", "hsdp", "--steps", "60", "--every", "30")

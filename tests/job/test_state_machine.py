@@ -315,6 +315,6 @@ def test_first_and_second_stop() -> None:
     assert step(stopping, exited(0, -2), RULES) == (stopping, [])
     forced, (kill,) = step(stopping, StopForced("SIGINT", 130, 10.0), RULES)
     assert forced == stopping
-    assert kill == KillGroup(3, "SIGINT twice: killed without grace")
+    assert kill == KillGroup(3, "SIGINT twice: killed without grace", save=False)
     assert step(forced, GroupEnded(3), RULES)[0] == Ended(3, 130)
     assert step(Running(R3), StopForced("SIGINT", 130, 9.0), RULES)[1] == [kill]

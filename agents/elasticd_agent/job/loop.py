@@ -304,9 +304,9 @@ class JobLoop:
         match action:
             case messages.StartGroup(round):
                 self._start(round)
-            case messages.KillGroup(number, _):
-                self._saved_last = self._is_last_step_wanted()
-                self._end_group(number, signal.SIGKILL, save=self._saved_last)
+            case messages.KillGroup(number, _, save):
+                self._saved_last = save
+                self._end_group(number, signal.SIGKILL, save=save)
             case messages.StopGroup(number, why, grace_s, name):
                 self._listener.log(why)
                 self._kill_at[number] = time.monotonic() + grace_s
@@ -328,10 +328,10 @@ class JobLoop:
                 self._listener.on(left, time.monotonic())
 
     def _save_last_step(self) -> str:
-        """Wait until what a rank saved at the last fault is written, or a stop; returns where the next run resumes."""
+        """Wait until the newest state in memory is written, or a stop; returns where the next run resumes."""
         failed = self.round is not None and self.round.outcome == "failed"
         written: dict[str, Any] = {}
-        if self._saved_last:
+        if self._saved_last or failed:
             self._due_by = None  # this thread is not late
             self.workers.flush()
             deadline = time.monotonic() + (LAST_WRITE_S if failed else LAST_WRITE_OF_STOP_S)
@@ -346,8 +346,8 @@ class JobLoop:
         step = saved[1] if saved is not None else None
         if written.get("path"):
             step = written["step"]
-        elif why := written.get("why"):
-            self._listener.log(f"the checkpoint of step {written['step']} could not be written: {why}")
+        if why := written.get("why"):
+            self._listener.log(f"the last state in memory could not be written: {why}")
         return f"the next run resumes from step {step}" if failed and step is not None else ""
 
     def _log_hang_summary(self) -> None:
@@ -390,13 +390,6 @@ class JobLoop:
             if self._master.number == round.number:
                 self._waiting_for_master = None
                 self.workers.start(round, workers, (self._master.address, self._master.port))
-
-    def _is_last_step_wanted(self) -> bool:
-        """By another round that may follow, or by another run after this one has failed."""
-        phase = self.phase
-        if not isinstance(phase, messages.Stopping):
-            return True
-        return phase.stop is None and (phase.then is None or phase.then.outcome in (None, "failed"))
 
     def _end_group(self, number: int, signum: signal.Signals, *, save: bool = False) -> None:
         self._monitor.ending()

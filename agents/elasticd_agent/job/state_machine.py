@@ -240,7 +240,7 @@ def _stopping(phase: Stopping, event: Event, rules: StepRules) -> Transition:
             return Stopping(phase.round, _terminal(phase.then), PendingStop(signal, code, at, why)), []
         case StopForced(signal, code, at):
             stop = phase.stop or PendingStop(signal, code, at)
-            kill = KillGroup(phase.round.number, f"{signal} twice: killed without grace")
+            kill = KillGroup(phase.round.number, f"{signal} twice: killed without grace", save=False)
             return Stopping(phase.round, _terminal(phase.then), stop), [kill]
         case _:
             return phase, []
@@ -275,16 +275,18 @@ def _superseded(old: Round, new: Round, rules: StepRules, stop: PendingStop | No
     """Only a stop gives the old group time; the survivors of a failure have no use for it."""
     why = f"round {new.number}: {new.reason}"
     if stop is not None and not new.terminal:
-        return Stopping(old, stop=stop), [KillGroup(old.number, why)]
+        return Stopping(old, stop=stop), [KillGroup(old.number, why, save=False)]
     if new.outcome == "stopped":
         return Stopping(old, new), [StopGroup(old.number, why, rules.shutdown_timeout_s, "SIGTERM")]
-    return Stopping(old, new), [KillGroup(old.number, why)]
+    return Stopping(old, new), [KillGroup(old.number, why, save=new.outcome in (None, "failed"))]
 
 
 def _stop(round_: Round, event: StopRequested | StopForced, rules: StepRules) -> Transition:
     if isinstance(event, StopForced):
         stop = PendingStop(event.signal, event.exit_code, event.at)
-        return Stopping(round_, stop=stop), [KillGroup(round_.number, f"{event.signal} twice: killed without grace")]
+        return Stopping(round_, stop=stop), [
+            KillGroup(round_.number, f"{event.signal} twice: killed without grace", save=False)
+        ]
     stop = PendingStop(event.signal, event.exit_code, event.at, event.why)
     grace = rules.shutdown_timeout_s
     why = f"{event.why or event.signal}: workers have {grace:g} s to stop"

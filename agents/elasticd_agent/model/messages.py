@@ -246,6 +246,8 @@ class KillGroup:
 
     number: int
     why: str
+    save: bool = True
+    """Workers that survive have a moment to save the state of their last step."""
 
 
 @dataclass(frozen=True, slots=True)
