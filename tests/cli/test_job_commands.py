@@ -98,6 +98,17 @@ def test_follow_prints_the_output_until_the_end(node: MakeNode, tmp_path: Path, 
     assert out.startswith("greeting\nhello\n")
 
 
+@pytest.mark.system
+def test_follow_ends_with_the_traceback_of_the_rank_that_failed(node: MakeNode, tmp_path: Path) -> None:
+    fails = "if os.environ['RANK'] == '1':\n    raise ValueError('no shape')"
+    (tmp_path / "shape.py").write_text(f"import os, time\nprint('hello', flush=True)\n{fails}\ntime.sleep(60)\n")
+    ask, options = asker(node().start()), ["--id", "shape", "--follow", "--workers", "2"]
+    end = (
+        "\nValueError: no shape\nelasticd submit: shape: failed: an error in the script, twice before the first step: "
+    )
+    assert ask("submit", *options, "--", str(tmp_path / "shape.py"), code=1, err=end).startswith("shape\nhello\n")
+
+
 def test_uploaded_directory_is_the_jobs_working_directory(node: MakeNode, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     (mine / "pkg").mkdir(parents=True)

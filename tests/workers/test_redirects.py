@@ -6,13 +6,14 @@ import itertools
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elasticd_agent.model.job import JobSpec, Mode, Streams
-from elasticd_agent.workers.logs import STREAM_NAMES, OutputTarget, keeps_files, line_prefix, plan_stream
+from elasticd_agent.workers.logs import STREAM_NAMES, OutputTarget, is_told_apart, keeps_files, line_prefix, plan_stream
 
 WORKERS = 2
 CHOICES: list[Mapping[int, Streams]] = [
@@ -86,3 +87,21 @@ def test_prefixes_are_torchruns() -> None:
     assert line_prefix(None, "default", 5, 1) == b"[default1]:"
     template = "${role_name}/${rank}/${local_rank}/${unknown} "
     assert line_prefix(template, "trainer", 5, 1) == b"trainer/5/1/${unknown} "
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, True),
+        ({"max_workers": 2}, False),
+        ({"max_workers": 2, "tee": {0: Streams.BOTH, 1: Streams.ERR}}, True),
+        ({"max_workers": 2, "tee": {0: Streams.BOTH, 1: Streams.OUT}}, False),
+        ({"tee": {0: Streams.ERR}, "log_dir": Path("logs")}, True),
+        ({"redirects": {0: Streams.ERR}}, False),
+        ({"local_ranks_filter": frozenset()}, False),
+        ({"log_dir": Path("logs")}, True),
+        ({"log_dir": Path("logs"), "max_workers": 2}, False),
+    ],
+)
+def test_stderr_on_the_console_can_be_told_apart(given: dict[str, Any], expected: bool) -> None:
+    assert is_told_apart(replace(spec(), **{"max_workers": 1, **given}), Streams.ERR) is expected

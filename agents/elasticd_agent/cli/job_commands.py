@@ -47,6 +47,7 @@ POLL_S = 0.5
 _MAX_FILE_BYTES = 64 * 1024
 _CONTENT_TYPES = {"toml": "application/toml", "yaml": "application/yaml", "json": "application/json"}
 _SUBMIT_TRIES = 3
+_FAILURE_LINES = 40
 _JOB_OPTIONS = ("module", "no_python", "python", "env", "nodes", "workers", "checkpoint_dir", "priority", "node_labels")
 """Keys of a job file that have an option, for a command without a file."""
 
@@ -153,11 +154,16 @@ def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, d
     shown = _show(options, made, lambda it: f"{it['job']}\n")
     if not options.follow:
         return shown
-    _follow(client, LogQuery(str(made["job"]), 0, ("stdout", "stderr"), None, None, None, True, options.json), "submit")
-    ended = fetch_status(client, str(made["job"]))
-    end = ": ".join(tables.visible(str(word)) for word in (made["job"], ended.get("state"), ended.get("reason")))
+    job = str(made["job"])
+    _follow(client, LogQuery(job, 0, ("stdout", "stderr"), None, None, None, True, options.json), "submit")
+    ended = JobStatus.from_dict(fetch_status(client, job))
+    if rank := ended.failed_rank:  # the lines of rank 0 are here already
+        print(f"elasticd submit: the end of rank {rank}'s stderr:", file=sys.stderr)
+        with contextlib.suppress(RequestFailed):  # it has written nothing
+            _follow(client, LogQuery(job, rank, ("stderr",), None, None, _FAILURE_LINES, False, options.json), "submit")
+    end = ": ".join(tables.visible(word) for word in (job, ended.state, ended.reason))
     print(f"elasticd submit: {end}", file=sys.stderr)
-    return 0 if ended.get("state") == "succeeded" else 1
+    return 0 if ended.state == "succeeded" else 1
 
 
 def _checked(reply: Reply, path: Path) -> dict[str, Any]:

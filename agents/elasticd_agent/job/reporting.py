@@ -20,7 +20,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.job.listener import JobEvent, JobLeft, PhaseChanged, StopStarted
 from elasticd_agent.job.loop import JobLoop, Message
 from elasticd_agent.job.subject_reporters import HangReporter, JobContext, ProgressReporter, WorkerReporter
-from elasticd_agent.model.job import AgentSettings, JobSpec, Policy
+from elasticd_agent.model.job import AgentSettings, JobSpec, Policy, Streams
 from elasticd_agent.model.messages import RoundPublished, StopForced
 from elasticd_agent.model.notices import FaultDetected, LeadershipChanged, StoreAvailability, WaitingFor
 from elasticd_agent.model.records import Failure, Round
@@ -30,7 +30,7 @@ from elasticd_agent.system.nonblocking_writer import open_std_writers
 from elasticd_agent.telemetry import event_log, events, metrics
 from elasticd_agent.telemetry.console import Console, ConsoleLogHandler, PlainConsole, QuietConsole, open_console
 from elasticd_agent.telemetry.goodput import TimeSplit, follows_fault, lost_nodes
-from elasticd_agent.workers.logs import PREFIX_VARIABLE, JobLogs
+from elasticd_agent.workers.logs import PREFIX_VARIABLE, JobLogs, is_told_apart
 
 
 @dataclass(slots=True)
@@ -169,7 +169,9 @@ class JobReporter:
         elif self.spec.rendezvous.max_nodes > 1:
             outcome = "left"  # without a terminal Round the job continues, here or elsewhere
         if self._failure is not None and self._failure.detail:
-            self.console.log(f"the traceback of the rank that failed first:\n{self._failure.detail.rstrip()}", "error")
+            text = "the traceback of the rank that failed first"
+            shown = is_told_apart(self.spec, Streams.ERR)
+            self.console.log(f"{text} is above" if shown else f"{text}:\n{self._failure.detail.rstrip()}", "error")
         job = self.spec.job_id
         what = f"{self.node} has left job {job}" if outcome == "left" else f"job {job} has {outcome}"
         requested = self._stopped and outcome in ("stopped", "left")

@@ -66,6 +66,13 @@ def plan_stream(spec: JobSpec, which: Streams, rank_dir: Path, local_rank: int, 
     return INHERITED if shown_rank else DISCARDED
 
 
+def is_told_apart(spec: JobSpec, which: Streams) -> bool:
+    """Whether the console shows this stream of every worker, and no worker's lines among another's."""
+    streams = [plan_stream(spec, which, Path(), local_rank, b"x") for local_rank in range(spec.max_workers)]
+    shown = all(one == INHERITED or one.tailed for one in streams)
+    return shown and (spec.max_workers == 1 or all(one.prefix for one in streams))
+
+
 def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> bytes:
     """The prefix of --tee; `template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, a string.Template."""
     text = f"[{role}{local_rank}]:"

@@ -115,15 +115,15 @@ def test_job_before_its_first_round_and_after_its_end() -> None:
 def test_failed_job_begins_with_the_traceback_of_its_rank() -> None:
     failed = {**a_job(), "ended_at": NOW - 60, "ended_seconds": 60.0, "state": "failed"}
     job = JobStatus.from_dict({**failed, "reason": "rank 3 raised ValueError: no; rank 0 followed"})
-    assert job_page.failed_rank(job) == 3
+    assert job.failed_rank == 3
     noise = "Traceback (most recent call last):\n  an earlier one\n" + "step\n" * 99
     wrote = LogTail(noise + "Traceback (most recent call last):\n  File x, line 7\nValueError: no\n", "on b")
     content = job_page.job_page(job, PageQuery(), NOW, LogTail(), None, wrote)
     text = "".join(read(page("p", "a", "0", *content, now=NOW, logout=True)).text)
     assert "What rank 3 wrote last" in text and "line 7\nValueError: no" in text and "an earlier one" not in text
     assert text.index("ValueError: no") < text.index("Step rate")
-    assert job_page.failed_rank(JobStatus.from_dict({**failed, "reason": "cancelled"})) is None
-    assert job_page.failed_rank(JobStatus.from_dict(a_job())) is None
+    assert JobStatus.from_dict({**failed, "reason": "cancelled"}).failed_rank is None
+    assert JobStatus.from_dict(a_job()).failed_rank is None
 
 
 def test_numbers_and_step_times_are_drawn() -> None:

@@ -6,6 +6,7 @@ naming the field. Pages and tables then draw typed values only. Times are unix s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from urllib.parse import quote, unquote
@@ -263,6 +264,12 @@ class JobStatus(JobSummary):
     def known(self) -> JobProgress:
         """The progress, empty while no node knows anything."""
         return self.progress or JobProgress()
+
+    @property
+    def failed_rank(self) -> int | None:
+        """The rank that made the job fail: the reason names it first. None where none did."""
+        found = re.search(r"\brank (\d{1,6})\b", self.reason) if self.state == "failed" else None
+        return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True)

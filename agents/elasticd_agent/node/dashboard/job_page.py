@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ SHOWN_ROUNDS = 25
 _SHOWN_NODES = 6
 STREAMS = ("stdout", "stderr", "elasticd", "events")
 FAILURE_LINES = 40
-_RANK = re.compile(r"\brank (\d{1,6})\b")
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -43,12 +41,6 @@ class PageQuery:
         return formatting.job_url(
             job, f"{more}?{urlencode({name: text for name, text in query.items() if text}, errors='replace')}"
         )
-
-
-def failed_rank(job: JobStatus) -> int | None:
-    """The rank that made the job fail: the reason names it first. None where none did."""
-    found = _RANK.search(job.reason) if job.state == "failed" else None
-    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +95,7 @@ def _failure(job: JobStatus, tail: LogTail) -> Html:
     before, found, after = tail.text.rpartition(_TRACEBACK)
     lines = (found + after if found else before or after).rstrip().split("\n")
     shown = lines if found and len(lines) <= FAILURE_LINES else lines[-FAILURE_LINES:]
-    title = f"What rank {failed_rank(job)} wrote last"
+    title = f"What rank {job.failed_rank} wrote last"
     text = tag("pre", "\n".join(shown), tabindex="0", role="region", aria_label="Its stderr", class_="wraps")
     return section("failure", title, tag("p", tail.why or tail.where, class_="quiet"), text if tail.text else None)
 

@@ -253,7 +253,7 @@ class DashboardRoutes:
     def _job(self, request: HttpRequest, name: str, view: PageQuery) -> HttpResponse:
         job = self._job_status(name)
         now = self.api.service.clock()
-        rank = job_page.failed_rank(job)
+        rank = job.failed_rank
         if rank is not None and "rank" not in _pairs(request.query):
             view = replace(view, rank=rank, stream="stderr")
         failure = None if rank is None else self._tail(job, PageQuery(rank=rank, stream="stderr"))
