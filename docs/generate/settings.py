@@ -134,8 +134,8 @@ the error and its correction, or where the job would start, and which nodes refu
 the user exists, whether the job may run there. Each node checks them for the job that is next in the queue, while
 other jobs still have the slots, and again when it is about to run the job. A node that cannot run it shows the job as
 refused, with the reason, and the job is scheduled elsewhere. A job that every node refuses blocks no other job, and
-has failed after 60 s: its files have to be there when it is next. (An uploaded directory is checked only when the job
-starts.)
+has failed after `refuse_timeout` (60 s): its files have to be there when it is next. (An uploaded directory is
+checked only when the job starts.)
 
 **Where it runs.** In `workdir`, as `user`, with the agent's environment without the agent's own variables (its
 `ELASTICD_` and `PYTHON…` variables, systemd's), then `HOME` and the like of the user, then `env`. `PATH` and

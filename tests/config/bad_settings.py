@@ -38,6 +38,7 @@ BAD: list[tuple[str, str]] = [
         'drain_timeout="soon"',
         "drain_timeout: 'soon' is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d",
     ),
+    ('refuse_timeout="500ms"', "refuse_timeout: 0.5 must be at least 1"),
     ("drain_timeout=-1", "drain_timeout: -1: a time cannot be negative"),
     ('drain_timeouts="5s"', "drain_timeouts: is not a key; did you mean drain_timeout?"),
     (

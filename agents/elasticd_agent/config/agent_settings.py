@@ -211,6 +211,12 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adopt_timeout_s: Annotated[
         Seconds, "How long jobs on this node continue without an agent before they leave by themselves.", RELOADABLE
     ] = Seconds(60)
+    refuse_timeout_s: Annotated[
+        Seconds,
+        "How long a job stays pending that every node refuses which could run it, as where its script does not exist, "
+        "before it has failed. The agent that schedules counts: give all agents the same.",
+        RELOADABLE,
+    ] = Seconds(60)
     keep_ended_s: Annotated[Seconds, "Retention of records and logs of ended jobs.", RELOADABLE] = Seconds(7 * 86400)
     lease_s: Annotated[Seconds, "A node counts as lost when it has not renewed its lease for this long."] = Seconds(3)
     renewal_s: Annotated[Seconds, "Interval between two renewals of the lease."] = Seconds(1)

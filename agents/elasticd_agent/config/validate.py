@@ -35,7 +35,7 @@ def check_settings(settings: NodeSettings, environ: Mapping[str, str]) -> None:
     _check_node(settings, environ)
     _check_directories(settings)
     store_policy(settings)
-    _at_least(1, {"health.strikes": settings.health.strikes})
+    _at_least(1, {"health.strikes": settings.health.strikes, "refuse_timeout": settings.refuse_timeout_s})
     _check_store(settings.store)
     store_rendezvous(settings)
     _check_http(settings.http)
@@ -251,7 +251,7 @@ def _check_job_paths(settings: NodeSettings) -> None:
             raise why.nested_in(f"job[{number}]")
 
 
-def _at_least(least: int, values: Mapping[str, int]) -> None:
+def _at_least(least: int, values: Mapping[str, float]) -> None:
     for key, value in values.items():
         if value < least:
             raise ConfigError(key, f"{value} must be at least {least}")

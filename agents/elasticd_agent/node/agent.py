@@ -173,6 +173,7 @@ def _open_parts(
         changed=wake,
         announce=registration.key.announce_beside,
         retention_s=float(settings.keep_ended_s),
+        refuse_timeout_s=float(settings.refuse_timeout_s),
         cache=cache,
     )
     file = health_file(settings)
@@ -191,6 +192,7 @@ def _reload(parts: LoopDependencies, old: NodeSettings, read: NodeSettings) -> t
     parts.health.update(new)
     parts.scheduler.adopt_timeout_s = float(new.adopt_timeout_s)
     parts.scheduler.retention_s = float(new.keep_ended_s)
+    parts.scheduler.refuse_timeout_s = float(new.refuse_timeout_s)
     return new, changes
 
 

@@ -28,8 +28,6 @@ REFRESH_S = 20.0
 """Everything is read again this often, in case a watch missed something."""
 RETRY_REMOVAL_S = 600.0
 """Before the records of an ended job that could not be removed are tried again."""
-REFUSE_TIMEOUT_S = 60.0
-"""A job that every node refuses for so long has failed: a script that is not there does not come by itself."""
 BOOT_S = 600.0
 """After the boot of this machine: when the power comes back, one node may be alone, and its file servers away."""
 WATCHED = (names.NODES, names.CORDONS, names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS)
@@ -46,6 +44,8 @@ class Scheduler:
     renewal_s: float = 1.0
     adopt_timeout_s: float = 60.0
     """How long an absent node keeps its assignments."""
+    refuse_timeout_s: float = 60.0
+    """A job that every node refuses for so long has failed: a script that is not there does not come by itself."""
     retention_s: float = retention.RETENTION_S
     max_results: int = retention.MAX_RESULTS
     changed: Callable[[], None] = lambda: None
@@ -169,8 +169,8 @@ class Scheduler:
         since_boot = max(now, BOOT_S)  # monotonic time begins at the boot
         self._refused_since = {key: self._refused_since.get(key, since_boot) for key in refused}
         for (job, number), since in self._refused_since.items():
-            if now >= since + REFUSE_TIMEOUT_S and self._round(job, number) is None:
-                why = f"every node refused it for {REFUSE_TIMEOUT_S:g} s: {refused[job, number]}"
+            if now >= since + self.refuse_timeout_s and self._round(job, number) is None:
+                why = f"every node refused it for {self.refuse_timeout_s:g} s: {refused[job, number]}"
                 job_queue.record_result(self.store, JobResult(job, number, "failed", 1, why, time.time()))
                 self._records.clear()
                 self._sentences.append(f"job {job} has failed: {why}")
