@@ -38,3 +38,11 @@ def test_every_dependency_but_torch_is_pinned_with_hashes() -> None:
     assert {name: version for name, version in locked.items() if known.get(name, version) != version} == {}, "make lock"
     for block in re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE):
         assert "==" not in block or "--hash=sha256:" in block, block
+
+
+def test_workflows_use_actions_by_their_commits() -> None:
+    """Their owners can move tags."""
+    found = [path.read_text() for path in (REPOSITORY / ".github" / "workflows").glob("*.yml")]
+    used = re.findall(r"uses: *(.*)", "".join(found))
+    assert len(used) > 5
+    assert [one for one in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", one)] == []
