@@ -394,9 +394,8 @@ class Writer:
 
     def _do_donate(self, launcher: socket.socket, message: Message) -> None:
         self._donors.request(launcher, message["round"])
-        if (
-            oom_kills() > self._oom_kills
-        ):  # the copies may be what was too much: the disk gets them, and no more are made
+        if oom_kills() > self._oom_kills:
+            # The copies may be what was too much: the disk gets them, and no more are made.
             self._is_last = self._gives_up_copies = True
             self._changed.notify_all()
 
