@@ -69,7 +69,10 @@ def main(args: argparse.Namespace) -> None:
         in_copy(lambda: time.sleep(1))
     torch.manual_seed(session.rank)
     layers = [torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Dropout(0.3)]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers, torch.nn.Linear(64, 1)))
+    # With unused parameters DDP keeps its buckets' order, in which more than two ranks' gradients are added.
+    model = DistributedDataParallel(
+        torch.nn.Sequential(*layers, torch.nn.Linear(64, 1)), find_unused_parameters=session.world_size > 2
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
     inputs = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
