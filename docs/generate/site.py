@@ -10,6 +10,17 @@ ROOT = Path(__file__).parents[2]
 _OUTSIDE = re.compile(r"\[([^]\n]+)\]\((?:\.\./)+(?!docs/)[^)\n]+\)")
 
 
+def on_config(config: Any) -> Any:
+    from markdown.extensions.toc import slugify
+
+    def identifier(text: str, separator: str) -> str:
+        """The theme's script uses it as a selector, which cannot begin with a digit."""
+        return re.sub(r"^(?=\d)", "n", slugify(text, separator))
+
+    config.mdx_configs.setdefault("toc", {})["slugify"] = identifier
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
@@ -29,6 +40,20 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     depth = page.file.src_uri.count("/")
     markdown = markdown.replace("](../CHANGELOG.md)", "](changelog.md)").replace("](../docs/", "](")
     markdown = re.sub(r"\]\(adr/?\)", "](adr/index.md)", markdown)
+    markdown = re.sub(r"(\]\([^)#\s]*#)(?=\d)", r"\1n", markdown)  # as on_config's identifier
     if depth:
         return re.sub(r"\[([^]\n]+)\]\((?:\.\./){2,}[^)\n]+\)", r"\1", markdown)
     return _OUTSIDE.sub(r"\1", markdown)
+
+
+_HEAD = """<link id="hljs-light"><link id="hljs-dark">
+<style>[role=main] table { display: block; overflow-x: auto } [role=main] { overflow-wrap: break-word }</style>
+</head>"""
+"""The theme's switch of colours sets these links, although the site does not load highlight.js. Tables scroll."""
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    return output.replace("</head>", _HEAD, 1)
+
+
+on_post_template = on_post_page  # 404.html
