@@ -132,8 +132,8 @@ class Saver:
             raise UsageError(f"{caller}(directory={directory!r}): this session already uses {self.directory}")
         if not chosen:
             raise UsageError(
-                f"{caller}(): there is no checkpoint directory. Give one with `elasticd run --checkpoint-dir DIR`, or "
-                f"in the script with {caller}(directory=...), or set ELASTICD_CHECKPOINT_DIR"
+                f"{caller}(): there is no checkpoint directory. Give one with --checkpoint-dir DIR (`elasticd run`, "
+                f"`elasticd submit`), in the script with {caller}(directory=...), or by ELASTICD_CHECKPOINT_DIR"
             )
         path = resolve(chosen)
         if why := missing_package(path):

@@ -16,7 +16,7 @@ from elasticd_agent.node.scheduler.policy import ClusterView
 
 JobKey = tuple[str, int]
 
-NOT_SCHEDULED_YET = "not scheduled yet: an agent does so within seconds of its start"
+NOT_SCHEDULED_YET = "not scheduled yet; an agent does that within seconds"
 
 
 def jobs(view: ClusterView, now: float) -> list[JobSummary]:
