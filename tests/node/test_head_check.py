@@ -10,7 +10,7 @@ import pytest
 from elasticd.errors import ElasticdError
 from elasticd_agent.node.api.client import AgentClient
 from elasticd_agent.node.head_check import LOOK_S, RETRY_S, HeadCheck
-from elasticd_agent.node.records import NodeStatus, Placement, Refusal, Submission
+from elasticd_agent.node.records import NodeStatus, Placement, Refusal, SlotAssignment, Submission
 from elasticd_agent.node.runners.trial import TrialFailed
 from elasticd_agent.node.scheduler.policy import ClusterView
 from tests.node.conftest import MakeNode
@@ -38,30 +38,37 @@ class Checked:
 
     def turns(
         self, seconds: float, view: ClusterView, node: NodeStatus = NODE, start: float = 0.0
-    ) -> list[tuple[Submission, str]]:
-        found = []
+    ) -> list[tuple[str, str]]:
+        """What the node's status says afterwards."""
         for second in range(int(seconds)):
-            if refused := self.check.turn(view, node, start + second):
-                found.append(refused)
+            self.check.turn(view, node, start + second)
             for thread in threading.enumerate():
                 if thread.name == "elasticd-head-check":
                     thread.join(10)
-        return found
+        return [(one.job, one.why) for one in self.check.found]
 
 
 def view(submission: Submission = SUBMISSION, placement: Placement = WAITS) -> ClusterView:
     return ClusterView(submissions=(submission,), placements=(placement,))
 
 
-def test_refusal_of_the_next_job_is_found_once() -> None:
-    it = Checked("no.py does not exist")
-    assert it.turns(3 * LOOK_S, view()) == [(SUBMISSION, "no.py does not exist")]
+def test_refusal_of_the_next_job_is_known_until_a_later_check_finds_none() -> None:
+    it = Checked("no.py does not exist", "no.py does not exist", "")
+    assert it.turns(2 * LOOK_S, view()) == [("llm", "no.py does not exist")]
     assert it.woken.is_set()
-    assert it.turns(100, view(), start=100) == []
+    skipped = view(placement=replace(WAITS, reason="pending: no; it blocks no other job"))
+    assert it.turns(RETRY_S - LOOK_S, skipped, start=2 * LOOK_S) == [("llm", "no.py does not exist")]
     assert it.asked == ["llm"]
-    cordoned = replace(NODE, state="cordoned")
-    assert it.turns(10, view(), cordoned, start=200) == []
-    assert it.turns(20, view(), start=300) == [(SUBMISSION, "no.py does not exist")], "the cordon ended the refusal"
+    assert it.turns(RETRY_S, skipped, start=RETRY_S + LOOK_S) == [("llm", "no.py does not exist")]
+    assert it.turns(RETRY_S, skipped, start=2 * RETRY_S + LOOK_S) == []
+    assert it.asked == ["llm"] * 3
+
+
+def test_cordon_ends_a_refusal() -> None:
+    it = Checked("no.py does not exist")
+    assert it.turns(2 * LOOK_S, view())
+    assert it.turns(2 * LOOK_S, view(), replace(NODE, state="cordoned"), start=100) == []
+    assert it.turns(2 * LOOK_S, view(), start=200) == [("llm", "no.py does not exist")]
 
 
 @pytest.mark.parametrize(
@@ -91,33 +98,52 @@ def test_check_that_fails_says_nothing_of_the_job() -> None:
     assert it.asked == ["llm", "llm"]
 
 
-def test_job_that_starts_meanwhile_is_not_refused() -> None:
+@pytest.mark.parametrize("ended", [False, True])
+def test_job_that_starts_or_ends_meanwhile_is_not_refused(ended: bool) -> None:
     it = Checked("no.py does not exist")
-    it.turns(LOOK_S + 1, view())
-    assert it.woken.is_set()
-    assert it.turns(100, ClusterView(), start=100) == []
+    assert it.turns(2 * LOOK_S, view())
+    started = view(placement=replace(WAITS, assignments=(SlotAssignment("a", (0, 1)),)))
+    assert it.turns(1, ClusterView() if ended else started, start=100) == []
+
+
+MAKES = """
+import os, time
+from pathlib import Path
+work = Path(os.environ["WORK"])
+(work / "making").touch()
+while not (work / "enough").exists():
+    time.sleep(0.05)
+(work / "made.py").write_text("print('made')")
+"""
 
 
 @pytest.mark.system
-def test_job_that_cannot_run_does_not_hold_the_queue(node: MakeNode) -> None:
-    n1 = node(slots=1)
-    n1.job("long", "ticking.py", workers=1)
+def test_job_that_cannot_run_holds_up_nobody_and_may_be_repaired_by_the_job_before_it(node: MakeNode) -> None:
+    n1 = node(slots=1, refuse_timeout="2s")
+    (n1.work / "makes.py").write_text(MAKES)
     n1.start()
-    n1.workers("long")
     api = AgentClient(n1.root / "run" / "agent.sock")
-    for job, script in (("nosuch", "/nosuch.py"), ("good", n1.job_table("x", "ticking.py")["command"][0])):
+    for job in ("makes", "nosuch", "made", "good"):
+        script = n1.job_table("x", "ticking.py")["command"][0] if job == "good" else f"{job}.py"
         text = f'id = "{job}"\ncommand = ["{script}"]\nworkdir = "{n1.work}"\n[env]\nWORK = "{n1.work}"\n'
         api.post("/v1/jobs", text.encode(), "application/toml").result()
 
     def reason(job: str) -> str:
         return str(api.get(f"/v1/jobs/{job}").document()["reason"])
 
-    n1.until(lambda: "behind nosuch" in reason("good"), "the job that cannot run to be next")
-    n1.until(lambda: reason("nosuch").endswith("it blocks no other job"), "the refusal of a busy node")
-    assert "n1 refused it: command: the script '/nosuch.py' does not exist" in reason("nosuch")
+    n1.until((n1.work / "making").exists, "the first job to run")
+    for job in ("nosuch", "made"):
+        n1.until(lambda job=job: reason(job).endswith("it blocks no other job"), f"{job} to be refused")
+        assert f"n1 would refuse it now: command: the script '{job}.py' does not exist" in reason(job)
     n1.until(lambda: reason("good").startswith("pending: needs 1 node"), "the next job to be next")
     n1.upgrade()
+    n1.until(lambda: reason("good").startswith("pending: needs 1 node"), "the next job to be next again")
+    assert not [job for job in ("nosuch", "made") if api.get(f"/v1/jobs/{job}").document()["ended_at"] is not None]
     (n1.work / "enough").touch()
-    assert n1.wait_for_exit("good", 3).outcome == "succeeded"
-    assert [event["name"] for event in n1.events("runner_started")] == ["long", "good"]
+    assert n1.wait_for_exit("made", 3).outcome == "succeeded"
+    assert n1.wait_for_exit("good", 4).outcome == "succeeded"
+    n1.until(lambda: api.get("/v1/jobs/nosuch").document()["ended_at"] is not None, "the other one to fail")
+    assert reason("nosuch") == (
+        f"every node refused it for 2 s: n1 refused it: command: the script 'nosuch.py' does not exist in '{n1.work}'"
+    )
     assert n1.drain() == 0

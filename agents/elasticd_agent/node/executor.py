@@ -14,7 +14,6 @@ from elasticd_agent.config.job_file import from_json
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.metrics import RUNNER_EXITS, RUNNER_STARTS, NodeMetrics
 from elasticd_agent.node.reconcile import NodePlan, RunnerEnd, RunnerStart, RunOutcomes
-from elasticd_agent.node.records import Submission
 from elasticd_agent.node.runners.manager import RunnerManager
 from elasticd_agent.node.runners.spawn import NotAllowed, SpecBuilder
 from elasticd_agent.node.runners.spec import RunnerSpec
@@ -91,14 +90,6 @@ class Executor:
         except NotAllowed as error:
             self.record_end(self.runners.refuse(spec, account, str(error)), now)
             return None
-
-    def refuse(self, submission: Submission, why: str, now: float) -> None:
-        """A pending job that this node cannot run."""
-        spec = self.specs.build(RunnerStart(submission, tuple(range(submission.min_slots))))
-        try:
-            self.record_end(self.runners.refuse(spec, None, why), now)
-        except OSError as error:  # it is refused when it starts
-            self.journal.warn(f"job {spec.job}: its refusal cannot be written: {error.strerror}")
 
     def record_end(self, end: RunnerEnd, now: float) -> None:
         spec = end.spec

@@ -272,8 +272,7 @@ class NodeLoop:
             parts.health.record_job_failure(failure)
         self._update_status(self.status.runners)
         self._sync_with_store(now)
-        if refused := self._head_check.turn(self._cluster_view, self.status, now):
-            self._executor.refuse(*refused, now)
+        self._head_check.turn(self._cluster_view, self.status, now)
         plan = self._plan(now)
         self._executor.execute(plan, now)
         changed = self._update_status(self._plan(now).runners if plan.start else plan.runners)
@@ -377,7 +376,13 @@ class NodeLoop:
             )
         before = self.status
         self.status = replace(
-            before, state=state, why=why, runners=runners, failing=health.failing, unusable=health.unusable
+            before,
+            state=state,
+            why=why,
+            runners=runners,
+            failing=health.failing,
+            unusable=health.unusable,
+            would_refuse=self._head_check.found,
         )
         return self.status != before
 

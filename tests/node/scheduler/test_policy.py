@@ -67,6 +67,7 @@ def node_statuses(draw: st.DrawFn, names: list[str]) -> tuple[NodeStatus, ...]:
             draw(st.integers(0, 6)),
             state=draw(states),
             runners=tuple(draw(st.lists(runners, max_size=2))) if draw(st.booleans()) else (),
+            would_refuse=tuple(draw(st.lists(runners, max_size=2))) if draw(st.booleans()) else (),
         )
         for name in names
     )
@@ -312,6 +313,28 @@ def test_refusal_is_kept_after_the_runner_is_gone() -> None:
     assert "n1 refused it: no such script" in words(three, "a")
     other_run = replace(three, submissions=(job(number=5),))
     assert words(after(other_run), "a") == "runs on n1 (slots 0-3)"
+
+
+def test_job_that_a_busy_node_would_refuse_blocks_nobody_and_starts_where_slots_are_free() -> None:
+    long, other, behind = (Submission(job, n, "{}", 1, 1, 2, 2) for n, job in enumerate(("long", "llm", "next"), 1))
+    would = (RunnerStatus("llm", 2, (), "refused", "no script"),)
+    node = NodeStatus("a", "i", 2, would_refuse=would)
+    runs = Placement("long", 1, (SlotAssignment("a", (0, 1)),), "runs on a (slots 0-1)")
+    view = ClusterView(nodes=(node,), submissions=(long, other, behind), placements=(runs,))
+    llm, waits = schedule(view)
+    assert llm.reason == (
+        "pending: needs 1 node with 2 free slots, and the only node cannot run it: a would refuse it now: no script; "
+        f"{BLOCKS_NOBODY}"
+    )
+    assert (waits.job, waits.reason.startswith("pending: needs 1 node")) == ("next", True)
+    assert not llm.refusals
+    assert refused_everywhere(replace(view, placements=(runs, llm, waits))) == {}
+    free = replace(view, placements=(llm, waits), results=(JobResult("long", 1, "succeeded", 0, "", 0.0),))
+    assert [(p.job, bool(p.assignments)) for p in schedule(free)] == [("next", True)], "it was next, and stays so"
+    alone = replace(free, submissions=(long, other))
+    assert [(p.job, bool(p.assignments)) for p in schedule(alone)] == [("llm", True)]
+    two = replace(free, nodes=(node, NodeStatus("b", "i", 2)))
+    assert [(p.job, p.assignments[0].node) for p in schedule(two)] == [("llm", "b"), ("next", "a")]
 
 
 def test_job_that_needs_more_nodes_than_refuse_it_waits_for_them() -> None:
