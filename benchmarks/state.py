@@ -4,8 +4,8 @@
 
 "elasticd FSDP2" is the same model in shards: each rank saves one. Per gigabyte of state: seconds that a save blocks
 training (the slowest rank), seconds of a plain copy of as many bytes by all ranks at the same time, seconds until it is
-on the disk, CPU seconds of all ranks and of the writer, and the peak of memory a rank; the same for a restore from the
-disk. Medians.
+on the disk, CPU seconds of all ranks and of the writer; the same for a restore from the disk. Medians. Then megabytes:
+the peak of memory a rank beside its model in a restore and in a save, and what the node's buffers hold.
 Each cell is two jobs: one that saves, and one that restores what the first one saved.
 """
 
@@ -73,6 +73,8 @@ def measure(method: str, workers: int, megabytes: float, saves: int, scratch: Pa
         "restore": restored["wall_s"] * 1000 / megabytes,
         "CPU of restore": restored["cpu_s"] * 1000 / megabytes,
         "peak MB a rank": restored["peak_mb"],
+        "of a save": max(cost["peak_mb"] for cost in written),
+        "MB a node in buffers": max(cost.get("shared_mb", 0.0) for cost in written),
     }
 
 

@@ -231,6 +231,11 @@ class PeakMemory:
         return max(self.most, self.now()) - self.start
 
 
+def shared_megabytes() -> float:
+    """Of this machine: files in memory, as elasticd's buffers are."""
+    return int(Path("/proc/meminfo").read_text().partition("Shmem:")[2].split()[0]) / 1000
+
+
 @contextlib.contextmanager
 def measured(job: Job, what: str) -> Iterator[dict[str, Any]]:
     """Adds the slowest rank's wall seconds, all ranks' CPU seconds, and the largest peak of memory."""
@@ -261,6 +266,7 @@ def measure(job: Job, args: argparse.Namespace, log: Any) -> None:
     with measured(job, "restore") as found:
         job.restore()
     note(job, found)
+    shared = shared_megabytes()
     share = torch.ones(int(args.megabytes * 1e6) // dist.get_world_size(), dtype=torch.uint8)
     target = torch.zeros_like(share)
     for _ in range(args.saves):
@@ -278,6 +284,7 @@ def measure(job: Job, args: argparse.Namespace, log: Any) -> None:
         found["then_s"] = time.perf_counter() - start
         if dist.get_rank() == 0:
             found["writer_cpu_s"] = writer_cpu_seconds() - written
+            found["shared_mb"] = shared_megabytes() - shared
         note(job, found)
 
 
