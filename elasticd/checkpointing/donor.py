@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import commit_record, sharded, state
 from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, donated_by_all, donated_number
-from elasticd.checkpointing.commit_ring import Commit, CommitRing
+from elasticd.checkpointing.commit_ring import Commit, ring_of
 from elasticd.checkpointing.donor_rules import (
     MUTABLE,
     has_mutable_setting,
@@ -90,7 +90,6 @@ class Donor:
         """That the next `session.step()` ends; 0 before the first one."""
         self._step = 0
         """The last commit: steps without an optimizer's step, such as those that a GradScaler leaves out, are none."""
-        self._ring = CommitRing()
         self._whole: Any = None
         """The whole fingerprint as of the last commit, where the optimizer's next step compares it."""
         self._commits, self._trials = 0, TRIALS
@@ -141,6 +140,7 @@ class Donor:
         self._optimizers = [obj for obj in objects if is_optimizer(obj)]
         self._others = [obj for obj in objects if not is_module(obj) and not is_optimizer(obj)]
         self._buffers = dict(_buffers(self._attached))
+        self._ring = ring_of(self._saver.group.device, list(self._buffers.values()))
         self._addresses = {path: buffer.data_ptr() for path, buffer in self._buffers.items()}
         self._shards = self._saver.shard_donor
         modules = [obj for obj in objects if is_module(obj)] if self._shards is None else [self._shards]

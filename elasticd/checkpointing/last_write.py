@@ -119,6 +119,8 @@ class LastWrite:
             newest, _ = lineage(directory)
             if newest and (newest[0].manifest.round, newest[0].manifest.step) >= (draft.round, draft.step):
                 return newest[0]
+            if tries and not contents.keys() >= set(needed):
+                raise OSError("the node that was to commit it did not get all files")
             try:
                 return api.write_files(
                     directory, draft, lambda staging: self._commit(staging.path, final, contents, needed), _TOKEN

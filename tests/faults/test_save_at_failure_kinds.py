@@ -58,6 +58,7 @@ def test_usual_way_to_train_repeats_no_step_and_loses_no_bit(job: StartJob, kind
         ("lr_in_a_tensor", 13, "values that can change in place"),
         ("unfrozen", 13, "other parameters are trained than before"),
         ("unfrozen_apart", 13, "other parameters are trained than before"),
+        ("unpicklable", 13, "the state cannot be copied at a step: "),
         ("never_stepped", 13, "no attached optimizer has made a step"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing.commit_ring import DEPTH, CommitRing
+from elasticd.checkpointing.commit_ring import DEPTH, CommitRing, ring_of
 
 
 @dataclass
@@ -137,3 +138,23 @@ def test_buffers_and_random_state_are_those_of_the_commit_however_far_the_proces
                 assert found.buffers[0].tolist() == [found.step] * 3
                 assert found.kept == 4 * found.step
     assert len(seen) > 2 * DEPTH - ahead
+
+
+def test_rank_on_a_device_has_a_ring_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one on the processor has none."""
+    for name in ("record", "query"):  # what a real event needs to be given: nothing
+        inspect.signature(getattr(torch.cuda.Event, name)).bind("self")
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    running = torch.zeros(3)
+    ring = ring_of(torch.device("cuda", 0), [running])
+    step(ring, 1)
+    assert at(ring) is None
+    device.run(2)
+    found = ring.current()
+    assert found is not None and found.buffers[0].tolist() == [0.0] * 3
+    running.fill_(1)
+    assert found.buffers[0].tolist() == [0.0] * 3
+    processor = ring_of(torch.device("cpu"), [running])
+    step(processor, 1)
+    assert at(processor) == 1

@@ -348,6 +348,19 @@ def never_stepped(job: Kind) -> None:
     job.train = train
 
 
+@kind
+def unpicklable(job: Kind) -> None:
+    """After steps 11 to 14 the scheduler's state holds a function."""
+    job.ddp()
+
+    class Own(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self) -> dict[str, Any]:
+            own = {"function": lambda: 0} if 11 <= job.session.steps <= 14 else {}
+            return {**super().state_dict(), **own}
+
+    job.attached["scheduler"] = Own(job.optimizer, 5)
+
+
 def plateau(job: Kind, metric: Callable[[], float | None]) -> None:
     job.ddp()
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, factor=0.5, patience=0)
