@@ -28,6 +28,8 @@ from elasticd.checkpointing.shard_plan import file_names
 
 END_PARTS_S = 4.0
 """For the parts of other nodes when the launcher ends the writer: it waits a little longer."""
+FLUSH_PARTS_S = 15.0
+"""For the parts of a save as usual that is being written: half of what the launcher waits. Then copies are used."""
 BEGUN_S = 1.0
 """For nodes that have not begun to write, before this one says what the job leaves: their groups were killed later."""
 PARTS_S = 8.0

@@ -79,7 +79,7 @@ from elasticd.checkpointing.buffers import (
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.donor_requests import DonorRequests
 from elasticd.checkpointing.file_fill import FileFill
-from elasticd.checkpointing.last_write import END_PARTS_S, LastWrite
+from elasticd.checkpointing.last_write import END_PARTS_S, FLUSH_PARTS_S, LastWrite
 from elasticd.checkpointing.manifest import Manifest, parse, read
 from elasticd.checkpointing.memory_limit import oom_kills, refusal
 from elasticd.checkpointing.retention import retain
@@ -559,7 +559,8 @@ class Writer:
                 if any(held is not None and held.saved > snapshot.saved for held in self._buffers.held):
                     return "a later save has begun"
                 if self._ending or self._flushes:
-                    self._parts_until = min(self._parts_until, time.monotonic() + END_PARTS_S)
+                    patience_s = END_PARTS_S if self._ending else FLUSH_PARTS_S
+                    self._parts_until = min(self._parts_until, time.monotonic() + patience_s)
                 return "another node did not write its part" if time.monotonic() > self._parts_until else ""
 
         return why

@@ -490,16 +490,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def flush(node: Node) -> dict[str, Any]:
-    """As the launcher does when no round follows."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as launcher:
-        launcher.settimeout(30)
-        launcher.connect(str(node.path))
-        launcher.send(b'{"do": "flush"}')
-        answer: dict[str, Any] = json.loads(launcher.recv(4096))
-        return answer
-
-
 def test_fault_while_the_disk_writes_one_save_and_a_rank_copies_the_next(
     node: Node, saves: Saves, tmp_path: Path
 ) -> None:
@@ -523,13 +513,13 @@ def test_fault_while_the_disk_writes_one_save_and_a_rank_copies_the_next(
     node.end()
     assert saves.on_disk() == [2, 1], "a round may resume from the state that was saved at the fault"
     node.start()
-    assert flush(node) == {"step": 3, "path": str(saves.directory / "r1-s3"), "why": ""}
+    assert node.flush() == {"step": 3, "path": str(saves.directory / "r1-s3"), "why": ""}
     assert saves.on_disk() == [3, 2, 1]
 
 
 def test_flush_says_why_the_last_state_is_not_on_the_disk(node: Node, saves: Saves) -> None:
-    assert flush(node) == {}
+    assert node.flush() == {}
     saves.directory.write_text("a file where a directory should be")
     finish_at_fault(saves, node.client(), 3, 1, saves.task)
-    result = flush(node)
+    result = node.flush()
     assert (result["step"], result["path"]) == (3, "") and result["why"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,15 +44,6 @@ class LastNode:
         files = {name: (SIZE, lambda name=name: iter([content(name, step)])) for name in names}
         self.rank.copy_files(draft, donated_by_all(step), files, lambda: None, 5)
 
-    def flush(self) -> dict[str, Any]:
-        """As the launcher does."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as launcher:
-            launcher.settimeout(30)
-            launcher.connect(str(self.node.path))
-            launcher.send(b'{"do": "flush"}')
-            answer: dict[str, Any] = json.loads(launcher.recv(4096))
-            return answer
-
     def close(self) -> None:
         self.rank.close()
         self.node.close()
@@ -74,7 +63,7 @@ def nodes(tmp_path: Path) -> Iterator[list[LastNode]]:
 
 def end(nodes: list[LastNode]) -> list[dict[str, Any]]:
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        return list(pool.map(LastNode.flush, nodes))
+        return list(pool.map(lambda each: each.node.flush(), nodes))
 
 
 def on_disk(directory: Path) -> list[int]:
@@ -114,7 +103,7 @@ def test_node_without_rank_0_writes_alone(nodes: list[LastNode]) -> None:
     assert nodes[1].rank.find() is not None
     nodes[1].node.end()
     nodes[1].node.start()
-    assert nodes[1].flush()["step"] == 12
+    assert nodes[1].node.flush()["step"] == 12
     assert on_disk(nodes[1].directory) == [12]
 
 
@@ -157,7 +146,7 @@ def test_shard_that_no_node_has_leaves_the_state_before(nodes: list[LastNode]) -
 def test_directory_that_cannot_be_written_is_named(nodes: list[LastNode]) -> None:
     nodes[0].directory.write_text("a file where a directory should be")
     nodes[0].save(12)
-    result = nodes[0].flush()
+    result = nodes[0].node.flush()
     assert (result["step"], result["path"]) == (12, "") and "step 12: " in result["why"]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elasticd.checkpointing import held_states, shard_server
-from elasticd.checkpointing.buffers import PARTNER, Buffers, Snapshot
+from elasticd.checkpointing.buffers import PARTNER, Buffers, Snapshot, WriteTask
 from elasticd.checkpointing.held_states import HeldState
 from elasticd.checkpointing.manifest import NO_CHECKSUM, STATE, Manifest
 from elasticd.checkpointing.shard_plan import METADATA
@@ -23,6 +23,7 @@ from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
 from elasticd.errors import CheckpointError
 from elasticd.heartbeat.worker_events import WorkerEventReader
 from tests.library.conftest import wait_for
+from tests.library.verified import verified_lineage
 from tests.library.writers import Node
 
 SIZE = 300_000
@@ -90,6 +91,19 @@ def together(parts: list[Part]) -> list[HeldState]:
     who: Any = [type("Who", (), {"node": each["node"], "nodes": 1}) for each in reports]
     found = [held_states.report(each["held"], parts[0].rank, one) for each, one in zip(reports, who, strict=True)]
     return held_states.parse([*found, b""])[0]
+
+
+def test_copy_of_a_lost_nodes_part_is_written_at_the_end(parts: list[Part], tmp_path: Path) -> None:
+    first, second = parts
+    task = WriteTask(str(tmp_path / "checkpoints"), 3, "at the end of the job", "", "", 1, 0.0, node=1)
+    second.rank.at_end = lambda: task
+    first.save(5, of=second)
+    second.save(5, of=first)
+    second.wait_for_copy(5)
+    first.node.end(signal.SIGKILL)
+    assert second.node.flush() == {"step": 5, "path": str(tmp_path / "checkpoints" / "r1-s5"), "why": ""}
+    (entry,) = verified_lineage(tmp_path / "checkpoints")[0]
+    assert sorted(entry.manifest.files) == [METADATA, "__0_0.distcp", "__1_0.distcp"]
 
 
 def test_partner_has_the_part_of_a_lost_node(parts: list[Part]) -> None:

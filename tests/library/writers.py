@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import elasticd.checkpointing.writer as program
 from elasticd.checkpointing.writer_client import WriterClient
@@ -37,6 +39,15 @@ class Node:
         code = self.process.wait(30)
         self.process = None
         return code
+
+    def flush(self) -> dict[str, Any]:
+        """As the launcher does when no round follows."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as launcher:
+            launcher.settimeout(60)
+            launcher.connect(str(self.path))
+            launcher.send(b'{"do": "flush"}')
+            answer: dict[str, Any] = json.loads(launcher.recv(4096))
+            return answer
 
     def client(self, share: int = 0, shares: int = 1) -> WriterClient:
         return WriterClient(str(self.path), share, shares, first_node=True)
