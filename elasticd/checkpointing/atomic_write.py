@@ -133,10 +133,12 @@ class Staging:
         self._source = source
         self._directory = directory
         self._final = directory / f"r{round}-s{step}"
-        self.path = staging_path(directory, round, step, token or secrets.token_hex(4))
+        self.path = staging_path(directory, round, step, secrets.token_hex(4))
+        self._shared = staging_path(directory, round, step, token) if token else None
         self._manifest = -1
 
     def __enter__(self) -> Staging:
+        """Raises OSError: FileExistsError if another process has made the shared one."""
         self.path.mkdir(mode=0o700)
         try:
             self._manifest = os.open(self.path / MANIFEST, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -144,10 +146,19 @@ class Staging:
             # either.
             with contextlib.suppress(OSError):
                 fcntl.lockf(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._shared is not None:  # with its lock from the beginning
+                self._share(self._shared)
         except BaseException:
             self._leave()
             raise
         return self
+
+    def _share(self, name: Path) -> None:
+        try:
+            os.rename(self.path, name)
+        except OSError as error:
+            raise FileExistsError(name) if error.errno == errno.ENOTEMPTY else error from None
+        self.path = name
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._leave()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing import api, shard_files
-from elasticd.checkpointing.atomic_write import is_abandoned, staging_path
+from elasticd.checkpointing.atomic_write import is_abandoned, staging_path, sweep
 from elasticd.checkpointing.buffers import Buffers, Snapshot, WriteTask
 from elasticd.checkpointing.lineage import lineage
 from elasticd.checkpointing.manifest import STATE, FileState
@@ -111,27 +111,29 @@ class LastWrite:
         task, draft = snapshot.task, snapshot.draft
         assert task is not None
         directory = Path(task.directory)
+        folder = staging_path(directory, draft.round, draft.step, _TOKEN)
         final = directory / f"r{draft.round}-s{draft.step}"
         contents = self._contents(number, snapshot)
         needed = file_names(draft.world_size) if snapshot.files else [STATE]
         if store_of(directory) is not None and (task.node or not contents.keys() >= set(needed)):
             raise OSError("in an object store rank 0's node writes the last state, and it does not have all of it")
-        tries = 0
-        while True:
+        joined = False
+        for _ in range(_TRIES):
             newest, _ = lineage(directory)
             if newest and (newest[0].manifest.round, newest[0].manifest.step) >= (draft.round, draft.step):
                 return newest[0]
-            if tries and not contents.keys() >= set(needed):
-                raise OSError("the node that was to commit it did not get all files")
+            if self._gives_up() or (joined and not contents.keys() >= set(needed)):
+                break
             try:
                 return api.write_files(
-                    directory, draft, lambda staging: self._commit(staging.path, final, contents, needed), _TOKEN
+                    directory, draft, lambda staging: self._commit(staging.path, final, contents, needed), _TOKEN, False
                 )
-            except (FileExistsError, FileNotFoundError):  # another node commits it, or has swept away what it takes for
-                tries += 1  # the rest of a dead one
-                if tries == _TRIES or self._gives_up():
-                    raise
-            self._add(staging_path(directory, draft.round, draft.step, _TOKEN), contents)
+            except FileExistsError:
+                self._add(folder, contents)
+                joined = True
+            if folder.exists() and is_abandoned(folder):
+                sweep(directory, draft.round)
+        raise OSError("another node has begun to commit it, and has not done so")
 
     def _contents(self, number: int, snapshot: Snapshot) -> dict[str, Content]:
         """The files of this state that are in this node's memory, also as a copy for another node."""
@@ -150,8 +152,6 @@ class LastWrite:
         as usual. Raises OSError: FileExistsError once that is there.
         """
         parts = {"this node": shard_files.write_part(folder, contents)}
-        if not folder.exists():
-            raise FileNotFoundError(folder)
         deadline = time.monotonic() + PARTS_S
         while missing := set(needed) - set(found := shard_files.merge(parts)):
             for path in folder.glob("part-*.json"):

@@ -107,6 +107,17 @@ def test_node_without_rank_0_writes_alone(nodes: list[LastNode]) -> None:
     assert on_disk(nodes[1].directory) == [12]
 
 
+def test_rest_of_a_node_that_died_in_its_write_is_no_obstacle(nodes: list[LastNode]) -> None:
+    rest = nodes[0].directory / ".r1-s12.e.staging"
+    rest.mkdir(parents=True)
+    (rest / "manifest.json").touch()
+    (rest / STATE).write_bytes(b"half of it")
+    nodes[1].save(12)
+    assert nodes[1].node.flush()["step"] == 12
+    assert on_disk(nodes[1].directory) == [12]
+    assert not rest.exists()
+
+
 NAMES = file_names(RANKS)
 LATER = [file_name(2), file_name(3)]
 PARTS = {
