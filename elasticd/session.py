@@ -28,7 +28,7 @@ from elasticd.coordination.barrier import Barriers, timeout_seconds
 from elasticd.coordination.decisions import Action, DecisionPoints
 from elasticd.coordination.rank_status import RankStatus, StatusPublisher
 from elasticd.coordination.store_channel import open_channel
-from elasticd.errors import UsageError
+from elasticd.errors import CheckpointRefused, UsageError
 from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat import worker_events
 from elasticd.heartbeat.collectives import Collectives, is_only_group
@@ -419,7 +419,12 @@ class Session:
     def _save(self, why: str, wait: bool) -> bool:
         if self._barrier_s is not None:
             self.barrier(f"checkpoint at step {self._steps}", self._barrier_s)
-        return self._saver.save(self._steps, self._attached, why, wait)
+        try:
+            return self._saver.save(self._steps, self._attached, why, wait)
+        except CheckpointRefused:
+            if self._donor is not None:
+                self._donor.close()  # nor is it saved at the fault that this may be
+            raise
 
     def _propose(self) -> tuple[Action, str]:
         """Rank 0: what all ranks should do at this decision point, and why."""

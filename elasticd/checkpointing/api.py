@@ -84,17 +84,12 @@ def write_files(
     draft: Manifest,
     fill: Callable[[Staging], dict[str, FileState]],
     token: str = "",
-    sweeps: bool = True,
 ) -> Entry:
-    """The same for any files: `fill` writes them, state.pt among them, and returns what they are.
-
-    `sweeps`: what dead writers have left goes first. A directory that another writer is just making looks like that.
-    """
+    """The same for any files: `fill` writes them, state.pt among them, and returns what they are."""
     base = Path(directory)
     draft = replace(draft, parent=_parent(base, draft.round, draft.parent))
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if sweeps:
-        sweep(base, draft.round)
+    sweep(base, draft.round)
     with Staging(base, draft.round, draft.step, token) as staging:
         files = fill(staging)
         size, checksum = files.pop(STATE)

@@ -23,6 +23,7 @@ from elasticd.checkpointing.manifest import MANIFEST, Checksum, FileState, Manif
 from elasticd.checkpointing.object_store import ObjectStore, store_of
 
 _BLOCK_BYTES = 4 << 20
+_TRIES = 5
 _ALIGNMENT = 4096
 """Of offsets and sizes with O_DIRECT: no disk has larger blocks."""
 
@@ -132,6 +133,7 @@ class Staging:
         """
         self._source = source
         self._directory = directory
+        self._named = round, step
         self._final = directory / f"r{round}-s{step}"
         self.path = staging_path(directory, round, step, secrets.token_hex(4))
         self._shared = staging_path(directory, round, step, token) if token else None
@@ -139,19 +141,33 @@ class Staging:
 
     def __enter__(self) -> Staging:
         """Raises OSError: FileExistsError if another process has made the shared one."""
-        self.path.mkdir(mode=0o700)
+        for left in reversed(range(_TRIES)):
+            self.path.mkdir(mode=0o700)
+            try:
+                self._lock()
+                if self._shared is not None:  # with its lock from the beginning
+                    self._share(self._shared)
+                return self
+            except FileNotFoundError:
+                self._leave()
+                if not left:
+                    raise
+                self.path = staging_path(self._directory, *self._named, secrets.token_hex(4))
+            except BaseException:
+                self._leave()
+                raise
+        raise AssertionError
+
+    def _lock(self) -> None:
+        """Mark the directory as in use. Raises OSError: FileNotFoundError if a sweep has taken it before that."""
+        self._manifest = os.open(self.path / MANIFEST, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            self._manifest = os.open(self.path / MANIFEST, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            # Marks the directory as in use. On a file system without locks no lock can show that it is abandoned
-            # either.
-            with contextlib.suppress(OSError):
-                fcntl.lockf(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._shared is not None:  # with its lock from the beginning
-                self._share(self._shared)
-        except BaseException:
-            self._leave()
-            raise
-        return self
+            fcntl.lockf(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # On a file system without locks no lock can show that it is abandoned either.
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise FileNotFoundError(errno.ENOENT, "another process removes it", str(self.path)) from None
+        os.stat(self.path / MANIFEST)
 
     def _share(self, name: Path) -> None:
         try:
@@ -238,12 +254,10 @@ def sweep(directory: Path, own_round: int, settled: bool = False) -> None:
     too.
     """
     for each in names(directory):
-        if each.hidden == "trash" or (
-            each.hidden == "staging"
-            and each.round <= own_round
-            and ((settled and each.round < own_round) or is_abandoned(each.path))
-        ):
+        if each.hidden == "trash" or (settled and each.hidden == "staging" and each.round < own_round):
             _remove(each.path)
+        elif each.hidden == "staging" and each.round <= own_round:
+            _remove_abandoned(each.path)
 
 
 def fsync_directory(path: Path) -> None:
@@ -273,6 +287,32 @@ def is_abandoned(staging: Path) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def _remove_abandoned(staging: Path) -> None:
+    """Remove it if its writer is dead, but not one that another process is just making, there or in its place: what has
+    a manifest is renamed under its lock, what has none goes only while it is empty, or if it never gets one.
+    """
+    try:
+        fd = os.open(staging / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        with contextlib.suppress(OSError):
+            staging.rmdir()
+        if not os.path.lexists(staging / MANIFEST):  # half removed
+            _remove(staging)
+        return
+    except OSError:
+        return
+    trash = staging.with_name(f".{staging.name.split('.')[1]}.{secrets.token_hex(4)}.trash")
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), os.stat(staging / MANIFEST)):
+            os.rename(staging, trash)
+    except OSError:
+        return
+    finally:
+        os.close(fd)
+    _remove(trash)
 
 
 def _remove(path: Path) -> None:

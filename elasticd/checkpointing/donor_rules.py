@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MUTABLE = "a parameter group of the optimizer has values that can change in place, such as lr in a tensor"
 
+_REMEDY = "; if any rank's will do, give it the attribute rank_independent = True"
+
 
 @dataclass(frozen=True)
 class _Rank:
@@ -141,7 +143,7 @@ def _unlike_rank_0(rank: _Rank) -> str:
         return ""
     names = [] if rank.shards is None else rank.shards.names
     others = ((name, obj) for name, obj in rank.attached.items() if name not in names)
-    return next((f"{name} may differ from rank 0's" for name, obj in others if not _is_alike(obj)), "")
+    return next((f"{name} may differ from rank 0's{_REMEDY}" for name, obj in others if not _is_alike(obj)), "")
 
 
 def _own_state_dict(rank: _Rank) -> str:

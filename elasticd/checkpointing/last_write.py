@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing import api, shard_files
-from elasticd.checkpointing.atomic_write import is_abandoned, staging_path, sweep
+from elasticd.checkpointing.atomic_write import is_abandoned, staging_path
 from elasticd.checkpointing.buffers import Buffers, Snapshot, WriteTask
 from elasticd.checkpointing.lineage import lineage
 from elasticd.checkpointing.manifest import STATE, FileState
@@ -126,13 +126,11 @@ class LastWrite:
                 break
             try:
                 return api.write_files(
-                    directory, draft, lambda staging: self._commit(staging.path, final, contents, needed), _TOKEN, False
+                    directory, draft, lambda staging: self._commit(staging.path, final, contents, needed), _TOKEN
                 )
             except FileExistsError:
                 self._add(folder, contents)
                 joined = True
-            if folder.exists() and is_abandoned(folder):
-                sweep(directory, draft.round)
         raise OSError("another node has begun to commit it, and has not done so")
 
     def _contents(self, number: int, snapshot: Snapshot) -> dict[str, Content]:
@@ -152,16 +150,22 @@ class LastWrite:
         as usual. Raises OSError: FileExistsError once that is there.
         """
         parts = {"this node": shard_files.write_part(folder, contents)}
-        deadline = time.monotonic() + PARTS_S
+        deadline, seen = time.monotonic() + PARTS_S, dict[str, int]()
         while missing := set(needed) - set(found := shard_files.merge(parts)):
             for path in folder.glob("part-*.json"):
                 parts[f"another node ({path.stem})"] = json.loads(path.read_bytes())
                 path.unlink()
-            if missing & set(os.listdir(folder)):  # another node writes one of them
-                deadline = time.monotonic() + PARTS_S
+            begun = {name: (folder / name).stat().st_size for name in missing & set(os.listdir(folder))}
+            if begun and (begun != seen or not missing <= contents.keys()):  # another node writes
+                deadline, seen = time.monotonic() + PARTS_S, begun
             if final.exists():
                 raise FileExistsError(final)
-            if why := self._gives_up() or ("" if time.monotonic() < deadline else "no other node has written them"):
+            late = time.monotonic() > deadline
+            if begun and late:  # that node has died, and this one has them, too
+                for name in missing:
+                    (folder / name).unlink(missing_ok=True)
+                parts["this node, again"] = shard_files.write_part(folder, {name: contents[name] for name in missing})
+            if why := self._gives_up() or ("no other node has written them" if late and not begun else ""):
                 raise OSError(f"{', '.join(sorted(missing))}: {why}")
             time.sleep(_POLL_S)
         return {name: found[name] for name in needed}

@@ -163,8 +163,7 @@ def _load(target: Any, state: Any) -> None:
         _keep_copies(target.state, before, _addresses(state))
         if _addresses(state).isdisjoint(_addresses(target.state)):
             return
-    # A deep copy keeps tensors that share memory together.
-    target.load_state_dict(_wrapped(copy.deepcopy(state), target))
+    target.load_state_dict(_wrapped(_copied(state), target))
 
 
 def _keep_copies(state: Mapping[Any, Any], before: Mapping[Any, Any], mapped: set[int]) -> None:
@@ -203,17 +202,29 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
     return copied.copy_(tensor)
 
 
+def _copied(state: Any) -> Any:
+    """A deep copy, in which tensors that share memory still do. Torch has none of a compressed sparse tensor (CSR)."""
+    import torch
+
+    usual = (torch.strided, torch.sparse_coo)
+    return copy.deepcopy(state, {id(each): each.clone() for each in _tensors(state) if each.layout not in usual})
+
+
 def _addresses(state: Any) -> set[int]:
-    """The storages of the tensors in nested containers."""
+    """The storages of the dense tensors in nested containers."""
+    import torch
+
+    return {each.untyped_storage().data_ptr() for each in _tensors(state) if each.layout is torch.strided} - {0}
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
     import torch
 
     if isinstance(state, torch.Tensor):
-        return {state.untyped_storage().data_ptr()} - {0} if state.layout is torch.strided else set()
-    if isinstance(state, Mapping):
-        state = state.values()
-    elif not isinstance(state, (list, tuple, set)):
-        return set()
-    return {address for value in state for address in _addresses(value)}
+        yield state
+    elif isinstance(state, (Mapping, list, tuple, set)):
+        for value in state.values() if isinstance(state, Mapping) else state:
+            yield from _tensors(value)
 
 
 def plain(key: str) -> str:
@@ -258,7 +269,11 @@ def digests(attached: Mapping[str, Any]) -> dict[str, str]:
         for name, obj in attached.items()
         if not isinstance(obj, (Module, Optimizer)) and not getattr(obj, RANK_INDEPENDENT, False)
     }
-    return {name: hashlib.sha256(_text(obj.state_dict()).encode()).hexdigest()[:16] for name, obj in small.items()}
+    found: dict[str, str] = {}
+    for name, obj in small.items():
+        with contextlib.suppress(RecursionError):  # rank 0 refuses it with a reason
+            found[name] = hashlib.sha256(_text(obj.state_dict()).encode()).hexdigest()[:16]
+    return found
 
 
 def _text(value: Any) -> str:
@@ -294,9 +309,9 @@ def scatter_per_rank(
                 "start in another directory, or attach what is new with optional=True"
             )
         elif len(states[name]) == world_size:
-            obj.load_state_dict(copy.deepcopy(states[name][rank]))
+            obj.load_state_dict(_copied(states[name][rank]))
         elif callable(getattr(obj, "load_state_dicts", None)):
-            note = obj.load_state_dicts(copy.deepcopy(states[name]), rank, world_size)
+            note = obj.load_state_dicts(_copied(states[name]), rank, world_size)
             notes += [f"{name}: {note}"] if note else []
         else:
             raise CheckpointError(

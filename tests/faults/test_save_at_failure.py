@@ -176,8 +176,10 @@ def test_lost_node_costs_no_step(nodes: Callable[[str], Nodes], tmp_path: Path) 
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     left = [agent for agent in three.agents if agent is not lost]
-    rank0 = next(agent for agent in left if (agent.work / "steps-0").exists() and digests(agent, "steps", 0))
-    resumed = until(lambda: rank0.events("resumed", round=whole["round"] + 1), "the next round")[0]
+    rank0 = three.agents["abc".index(whole["nodes"][0])]
+    resumed = until(
+        lambda: rank0.events("resumed", round=whole["round"] + 1), lambda: f"the next round after {whole}; {rank0.err}"
+    )[0]
     assert "after the fault" in resumed["reason"]
     assert [agent.wait(within=120) for agent in left] == [0, 0]
     for agent in left:

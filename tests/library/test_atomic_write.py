@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.checkpointing.atomic_write import Staging, staging_path, write_file
+from elasticd.checkpointing.atomic_write import Staging, staging_path, sweep, write_file
 
 
 @pytest.mark.parametrize("size", [1, 4096, 5000, 4 << 20, (4 << 20) + 4096, (9 << 20) + 7])
@@ -37,3 +37,44 @@ def test_staging_directory_of_several_processes_has_its_lock_from_the_beginning(
             pass
         assert [*tmp_path.iterdir()] == [shared]
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("shared", ["e", ""], ids=["shared", "own"])
+@pytest.mark.parametrize("moment", ["made", "to-be-locked"])
+def test_sweep_of_another_node_does_not_take_what_is_just_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, shared: str
+) -> None:
+    owner, name = (fcntl, "lockf") if moment == "to-be-locked" else (Path, "mkdir")
+    once, call = [1], getattr(owner, name)
+
+    def swept(*args: object, **more: object) -> None:
+        if moment == "made":
+            call(*args, **more)
+        if once and once.pop():
+            sweep(tmp_path, 9)
+        if moment == "to-be-locked":
+            call(*args, **more)
+
+    monkeypatch.setattr(owner, name, swept)
+    with Staging(tmp_path, 1, 5, shared) as staging:
+        assert not once
+        write_file(staging.path / "state.pt", lambda file: file.write(b"whole"))
+        assert [*tmp_path.iterdir()] == [staging.path]
+
+
+def test_sweep_of_a_rest_leaves_the_directory_that_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, lockf = staging_path(tmp_path, 1, 5, "e"), fcntl.lockf
+    shared.mkdir()
+    (shared / "manifest.json").touch()
+
+    def replaced(*how: int) -> None:
+        shared.rename(tmp_path / "rest")
+        shared.mkdir()
+        (shared / "manifest.json").touch()
+        lockf(*how)
+
+    monkeypatch.setattr(fcntl, "lockf", replaced)
+    sweep(tmp_path, 9)
+    assert shared.exists()

@@ -11,6 +11,7 @@ import functools
 import io
 import os
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from elasticd.checkpointing import api as checkpoint
+from elasticd.checkpointing import state as states
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.errors import CheckpointRefused
 from tests.library.verified import verified_lineage
@@ -47,6 +49,22 @@ class MyTensor(torch.Tensor):
 @dataclasses.dataclass
 class Settings:
     rate: float = 0.1
+
+
+def compressed(tensor: torch.Tensor) -> list[torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "beta state"
+        return [tensor.to_sparse_csr(), tensor.to_sparse_bsc((2, 2))]
+
+
+class Kept:
+    """Keeps the state that it gets."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
 
 
 def opens(value: Any) -> bool:
@@ -127,6 +145,7 @@ ACCEPTED: dict[str, Any] = {
     "Parameter": torch.nn.Parameter(torch.ones(2)),
     "Buffer": torch.nn.Buffer(torch.ones(2)),
     "sparse": torch.eye(3).to_sparse(),
+    "compressed sparse": compressed(torch.eye(4)),
     "tensor with attributes": tensor_with_attribute({"a": 1}),
     "shared": [SHARED, SHARED, SHARED[1:]],
     "deep": nest(90),
@@ -150,6 +169,7 @@ ACCEPTED: dict[str, Any] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("kind", ACCEPTED)
 def test_accepted_state_opens_with_torch_load(tmp_path: Path, kind: str) -> None:
     entry = checkpoint.save(
@@ -158,6 +178,9 @@ def test_accepted_state_opens_with_torch_load(tmp_path: Path, kind: str) -> None
     loaded = torch.load(entry.path / "state.pt", weights_only=True)["value"]
     assert type(loaded) is type(ACCEPTED[kind])
     assert str(checkpoint.load(entry)["value"]) == str(loaded)
+    kept = Kept()
+    states.scatter({"kept": kept}, {"kept": checkpoint.load(entry)})
+    assert str(kept.state["value"]) == str(loaded)
 
 
 # What to store, beside the kinds of things; True: weights_only=True refuses it, too.
@@ -263,3 +286,13 @@ def test_unpicklable_state_leaves_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointRefused, match="the state cannot be pickled: "):
         checkpoint.save(tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state=state)
     assert os.listdir(tmp_path) == []
+
+
+def test_state_that_contains_itself_is_refused_with_the_reason_and_not_by_its_digest() -> None:
+    kept = Kept()
+    content: dict[str, Any] = {}
+    kept.state = content
+    content["itself"] = content
+    assert states.digests({"kept": kept}) == {}
+    with pytest.raises(CheckpointRefused, match=r"kept\.itself contains itself"):
+        check_loadable(states.gather({"kept": kept}))

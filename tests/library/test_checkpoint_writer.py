@@ -164,6 +164,12 @@ def test_rank_killed_during_its_copy(saves: Saves, dies: int, moment: str) -> No
     os.close(fd)
     saves.ranks[dies].close()
     saves.copy(saves.ranks[1 - dies], 2)
+    if dies:
+        assert saves.wait() == {
+            "saved": False,
+            "path": "",
+            "why": "a rank ended while it copied its share of the state",
+        }
     assert saves.held() == 1
     saves.save(3)
     assert saves.wait()["saved"]

@@ -16,6 +16,8 @@ from elasticd.checkpointing.buffers import KILLED
 from elasticd.checkpointing.donor import Donor
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.writer_client import WriterClient
+from elasticd.errors import CheckpointRefused
+from elasticd.session import Session
 
 
 def test_launcher_gets_an_answer_whatever_a_rank_raises() -> None:
@@ -83,3 +85,17 @@ def test_save_that_was_lost_with_its_writer_is_reported_once(tmp_path: Path, lea
         assert not saver.wait()
         assert not saver.wait()
     assert [step for kind, step in events if kind == "checkpoint_failed"] == ([] if held else [20])
+
+
+def test_state_that_a_save_refuses_is_not_saved_at_the_fault_either() -> None:
+    closed: list[bool] = []
+
+    def refuse(*_: Any) -> bool:
+        raise CheckpointRefused("the state of counter on rank 1 differs from rank 0's")
+
+    session: Any = object.__new__(Session)
+    session._barrier_s, session._steps, session._attached = None, 1, {}
+    session._saver, session._donor = SimpleNamespace(save=refuse), SimpleNamespace(close=lambda: closed.append(True))
+    with pytest.raises(CheckpointRefused):
+        session._save("every 10 steps", wait=False)
+    assert closed

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing.buffers import WriteTask, donated_by_all, donated_number
+from elasticd.checkpointing import last_write
+from elasticd.checkpointing.buffers import Buffers, WriteTask, donated_by_all, donated_number
 from elasticd.checkpointing.manifest import NO_CHECKSUM, STATE, Manifest
+from elasticd.checkpointing.shard_files import stream
 from elasticd.checkpointing.shard_plan import METADATA, file_name, file_names
 from elasticd.checkpointing.writer_client import WriterClient
 from tests.library.verified import verified_lineage
@@ -172,3 +174,18 @@ def test_nodes_with_directories_of_their_own_each_leave_one(tmp_path: Path) -> N
     finally:
         for node in each:
             node.close()
+
+
+def test_node_that_dies_in_its_part_is_replaced_by_one_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has begun is in the directory of the node that commits."""
+    monkeypatch.setattr(last_write, "PARTS_S", 0.1)
+    monkeypatch.setattr(last_write, "END_PARTS_S", 0.5)
+    (tmp_path / METADATA).write_bytes(b"half")
+    contents = {name: stream(iter([content(name, 5)])) for name in (METADATA, STATE)}
+    with open(os.memfd_create("headers"), "rb") as headers:
+        last = last_write.LastWrite(Buffers(headers.fileno(), []), lambda: True)
+        files = last._commit(tmp_path, tmp_path / "r1-s5", contents, [METADATA, STATE])
+    assert [size for size, _ in files.values()] == [SIZE, SIZE]
+    assert (tmp_path / METADATA).read_bytes() == content(METADATA, 5)
