@@ -80,9 +80,12 @@ def timed(call: Any) -> float:
 
 def without_writer(attached: dict[str, Any]) -> Any:
     """A donor that has no thread and saves nothing, and copies what every other donor copies."""
+    import torch
+
     from elasticd.checkpointing.donor import Donor
 
-    saver: Any = SimpleNamespace(group=SimpleNamespace(rank=0, world_size=1), writer=None, shard_donor=None)
+    group = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    saver: Any = SimpleNamespace(group=group, writer=None, shard_donor=None)
     donor: Any = Donor(saver, attached, True)
     donor._watch()
     donor._why = ""

@@ -49,7 +49,9 @@ def recorded(command: list[str], folder: Path) -> tuple[int, list[Line]]:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
-            lines.append((time.monotonic() - began, line.rstrip("\n").replace(str(folder) + "/", "")))
+            for place in (folder, Path(__file__).parents[1]):
+                line = line.replace(f"{place}/", "")
+            lines.append((time.monotonic() - began, line.rstrip("\n")))
     return process.returncode, lines
 
 

@@ -14,8 +14,9 @@ from recording import PAUSE_S, ROWS, drawn, recorded
 
 
 def test_lines_appear_in_their_own_time(tmp_path: Path) -> None:
-    code, lines = recorded([sys.executable, "-c", "print('a < b'); import sys; sys.exit(3)"], tmp_path)
-    assert (code, [text for _, text in lines]) == (3, ["a < b"])
+    prints = f"print('a < b, {tmp_path}/run, {REPOSITORY}/a.py'); import sys; sys.exit(3)"
+    code, lines = recorded([sys.executable, "-c", prints], tmp_path)
+    assert (code, [text for _, text in lines]) == (3, ["a < b, run, a.py"]), "no path of this machine"
     many = [
         (0.5, "2026-11-23 14:58:06+0000 elasticd: now"),
         (100.5, "x" * 200),

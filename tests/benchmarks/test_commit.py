@@ -1,0 +1,16 @@
+"""The benchmark of `session.step()` runs: it builds the donor without a job."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from benchmarks import commit
+
+
+def test_commits_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "COMMITS", 3)
+    monkeypatch.setenv("ELASTICD_HEARTBEAT", "")  # the benchmark sets it: taken back at the end of the test
+    seconds, parts = commit.commits(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "a scheduler")
+    assert seconds > 0
+    assert "record" in parts
