@@ -240,6 +240,15 @@ BAD: list[tuple[str, str]] = [
         '[[job]]\ncommand=["t.py"]\nworkdir="/tmp"',
         "job[0].id: is missing; a job that a node submits by itself needs one, so that it is submitted only once",
     ),
+    (
+        JOB.replace('"a"', '"bad id"'),
+        "job[0].id: 'bad id' has characters that a shell or a URL reads otherwise; use letters, digits, '.', '_' and "
+        "'-', and begin with a letter or a digit",
+    ),
+    (
+        JOB.replace('["t.py"]', '["python", "t.py"]'),
+        "job[0].command: begins with a script, not with 'python'; write: command = [\"t.py\"]",
+    ),
     (JOB + JOB, "job[1].id: 'a' is job[0]'s, too; two jobs need two ids"),
     (JOB + JOB_B + JOB, "job[2].id: 'a' is job[0]'s, too; two jobs need two ids"),
     (JOB + "worker=3", "job[0].worker: is not a key; did you mean workers?"),

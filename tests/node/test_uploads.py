@@ -107,3 +107,9 @@ def test_large_directory_is_refused_with_its_largest_files(tmp_path: Path) -> No
         pack(tmp_path)
     with pytest.raises(UsageError, match="not a directory"):
         pack(tmp_path / "train.py")
+
+
+def test_file_that_has_become_shorter_is_named(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").symlink_to("/sys/kernel/mm/transparent_hugepage/enabled")  # 4096 bytes, says its size
+    with pytest.raises(UsageError, match=r"log.txt: unexpected end of data"):
+        pack(tmp_path)

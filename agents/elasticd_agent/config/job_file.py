@@ -251,7 +251,7 @@ def read_job(data: bytes, kind: FileFormat, where: str) -> JobFile:
     table = parse(data, kind, where)
     try:
         job = decode_job(table)
-        _check_new(job)
+        check_new_job(job)
     except ConfigError as error:
         raise UsageError(f"{where}: {error}") from None
     return job
@@ -382,7 +382,7 @@ def check_job(job: JobFile) -> None:
         raise ConfigError.of(error) from None
 
 
-def _check_new(job: JobFile) -> None:
+def check_new_job(job: JobFile) -> None:
     """What is asked of new jobs only; those that were submitted to an earlier version go on. Raises ConfigError."""
     try:
         if job.id is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import HealthSettings, HttpSettings, NodeSettings, StoreSettings
 from elasticd_agent.config.decode import ConfigError
-from elasticd_agent.config.job_file import JobFile, check_job, check_limits, job_policy
+from elasticd_agent.config.job_file import JobFile, check_job, check_limits, check_new_job, job_policy
 from elasticd_agent.config.limits import PATHS_TIMEOUT_S, path_refusal, user_refusal
 from elasticd_agent.config.quantities import MAX_SLOTS
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
@@ -219,6 +219,7 @@ def _check_health(health: HealthSettings) -> None:
 
 def _check_configured_job(job: JobFile, settings: NodeSettings, environ: Mapping[str, str]) -> None:
     check_job(job)
+    check_new_job(job)
     if job.id is None:
         raise ConfigError(
             "id", "is missing; a job that a node submits by itself needs one, so that it is submitted only once"

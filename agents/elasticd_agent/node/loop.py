@@ -19,12 +19,12 @@ from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.node import keys, metrics, uploads
 from elasticd_agent.node.configured_jobs import ConfiguredJobs
 from elasticd_agent.node.executor import Executor
-from elasticd_agent.node.head_check import HeadCheck
 from elasticd_agent.node.health.job_failures import JobFailures
 from elasticd_agent.node.health.monitor import HealthMonitor
 from elasticd_agent.node.health.policy import NOT_CHECKED_YET, HealthVerdict
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.metrics import NodeMetrics
+from elasticd_agent.node.pending_check import PendingCheck
 from elasticd_agent.node.reconcile import NodePlan, RunOutcomes, reconcile
 from elasticd_agent.node.records import NodeState, NodeStatus, RunnerStatus, Submission
 from elasticd_agent.node.registration import NameTaken, NodeStatusPublisher
@@ -108,7 +108,7 @@ class NodeLoop:
         self._missing_since: float | None = None
         read_upload = functools.partial(uploads.read, parts.store)
         self._executor = Executor(parts.runners, parts.journal, parts.metrics, specs, self._outcomes, read_upload)
-        self._head_check = HeadCheck(self.refusal, lambda: parts.inbox.put(Wakeup()))
+        self._pending_check = PendingCheck(self.refusal, lambda: parts.inbox.put(Wakeup()))
         self._last_turn_at = time.monotonic()
         self._next_at = 0.0
 
@@ -272,7 +272,7 @@ class NodeLoop:
             parts.health.record_job_failure(failure)
         self._update_status(self.status.runners)
         self._sync_with_store(now)
-        self._head_check.turn(self._cluster_view, self.status, now)
+        self._pending_check.turn(self._cluster_view, self.status, float(self.settings.refuse_timeout_s), now)
         plan = self._plan(now)
         self._executor.execute(plan, now)
         changed = self._update_status(self._plan(now).runners if plan.start else plan.runners)
@@ -382,7 +382,7 @@ class NodeLoop:
             runners=runners,
             failing=health.failing,
             unusable=health.unusable,
-            would_refuse=self._head_check.found,
+            would_refuse=self._pending_check.refusals,
         )
         return self.status != before
 

@@ -207,7 +207,7 @@ class NodeStatus(Document):
     unusable: tuple[str, ...] = ()
     """Shared directories whose check fails; `why` has the reason."""
     would_refuse: tuple[RunnerStatus, ...] = ()
-    """Pending jobs that its checks refuse while others have its slots: they block no other job, and may change."""
+    """Pending jobs that its checks refuse while others have its slots: they block no other job."""
 
     def check(self) -> None:
         _check_name("node", self.node)

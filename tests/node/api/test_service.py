@@ -119,6 +119,19 @@ def test_job_from_submission_to_end(serve: Serve) -> None:
     assert one.submit() == 3, "an id may be used again"
 
 
+def test_list_of_jobs_has_no_field_of_records_and_says_what_cannot_be_read(serve: Serve) -> None:
+    one = serve()
+    one.announce()
+    one.submit()
+    one.store.compare_and_swap(names.SUBMISSIONS + "\udcff", None, b"?")
+    answer = one.unix().get("/v1/jobs").document()
+    (row,) = answer["jobs"]
+    assert next(iter(row)) == "job"
+    assert "unknown" not in row
+    (problem,) = answer["problems"]
+    assert names.SUBMISSIONS + "?" in problem
+
+
 def test_trial_asks_every_node_and_submits_nothing(serve: Serve) -> None:
     one = serve()
     two = serve(node="n2", store=one.store)

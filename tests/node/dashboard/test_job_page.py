@@ -110,6 +110,10 @@ def test_job_before_its_first_round_and_after_its_end() -> None:
     assert "Ended 1 min ago with exit code 1: gave up" in text_of(ended)
     text = text_of({**ended, "progress": None})
     assert "yet" not in text and "It made no step." in text, "nothing more is to come"
+    hung = a_round(7, NOW - 63, first_step_at=None, cause="hung", reason="rank 3 hangs", lost_seconds=3.0)
+    assert "so far" in text_of(a_job(rounds=[hung]))
+    text = text_of({**ended, "progress": a_job(rounds=[hung])["progress"]})
+    assert "without a step" in text and "so far" not in text
 
 
 def test_failed_job_begins_with_the_traceback_of_its_rank() -> None:

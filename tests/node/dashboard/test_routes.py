@@ -134,6 +134,11 @@ def test_buttons_need_a_form_of_this_visitors_page(serve: Serve) -> None:
     cookie = come_in(one)
     key = form_key(browse(one, "/jobs/llama", cookie).body)
     assert key and key == form_key(browse(one, "/", cookie).body)
+    assert b"/jobs/llama/dump" in browse(one, "/jobs/llama", cookie).body
+    one.submit("waits")
+    waits = browse(one, "/jobs/waits", cookie).body
+    assert b"/jobs/waits/cancel" in waits
+    assert b"/jobs/waits/dump" not in waits
     for site, wrong in (("", ""), ("", "0" * 64), ("cross-site", key), ("same-site", key), ("none", key)):
         assert press(one, "/jobs/llama/cancel", cookie, site, key=wrong).code == 403
     assert press(one, "/jobs/llama/cancel", "", key=key).code == 401

@@ -328,12 +328,20 @@ def test_job_that_a_busy_node_would_refuse_blocks_nobody_and_starts_where_slots_
     )
     assert (waits.job, waits.reason.startswith("pending: needs 1 node")) == ("next", True)
     assert not llm.refusals
-    assert refused_everywhere(replace(view, placements=(runs, llm, waits))) == {}
+    then = replace(view, placements=(runs, llm, waits))
+    assert refused_everywhere(then) == {("llm", 2): "a refused it: no script"}
+    assert refused_everywhere(replace(then, cordons=(Cordon("a", False, "repair"),))) == {}
+    assert refused_everywhere(replace(then, nodes=(node, NodeStatus("b", "i", 2)))) == {}, "b may run it"
+    assert refused_everywhere(replace(then, nodes=(node,), absent=(NodeStatus("b", "i", 2),))) == {}
+    has_run = replace(llm, previous_nodes=("a",))
+    assert refused_everywhere(replace(then, placements=(runs, has_run, waits))) == {}
     free = replace(view, placements=(llm, waits), results=(JobResult("long", 1, "succeeded", 0, "", 0.0),))
     assert [(p.job, bool(p.assignments)) for p in schedule(free)] == [("next", True)], "it was next, and stays so"
     alone = replace(free, submissions=(long, other))
     assert [(p.job, bool(p.assignments)) for p in schedule(alone)] == [("llm", True)]
-    two = replace(free, nodes=(node, NodeStatus("b", "i", 2)))
+    two = replace(alone, nodes=(node, NodeStatus("b", "i", 2)))
+    assert [(p.job, p.assignments[0].node) for p in schedule(two)] == [("llm", "b")]
+    two = replace(free, nodes=two.nodes)
     assert [(p.job, p.assignments[0].node) for p in schedule(two)] == [("llm", "b"), ("next", "a")]
 
 

@@ -66,6 +66,10 @@ class Fleet:
         return [node for node, scheduler in self.schedulers.items() if scheduler.is_leader]
 
 
+def unavailable(n: int, verb: str, key: str) -> None:
+    raise StoreUnavailable("no answer")
+
+
 @pytest.mark.parametrize(("trained", "booted"), [(False, True), (True, True), (False, False)])
 def test_job_that_every_node_refuses_fails_with_their_reasons(trained: bool, booted: bool) -> None:
     """One that has trained waits: a file server may be away; so do all for ten minutes after a power cut."""
@@ -98,6 +102,14 @@ def test_job_that_every_node_refuses_fails_with_their_reasons(trained: bool, boo
     for _ in range(30):
         fleet.turn()
     assert results() == [], "time to repair it"
+    (leader,) = fleet.who
+    fleet.stores[leader].before = unavailable
+    with pytest.raises(StoreUnavailable):
+        fleet.turn()
+    fleet.stores[leader].before = lambda n, verb, key: None
+    for _ in range(30):
+        fleet.turn()
+    assert results() == [], "an outage begins it anew"
     for _ in range(5):
         fleet.turn()
     why = "every node refused it for 30 s: a and b refused it: train.py does not exist"
@@ -299,10 +311,7 @@ def test_outage_or_new_scheduler_restarts_the_absence() -> None:
     for _ in range(50):
         fleet.turn()
 
-    def away(n: int, verb: str, key: str) -> None:
-        raise StoreUnavailable("no answer")
-
-    fleet.stores["a"].before = away
+    fleet.stores["a"].before = unavailable
     with pytest.raises(StoreUnavailable):
         fleet.turn(1.0, "a")
     fleet.stores["a"].before = lambda n, verb, key: None

@@ -85,7 +85,7 @@ def _buttons(job: JobStatus, form_key: str) -> list[Child]:
         return []
     url = formatting.job_url(job.job)
     return [
-        button("Stacks of all ranks", f"{url}/dump", form_key),
+        None if job.state == "pending" else button("Stacks of all ranks", f"{url}/dump", form_key),
         button("Cancel…", f"{url}/cancel", form_key, f"End {job.job} for good"),
     ]
 
@@ -251,7 +251,7 @@ def _round_item(one: RoundStatus, job: JobStatus, now: float) -> Html:
             tag("p", formatting.timestamp(one.at, now), "".join(f" · {fact}" for fact in facts), class_="quiet"),
             class_="what",
         ),
-        tag("div", _cost(one), class_="lost"),
+        tag("div", _cost(one, job.ended), class_="lost"),
         value=one.round,
         class_="now" if one is job.known.newest_round and not job.ended else None,
     )
@@ -269,12 +269,15 @@ def _outcome(one: RoundStatus, job: JobStatus, now: float) -> str:
     return trained + (f", steps {one.first_step:,} to {one.last_step:,}" if steps > 0 else "")
 
 
-def _cost(one: RoundStatus) -> Child:
+def _cost(one: RoundStatus, ended: bool) -> Child:
     if one.lost_seconds is None:
         return None
     again = "" if one.lost_steps is None else f"{count(one.lost_steps, 'step')} again"
     if one.first_step_at is None:
-        return [tag("b", in_words(one.lost_seconds)), tag("span", "without a step so far", class_="quiet")]
+        return [
+            tag("b", in_words(one.lost_seconds)),
+            tag("span", f"without a step{'' if ended else ' so far'}", class_="quiet"),
+        ]
     if one.planned:
         steps = again if one.lost_steps else "no step lost" if one.lost_steps == 0 else ""
         return tag("span", f"paused {in_words(one.lost_seconds)}", tag("br"), steps, class_="quiet")

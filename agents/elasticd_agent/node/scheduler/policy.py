@@ -13,8 +13,8 @@ The rules, in order:
 3. Pending jobs start strictly in the order of `_turns`: by priority; then jobs that have run before; then the job of
    the submitter whose jobs use the fewest slots; then by number. A job that the present nodes could run if they were
    empty blocks the jobs behind it, and stays first of its priority until it starts, so that a large job is not starved
-   by small ones; a job that they could not run blocks none. Nor does one that their checks refuse at the moment: it
-   starts where slots are free, and the checks of its runner count.
+   by small ones; a job that they could not run blocks none. Nor does one that their checks refuse at the moment: where
+   slots are free it starts all the same, and the checks of its runner count.
 4. Jobs below their maximum grow onto free nodes once no pending job could use them.
 """
 
@@ -72,7 +72,9 @@ def schedule(view: ClusterView) -> tuple[Placement, ...]:
     nodes = _nodes(view)
     written = {(p.job, p.number): p for p in view.placements}
     jobs = [_job(s, written.get((s.job, s.number)), view, nodes) for s in view.unfinished()]
-    _mark_would_refuse(jobs, view)
+    checked = _would_refuse(view)
+    for job in jobs:
+        job.would_refuse = checked.get((job.submission.job, job.submission.number), {})
     _restore_minimum(jobs, nodes)
     _start_pending(_turns(jobs, head_of_queue(view)), nodes)
     _grow(jobs, nodes)
@@ -121,17 +123,21 @@ def _head(unfinished: list[tuple[Submission, Placement | None]]) -> Submission |
 
 def refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
     """(job, number) of the pending jobs that every node refuses which has the slots and labels, in whatever state it
-    is; and the nodes' reasons. A job that needs more such nodes than there are waits for others.
+    is; and the nodes' reasons. The nodes have tried to run it, or only checked it, while other jobs have their slots.
+    A job that needs more such nodes than there are waits for others.
     """
     nodes = _nodes(view)
     written = {(p.job, p.number): p for p in view.placements}
+    checked = _would_refuse(view)
     found = {}
     for submission in view.unfinished():
         key = (submission.job, submission.number)
         placement = written.get(key)
-        if placement is None or placement.assignments or not placement.refusals:
+        if placement is None or placement.assignments or not (placement.refusals or key in checked):
             continue
         job = _Job(submission, placement, {}, _refusals(key, placement, view), [])
+        if not placement.previous_nodes:
+            job.refusals = {**checked.get(key, {}), **job.refusals}
         able = {
             name
             for name, node in nodes.items()
@@ -295,12 +301,14 @@ def _refusals(key: tuple[str, int], written: Placement | None, view: ClusterView
     return {node: why for node, why in found.items() if node not in cordoned}
 
 
-def _mark_would_refuse(jobs: list[_Job], view: ClusterView) -> None:
-    by_key = {(job.submission.job, job.submission.number): job for job in jobs}
+def _would_refuse(view: ClusterView) -> dict[tuple[str, int], dict[str, str]]:
+    """Of (job, number): the nodes whose checks refuse it, and why."""
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    cordoned = {cordon.node for cordon in view.cordons}
     for status in view.nodes:
-        for runner in status.would_refuse:
-            if job := by_key.get((runner.job, runner.number)):
-                job.would_refuse[status.node] = runner.why
+        for runner in () if status.node in cordoned else status.would_refuse:
+            found.setdefault((runner.job, runner.number), {})[status.node] = runner.why
+    return found
 
 
 def _running(key: tuple[str, int], view: ClusterView) -> tuple[SlotAssignment, ...]:

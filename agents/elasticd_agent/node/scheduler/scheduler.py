@@ -84,7 +84,7 @@ class Scheduler:
     def turn(self, now: float) -> list[str]:
         """Take or keep the key; while it is ours, write what `schedule()` returns. What was done, in sentences.
 
-        Raises StoreUnavailable; absent nodes are timed anew after it, because an outage must not age them.
+        Raises StoreUnavailable; absent nodes and refusals are timed anew after it, because an outage must not age them.
         """
         self._sentences.clear()
         try:
@@ -94,6 +94,7 @@ class Scheduler:
             self._records.clear()
             self._try_at = 0.0
             self._absent_since.clear()
+            self._refused_since.clear()
             raise
         return list(self._sentences)
 
