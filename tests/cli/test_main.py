@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,12 @@ import pytest
 
 from elasticd_agent.cli.main import COMMANDS
 
+OPTIONS = {
+    "run": ("checkpoint-dir", "nproc-per-node"),
+    "dump": ("help", "out", "json", "node", "agent", "token-file"),
+    "explain": ("help", "list", "json", "node", "agent", "token-file"),
+}
+"""That a shell completes; dump and explain have those of both their forms."""
 COMMAND = [sys.executable, "-m", "elasticd_agent"]
 
 
@@ -92,11 +99,14 @@ def test_completion_is_a_valid_script_with_every_command(shell: str, tmp_path: P
     pytest.importorskip("shtab")
     made = elasticd("completion", shell)
     assert (made.returncode, made.stderr) == (0, "")
-    assert not [
-        word
-        for word in (*COMMANDS, "--checkpoint-dir", "--nproc-per-node", "--out", "--list", "--node")
-        if word.lstrip("-") not in made.stdout
-    ]
+    assert not [word for word in COMMANDS if word not in made.stdout]
+    option = {
+        "bash": r"_shtab_elasticd_{}_option_strings=\(.* --{}[ )]",
+        "zsh": r"_shtab_elasticd_{}_options=\((?:\n .*)*\n .*--{}[}}\[]",
+        "fish": r"_shtab_elasticd_using {}' (?:-s . )?-l {} ",
+    }[shell]
+    for command, names in OPTIONS.items():
+        assert not [name for name in names if not re.search(option.format(command, name), made.stdout)], command
     if shell == "bash":
         subprocess.run(["bash", "-n"], input=made.stdout, text=True, check=True)
         asked = 'COMP_WORDS=(elasticd drai); COMP_CWORD=1; _shtab_elasticd; echo "${COMPREPLY[@]}"'

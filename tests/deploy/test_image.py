@@ -164,8 +164,9 @@ def test_elasticd_run_survives_the_kill_of_a_worker(
         container.kills(rank_0)
         until(lambda: steps(job)[-1][0] > step + 10, 30)
         assert steps(job)[-1][1] != rank_0
+        last = max(step for step, pid in steps(job) if pid == rank_0)
         first_again = next(step for step, pid in steps(job) if pid != rank_0)
-        assert first_again % 20 == 1 and first_again > 20, "from the checkpoint"
+        assert 20 < first_again <= last + 1, "from the memory of the other rank, or from the checkpoint"
         (job / "enough").touch()
         assert container.exit_code() == 0, container.said()
         assert "was killed by SIGKILL" in container.said()

@@ -21,6 +21,7 @@ def pack(directory: Path) -> bytes:
     """Raises UsageError for a directory that is too large, naming its largest files."""
     packed = io.BytesIO()
     sizes: dict[str, int] = {}
+    path = directory
     try:
         # Times and owners are left out: an unchanged directory is not stored twice.
         with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
@@ -32,8 +33,9 @@ def pack(directory: Path) -> bytes:
                     break
                 with path.open("rb") as file:
                     tar.addfile(info, file)
-    except OSError as error:
-        raise UsageError(f"--upload {directory}: {error.filename}: {error.strerror}") from None
+    except OSError as error:  # tarfile's own, for a file that has become shorter, names none
+        what = f"{error.filename}: {error.strerror}" if error.filename else f"{path}: {error}"
+        raise UsageError(f"--upload {directory}: {what}") from None
     if packed.tell() > MAX_BYTES or sum(sizes.values()) > 64 * MAX_BYTES:
         largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
         named = ", ".join(f"{name} ({sizes[name]:,} bytes)" for name in largest)
@@ -45,9 +47,13 @@ def _files(directory: Path) -> Iterator[Path]:
     """Plain files, in one order; links to them count as what they lead to."""
     if not directory.is_dir():
         raise UsageError(f"--upload {directory}: it is not a directory")
-    for place, folders, files in os.walk(directory):
+    for place, folders, files in os.walk(directory, onerror=_refuse):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in LEFT_OUT)
         for name in sorted(files):
             path = Path(place) / name
             if not name.startswith(".") and path.is_file():
                 yield path
+
+
+def _refuse(error: OSError) -> None:
+    raise error

@@ -58,7 +58,7 @@ def _terminal() -> Iterator[Callable[[str], None]]:
 
 def _show_below(page: str) -> None:
     """One page after another, each below the time of day."""
-    _print(f"--- {time.strftime('%H:%M:%S')}\n{page}\n")
+    _print(f"--- {time.strftime('%H:%M:%S%z')}\n{page}\n")
 
 
 def watch(client: AgentClient, job: str | None, every_s: float, *, as_json: bool) -> int:

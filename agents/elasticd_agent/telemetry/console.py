@@ -138,7 +138,7 @@ class LiveConsole:
         atexit.register(self.close)
 
     def log(self, sentence: str, level: Level = "info") -> None:
-        text = f"{time.strftime('%H:%M:%S')} elasticd: {_LEVELS[level]}{_visible(sentence)}"
+        text = f"{time.strftime('%H:%M:%S%z')} elasticd: {_LEVELS[level]}{_visible(sentence)}"
         colored = self._color and _COLORS[level]
         self._lines.put(f"{_COLORS[level]}{text}\x1b[0m" if colored else text)
 

@@ -135,7 +135,7 @@ def test_rendezvous_at_the_store_pod_without_etcd(machine: Machine) -> None:
     # The store's pod moves: empty, and nobody starts again.
     at = len(events(logs[0], "round_published"))
     store.kill()
-    until(lambda: events(logs[0], "store_unavailable"), lambda: f"an outage\n{machine.told}")
+    until(lambda: all(events(log, "store_unavailable") for log in logs), lambda: f"an outage\n{machine.told}")
     machine.elasticd([replaced(word, here) for word in beside["args"]], "store", {})
     until(lambda: all(events(log, "store_available") for log in logs), lambda: f"its end\n{machine.told}", 120)
     assert len(events(logs[0], "round_published")) == at

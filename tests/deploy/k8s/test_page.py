@@ -117,6 +117,7 @@ def test_only_names_sizes_and_addresses_are_left_to_edit() -> None:
         "components/prometheus/rules.yaml",
         "components/rdma/rdma.yaml",  # the adapters' names
         "jobset/jobset.yaml",  # the image, the claim, the queue
+        "jobset/queue.yaml",  # the nodes, their quota
         "kubeflow/runtime.yaml",  # the image, the claim
         "overlays/c10d/run.yaml",  # the job
         "overlays/etcd/etcd.yaml",  # the disks' class

@@ -9,7 +9,7 @@ import re
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticd_agent.hangs.causes import ADVICE
@@ -149,7 +149,9 @@ def _table(explained: Explanation, width: int) -> list[str]:
     if not rows:
         return []
     cells = [_COLUMNS, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(_COLUMNS))]
+    # A dump has no slots.
+    shown = [i for i, name in enumerate(_COLUMNS) if name != "slot" or any(row[i] for row in rows)]
+    widths = {i: max(len(row[i]) for row in cells) for i in shown}
     return [_line(row, widths)[: max(width, 60) + 40].rstrip() for row in cells]
 
 
@@ -197,12 +199,8 @@ def _place(rank: RankFacts) -> str:
     return f"{rank.where}: {text}" if text != "?" else rank.where
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [
-        cell.rjust(size) if i in _RIGHT else cell.ljust(size)
-        for i, (cell, size) in enumerate(zip(row, widths, strict=True))
-    ]
-    return " " + "  ".join(cells)
+def _line(row: Sequence[str], widths: Mapping[int, int]) -> str:
+    return " " + "  ".join(row[i].rjust(size) if i in _RIGHT else row[i].ljust(size) for i, size in widths.items())
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
