@@ -35,14 +35,17 @@ def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_ev
     if keep < 1:
         raise ValueError(f"keep is {keep}: at least one checkpoint must stay")
     refresh(directory)
+    present = [
+        each for each in names(directory) if each.hidden is None
+    ]  # before the walk: what is newer is not deleted
     found = walk(directory)
-    if not _to_delete(directory, found, 0, own_round, keep, keep_every):
+    if not _to_delete(present, found, 0, own_round, keep, keep_every):
         return []
     trusted = store_of(directory) is not None
     anchor = next((i for i, entry in enumerate(found.entries) if trusted or find_damage(entry) is None), None)
     if anchor is None:
         return []
-    deletable = _to_delete(directory, found, anchor, own_round, keep, keep_every)
+    deletable = _to_delete(present, found, anchor, own_round, keep, keep_every)
     for path in deletable:
         discard(path)
     good = found.entries[anchor].manifest
@@ -51,11 +54,10 @@ def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_ev
 
 
 def _to_delete(
-    directory: str | os.PathLike[str], found: LineageWalk, anchor: int, own_round: int, keep: int, keep_every: int
+    present: list[CheckpointName], found: LineageWalk, anchor: int, own_round: int, keep: int, keep_every: int
 ) -> list[Path]:
     """What may be deleted, in an order that keeps the lineage whole if interrupted: others first, then the oldest."""
     kept = _kept(found, keep, keep_every, anchor)
-    present = [each for each in names(directory) if each.hidden is None]
     own = [each for each in present if each.round == own_round]
     older: list[CheckpointName] = []
     if max((each.round for each in present), default=0) > own_round:

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from elasticd.checkpointing import api as checkpoint
+from elasticd.checkpointing import retention
 from elasticd.checkpointing import state as training_state
 from elasticd.checkpointing.api import Entry
-from elasticd.checkpointing.lineage import names_aside, open_verified
+from elasticd.checkpointing.lineage import LineageWalk, names_aside, open_verified, walk
 from elasticd.checkpointing.restore import _Restore
 from elasticd.checkpointing.retention import set_aside
 from elasticd.errors import CheckpointCorrupt, CheckpointError
@@ -338,6 +339,20 @@ def test_retention_keeps_newest_of_own_round(tmp_path: Path) -> None:
     assert checkpoint.retain(tmp_path, 1, 3) == []
     with pytest.raises(ValueError, match="at least one"):
         checkpoint.retain(tmp_path, 1, 0)
+
+
+def test_retention_keeps_what_another_node_publishes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, 1, step)
+
+    def walk_before_publication(directory: Path) -> LineageWalk:
+        found = walk(directory)
+        save(tmp_path, 1, 40)
+        return found
+
+    monkeypatch.setattr(retention, "walk", walk_before_publication)
+    assert [path.name for path in checkpoint.retain(tmp_path, 1, 2)] == ["r1-s10"]
+    assert present(tmp_path) == ["r1-s20", "r1-s30", "r1-s40"]
 
 
 def test_retention_deletes_older_rounds_after_verified_save(tmp_path: Path) -> None:

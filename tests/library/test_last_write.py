@@ -93,7 +93,8 @@ def test_newest_state_of_all_nodes_is_left(tmp_path: Path) -> None:
     try:
         for each, step in zip(nodes, (12, 13), strict=True):
             each.save(step)
-        assert [each["step"] for each in end(nodes)] == [13, 13]
+        ended = end(nodes)
+        assert [each["step"] for each in ended] == [13, 13], ended
         assert on_disk(nodes[0].directory) in ([13, 12], [13])
     finally:
         for each in nodes:
