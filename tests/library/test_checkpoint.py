@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import stat
@@ -88,6 +90,26 @@ def test_state_opens_with_torch_load_and_has_its_checksum(tmp_path: Path) -> Non
         new = hashlib.sha256
     assert digits == new((entry.path / "state.pt").read_bytes()).hexdigest()
     assert entry.manifest.bytes == (entry.path / "state.pt").stat().st_size
+
+
+@pytest.mark.parametrize("size", [1000, (5 << 20) + 7])
+def test_read_back_goes_past_the_page_cache(tmp_path: Path, size: int) -> None:
+    """Filling it takes most of the CPU time of a save."""
+    entry = save(tmp_path, 1, 1, filling=torch.ones(size, dtype=torch.uint8))
+    assert usable(tmp_path) == ["r1-s1"]
+    with (entry.path / "state.pt").open("rb") as file:
+        found = resident_pages(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert found == resident_pages(file.fileno())  # all of them on a file system in memory
+
+
+def resident_pages(fd: int) -> int:
+    with mmap.mmap(fd, 0, mmap.MAP_PRIVATE) as mapped:
+        found = ctypes.create_string_buffer(-(-len(mapped) // mmap.PAGESIZE))
+        start = ctypes.c_char.from_buffer(mapped)
+        assert ctypes.CDLL(None).mincore(ctypes.byref(start), ctypes.c_size_t(len(mapped)), found) == 0
+        del start
+    return sum(each & 1 for each in found.raw)
 
 
 def test_checkpoint_files_are_private(tmp_path: Path) -> None:
