@@ -158,6 +158,12 @@ def test_first_round_waits_for_a_running_one_and_is_numbered_above() -> None:
     assert decided(view, NOW + RETURN_S).number == 4
 
 
+def test_round_is_numbered_above_what_its_nodes_have_on_disk() -> None:
+    """A node that joins may have checkpoints and logs of an earlier job in directories of its own."""
+    stranger = present("x", directory="e", highest_round=7, ready_round=3)
+    assert decided(with_(stranger)).number == 8
+
+
 def victim(node: str) -> Failure:
     return Failure(3, node, "crash", (), f"{node} lost its peers")
 

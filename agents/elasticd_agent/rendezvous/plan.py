@@ -500,8 +500,10 @@ def _next_round(
     if _size(found) < current.required_size:
         refused = f"the script has refused to start with less than {count(current.required_size, 'worker')}"
         return Wait(f"{why}; {refused}, and there is room for {_size(found)}", None, too_few_nodes=True, notable=True)
-    first = view.record(found[0].node)
-    assert first is not None
+    records = [record for member in found if (record := view.record(member.node)) is not None]
+    first = records[0]
+    # A node that joined may have checkpoints and logs of an earlier job in directories of its own.
+    number = max(current.number, view.first_number - 1, *(record.highest_round for record in records)) + 1
     restarts = current.restarts + 1
     came = ", ".join(m.node for m in found if current.member(m.node) is None)
     why = "; ".join(filter(None, [why, came and f"{came} joined"]))
@@ -510,7 +512,7 @@ def _next_round(
         reason += f"; {first.id} has its own checkpoint directory and starts from the checkpoints in it"
     return replace(
         current,
-        number=max(current.number + 1, view.first_number),
+        number=number,
         members=found,
         last_checkpoint=view.checkpoint,
         restarts=restarts,
