@@ -35,9 +35,9 @@ def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_ev
     if keep < 1:
         raise ValueError(f"keep is {keep}: at least one checkpoint must stay")
     refresh(directory)
-    present = [
-        each for each in names(directory) if each.hidden is None
-    ]  # before the walk: what is newer is not deleted
+    # Before the walk: what another node publishes from now on, also in the place of another one, is not deleted.
+    present = [each for each in names(directory) if each.hidden is None]
+    seen = {each.path: _identity(each.path) for each in present}
     found = walk(directory)
     if not _to_delete(present, found, 0, own_round, keep, keep_every):
         return []
@@ -45,12 +45,14 @@ def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_ev
     anchor = next((i for i, entry in enumerate(found.entries) if trusted or find_damage(entry) is None), None)
     if anchor is None:
         return []
-    deletable = _to_delete(present, found, anchor, own_round, keep, keep_every)
-    for path in deletable:
-        discard(path)
+    deleted = []
+    for path in _to_delete(present, found, anchor, own_round, keep, keep_every):
+        if _identity(path) == seen[path]:
+            discard(path)
+            deleted.append(path)
     good = found.entries[anchor].manifest
     sweep(Path(directory), own_round, settled=good.round == own_round and not good.relinked)
-    return deletable
+    return deleted
 
 
 def _to_delete(
@@ -117,6 +119,15 @@ def set_aside(directory: str | os.PathLike[str], step: int) -> list[Path]:
 def went_back(directory: str | os.PathLike[str], step: int) -> Path:
     """The file that is there once a directory went back to a step."""
     return Path(directory, f".went-back-to-s{step}")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Of what has this name now; None if nothing has."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _is_readable(named: CheckpointName) -> bool:

@@ -363,18 +363,24 @@ def test_retention_keeps_newest_of_own_round(tmp_path: Path) -> None:
         checkpoint.retain(tmp_path, 1, 0)
 
 
-def test_retention_keeps_what_another_node_publishes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (10, 20, 30):
+@pytest.mark.parametrize("replaces", [False, True])
+def test_retention_keeps_what_another_node_publishes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool
+) -> None:
+    """Also in the place of a checkpoint of the same step, which is away for a moment."""
+    for step in (10, 20, 30, *([40] if replaces else [])):
         save(tmp_path, 1, step)
 
     def walk_before_publication(directory: Path) -> LineageWalk:
+        if replaces:
+            (tmp_path / "r1-s40").rename(tmp_path / "gone")
         found = walk(directory)
         save(tmp_path, 1, 40)
         return found
 
     monkeypatch.setattr(retention, "walk", walk_before_publication)
     assert [path.name for path in checkpoint.retain(tmp_path, 1, 2)] == ["r1-s10"]
-    assert present(tmp_path) == ["r1-s20", "r1-s30", "r1-s40"]
+    assert present(tmp_path) == [*(["gone"] if replaces else []), "r1-s20", "r1-s30", "r1-s40"]
 
 
 def test_retention_deletes_older_rounds_after_verified_save(tmp_path: Path) -> None:
