@@ -20,6 +20,7 @@ SENT_BYTES = 64 << 20
 _LEAST_BYTES = 1 << 20
 _MOST_PIECES = 1024
 _READ_BYTES = 1 << 20
+_SHORTER = "the state is shorter than its description"
 
 Span = tuple[int, int]
 """Offset and end."""
@@ -39,7 +40,7 @@ def checksums(fd: int, size: int) -> list[str]:
         while start < end:
             count = os.preadv(fd, [buffer[: end - start]], start)
             if not count:
-                raise OSError("the state is shorter than its description")
+                raise OSError(_SHORTER)
             checksum.update(buffer[:count])
             start += count
         found.append(str(checksum))
@@ -86,7 +87,9 @@ def broadcast(
     for start, end in parts:
         count, done = end - start, 0
         while group.rank == sender and done < count:
-            done += os.preadv(fd, [view[done:count]], start + done)
+            if not (read := os.preadv(fd, [view[done:count]], start + done)):
+                raise OSError(_SHORTER)
+            done += read
         piece = host[:count].to(group.device)
         dist.broadcast(piece, src=sender)
         if group.rank != sender and write is not None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elasticd.checkpointing import transfer
 from elasticd.checkpointing.buffers import donated_number
 from elasticd.checkpointing.writer_client import SnapshotRefused
+from elasticd.process_group import DefaultGroup
 from tests.library.test_checkpoint_writer import Saves
 from tests.library.writers import Node
 
@@ -86,6 +88,16 @@ def test_checksums_find_every_piece_that_differs() -> None:
     assert [a == b for a, b in zip(one, two, strict=True)] == [True, False, True, False]
     with pytest.raises(OSError, match="shorter"):
         checksums(data, len(data) + 1)
+
+
+def test_state_that_has_become_shorter_is_an_error() -> None:
+    fd = os.memfd_create("test")
+    try:
+        os.pwrite(fd, b"x" * 10, 0)
+        with pytest.raises(OSError, match="shorter than its description"):
+            transfer.broadcast(fd, 0, [(0, 11)], DefaultGroup(0, 2, torch.device("cpu"), created=False), None)
+    finally:
+        os.close(fd)
 
 
 def test_writer_lends_the_memory_with_the_state_that_is_alike(tmp_path: Path) -> None:
