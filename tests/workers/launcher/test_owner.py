@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+import elasticd.checkpointing.writer
 import elasticd_agent.workers.launcher
+from elasticd.checkpointing.buffers import WriteTask, donated_number
+from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
+from elasticd.checkpointing.writer_client import WriterClient
+from elasticd_agent.workers.launcher import writer_process
+from tests.library.conftest import wait_for
 
 OWNER = Path(elasticd_agent.workers.launcher.__file__).with_name("owner.py")
 
 
 def owner(tmp_path: Path) -> tuple[subprocess.Popen[str], socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run").mkdir(exist_ok=True)
     with theirs:
         argv = [sys.executable, "-I", "-S", str(OWNER), str(theirs.fileno()), str(tmp_path / "run")]
         process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
@@ -97,6 +110,76 @@ def test_template_killed_by_a_nameless_signal(tmp_path: Path) -> None:
     agent.close()
     _, words = process.communicate(timeout=20)
     assert (process.returncode, words) == (0, "")
+
+
+WRITER = [sys.executable, "-I", elasticd.checkpointing.writer.__file__]
+
+
+def connected(tmp_path: Path, at_end: Callable[[], WriteTask] | None = None) -> WriterClient:
+    """A rank, once the owner's writer answers it."""
+    rank = WriterClient(str(tmp_path / "run" / "writer"), 0, 1, True, at_end)
+
+    def is_answered() -> bool:
+        with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+            return rank.find() is None
+        rank.close()
+        return False
+
+    wait_for(is_answered, "the writer")
+    return rank
+
+
+def test_next_owner_has_a_writer_as_well(tmp_path: Path) -> None:
+    """The one before it was killed, and its socket is still there."""
+    killed, agent = owner(tmp_path)
+    agent.send(json.dumps({"do": "writer", "argv": WRITER, "env": {}}).encode())
+    connected(tmp_path).close()
+    killed.kill()
+    killed.communicate()
+    agent.close()
+    process, agent = owner(tmp_path)
+    agent.send(json.dumps({"do": "writer", "argv": WRITER, "env": {}}).encode())
+    connected(tmp_path).close()
+    agent.close()
+    assert process.communicate(timeout=20)[1] == ""
+
+
+@pytest.mark.parametrize("dies", ["before", "meanwhile"])
+def test_state_in_memory_is_written_at_the_end_though_its_writer_dies(tmp_path: Path, dies: str) -> None:
+    process, agent = owner(tmp_path)
+    agent.send(json.dumps({"do": "writer", "argv": WRITER, "env": {}}).encode())
+    # Of two nodes: a writer waits a second for the other one.
+    task = WriteTask(str(tmp_path / "checkpoints"), 3, "at the end", "", "", 0, 0.0, nodes=2)
+    rank = connected(tmp_path, lambda: task)
+    draft, number = Manifest(1, 5, None, 2, 1000, NO_CHECKSUM, "job", "run"), donated_number(5, 0)
+    fd, _ = rank.begin(draft, number, 0, 1, "")
+    os.pwrite(fd, b"x" * 1000, 0)
+    os.close(fd)
+    rank.copied(draft, number, 0)
+    assert rank.find() is not None
+    rank.close()
+    (writer,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    if dies == "meanwhile":
+        agent.send(b'{"do": "flush"}')
+        wait_for((tmp_path / "checkpoints" / "r1-s5").exists, "the checkpoint")
+    os.kill(int(writer), signal.SIGKILL)
+    if dies == "before":
+        wait_for(lambda: not Path(f"/proc/{writer}").exists(), "the end of the writer")
+        agent.send(b'{"do": "flush"}')
+    path = str(tmp_path / "checkpoints" / "r1-s5")
+    assert json.loads(agent.recv(1 << 16)) == {"kind": "flushed", "step": 5, "path": path, "why": ""}
+    agent.close()
+    assert process.communicate(timeout=20)[1] == ""
+
+
+def test_writer_that_cannot_be_forked_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spawn(*_: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(writer_process, "spawn", spawn)
+    process = writer_process.WriterProcess(["writer"], {}, str(tmp_path))
+    assert "Resource temporarily unavailable" in process.start()
+    assert process.request_flush() is None and process.request_save(1) is None
 
 
 def until_unread(channel: socket.socket) -> None:

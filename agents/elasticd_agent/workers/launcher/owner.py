@@ -62,6 +62,7 @@ class Owner:
         self.writer: WriterProcess | None = None
         self.flushing: socket.socket | None = None
         """Where the writer says that everything is on the disk."""
+        self.flushed_again = False
         self.early_exits: dict[int, tuple[int, float]] = {}
         """Exits of children that the template has not reported yet: pid -> status, time."""
         self.unkillable: set[int] = set()
@@ -111,7 +112,8 @@ class Owner:
                     self.flushed()
                 elif self.writer is not None:
                     self.poll.unregister(fd)  # the writer itself listens until it ends
-                    self.writer.start()
+                    if why := self.writer.start():
+                        self.send("without_writer", why=why)
             self.reap()
             for group in list(self.groups.values()):
                 self.finish(group)
@@ -138,7 +140,11 @@ class Owner:
 
     def do_writer(self, message: Message) -> None:
         """Hold memory for saved states, and start the writer when a rank connects to its socket: {argv, env}."""
-        self.writer = WriterProcess(message["argv"], message["env"], self.runtime_dir)
+        try:
+            self.writer = WriterProcess(message["argv"], message["env"], self.runtime_dir)
+        except OSError as error:
+            self.send("without_writer", why=str(error))
+            return
         self.poll.register(self.writer.listener.fileno(), select.POLLIN)
 
     def do_flush(self, message: Message) -> None:
@@ -155,7 +161,11 @@ class Owner:
         self.poll.unregister(self.flushing.fileno())
         self.flushing.close()
         self.flushing = None
-        self.send("flushed", **answer)
+        if not answer and not self.flushed_again:  # it has died, and another one finds the same states
+            self.flushed_again = True
+            self.do_flush({})
+        else:
+            self.send("flushed", **answer)
 
     # --- the template -------------------------------------------------------------------------------------------
 

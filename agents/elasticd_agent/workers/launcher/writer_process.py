@@ -7,6 +7,7 @@ connection starts another one, which finds the states in the same memory. A job 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -44,48 +45,53 @@ class WriterProcess:
         self.pid = 0
         self._started_at = 0.0
         self._short_lives = 0
+        path = os.path.join(runtime_dir, SOCKET)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # of an owner that was killed
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.listener.bind(os.path.join(runtime_dir, SOCKET))
+        self.listener.bind(path)
         self.listener.listen(4096)
         self._memory = [os.memfd_create(f"elasticd-{number}", os.MFD_CLOEXEC) for number in range(1 + BUFFERS)]
 
-    def start(self) -> None:
-        """A rank connects."""
-        self._started_at = time.monotonic()
+    def start(self) -> str:
+        """A rank connects. Returns why there can be no writer, "" if there is one."""
+        self._started_at, why = time.monotonic(), ""
         fds = [self.listener.fileno(), *self._memory]
         for fd in fds:
             os.set_inheritable(fd, True)
         try:
             self.pid = spawn([*self._argv, *map(str, fds)], self._env, "/", None, None)
-        finally:
-            for fd in fds:
-                os.set_inheritable(fd, False)
+        except OSError as error:  # no memory, or too many processes
+            why = f"their writer could not be started: {error}"
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        if why:
+            self.close()
+        return why
 
     def request_save(self, round: int) -> socket.socket | None:
         """Ask the surviving ranks of a round to save their state; the answer means that they have, or cannot.
 
         None if there is no rank to ask.
         """
-        return self._request({"do": "donate", "round": round})
+        return self._request({"do": "donate", "round": round}) if self.pid else None
 
     def request_flush(self) -> socket.socket | None:
-        """Have everything written that is in memory; the answer says what became of the newest state. None without a
-        writer.
+        """Have everything written that is in memory; the answer says what became of the newest state. None if there is
+        nothing. Where the writer has died, this connection starts another one.
         """
-        return self._request({"do": "flush"})
+        held = any(os.fstat(fd).st_blocks for fd in self._memory)
+        return self._request({"do": "flush"}) if held else None
 
     def _request(self, message: dict[str, Any]) -> socket.socket | None:
-        if not self.pid:
-            return None
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.setblocking(False)
-        try:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            connection.setblocking(False)
             connection.connect(self.listener.getsockname())
             connection.send(encode(message))
-        except OSError:
-            connection.close()
-            return None
-        return connection
+            stack.pop_all()
+            return connection
+        return None
 
     def longest_save_s(self, busy: bool) -> float:
         """How long ranks may take to copy a state before they are killed; `busy`: a rank has begun."""
