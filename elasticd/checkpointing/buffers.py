@@ -159,6 +159,11 @@ class Fill:
     partner: dict[str, Any] | None = None
     """The node of whose part this one keeps a copy."""
 
+    @property
+    def is_open(self) -> bool:
+        """Some rank has not copied its share."""
+        return len(self.copied) < self.shares or bool(self.copying)
+
     def repeats(self, older: Fill) -> bool:
         """Another rank is copying the same step after the same fault."""
         step = donated_step(self.key[1])

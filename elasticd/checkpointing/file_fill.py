@@ -8,7 +8,8 @@ files together.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from elasticd.checkpointing.buffers import COUNT, Buffers, Snapshot, WriteTask
 from elasticd.checkpointing.manifest import Manifest
@@ -30,7 +31,12 @@ class FileFill:
         """Of everything lent."""
         self._files: dict[str, Span] = {}
         """That are copied."""
-        self._copying: dict[Hashable, tuple[str, Span]] = {}
+        self._copying: dict[Any, tuple[str, Span]] = {}
+
+    @property
+    def ranks(self) -> list[Any]:
+        """That copy a file."""
+        return list(self._copying)
 
     @property
     def busy(self) -> set[int]:
@@ -38,12 +44,12 @@ class FileFill:
         return {self._buffer} if self._copying else set()
 
     def lend(
-        self, rank: Hashable, key: Key, wanted: Sequence[tuple[str, int]], filled: Collection[int]
+        self, rank: Any, key: Key, wanted: Sequence[tuple[str, int]], filled: Collection[int | None]
     ) -> tuple[dict[str, object], int | None]:
         """The first of the wanted files, by their sizes, that nobody copies: {file, start} and the buffer's descriptor.
 
         `file` is "" while others copy the rest, and None once all are copied; or {refused}. `filled`: buffers into
-        which ranks copy another state.
+        which ranks copy another state, or of which one is being written.
         """
         if key != self._key and (why := self._begin(key, filled)):
             return {"refused": why}, None
@@ -61,7 +67,7 @@ class FileFill:
         self._copying[rank] = (name, (start, size))
         return {"file": name, "start": start}, fd
 
-    def _begin(self, key: Key, filled: Collection[int]) -> str:
+    def _begin(self, key: Key, filled: Collection[int | None]) -> str:
         """Take the buffer with the older state, but none that is to be written; returns why that is not possible.
 
         A later step of the same round takes the place of the earlier one: the other buffer may be all that is left of
@@ -78,7 +84,7 @@ class FileFill:
         self._buffers.erase(self._buffer)
         return ""
 
-    def returned(self, rank: Hashable, key: Key, draft: Manifest, task: WriteTask | None = None) -> None:
+    def returned(self, rank: Any, key: Key, draft: Manifest, task: WriteTask | None = None) -> None:
         """The file that was lent to this rank is copied. `task`: at the end of the job."""
         if key != self._key or rank not in self._copying:
             return
@@ -89,7 +95,7 @@ class FileFill:
             self._buffers.trim(self._buffer, snapshot)
         self._buffers.describe(self._buffer, snapshot)
 
-    def lost(self, rank: Hashable) -> None:
+    def lost(self, rank: Any) -> None:
         """The rank has died."""
         self._copying.pop(rank, None)
 

@@ -8,18 +8,25 @@ from pathlib import Path
 
 
 def has_ended(connection: socket.socket) -> bool:
-    return _state(connection) in ("Z", "X")
+    """With all of its threads: the main thread may be gone while another one still writes."""
+    fields = _stat(connection)
+    return not fields or (fields[0] in "ZX" and int(fields[_THREADS]) <= 1)
 
 
 def runs(connection: socket.socket) -> bool:
     """It is neither stopped nor dead."""
-    return _state(connection) not in ("T", "t", "Z", "X")
+    fields = _stat(connection)
+    return bool(fields) and fields[0] not in "TtZX"
 
 
-def _state(connection: socket.socket) -> str:
-    """As /proc names it; X for a process that is not there any more."""
+_THREADS = 17
+"""num_threads of proc_pid_stat(5), counted from the state."""
+
+
+def _stat(connection: socket.socket) -> list[str]:
+    """The fields of /proc from the state on; none for a process that is not there any more."""
     pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return "X"
+        return []

@@ -274,7 +274,8 @@ class Writer:
 
     def _drop_dead(self) -> None:
         """Ranks whose end is not known yet, as their children hold the connection open."""
-        for rank in [each for fill in self._fills for each in fill.copying if peer.has_ended(each)]:
+        copying = {*self._at_fault.ranks, *(rank for fill in self._fills for rank in fill.copying)}
+        for rank in [each for each in copying if peer.has_ended(each)]:
             self._receive(rank)  # its report may still be unread
             self._lost(rank)
 
@@ -307,7 +308,7 @@ class Writer:
             fill.partner = message.get("partner")
         if fill.failed:
             self._fail(fill, fill.failed)
-        elif fill.snapshot is not None and len(fill.copied) == fill.shares and not fill.copying:
+        elif fill.snapshot is not None and not fill.is_open:
             try:
                 fill.snapshot = replace(fill.snapshot, files=fill.files)
                 self._buffers.trim(fill.buffer, fill.snapshot)
@@ -406,9 +407,9 @@ class Writer:
         self._donors.done(rank)
 
     def _do_lend(self, rank: socket.socket, message: Message) -> None:
-        filled = {fill.buffer for fill in self._fills if len(fill.copied) < fill.shares or fill.copying}
-        key = (message["round"], message["number"])
-        answer, fd = self._at_fault.lend(rank, key, message["files"], filled)
+        self._drop_dead()
+        filled = {self._writing, *(fill.buffer for fill in self._fills if fill.is_open)}
+        answer, fd = self._at_fault.lend(rank, (message["round"], message["number"]), message["files"], filled)
         socket.send_fds(rank, [json.dumps(answer).encode()], [] if fd is None else [fd])
 
     def _do_returned(self, rank: socket.socket, message: Message) -> None:

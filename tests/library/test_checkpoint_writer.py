@@ -20,8 +20,15 @@ import pytest
 import torch
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import writer_client
-from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, WriteTask, donated_number
+from elasticd.checkpointing import peer, writer_client
+from elasticd.checkpointing.buffers import (
+    ANOTHER_SAVES,
+    PROTOCOL,
+    STILL_COPIED,
+    WriteTask,
+    donated_by_all,
+    donated_number,
+)
 from elasticd.checkpointing.layout import Layout, write_at
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
@@ -500,6 +507,41 @@ def test_fault_while_the_disk_writes_one_save_and_a_rank_copies_the_next(
     node: Node, saves: Saves, tmp_path: Path
 ) -> None:
     """No buffer is free until the copying rank has ended; what the disk is writing stays as it is."""
+def test_file_of_a_rank_that_has_ended_is_lent_again_at_a_fault(node: Node) -> None:
+    """While a child of that rank holds its connection."""
+    draft, number = Manifest(1, 5, None, 2, 0, NO_CHECKSUM, "job", "run"), donated_by_all(5)
+    lend = {"do": "lend", "round": 1, "number": number, "files": [("a", 10)], "version": PROTOCOL}
+    child = int(subprocess.check_output([sys.executable, "-ISc", FORKS, str(node.path), json.dumps(lend)]))
+    rank = node.client()
+    try:
+        rank.copy_files(draft, number, {"a": (10, lambda: iter([b"x" * 10]))}, lambda: None, 1)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        rank.close()
+
+
+LEADER_ENDS = """
+import ctypes, socket, sys, threading
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.connect(sys.argv[1])
+threading.Thread(target=connection.recv, args=(4096,)).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_rank_has_ended_with_its_last_thread(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        process = subprocess.Popen([sys.executable, "-ISc", LEADER_ENDS, str(tmp_path / "socket")])
+        connection, _ = listener.accept()
+    with process, connection:
+        wait_for(lambda: not peer.runs(connection), "the end of its main thread")
+        assert not peer.has_ended(connection)
+        connection.send(b"end")
+        wait_for(lambda: peer.has_ended(connection), "its end")
+
+
     gate = tmp_path / "gate"
     node.end()
     node.start(sys.executable, "-c", HELD_DISK, str(gate))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import socket
 import time
 from typing import Any
 
@@ -14,6 +16,7 @@ from elasticd.checkpointing.file_fill import FileFill
 from elasticd.checkpointing.held_states import HeldState
 from elasticd.checkpointing.manifest import NO_CHECKSUM, STATE, Manifest
 from elasticd.checkpointing.shard_plan import METADATA
+from elasticd.checkpointing.writer import Writer
 
 KEY = (1, donated_by_all(37))
 DRAFT = Manifest(1, 37, None, 2, 0, NO_CHECKSUM, "job", "run", None, time.time())
@@ -78,6 +81,24 @@ def test_older_state_gives_way_and_one_to_be_written_stays(buffers: Any) -> None
     assert lend(fill, "x", key=(2, donated_by_all(50)), filled=[0]) == "each buffer is in use"
     assert lend(fill, "x", key=(2, donated_by_all(50))) == "a"
     assert buffers.held[1].task == task
+
+
+def test_state_that_is_being_written_stays(buffers: Any) -> None:
+    """At the end of a job, or when copies are given up, also one that no rank wanted to be written is."""
+    for at in range(COUNT):  # the older one is the first
+        buffers.describe(at, Snapshot(DRAFT, at + 1, None, files={"a": (0, 1)}))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        writer = Writer(listener, buffers)
+    writer._writing = 0
+    rank, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with rank, ours, writer._selector:
+        writer._do_lend(ours, {"round": 2, "number": KEY[1], "files": FILES})
+        answer, lent, _, _ = socket.recv_fds(rank, 4096, 1)
+        os.close(lent[0])
+    for fd in (writer._wake_read, writer._wake_write):
+        os.close(fd)
+    assert json.loads(answer)["file"] == "a"
+    assert buffers.held[0] is not None
 
 
 def test_memory_is_given_back_after_two_saves(buffers: Any) -> None:
