@@ -205,9 +205,10 @@ class Session:
         if self._stepped:
             raise UsageError("restore() after step(): restore before the first step")
         self._channel.call = "restore()"
-        self._saver.open(directory, "restore")
         shared = (self._saver, self._group, self._channel, self._events)
-        resumed = restore.restore(self._attached, self._optional, step, *shared)
+        with self._channel.one_of_many("restore"):
+            self._saver.open(directory, "restore")
+            resumed = restore.restore(self._attached, self._optional, step, *shared)
         if resumed is not None:
             self._restored = True
             self._steps = resumed.step

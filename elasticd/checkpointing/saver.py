@@ -29,7 +29,7 @@ from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.layout import Layout, write_packed
 from elasticd.checkpointing.lineage import Entry
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest, parse
-from elasticd.checkpointing.object_store import missing_package, resolve, store_of
+from elasticd.checkpointing.object_store import missing_package, resolve, shown, store_of
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.shard_donor import ShardDonor
 from elasticd.checkpointing.sharded_saver import ShardedSaver
@@ -50,6 +50,8 @@ MOST_SENT_BYTES = 8 << 20
 on all ranks, such as averaged weights, is kept on rank 0's node only. Also the most that rank 0 gets from each rank."""
 _TOO_LARGE = "too large: "
 """Begins a message that stands for a larger one."""
+_NOT_SAVED = b"not saved"
+"""What rank 0 sends instead of its part where it cannot save this time."""
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
@@ -112,7 +114,11 @@ class Saver:
     """None: there is no writer on this node, and rank 0 writes checkpoints itself."""
     _keeps_copies: bool = True
     """This rank copies its share at each save; if not, it still saves its state at a fault."""
+    _opens: int = 0
+    """Tries to open the directory."""
     saves: int = 0
+    _accepted: bool = False
+    """The state can be saved, and is not refused; all ranks know that."""
     _copied: int = 0
     """The last save of which the writer has a copy."""
     _copied_step: int = 0
@@ -139,7 +145,8 @@ class Saver:
         if why := missing_package(path):
             raise UsageError(f"{caller}(): {why}")
         what = f"the lock of the checkpoint directory {path}"
-        self.round = self.channel.on_rank0("directory", what, lambda: self._open_first(path))["round"]
+        self._opens += 1
+        self.round = self.channel.on_rank0(f"directory/{self._opens}", what, lambda: self._open_first(path))["round"]
         self.directory = path
         if self.writer is not None:
             self.writer.at_end = self._at_end
@@ -151,10 +158,24 @@ class Saver:
         except OSError as error:
             self.warn("message", f"checkpoint directory {path}: {error}; training continues, saves will be tried", path)
         if self.environment.round:
+            self._check_round(path)
             return {"round": self.environment.round}
         # Without an agent each start is a round of its own, so that its checkpoints come after all others.
         checkpoint.lineage(path)
         return {"round": checkpoint.highest_round(path) + 1}
+
+    def _check_round(self, path: Path) -> None:
+        """A launcher that knows the directory begins with a round above all that are in it. Raises UsageError."""
+        round, known = self.environment.round, os.environ.get("ELASTICD_CHECKPOINT_DIR")
+        if known and resolve(known) == path:
+            return
+        with contextlib.suppress(OSError):
+            if (highest := checkpoint.highest_round(path)) > round:
+                raise UsageError(
+                    f"{shown(path)} has checkpoints of round {highest}, and this is round {round} of a launcher that "
+                    "does not know the directory: what is saved now would not be loaded. Give the directory with "
+                    "--checkpoint-dir, or checkpoint_dir in the job file"
+                )
 
     def _take_lock(self, path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -195,14 +216,15 @@ class Saver:
         attached = {name: obj for name, obj in attached.items() if shards is None or name not in shards.objects}
         own: dict[str, Any] = {name: obj.state_dict() for name, obj in self.per_rank.items()}
         check_loadable(own)
-        digests = [state.digests(attached), shards.plain_digests() if shards else {}] if self.saves == 1 else []
+        digests = [] if self._accepted else [state.digests(attached), shards.plain_digests() if shards else {}]
         mine = state.to_bytes([state.random_state(self.group.device), own, digests])
         if len(mine) > MOST_SENT_BYTES:
             mine = f"{_TOO_LARGE}rank {self.group.rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB".encode()
         every_rank = self.channel.collect(f"random/{self.saves}", mine, f"random states for the save at step {step}")
-        if self.saves == 1:
+        if not self._accepted:
             what = f"whether the state of step {step} can be loaded again"
-            self.channel.on_rank0("first save", what, lambda: self._check(step, attached, every_rank))
+            self.channel.on_rank0(f"first save/{self.saves}", what, lambda: self._check(step, attached, every_rank))
+            self._accepted = True
         before = self.heartbeat.current_phase
         self.heartbeat.set_phase(Phase.CHECKPOINT)
         try:
@@ -255,6 +277,7 @@ class Saver:
             return False
         if larger := _larger(every_rank):
             assert self.directory is not None
+            self._send_own(lambda: _NOT_SAVED)
             reason = f"checkpoint of step {step} failed ({larger}); {self.next_try}"
             self.warn("checkpoint_failed", reason, self.directory / f"r{self.round}-s{step}", step)
             return False
@@ -265,7 +288,9 @@ class Saver:
         draft = self._draft(step, layout.bytes, attached)
         if self.group.rank == 0:
             checkpoint.check_cursor(draft)
-        draft, copy_own = self._exchange_own(draft, layout)
+        if (exchanged := self._exchange_own(draft, layout)) is None:
+            return False
+        draft, copy_own = exchanged
         copied = self._copy(draft, layout, copy_own, why, start)
         if self.group.rank != 0:
             return False
@@ -298,24 +323,34 @@ class Saver:
         parent = self.parent if self.parent is not None and self.parent[0] < self.round else None
         return Manifest(self.round, step, parent, *whose, cursor_of(attached), time.time())
 
-    def _exchange_own(self, draft: Manifest, layout: Layout) -> tuple[Manifest, Callable[[int], None]]:
+    def _send_own(self, make: Callable[[], bytes]) -> None:
+        """Rank 0's part of the state, to every node that keeps a copy: all of them have read the one before."""
+        if self.environment.nodes > 1 and self.environment.round:
+            self.channel.put(f"own/{self.saves}", make())
+            if self.saves > 1:
+                self.channel.delete(f"own/{self.saves - 1}")
+
+    def _exchange_own(self, draft: Manifest, layout: Layout) -> tuple[Manifest, Callable[[int], None]] | None:
         """What only rank 0 has, on every node that keeps a copy: equal copies, so that any of them may be resumed from.
 
-        Returns rank 0's draft, and what writes rank 0's part of the state into a file.
+        Returns rank 0's draft, and what writes rank 0's part of the state into a file; None if rank 0 does not save.
         """
         writer = self.writer
+
+        def own() -> bytes:
+            header = json.dumps({"draft": draft.to_json().decode(), "digest": layout.shared_digest})
+            packed = layout.pack_own(MOST_SENT_BYTES)
+            return header.encode() + b"\n" + packed if packed else b""
+
         if self.group.rank == 0:
-            if self.environment.nodes > 1 and self.environment.round:
-                header = json.dumps({"draft": draft.to_json().decode(), "digest": layout.shared_digest})
-                packed = layout.pack_own(MOST_SENT_BYTES)
-                self.channel.put(f"own/{self.saves}", header.encode() + b"\n" + packed if packed else b"")
-                if self.saves > 1:
-                    self.channel.delete(f"own/{self.saves - 1}")
+            self._send_own(own)
         elif writer is not None and not writer.first_node and layout.own_bytes > MOST_SENT_BYTES:
             self._keeps_copies = False
             self._report_no_copy(f"more than {MOST_SENT_BYTES >> 20} MB of it are not equal on all ranks", draft.step)
         elif writer is not None and not writer.first_node and writer.share == 0:
             sent = self.channel.read(f"own/{self.saves}", f"rank 0's part of the state of step {draft.step}")
+            if sent == _NOT_SAVED:
+                return None
             described, _, packed = sent.partition(b"\n")
             of_rank0 = json.loads(described) if packed else {}
             found = parse(of_rank0.get("draft", "").encode())

@@ -62,6 +62,8 @@ class StoreChannel:
         self.awaited: Awaited | None = None
         self._heartbeat = heartbeat or NullHeartbeat()
         self._waits = 0
+        self._calls: dict[str, int] = {}
+        self._below = ""
         self.in_use = False  # by another thread, perhaps for ever: a frozen store answers nothing
         # With a counter, as a process may make a second session in the same group.
         self.prefix = f"{attempt}/{store.add(f'{attempt}/sessions/{rank}', 1)}/" if store is not None else ""
@@ -70,20 +72,33 @@ class StoreChannel:
         """Another connection to the same store, for another thread; the same keys under the same `prefix`."""
         return new_connection(self.store)
 
+    @contextlib.contextmanager
+    def one_of_many(self, call: str) -> Iterator[None]:
+        """In a session call that the script may repeat: no message of an earlier one is read."""
+        self._calls[call] = number = self._calls.get(call, 0) + 1
+        self._below = f"{call}/{number}/"
+        try:
+            yield
+        finally:
+            self._below = ""
+
+    def _full(self, key: str) -> str:
+        return self.prefix + self._below + key
+
     def put(self, key: str, value: bytes) -> None:
-        self.store.set(self.prefix + key, value)
+        self.store.set(self._full(key), value)
 
     def read(self, key: str, what: str, timeout_s: float | None = None) -> bytes:
         """Wait for rank 0's message and read it; the error calls it `what`. `timeout_s` overrides the channel's."""
         self._wait({key: 0}, key, what, timeout_s)
-        found: bytes = self.store.get(self.prefix + key)
+        found: bytes = self.store.get(self._full(key))
         return found
 
     def delete(self, key: str) -> None:
-        self.store.delete_key(self.prefix + key)
+        self.store.delete_key(self._full(key))
 
     def exists(self, key: str) -> bool:
-        return bool(self.store.check([self.prefix + key]))
+        return bool(self.store.check([self._full(key)]))
 
     def on_rank0(self, key: str, what: str, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Rank 0 calls `act`; every rank returns its result (JSON) or raises its error, as ElasticdError if it is not
@@ -119,7 +134,7 @@ class StoreChannel:
         if not keys:
             return [mine]
         self._wait(keys, f"{key}/*", what)
-        found = [mine, *(self.store.get(self.prefix + each) for each in keys)]
+        found = [mine, *(self.store.get(self._full(each)) for each in keys)]
         for each in keys:
             self.delete(each)
         return found
@@ -156,7 +171,7 @@ class StoreChannel:
         """Wait for these keys; the value is the rank that writes the key, and `pattern` the key of any of them."""
         from torch.distributed import DistStoreError
 
-        full = [self.prefix + key for key in writers]
+        full = [self._full(key) for key in writers]
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
         piece = max(min(_WAIT_S, timeout_s), 0.001)
@@ -166,11 +181,11 @@ class StoreChannel:
         except DistStoreError:
             if time.monotonic() - start < piece / 2:
                 raise  # no timeout: the store itself failed
-        with self.waiting(pattern) as missed:
+        with self.waiting(self._below + pattern) as missed:
             self._poll(writers, what, start, timeout_s, missed)
 
     def _poll(self, writers: dict[str, int], what: str, start: float, timeout_s: float, missed: MissedCalls) -> None:
-        full = [self.prefix + key for key in writers]
+        full = [self._full(key) for key in writers]
         key_of = {rank: key for key, rank in writers.items()}
         statuses = StatusReader(self.prefix)
         read_at = start

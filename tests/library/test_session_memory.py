@@ -209,6 +209,16 @@ def test_ranks_report_at_once_that_no_writer_is_left(start: Any, nodes: Nodes, t
     job.codes()
 
 
+def test_save_that_rank_0_cannot_make_holds_no_node_up(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    """The other node waits for rank 0's part; the state of one rank has become too large for it."""
+    directory = tmp_path / "checkpoints"
+    options = {"directory": str(directory), "counter": "per_rank", "large": 12, "steps": 9}
+    job = start_on(start, nodes(2), options)
+    assert [each["steps"] for each in job.results()] == [9, 9]
+    assert [each.kind for each in job.ranks[0].read_events()].count("checkpoint_failed") == 2
+    assert [path.name for path in directory.glob("r*")] == ["r1-s3"]
+
+
 @pytest.mark.system
 def test_node_without_copies_saves_at_a_fault(start: Any, nodes: Nodes, tmp_path: Path) -> None:
     """Averaged weights are too large to be sent at each save, and the surviving node has its own."""

@@ -156,6 +156,17 @@ def test_going_back_to_a_step_that_is_not_there_is_refused(start: Any, tmp_path:
     job = start("toy.py", {"directory": directory, "back_to": 7}, round=2)
     assert 0 not in job.codes()
     assert all("no checkpoint of that step; there are steps 6, 9, 12" in rank.errors() for rank in job.ranks)
+    again = start("toy.py", {"directory": directory, "back_to": 7, "or_newest": True}, round=3)
+    assert [result["resumed"] for result in again.results()] == [[1, 12, 2]] * 2, "what the first call left is not read"
+
+
+def test_directory_of_later_rounds_is_refused_where_the_launcher_does_not_know_it(start: Any, tmp_path: Path) -> None:
+    """A second job with the same directory, given by the script: its launcher has counted from 1 again."""
+    options = {"directory": str(tmp_path / "shared"), "steps": 3}
+    start("toy.py", options, world_size=1, round=3, ELASTICD_RUN="run-0").results()
+    refused = start("toy.py", options, world_size=1, round=2)
+    assert refused.codes() == [1]
+    assert "has checkpoints of round 3, and this is round 2 of a launcher that does not" in refused.ranks[0].errors()
 
 
 def test_optional_object_may_be_missing_in_a_checkpoint(start: Any, tmp_path: Path) -> None:

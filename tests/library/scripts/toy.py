@@ -30,6 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "keep_every": 0,
     "restore": True,
     "back_to": None,  # restore(step=...)
+    "or_newest": False,  # restore() where that is refused
     "counter": None,  # attach a counter of rank + 1: "per_rank", "per_rank with hook", "everywhere"
     "large": None,  # from this count on, the counter's state has 9 MB
     "averaged": False,  # attach averaged weights of 9 MB
@@ -98,6 +99,15 @@ def limit_files(step: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
+def restore(session: Any, directory: str) -> Any:
+    try:
+        return session.restore(directory, step=options["back_to"])
+    except elasticd.CheckpointError:
+        if not options["or_newest"]:
+            raise
+        return session.restore(directory)
+
+
 def main() -> None:
     session = elasticd.init()
     model = build(session.rank)
@@ -120,7 +130,7 @@ def main() -> None:
         session.attach(averaged=torch.optim.swa_utils.AveragedModel(nn.Linear(1500, 1600)))
     if options["extra"]:
         session.attach(extra=nn.Linear(2, 2), optional=options["extra"] == "optional")
-    resumed = session.restore(directory, step=options["back_to"]) if options["restore"] else None
+    resumed = restore(session, directory) if options["restore"] else None
     if options["every"]:
         keeping = {"keep": options["keep"], "keep_every": options["keep_every"]}
         session.checkpoint(every=options["every"], directory=directory, **keeping)
