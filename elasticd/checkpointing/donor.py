@@ -366,7 +366,8 @@ class Donor:
                 self._save_shards(client, commit)
             elif not self._is_saved(client, commit.step):
                 self._save_whole(client, commit)
-            client.find()  # the writer has handled the packets before this one
+                if not self._is_saved(client, commit.step):
+                    raise CheckpointError("the writer has ended meanwhile")
         except (OSError, SnapshotRefused, CheckpointError) as error:
             self._report_unsaved(commit.step, str(error))
         finally:

@@ -149,7 +149,7 @@ class Saver:
         self.round = self.channel.on_rank0(f"directory/{self._opens}", what, lambda: self._open_first(path))["round"]
         self.directory = path
         if self.writer is not None:
-            self.writer.at_end = self._at_end
+            self.writer.at_end, self.writer.on_successor = self._at_end, self._report_lost
         return path
 
     def _open_first(self, path: Path) -> dict[str, Any]:
@@ -380,19 +380,18 @@ class Saver:
             why = str(error) if isinstance(error, SnapshotRefused) else f"the writer has ended ({error})"
             self.report_refusal(why, draft.step)
             if isinstance(error, OSError):
-                self.writer.close()  # so that the writer knows that this share will not come
-                if self._pending:
-                    self._report_lost(self.writer)
+                self._report_lost()
             return False
-        self._copied_step = draft.step
-        self.expect_write()
+        self.expect_write(draft.step)
         return True
 
-    def _report_lost(self, writer: WriterClient) -> None:
+    def _report_lost(self) -> None:
         """On rank 0: the writer has ended before it had every rank's share of the last copy. No other process knows."""
+        if not self._pending or self.writer is None:
+            return
         assert self.directory is not None
         with contextlib.suppress(OSError, SnapshotRefused):
-            if all(each.saved != (self.round, self._copied) for each in writer.find_all()):
+            if all(each.saved != (self.round, self._copied) for each in self.writer.find_all()):
                 self._pending = False
                 step = self._copied_step
                 reason = f"checkpoint of step {step} failed ({KILLED}); {self.next_try}"
@@ -406,9 +405,9 @@ class Saver:
             logger.warning(reason)
             self.events.write("message", reason, step)
 
-    def expect_write(self) -> None:
+    def expect_write(self, step: int) -> None:
         """The writer has a copy of the state."""
-        self._refused, self._copied = False, self.saves
+        self._refused, self._copied, self._copied_step = False, self.saves, step
         if self.group.rank == 0:
             if not self._pending:
                 atexit.register(self._wait_at_exit)
@@ -430,7 +429,6 @@ class Saver:
         """On rank 0: wait until the writer has finished with the last save; True if it is on the disk."""
         if self.writer is None or not self._pending or os.getpid() != self._pid:
             return False
-        self._pending = False
         atexit.unregister(self._wait_at_exit)
         before = self.heartbeat.current_phase
         self.heartbeat.set_phase(Phase.CHECKPOINT)
@@ -443,7 +441,8 @@ class Saver:
         if not result["saved"]:
             logger.warning("a checkpoint failed: %s", result["why"])
             if result["why"] == KILLED:
-                self._report_lost(self.writer)
+                self._report_lost()
+        self._pending = False
         return bool(result["saved"])
 
     def _wait_at_exit(self) -> None:

@@ -126,7 +126,12 @@ class ShardedSaver:
         if answer["plan"] or self._plan is None:
             self._make_plan(state)
         assert self._plan is not None
-        if (token := self._copy(draft, self._plan, layout, why, start)) is not None:
+        try:
+            token = self._copy(draft, self._plan, layout, why, start)
+        except OSError as error:
+            self._report_lost(draft, error)
+            return False
+        if token is not None:
             return self._write(draft, token, self._plan, layout, why, start)
         return saver.wait() if wait else saver.group.rank == 0
 
@@ -160,7 +165,10 @@ class ShardedSaver:
             return False
 
     def _copy(self, draft: Manifest, plan: ShardPlan, layout: Layout | None, why: str, start: float) -> str | None:
-        """Copy this rank's part into its node's memory; where a node takes no copy, returns a token for `_write`."""
+        """Copy this rank's part into its node's memory; where a node takes no copy, returns a token for `_write`.
+
+        Raises OSError if the writer ends meanwhile.
+        """
         saver = self._saver
         fd, files, refused = self._borrow(draft, plan, layout)
         self._serve()
@@ -198,8 +206,17 @@ class ShardedSaver:
 
         assert saver.writer is not None
         saver.writer.copied(draft, saver.saves, saver.writer.share, task, files, self._partner())
-        saver.expect_write()
+        saver.expect_write(draft.step)
         return None
+
+    def _report_lost(self, draft: Manifest, error: OSError) -> None:
+        """This node's part is lost with its writer, and so is the checkpoint."""
+        saver = self._saver
+        assert saver.writer is not None
+        saver.writer.close()
+        if saver.writer.share == 0:
+            reason = f"checkpoint of step {draft.step} failed (the writer has ended: {error}); {saver.next_try}"
+            saver.warn("checkpoint_failed", reason, saver.path(draft), draft.step)
 
     def _serve(self) -> None:
         """Before all ranks agree about the copy: where this node's part will be read, for the next node."""

@@ -39,6 +39,9 @@ class WriterClient:
     """Rank 0 is on this node."""
     at_end: Callable[[], WriteTask] | None = None
     """What the writer does with the newest state when the job ends."""
+    on_successor: Callable[[], None] | None = None
+    """Called before the next writer is asked, once the one before it has died: what it had not read is lost."""
+    _is_looking: bool = False
     _socket: socket.socket | None = field(default=None, repr=False)
     _mapped: MappedBuffers = field(default_factory=MappedBuffers, repr=False)
 
@@ -55,7 +58,6 @@ class WriterClient:
         The draft's checksum is none. `task` is called after the copy. Raises SnapshotRefused, and OSError when there
         is no writer.
         """
-
         fd, shares = self.begin(draft, number, self.share, self.shares, layout.shared_digest)
         try:
             buffer = self._mapped.begin(fd)
@@ -64,6 +66,9 @@ class WriterClient:
                 copy_own(fd)
             self.copied(draft, number, self.share, task)
             buffer.end()
+        except BaseException:
+            self.close()  # so that the writer knows that this share will not come
+            raise
         finally:
             os.close(fd)
 
@@ -172,17 +177,8 @@ class WriterClient:
         self._request({"do": "adopt", "round": key[0], "number": key[1], **self._described(draft, task)})
 
     def wait(self, round: int, number: int, timeout_s: float) -> dict[str, Any]:
-        """What became of a save: {saved, path, why}. A writer that was killed meanwhile is asked again.
-
-        Raises SnapshotRefused, and OSError: TimeoutError, or when there is no writer.
-        """
-        request = {"do": "wait", "round": round, "number": number}
-        try:
-            return self._request(request, timeout_s)[0]
-        except TimeoutError:
-            raise
-        except OSError:
-            return self._request(request, timeout_s)[0]
+        """What became of a save: {saved, path, why}. Raises SnapshotRefused, OSError."""
+        return self._request({"do": "wait", "round": round, "number": number}, timeout_s)[0]
 
     def settle(self, wait: bool, timeout_s: float = _ANSWER_S, parts_s: float | None = None) -> bool:
         """True if a sharded state is being written; with `wait`, at its end. From now on the writer waits for the parts
@@ -201,12 +197,12 @@ class WriterClient:
         return {"draft": draft.to_json().decode(), "task": task and asdict(task), "at_end": at_end and asdict(at_end)}
 
     def _send(self, message: Mapping[str, Any]) -> socket.socket:
-        if self._socket is None:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._socket.settimeout(_ANSWER_S)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET)
-            self._socket.connect(self.path)
         try:
+            if self._socket is None:
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._socket.settimeout(_ANSWER_S)
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET)
+                self._socket.connect(self.path)
             self._socket.send(json.dumps({**message, "version": PROTOCOL}).encode())
         except OSError:
             self.close()
@@ -220,6 +216,24 @@ class WriterClient:
         return fds[0], answer
 
     def _request(self, message: Mapping[str, Any], timeout_s: float = _ANSWER_S) -> tuple[dict[str, Any], list[int]]:
+        """The answer, with descriptors. Where the writer has died, also since the last request, the next one is asked.
+
+        Raises SnapshotRefused, and OSError: TimeoutError, or when there is no writer.
+        """
+        try:
+            return self._ask(message, timeout_s)
+        except TimeoutError:
+            raise
+        except OSError:
+            if self.on_successor is not None and not self._is_looking:
+                self._is_looking = True
+                try:
+                    self.on_successor()
+                finally:
+                    self._is_looking = False
+            return self._ask(message, timeout_s)
+
+    def _ask(self, message: Mapping[str, Any], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
         connection = self._send(message)
         connection.settimeout(timeout_s)
         try:

@@ -292,13 +292,24 @@ def test_killed_writer_costs_the_save_in_progress_only(saves: Saves) -> None:
     saves.copy(saves.ranks[0], 2)
     saves.node.end(signal.SIGKILL)
     saves.node.start()
-    with pytest.raises(OSError, match=GONE):
-        saves.copy(saves.ranks[1], 2)
-    saves.ranks[0].close()
+    saves.copy(saves.ranks[1], 2)
+    assert not saves.wait()["saved"]
     assert (saves.held(), saves.on_disk()) == (1, [1])
     saves.save(3)
     assert saves.wait()["saved"]
     assert (saves.held(), saves.on_disk()) == (3, [3, 1])
+
+
+def test_writer_killed_between_two_saves_costs_none(saves: Saves) -> None:
+    """Rank 0 has waited for the first one, and knows the successor."""
+    saves.save(1)
+    assert saves.wait()["saved"]
+    saves.node.end(signal.SIGKILL)
+    saves.node.start()
+    assert saves.wait()["saved"]
+    saves.save(2)
+    assert saves.wait()["saved"]
+    assert (saves.held(), saves.on_disk()) == (2, [2, 1])
 
 
 def test_writer_without_successor_is_an_error(saves: Saves) -> None:
@@ -462,7 +473,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("end", ["by itself", "while a child holds its connection"])
+@pytest.mark.parametrize("end", ["by itself", "while a child holds its connection", "by an exception that it catches"])
 def test_state_is_saved_at_a_fault_once_a_rank_that_copies_a_save_has_ended(node: Node, saves: Saves, end: str) -> None:
     """Until then the newest whole state is not given up for it."""
     saves.save(1)
@@ -479,6 +490,13 @@ def test_state_is_saved_at_a_fault_once_a_rank_that_copies_a_save_has_ended(node
                 donor.begin(saves.draft(layout, 2), donated_number(2, 1), 0, 1, layout.shared_digest)
         assert saves.ranks[1].find() is not None
         saves.ranks[0].close()
+    elif end == "by an exception that it catches":
+
+        def interrupted(fd: int) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            saves.ranks[0].copy(saves.draft(layout, 2), 2, layout, interrupted)
     else:
         argv = [sys.executable, "-ISc", FORKS, str(node.path), json.dumps(begin)]
         child = int(subprocess.check_output(argv))
@@ -489,24 +507,6 @@ def test_state_is_saved_at_a_fault_once_a_rank_that_copies_a_save_has_ended(node
             os.kill(child, signal.SIGKILL)
 
 
-HELD_DISK = """
-import os, runpy, sys, time
-gate, fsync = sys.argv.pop(1), os.fsync
-
-def held(fd):
-    while os.path.exists(gate):
-        time.sleep(0.005)
-    fsync(fd)
-
-os.fsync, sys.argv = held, sys.argv[3:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_fault_while_the_disk_writes_one_save_and_a_rank_copies_the_next(
-    node: Node, saves: Saves, tmp_path: Path
-) -> None:
-    """No buffer is free until the copying rank has ended; what the disk is writing stays as it is."""
 def test_file_of_a_rank_that_has_ended_is_lent_again_at_a_fault(node: Node) -> None:
     """While a child of that rank holds its connection."""
     draft, number = Manifest(1, 5, None, 2, 0, NO_CHECKSUM, "job", "run"), donated_by_all(5)
@@ -542,6 +542,24 @@ def test_rank_has_ended_with_its_last_thread(tmp_path: Path) -> None:
         wait_for(lambda: peer.has_ended(connection), "its end")
 
 
+HELD_DISK = """
+import os, runpy, sys, time
+gate, fsync = sys.argv.pop(1), os.fsync
+
+def held(fd):
+    while os.path.exists(gate):
+        time.sleep(0.005)
+    fsync(fd)
+
+os.fsync, sys.argv = held, sys.argv[3:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_fault_while_the_disk_writes_one_save_and_a_rank_copies_the_next(
+    node: Node, saves: Saves, tmp_path: Path
+) -> None:
+    """No buffer is free until the copying rank has ended; what the disk is writing stays as it is."""
     gate = tmp_path / "gate"
     node.end()
     node.start(sys.executable, "-c", HELD_DISK, str(gate))

@@ -75,6 +75,27 @@ def test_state_is_resumed_from_memory(
     assert saved == ([5] if lost else []), "after a lost node the state is saved again at once"
 
 
+@fsdp2
+@pytest.mark.parametrize(("is_unread", "why"), [(False, "the writer has ended"), (True, "the writer was killed")])
+def test_writer_that_dies_during_a_copy_costs_that_save_only(
+    start: Any, nodes: list[Node], tmp_path: Path, is_unread: bool, why: str
+) -> None:
+    (node, *_) = nodes
+    assert node.process is not None
+    options = {"directory": str(tmp_path / "shared"), "steps": 9, "every": 3, "sleep": 0.1}
+    job = start_on(start, [node], {**options, "writer dies": [node.process.pid, 6, is_unread]}, 1, ranks=2)
+    assert node.process.wait(30) == -signal.SIGKILL
+    node.start()
+    job.results()
+    events = [event for event in job.ranks[0].read_events() if event.kind.startswith("checkpoint")]
+    assert [(event.kind, event.step) for event in events] == [
+        ("checkpoint_saved", 3),
+        ("checkpoint_failed", 6),
+        ("checkpoint_saved", 9),
+    ]
+    assert why in events[1].reason
+
+
 @pytest.mark.system
 def test_memory_of_another_run_is_not_used(start: Any, nodes: list[Node], tmp_path: Path) -> None:
     options = {"directory": str(tmp_path / "shared"), "every": 4}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import elasticd
+from elasticd.checkpointing.writer_client import WriterClient
 
 DEFAULTS: dict[str, Any] = {
     "kind": "fsdp",  # "hsdp", "fsdp and tp", "averaged", "zero", "ddp", "whole"
@@ -31,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "sleep": 0,  # seconds a step
     "two groups": True,
     "partner copies": True,
+    "writer dies": None,  # [its pid, the step whose copy it does not live to see, whether it has been told of it]
 }
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
 torch.set_num_threads(1)
@@ -127,8 +132,29 @@ def whole(tensor: Any) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(-1).numpy().tobytes()).hexdigest()[:8]
 
 
+def kill_writer(pid: int, step: int, is_unread: bool) -> None:
+    """Before rank 0 tells it that its part is copied, or before it reads that."""
+    copied = WriterClient.copied
+
+    def copied_too_late(self: WriterClient, draft: Any, *rest: Any) -> None:
+        is_late = draft.step == step and dist.get_rank() == 0
+        if is_late and is_unread:
+            os.kill(pid, signal.SIGSTOP)
+            copied(self, draft, *rest)
+        if is_late:
+            os.kill(pid, signal.SIGKILL)
+            while Path("/proc", str(pid)).exists():
+                time.sleep(0.001)
+        if not (is_late and is_unread):
+            copied(self, draft, *rest)
+
+    WriterClient.copied = copied_too_late  # type: ignore[method-assign]
+
+
 def main() -> None:
     session = elasticd.init()
+    if options["writer dies"]:
+        kill_writer(*options["writer dies"])
     model, optimizer = build(session)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     if options["mistake"] == "fsdp 1":
