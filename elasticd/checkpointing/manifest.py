@@ -95,13 +95,16 @@ class Manifest:
         content["seal"] = _seal(content)
         return json.dumps(content, indent=1).encode() + b"\n"
 
-    def relinked_to(self, round: int) -> Manifest:
-        """As the first checkpoint of `round`, which resumed from this one.
-
-        The parent is the round that trained it, so that re-linked checkpoints in between may be deleted.
+    @property
+    def trained(self) -> tuple[int, int] | None:
+        """The parent of a round that resumes from this: the (round, step) that trained it, so that re-linked
+        checkpoints in between may be deleted.
         """
-        parent = self.parent if self.relinked else (self.round, self.step)
-        return replace(self, round=round, parent=parent, relinked=True, wall=time.time())
+        return self.parent if self.relinked else (self.round, self.step)
+
+    def relinked_to(self, round: int) -> Manifest:
+        """As the first checkpoint of `round`, which resumed from this one."""
+        return replace(self, round=round, parent=self.trained, relinked=True, wall=time.time())
 
 
 @dataclass(frozen=True, slots=True)

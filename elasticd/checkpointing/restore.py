@@ -143,7 +143,9 @@ class _Restore:
         except Exception as raised:  # noqa: BLE001 - all ranks must learn of any error of a load_state_dict
             error = raised
         resumed = self._agree(chosen, error, notes)
-        self.saver.parent = (resumed.round, resumed.step)
+        draft = parse(chosen["draft"].encode())
+        assert isinstance(draft, Manifest)
+        self.saver.parent = draft.trained
         self._take_over(chosen, resumed)
         return resumed
 

@@ -94,7 +94,7 @@ class Saver:
     round: int = 0
     """The number under which this session saves: the agent's, else one more than the highest in the directory."""
     parent: tuple[int, int] | None = None
-    """The (round, step) that this round resumed from."""
+    """The (round, step) that trained what this round resumed from."""
     per_rank: dict[str, Any] = field(default_factory=dict)
     """Objects of which every rank's state is saved, by name."""
     every: SaveInterval | None = None

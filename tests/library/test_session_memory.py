@@ -101,6 +101,18 @@ def test_resume_from_disk_equals_resume_from_memory(
     assert digests(results) == digests(uninterrupted())
 
 
+def test_parent_is_the_round_that_trained_the_state(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    """The round between has made that state its own, and may have left no checkpoint."""
+    options, (node,) = {"directory": str(tmp_path / "checkpoints")}, nodes(1)
+    die(start_on(start, [node], {**options, "die": 7}))
+    start_on(start, [node], {**options, "every": None, "steps": 6}, round=2).results()
+    start_on(start, [node], {**options, "steps": 9}, round=3).results()
+    client = node.client()
+    held = client.find()
+    client.close()
+    assert held is not None and (held.draft.round, held.draft.parent) == (3, (1, 6))
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_node_without_copy_gets_it_from_the_other(
     start: Any, nodes: Nodes, tmp_path: Path, uninterrupted: Uninterrupted, lost: int
