@@ -84,6 +84,7 @@ def write_files(
     draft: Manifest,
     fill: Callable[[Staging], dict[str, FileState]],
     token: str = "",
+    publish: Callable[[Staging, Manifest], Path] = Staging.publish,
 ) -> Entry:
     """The same for any files: `fill` writes them, state.pt among them, and returns what they are."""
     base = Path(directory)
@@ -94,7 +95,7 @@ def write_files(
         files = fill(staging)
         size, checksum = files.pop(STATE)
         manifest = replace(draft, bytes=size, checksum=checksum, files=files)
-        return Entry(staging.publish(manifest), manifest)
+        return Entry(publish(staging, manifest), manifest)
 
 
 def load(entry: Entry, map_location: Any = "cpu") -> dict[str, Any]:

@@ -222,7 +222,8 @@ class Staging:
 
     def _publish_to(self, store: ObjectStore, manifest: Manifest) -> Path:
         """A step saved a second time has the other one of two names, and then the first one goes."""
-        path = self._directory / store.commit(self.path, self._final.name, manifest, self._source)
+        path = self._directory / store.free_name(self._final.name)
+        store.commit(self.path, path.name, manifest, self._source)
         _remove(path)
         os.rename(self.path, path)
         other = path.with_name(f"{path.name}.again" if path == self._final else self._final.name)

@@ -4,7 +4,8 @@ No rank is left to agree on anything, and rank 0's node may be lost. So the node
 takes its newest state that is no checkpoint. The first one to make the staging directory of that state commits it; the
 others add the files that nobody has begun to write there, and wait. A whole state is one file, so each node suffices;
 of a sharded one all files have to come together. Where nodes do not share the directory, each writes what it holds. An
-object store has no staging directory: there rank 0's node writes, if it holds everything.
+object store has no staging directory: there one of the nodes that hold all files reserves the checkpoint's name, by an
+object that only one of them can put, and the others wait.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing import api, shard_files
-from elasticd.checkpointing.atomic_write import is_abandoned, staging_path
+from elasticd.checkpointing.atomic_write import Staging, is_abandoned, staging_path
 from elasticd.checkpointing.buffers import Buffers, Snapshot, WriteTask
 from elasticd.checkpointing.lineage import lineage
-from elasticd.checkpointing.manifest import STATE, FileState
-from elasticd.checkpointing.object_store import store_of
+from elasticd.checkpointing.manifest import STATE, FileState, Manifest
+from elasticd.checkpointing.object_store import ObjectStore, store_of
 from elasticd.checkpointing.shard_files import Content
 from elasticd.checkpointing.shard_plan import file_names
 
@@ -47,6 +49,8 @@ class LastWrite:
         """`is_ending` returns whether the launcher ends the writer."""
         self._buffers, self._is_ending = buffers, is_ending
         self._ends_at = float("inf")
+        self._token = secrets.token_hex(8)
+        """Of this process, in an object store."""
         self.task: WriteTask | None = None
         self._tried: set[tuple[int, int]] = set()
         self._found: api.Entry | None = None
@@ -115,8 +119,8 @@ class LastWrite:
         final = directory / f"r{draft.round}-s{draft.step}"
         contents = self._contents(number, snapshot)
         needed = file_names(draft.world_size) if snapshot.files else [STATE]
-        if store_of(directory) is not None and (task.node or not contents.keys() >= set(needed)):
-            raise OSError("in an object store rank 0's node writes the last state, and it does not have all of it")
+        if (store := store_of(directory)) is not None:
+            return self._put(store, snapshot, contents, set(needed))
         joined = False
         for _ in range(_TRIES):
             newest, _ = lineage(directory)
@@ -132,6 +136,38 @@ class LastWrite:
                 self._add(folder, contents)
                 joined = True
         raise OSError("another node has begun to commit it, and has not done so")
+
+    def _put(
+        self, store: ObjectStore, snapshot: Snapshot, contents: Mapping[str, Content], needed: set[str]
+    ) -> api.Entry:
+        """Under the name of a step's second checkpoint: rank 0's node may still be putting the first one, as usual."""
+        task, draft = snapshot.task, snapshot.draft
+        assert task is not None
+        directory, deadline = Path(task.directory), time.monotonic() + PARTS_S
+        path = directory / f"r{draft.round}-s{draft.step}.again"
+
+        def fill(staging: Staging) -> dict[str, FileState]:
+            return shard_files.merge({"this node": shard_files.write_part(staging.path, contents)})
+
+        def publish(staging: Staging, manifest: Manifest) -> Path:
+            store.commit(staging.path, path.name, manifest, None)
+            return path
+
+        while True:
+            newest, _ = lineage(directory)
+            if newest and (newest[0].manifest.round, newest[0].manifest.step) >= (draft.round, draft.step):
+                return newest[0]
+            if contents.keys() >= needed and self._may_put(store, path.name, task):
+                return api.write_files(directory, draft, fill, publish=publish)
+            if self._gives_up() or (time.monotonic() > deadline and not store.is_reserved(path.name)):
+                raise OSError("no node has put all of it into the object store")
+            time.sleep(_LOOK_S)
+
+    def _may_put(self, store: ObjectStore, name: str, task: WriteTask) -> bool:
+        try:
+            return store.reserve(name, self._token)
+        except NotImplementedError:  # without conditional puts it is always the same node
+            return task.node == 0
 
     def _contents(self, number: int, snapshot: Snapshot) -> dict[str, Content]:
         """The files of this state that are in this node's memory, also as a copy for another node."""

@@ -2,6 +2,7 @@
 
     <url>/r3-s1200/state.pt         the files of a checkpoint are put first
     <url>/r3-s1200/manifest.json    is put last, and only if none is there: it commits
+    <url>/r3-s1200.again/.reserved  the node that may put this one, at the end of a job
     <url>/.owner.json               the run that may commit; a later run takes over, and the earlier one is refused
     <url>/.newest                   the name of the last commit, for stores whose listings lag
 
@@ -44,7 +45,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "max_concurrency": 4,
     },
 }
-_OWNER, _NEWEST, _REMOTE = ".owner.json", ".newest", ".remote"
+_OWNER, _NEWEST, _REMOTE, _RESERVED = ".owner.json", ".newest", ".remote", ".reserved"
 _MARK = re.compile(r"\.went-back-to-s[0-9]+")
 _PATIENCE_S = 20.0
 """For a save: training continues meanwhile, and the next save tries again. At a job's start a wrong address is reported
@@ -341,12 +342,24 @@ class ObjectStore:
             for each in s3.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads", ()):
                 s3.call_s3("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
 
-    def commit(self, staged: Path, name: str, manifest: Manifest, source: str | None) -> str:
+    def reserve(self, name: str, who: str) -> bool:
+        """True for one of the processes that want to put the checkpoint `name`, and for it also at a second try. Raises
+        NotImplementedError if the store has no conditional puts.
+        """
+        key = f"{name}/{_RESERVED}"
+        self._check_owner()
+        with contextlib.suppress(FileExistsError):
+            self._call("pipe_file", key, who.encode(), mode="create")
+        return self._get(key) == who.encode()
+
+    def is_reserved(self, name: str) -> bool:
+        return self._get(f"{name}/{_RESERVED}") is not None
+
+    def commit(self, staged: Path, name: str, manifest: Manifest, source: str | None) -> None:
         """Put a checkpoint from the local directory `staged` into the store, or copy the files of its checkpoint
-        `source`; returns the name it got. Raises ObjectStoreError, OSError.
+        `source`. Raises ObjectStoreError, OSError.
         """
         self._check_owner()
-        name = self.free_name(name)
         files = files_of(manifest)
         if name.endswith(".again"):  # it is there as well if a process died before it had deleted the other one
             with contextlib.suppress(FileNotFoundError):
@@ -362,7 +375,6 @@ class ObjectStore:
         self._put(f"{name}/{MANIFEST}", manifest.to_json(), create=True)
         self._put(_NEWEST, name.encode())
         _write_remote(staged, _version(self._info(f"{name}/{MANIFEST}")), {})
-        return name
 
     def delete(self, name: str) -> None:
         """The manifest first: it is no checkpoint from then on."""

@@ -16,6 +16,7 @@ import pytest
 from tests.faults.conftest import StartJob
 from tests.faults.job import REPOSITORY, SCRIPTS, until
 from tests.faults.nodes import Nodes
+from tests.faults.test_save_at_failure import lose_rank_0s_node
 from tests.faults.test_sharded import assert_each_sample_once, parameters, size_at, trained
 from tests.s3_server import BUCKET, S3
 
@@ -114,6 +115,16 @@ def test_a_sharded_state_and_nodes_that_come_and_go(
     (ended,) = [agent for agent in agents.values() if (agent.work / "parameters").exists()]
     assert parameters(ended.work) == pytest.approx(parameters(whole.work), abs=1e-4)
     assert_each_sample_once([*agents.values(), lost], steps)
+
+
+def test_last_step_outlives_the_loss_of_rank_0s_node(
+    nodes: Callable[[str], Nodes], job: StartJob, s3: S3, tmp_path: Path
+) -> None:
+    """It is put by the node that is left."""
+    lose_rank_0s_node(nodes("2:2"), stored(s3, tmp_path / "a"), stored(s3, tmp_path / "b"))
+    again = job("donor.py", "--steps", "20", **stored(s3, tmp_path / "c"))
+    assert again.wait() == 0
+    assert [event["step"] for event in again.events("resumed")] == [12]
 
 
 def test_under_torchrun(s3: S3, tmp_path: Path) -> None:

@@ -110,20 +110,26 @@ HANGS = ["--hang-floor", "1500ms", "--evidence-timeout", "1s"]
         pytest.param([Fault(0, 13, "SIGSTOP")], [], HANGS, "2", 12, id="stopped"),
         pytest.param([Fault(3, 13, "SIGKILL")], [], [], "4", 12, id="one-of-four"),
         pytest.param([Fault(0, 13, "SIGKILL"), Fault(2, 13, "SIGKILL")], [], [], "4", 12, id="two-of-four-at-once"),
-        pytest.param([Fault(1, 13, "SIGKILL")], ["--die-in-copy", "0"], [], "3", 12, id="donor-killed-in-the-copy"),
-        pytest.param([Fault(1, 13, "SIGKILL")], ["--slow-copy", "0"], [], "2", 12, id="donor-copies-slowly"),
+        pytest.param([Fault(1, 13, "SIGKILL")], ["--die-in-copy=-1,12"], [], "3", 12, id="donor-killed-in-the-copy"),
+        pytest.param([], ["--die-in-copy", "0,10"], [], "2", 10, id="rank-0-killed-in-the-copy-of-a-save"),
+        pytest.param([], ["--die-in-copy", "1,10"], [], "2", 10, id="rank-1-killed-in-the-copy-of-a-save"),
+        pytest.param([Fault(1, 13, "SIGKILL")], ["--slow-copy", "0,12"], [], "2", 12, id="donor-copies-slowly"),
         pytest.param([Fault(0, 13, "SIGKILL"), Fault(1, 13, "SIGKILL")], [], [], "2", None, id="all"),
         pytest.param([Fault(0, 13, "gil"), Fault(1, 13, "SIGKILL")], [], [], "2", None, id="survivor-holds-the-GIL"),
         pytest.param([Fault(0, 13, "SIGSTOP"), Fault(1, 13, "SIGKILL")], [], [], "2", None, id="survivor-is-stopped"),
     ],
 )
 def test_any_survivor_saves_and_without_one_the_last_save_is_used(
-    job: StartJob, faults: list[Fault], args: list[str], flags: list[str], workers: str, saved: int | None
+    job: StartJob,
+    whole: Job,
+    faults: list[Fault],
+    args: list[str],
+    flags: list[str],
+    workers: str,
+    saved: int | None,
 ) -> None:
     how = {"faults": faults, "workers": workers, "flags": ["--checkpoint-dir", "checkpoints", *flags]}
-    # Ranks save at step 1 only, which needs no share of the state by a rank that dies in a copy.
-    every = "1000" if args else "5"
-    run = job("donor.py", "--steps", "30", "--every", every, *args, **how, **(IMPATIENT if flags else {}))
+    run = job("donor.py", "--steps", "30", "--every", "5", *args, **how, **(IMPATIENT if flags else {}))
     assert run.wait() == 0
     if args:
         assert (run.work / "in_copy").exists()
@@ -133,7 +139,8 @@ def test_any_survivor_saves_and_without_one_the_last_save_is_used(
     else:
         assert (resumed["step"], "after the fault" in resumed["reason"]) == (saved, True), run.err
     for rank in range(int(workers)):
-        noted = {step: found for round_, step, found in digests(run, "steps", rank) if round_ == 1}
+        reference = digests(whole if workers == "2" else run, "steps", rank)
+        noted = {step: found for round_, step, found in reference if round_ == 1}
         ((_, step, found),) = digests(run, "restored", rank)
         assert noted[step] == found
         trained = [step for _, step, _ in digests(run, "steps", rank)]
@@ -286,14 +293,19 @@ def test_last_step_of_several_nodes_is_a_checkpoint(
 def test_last_step_outlives_the_loss_of_rank_0s_node(
     nodes: Callable[[str], Nodes], job: StartJob, tmp_path: Path
 ) -> None:
-    """All its processes are killed at once, and the other node is stopped while it waits for another one."""
-    both = nodes("2:2")
     flags = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
-    how: dict[str, Any] = {"flags": flags, "warm": True}
-    faults = [Fault(0, 13, "stop")]
-    agents = [both.agent("a", "donor.py", "--steps", "60", "--every", "5", faults=faults, **how)]
+    lose_rank_0s_node(nodes("2:2"), {"flags": flags}, {"flags": flags})
+    again = job("donor.py", "--steps", "20", flags=flags)
+    assert again.wait() == 0
+    assert [event["step"] for event in again.events("resumed")] == [12]
+
+
+def lose_rank_0s_node(both: Nodes, first: dict[str, Any], other: dict[str, Any]) -> None:
+    """All its processes are killed at once, and the other node is stopped while it waits for another one."""
+    how: dict[str, Any] = {"warm": True, "faults": [Fault(0, 13, "stop")]}
+    agents = [both.agent("a", "donor.py", "--steps", "60", "--every", "5", **how, **first)]
     agents[0].event("waiting")
-    agents.append(both.agent("b", "donor.py", "--steps", "60", "--every", "5", **how))
+    agents.append(both.agent("b", "donor.py", "--steps", "60", "--every", "5", warm=True, **other))
     until(lambda: (agents[0].work / "fired").exists(), "the fault", within=60)
     for pid in agents[0].processes():
         with contextlib.suppress(ProcessLookupError):
@@ -302,9 +314,6 @@ def test_last_step_outlives_the_loss_of_rank_0s_node(
     agents[1].event("group_ended")
     agents[1].process.terminate()
     assert agents[1].wait() == 128 + signal.SIGTERM
-    again = job("donor.py", "--steps", "20", flags=flags)
-    assert again.wait() == 0
-    assert [event["step"] for event in again.events("resumed")] == [12]
 
 
 @pytest.mark.system

@@ -26,14 +26,16 @@ RANKS = 4
 class LastNode:
     """A rank, and its node, at the end of a job. Number 0 has rank 0."""
 
-    def __init__(self, folder: Path, number: int, directory: Path, nodes: int = 1) -> None:
-        self.node, self.directory = Node(folder), directory
+    def __init__(
+        self, folder: Path, number: int, directory: Path, nodes: int = 1, whose: tuple[str, str] = ("job", "run")
+    ) -> None:
+        self.node, self.directory, self.whose = Node(folder), directory, whose
         task = WriteTask(str(directory), 3, "at the end of the job", "", "", number, 0.0, node=number, nodes=nodes)
         self.rank = WriterClient(str(self.node.path), 0, 1, number == 0, lambda: task)
 
     def save(self, step: int, at_fault: bool = True) -> None:
         """A whole state; without a fault, nothing on this node is to write it."""
-        draft = Manifest(1, step, None, RANKS, SIZE, NO_CHECKSUM, "job", "run", None, 0.0)
+        draft = Manifest(1, step, None, RANKS, SIZE, NO_CHECKSUM, *self.whose, None, 0.0)
         number = donated_number(step, 1) if at_fault else step
         fd, _ = self.rank.begin(draft, number, 0, 1, "")
         os.pwrite(fd, content(STATE, step), 0)
@@ -43,7 +45,7 @@ class LastNode:
 
     def save_files(self, step: int, names: list[str]) -> None:
         """Files of a sharded state, at a fault."""
-        draft = Manifest(1, step, None, RANKS, 0, NO_CHECKSUM, "job", "run", None, 0.0)
+        draft = Manifest(1, step, None, RANKS, 0, NO_CHECKSUM, *self.whose, None, 0.0)
         files = {name: (SIZE, lambda name=name: iter([content(name, step)])) for name in names}
         self.rank.copy_files(draft, donated_by_all(step), files, lambda: None, 5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -18,14 +19,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elasticd.checkpointing import api, object_store, restore, shard_files
+from elasticd.checkpointing import api, last_write, object_store, restore, shard_files
+from elasticd.checkpointing.buffers import Buffers, Snapshot, WriteTask, donated_number
 from elasticd.checkpointing.lineage import find_damage, names, open_verified
-from elasticd.checkpointing.manifest import MANIFEST, STATE
+from elasticd.checkpointing.manifest import MANIFEST, NO_CHECKSUM, STATE, Manifest
 from elasticd.checkpointing.object_store import ObjectStore, resolve, store_of, url_of
 from elasticd.checkpointing.retention import set_aside, went_back
 from elasticd.errors import DirectoryInUse, ObjectStoreError, UsageError
 from elasticd_agent.cli.checkpoints import checkpoints as command
+from tests.library.test_last_write import LATER, NAMES, LastNode, content, end
 from tests.library.test_shard_files import FILES, snapshot
+from tests.library.verified import verified_lineage
 from tests.s3_server import BUCKET, ROOT, S3
 
 JOB = "lm"
@@ -544,9 +548,9 @@ def test_nodes_put_a_sharded_checkpoint_together(s3: S3, nodes: Any) -> None:
         reader = nodes("reader", claims=False)
         (entry,), _ = api.lineage(reader.directory)
         assert entry.path.name == name and find_damage(entry) is None
-        for file, content in ((file, content) for files in FILES.values() for file, content in files.items()):
+        for file, expected in ((file, each) for files in FILES.values() for file, each in files.items()):
             fd = open_verified(entry, file)
-            assert os.pread(fd, len(content) + 1, 0) == content
+            assert os.pread(fd, len(expected) + 1, 0) == expected
             os.close(fd)
         assert reader.keys() == {f"{name}/{file}" for files in FILES.values() for file in (*files, MANIFEST)}
         assert not list(made[1].directory.glob(".*staging"))
@@ -569,3 +573,108 @@ def test_no_sharded_checkpoint_without_a_node(nodes: Any) -> None:
         "another node did not write its part"
     )
     assert nodes("reader", claims=False).steps() == []
+
+
+@pytest.fixture
+def ends(s3: S3, nodes: Any, tmp_path: Path) -> Iterator[Any]:
+    """Nodes at the end of a job, each with a copy of its own."""
+    made: list[LastNode] = []
+
+    def make(number: int) -> LastNode:
+        directory = nodes(f"cache-{number}", claims=False).directory
+        made.append(LastNode(tmp_path / f"node-{number}", number, directory, whose=(JOB, "1")))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def left(node: Any) -> list[int]:
+    """The steps of the lineage, each file verified."""
+    entries, _ = verified_lineage(node.directory)
+    for entry in entries:
+        for name in [STATE, *entry.manifest.files]:
+            with os.fdopen(open_verified(entry, name), "rb", 0) as file:
+                assert file.read() == content(name, entry.manifest.step)
+    return [entry.manifest.step for entry in entries]
+
+
+@pytest.mark.parametrize(
+    ("there", "sharded"),
+    [
+        pytest.param([1], False, id="rank 0's node is lost"),
+        pytest.param([1], True, id="rank 0's node is lost, shards", marks=pytest.mark.system),
+        pytest.param([0, 1, 2], False, id="all", marks=pytest.mark.system),
+        pytest.param([0, 1, 2], True, id="all, shards", marks=pytest.mark.system),
+    ],
+)
+def test_one_of_the_nodes_that_are_left_puts_the_last_state(
+    s3: S3, nodes: Any, ends: Any, there: list[int], sharded: bool
+) -> None:
+    """Others than rank 0's node have all shards or one."""
+    every = [ends(number) for number in there]
+    for each in every:
+        if sharded:
+            each.save_files(12, LATER if each is every[0] and len(there) > 1 else NAMES)
+        else:
+            each.save(12)
+    s3.fault("delay", method="PUT", path=STATE, seconds=0.5, count=10)
+    results = end(every)
+    assert [(each["step"], each["why"]) for each in results] == [(12, "")] * len(there)
+    assert s3.hits()[-1] == 1, "one node puts it"
+    assert left(nodes("reader", claims=False)) == [12]
+
+
+def test_last_state_goes_beside_the_save_that_rank_0s_node_is_putting(s3: S3, nodes: Any, ends: Any) -> None:
+    """Of the same step, with other bytes: neither spoils the other."""
+    usual, other = nodes("a"), ends(1)
+    s3.fault("delay", method="PUT", path=f"r1-s12/{STATE}", seconds=1.0, count=1)
+    other.save(12)
+    with ThreadPoolExecutor(1) as pool:
+        saved = pool.submit(usual.save, 12)
+        deadline = time.monotonic() + 30
+        while not s3.hits()[-1]:
+            assert time.monotonic() < deadline
+        assert end([other])[0]["step"] == 12
+        assert saved.result() == "r1-s12"
+    entries, skipped = verified_lineage(nodes("reader", claims=False).directory)
+    assert {entry.path.name for entry in entries} <= {"r1-s12", "r1-s12.again"} and entries
+    assert skipped == []
+
+
+@pytest.mark.system
+def test_last_state_that_another_node_has_begun_to_put_is_left_to_it(nodes: Any, ends: Any) -> None:
+    """And where that node is lost, too, the checkpoint before is what remains."""
+    before, node = nodes("a"), ends(1)
+    before.save(10)
+    assert before.store.reserve("r1-s12.again", "a lost node")
+    node.save(12)
+    with ThreadPoolExecutor(1) as pool:
+        flushed = pool.submit(node.node.flush)
+        assert node.node.process is not None
+        time.sleep(1)
+        node.node.end()
+        assert "no node has put all of it" in flushed.result()["why"]
+    assert before.keys() == {f"r1-s10/{STATE}", f"r1-s10/{MANIFEST}", "r1-s12.again/.reserved"}
+    assert before.steps() == [10]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_without_conditional_puts_rank_0s_node_puts_the_last_state(
+    nodes: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def reserve(*_: object) -> bool:
+        raise NotImplementedError
+
+    monkeypatch.setattr(ObjectStore, "reserve", reserve)
+    monkeypatch.setattr(last_write, "PARTS_S", 0.0)
+    node = nodes()
+    task = WriteTask(str(node.directory), 3, "a test", "", "", number, 0.0, node=number, nodes=2)
+    draft = Manifest(1, 12, None, 2, len(content(STATE, 12)), NO_CHECKSUM, JOB, "1", None, time.time())
+    with open(os.memfd_create("headers"), "rb") as headers, open(os.memfd_create("buffer"), "r+b", 0) as buffer:
+        buffer.write(content(STATE, 12))
+        last = last_write.LastWrite(Buffers(headers.fileno(), [buffer.fileno()]), lambda: False)
+        with pytest.raises(OSError, match="no node has put all of it") if number else contextlib.nullcontext():
+            last.write(0, Snapshot(draft, donated_number(12, 1), task))
+    assert left(node) == ([] if number else [12])
