@@ -4,6 +4,9 @@ The job trains with dropout, BatchNorm, AdamW, a scheduler and a sampler, and no
 Afterwards the same job runs undisturbed. Counts the steps that were trained twice, and those that differ. Exit code 1
 if a step differs, is missing, or if a kill cost more than one step. Steps differ after a rank was killed in the first
 step of a round while another rank finished that step: its random state is lost, and dropout draws other numbers.
+
+`--during saves`: there is a save every few steps, and kills come while one is copied or written: of a rank and of the
+writer in turn.
 """
 
 from __future__ import annotations
@@ -11,38 +14,48 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from elasticd.heartbeat.record import HeartbeatReader, Phase
 from tests.faults.job import Job, until
 
 SETTLE_S = 0.6
 """Kills come within so long of the first step of a round."""
+WRITER_LIFE_S = 2.5
+"""A writer lives so long at least: the launcher starts no other one after three that lived for less than 2 s."""
 FLAGS = ["--checkpoint-dir", "checkpoints", "--max-restarts", "100000"]
+SAVES = ["--every", "20", "--width", "20000"]
+"""A state of 5 MB: saves take long enough to be met."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--during", choices=["saves"])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="elasticd-donors-") as directory:
-        disturbed = Job(
-            Path(directory, "disturbed"), "donor.py", "--steps", "1000000", workers=str(args.workers), flags=FLAGS
-        )
+
+        def start(name: str, steps: int) -> Job:
+            how = ["--steps", str(steps), *(SAVES if args.during else [])]
+            return Job(Path(directory, name), "donor.py", *how, workers=str(args.workers), flags=FLAGS)
+
+        disturbed = start("disturbed", 1_000_000)
+        kill_all = kill_in_saves if args.during else kill_ranks
         try:
-            pauses = kill(disturbed, args.kills, args.workers, random.Random(args.seed))
+            pauses = kill_all(disturbed, args.kills, args.workers, random.Random(args.seed))
         finally:
             disturbed.end()
         steps, repeated = trained(disturbed, args.workers)
-        whole = Job(
-            Path(directory, "whole"), "donor.py", "--steps", str(max(steps)), workers=str(args.workers), flags=FLAGS
-        )
+        whole = start("whole", max(steps))
         try:
             code = whole.wait(within=3600)
         finally:
@@ -63,35 +76,80 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"state that was saved after the fault; next step after {sorted(pauses)[len(pauses) // 2]:.2f} s (median)")
     print(f"steps trained twice: {sum(repeated.values())}, at most {max(repeated.values(), default=0)} in a round")
     print(f"steps that differ from the undisturbed run, or are missing: {len(wrong)} {wrong[:10]}")
+    if args.during:
+        failed = Counter(re.sub("[0-9]+", "N", event["reason"]) for event in disturbed.events("checkpoint_failed"))
+        print(
+            f"saves that became checkpoints: {len(disturbed.events('checkpoint_saved'))}; that did not: {dict(failed)}"
+        )
     lost = [event["step"] for event in resumed if "random state" in event["reason"]]
     print(f"resumed without the random state of the dead rank, which draws other numbers from then on: at {lost[:10]}")
     return 1 if code or wrong or max(repeated.values(), default=0) > 1 else 0
 
 
-def last_round(job: Job) -> int:
-    """Of the last step that rank 0 has noted; 0 before the first one."""
+def last_step(job: Job) -> tuple[int, int]:
+    """Round and step that rank 0 has noted last; (0, 0) before the first one."""
     path = job.work / "steps-0"
     if not path.exists():
-        return 0
+        return 0, 0
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 200))
         lines = file.read().split(b"\n")
-    return int(lines[-2].split()[0]) if len(lines) > 1 else 0
+    round_, step, *_ = lines[-2].split() if len(lines) > 1 else (b"0", b"0")
+    return int(round_), int(step)
 
 
-def kill(job: Job, kills: int, workers: int, draw: random.Random) -> list[float]:
+def kill_ranks(job: Job, kills: int, workers: int, draw: random.Random) -> list[float]:
     """Kill one rank after the other; returns the seconds to the next step."""
     pauses: list[float] = []
-    until(lambda: last_round(job) == 1, "the first step")
+    until(lambda: last_step(job)[0] == 1, "the first step")
     for round_ in range(1, kills + 1):
         time.sleep(draw.uniform(0, SETTLE_S))
-        os.kill(job.worker(draw.randrange(workers), round_), signal.SIGKILL)
-        at = time.monotonic()
-        until(lambda: last_round(job) > round_, f"a step of round {round_ + 1}")  # noqa: B023
-        pauses.append(time.monotonic() - at)
-        if round_ % 20 == 0:
-            print(f"{round_} kills", file=sys.stderr, flush=True)
+        pauses.append(kill(job, job.worker(draw.randrange(workers), round_), (round_ + 1, 0)))
+        report(round_)
     return pauses
+
+
+def kill_in_saves(job: Job, kills: int, workers: int, draw: random.Random) -> list[float]:
+    """Kill a rank and the writer in turn, two of them while a save is copied and two while one is written."""
+    pauses: list[float] = []
+    until(lambda: last_step(job)[0] == 1, "the first step")
+    round_, at = 1, time.monotonic()
+    for number in range(kills):
+        rank = draw.randrange(workers)
+        is_rank, is_written = number % 2 == 0, number % 4 > 1
+        time.sleep(0 if is_rank else max(0, at + WRITER_LIFE_S - time.monotonic()))
+        pid = job.worker(rank, round_) if is_rank else job.helper("writer")
+        if is_written:
+            wait_for(lambda: any(name.endswith(".staging") for name in os.listdir(job.work / "checkpoints")))
+        else:
+            (beat,) = Path("/dev/shm").glob(f"elasticd-{os.getuid()}-{job.pid}-*/round-{round_}/heartbeat-{rank}")
+            with HeartbeatReader(beat) as heartbeat:
+                wait_for(lambda: heartbeat.read().phase is Phase.CHECKPOINT)
+        pauses.append(kill(job, pid, (round_ + 1, 0) if is_rank else last_step(job)))
+        round_, at = round_ + is_rank, at if is_rank else time.monotonic()
+        report(number + 1)
+    return pauses
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """As `until`, for what lasts a millisecond."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "there was no save"
+        time.sleep(0.0002)
+
+
+def kill(job: Job, pid: int, after: tuple[int, int]) -> float:
+    """Returns the seconds to the next step that is later than `after`."""
+    os.kill(pid, signal.SIGKILL)
+    at = time.monotonic()
+    until(lambda: last_step(job) > after, f"a step after {after}")
+    return time.monotonic() - at
+
+
+def report(kills: int) -> None:
+    if kills % 20 == 0:
+        print(f"{kills} kills", file=sys.stderr, flush=True)
 
 
 def trained(job: Job, workers: int) -> tuple[dict[int, set[tuple[int, str]]], dict[int, int]]:

@@ -30,6 +30,7 @@ FLAGS = ["--checkpoint-dir", "checkpoints"]
         "tied",
         "frozen",
         "compiled",
+        "growing",
     ],
 )
 def test_usual_way_to_train_repeats_no_step_and_loses_no_bit(job: StartJob, kind: str) -> None:

@@ -35,8 +35,11 @@ def test_writer_and_owner_die_and_dev_shm_is_small(job: StartJob, tmp_path: Path
     """
     directory = tmp_path / "checkpoints"
     how = ["--steps", "100000", "--every", "20", "--ballast", str(100 << 20)]
-    run = job("resume.py", *how, prefix=in_a_small_dev_shm(), flags=["--checkpoint-dir", str(directory)])
+    prefix = in_a_small_dev_shm()
+    run = job("resume.py", *how, prefix=prefix, flags=["--checkpoint-dir", str(directory)])
     first = run.event("checkpoint_saved")
+    small = os.statvfs(f"/proc/{run.helper('writer')}/root/dev/shm")
+    assert not prefix or small.f_blocks * small.f_frsize == 64 << 20
     assert "while training waits" not in run.err, "it was copied into memory"
 
     writer = run.helper("writer")

@@ -312,6 +312,99 @@ def test_writer_killed_between_two_saves_costs_none(saves: Saves) -> None:
     assert (saves.held(), saves.on_disk()) == (2, [2, 1])
 
 
+KILLED_AT = """
+import os, runpy, signal, sys, threading
+gate, name, target, number, when = [sys.argv.pop(1) for _ in range(5)]
+call, left = getattr(os, name), int(number)
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def hurt(*args):
+    global left
+    where = str(args[1]) if name == "rename" else os.readlink(f"/proc/self/fd/{args[0]}")
+    left -= os.path.exists(gate) and where.endswith(target)
+    if left or not os.path.exists(gate):
+        return call(*args)
+    if when == "during":
+        threading.Timer(0.05, kill).start()
+        while True:
+            call(*args)
+    if when == "half":
+        call(args[0], args[1][: len(args[1]) // 2], *args[2:])
+    if when == "after":
+        call(*args)
+    kill()
+
+setattr(os, name, hurt)
+sys.argv = sys.argv[3:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+HEADERS = "test-0 (deleted)"
+KILLS: dict[str, tuple[tuple[str, str, int, str], int, bool]] = {
+    "before the copy": (("pwrite", HEADERS, 1, "before"), 1, False),
+    "between data and header": (("pwrite", HEADERS, 2, "before"), 1, False),
+    "in the header": (("pwrite", HEADERS, 2, "half"), 1, False),
+    "between header and write": (("pwrite", HEADERS, 2, "after"), 2, False),
+    "in the write": (("write", "/state.pt", 2, "half"), 2, False),
+    "in the fsync of the state": (("fsync", "/state.pt", 1, "during"), 2, False),
+    "between state and manifest": (("write", "/manifest.json", 1, "before"), 2, False),
+    "in the manifest": (("write", "/manifest.json", 1, "half"), 2, False),
+    "in the fsync of the manifest": (("fsync", "/manifest.json", 1, "during"), 2, False),
+    "before the rename": (("rename", "/r1-s2", 1, "before"), 2, False),
+    "after the rename": (("rename", "/r1-s2", 1, "after"), 2, True),
+    "in the fsync of the directory": (("fsync", "/checkpoints", 1, "during"), 2, True),
+    "between the rename and the header": (("pwrite", HEADERS, 3, "before"), 2, True),
+}
+"""A call of the writer's, the end of the file's name, which of these calls, and when; the step that its successor finds
+in memory then, and whether the checkpoint is there."""
+
+
+@contextlib.contextmanager
+def killed_at(saves: Saves, place: tuple[str, str, int, str]) -> Iterator[None]:
+    """The writer has saved step 1, and what is done here gets it to this place; then there is a successor."""
+    gate = saves.notes.with_name("gate")
+    saves.node.end()
+    saves.node.start(sys.executable, "-c", KILLED_AT, str(gate), *map(str, place))
+    saves.save(1)
+    assert saves.wait()["saved"]
+    gate.touch()
+    with contextlib.suppress(OSError):
+        yield
+    assert saves.node.process is not None and saves.node.process.wait(30) == -signal.SIGKILL
+    saves.close()
+    saves.node.start()
+
+
+@pytest.mark.parametrize(("place", "held", "is_saved"), KILLS.values(), ids=KILLS)
+def test_writer_killed_at_each_phase_of_a_save(
+    saves: Saves, place: tuple[str, str, int, str], held: int, is_saved: bool
+) -> None:
+    """The last whole state is in memory and becomes a checkpoint; the save before it is never touched."""
+    with killed_at(saves, place):
+        saves.save(2, 3_000_000)
+    assert saves.on_disk() == ([2, 1] if is_saved else [1])
+    assert saves.held() == held
+    assert saves.wait()["saved"] == (held == 2)
+    assert saves.on_disk() == [*range(held, 0, -1)]
+    saves.save(3)
+    assert saves.wait()["saved"]
+    assert saves.on_disk()[0] == saves.held() == 3
+    assert not unfinished(saves.directory)
+
+
+@pytest.mark.parametrize("phase", [phase for phase, (place, *_) in KILLS.items() if place[0] == "pwrite"][:4])
+def test_writer_killed_at_each_phase_of_a_save_at_a_fault(saves: Saves, phase: str) -> None:
+    place, held, _ = KILLS[phase]
+    donor = saves.node.client()
+    with killed_at(saves, place):
+        copy_at_fault(saves, donor, 2, 1, saves.task)
+    donor.close()
+    assert saves.held() == held
+    assert saves.node.flush()["step"] == held
+    assert saves.on_disk() == [*range(held, 0, -1)]
+
+
 def test_writer_without_successor_is_an_error(saves: Saves) -> None:
     saves.save(1)
     assert saves.wait()["saved"]
@@ -440,23 +533,29 @@ def finish_at_fault(
     saves: Saves, rank: WriterClient, step: int, number: int, task: Callable[[], WriteTask] | None = None
 ) -> None:
     """Save as soon as the writer lends a buffer, as a rank does at a fault; what it holds stays until then."""
-    layout = saves.layout(step)
-    draft, number = saves.draft(layout, step), donated_number(step, number)
 
-    def borrow() -> int | None:
+    def save() -> bool:
         with contextlib.suppress(SnapshotRefused):
-            return rank.begin(draft, number, 0, 1, layout.shared_digest)[0]
-        return None
+            copy_at_fault(saves, rank, step, number, task)
+            return True
+        return False
 
-    before = saves.held()
-    fd = wait_for(borrow, "the buffer")
+    wait_for(save, "the buffer")
+    wait_for(lambda: saves.held() == step, f"the state of step {step}")
+    rank.close()
+
+
+def copy_at_fault(
+    saves: Saves, rank: WriterClient, step: int, number: int, task: Callable[[], WriteTask] | None = None
+) -> None:
+    layout, before = saves.layout(step), saves.held()
+    draft, number = saves.draft(layout, step), donated_number(step, number)
+    fd, _ = rank.begin(draft, number, 0, 1, layout.shared_digest)
     assert saves.held() == before
     layout.copy_shared(functools.partial(write_at, fd), 0, 1)
     layout.copy_own(fd)
     os.close(fd)
     rank.copied(draft, number, 0, task)
-    wait_for(lambda: saves.held() == step, f"the state of step {step}")
-    rank.close()
 
 
 FORKS = """

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elasticd
+from elasticd.checkpointing import layout
 from elasticd.checkpointing.layout import Layout
 
 
@@ -28,8 +29,8 @@ def digest(value: Any) -> str:
             for key, each in item.items():
                 found.update(repr(key).encode())
                 add(each)
-        elif isinstance(item, (list, tuple)):
-            for each in item:
+        elif isinstance(item, (list, tuple, set)):
+            for each in sorted(item) if isinstance(item, set) else item:
                 add(each)
         else:
             found.update(repr(item).encode())
@@ -38,16 +39,21 @@ def digest(value: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def in_copy(act: Callable[[], None]) -> None:
-    """What a rank does before it copies its state."""
-    copy = Layout.copy_own
+def in_copy(act: Callable[[], None], due: Callable[[], bool]) -> None:
+    """What a rank does once, when it has copied a piece of its state and more are to come."""
+    copy_shared, write_at = Layout.copy_shared, layout.write_at
 
-    def copy_own(layout: Layout, fd: int) -> None:
-        faults.write("in_copy", f"{faults.RANK}\n")
-        act()
-        copy(layout, fd)
+    def acting(write: Callable[..., None]) -> Callable[..., None]:
+        def write_and_act(*what: Any) -> None:
+            write(*what)
+            if due() and not (faults.WORK / "in_copy").exists():
+                faults.write("in_copy", f"{faults.RANK}\n")
+                act()
 
-    Layout.copy_own = copy_own  # type: ignore[method-assign]
+        return write_and_act
+
+    layout.write_at = acting(write_at)
+    Layout.copy_shared = lambda self, write, *share: copy_shared(self, acting(write), *share)  # type: ignore[method-assign]
 
 
 def die_behind(step: int, others: set[int]) -> None:
@@ -63,15 +69,15 @@ def die_behind(step: int, others: set[int]) -> None:
 def main(args: argparse.Namespace) -> None:
     faults.at(0)
     session = elasticd.init()
-    if args.die_in_copy == session.rank and session.round == 1:
-        in_copy(lambda: faults.happen("SIGKILL"))
-    if args.slow_copy == session.rank:
-        in_copy(lambda: time.sleep(1))
+    if args.die_in_copy and args.die_in_copy[0] in (session.rank, -1):
+        in_copy(lambda: faults.happen("SIGKILL"), lambda: session.steps == args.die_in_copy[1])
+    if args.slow_copy and args.slow_copy[0] == session.rank:
+        in_copy(lambda: time.sleep(1), lambda: session.steps == args.slow_copy[1])
     torch.manual_seed(session.rank)
-    layers = [torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Dropout(0.3)]
+    layers = [torch.nn.Linear(16, args.width), torch.nn.BatchNorm1d(args.width), torch.nn.ReLU(), torch.nn.Dropout(0.3)]
     # With unused parameters DDP keeps its buckets' order, in which more than two ranks' gradients are added.
     model = DistributedDataParallel(
-        torch.nn.Sequential(*layers, torch.nn.Linear(64, 1)), find_unused_parameters=session.world_size > 2
+        torch.nn.Sequential(*layers, torch.nn.Linear(args.width, 1)), find_unused_parameters=session.world_size > 2
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
@@ -124,8 +130,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=1000)
-    parser.add_argument("--die-in-copy", type=int, default=-1, help="this rank dies when it saves, in round 1")
-    parser.add_argument("--slow-copy", type=int, default=-1, help="its copy takes longer than ranks are waited for")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--die-in-copy", type=numbers, help="RANK,STEP: while it copies; -1: any rank")
+    parser.add_argument("--slow-copy", type=numbers, help="RANK,STEP: this copy takes longer than ranks are waited for")
     parser.add_argument("--poisoned", type=int, help="a state of this step makes every resumed round fail")
     parser.add_argument("--fail-at", type=numbers)
     parser.add_argument("--die-behind", type=numbers, nargs="*", default=[], help="RANK,STEP after the backward pass")

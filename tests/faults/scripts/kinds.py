@@ -259,6 +259,33 @@ def compiled(job: Kind) -> None:
     job.attached["model"] = job.model
 
 
+class Growing:
+    """A tensor that grows and changes its shape, and a set that each rank fills in another order."""
+
+    def __init__(self, backwards: bool) -> None:
+        self._backwards = backwards
+        self._state = {"values": torch.zeros(0), "names": set[str]()}
+
+    def add(self, step: int) -> None:
+        names = [f"{number}-{step}" for number in range(9)]
+        self._state["names"] |= set(reversed(names) if self._backwards else names)  # type: ignore[arg-type,operator]
+        values = torch.arange(step * step, dtype=torch.float32)
+        self._state["values"] = values.view(step, step) if step % 3 else values
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+
+@kind
+def growing(job: Kind) -> None:
+    job.ddp()
+    job.attached["growing"] = own = Growing(job.session.rank > 0)
+    job.then(lambda: own.add(job.session.steps + 1))
+
+
 @kind
 def averaged_late(job: Kind) -> None:
     """Averaged weights that change after `session.step()`: no commit has them."""
