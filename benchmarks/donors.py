@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         expected, _ = trained(whole, args.workers)
         resumed = disturbed.events("resumed")
         reasons = [event["reason"] for event in resumed]
+        found = [event for event in disturbed.events() if event["kind"].startswith("checkpoint_")]
+        saves = Counter(re.sub("[0-9]+|every.*", "N", event["reason"]) for event in found)
         unnoted = {event["step"] for event in resumed}  # a rank may be killed between its commit and its note
         wrong = [
             step
@@ -76,11 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"state that was saved after the fault; next step after {sorted(pauses)[len(pauses) // 2]:.2f} s (median)")
     print(f"steps trained twice: {sum(repeated.values())}, at most {max(repeated.values(), default=0)} in a round")
     print(f"steps that differ from the undisturbed run, or are missing: {len(wrong)} {wrong[:10]}")
-    if args.during:
-        failed = Counter(re.sub("[0-9]+", "N", event["reason"]) for event in disturbed.events("checkpoint_failed"))
-        print(
-            f"saves that became checkpoints: {len(disturbed.events('checkpoint_saved'))}; that did not: {dict(failed)}"
-        )
+    print(f"saves: {dict(saves)}")
     lost = [event["step"] for event in resumed if "random state" in event["reason"]]
     print(f"resumed without the random state of the dead rank, which draws other numbers from then on: at {lost[:10]}")
     return 1 if code or wrong or max(repeated.values(), default=0) > 1 else 0

@@ -119,13 +119,18 @@ class Unreadable:
 def read(checkpoint: Path) -> Manifest | Unreadable:
     """The manifest in the directory `checkpoint`."""
     try:
-        with open(checkpoint / MANIFEST, "rb") as file:
+        with open(checkpoint / MANIFEST, "rb", opener=_open_at_once) as file:
             data = file.read(_MAX_BYTES + 1)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             return Unreadable(f"{MANIFEST} is missing")
         return Unreadable(f"{MANIFEST} cannot be read: {os.strerror(error.errno or errno.EIO)}", permanent=False)
     return parse(data)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Also a pipe, which is damage."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse(data: bytes) -> Manifest | Unreadable:

@@ -113,8 +113,17 @@ def test_prune_refuses_a_directory_in_use(
 
 
 @pytest.mark.parametrize(
-    "argv", [["list", "/nowhere"], ["show", "DIR", "r1-s11"], ["prune", "DIR", "--keep", "0"], ["burn", "DIR"]]
+    "argv",
+    [
+        ["list", "/nowhere"],
+        ["show", "DIR", "r1-s11"],
+        ["prune", "DIR", "--keep", "0"],
+        ["prune", "DIR", "r1-s10"],
+        ["verify", "DIR", "--json"],
+        ["burn", "DIR"],
+    ],
 )
 def test_wrong_requests_are_usage_errors(directory: Path, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", *(str(directory) if word == "DIR" else word for word in argv)]) == 2
     assert capsys.readouterr().err.startswith("elasticd checkpoints: error: ")
+    assert len(list(directory.glob("r*"))) == 4

@@ -208,6 +208,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no state": (lambda path: (path / "state.pt").unlink(), "state.pt is missing"),
     "a directory as state": (lambda path: ((path / "state.pt").unlink(), (path / "state.pt").mkdir()), "is not a file"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
+    "a pipe as manifest": (
+        lambda path: ((path / "manifest.json").unlink(), os.mkfifo(path / "manifest.json")),
+        "is not JSON",
+    ),
     "no JSON": (lambda path: (path / "manifest.json").write_bytes(b"\xff{"), "is not JSON"),
     "no object": (lambda path: (path / "manifest.json").write_text("[1]"), "is not an object"),
     "deep JSON": (lambda path: (path / "manifest.json").write_text("[" * 100_000), "is not"),

@@ -39,6 +39,10 @@ _VERBS = ("list", "show", "verify", "prune")
 def checkpoints(argv: Sequence[str]) -> int:
     """Returns the exit code. Raises UsageError."""
     options = _parser().parse_intermixed_args(argv)
+    if options.name is not None and options.verb not in ("show", "verify"):
+        raise UsageError(f"{options.verb} takes no NAME")
+    if options.json and options.verb != "list":
+        raise UsageError(f"--json goes with list, not with {options.verb}")
     with contextlib.ExitStack() as stack:
         if url_of(options.directory) is not None:
             options.directory = stack.enter_context(_copied(options.directory))
