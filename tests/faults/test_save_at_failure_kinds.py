@@ -60,6 +60,7 @@ def test_usual_way_to_train_repeats_no_step_and_loses_no_bit(job: StartJob, kind
         ("unfrozen", 13, "other parameters are trained than before"),
         ("unfrozen_apart", 13, "other parameters are trained than before"),
         ("unpicklable", 13, "the state cannot be copied at a step: "),
+        ("growing_tensor", 13, "growing keeps tensors and is neither a module nor an optimizer"),
         ("never_stepped", 13, "no attached optimizer has made a step"),
     ],
 )

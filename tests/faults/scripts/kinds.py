@@ -260,17 +260,17 @@ def compiled(job: Kind) -> None:
 
 
 class Growing:
-    """A tensor that grows and changes its shape, and a set that each rank fills in another order."""
+    """Numbers that grow and change their shape, in a list or a tensor, and a set that each rank fills in its order."""
 
-    def __init__(self, backwards: bool) -> None:
-        self._backwards = backwards
-        self._state = {"values": torch.zeros(0), "names": set[str]()}
+    rank_independent = True
+
+    def __init__(self, rank: int, kept: Callable[[list[int]], Any]) -> None:
+        self._order, self._kept = 1 - 2 * rank, kept
+        self._state: dict[str, Any] = {"values": None, "names": set()}
 
     def add(self, step: int) -> None:
-        names = [f"{number}-{step}" for number in range(9)]
-        self._state["names"] |= set(reversed(names) if self._backwards else names)  # type: ignore[arg-type,operator]
-        values = torch.arange(step * step, dtype=torch.float32)
-        self._state["values"] = values.view(step, step) if step % 3 else values
+        self._state["names"] |= {f"{number}-{step}" for number in range(9)[:: self._order]}
+        self._state["values"] = self._kept([*range(step), *([step] if step % 3 else [])])
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._state)
@@ -282,7 +282,14 @@ class Growing:
 @kind
 def growing(job: Kind) -> None:
     job.ddp()
-    job.attached["growing"] = own = Growing(job.session.rank > 0)
+    job.attached["growing"] = own = Growing(job.session.rank, lambda values: [values])
+    job.then(lambda: own.add(job.session.steps + 1))
+
+
+@kind
+def growing_tensor(job: Kind) -> None:
+    job.ddp()
+    job.attached["growing"] = own = Growing(job.session.rank, lambda values: torch.tensor([values, values]))
     job.then(lambda: own.add(job.session.steps + 1))
 
 
