@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -315,7 +316,7 @@ class Session:
             every = self._saver.every
             known = {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
             self._events.write("attached", "a checkpoint is attached", self._steps, **known)
-            self._donor = Donor(self._saver, self._attached, self._optimized)
+            self._donor = Donor(self._saver, self._attached, self._optimized, self._is_in_step)
         for hook in self._optimizer_hooks:
             hook.remove()
 
@@ -367,6 +368,8 @@ class Session:
         if self._scalars is not None and not self._closed:
             self._scalars.close()
         if self._donor is not None:
+            if ends_by(sys.exc_info()[1]):  # called by `finally`, or at the end of `with`
+                self._donor.fail()
             self._donor.close()
         self._saver.close()
         self._sigterm.close()
@@ -382,8 +385,6 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A rank that failed does not wait for its peers: they wait for something else.
-        if kind is not None and issubclass(kind, Exception) and self._donor is not None:
-            self._donor.fail()
         self._closed = self._closed or kind is not None
         self._publisher.close(failed=kind is not None)
         self.close()
@@ -413,6 +414,9 @@ class Session:
             return status
         in_step = status.issued - self._issued_before if status.issued >= self._issued_before >= 0 else -1
         return replace(status, step=self._steps - 1, issued_in_step=in_step)
+
+    def _is_in_step(self) -> bool:
+        return self._issued() > self._issued_at_step >= 0
 
     def _on_optimizer_step(self, *_: Any) -> None:
         self._optimized = True
@@ -456,6 +460,11 @@ class Session:
         finally:
             self._heartbeat.set_phase(before)
         return over.action
+
+
+def ends_by(error: BaseException | None) -> bool:
+    """The script ends by this exception, which is being handled, and has not done all of its work."""
+    return error.code not in (None, 0) if isinstance(error, SystemExit) else error is not None
 
 
 class SigtermHandler:

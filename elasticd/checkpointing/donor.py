@@ -26,7 +26,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,9 +77,14 @@ _CHANGED = "what is attached was changed after session.step()"
 class Donor:
     """This rank as a donor. `begin` and `commit` are called by `session.step()`, `fail` when the script has failed."""
 
-    def __init__(self, saver: Saver, attached: Mapping[str, Any], optimized: bool) -> None:
-        """`optimized`: an optimizer has begun a step before."""
+    def __init__(
+        self, saver: Saver, attached: Mapping[str, Any], optimized: bool, is_in_step: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`optimized`: an optimizer has begun a step before. `is_in_step` returns whether this rank has begun to do
+        something with the others since the last commit.
+        """
         self._saver, self._attached = saver, dict(attached)
+        self._is_in_step = is_in_step
         self._pid = os.getpid()
         self._lock = threading.Lock()
         """Held from the optimizer's pre-step hook to the commit, and by a thread that saves."""
@@ -184,7 +189,9 @@ class Donor:
         the commit before it stays.
         """
         try:
-            if self._optimized and not self._why:
+            if not self._optimized:
+                self._whole = None  # the step may have changed other things that are attached, such as averaged weights
+            elif not self._why:
                 self._copy(step)
         except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
             self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
@@ -315,7 +322,8 @@ class Donor:
             self._save(LONGEST_WAIT_S)  # the thread may be copying, and would end with the process
 
     def _at_exit(self) -> None:
-        if hasattr(sys, "last_value"):
+        # A script that catches the exception and calls sys.exit() leaves no other trace of it.
+        if hasattr(sys, "last_value") or self._is_in_step():
             self.fail()
         self.close()
 
@@ -334,7 +342,7 @@ class Donor:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             if self._thread.is_alive():
-                self._thread.join(WAIT_S)
+                self._thread.join(LONGEST_WAIT_S)  # it may be saving, and would end with the process
             self._socket.close()
             self._socket = None
         self._why = self._why or "the session is closed"

@@ -241,6 +241,20 @@ def test_eviction_that_ends_in_a_kill_costs_no_step(job: StartJob, tmp_path: Pat
 
 
 @pytest.mark.system
+def test_ctrl_c_costs_no_step(job: StartJob, tmp_path: Path) -> None:
+    """Every rank gets a KeyboardInterrupt, or loses a peer to one."""
+    directory = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    stopped = job("donor.py", "--steps", "60", "--every", "5", faults=[Fault(1, 13, "stop")], flags=directory)
+    until(lambda: (stopped.work / "fired").exists(), "the step before which rank 1 waits")
+    until(lambda: digests(stopped, "steps", 0)[-1][1] == 12, "the last step")
+    stopped.process.send_signal(signal.SIGINT)
+    assert stopped.wait() == 128 + signal.SIGINT
+    again = job("donor.py", "--steps", "20", flags=directory)
+    assert again.wait() == 0
+    assert [event["step"] for event in again.events("resumed")] == [12]
+
+
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("faults", "args", "flags", "last"),
     [
@@ -265,6 +279,17 @@ def test_last_step_of_a_job_that_gives_up_is_a_checkpoint(
     assert [event["step"] for event in again.events("resumed")] == [last]
     expected = {step: found for _, step, found in digests(whole, "steps") if step <= 20}
     assert all(expected[step] == found for _, step, found in digests(again, "steps"))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("ends", ["with", "close", "sys.exit"])
+def test_way_a_script_ends_after_an_exception_costs_no_step(job: StartJob, ends: str) -> None:
+    """The one of a rank, and those of its peers in consequence."""
+    args = ["--steps", "30", "--every", "5", "--ends", ends, "--fail-at", "1,1,13"]
+    run = job("donor.py", *args, flags=["--checkpoint-dir", "checkpoints"])
+    assert run.wait() == 0
+    (resumed,) = run.events("resumed")
+    assert (resumed["step"], "after the fault" in resumed["reason"]) == (12, True), run.err
 
 
 @pytest.mark.system

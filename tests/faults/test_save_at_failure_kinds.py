@@ -17,6 +17,7 @@ FLAGS = ["--checkpoint-dir", "checkpoints"]
     [
         "gan",
         "averaged",
+        "averaged_in_steps_left_out",
         "sent",
         "clamped",
         "clamped_data",

@@ -280,6 +280,8 @@ class JobLoop:
                 self._stepped(self._monitor.end(number))
             case messages.WorkerExited() if event.status.ok:
                 self._monitor.exited(event.rank)
+            case messages.WorkerExited(number) if number in self._kill_at:
+                self._saved_last = True  # it has ended by the signal, as by Ctrl-C, and without a checkpoint
             case messages.StopRequested() | messages.StopForced():
                 if not self._rules.leave_on_stop:
                     self._rendezvous.update_facts(stop=event)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +71,23 @@ def die_behind(step: int, others: set[int]) -> None:
 def main(args: argparse.Namespace) -> None:
     faults.at(0)
     session = elasticd.init()
+    if args.ends == "with":
+        with session:
+            train(session, args)
+        return
+    try:
+        train(session, args)
+    except Exception:
+        if args.ends != "sys.exit":
+            raise
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        if args.ends == "close":
+            session.close()
+
+
+def train(session: elasticd.Session, args: argparse.Namespace) -> None:
     if args.die_in_copy and args.die_in_copy[0] in (session.rank, -1):
         in_copy(lambda: faults.happen("SIGKILL"), lambda: session.steps == args.die_in_copy[1])
     if args.slow_copy and args.slow_copy[0] == session.rank:
@@ -135,6 +154,7 @@ if __name__ == "__main__":
     parser.add_argument("--slow-copy", type=numbers, help="RANK,STEP: this copy takes longer than ranks are waited for")
     parser.add_argument("--poisoned", type=int, help="a state of this step makes every resumed round fail")
     parser.add_argument("--fail-at", type=numbers)
+    parser.add_argument("--ends", choices=["with", "close", "sys.exit"], help="how it ends after an exception")
     parser.add_argument("--die-behind", type=numbers, nargs="*", default=[], help="RANK,STEP after the backward pass")
     parser.add_argument("--lag", type=numbers, nargs="*", default=[], help="RANK,STEP before the optimizer's step")
     main(parser.parse_args())

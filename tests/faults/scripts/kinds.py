@@ -113,6 +113,23 @@ def averaged(job: Kind) -> None:
 
 
 @kind
+def averaged_in_steps_left_out(job: Kind) -> None:
+    """As where a GradScaler finds an overflow: the optimizer makes no step, and the averaged weights follow."""
+    job.ddp()
+    ema = torch.optim.swa_utils.AveragedModel(job.net)
+    job.attached["ema"] = ema
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        job.loss(x, y).backward()
+        if job.session.steps + 1 not in (3, 5, 9):
+            job.optimizer.step()
+        job.optimizer.zero_grad()
+        ema.update_parameters(job.net)
+
+    job.train = train
+
+
+@kind
 def sent(job: Kind) -> None:
     """Rank 0 sends its state to another process, for which torch moves it to shared memory."""
     job.net.insert(1, torch.nn.BatchNorm1d(32))
