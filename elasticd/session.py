@@ -367,11 +367,12 @@ class Session:
         """
         if self._scalars is not None and not self._closed:
             self._scalars.close()
+        has_failed = ends_by(sys.exc_info()[1])  # called by `finally`, or at the end of `with`
         if self._donor is not None:
-            if ends_by(sys.exc_info()[1]):  # called by `finally`, or at the end of `with`
+            if has_failed:
                 self._donor.fail()
             self._donor.close()
-        self._saver.close()
+        self._saver.close(wait=not has_failed)
         self._sigterm.close()
         self._barriers.close()
         self._publisher.close()

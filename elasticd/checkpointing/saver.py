@@ -482,9 +482,10 @@ class Saver:
         logger.warning(reason)
         self.events.write(kind, reason, step, path=str(path))
 
-    def close(self) -> None:
-        """Wait for the last checkpoint and release the lock."""
-        self.wait()
+    def close(self, wait: bool = True) -> None:
+        """Wait for the last checkpoint, unless the others wait for this rank's end, and release the lock."""
+        if wait:
+            self.wait()
         if self.writer is not None:
             self.writer.close()
         if self._lock is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -99,3 +100,31 @@ def test_state_that_a_save_refuses_is_not_saved_at_the_fault_either() -> None:
     with pytest.raises(CheckpointRefused):
         session._save("every 10 steps", wait=False)
     assert closed
+
+
+@pytest.mark.parametrize(
+    ("error", "fails"),
+    [(None, False), (SystemExit(0), False), (SystemExit(1), True), (ValueError(), True), (KeyboardInterrupt(), True)],
+)
+def test_session_closed_by_an_exception_saves_its_state_and_waits_for_no_checkpoint(
+    error: BaseException | None, fails: bool
+) -> None:
+    """The other ranks wait for this one's end."""
+    called: list[str] = []
+
+    def note(name: str) -> Any:
+        return lambda **how: called.append(name + "".join(f" {key}={value}" for key, value in how.items()))
+
+    part = SimpleNamespace(fail=note("fail"), close=note("close"), created=False)
+    session: Any = object.__new__(Session)
+    session._scalars, session._closed, session._donor = None, True, part
+    session._sigterm = session._barriers = session._publisher = session._channel = session._group = part
+    session._saver = SimpleNamespace(close=note("saver"))
+    with contextlib.suppress(BaseException):
+        try:
+            if error is not None:
+                raise error
+        finally:
+            session.close()
+    first = ["fail", "close", "saver wait=False"] if fails else ["close", "saver wait=True"]
+    assert called[: len(first)] == first
