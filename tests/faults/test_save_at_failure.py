@@ -241,14 +241,15 @@ def test_eviction_that_ends_in_a_kill_costs_no_step(job: StartJob, tmp_path: Pat
 
 
 @pytest.mark.system
-def test_ctrl_c_costs_no_step(job: StartJob, tmp_path: Path) -> None:
-    """Every rank gets a KeyboardInterrupt, or loses a peer to one."""
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_stop_without_a_checkpoint_costs_no_step(job: StartJob, tmp_path: Path, signum: signal.Signals) -> None:
+    """By Ctrl-C every rank gets a KeyboardInterrupt, or loses a peer to one; SIGHUP ends all of them at once."""
     directory = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
     stopped = job("donor.py", "--steps", "60", "--every", "5", faults=[Fault(1, 13, "stop")], flags=directory)
     until(lambda: (stopped.work / "fired").exists(), "the step before which rank 1 waits")
     until(lambda: digests(stopped, "steps", 0)[-1][1] == 12, "the last step")
-    stopped.process.send_signal(signal.SIGINT)
-    assert stopped.wait() == 128 + signal.SIGINT
+    stopped.process.send_signal(signum)
+    assert stopped.wait() == 128 + signum
     again = job("donor.py", "--steps", "20", flags=directory)
     assert again.wait() == 0
     assert [event["step"] for event in again.events("resumed")] == [12]

@@ -313,7 +313,9 @@ class JobLoop:
                 self._listener.log(why)
                 self._kill_at[number] = time.monotonic() + grace_s
                 self.workers.request(number, heartbeat.STOP)
-                self._end_group(number, signal.Signals[name])
+                # After SIGTERM a session saves a checkpoint. Ctrl-C and others end a rank at once, wherever it is.
+                self._saved_last = name != "SIGTERM"
+                self._end_group(number, signal.Signals[name], save=self._saved_last)
             case messages.ReportFailure(failure):
                 self._report(failure)
             case messages.ReportDone(number):

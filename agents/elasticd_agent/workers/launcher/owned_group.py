@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterable
@@ -56,7 +57,8 @@ class OwnedGroup:
         """Except for the store that it keeps."""
         self.failed = False
         self.saving: socket.socket | None = None
-        """The answer to come before its workers are killed: survivors have saved their state."""
+        """The answer to come before its workers get the signal `after_save`: they have saved their state."""
+        self.after_save: int = signal.SIGKILL
         self.saving_since = self.save_until = 0.0
         self.killed_at: float | None = None
         self.kill_deadline_s = KILL_DEADLINE_S

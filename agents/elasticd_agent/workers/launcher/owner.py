@@ -384,7 +384,7 @@ class Owner:
     def do_signal(self, message: Message) -> None:
         """{group, signal[, save]}: SIGKILL also reaches the store, and what the workers left behind.
 
-        With `save`, the number of the round, survivors first save the state of their last step, until a deadline.
+        With `save`, the number of the round, workers first save the state of their last step, until a deadline.
         """
         group = self.groups.get(message["group"])
         if group is None:
@@ -394,11 +394,15 @@ class Owner:
             if not group.running or group.ended:
                 self.drop(group)
                 return
-            if "save" not in message or not self.request_save(group, message):
-                self.kill_members(group)
+        if "save" not in message or not self.request_save(group, message):
+            self.signal_members(group, message["signal"])
+
+    def signal_members(self, group: OwnedGroup, signum: int) -> None:
+        if signum == signal.SIGKILL:
+            self.kill_members(group)
         else:
             for pid in group.workers():
-                signal_child(pid, message["signal"])
+                signal_child(pid, signum)
 
     def request_save(self, group: OwnedGroup, message: Message) -> bool:
         if group.saving is None and self.writer is not None and group.workers():
@@ -406,7 +410,10 @@ class Owner:
             if group.saving is not None:
                 group.saving_since = time.monotonic()
                 group.save_until = group.saving_since + self.writer.longest_save_s(False)
+                group.after_save = message["signal"]
                 self.poll.register(group.saving.fileno(), select.POLLIN)
+        if message["signal"] == signal.SIGKILL:
+            group.after_save = signal.SIGKILL
         return group.saving is not None
 
     def receive_from_donors(self, group: OwnedGroup) -> None:
@@ -416,7 +423,12 @@ class Owner:
         if "busy" in message:
             group.save_until = group.saving_since + self.writer.longest_save_s(message["busy"] > 0)
         else:
-            self.kill_members(group)
+            self.saved(group)
+
+    def saved(self, group: OwnedGroup) -> None:
+        """The workers have saved their state, or had the time for it."""
+        self.end_saving(group)
+        self.signal_members(group, group.after_save)
 
     def end_saving(self, group: OwnedGroup) -> None:
         if group.saving is not None:
@@ -491,7 +503,7 @@ class Owner:
         """
         now = time.monotonic()
         if group.saving is not None and now >= group.save_until:
-            self.kill_members(group)
+            self.saved(group)
         if not group.is_ending():
             return
         keeps_store = group.store_outlives()
