@@ -101,7 +101,7 @@ class Donor:
         self._copy_s, self._step_s, self._at = 1e9, 1e9, 0.0
         self._expect_s = 0.0
         self._socket: socket.socket | None = None
-        self._closed = self._failed = False
+        self._closed = self._failed = self._is_silent = False
         self._hooks: list[Any] = []
         self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
         self._why = ""
@@ -241,6 +241,8 @@ class Donor:
             self._saver.events.write("message", reason, None)
 
     def _report_unsaved(self, step: int, why: str) -> None:
+        if self._is_silent:
+            return
         reason = f"rank {self._saver.group.rank} has not saved step {step} at the fault: {why}"
         self._saver.events.write("message", reason, step)
 
@@ -322,8 +324,11 @@ class Donor:
             self._save(LONGEST_WAIT_S)  # the thread may be copying, and would end with the process
 
     def _at_exit(self) -> None:
-        # A script that catches the exception and calls sys.exit() leaves no other trace of it.
-        if hasattr(sys, "last_value") or self._is_in_step():
+        has_raised = hasattr(sys, "last_value")
+        # A script that catches the exception and calls sys.exit() leaves no other trace of it. It may also have ended
+        # as usual, after an evaluation: then nothing is wrong if this saves nothing.
+        if has_raised or self._is_in_step():
+            self._is_silent = not has_raised
             self.fail()
         self.close()
 

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,24 @@ def test_state_that_a_save_refuses_is_not_saved_at_the_fault_either() -> None:
     with pytest.raises(CheckpointRefused):
         session._save("every 10 steps", wait=False)
     assert closed
+
+
+@pytest.mark.parametrize(
+    ("raised", "in_step", "calls"),
+    [(True, False, ["fail False", "close"]), (False, True, ["fail True", "close"]), (False, False, ["close"])],
+)
+def test_script_that_ends_in_a_step_may_have_caught_an_exception(
+    raised: bool, in_step: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is saved; that it is not is a message only where an exception has ended the script."""
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    if not raised:
+        monkeypatch.delattr(sys, "last_value")
+    called: list[str] = []
+    donor: Any = SimpleNamespace(_is_in_step=lambda: in_step, _is_silent=False, close=lambda: called.append("close"))
+    donor.fail = lambda: called.append(f"fail {donor._is_silent}")
+    Donor._at_exit(donor)
+    assert called == calls
 
 
 @pytest.mark.parametrize(
