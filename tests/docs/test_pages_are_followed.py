@@ -18,7 +18,8 @@ KUBERNETES = "tests/deploy/k8s/test_page.py"
 
 FOLLOWED = {
     "quickstart.md": {
-        "Quickstart": [QUICKSTART],
+        "The demo": [QUICKSTART],
+        "Your own environment": [QUICKSTART],
         "A laptop": [QUICKSTART, QUICKSTART, QUICKSTART],
         "Two nodes": [QUICKSTART, QUICKSTART],
         "A service": [QUICKSTART, QUICKSTART],

@@ -1,7 +1,7 @@
 """docs/quickstart.md, followed from the top: its own commands in the reader's shell, up to the part that needs root.
 
-Stood in for: git, venv and pip, which have happened here. Changed: etcd's address and the agent's port, which other
-programs of this machine may use. tests/systemd follows the rest.
+Stood in for: git, venv and pip, which have happened here, for the demo as well. Changed: etcd's address and the agent's
+port, which other programs of this machine may use. tests/systemd follows the rest.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ class Reader:
     """A shell in the folder that the first block has made."""
 
     def __init__(self, root: Path) -> None:
-        self.bin, self.folder = root / "bin", root / "elasticd"
+        self.bin, self.clone, self.folder = root / "bin", root / "elasticd", root / "try"
         self.bin.mkdir()
         self._shells: list[subprocess.Popen[str]] = []
         stand_ins = {
-            "git": f'[ "$1 $3" = "clone elasticd" ] && mkdir elasticd && cp -r {ROOT}/examples elasticd/examples',
-            "python3": '[ "$*" = "-m venv .venv" ] && mkdir -p .venv/bin && touch .venv/bin/activate',
-            "pip": '[ "$*" = "install ." ]',
+            "git": f'[ "$1 $3" = "clone elasticd" ] && mkdir elasticd && cd {ROOT} && '
+            f"cp -r elasticd examples Makefile pyproject.toml constraints.txt {self.clone}",
+            "python3": '[ "$*" = "-m venv venv" ] && mkdir -p venv/bin && touch venv/bin/activate',
+            "pip": '[ "$*" = "install ../elasticd" ]',
             "elasticd": f'exec {sys.executable} -m elasticd_agent "$@"',
         }
         for name, script in stand_ins.items():
@@ -48,10 +49,11 @@ class Reader:
             "PYTHONPATH": f"{ROOT}:{ROOT / 'agents'}",
             "ELASTICD_HTTP_PORT": "0",
         }
-        setup = f"{PAGE['Quickstart'][0]}\ndeclare -x OMP_NUM_THREADS && pwd"
+        (clone, self.demo), (install,) = PAGE["The demo"][0].splitlines(), PAGE["Your own environment"]
+        setup = f"{clone}\n{install}\ndeclare -x OMP_NUM_THREADS && pwd"
         done = subprocess.run(["bash", "-euc", setup], cwd=root, env=self.env, capture_output=True, text=True)
         assert (done.returncode, done.stdout.split("\n")[-2:]) == (0, [str(self.folder), ""]), done.stderr
-        assert "OMP_NUM_THREADS=1" in PAGE["Quickstart"][0]
+        assert "OMP_NUM_THREADS=1" in install
         self.env["OMP_NUM_THREADS"] = "1"
 
     def start(self, script: str, output: str) -> subprocess.Popen[str]:
@@ -68,14 +70,14 @@ class Reader:
         self._shells.append(shell)
         return shell
 
-    def run(self, script: str) -> str:
+    def run(self, script: str, within: float = IN_TIME) -> str:
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=self.folder,
             env=self.env,
             capture_output=True,
             text=True,
-            timeout=IN_TIME,
+            timeout=within,
         )
         assert done.returncode == 0, f"{script}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         return done.stdout
@@ -99,6 +101,15 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     made.close()
 
 
+def test_demo(reader: Reader) -> None:
+    python = reader.clone / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (reader.clone / ".venv" / ".elasticd-ready").touch()
+    assert re.search(r"(?m)^demo: recovered in \d+\.\d+ s", reader.run(f"cd .. && {reader.demo}", 200))
+
+
 def test_laptop(reader: Reader) -> None:
     start, kill, hang = PAGE["A laptop"]
     reader.start(start, "said")
@@ -106,6 +117,7 @@ def test_laptop(reader: Reader) -> None:
     reader.run(kill)
     reader.wait_for("rank 0 was killed by SIGKILL; restart 1: 2 workers on .*, from checkpoint", "said")
     reader.wait_for("round 2: training again", "said")
+    assert "start cold" not in (reader.folder / "said").read_text(), "the clone's elasticd is in the script's way"
     read_pid, stop, explain = kill.splitlines()[0], *hang.splitlines()
     reader.run(f"{read_pid}\n{stop}")
     reader.wait_for("round 3: training again", "said")
