@@ -10,7 +10,6 @@ import signal
 
 from tests.faults.conftest import StartJob
 from tests.faults.job import PATIENCE_S, Job, until
-from tests.node.node import COLD
 
 
 def browse(where: str, path: str, cookie: str = "", method: str = "GET") -> tuple[int, dict[str, str], str]:
@@ -24,7 +23,7 @@ def browse(where: str, path: str, cookie: str = "", method: str = "GET") -> tupl
 
 
 def test_run_serves_its_page_to_one_browser(job: StartJob) -> None:
-    run: Job = job("plain.py", COLD, "sleep", workers="2", flags=["--ui", "0"])
+    run: Job = job("train.py", "100000", workers="2", flags=["--ui", "0"])
     line = r"logs go to (\S+); the job's page: http://(127\.0\.0\.1:\d+)(/login\?code=[\w-]+)\n"
     found = until(lambda: re.search(line, run.err), "the URL")
     where, login = found[2], found[3]
@@ -41,8 +40,9 @@ def test_run_serves_its_page_to_one_browser(job: StartJob) -> None:
     def page() -> str:
         return browse(where, path, cookie)[2].replace('<span class="quiet">rank </span>', "rank ")
 
-    until(lambda: "rank 1" in page(), "both ranks on the page")
-    assert "plain.py" in page()
+    until(lambda: "rank 1" in page() and "Step times of 2 of 2 ranks" in page(), "both ranks and their steps")
+    assert "steps/s<" in page()
+    assert "train.py" in page()
     assert "round_published" in browse(where, f"{path}/log?stream=events", cookie)[2]
     assert browse(where, f"{path}/cancel", cookie, "POST")[0] == 403
     os.kill(run.pid, signal.SIGTERM)

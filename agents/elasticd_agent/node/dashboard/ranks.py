@@ -63,9 +63,14 @@ def _node(name: str, assigned: AssignmentStatus | None, progress: JobProgress, r
         tag("p", reason, class_="quiet") if reason else None,
         tag("p", " · ".join(gpus), class_="quiet") if gpus else None,
         tag("ul", [_cell(rank, progress) for rank in ranks], class_="ranks") if ranks else None,
-        tag("p", "No workers at this moment.", class_="quiet") if not ranks and not problem else None,
+        tag("p", _absent(progress), class_="quiet") if not ranks and not problem else None,
         class_="of-node",
     )
+
+
+def _absent(progress: JobProgress) -> str:
+    why = progress.runner_problem
+    return f"The runner does not answer: {why}" if progress.round and why else "No workers at this moment."
 
 
 def _gpu(one: GpuStatus) -> str:

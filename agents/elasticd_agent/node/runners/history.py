@@ -88,7 +88,7 @@ class RankTrack:
             columns = list(self._columns)
         ranks = sorted(columns[-1][1]) if columns else []
         return [
-            {"rank": rank, "points": [(round(at, 1), steps[rank]) for at, steps in columns if rank in steps]}
+            {"rank": rank, "points": [[round(at, 1), steps[rank]] for at, steps in columns if rank in steps]}
             for rank in ranks
         ]
 
@@ -146,10 +146,10 @@ class RunnerMetrics(metrics.Metrics):
         self.rank_track = RankTrack()
 
     def course(self) -> dict[str, Any]:
-        """For an answer to `status`."""
+        """For an answer to `status`: as JSON has it, since `elasticd run --ui` reads it in the same process."""
         return {
             "steps_per_second": self.steps_per_second,
-            "step_samples": self.step_track.points(),
+            "step_samples": [list(point) for point in self.step_track.points()],
             "rank_steps": self.rank_track.points(),
             "snapshot": self.last_snapshot,
         }
