@@ -357,6 +357,8 @@ def test_command_with_missing_packages_names_one() -> None:
         ("submit --workers 2 job.toml", "--workers is for a command; write"),
         ("submit job.toml -- train.py", "give a job file, or -- and a command, not both"),
         ("submit --", "a job file is missing"),
+        ("submit --upload . job.toml", "--upload is for a command; write: elasticd submit --upload . -- train.py"),
+        ("submit --check --upload . -- train.py", "--upload is not for --check, which submits nothing"),
         ("submit --env A -- train.py", "argument --env: 'A' is not NAME=VALUE"),
         (
             "submit -- python train.py 3",

@@ -125,6 +125,15 @@ def test_follow_through_all_rounds_to_the_end(one: Served, until: Until) -> None
     assert (reading.out.getvalue()[-8:], reading.error) == (b"and out\n", "")
 
 
+def test_a_pending_job_is_called_so_once(one: Served, until: Until) -> None:
+    one.announce()
+    one.place("llama", 1, reason="pending: needs 1 node")
+    reading = FollowerThread(one, replace(ALL, follow=True))
+    until(lambda: reading.answers, 10)
+    reading.stop()
+    assert reading.answers == ["pending: needs 1 node"]
+
+
 def test_without_follow_a_fast_writer_is_not_awaited(one: Served) -> None:
     one.log(1, 0, "stdout", "x" * (3 << 20))
 

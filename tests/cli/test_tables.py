@@ -174,7 +174,7 @@ def test_job_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.splitlines()[0].split() == ["ROUND", "SINCE", "WORKERS", "NODES", "LOST", "REASON"]
     assert table.splitlines()[-2:] == [
         "23     2027-01-15 08:00:23+0000  8        a,b    0.4s, 17 steps  "
-        "why, from step 1237, saved by rank 2 after the fault",
+        "why, resumed from step 1237, saved by rank 2 after the fault",
         "and 3 older rounds: --json",
     ]
 

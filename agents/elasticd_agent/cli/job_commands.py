@@ -85,8 +85,10 @@ def _split_command(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 def _submit(client: AgentClient, options: argparse.Namespace) -> int:
     if options.command and options.file is not None:
         raise UsageError("give a job file, or -- and a command, not both")
-    if options.upload is not None and (options.check or not options.command):
-        raise UsageError("--upload is for a command and not with --check: elasticd submit --upload . -- train.py")
+    if options.upload is not None and options.check:
+        raise UsageError("--upload is not for --check, which submits nothing")
+    if options.upload is not None and not options.command:
+        raise UsageError("--upload is for a command; write: elasticd submit --upload . -- train.py")
     if options.command:
         return _submit_file(client, options, Path("the command"), _job_of(client, options), "application/json")
     given = [name for name in _JOB_OPTIONS if getattr(options, name) is not None]

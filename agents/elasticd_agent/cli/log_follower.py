@@ -100,7 +100,8 @@ class LogFollower:
                 return
             if found.get("reason") != waiting:
                 waiting = str(found.get("reason"))
-                self.log(f"{found.get('state')}: {waiting}")
+                state = str(found.get("state"))  # with which the scheduler's reasons for a pending job begin
+                self.log(waiting if waiting.startswith(state) else f"{state}: {waiting}")
             self.sleep(2 * POLL_S)
 
     def _read_piece(self, stream: _Stream) -> bool:

@@ -12,6 +12,7 @@ from elasticd_agent.job.listener import GroupEnding, JobEvent, SlotChanged
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.messages import FirstStep, GroupEnded, StoreExited, WorkerExited
 from elasticd_agent.model.notices import StragglersFound
+from elasticd_agent.model.phrases import count
 from elasticd_agent.model.records import Round
 from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.telemetry import events
@@ -103,6 +104,7 @@ class WorkerReporter:
         elif self.job.round is not None and not self.launcher_known:
             self.job.console.log(f"starting: the imports took {launcher.seconds or 0.0:.1f} s")
         self.launcher_known = True
+        self.job.console.starting("")
 
     def _started(self, started: GroupStarted, now: float) -> None:
         job = self.job
@@ -112,7 +114,7 @@ class WorkerReporter:
         self._ending_since = None
         job.recovery.mark("start", now)
         job.metrics.group_started(len(started.pids), started.warm)
-        reason = f"{len(started.pids)} workers {'forked from the warm launcher' if started.warm else 'started cold'}"
+        reason = f"{count(len(started.pids), 'worker')} {'forked from the warm launcher' if started.warm else 'started cold'}"
         ranks, pids = tuple(job.round.ranks(job.node)), tuple(started.pids)
         job.write(events.GroupStartedEvent, now, reason, started.number, ranks=ranks, pids=pids, warm=started.warm)
 

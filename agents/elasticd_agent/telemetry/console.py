@@ -70,7 +70,7 @@ class Console(Protocol):
     def progress(self, view: ProgressView) -> None: ...
 
     def starting(self, what: str) -> None:
-        """What takes the time until the first progress."""
+        """What takes the time now; "": nothing any more, the workers run."""
 
     def close(self) -> None: ...
 
@@ -113,7 +113,8 @@ class PlainConsole:
         self.log(", ".join(describe(view, now)))
 
     def starting(self, what: str) -> None:
-        self.log(f"starting: {what}")
+        if what:
+            self.log(f"starting: {what}")
 
     def close(self) -> None:
         pass
@@ -147,8 +148,8 @@ class LiveConsole:
         self._view = view
 
     def starting(self, what: str) -> None:
-        """The live line counts its seconds until the first view."""
-        self._starting = what, time.monotonic()
+        """The live line counts its seconds; views come already, but say nothing of it."""
+        self._starting = (what, time.monotonic()) if what else None
 
     def close(self) -> None:
         """Release the last row, cleared. Idempotent."""
@@ -172,12 +173,10 @@ class LiveConsole:
                 self._draw(parts, columns, rows)
 
     def _parts(self, now: float) -> list[str]:
-        if self._view is not None:
-            return [self._job, *describe(self._view, now)]
-        if self._starting is None:
-            return []
-        what, since = self._starting
-        return [self._job, f"starting: {what}, {in_words(now - since)}"]
+        if (starting := self._starting) is not None:
+            what, since = starting
+            return [self._job, f"starting: {what}, {in_words(now - since)}"]
+        return [] if self._view is None else [self._job, *describe(self._view, now)]
 
     def _draw(self, parts: list[str], columns: int, rows: int) -> None:
         before = b""

@@ -44,7 +44,7 @@ def test_node_of_rank_0_says_which_rank_saved_the_state() -> None:
     seen = {"a": RoundStatus(2), "b": RoundStatus(2, resumed_step=40, donor=3)}
     one = merge_progress([JobProgress(node, 2, rounds=(each,)) for node, each in seen.items()], {})
     assert one is not None
-    assert [each.origin for each in one.rounds] == ["from step 40, saved by rank 3 after the fault"]
+    assert [each.origin for each in one.rounds] == ["resumed from step 40, saved by rank 3 after the fault"]
 
 
 def test_ranks_of_an_older_round_are_dropped() -> None:

@@ -85,7 +85,7 @@ def test_round_after_a_lost_node_is_not_planned() -> None:
     ]
     text = text_of(a_job(rounds=rounds))
     assert "node lost b is lost" in text and "−0.8 s" in text and "1 fault, 11 steps again" in text
-    assert "from step 40, saved by rank 3 after the fault" in text
+    assert "resumed from step 40, saved by rank 3 after the fault" in text
     assert "paused" not in text
 
 
@@ -133,7 +133,9 @@ def test_failed_job_begins_with_the_traceback_of_its_rank() -> None:
 def test_numbers_and_step_times_are_drawn() -> None:
     text = text_of(a_job())
     assert "loss: 0.29 at step 271, between 0.29 and 2.99" in text and "lr: 0.1 at step 1" in text
-    assert "The median is 1.1 s; rank 3 is the slowest with 1.3 s." in text
+    assert "The median is 1.12 s; rank 3 is the slowest with 1.27 s." in text
+    quick = [{"rank": k, "points": [[NOW + i / 50, 5 + i] for i in range(9)]} for k in (0, 1)]
+    assert "up to 23 ms a step to 30 ms to 50 ms to 100 ms longer" in " ".join(text_of(a_job(rank_steps=quick)).split())
     stuck = [{"rank": k, "points": [[NOW + i, 5 + i * (1 - k)] for i in range(9)]} for k in (0, 1)]
     page_text = text_of(a_job(rank_steps=stuck, scalars=[]))
     assert "rank 1 is the slowest" in page_text and "session.log(loss=loss)" in page_text

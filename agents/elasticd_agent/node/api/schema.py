@@ -80,9 +80,9 @@ class RoundStatus(_Answer):
     @property
     def origin(self) -> str:
         """Which rank saved the state that it resumed from, "" if that was no donor."""
-        return (
-            "" if self.donor is None else f"from step {self.resumed_step}, saved by rank {self.donor} after the fault"
-        )
+        if self.donor is None:
+            return ""
+        return f"resumed from step {self.resumed_step}, saved by rank {self.donor} after the fault"
 
     @property
     def planned(self) -> bool:

@@ -10,7 +10,6 @@ from statistics import median
 from elasticd_agent.node.api.schema import RankSteps, ScalarSeries
 from elasticd_agent.node.dashboard import formatting
 from elasticd_agent.node.dashboard.markup import Child, Html, tag
-from elasticd_agent.system.durations import in_words
 
 WIDTH, HEIGHT, LEFT, BASE = 320, 120, 6, 98
 MAX_ROWS = 32
@@ -79,8 +78,8 @@ def step_times(found: Sequence[RankSteps], width: int = 900) -> Child:
     scale = (width - NAMES) / max(end - begin, 1e-3)
     drawn = [_row(rank, rows[rank], y * ROW, begin, scale, usual) for y, rank in enumerate(shown)]
     title = f"Step times of {len(shown)} of {len(rows)} ranks, {formatting.clock(begin)} to {formatting.clock(end)}"
-    most = in_words(_mean(rows[worst[0]], usual))
-    slowest = f"The median is {in_words(usual)}; rank {worst[0]} is the slowest with {most}."
+    most = formatting.step_time(_mean(rows[worst[0]], usual))
+    slowest = f"The median is {formatting.step_time(usual)}; rank {worst[0]} is the slowest with {most}."
     svg = tag(
         "svg",
         tag("title", title),
@@ -96,7 +95,7 @@ def step_times(found: Sequence[RankSteps], width: int = 900) -> Child:
 
 
 def _legend(usual: float) -> list[str]:
-    ends = [in_words(level * usual) for level in LEVELS]
+    ends = [formatting.step_time(level * usual) for level in LEVELS]
     return [f"up to {ends[0]} a step", *(f"to {end}" for end in ends[1:]), "longer", "no step"]
 
 
