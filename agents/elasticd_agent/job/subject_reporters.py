@@ -114,7 +114,8 @@ class WorkerReporter:
         self._ending_since = None
         job.recovery.mark("start", now)
         job.metrics.group_started(len(started.pids), started.warm)
-        reason = f"{count(len(started.pids), 'worker')} {'forked from the warm launcher' if started.warm else 'started cold'}"
+        how = "forked from the warm launcher" if started.warm else "started cold"
+        reason = f"{count(len(started.pids), 'worker')} {how}"
         ranks, pids = tuple(job.round.ranks(job.node)), tuple(started.pids)
         job.write(events.GroupStartedEvent, now, reason, started.number, ranks=ranks, pids=pids, warm=started.warm)
 
