@@ -38,7 +38,10 @@ def tracked() -> frozenset[str]:
 
 
 def exists(cited: str, page: Path) -> bool:
-    """A path is relative to the repository, to the page, or the tail of a path: `launcher/owner.py` is enough."""
+    """A path is relative to the repository, which may be a clone in the directory above, to the page, or the tail of a
+    path: `launcher/owner.py` is enough.
+    """
+    cited = cited.removeprefix("../elasticd/")
     return (
         cited in NOT_OURS
         or (page.parent / cited).exists()
