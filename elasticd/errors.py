@@ -11,6 +11,7 @@
     ├── SamplerError            a use of the elastic batch sampler that would lose or repeat samples
     └── CheckpointError
         ├── CheckpointRefused   the state holds a value that `torch.load(weights_only=True)` would not load; names it
+        │   └── StateDiffers    it differs between ranks, of which one alone would be saved
         ├── CheckpointCorrupt   a checkpoint failed its checksum, or its manifest is invalid
         ├── DirectoryInUse      another run holds the checkpoint directory
         └── ObjectStoreError    the object store of the checkpoints refuses, or does not answer; an OSError, too
@@ -72,7 +73,11 @@ class CheckpointError(ElasticdError):
 
 
 class CheckpointRefused(CheckpointError):
-    """The state differs between ranks, or holds something that `torch.load(..., weights_only=True)` would refuse."""
+    """The state holds something that `torch.load(..., weights_only=True)` would refuse, or see StateDiffers."""
+
+
+class StateDiffers(CheckpointRefused):
+    """Something differs between ranks of which rank 0's alone would be saved."""
 
 
 class CheckpointCorrupt(CheckpointError):

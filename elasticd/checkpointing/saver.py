@@ -35,7 +35,7 @@ from elasticd.checkpointing.shard_donor import ShardDonor
 from elasticd.checkpointing.sharded_saver import ShardedSaver
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
 from elasticd.coordination.store_channel import StoreChannel
-from elasticd.errors import CheckpointRefused, UsageError
+from elasticd.errors import CheckpointRefused, StateDiffers, UsageError
 from elasticd.heartbeat.record import HeartbeatWriter, Phase
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 from elasticd.process_group import DefaultGroup, WorkerEnvironment
@@ -249,14 +249,14 @@ class Saver:
         objects, tensors = zip(*(state.from_bytes(each)[2] for each in every_rank), strict=True)
         if found := _different(objects):
             name, ranks = found
-            raise CheckpointRefused(
+            raise StateDiffers(
                 f"the state of {name} on rank {ranks} differs from rank 0's, which alone would be saved. Attach it "
                 f"with attach(per_rank={{{name!r}: ...}}) if each rank needs its own, or make it the same on all "
                 "ranks, for example by averaging the number that it depends on"
             )
         if found := _different(tensors):
             name, ranks = found
-            raise CheckpointRefused(
+            raise StateDiffers(
                 f"{name} is not sharded, and on rank {ranks} it differs from rank 0's, which alone would be saved. "
                 "Shard it, or broadcast it from rank 0 and average its gradient over all ranks, or attach its module "
                 "with per_rank= if each rank needs its own"

@@ -109,6 +109,24 @@ def test_out_of_gpu_memory_twice_at_one_step(job: StartJob) -> None:
     assert reason.startswith("an error in the script, twice after step 3: rank 1 exited with code 1 (torch.OutOfMemory")
 
 
+@pytest.mark.parametrize(
+    ("kind", "restarts", "reason"),
+    [
+        ("unloadable", 0, "an error in the script, not restarted: rank "),
+        ("apart", 1, "an error in the script, twice"),
+    ],
+)
+def test_state_that_the_first_save_refuses(
+    job: StartJob, tmp_path: Path, kind: str, restarts: int, reason: str
+) -> None:
+    """At once where every start would come to it; states that differ between ranks may have done so by chance."""
+    run = job("kinds.py", kind, flags=["--checkpoint-dir", str(tmp_path / "checkpoints")])
+    assert run.wait() == 1
+    ended = run.event("job_ended", outcome="failed", exit_code=1, restarts=restarts)
+    assert ended["reason"].startswith(reason)
+    assert ("own.value is numpy.float32" if kind == "unloadable" else "the state of own on rank 1 differs") in run.err
+
+
 @pytest.mark.system
 def test_crash_of_a_plain_script_always_at_one_step(job: StartJob) -> None:
     """A script without a session counts its steps from 1 in each round: to come there again is no progress."""

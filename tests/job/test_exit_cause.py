@@ -150,6 +150,7 @@ def test_which_errors_a_restart_may_mend(exit: WorkerExited, kind: str) -> None:
         (raised("torch.OutOfMemoryError", "Tried to allocate 2.00 GiB"), False, "torch.OutOfMemoryError"),
         (raised("MemoryError"), False, ""),
         (raised("elasticd.errors.MissedCall", "has waited for 2 s"), False, "elasticd.errors.MissedCall"),
+        (raised("elasticd.errors.StateDiffers", "on rank 0: x"), False, "elasticd.errors.StateDiffers"),
     ],
 )
 def test_repeat_key(exit: WorkerExited, shared: bool, key: str) -> None:

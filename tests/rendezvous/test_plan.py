@@ -42,6 +42,12 @@ def missed_call(step: int) -> Failure:
     return Failure(1, "a", "crash", (), "rank 0 waits", error=MISSED, step=step, repeat_key=MISSED)
 
 
+def refused_state(step: int, kind: str = "StateDiffers", saved: int = 0) -> Failure:
+    error = f"elasticd.errors.{kind}"
+    failure = Failure(1, "a", "crash", ((0, 0),), "rank 0 refused", error=error, step=step, repeat_key=error)
+    return replace(failure, checkpoint=(1, saved) if saved else None)
+
+
 def first(*nodes: PresentNode, fewest: int = 2, most: int = 2, at_least: int = 1) -> View:
     return View(None, _far(nodes, 0), Requirements(fewest, most, at_least, max(at_least, len(nodes))))
 
@@ -140,6 +146,7 @@ ONCE = BudgetState(counted=1, step=0, repeat_key="ValueError: x")
 TWICE = "an error in the script, twice before the first step: all ranks on a raised"
 MISSED = "elasticd.errors.MissedCall"
 OUT = BudgetState(counted=1, step=4, repeat_key="torch.OutOfMemoryError", high_water=4)
+DIFFERS = replace(OUT, repeat_key="elasticd.errors.StateDiffers")
 
 
 @pytest.mark.parametrize(
@@ -172,6 +179,19 @@ OUT = BudgetState(counted=1, step=4, repeat_key="torch.OutOfMemoryError", high_w
         (BudgetState(), 4, (missed_call(4),), POLICY, None),
         (replace(OUT, repeat_key=MISSED), 9, (missed_call(9),), POLICY, "an error in the script, twice: rank 0 waits"),
         (replace(OUT, repeat_key=MISSED), 9, (missed_call(9),), HARD, None),
+        (
+            BudgetState(),
+            4,
+            (refused_state(4, "CheckpointRefused"),),
+            POLICY,
+            "an error in the script, not restarted: rank 0 refused",
+        ),
+        (BudgetState(), 4, (refused_state(4, "CheckpointRefused"),), HARD, None),
+        (BudgetState(), 4, (refused_state(4, "CheckpointRefused", saved=3),), POLICY, None),
+        (BudgetState(), 4, (refused_state(4),), POLICY, None),
+        (DIFFERS, 9, (refused_state(9),), POLICY, "an error in the script, twice: rank 0 refused"),
+        (DIFFERS, 9, (refused_state(9, saved=8),), POLICY, None),
+        (DIFFERS, 9, (refused_state(9),), HARD, None),
     ],
 )
 def test_what_shows_an_error_of_the_script(

@@ -48,6 +48,7 @@ _ENVIRONMENT_TEXTS = (
     "HIP error", "cudaGetDeviceCount", "cuDNN error", "DataLoader worker", "cannot open shared object file",
 )  # fmt: skip
 """Of a RuntimeError or ImportError: a device that does not start, a killed helper process, a missing mount."""
+_NAMED_BY_TYPE = frozenset({"OutOfMemoryError", "MissedCall", "CheckpointRefused", "StateDiffers"})
 _RAISED = re.compile(r"^([\w.]+)(?=:|$)", re.MULTILINE)
 """In a traceback, the type of each exception of the chain."""
 _FRAME = re.compile(r'^  File "([^<"][^"]*)"', re.MULTILINE)
@@ -152,8 +153,8 @@ def repeat_key(exit: WorkerExited, *, shared: bool) -> str:
     `shared`: all ranks of the node raised the same.
     """
     report = exit.exit_report
-    # Their messages differ: one has sizes and pids, the other the time that a rank has waited.
-    if report is not None and report.type.rpartition(".")[2] in ("OutOfMemoryError", "MissedCall"):
+    # Their messages differ: sizes and pids, the time that a rank has waited, which rank reports it.
+    if report is not None and report.type.rpartition(".")[2] in _NAMED_BY_TYPE:
         return report.type
     if is_secondary(exit) or exit.status.signal in _FROM_OUTSIDE:
         return ""

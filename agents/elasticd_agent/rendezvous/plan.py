@@ -39,7 +39,7 @@ from elasticd_agent.rendezvous.membership import (
     select_members,
     short_of_slots,
 )
-from elasticd_agent.rendezvous.restart_budget import carry_over, is_misuse, round_progressed, spend
+from elasticd_agent.rendezvous.restart_budget import carry_over, is_misuse, is_refused_state, round_progressed, spend
 from elasticd_agent.rendezvous.view import Pause, PresentNode, View, Wait
 
 ROOT_CAUSE_WAIT_S = 0.15
@@ -99,6 +99,12 @@ class _Running:
     @property
     def missing_failures(self) -> int:
         return len(self.current.members) - len({f.node for f in self.failures})
+
+    @property
+    def has_saved(self) -> bool:
+        """This round has saved a checkpoint of a later step than that from which it began."""
+        start = self.current.last_checkpoint[1] if self.current.last_checkpoint is not None else 0
+        return any(f.checkpoint is not None and f.checkpoint[1] > start for f in self.failures)
 
     @property
     def stepped(self) -> bool:
@@ -319,7 +325,13 @@ def _after_failure(running: _Running) -> Round | Wait | None:
     failures = running.failures
     if not failures or (running.losses.nodes and not any(f.culprits for f in failures)):
         return None
-    return _await_root_cause(running) or _shared_error(running) or _repeated_error(running) or _restart(running)
+    return (
+        _await_root_cause(running)
+        or _shared_error(running)
+        or _refused_state(running)
+        or _repeated_error(running)
+        or _restart(running)
+    )
 
 
 def _await_root_cause(running: _Running) -> Wait | None:
@@ -347,11 +359,25 @@ def _shared_error(running: _Running) -> Round | Wait | None:
     return None
 
 
+def _refused_state(running: _Running) -> Round | None:
+    """The job's first save has refused what the script attaches: every start comes to it again.
+
+    Whether states differ between ranks may be another time's chance: that has to come twice.
+    """
+    first = running.first_failure
+    never_saved = running.view.checkpoint is None and not running.has_saved
+    if not never_saved or first.repeat_key.rpartition(".")[2] != "CheckpointRefused":
+        return None
+    if running.policy.max_restarts is not None:
+        return None
+    return _final_round(running.view, "failed", 1, f"an error in the script, not restarted: {first.why}")
+
+
 def _repeated_error(running: _Running) -> Round | None:
-    """The error that ended the round before: out of GPU memory, or one that all ranks share, after the same step; or
-    a session call that one rank makes and another one never will, after any step."""
+    """The error that ended the round before: out of GPU memory, or one that all ranks share, after the same step; or,
+    after any step, a session call that one rank makes and another one never will, or a state that saves refuse."""
     before, first = running.current.budget, running.first_failure
-    misuse = is_misuse(first.repeat_key)
+    misuse = is_misuse(first.repeat_key) or (is_refused_state(first.repeat_key) and not running.has_saved)
     again = first.repeat_key and first.repeat_key == before.repeat_key and (misuse or first.step == before.step)
     shared = running.shared_error and not running.missing_failures
     known = first.repeat_key == first.error  # by its type alone an error of the script

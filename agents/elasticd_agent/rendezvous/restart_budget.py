@@ -96,6 +96,11 @@ def is_misuse(repeat_key: str) -> bool:
     return repeat_key.rpartition(".")[2] == "MissedCall"
 
 
+def is_refused_state(repeat_key: str) -> bool:
+    """A save has refused the state: until one succeeds, progress changes nothing."""
+    return repeat_key.rpartition(".")[2] in ("CheckpointRefused", "StateDiffers")
+
+
 def restarts_left(state: BudgetState, policy: Policy, *, progress: bool, elapsed_s: float) -> int:
     """How many restarts `spend` would grant now, without progress between them."""
     if policy.max_restarts is not None:

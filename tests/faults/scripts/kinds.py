@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,6 +48,16 @@ class Kind:
         self.loss(x, y).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def first(self, more: Callable[[], None]) -> None:
+        """Something before the forward pass."""
+        before = self.train
+
+        def train(x: torch.Tensor, y: torch.Tensor) -> None:
+            more()
+            before(x, y)
+
+        self.train = train
 
     def then(self, more: Callable[[], None]) -> None:
         """Something between the optimizer's step and `session.step()`."""
@@ -370,10 +381,79 @@ def lr_in_a_tensor(job: Kind) -> None:
 
 @kind
 def unfrozen(job: Kind) -> None:
-    """From step 11 on another layer is trained, which DistributedDataParallel averages."""
+    """From step 12 on another layer is trained, which DistributedDataParallel averages."""
     job.ddp(find_unused_parameters=True)
     job.net[0].requires_grad_(False)
-    job.after = lambda: job.net[0].requires_grad_(job.session.steps >= 10) and None
+    job.first(lambda: job.net[0].requires_grad_(job.session.steps >= 11) and None)
+
+
+@kind
+def frozen_later(job: Kind) -> None:
+    job.ddp(find_unused_parameters=True)
+    job.first(lambda: job.net[0].requires_grad_(job.session.steps < 11) and None)
+
+
+@kind
+def extended(job: Kind) -> None:
+    """From step 12 on the optimizer has another group."""
+    job.ddp()
+    job.optimizer = torch.optim.AdamW(job.net[2].parameters(), lr=0.01)
+    job.attached["optimizer"] = job.optimizer
+
+    def extend() -> None:
+        if len(job.optimizer.param_groups) == 1 and (job.session.round > 1 or job.session.steps == 11):
+            job.optimizer.add_param_group({"params": list(job.net[0].parameters()), "lr": 0.02})
+
+    extend()
+    job.after = extend
+
+
+@kind
+def reloaded(job: Kind) -> None:
+    """As a script does that goes back to an earlier state, or exchanges it: from step 12 on other tensors."""
+    job.net.insert(1, torch.nn.BatchNorm1d(32))
+    job.ddp()
+
+    def reload() -> None:
+        if job.session.steps == 11:
+            job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+            job.model.load_state_dict(copy.deepcopy(job.model.state_dict()))
+
+    job.after = reload
+
+
+class Average(torch.nn.Module):
+    """Its buffer is another tensor after each forward pass."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(dim=0)
+        return x - self.mean
+
+
+@kind
+def replaced_buffer(job: Kind) -> None:
+    job.net.insert(1, Average())
+    job.ddp()
+
+
+@kind
+def reshaped_buffer(job: Kind) -> None:
+    """From step 12 on it has more elements."""
+    job.net.insert(1, Average())
+    job.net.register_buffer("history", torch.zeros(4 + 4 * (job.session.round > 1)))
+    job.ddp()
+
+    def extend() -> None:
+        if job.session.steps == 11 and job.session.round == 1:
+            job.net.history = torch.zeros(8)
+
+    job.after = extend
 
 
 @kind
@@ -412,6 +492,38 @@ def unpicklable(job: Kind) -> None:
     job.attached["scheduler"] = Own(job.optimizer, 5)
 
 
+class Own:
+    """An object of the script's."""
+
+    def __init__(self, value: Callable[[], Any]) -> None:
+        self._value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self._value()}
+
+    def load_state_dict(self, found: dict[str, Any]) -> None:
+        pass
+
+
+@kind
+def counted(job: Kind) -> None:
+    """An object that nothing says is equal on all ranks, and that is."""
+    job.ddp()
+    job.attached["own"] = Own(lambda: job.session.steps)
+
+
+@kind
+def unloadable(job: Kind) -> None:
+    job.ddp()
+    job.attached["own"] = Own(lambda: numpy.float32(1.0))
+
+
+@kind
+def apart(job: Kind) -> None:
+    job.ddp()
+    job.attached["own"] = Own(lambda: job.session.rank)
+
+
 def plateau(job: Kind, metric: Callable[[], float | None]) -> None:
     job.ddp()
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, factor=0.5, patience=0)
@@ -423,6 +535,11 @@ def plateau(job: Kind, metric: Callable[[], float | None]) -> None:
             scheduler.step(found)
 
     job.then(step)
+
+
+@kind
+def plateau_averaged(job: Kind) -> None:
+    plateau(job, lambda: float(job.session.steps))
 
 
 @kind
