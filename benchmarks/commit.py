@@ -87,7 +87,8 @@ def without_writer(attached: dict[str, Any]) -> Any:
     group = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
     saver: Any = SimpleNamespace(group=group, writer=None, shard_donor=None)
     donor: Any = Donor(saver, attached, True)
-    donor._watch()
+    donor._reason_against = lambda: ""
+    donor._prepare()
     donor._why = ""
     return donor
 

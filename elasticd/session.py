@@ -425,6 +425,8 @@ class Session:
     def _save(self, why: str, wait: bool) -> bool:
         if self._barrier_s is not None:
             self.barrier(f"checkpoint at step {self._steps}", self._barrier_s)
+        if self._donor is not None:
+            self._donor.look()
         try:
             return self._saver.save(self._steps, self._attached, why, wait)
         except CheckpointRefused:

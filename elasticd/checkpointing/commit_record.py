@@ -9,45 +9,45 @@ backward pass, too, as the state that the commit is expected to have: the others
 gradients that the rank sends afterwards. Few scripts draw random numbers between that and the commit, and a rank that
 has committed the step knows whether they do.
 
-    slot = step % 2, 2 more if expected:  step, size of others | torch's generator | others: python, numpy |
-                                          pieces of parameters | buffers
+    slot = step % 2, 2 more if expected:
+           head | torch's generator | python's and numpy's | pieces of parameters | buffers
+    head = step, 1 (2 with numpy's), python's half of a pair of samples: valid, value | digest of small objects
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
+import itertools
 import mmap
 import os
-import random
 import struct
-import sys
 import weakref
-from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from elasticd.checkpointing import state
-from elasticd.errors import CheckpointError
+from elasticd.checkpointing import generators, state
 
 if TYPE_CHECKING:
     import torch
 
-_HEAD = struct.Struct("<qq")
+_HEAD = struct.Struct("<qqqd16s")
 _pack_head = _HEAD.pack_into
-_OTHERS_BYTES = 16 << 10
-"""python's and numpy's random states take 5 KB."""
+_NO_STEP = struct.pack("<q", -1)
 PIECE_BYTES = 64
 MOST_PIECES = 16
 """Parameters of which a piece is copied, to find ranks that have diverged and changes that torch does not see."""
+_PIECES_BYTES = MOST_PIECES * PIECE_BYTES
 _MOST_VECTORS = 1024
 """IOV_MAX of limits.h."""
-_WORDS, _COUNTERS_BYTES, _SAMPLES_BYTES, _GENERATOR_BYTES = 624, 20, 28, 3072
-"""Of at::CPUGeneratorImpl: its words, what it keeps before and after them, and more than the whole of it."""
-_WORD = "I"
-"""Of `array`: 32 bits."""
 _SLOTS = 4
 _EXPECTED = 2
+Place = tuple[Any, Any]
+"""Where a module has a buffer: a container, and the key in it. A script may put another tensor there."""
+
+
+class OtherBuffers(Exception):
+    """A module has a buffer of another shape or kind than the record was made for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,89 +58,102 @@ class RecordedCommit:
     buffers: list[torch.Tensor]
     pieces: bytes
     """Of parameters: ranks with different ones have diverged. An expected commit has none."""
+    digest: bytes
+    """As given. An expected commit has none."""
 
     def draws_as(self, other: RecordedCommit) -> bool:
         return state.to_bytes(self.random_state) == state.to_bytes(other.random_state)
 
 
 class CommitRecord:
-    """The writing side, of tensors on the CPU. Raises OSError."""
+    """The writing side, of tensors on the CPU. Raises OSError.
 
-    def __init__(self, path: str, buffers: list[torch.Tensor], parameters: list[torch.Tensor]) -> None:
-        self._parameters = [piece(parameter, PIECE_BYTES) for parameter in parameters[:MOST_PIECES]]
-        self._buffers = [piece(buffer) for buffer in buffers]
-        self._places = _Places(buffers, self._parameters)
-        size = self._places.bytes
-        self._fd = fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    Another one for the same path, with buffers of the same sizes, leaves the steps that are there.
+    """
+
+    def __init__(self, path: str, buffers: Sequence[Place], parameters: Sequence[torch.Tensor]) -> None:
+        import torch
+
+        self._buffers = list(buffers)
+        self._kinds = [kind(holder.get(key)) for holder, key in buffers]
+        self._pieces = [piece(parameter, PIECE_BYTES) for parameter in parameters[:MOST_PIECES]]
+        self._pieces.append(torch.zeros(_PIECES_BYTES - sum(map(len, self._pieces)), dtype=torch.uint8))
+        self._places = places = _Places([holder[key] for holder, key in buffers])
+        size = _SLOTS * places.bytes
+        self._fd = fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, fd)
-        os.posix_fallocate(fd, 0, _SLOTS * size)
-        self._map = mmap.mmap(fd, _SLOTS * size)
-        self._slots = range(0, _SLOTS * size, size)
+        if os.fstat(fd).st_size != size:
+            os.ftruncate(fd, 0)
+            os.posix_fallocate(fd, 0, size)
+        self._map = mmap.mmap(fd, size)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._slots = range(0, size, places.bytes)
         self.locate()
-        self._generators = _Generators()
-        self._written: list[tuple[bytes, bytes]] = [(b"", b"")] * _SLOTS
-        """The random states in each slot."""
+        self._generators = generators.Generators()
+        self._torch: list[torch.Tensor | None] = [None] * _SLOTS
+        """The state of torch's generator in each slot."""
+        self._others = [places.of_others(memoryview(self._map)[slot:]) for slot in self._slots]
+        """Where each slot has those of python's and numpy's."""
 
     def locate(self) -> None:
-        """Find the memory of the tensors again: torch moves one that the script sends to another process."""
-        pieces, buffers, size = self._places.pieces, self._places.buffers, self._places.bytes
-        both = self._parameters + self._buffers
-        self._addresses = [buffer.data_ptr() for buffer in self._buffers]
-        self._gathers = [_Gather(self._fd, at * size + pieces, both) for at in range(_EXPECTED)]
-        self._gathers += [_Gather(self._fd, at * size + buffers, self._buffers) for at in range(_EXPECTED, _SLOTS)]
+        """Find the memory of the tensors again: torch moves one that the script sends to another process, and the
+        script may replace a buffer. Raises OtherBuffers.
+        """
+        found = [holder.get(key) for holder, key in self._buffers]
+        if list(map(kind, found)) != self._kinds:
+            raise OtherBuffers
+        held = [piece(buffer) for buffer in found]
+        self._addresses = [buffer.data_ptr() for buffer in found]
+        size, places = self._places.bytes, self._places
+        self._gathers = [_Gather(self._fd, at * size + places.pieces, self._pieces + held) for at in range(_EXPECTED)]
+        self._gathers += [_Gather(self._fd, at * size + places.buffers, held) for at in range(_EXPECTED, _SLOTS)]
 
     def pieces(self) -> bytes:
         """Of the parameters as they are now."""
         import torch
 
-        return bytes(torch.cat(self._parameters).numpy())
+        return bytes(torch.cat(self._pieces).numpy())
 
-    def commit(self, step: int) -> None:
-        """A process that dies in here leaves the slot without a step, and the other slots whole."""
-        self._copy(step, step % 2)
+    def commit(self, step: int, digest: bytes = b"") -> None:
+        """A process that dies in here leaves the slot without a step, and the other slots whole.
+
+        `digest` has at most 16 bytes. Raises OtherBuffers.
+        """
+        self._copy(step, step % 2, digest)
 
     def expect(self, step: int) -> None:
-        """What the commit of `step` will have if nothing draws or changes a buffer until then."""
+        """What the commit of `step` will have if nothing draws or changes a buffer until then. Raises OtherBuffers."""
         self._copy(step, step % 2 + _EXPECTED)
 
-    def _copy(self, step: int, number: int) -> None:
-        slot, gather, before = self._slots[number], self._gathers[number], self._written[number]
-        states = self._generators.states()
-        if gather.calls or states is not before:
-            _pack_head(self._map, slot, -1, 0)
-            if states is not before:
-                self._copy_states(states, number)
-            # What is read of a parameter that has moved is found at the fault: it differs from the parameter then.
-            if not gather.write() or (self._buffers and self._are_moved()):
-                self.locate()
-                if not self._gathers[number].write():
-                    raise OSError("the memory of a tensor cannot be read")
-        _pack_head(self._map, slot, step, len(states[1]))
-
-    def _copy_states(self, states: tuple[bytes, bytes], number: int) -> None:
-        (own, others), before = states, self._written[number]
-        if own is not before[0]:
-            at = self._slots[number] + _HEAD.size
-            self._map[at : at + len(own)] = own
-        if others is not before[1]:
-            at = self._slots[number] + self._places.others
-            self._map[at : at + len(others)] = others
-        self._written[number] = states
+    def _copy(self, step: int, number: int, digest: bytes = b"") -> None:
+        slot = self._slots[number]
+        self._map[slot : slot + len(_NO_STEP)] = _NO_STEP
+        of_torch = self._generators.torch()
+        if of_torch is not self._torch[number]:
+            ctypes.memmove(self._address + slot + _HEAD.size, of_torch.data_ptr(), self._places.generator)
+            self._torch[number] = of_torch
+        has_numpy = self._generators.copy_others(self._others[number])
+        # What is read of a parameter that has moved is found at the fault: it differs from the parameter then.
+        if (self._buffers and self._are_moved()) or not self._gathers[number].write():
+            self.locate()
+            if not self._gathers[number].write():
+                raise OSError("the memory of a tensor cannot be read")
+        half = self._generators.python_half()
+        _pack_head(self._map, slot, step, 1 + has_numpy, half is not None, half or 0.0, digest)
 
     def _are_moved(self) -> bool:
-        return [buffer.data_ptr() for buffer in self._buffers] != self._addresses
+        try:
+            return [holder[key].data_ptr() for holder, key in self._buffers] != self._addresses
+        except (KeyError, AttributeError):
+            return True
 
 
-def read(
-    path: str, step: int, buffers: list[torch.Tensor], parameters: list[torch.Tensor], expected: bool = False
-) -> RecordedCommit | None:
+def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool = False) -> RecordedCommit | None:
     """What a rank has committed as of `step`, or has expected to; None if it has not reached that step, or has left it.
 
-    `buffers` and `parameters` have the shapes of the rank's.
+    `buffers` have the shapes of the rank's.
     """
-    import torch
-
-    places = _Places(buffers, [piece(parameter, PIECE_BYTES) for parameter in parameters[:MOST_PIECES]])
+    places = _Places(buffers)
     try:
         with open(path, "rb") as file:
             data = file.read()
@@ -150,17 +163,17 @@ def read(
         return None
     start = (step % 2 + _EXPECTED * expected) * places.bytes
     slot = data[start : start + places.bytes]
-    found, size = _HEAD.unpack_from(slot)
-    if found != step or not 0 < size <= _OTHERS_BYTES:
+    found, known, has_half, half, digest = _HEAD.unpack_from(slot)
+    if found != step or not known:
         return None
-    generator = torch.frombuffer(bytearray(slot[_HEAD.size : places.others]), dtype=torch.uint8)
-    others = _read_others(slot[places.others : places.others + size])
+    of_torch, others = slot[_HEAD.size : places.others], slot[places.others : places.pieces]
+    random_state = generators.decode(of_torch, others, known > 1, half if has_half else None)
     copies, at = [], places.buffers
     for buffer in buffers:
         end = at + buffer.numel() * buffer.element_size()
         copies.append(_tensor(slot[at:end], buffer))
         at = end
-    return RecordedCommit({"torch": generator, **others}, copies, slot[places.pieces : places.buffers])
+    return RecordedCommit(random_state, copies, slot[places.pieces : places.buffers], digest)
 
 
 def last_step(path: str) -> int:
@@ -187,14 +200,27 @@ def as_expected(
 class _Places:
     """Offsets in a slot."""
 
-    def __init__(self, buffers: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         import torch
 
         self.generator = torch.default_generator.get_state().numel()
         self.others = _HEAD.size + self.generator
-        self.pieces = self.others + _OTHERS_BYTES
-        self.buffers = self.pieces + sum(piece.numel() for piece in pieces)
+        self.pieces = self.others + sum(generators.OTHERS_SIZES)
+        self.buffers = self.pieces + _PIECES_BYTES
         self.bytes = self.buffers + sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def of_others(self, slot: memoryview) -> list[memoryview]:
+        ends = list(itertools.accumulate(generators.OTHERS_SIZES, initial=self.others))
+        return [slot[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def kind(buffer: Any) -> Any:
+    """Equal for two buffers of which one can be copied to the other's place."""
+    import torch
+
+    if not isinstance(buffer, torch.Tensor):
+        return None
+    return buffer.shape, buffer.dtype, buffer.device, buffer.layout, buffer.is_contiguous()
 
 
 def _tensor(data: bytes, like: torch.Tensor) -> torch.Tensor:
@@ -245,131 +271,3 @@ class _Gather:
             if self._write(*call) != size:
                 return False
         return True
-
-
-class _Generators:
-    """The states of the default generators. Copying torch's takes 1 µs, python's and numpy's 30, and comparing the
-    memory of the objects 0.3: only those that have moved are copied.
-    """
-
-    def __init__(self) -> None:
-        import torch
-
-        self._default = torch.default_generator
-        self._own = _torch_memory(self._default)
-        self._python: Any = vars(random)["_inst"]
-        self._numpy: Any = None
-        """The default generator, once the script has imported numpy."""
-        self._bits: Any = None
-        self._memory = [self._own, _memory(self._python)]
-        self._before, self._gauss = b"", None
-        self._states = (b"", b"")
-
-    def _find_numpy(self) -> None:
-        if "numpy" in sys.modules:
-            self._numpy = sys.modules["numpy"].random.mtrand._rand
-            self._locate_numpy()
-
-    def _locate_numpy(self) -> None:
-        self._bits = self._numpy._bit_generator
-        self._memory = [self._own, *(_memory(each) for each in (self._python, self._numpy, self._bits))]
-
-    def states(self) -> tuple[bytes, bytes]:
-        """Torch's, and the others' (`_other_states`); the same object while none has moved.
-
-        Raises CheckpointError where they do not fit.
-        """
-        if self._numpy is None:
-            self._find_numpy()
-        elif self._numpy._bit_generator is not self._bits:
-            self._locate_numpy()
-        now, gauss = b"".join(self._memory), self._python.gauss_next
-        if self._own and now == self._before and gauss == self._gauss:
-            return self._states
-        own, others = self._states
-        size = len(self._own)
-        if not size or now[:size] != self._before[:size]:
-            found = self._default.get_state()
-            own = ctypes.string_at(found.data_ptr(), found.numel())
-        if now[size:] != self._before[size:] or gauss != self._gauss:
-            others = _other_states()
-        self._before, self._gauss = now, gauss
-        self._states = (own, others)
-        return self._states
-
-
-def _other_states() -> bytes:
-    """Python's and numpy's: a line of JSON, then the words of each. As `torch.save` writes them they take 0.2 ms."""
-    version, words, gauss = random.getstate()
-    small: dict[str, Any] = {"python": [version, gauss]}
-    data = array(_WORD, words).tobytes()
-    if "numpy" in sys.modules:
-        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        small["numpy"] = [name, int(position), int(has_gauss), float(cached)]
-        data += keys.tobytes()
-    data = json.dumps(small).encode() + b"\n" + data
-    if len(data) > _OTHERS_BYTES:
-        raise CheckpointError(f"python's and numpy's random states take {len(data)} bytes")
-    return data
-
-
-def _read_others(data: bytes) -> dict[str, Any]:
-    """As `state.random_state` has them."""
-    import torch
-
-    small, _, words = data.partition(b"\n")
-    found = json.loads(small)
-    numbers = torch.tensor(array(_WORD, words))
-    version, gauss = found["python"]
-    states: dict[str, Any] = {"python": [version, numbers[: _WORDS + 1].clone(), gauss]}
-    if "numpy" in found:
-        name, *rest = found["numpy"]
-        states["numpy"] = [name, numbers[_WORDS + 1 :].clone(), *rest]
-    return states
-
-
-def _memory(generator: Any) -> memoryview:
-    size = type(generator).__basicsize__ - object.__basicsize__
-    return _view(id(generator) + object.__basicsize__, size)
-
-
-def _view(address: int, size: int) -> memoryview:
-    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-
-
-def _torch_memory(generator: torch.Generator) -> memoryview:
-    """Where a generator (at::CPUGeneratorImpl) keeps its state: seed and counters, 624 words, two normal samples for
-    later. Found by the words; empty where it is not as in the versions of torch that we know.
-    """
-    import torch
-
-    trial = torch.Generator()
-    found, memory = _torch_place(generator), _torch_place(trial)
-    if found is None or memory is None:
-        return memoryview(b"")
-    for kind in (torch.float32, torch.float32, torch.float64, torch.float64):  # every second one is a kept sample
-        before = bytes(_view(*memory))
-        torch.randn(1, generator=trial, dtype=kind)
-        if bytes(_view(*memory)) == before:
-            return memoryview(b"")
-    return _view(*found)
-
-
-def _torch_place(generator: torch.Generator) -> tuple[int, int] | None:
-    """Address and size."""
-    import torch
-
-    legacy = generator.get_state()
-    if type(generator).__basicsize__ < object.__basicsize__ + 8 or legacy.numel() < 8 * (3 + _WORDS):
-        return None
-    words = legacy[: 8 * (3 + _WORDS)].view(torch.int64)[3:].to(torch.int32).numpy().tobytes()
-    with open("/proc/self/mem", "rb", buffering=0) as memory:  # a wrong address is an error there, and no crash
-        try:
-            pointer = os.pread(memory.fileno(), 8, id(generator) + object.__basicsize__)
-            address = int.from_bytes(pointer, sys.byteorder)
-            found = os.pread(memory.fileno(), _GENERATOR_BYTES, address).find(words)
-        except (OSError, OverflowError):
-            return None
-    if found < _COUNTERS_BYTES:
-        return None
-    return address + found - _COUNTERS_BYTES, _COUNTERS_BYTES + len(words) + _SAMPLES_BYTES

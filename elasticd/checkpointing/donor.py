@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -26,18 +28,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elasticd.checkpointing import commit_record, sharded, state
+from elasticd.checkpointing import commit_files, commit_record, sharded, state
 from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, donated_by_all, donated_number
 from elasticd.checkpointing.commit_ring import Commit, ring_of
 from elasticd.checkpointing.donor_rules import (
     MUTABLE,
+    averaged,
     has_mutable_setting,
+    is_alike,
     is_module,
     is_optimizer,
+    may_differ,
     reason_against,
     trained,
 )
@@ -72,6 +76,9 @@ _UNCLEAN = "it was between the optimizer's step and session.step()"
 DONOR = "donor"
 """Key in a sharded state: the rank that saved state.pt at a fault."""
 _CHANGED = "what is attached was changed after session.step()"
+_CHANGES = "what is attached is changed between session.step() and the optimizer's step"
+MOST_CHANGES = 3
+"""Steps in a row before which it may change where counters show it, such as by load_state_dict()."""
 
 
 class Donor:
@@ -97,18 +104,24 @@ class Donor:
         """The last commit: steps without an optimizer's step, such as those that a GradScaler leaves out, are none."""
         self._whole: Any = None
         """The whole fingerprint as of the last commit, where the optimizer's next step compares it."""
+        self._changes = 0
+        """Comparisons in a row that found a change."""
+        self._must_look = False
+        """The next commit looks whether there are other tensors to watch."""
         self._commits, self._trials = 0, TRIALS
         self._copy_s, self._step_s, self._at = 1e9, 1e9, 0.0
         self._expect_s = 0.0
         self._socket: socket.socket | None = None
         self._closed = self._failed = self._is_silent = False
         self._hooks: list[Any] = []
+        self._backward_hooks: list[Any] = []
         self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
         self._why = ""
         try:
             if saver.group.device.type == "cpu" and (shards := saver.shards(attached)) is not None:
                 shards.prepare_for_faults()
-            self._why = reason_against(saver, attached)
+            self._averaged = averaged(attached)
+            self._why = self._reason_against()
             if not self._why:
                 self._open()
         except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
@@ -117,14 +130,9 @@ class Donor:
             self._give_up(self._why)
 
     def _open(self) -> None:
-        self._watch()
+        self._prepare()
         self._socket = self._connect()
         self._hooks = [each.register_step_pre_hook(self._before_change) for each in self._optimizers]
-        # Of FSDP2 no hook runs before gradients are sent: the random state of a rank that dies after that is lost.
-        parallel = [found for obj in self._attached.values() if (found := state.parallel(obj)) is not None]
-        parameters: list[Any] = [next(trained(each)) for each in parallel]
-        for parameter in parameters:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._expect))
         self._thread.start()
         atexit.register(self._at_exit)
 
@@ -140,29 +148,59 @@ class Donor:
             raise
         return connection
 
-    def _watch(self) -> None:
+    def _reason_against(self) -> str:
+        return reason_against(self._saver, self._attached, self._averaged)
+
+    def _prepare(self) -> None:
         objects = list(self._attached.values())
         self._optimizers = [obj for obj in objects if is_optimizer(obj)]
         self._others = [obj for obj in objects if not is_module(obj) and not is_optimizer(obj)]
-        self._buffers = dict(_buffers(self._attached))
-        self._ring = ring_of(self._saver.group.device, list(self._buffers.values()))
-        self._addresses = {path: buffer.data_ptr() for path, buffer in self._buffers.items()}
+        self._unlike = [index for index, obj in enumerate(self._others) if not is_alike(obj)]
+        """Those that may differ between ranks: saves are refused then."""
         self._shards = self._saver.shard_donor
         modules = [obj for obj in objects if is_module(obj)] if self._shards is None else [self._shards]
         self._fingerprint = Fingerprint(modules, self._optimizers)
-        self._record = commit_record.CommitRecord(_path("commit", self._saver.group.rank), *_recorded(self._attached))
+        self._watch()
+
+    def _watch(self) -> None:
+        """What the script may replace: buffers, parameters that are trained, groups of optimizers."""
+        self._groups = _groups(self._optimizers)
+        self._sizes = list(map(len, self._groups))
+        places = dict(commit_files.buffers(self._attached))
+        self._buffers = {path: holder[key] for path, (holder, key) in places.items()}
+        self._ring = ring_of(self._saver.group.device, list(self._buffers.values()))
+        path = commit_files.path_of("commit", self._saver.group.rank)
+        self._record = commit_record.CommitRecord(path, list(places.values()), _recorded(self._optimizers))
+        # Of FSDP2 no hook runs before gradients are sent: the random state of a rank that dies after that is lost.
+        parallel = [found for obj in self._attached.values() if (found := state.parallel(obj)) is not None]
+        parameters: list[Any] = [parameter for each in parallel for parameter in itertools.islice(trained(each), 1)]
+        for hook in self._backward_hooks:
+            hook.remove()
+        self._backward_hooks = [each.register_post_accumulate_grad_hook(self._expect) for each in parameters]
+
+    def look(self) -> None:
+        """At the next commit: a save has been made, which takes longer than that."""
+        self._must_look = True
 
     def _before_change(self, *_: Any) -> None:
         if self._changing:
             return
         self._optimized = True
         if self._whole is not None:
-            if self._whole != self._fingerprint.whole():
-                self._give_up("what is attached is changed between session.step() and the optimizer's step")
-            self._whole = None
+            self._compare(self._fingerprint.whole())
         self._lock.acquire()
         self._changing = True
         self._ring.begin()
+
+    def _compare(self, now: Any) -> None:
+        """With the last commit. Where counters or addresses show a change, a fault before this step has found it, too;
+        a script may make such a change now and then, and one without at no time.
+        """
+        before, self._whole = self._whole, None
+        self._changes = self._changes + 1 if now != before else 0
+        self._must_look = self._must_look or self._changes > 0
+        if self._changes == MOST_CHANGES or (now != before and now[:2] == before[:2]):
+            self._give_up(_CHANGES)
 
     def _expect(self, _: torch.Tensor) -> None:
         """In the backward pass, before this rank sends a gradient that the others need for the step."""
@@ -171,6 +209,8 @@ class Donor:
         start = time.perf_counter() if self._commits < self._trials else 0.0
         try:
             self._record.expect(self._next_step)
+        except commit_record.OtherBuffers:
+            return  # from the commit on there are other ones to watch
         except Exception as error:  # noqa: BLE001 - as in `commit`
             self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
         if start:
@@ -203,21 +243,46 @@ class Donor:
     def _copy(self, step: int) -> None:
         start = time.perf_counter() if self._commits < self._trials else 0.0
         self._step = 0
-        self._record.commit(step)
-        self._ring.commit(step, self._copy_objects())
+        self._commits += 1
+        kept = self._copy_objects()
+        digest = self._digest(kept) if self._unlike else b""
+        looks = self._must_look or self._commits & (self._commits - 1) == 0
+        sizes = [len(group["params"]) for groups in kept[1] for group in groups]
+        if (looks or sizes != self._sizes) and not self._watch_again():
+            return
+        try:
+            self._record.commit(step, digest)
+        except commit_record.OtherBuffers:
+            if not self._watch_again():
+                return
+            self._record.commit(step, digest)
+        self._ring.commit(step, kept)
         self._fingerprint.commit()
         self._step = step
-        self._commits += 1
-        if self._commits & (self._commits - 1) == 0:
+        if looks:
+            self._must_look = False
             self._fingerprint.refresh()
-            self._record.locate()
             self._whole = self._fingerprint.whole()
         if start:
             self._measure(start)
 
+    def _watch_again(self) -> bool:
+        """Parameter groups, buffers or parameters that are trained may be other ones than at the commit before."""
+        if why := self._reason_against():
+            self._give_up(why)
+            return False
+        before = self._groups
+        self._watch()
+        if self._groups != before:
+            self._fingerprint.restart()
+        return True
+
     def _copy_objects(self) -> _Kept:
         small = [pickle.dumps(obj.state_dict(), pickle.HIGHEST_PROTOCOL) for obj in self._others]
         return small, [[group.copy() for group in each.param_groups] for each in self._optimizers]
+
+    def _digest(self, kept: _Kept) -> bytes:
+        return hashlib.blake2b(b"".join([kept[0][index] for index in self._unlike]), digest_size=16).digest()
 
     def _measure(self, start: float) -> None:
         self._copy_s = min(self._copy_s, time.perf_counter() - start + self._expect_s)
@@ -300,7 +365,9 @@ class Donor:
         If that rank lives, it saves the step.
         """
         saver = self._saver
-        ahead = max(commit_record.last_step(_path("commit", rank)) for rank in range(saver.group.world_size))
+        ahead = max(
+            commit_record.last_step(commit_files.path_of("commit", rank)) for rank in range(saver.group.world_size)
+        )
         with contextlib.closing(self._client()) as client, contextlib.suppress(OSError, SnapshotRefused):
             while 0 < self._step < ahead and not (self._changing or self._failed) and time.monotonic() < until:
                 if self._is_saved(client, ahead):
@@ -341,7 +408,7 @@ class Donor:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._backward_hooks):
             hook.remove()
         if self._socket is not None:
             with contextlib.suppress(OSError):
@@ -452,19 +519,20 @@ class Donor:
         """Raises CheckpointError if the state is not that of the last commit any more."""
         if self._why:
             raise CheckpointError(self._why)
-        if self._fingerprint.trains_others():
-            raise CheckpointError("other parameters are trained than before")
-        committed = commit_record.read(_path("commit", self._saver.group.rank), commit.step, *_recorded(self._attached))
+        path = commit_files.path_of("commit", self._saver.group.rank)
+        committed = commit_record.read(path, commit.step, list(self._buffers.values()))
         if (
             not commit.is_whole()
+            or _groups(self._optimizers) != self._groups
             or self._fingerprint.changed()
             or committed is None
             or committed.pieces != self._record.pieces()
         ):
             raise CheckpointError(_CHANGED)
-        if self._addresses != {path: value.data_ptr() for path, value in _buffers(self._attached)}:
-            raise CheckpointError("a module has replaced a buffer")
-        if why := reason_against(self._saver, self._attached):
+        now = {path: commit_record.kind(holder[key]) for path, (holder, key) in commit_files.buffers(self._attached)}
+        if now != {path: commit_record.kind(buffer) for path, buffer in self._buffers.items()}:
+            raise CheckpointError("a module has other buffers than at the step")
+        if why := self._reason_against():
             raise CheckpointError(why)
 
     def _kept(self, commit: Commit) -> Iterator[tuple[str, Any]]:
@@ -498,13 +566,16 @@ class Donor:
         """All random states that this node has as of `step` (None for the others), whether this rank's is as it has
         expected, and rank 0's buffers, else ours.
         """
-        group, recorded = self._saver.group, _recorded(self._attached)
-        paths = [_path("commit", rank) for rank in range(group.world_size)]
-        found = [commit_record.read(path, step, *recorded) for path in paths]
-        expected = [commit_record.read(path, step, *recorded, expected=True) for path in paths]
+        group, own = self._saver.group, list(self._buffers.values())
+        paths = [commit_files.path_of("commit", rank) for rank in range(group.world_size)]
+        found = [commit_record.read(path, step, own) for path in paths]
+        expected = [commit_record.read(path, step, own, expected=True) for path in paths]
         mine, mine_expected = found[group.rank], expected[group.rank]
         if mine is None:
             raise CheckpointError(f"step {step} has no record")
+        if self._unlike and group.rank != 0 and (found[0] is None or found[0].digest != mine.digest):
+            names = [name for name, obj in self._attached.items() if any(obj is self._others[i] for i in self._unlike)]
+            raise CheckpointError(may_differ(" or ".join(names)))
         alike = range(group.world_size) if self._shards is None else self._shards.replicas
         if any(each is not None and each.pieces != mine.pieces for each in map(found.__getitem__, alike)):
             raise CheckpointError("the parameters are not the same on every rank")
@@ -517,52 +588,14 @@ class Donor:
         return random_states, is_as_expected, dict(zip(self._buffers, buffers, strict=True))
 
 
-def _path(kind: str, rank: int, round: int | None = None) -> str:
-    """Of a rank's record, beside the heartbeat records, so that it has their life time: this round and the next."""
-    directory = Path(os.environ["ELASTICD_HEARTBEAT"]).parent
-    return str((directory if round is None else directory.with_name(f"round-{round}")) / f"{kind}-{rank}")
-
-
-def recorded_random_state(
-    attached: Mapping[str, Any], round: int, rank: int, step: int, expected: bool
-) -> dict[str, Any] | None:
-    """A rank's random state as of a step of an earlier round, if its process was on this node.
-
-    It is kept for the round that resumes from it. `expected`: what the rank has expected in the backward pass counts,
-    too.
-    """
-    if "ELASTICD_HEARTBEAT" not in os.environ:
-        return None
-    buffers, parameters = _recorded(attached)
-    path = _path("commit", rank, round)
-    found = commit_record.read(path, step, buffers, parameters)
-    if found is None and expected:
-        found = commit_record.read(path, step, buffers, parameters, expected=True)
-    if found is None:
-        found = commit_record.read(_path("resumed", rank, round), step, [], parameters)
-    return found.random_state if found is not None else None
-
-
-def keep_random_state(attached: Mapping[str, Any], rank: int, step: int) -> None:
-    """Of a round that has resumed from a state without it: should it commit no step, the next one resumes from that."""
-    commit_record.CommitRecord(_path("resumed", rank), [], _recorded(attached)[1]).commit(step)
-
-
-def _buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
-    """The buffers in the state of attached modules, by the module's name and the key."""
-    for name, obj in attached.items():
-        if not is_module(obj):
-            continue
-        for path, module in state.unwrap(obj).named_modules(remove_duplicate=False):
-            for key, value in module._buffers.items():
-                if value is not None and key not in module._non_persistent_buffers_set:
-                    yield (name, state.plain(f"{path}.{key}" if path else key)), value
-
-
-def _recorded(attached: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What a commit record holds: all buffers, and the parameters of which it has a piece."""
-    optimizers = [obj for obj in attached.values() if is_optimizer(obj)]
+def _recorded(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """The parameters of which a commit record has a piece."""
     parameters = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
     trained = [commit_record.local(each) for each in parameters]
     every = -(-len(trained) // commit_record.MOST_PIECES)
-    return [buffer for _, buffer in _buffers(attached)], trained[:: max(every, 1)]
+    return trained[:: max(every, 1)]
+
+
+def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[int]]:
+    """The parameters of each group, by id."""
+    return [list(map(id, group["params"])) for each in optimizers for group in each.param_groups]

@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 
 MUTABLE = "a parameter group of the optimizer has values that can change in place, such as lr in a tensor"
 
-_REMEDY = "; if any rank's will do, give it the attribute rank_independent = True"
-
 
 @dataclass(frozen=True)
 class _Rank:
     saver: Saver
     attached: Mapping[str, Any]
     shards: ShardDonor | None
+    averaged: Mapping[int, torch.nn.Parameter]
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
@@ -48,9 +47,9 @@ class _Rank:
         return [found for obj in self.attached.values() if (found := state.parallel(obj)) is not None]
 
 
-def reason_against(saver: Saver, attached: Mapping[str, Any]) -> str:
+def reason_against(saver: Saver, attached: Mapping[str, Any], averaged: Mapping[int, torch.nn.Parameter]) -> str:
     """Why this rank can never be a donor, "" if it can: by the first rule that applies."""
-    rank = _Rank(saver, attached, saver.shard_donor)
+    rank = _Rank(saver, attached, saver.shard_donor, averaged)
     return next((why for rule in (_RULES_IN_SHARDS if saver.is_sharded else _RULES) if (why := rule(rank))), "")
 
 
@@ -109,13 +108,14 @@ def _no_replicated_optimizer(rank: _Rank) -> str:
 
     if not rank.optimizers:
         return "no optimizer is attached"
-    replicated = {id(parameter) for obj in rank.parallel for parameter in trained(obj)}
     for obj in rank.optimizers:
+        if type(obj).state_dict is not Optimizer.state_dict:
+            return "an optimizer's state is not the same on every rank"
         # Without a gradient, and without a state of a time when it had one, it is left as it is.
         every = [parameter for group in obj.param_groups for parameter in group["params"]]
         own = {id(parameter) for parameter in every if parameter.requires_grad or parameter in obj.state}
-        if type(obj).state_dict is not Optimizer.state_dict or not own <= replicated:
-            return "an optimizer's state is not the same on every rank"
+        if not own <= rank.averaged.keys():
+            return "an optimizer trains a parameter whose gradient DistributedDataParallel does not average"
     return ""
 
 
@@ -139,11 +139,12 @@ def _state_of_each_rank(rank: _Rank) -> str:
 
 
 def _unlike_rank_0(rank: _Rank) -> str:
+    """Of small objects a digest is compared with rank 0's, at the fault."""
     if rank.saver.group.rank == 0:
         return ""
     names = [] if rank.shards is None else rank.shards.names
-    others = ((name, obj) for name, obj in rank.attached.items() if name not in names)
-    return next((f"{name} may differ from rank 0's{_REMEDY}" for name, obj in others if not _is_alike(obj)), "")
+    modules = ((name, obj) for name, obj in rank.attached.items() if name not in names and is_module(obj))
+    return next((may_differ(name) for name, obj in modules if not is_alike(obj)), "")
 
 
 def _own_state_dict(rank: _Rank) -> str:
@@ -234,14 +235,31 @@ def is_optimizer(obj: Any) -> bool:
     return isinstance(obj, Optimizer)
 
 
+def averaged(attached: Mapping[str, Any]) -> dict[int, torch.nn.Parameter]:
+    """By id, the parameters that DistributedDataParallel keeps equal on all ranks: those that were trained when it was
+    made. It does not name them, but counts them. To be called before the script freezes or unfreezes others.
+    """
+    found: dict[int, torch.nn.Parameter] = {}
+    for obj in filter(None, map(state.parallel, attached.values())):
+        every = [each for name, each in obj.module.named_parameters() if name not in obj.parameters_to_ignore]
+        counted: dict[str, Any] = obj._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        were_all = counted.get("num_parameter_tensors") == len(every)
+        found |= {id(each): each for each in every if were_all or each.requires_grad}
+    return found
+
+
 def trained(parallel: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
-    """The parameters that it keeps equal on all ranks."""
+    """The parameters that it trains now."""
     for name, parameter in parallel.module.named_parameters():
         if parameter.requires_grad and name not in parallel.parameters_to_ignore:
             yield parameter
 
 
-def _is_alike(obj: Any) -> bool:
+def may_differ(name: str) -> str:
+    return f"{name} may differ from rank 0's; if any rank's will do, give it the attribute rank_independent = True"
+
+
+def is_alike(obj: Any) -> bool:
     """Its state follows from what is equal on all ranks, buffers of modules aside."""
     import torch
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau

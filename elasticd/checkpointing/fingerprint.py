@@ -5,7 +5,8 @@ numpy's view of a tensor, move no counter: a piece of each tensor is compared, t
 and the next optimizer step, in the first steps and ever more rarely, which finds scripts that change a state there at
 every step. At a fault all counters are compared with those as of the last commit. Reading all of them at every commit
 may cost too much: then they are read every few commits, and each has to have grown by the same number at every commit
-since. Those that grow irregularly, such as of layers that not every step trains, are read at every commit.
+since. Those that grow irregularly, such as of layers that not every step trains, are read at every commit, and so are a
+few others: where one of them shows a change, such as by load_state_dict(), all are read at once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ IRREGULAR_SHARE = 0.001
 """The same for reading irregular ones, as of two models that are trained in turn."""
 FIRST_COMMITS = 8
 """All counters are read at each of them, which shows how they grow."""
+SAMPLE = 4
+"""Counters that are read at every commit, since most changes are of all tensors."""
+LEAST_BETWEEN = 64
+"""Commits between two times at which the growth of all counters is found anew."""
 _version = operator.attrgetter("_version")
 
 
@@ -40,14 +45,14 @@ class Fingerprint:
     def __init__(self, modules: Sequence[Any], optimizers: Sequence[Any]) -> None:
         self._modules, self._optimizers = modules, optimizers
         self._parameters = list(_parameters(modules))
-        self._trained = [parameter.requires_grad for parameter in self._parameters]
         self.set_step_s(0.0)
         self._collect()
-        self._entries = -1  # read again at the first commit, which may be any number of changes later
+        self.restart()
 
     def _collect(self) -> None:
-        """The tensors, again whenever an optimizer has begun to keep a state for more parameters."""
-        self._entries = self._count_entries()
+        """The tensors, again whenever an optimizer has begun to keep a state for more parameters, or has loaded one."""
+        self._states = [(optimizer, optimizer.state) for optimizer in self._optimizers]
+        self._entries = sum(len(state) for _, state in self._states)
         self._tensors = [*self._parameters, *_states(self._optimizers)]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._counters = list(map(_version, self._tensors))
@@ -56,8 +61,10 @@ class Fingerprint:
         self._irregular: dict[int, torch.Tensor] = {}
         """By index: what has grown by another number at some commit, read at every one."""
         self._irregular_counters: list[int] = []
-        self._commits = 0
-        """Since all counters were read."""
+        self._commits = self._age = 0
+        """Since all counters were read, and from all tensors having been collected until then."""
+        self._sample: list[torch.Tensor] = []
+        self._sample_sum = self._sample_growth = 0
         self._interval = 1
         self._first = FIRST_COMMITS
 
@@ -67,34 +74,46 @@ class Fingerprint:
         growth = [each for each, _ in found]
         before = self._growth or growth
         odd = {index for index, (each, rest) in enumerate(found) if rest or each != before[index]}
+        self._age += self._commits
+        are_few = len(odd | self._irregular.keys()) <= self._irregular_budget_s / READ_S
+        if self._age >= LEAST_BETWEEN and (2 * len(odd) > len(now) or not are_few):
+            self._collect()
+            return
         # Of more than can be read, the state is known to be unchanged only once they grow regularly again.
-        if len(odd | self._irregular.keys()) <= self._irregular_budget_s / READ_S:
+        if are_few:
             self._irregular |= {index: self._tensors[index] for index in odd}
         self._growth, self._counters, self._commits = growth, now, 0
+        sample = [index for index in range(0, len(now), len(now) // SAMPLE + 1) if index not in self._irregular]
+        self._sample = [self._tensors[index] for index in sample]
+        self._sample_sum, self._sample_growth = (sum(map(each.__getitem__, sample)) for each in (now, growth))
         self._first -= 1
         if self._first > 0:
             return
         # Odd numbers: what changes at every second commit is found to be irregular.
         self._interval = min(2 * self._interval + 1, int(len(now) * COMPARE_S / self._budget_s) | 1)
 
-    def _count_entries(self) -> int:
-        count = 0
-        for optimizer in self._optimizers:
-            count += len(optimizer.state)
-        return count
-
     def set_step_s(self, step_s: float) -> None:
         """How long a step takes: counters can be read more often where it is long."""
         self._budget_s = max(LEAST_S, SHARE * step_s)
         self._irregular_budget_s = max(LEAST_IRREGULAR_S, IRREGULAR_SHARE * step_s)
 
+    def restart(self) -> None:
+        """At the next commit the tensors may be other ones, or may have been changed any number of times."""
+        self._entries = -1
+
     def commit(self) -> None:
         """The state is that of a step now."""
-        if self._count_entries() != self._entries:
+        entries = 0
+        for optimizer, state in self._states:
+            entries += len(state)
+            if optimizer.state is not state:  # after load_state_dict()
+                self.restart()
+        if entries != self._entries:
             self._collect()
             return
         self._commits += 1
-        if self._commits >= self._interval:
+        expected = self._sample_sum + self._commits * self._sample_growth
+        if self._commits >= self._interval or sum(map(_version, self._sample)) != expected:
             self._read()
         self._irregular_counters = list(map(_version, self._irregular.values()))
 
@@ -118,10 +137,6 @@ class Fingerprint:
             [tensor.data_ptr() for tensor in tensors],
             bytes(torch.cat([piece(tensor, PIECE_BYTES) for tensor in tensors]).numpy()),
         )
-
-    def trains_others(self) -> bool:
-        """Parameters were frozen, or the other way round: commits before that know nothing of them."""
-        return self._trained != [parameter.requires_grad for parameter in self._parameters]
 
     def changed(self) -> bool:
         """Since the last commit; also True where that cannot be known."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import donor, held_states, retention, shard_plan, sharded, state, transfer
+from elasticd.checkpointing import commit_files, donor, held_states, retention, shard_plan, sharded, state, transfer
 from elasticd.checkpointing.buffers import Snapshot, donor_of
 from elasticd.checkpointing.held_states import HeldState, ShardsInMemory
 from elasticd.checkpointing.layout import write_at
@@ -527,13 +527,13 @@ class _Restore:
         if (own := every_rank[rank]) is not None:
             return notes + state.set_random_state(own, self.group.device)
         step, expected = chosen["step"], saved.get(donor.EXPECTED, False)
-        own = donor.recorded_random_state(self.attached, chosen["round"], rank, step, expected)
+        own = commit_files.recorded_random_state(self.attached, chosen["round"], rank, step, expected)
         if own is None:
             lost = f"the random state of rank {rank} at step {step} is lost: it draws other numbers from here on"
             return [*notes, lost]
         notes += state.set_random_state(own, self.group.device)
         with contextlib.suppress(OSError):
-            donor.keep_random_state(self.attached, rank, step)
+            commit_files.keep_random_state(rank, step)
         return notes
 
     def _agree(self, chosen: Mapping[str, Any], error: Exception | None, notes: list[str]) -> Resumed:

@@ -20,6 +20,7 @@ from elasticd.checkpointing.shard_plan import ShardPlan
 from elasticd.errors import CheckpointError
 
 Content = Callable[[], Iterator[bytes | memoryview]]
+_OTHER_PLAN = "the optimizer has other tensors or groups than at the last plan of a save"
 
 
 class ShardDonor:
@@ -67,7 +68,9 @@ class ShardDonor:
         for obj in self._optimizers.values():
             held = [*obj.state, *(each for values in obj.state.values() for each in values.values())]
             if any(id(each) not in known for each in held if hasattr(each, "data_ptr")):
-                raise CheckpointError("the optimizer has other tensors than at the last plan of a save")
+                raise CheckpointError(_OTHER_PLAN)
+        if list(map(len, self._parameters.values())) != list(map(len, groups)):
+            raise CheckpointError(_OTHER_PLAN)
         flat = dict(self._flat)
         for (name, names), of_optimizer in zip(self._parameters.items(), groups, strict=True):
             named = [{**group, "params": each} for group, each in zip(of_optimizer, names, strict=True)]

@@ -13,10 +13,19 @@ import numpy
 import pytest
 import torch
 
-from elasticd.checkpointing import commit_record, state
-from elasticd.checkpointing.commit_record import CommitRecord
+from elasticd.checkpointing import commit_record, generators, state
+from elasticd.checkpointing.commit_record import CommitRecord, OtherBuffers
+from elasticd.errors import CheckpointError
 
 CPU = torch.device("cpu")
+PYTHON: Any = vars(random)["_inst"]
+NUMPY: Any = vars(numpy.random.mtrand)["_rand"]
+
+
+def places(buffers: list[torch.Tensor]) -> list[commit_record.Place]:
+    held = dict(enumerate(buffers))
+    return [(held, key) for key in held]
+
 
 DRAWS: list[tuple[str, Callable[[], Any]]] = [
     ("torch", lambda: torch.rand(3)),
@@ -30,30 +39,51 @@ DRAWS: list[tuple[str, Callable[[], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("torch_is_known", [True, False], ids=["known", "another-torch"])
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "other-versions"])
 @pytest.mark.parametrize("draw", [draw for _, draw in DRAWS], ids=[name for name, _ in DRAWS])
 def test_random_states_at_each_commit_are_exact(
-    tmp_path: Path, draw: Callable[[], Any], torch_is_known: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, draw: Callable[[], Any], is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not torch_is_known:
-        monkeypatch.setattr(commit_record, "_torch_place", lambda _: None)
-    assert bool(commit_record._torch_memory(torch.default_generator)) == torch_is_known
+    if not is_known:
+        monkeypatch.setattr(generators, "_torch_place", lambda _: None)
+        monkeypatch.setattr(generators, "_memory", lambda _: memoryview(bytes(8)))
+    assert bool(generators._torch_memory(torch.default_generator)) == is_known
+    sources = (generators._python_source(PYTHON), *generators._numpy_sources(NUMPY))
+    assert [isinstance(each, memoryview) for each in sources] == [is_known] * 3
     record, path = CommitRecord(str(tmp_path / "record"), [], [torch.ones(3)]), str(tmp_path / "record")
     for step in range(1, 6):
         draw()
         record.commit(step)
         expected = state.to_bytes(state.random_state(CPU))
-        found = commit_record.read(path, step, [], [torch.ones(3)])
+        read = commit_record.read(path, step, [])
+        assert read is not None
+        assert state.to_bytes({name: read.random_state[name] for name in state.random_state(CPU)}) == expected
+        assert (commit_record.read(path, step - 1, []) is not None) == (step > 1)
+        assert commit_record.read(path, step + 1, []) is None
+
+
+def test_generator_that_numpy_gets_later_is_found_or_refused(tmp_path: Path) -> None:
+    path, before = str(tmp_path / "record"), numpy.random.get_bit_generator()
+    record = CommitRecord(path, [], [])
+    record.commit(1)
+    try:
+        numpy.random.set_bit_generator(numpy.random.MT19937(7))
+        numpy.random.rand()
+        record.commit(2)
+        found = commit_record.read(path, 2, [])
         assert found is not None
-        assert state.to_bytes({name: found.random_state[name] for name in state.random_state(CPU)}) == expected
-        assert (commit_record.read(path, step - 1, [], [torch.ones(3)]) is not None) == (step > 1)
-        assert commit_record.read(path, step + 1, [], [torch.ones(3)]) is None
+        assert found.random_state["numpy"][1].tolist() == numpy.random.get_state()[1].tolist()
+        numpy.random.set_bit_generator(numpy.random.PCG64(7))
+        with pytest.raises(CheckpointError, match="numpy's default generator is PCG64"):
+            record.commit(3)
+    finally:
+        numpy.random.set_bit_generator(before)
 
 
 def test_last_step_is_the_newest_commit(tmp_path: Path) -> None:
     path = str(tmp_path / "record")
     assert commit_record.last_step(path) == 0
-    record = CommitRecord(path, [torch.ones(5)], [torch.ones(3)])
+    record = CommitRecord(path, places([torch.ones(5)]), [torch.ones(3)])
     for step in range(1, 4):
         record.expect(step)
         assert commit_record.last_step(path) == step - 1
@@ -66,8 +96,8 @@ def test_last_step_is_the_newest_commit(tmp_path: Path) -> None:
 def test_tensor_that_torch_has_moved_is_found(tmp_path: Path, size: int, moved: str) -> None:
     """It moves a tensor that is sent to another process, and gives the memory back."""
     tensors, path = {"buffer": torch.ones(size), "parameter": torch.ones(size)}, str(tmp_path / "record")
-    held = [tensors["buffer"]], [tensors["parameter"]]
-    record = CommitRecord(path, *held)
+    held = [tensors["buffer"]]
+    record = CommitRecord(path, places(held), [tensors["parameter"]])
     record.expect(1)
     record.commit(1)
     tensors[moved].share_memory_()  # type: ignore[no-untyped-call]
@@ -79,8 +109,8 @@ def test_tensor_that_torch_has_moved_is_found(tmp_path: Path, size: int, moved: 
     if moved == "parameter":  # a piece may still be read where it was: no state is saved until it is located again
         record.locate()
         record.commit(2)
-    committed = commit_record.read(path, 2, *held)
-    expected = commit_record.read(path, 2, *held, expected=True)
+    committed = commit_record.read(path, 2, held)
+    expected = commit_record.read(path, 2, held, expected=True)
     assert committed is not None and expected is not None
     assert committed.pieces == record.pieces()
     assert all(bool((found.buffers[0] == 2).all()) for found in (committed, expected))
@@ -91,15 +121,38 @@ def test_buffers_are_those_of_the_commit(tmp_path: Path) -> None:
     kinds = [torch.float32, torch.int64, torch.bool, torch.bfloat16]
     buffers = [*(torch.ones(3, 5).to(kind) for kind in kinds), torch.zeros(0), torch.tensor(7)]
     path = str(tmp_path / "record")
-    record = CommitRecord(path, buffers, [torch.ones(3)])
+    record = CommitRecord(path, places(buffers), [torch.ones(3)])
     record.commit(1)
     expected = [buffer.clone() for buffer in buffers]
     for buffer in buffers:
         buffer.zero_()
-    found = commit_record.read(path, 1, buffers, [torch.ones(3)])
+    found = commit_record.read(path, 1, buffers)
     assert found is not None
     assert all(torch.equal(one, other) for one, other in zip(found.buffers, expected, strict=True))
-    assert commit_record.read(path, 1, buffers[1:], [torch.ones(3)]) is None, "another shape"
+    assert commit_record.read(path, 1, buffers[1:]) is None, "another shape"
+
+
+def test_buffer_that_the_script_replaces_is_followed(tmp_path: Path) -> None:
+    """Another tensor of the same shape at once, another shape by another record, which leaves the steps before."""
+    path, held = str(tmp_path / "record"), {"mean": torch.ones(3), "count": torch.tensor(7)}
+    record = CommitRecord(path, [(held, key) for key in held], [torch.ones(3)])
+    for step in range(1, 6):
+        held["mean"] = held["mean"] * 2
+        record.expect(step)
+        held["mean"] = held["mean"] + 1
+        record.commit(step, b"digest")
+        for expected, mean in [(True, held["mean"] - 1), (False, held["mean"])]:
+            found = commit_record.read(path, step, list(held.values()), expected)
+            assert found is not None
+            assert torch.equal(found.buffers[0], mean)
+            assert found.digest.rstrip(b"\0") == (b"" if expected else b"digest")
+    record = CommitRecord(path, [(held, key) for key in held], [torch.ones(4)])
+    record.commit(6)
+    assert commit_record.read(path, 5, list(held.values())) is not None
+    for other in (torch.ones(4), torch.ones(3).double(), torch.ones(6)[::2], None):
+        held["mean"] = other  # type: ignore[assignment]
+        with pytest.raises(OtherBuffers):
+            record.commit(7)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +160,7 @@ def test_buffers_are_those_of_the_commit(tmp_path: Path) -> None:
 )
 def test_expected_commit_counts_while_nothing_draws(tmp_path: Path, draw: Callable[[], Any], same: bool) -> None:
     path, parameters, buffers = str(tmp_path / "record"), [torch.ones(3)], [torch.zeros(2), torch.ones(2)]
-    record = CommitRecord(path, buffers, parameters)
+    record = CommitRecord(path, places(buffers), parameters)
     torch.randn(1), numpy.random.randn(1), random.gauss(0, 1)
     for step in (1, 2):
         record.expect(step)
@@ -115,10 +168,10 @@ def test_expected_commit_counts_while_nothing_draws(tmp_path: Path, draw: Callab
             draw()
             buffers[1].zero_()
         record.commit(step)
-    committed = commit_record.read(path, 2, buffers, parameters)
-    expected = commit_record.read(path, 2, buffers, parameters, expected=True)
-    assert commit_record.read(path, 1, buffers, parameters) is not None, "the commit before stays"
-    assert commit_record.read(path, 1, buffers, parameters, expected=True) is not None, "so does what it expected"
+    committed = commit_record.read(path, 2, buffers)
+    expected = commit_record.read(path, 2, buffers, expected=True)
+    assert commit_record.read(path, 1, buffers) is not None, "the commit before stays"
+    assert commit_record.read(path, 1, buffers, expected=True) is not None, "so does what it expected"
     assert committed is not None
     assert expected is not None
     assert expected.draws_as(committed) == same
@@ -129,7 +182,7 @@ def test_expected_commit_counts_while_nothing_draws(tmp_path: Path, draw: Callab
 
 def test_process_killed_inside_a_commit_leaves_the_step_before(tmp_path: Path) -> None:
     path, buffer = str(tmp_path / "record"), torch.zeros(4)
-    record = CommitRecord(path, [buffer], [torch.ones(3)])
+    record = CommitRecord(path, places([buffer]), [torch.ones(3)])
     record.commit(6)
     child = os.fork()
     if child == 0:
@@ -138,7 +191,7 @@ def test_process_killed_inside_a_commit_leaves_the_step_before(tmp_path: Path) -
         record.commit(8)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert commit_record.read(path, 8, [buffer], [torch.ones(3)]) is None
-    assert commit_record.read(path, 6, [buffer], [torch.ones(3)]) is None, "it was half overwritten"
+    assert commit_record.read(path, 8, [buffer]) is None
+    assert commit_record.read(path, 6, [buffer]) is None, "it was half overwritten"
     record.commit(7)
-    assert commit_record.read(path, 7, [buffer], [torch.ones(3)]) is not None
+    assert commit_record.read(path, 7, [buffer]) is not None

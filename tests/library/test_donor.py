@@ -97,7 +97,8 @@ def test_state_that_a_save_refuses_is_not_saved_at_the_fault_either() -> None:
 
     session: Any = object.__new__(Session)
     session._barrier_s, session._steps, session._attached = None, 1, {}
-    session._saver, session._donor = SimpleNamespace(save=refuse), SimpleNamespace(close=lambda: closed.append(True))
+    donor = SimpleNamespace(look=lambda: None, close=lambda: closed.append(True))
+    session._saver, session._donor = SimpleNamespace(save=refuse), donor
     with pytest.raises(CheckpointRefused):
         session._save("every 10 steps", wait=False)
     assert closed

@@ -32,6 +32,20 @@ def with_layers_left_out(net: torch.nn.Sequential, optimizer: Any, step: int) ->
     optimizer.zero_grad()
 
 
+def with_all_loaded_once(net: torch.nn.Sequential, optimizer: Any, step: int) -> None:
+    usual(net, optimizer, step)
+    if step == 110:
+        net.load_state_dict(net.state_dict())
+    if step == 60:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def with_layers_frozen_later(net: torch.nn.Sequential, optimizer: Any, step: int) -> None:
+    for layer in net[: LAYERS // 2]:
+        layer.requires_grad_(step <= 70)
+    usual(net, optimizer, step)
+
+
 def with_weights_clamped_once(net: torch.nn.Sequential, optimizer: Any, step: int) -> None:
     usual(net, optimizer, step)
     if step == 60:
@@ -77,7 +91,13 @@ def test_steps_of_optimizer_are_no_change(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("update", "step_s", "unknown"),
-    [(with_layers_left_out, 0.0, 16), (with_layers_left_out, 1.0, 0), (with_weights_clamped_once, 0.0, 61)],
+    [
+        (with_layers_left_out, 0.0, 16),
+        (with_layers_left_out, 1.0, 0),
+        (with_weights_clamped_once, 0.0, 61),
+        (with_all_loaded_once, 0.0, 0),
+        (with_layers_frozen_later, 0.0, 0),
+    ],
 )
 def test_irregular_steps_cost_few_donors(update: Update, step_s: float, unknown: int) -> None:
     net = deep()

@@ -1,0 +1,54 @@
+"""The files of commit records, and what a round finds in those of the round before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from elasticd.checkpointing import commit_record, state
+
+
+def path_of(kind: str, rank: int, round: int | None = None) -> str:
+    """Of a rank's record, beside the heartbeat records, so that it has their life time: this round and the next."""
+    directory = Path(os.environ["ELASTICD_HEARTBEAT"]).parent
+    return str((directory if round is None else directory.with_name(f"round-{round}")) / f"{kind}-{rank}")
+
+
+def recorded_random_state(
+    attached: Mapping[str, Any], round: int, rank: int, step: int, expected: bool
+) -> dict[str, Any] | None:
+    """A rank's random state as of a step of an earlier round, if its process was on this node.
+
+    It is kept for the round that resumes from it. `expected`: what the rank has expected in the backward pass counts,
+    too.
+    """
+    if "ELASTICD_HEARTBEAT" not in os.environ:
+        return None
+    own = [holder[key] for _, (holder, key) in buffers(attached)]
+    path = path_of("commit", rank, round)
+    found = commit_record.read(path, step, own)
+    if found is None and expected:
+        found = commit_record.read(path, step, own, expected=True)
+    if found is None:
+        found = commit_record.read(path_of("resumed", rank, round), step, [])
+    return found.random_state if found is not None else None
+
+
+def keep_random_state(rank: int, step: int) -> None:
+    """Of a round that has resumed from a state without it: should it commit no step, the next one resumes from that."""
+    commit_record.CommitRecord(path_of("resumed", rank), [], []).commit(step)
+
+
+def buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], commit_record.Place]]:
+    """Where the buffers in the state of attached modules are, by the module's name and the key."""
+    from torch.nn import Module
+
+    for name, obj in attached.items():
+        if not isinstance(obj, Module):
+            continue
+        for path, module in state.unwrap(obj).named_modules(remove_duplicate=False):
+            for key, value in module._buffers.items():
+                if value is not None and key not in module._non_persistent_buffers_set:
+                    yield (name, state.plain(f"{path}.{key}" if path else key)), (module._buffers, key)
