@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
+import operator
 import os
 import struct
 import weakref
@@ -75,6 +76,8 @@ class CommitRecord:
         import torch
 
         self._buffers = list(buffers)
+        self._holders, self._keys = [holder for holder, _ in buffers], [key for _, key in buffers]
+        self._data_ptr: Any = torch.Tensor.data_ptr
         self._kinds = [kind(holder.get(key)) for holder, key in buffers]
         self._pieces = [piece(parameter, PIECE_BYTES) for parameter in parameters[:MOST_PIECES]]
         self._pieces.append(torch.zeros(_PIECES_BYTES - sum(map(len, self._pieces)), dtype=torch.uint8))
@@ -143,8 +146,8 @@ class CommitRecord:
 
     def _are_moved(self) -> bool:
         try:
-            return [holder[key].data_ptr() for holder, key in self._buffers] != self._addresses
-        except (KeyError, AttributeError):
+            return list(map(self._data_ptr, map(operator.getitem, self._holders, self._keys))) != self._addresses
+        except (KeyError, TypeError):
             return True
 
 
