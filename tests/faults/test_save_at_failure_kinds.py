@@ -84,8 +84,7 @@ def test_state_that_is_not_that_of_a_step_is_never_saved(job: StartJob, kind: st
 @pytest.mark.parametrize("kind", ["plateau_on_rank_0", "plateau_apart"])
 @pytest.mark.parametrize(("dies", "step"), [(0, 10), (1, 12)])
 def test_scheduler_that_follows_each_ranks_own_loss(job: StartJob, kind: str, dies: int, step: int) -> None:
-    """Rank 0's state counts, as in a save; the next round's first save refuses the scheduler and gives the remedy, and
-    so does the one after it."""
+    """Rank 0's state counts, as in a save; the next round's first save refuses the scheduler and gives the remedy."""
     run = job("kinds.py", kind, faults=[Fault(dies, 13, "SIGKILL")], flags=FLAGS)
     assert run.wait() == 0
     assert run.events("resumed")[0]["step"] == step

@@ -191,6 +191,7 @@ DIFFERS = replace(OUT, repeat_key="elasticd.errors.StateDiffers")
         (BudgetState(), 4, (refused_state(4),), POLICY, None),
         (DIFFERS, 9, (refused_state(9),), POLICY, "an error in the script, twice: rank 0 refused"),
         (DIFFERS, 9, (refused_state(9, saved=8),), POLICY, None),
+        (replace(DIFFERS, step=9), 9, (refused_state(9, saved=8),), POLICY, None),
         (DIFFERS, 9, (refused_state(9),), HARD, None),
     ],
 )

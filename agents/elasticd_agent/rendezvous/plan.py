@@ -362,26 +362,31 @@ def _shared_error(running: _Running) -> Round | Wait | None:
 def _refused_state(running: _Running) -> Round | None:
     """The job's first save has refused what the script attaches: every start comes to it again.
 
-    Whether states differ between ranks may be another time's chance: that has to come twice.
+    Whether states differ between ranks may be another time's chance: that has to come twice. Where there is a
+    checkpoint, a restart may go back to one from which the script comes further.
     """
-    first = running.first_failure
-    never_saved = running.view.checkpoint is None and not running.has_saved
-    if not never_saved or first.repeat_key.rpartition(".")[2] != "CheckpointRefused":
+    first, before = running.first_failure, running.current.budget
+    saved = running.view.checkpoint is not None or running.has_saved
+    if saved or running.policy.max_restarts is not None or not is_refused_state(first.repeat_key):
         return None
-    if running.policy.max_restarts is not None:
+    again = first.repeat_key == before.repeat_key
+    if not again and first.repeat_key.rpartition(".")[2] != "CheckpointRefused":
         return None
-    return _final_round(running.view, "failed", 1, f"an error in the script, not restarted: {first.why}")
+    how = "twice" if again else "not restarted"
+    return _final_round(running.view, "failed", 1, f"an error in the script, {how}: {first.why}")
 
 
 def _repeated_error(running: _Running) -> Round | None:
     """The error that ended the round before: out of GPU memory, or one that all ranks share, after the same step; or,
-    after any step, a session call that one rank makes and another one never will, or a state that saves refuse."""
+    after any step, a session call that one rank makes and another one never will."""
     before, first = running.current.budget, running.first_failure
-    misuse = is_misuse(first.repeat_key) or (is_refused_state(first.repeat_key) and not running.has_saved)
+    misuse = is_misuse(first.repeat_key)
     again = first.repeat_key and first.repeat_key == before.repeat_key and (misuse or first.step == before.step)
     shared = running.shared_error and not running.missing_failures
     known = first.repeat_key == first.error  # by its type alone an error of the script
     if not again or not (shared or known) or running.policy.max_restarts is not None:
+        return None
+    if is_refused_state(first.repeat_key):
         return None
     where = "" if misuse else f" after step {first.step}" if first.step else " before the first step"
     return _final_round(running.view, "failed", 1, f"an error in the script, twice{where}: {first.why}")

@@ -97,7 +97,7 @@ def is_misuse(repeat_key: str) -> bool:
 
 
 def is_refused_state(repeat_key: str) -> bool:
-    """A save has refused the state: until one succeeds, progress changes nothing."""
+    """A save has refused the state, for what it holds or because it differs between ranks."""
     return repeat_key.rpartition(".")[2] in ("CheckpointRefused", "StateDiffers")
 
 
