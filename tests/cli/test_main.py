@@ -40,16 +40,19 @@ def elasticd(*argv: str | bytes, cwd: Path | None = None) -> subprocess.Complete
     ],
 )
 def test_help_takes_under_a_fifth_of_a_second(argv: list[str]) -> None:
-    def once() -> float:
+    """Or, on a slow machine, less than 15 starts of the bare interpreter."""
+
+    def once(*command: str) -> float:
         start = time.perf_counter()
-        with subprocess.Popen([*COMMAND, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             took = time.perf_counter() - start
             # What it waited for a CPU that other work had is not its own slowness (nanoseconds).
             waited = int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[1])
         return took - waited / 1e9
 
-    assert min(once() for _ in range(5)) < 0.2
+    bare = min(once(sys.executable, "-I", "-S", "-c", "") for _ in range(5))
+    assert min(once(*COMMAND, *argv) for _ in range(5)) < max(0.2, 15 * bare)
 
 
 @pytest.mark.parametrize(
