@@ -382,12 +382,12 @@ def test_reader_never_sees_half_a_step(path: Path) -> None:
 
 
 def test_step_costs_less_than_a_microsecond(path: Path) -> None:
-    """Or, on a slow machine, less than 20 calls of an empty function."""
+    """Or, on a slow machine, less than 30 calls of an empty function."""
     writer = HeartbeatWriter(path)
     best, empty = (
         min(timeit.repeat(call, number=1000, repeat=200)) / 1000 for call in (lambda: writer.step(7), lambda: None)
     )
-    assert best < max(1e-6, 20 * empty), f"{best * 1e9:.0f} ns, an empty call {empty * 1e9:.0f} ns"
+    assert best < max(1e-6, 30 * empty), f"{best * 1e9:.0f} ns, an empty call {empty * 1e9:.0f} ns"
 
 
 # --- exit report ---
