@@ -5,6 +5,9 @@ Afterwards the same job runs undisturbed. Counts the steps that were trained twi
 if a step differs, is missing, or if a kill cost more than one step. Steps differ after a rank was killed in the first
 step of a round while another rank finished that step: its random state is lost, and dropout draws other numbers.
 
+`--gpu`: the ranks share one GPU, over NCCL. Steps of rank 0 are not compared: after its death it has the averages of
+BatchNorm that the rank which saved has.
+
 `--during saves`: there is a save every few steps, and kills come while one is copied or written: of a rank and of the
 writer in turn.
 """
@@ -25,6 +28,7 @@ from pathlib import Path
 
 from elasticd.heartbeat.record import HeartbeatReader, Phase
 from tests.faults.job import Job, until
+from tests.gpu.conftest import ALONE
 
 SETTLE_S = 0.6
 """Kills come within so long of the first step of a round."""
@@ -40,13 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--during", choices=["saves"])
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="elasticd-donors-") as directory:
 
         def start(name: str, steps: int) -> Job:
             how = ["--steps", str(steps), *(SAVES if args.during else [])]
-            return Job(Path(directory, name), "donor.py", *how, workers=str(args.workers), flags=FLAGS)
+            flags = [*FLAGS, "--virtual-local-rank"] if args.gpu else FLAGS
+            env = ALONE if args.gpu else {}
+            return Job(Path(directory, name), "donor.py", *how, workers=str(args.workers), flags=flags, env=env)
 
         disturbed = start("disturbed", 1_000_000)
         kill_all = kill_in_saves if args.during else kill_ranks
@@ -54,13 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             pauses = kill_all(disturbed, args.kills, args.workers, random.Random(args.seed))
         finally:
             disturbed.end()
-        steps, repeated = trained(disturbed, args.workers)
+        compared = range(int(args.gpu), args.workers)
+        steps, repeated = trained(disturbed, compared)
         whole = start("whole", max(steps))
         try:
             code = whole.wait(within=3600)
         finally:
             whole.end()
-        expected, _ = trained(whole, args.workers)
+        expected, _ = trained(whole, compared)
         resumed = disturbed.events("resumed")
         reasons = [event["reason"] for event in resumed]
         found = [event for event in disturbed.events() if event["kind"].startswith("checkpoint_")]
@@ -150,12 +158,12 @@ def report(kills: int) -> None:
         print(f"{kills} kills", file=sys.stderr, flush=True)
 
 
-def trained(job: Job, workers: int) -> tuple[dict[int, set[tuple[int, str]]], dict[int, int]]:
+def trained(job: Job, ranks: range) -> tuple[dict[int, set[tuple[int, str]]], dict[int, int]]:
     """The digests that ranks have noted of each step, and how many steps each round has trained again."""
     found: dict[int, set[tuple[int, str]]] = {}
     first: dict[int, int] = {}
     again: dict[int, set[int]] = {}
-    for rank in range(workers):
+    for rank in ranks:
         for line in (job.work / f"steps-{rank}").read_text().splitlines():
             round_, step, digest = line.split()
             found.setdefault(int(step), set()).add((rank, digest))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import commit_record, state
+
+if TYPE_CHECKING:
+    import torch
 
 
 def path_of(kind: str, rank: int, round: int | None = None) -> str:
@@ -26,7 +29,7 @@ def recorded_random_state(
     """
     if "ELASTICD_HEARTBEAT" not in os.environ:
         return None
-    own = [holder[key] for _, (holder, key) in buffers(attached)]
+    own = [holder[key] for _, (holder, key) in buffers(attached) if on_host(holder[key])]
     path = path_of("commit", rank, round)
     found = commit_record.read(path, step, own)
     if found is None and expected:
@@ -36,9 +39,19 @@ def recorded_random_state(
     return found.random_state if found is not None else None
 
 
-def keep_random_state(rank: int, step: int) -> None:
+def keep_random_state(rank: int, step: int, device: torch.device) -> None:
     """Of a round that has resumed from a state without it: should it commit no step, the next one resumes from that."""
-    commit_record.CommitRecord(path_of("resumed", rank), [], []).commit(step)
+    commit_record.CommitRecord(path_of("resumed", rank), [], [], gpu(device)).commit(step)
+
+
+def gpu(device: torch.device) -> torch.device | None:
+    """The device if it is one whose generator is recorded."""
+    return device if device.type == "cuda" else None
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """A commit record has it; what is on a device is kept there."""
+    return tensor.device.type == "cpu"
 
 
 def buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], commit_record.Place]]:

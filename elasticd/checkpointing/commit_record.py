@@ -11,7 +11,9 @@ has committed the step knows whether they do.
 
     slot = step % 2, 2 more if expected:
            head | torch's generator | python's and numpy's | pieces of parameters | buffers
-    head = step, 1 (2 with numpy's), python's half of a pair of samples: valid, value | digest of small objects
+    head = step, flags, python's half of a pair of samples: valid, value | digest of small objects | a GPU's generator
+
+Of a GPU's memory it has nothing: see `commit_ring`.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import generators, state
+from elasticd.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
-_HEAD = struct.Struct("<qqqd16s")
+_HEAD = struct.Struct("<qqqd16s16s")
+_DEVICE_BYTES = 16
+_WHOLE, _HAS_NUMPY, _HAS_DEVICE = 1, 2, 4
 _pack_head = _HEAD.pack_into
 _NO_STEP = struct.pack("<q", -1)
 PIECE_BYTES = 64
@@ -72,7 +77,14 @@ class CommitRecord:
     Another one for the same path, with buffers of the same sizes, leaves the steps that are there.
     """
 
-    def __init__(self, path: str, buffers: Sequence[Place], parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        path: str,
+        buffers: Sequence[Place],
+        parameters: Sequence[torch.Tensor],
+        device: torch.device | None = None,
+    ) -> None:
+        """`device`: the rank's, if it is a GPU."""
         import torch
 
         self._buffers = list(buffers)
@@ -92,7 +104,9 @@ class CommitRecord:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._slots = range(0, size, places.bytes)
         self.locate()
-        self._generators = generators.Generators()
+        self._generators = generators.Generators(device)
+        if len(self._generators.device()) not in (0, _DEVICE_BYTES):
+            raise CheckpointError("the state of the GPU's random generator has another size than in torch 2.6 to 2.13")
         self._torch: list[torch.Tensor | None] = [None] * _SLOTS
         """The state of torch's generator in each slot."""
         self._others = [places.of_others(memoryview(self._map)[slot:]) for slot in self._slots]
@@ -141,8 +155,9 @@ class CommitRecord:
             self.locate()
             if not self._gathers[number].write():
                 raise OSError("the memory of a tensor cannot be read")
-        half = self._generators.python_half()
-        _pack_head(self._map, slot, step, 1 + has_numpy, half is not None, half or 0.0, digest)
+        half, of_device = self._generators.python_half(), self._generators.device()
+        flags = _WHOLE | has_numpy * _HAS_NUMPY | bool(of_device) * _HAS_DEVICE
+        _pack_head(self._map, slot, step, flags, half is not None, half or 0.0, digest, of_device)
 
     def _are_moved(self) -> bool:
         try:
@@ -166,11 +181,12 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
         return None
     start = (step % 2 + _EXPECTED * expected) * places.bytes
     slot = data[start : start + places.bytes]
-    found, known, has_half, half, digest = _HEAD.unpack_from(slot)
-    if found != step or not known:
+    found, flags, has_half, half, digest, of_device = _HEAD.unpack_from(slot)
+    if found != step or not flags & _WHOLE:
         return None
     of_torch, others = slot[_HEAD.size : places.others], slot[places.others : places.pieces]
-    random_state = generators.decode(of_torch, others, known > 1, half if has_half else None)
+    of_device = of_device if flags & _HAS_DEVICE else b""
+    random_state = generators.decode(of_torch, others, bool(flags & _HAS_NUMPY), half if has_half else None, of_device)
     copies, at = [], places.buffers
     for buffer in buffers:
         end = at + buffer.numel() * buffer.element_size()
@@ -247,7 +263,7 @@ def piece(tensor: torch.Tensor, most: int | None = None) -> torch.Tensor:
     whole = tensor.numel() * tensor.element_size()
     size = whole if most is None else min(most, whole)
     start = tensor.storage_offset() * tensor.element_size() + (whole - size) // 2
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (size,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), start, (size,), (1,))
 
 
 class _Gather:

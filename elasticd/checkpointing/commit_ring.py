@@ -6,7 +6,8 @@ at the newest commit that it has passed, unless it has begun the optimizer step 
 it from that. On a processor the last commit counts, and a lock says whether it is being changed.
 
 What a forward pass changes on a device, buffers of modules, is copied there, too: the copy is queued at the commit, and
-so has the values of that step. The state of a device's random generator is the processor's, and is kept like the rest.
+so has the values of that step. So are pieces of parameters, which show changes that torch does not count. The state of
+a device's random generator is the processor's, and is kept like the rest.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-DEPTH = 64
-"""Steps that a device may be behind; it takes a few."""
+DEPTH = 4
+"""Steps that a device may be behind. A processor that is further ahead waits in a launch, and its rank is no donor; the
+commit records have two."""
 
 
 class Event(Protocol):
@@ -38,6 +40,7 @@ class Commit:
     def __init__(self, step: int = 0, kept: Any = None, done: Event | None = None) -> None:
         self.step, self.kept, self.done = step, kept, done
         self.buffers: list[torch.Tensor] = []
+        """Of each of the ring's buffers the copy, on the device."""
         self.begun: Event | None = None
         """Before the optimizer step after it."""
 
@@ -90,6 +93,10 @@ class CommitRing:
         targets = oldest or [buffer.new_empty(buffer.shape) for buffer in self._buffers]
         self._copy(targets, self._buffers)
         return targets
+
+    def is_behind(self) -> bool:
+        """The device has not passed the last commit."""
+        return self._last.done is not None and not self._last.done.query()
 
     def current(self) -> Commit | None:
         """The commit that the memory is at; None between two, and where the device is further behind than DEPTH."""

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elasticd.checkpointing import commit_files, commit_record, sharded, state
+from elasticd.checkpointing import commit_files, commit_record, device_copy, sharded, state
 from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, donated_by_all, donated_number
 from elasticd.checkpointing.commit_ring import Commit, ring_of
 from elasticd.checkpointing.donor_rules import (
@@ -66,6 +66,10 @@ WAIT_S = 0.25
 """How long a rank that is between the optimizer's step and the commit is waited for: less than the launcher waits."""
 SHORT_S, MOST_SHORT = 1.0, 3
 """A writer that ends so soon, so many times in a row, will do so again."""
+PROBE_S = 0.1
+"""A copy of one byte from a GPU takes 0.1 ms, or does not end."""
+BEHIND_S = 0.05
+"""For a GPU that is at the end of the last step."""
 LONGEST_WAIT_S = 5.0
 """For another rank that copies the same step: the launcher waits for all."""
 EXPECTED = "rng_expected"
@@ -168,9 +172,16 @@ class Donor:
         self._sizes = list(map(len, self._groups))
         places = dict(commit_files.buffers(self._attached))
         self._buffers = {path: holder[key] for path, (holder, key) in places.items()}
-        self._ring = ring_of(self._saver.group.device, list(self._buffers.values()))
+        self._on_host = [path for path, buffer in self._buffers.items() if commit_files.on_host(buffer)]
+        self._on_device = [path for path, buffer in self._buffers.items() if not commit_files.on_host(buffer)]
+        recorded = _recorded(self._optimizers)
+        on_device = [each for each in recorded if not commit_files.on_host(each)]
+        self._pieces = [commit_record.piece(each, commit_record.PIECE_BYTES) for each in on_device]
+        device = self._saver.group.device
+        self._ring = ring_of(device, [*map(self._buffers.__getitem__, self._on_device), *self._pieces])
         path = commit_files.path_of("commit", self._saver.group.rank)
-        self._record = commit_record.CommitRecord(path, list(places.values()), _recorded(self._optimizers))
+        buffers, pieces = list(map(places.__getitem__, self._on_host)), list(filter(commit_files.on_host, recorded))
+        self._record = commit_record.CommitRecord(path, buffers, pieces, commit_files.gpu(device))
         # Of FSDP2 no hook runs before gradients are sent: the random state of a rank that dies after that is lost.
         parallel = [found for obj in self._attached.values() if (found := state.parallel(obj)) is not None]
         parameters: list[Any] = [parameter for each in parallel for parameter in itertools.islice(trained(each), 1)]
@@ -348,16 +359,24 @@ class Donor:
                 request = json.loads(packet)
                 if refused := request.get("refused"):
                     return str(refused)
-                self._socket.send(json.dumps({"do": "saving"}).encode())
-                try:
-                    until = time.monotonic() + WAIT_S
-                    self._catch_up(until)
-                    self._save(max(until - time.monotonic(), 0.05))
-                except Exception as error:  # noqa: BLE001 - the launcher waits for the answer
-                    if not self._why:
-                        self._give_up(f"{type(error).__name__}: {error}")
+                if self._can_copy():
+                    self._socket.send(json.dumps({"do": "saving"}).encode())
+                    try:
+                        until = time.monotonic() + WAIT_S
+                        self._catch_up(until)
+                        self._save(max(until - time.monotonic(), 0.05))
+                    except Exception as error:  # noqa: BLE001 - the launcher waits for the answer
+                        if not self._why:
+                            self._give_up(f"{type(error).__name__}: {error}")
                 self._socket.send(json.dumps({"do": "donated"}).encode())
         return ""
+
+    def _can_copy(self) -> bool:
+        device = self._saver.group.device
+        if self._why or device.type == "cpu" or device_copy.is_free(device, PROBE_S):
+            return True
+        self._report_unsaved(self._step, "its script had queued more than the GPU takes, and no copy from it ends")
+        return False
 
     def _catch_up(self, until: float) -> None:
         """Wait for a step that a rank of this node has committed, and this rank has not: it has what it needs for it.
@@ -426,6 +445,9 @@ class Donor:
             self._report_unsaved(self._step, _UNCLEAN)
             return
         try:
+            until = time.monotonic() + BEHIND_S
+            while self._ring.is_behind() and time.monotonic() < until:
+                time.sleep(0.001)
             if self._step and (commit := self._ring.current()) is not None:
                 self._save_clean(commit)
             elif self._next_step and not self._commits:
@@ -458,7 +480,7 @@ class Donor:
         self._check_unchanged(commit)
         content = self._content(commit)
         check_loadable(content)
-        layout = Layout(content)
+        layout = Layout(content, at_once=True)
         draft = self._draft(commit, layout.bytes)
         number = donated_number(commit.step, saver.group.rank)
         fd = self._borrow(client, draft, number, layout.shared_digest)
@@ -520,20 +542,31 @@ class Donor:
         if self._why:
             raise CheckpointError(self._why)
         path = commit_files.path_of("commit", self._saver.group.rank)
-        committed = commit_record.read(path, commit.step, list(self._buffers.values()))
+        committed = commit_record.read(path, commit.step, self._host_buffers())
         if (
             not commit.is_whole()
             or _groups(self._optimizers) != self._groups
             or self._fingerprint.changed()
             or committed is None
             or committed.pieces != self._record.pieces()
+            or self._copied(self._pieces) != self._copied(commit.buffers[len(self._on_device) :])
         ):
             raise CheckpointError(_CHANGED)
-        now = {path: commit_record.kind(holder[key]) for path, (holder, key) in commit_files.buffers(self._attached)}
-        if now != {path: commit_record.kind(buffer) for path, buffer in self._buffers.items()}:
+        now = {path: holder[key] for path, (holder, key) in commit_files.buffers(self._attached)}
+        kinds = [{path: commit_record.kind(each) for path, each in found.items()} for found in (now, self._buffers)]
+        if kinds[0] != kinds[1] or any(now[path] is not self._buffers[path] for path in self._on_device):
             raise CheckpointError("a module has other buffers than at the step")
         if why := self._reason_against():
             raise CheckpointError(why)
+
+    def _host_buffers(self) -> list[torch.Tensor]:
+        return [self._buffers[path] for path in self._on_host]
+
+    def _copied(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
+        """From the GPU, as they are there now."""
+        starts = [int(each.storage_offset()) for each in tensors]
+        parts = [(0, each.untyped_storage(), at, at + len(each)) for each, at in zip(tensors, starts, strict=True)]
+        return [bytes(data) for _, data in device_copy.pieces(self._saver.group.device, parts, at_once=True)]
 
     def _kept(self, commit: Commit) -> Iterator[tuple[str, Any]]:
         """The small objects as of the commit."""
@@ -545,6 +578,7 @@ class Donor:
         """As `Saver` saves it, with everything as of the commit."""
         step = commit.step
         random_states, is_as_expected, buffers = self._records(step)
+        buffers |= dict(zip(self._on_device, commit.buffers, strict=False))
         kept = dict(self._kept(commit))
         now = state.gather({name: obj for name, obj in self._attached.items() if name not in kept})
         content = {name: kept[name] if name in kept else now[name] for name in self._attached}
@@ -566,7 +600,7 @@ class Donor:
         """All random states that this node has as of `step` (None for the others), whether this rank's is as it has
         expected, and rank 0's buffers, else ours.
         """
-        group, own = self._saver.group, list(self._buffers.values())
+        group, own = self._saver.group, self._host_buffers()
         paths = [commit_files.path_of("commit", rank) for rank in range(group.world_size)]
         found = [commit_record.read(path, step, own) for path in paths]
         expected = [commit_record.read(path, step, own, expected=True) for path in paths]
@@ -585,7 +619,7 @@ class Donor:
         buffers = (found[0] or mine).buffers
         if found[0] is None and expected[0] is not None and mine_expected is not None:
             buffers = commit_record.as_expected(expected[0].buffers, mine_expected.buffers, buffers)
-        return random_states, is_as_expected, dict(zip(self._buffers, buffers, strict=True))
+        return random_states, is_as_expected, dict(zip(self._on_host, buffers, strict=True))
 
 
 def _recorded(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:

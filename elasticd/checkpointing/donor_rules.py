@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from elasticd.checkpointing.shard_donor import ShardDonor
 
 
+MOST_BUFFER_BYTES = 16 << 20
+"""Of a rank's buffers on its GPU, which keeps several copies of them."""
 MUTABLE = "a parameter group of the optimizer has values that can change in place, such as lr in a tensor"
 
 
@@ -60,11 +62,31 @@ def _no_launcher(rank: _Rank) -> str:
     return ""
 
 
-def _one_rank_or_a_gpu(rank: _Rank) -> str:
+def _one_rank_or_another_device(rank: _Rank) -> str:
     group = rank.saver.group
-    if group.world_size == 1 or group.device.type != "cpu":
-        return "this is built for several ranks that train on CPUs"
+    if group.world_size == 1 or group.device.type not in ("cpu", "cuda"):
+        return "this is built for several ranks that train on CPUs or CUDA GPUs"
     return ""
+
+
+def _aborted_collectives(rank: _Rank) -> str:
+    """The kernels of a communicator that is aborted end without the others' part, and the optimizer's step follows."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    if rank.saver.group.device.type == "cuda" and os.environ.get(name) in ("1", "2"):
+        return f"{name}={os.environ[name]} aborts NCCL's collectives, after which the GPU would train on; 3 does not"
+    return ""
+
+
+def _large_device_buffers(rank: _Rank) -> str:
+    every = [buffer for module in rank.modules.values() for buffer in module.buffers()]
+    size = sum(buffer.nbytes for buffer in every if buffer.device.type != "cpu")
+    return (
+        "" if size <= MOST_BUFFER_BYTES else f"its buffers have {size >> 20} MB on the GPU, at each of several steps"
+    )
+
+
+def _shards_on_a_gpu(rank: _Rank) -> str:
+    return "of a sharded state this is built for CPUs" if rank.saver.group.device.type != "cpu" else ""
 
 
 def _no_replica(rank: _Rank) -> str:
@@ -175,8 +197,8 @@ def _unusual_tensor(rank: _Rank) -> str:
     for name, module in rank.modules.items():
         for tensor in (*module.parameters(), *module.buffers()):
             is_plain = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
-            if not is_plain or tensor.device.type != "cpu":
-                return f"{name} holds a tensor that is no plain tensor on the CPU"
+            if not is_plain or tensor.device not in (torch.device("cpu"), rank.saver.group.device):
+                return f"{name} holds a tensor that is no plain tensor on the CPU or the rank's GPU"
         if not all(buffer.is_contiguous() for buffer in module.buffers()):
             return f"{name} has a buffer that is not contiguous"
     return ""
@@ -184,7 +206,9 @@ def _unusual_tensor(rank: _Rank) -> str:
 
 _RULES = (
     _no_launcher,
-    _one_rank_or_a_gpu,
+    _one_rank_or_another_device,
+    _aborted_collectives,
+    _large_device_buffers,
     _no_replicated_model,
     _own_communication,
     _no_replicated_optimizer,
@@ -198,7 +222,8 @@ _RULES = (
 )
 _RULES_IN_SHARDS = (
     _no_launcher,
-    _one_rank_or_a_gpu,
+    _one_rank_or_another_device,
+    _shards_on_a_gpu,
     _no_replica,
     _unrecorded_in_shards,
     _trains_unsharded,

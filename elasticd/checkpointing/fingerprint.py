@@ -128,14 +128,15 @@ class Fingerprint:
         return not same or [tensor.data_ptr() for tensor in now] != self._addresses
 
     def whole(self) -> tuple[list[int], list[int], bytes]:
-        """Of all tensors: counters, addresses, pieces."""
+        """Of all tensors: counters, addresses, pieces of those in the host's memory."""
         import torch
 
         tensors = [*_parameters(self._modules), *_states(self._optimizers)]
+        pieces = [piece(tensor, PIECE_BYTES) for tensor in tensors if tensor.device.type == "cpu"]
         return (
             [tensor._version for tensor in tensors],
             [tensor.data_ptr() for tensor in tensors],
-            bytes(torch.cat([piece(tensor, PIECE_BYTES) for tensor in tensors]).numpy()),
+            bytes(torch.cat([torch.empty(0, dtype=torch.uint8), *pieces]).numpy()),
         )
 
     def changed(self) -> bool:

@@ -1,4 +1,4 @@
-"""The states of the default random generators of torch, python and numpy, as bytes that cost little to copy.
+"""The states of the default random generators of torch, a GPU, python and numpy, as bytes that cost little to copy.
 
 What python and numpy offer for that takes 10 µs each, a copy of their memory 0.1: it is copied where it is found to be
 as we know it, else what they offer. Torch's generator may draw in a thread without the GIL: its memory is compared, and
@@ -43,9 +43,11 @@ Source = memoryview | Callable[[], bytes]
 class Generators:
     """The default generators of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device`: the rank's, if it is a GPU."""
         import torch
 
+        self._of_device: Any = None if device is None else torch.cuda.default_generators[device.index]
         self._default = torch.default_generator
         self._memory = _torch_memory(self._default)
         self._before, self._torch = b"", self._default.get_state()
@@ -61,6 +63,10 @@ class Generators:
         if now != self._before or not now:
             self._before, self._torch = now, self._default.get_state()
         return self._torch
+
+    def device(self) -> bytes:
+        """The GPU's, which the processor keeps: a seed and how much was drawn; empty without a GPU."""
+        return b"" if self._of_device is None else bytes(self._of_device.get_state().numpy())
 
     def copy_others(self, targets: Sequence[memoryview]) -> bool:
         """Python's and numpy's, to `targets`; returns whether numpy's is there.
@@ -94,7 +100,9 @@ class Generators:
         self._bits = bits
 
 
-def decode(torch_state: bytes, others: bytes, has_numpy: bool, python_half: float | None) -> dict[str, Any]:
+def decode(
+    torch_state: bytes, others: bytes, has_numpy: bool, python_half: float | None, device_state: bytes
+) -> dict[str, Any]:
     """As `state.random_state` has them."""
     import torch
 
@@ -105,6 +113,8 @@ def decode(torch_state: bytes, others: bytes, has_numpy: bool, python_half: floa
     numbers = torch.cat([words(_INDEX.size), torch.tensor([index])])
     states: dict[str, Any] = {"torch": torch.frombuffer(bytearray(torch_state), dtype=torch.uint8)}
     states["python"] = [_VERSION, numbers, python_half]
+    if device_state:
+        states["cuda"] = torch.frombuffer(bytearray(device_state), dtype=torch.uint8)
     if has_numpy:
         (position,) = _INDEX.unpack_from(others, 2 * _STATE_BYTES - _INDEX.size)
         valid, value = _HALF.unpack_from(others, 2 * _STATE_BYTES)

@@ -8,7 +8,6 @@ memory touches the same pages. The records carry no crc32: the manifest has a ch
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import io
 import json
@@ -16,10 +15,12 @@ import os
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from elasticd.checkpointing import device_copy
+from elasticd.checkpointing.device_copy import Part
 from elasticd.errors import CheckpointRefused
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 64
 """As torch's own writer aligns records."""
-_CHUNK_BYTES = 64 << 20
-"""The most that is copied at once from a device: the host memory that a copy needs."""
 _SAMPLES, _SAMPLE_BYTES = 64, 1024
 """So many shared storages are compared by their beginnings: every step changes every one of them."""
 _ROOT = "archive/"
@@ -51,13 +50,14 @@ class _Record:
 class Layout:
     """The bytes of `state.pt` for one state: every storage at an offset, headers and pickle between and after them.
 
-    `shared` holds the addresses of storages that are equal on all ranks: any rank may copy them. Raises
-    CheckpointRefused for a state that cannot be pickled. The object keeps the state's storages alive.
+    `shared` holds the addresses of storages that are equal on all ranks: any rank may copy them. `at_once`: a GPU's
+    memory is copied as it is, without waiting for what is queued there. Raises CheckpointRefused for a state that
+    cannot be pickled. The object keeps the state's storages alive.
     """
 
-    def __init__(self, state: Any, shared: frozenset[int] = frozenset()) -> None:
+    def __init__(self, state: Any, shared: frozenset[int] = frozenset(), at_once: bool = False) -> None:
         pickled, storages = _pickle(state)
-        self._state = state
+        self._state, self._at_once = state, at_once
         self._records: list[_Record] = []
         self._end = 0
         self._own: list[tuple[int, torch.UntypedStorage]] = []
@@ -98,9 +98,10 @@ class Layout:
             if tensor.untyped_storage().data_ptr() in places
         ]
         digest = hashlib.sha256(repr((list(places.values()), named)).encode())
-        for _, storage in self._shared[:: len(self._shared) // _SAMPLES + 1]:
-            for _, piece in _pieces(storage, 0, min(_SAMPLE_BYTES, storage.nbytes())):
-                digest.update(piece)
+        samples = self._shared[:: len(self._shared) // _SAMPLES + 1]
+        parts = [(0, storage, 0, min(_SAMPLE_BYTES, storage.nbytes())) for _, storage in samples]
+        for _, piece in _pieces(parts, self._at_once):
+            digest.update(piece)
         return digest.hexdigest()
 
     def copy_shared(self, write: Callable[[int, memoryview], None], share: int, shares: int) -> None:
@@ -108,13 +109,14 @@ class Layout:
         whole = sum(storage.nbytes() for _, storage in self._shared)
         first, last = (whole * number // shares // 4096 * 4096 for number in (share, share + 1))
         last = whole if share + 1 == shares else last
-        before = 0
+        parts, before = [], 0
         for offset, storage in self._shared:
             start, stop = max(first - before, 0), min(last - before, storage.nbytes())
             if start < stop:
-                for at, piece in _pieces(storage, start, stop):
-                    write(offset + at, piece)
+                parts.append((offset + start, storage, start, stop))
             before += storage.nbytes()
+        for at, piece in _pieces(parts, self._at_once):
+            write(at, piece)
 
     def copy_own(self, fd: int) -> None:
         """Copy everything else: storages of this rank only, headers, the pickle and the directory."""
@@ -135,9 +137,7 @@ class Layout:
         return b"".join([places, b"\n", *(data for _, data in parts)])
 
     def _own_parts(self) -> Iterator[tuple[int, memoryview]]:
-        for offset, storage in self._own:
-            for at, piece in _pieces(storage, 0, storage.nbytes()):
-                yield offset + at, piece
+        yield from _pieces([(offset, storage, 0, storage.nbytes()) for offset, storage in self._own], self._at_once)
         for offset, data in self._small:
             yield offset, memoryview(data)
 
@@ -162,7 +162,9 @@ class Layout:
         parts: list[tuple[int, int, Any]] = [*storages, *((offset, len(data), data) for offset, data in self._small)]
         for offset, size, part in sorted(parts, key=lambda each: each[:2]):
             write(memoryview(bytes(offset - at)))
-            for _, piece in [(0, memoryview(part))] if isinstance(part, bytes) else _pieces(part, 0, size):
+            is_small = isinstance(part, bytes)
+            pieces = [(0, memoryview(part))] if is_small else _pieces([(0, part, 0, size)], self._at_once)
+            for _, piece in pieces:
                 write(piece)
             at = offset + size
 
@@ -245,16 +247,17 @@ def _central_directory(records: list[_Record], start: int) -> bytes:
     return bytes(entries)
 
 
-def _pieces(storage: torch.UntypedStorage, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-    """The bytes from `start` to `stop` in the host's memory, each piece with its place; valid until the next one."""
-    import torch
-
-    on_host = storage.device.type == "cpu"
-    while start < stop:
-        size = stop - start if on_host else min(_CHUNK_BYTES, stop - start)
-        part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + size].cpu()
-        yield start, memoryview((ctypes.c_char * size).from_address(part.data_ptr())).cast("B")
-        start += size
+def _pieces(parts: Iterable[Part], at_once: bool) -> Iterator[tuple[int, memoryview]]:
+    """Each piece with its place, valid until the next one: what is in the host's memory first, then devices by turn."""
+    on_devices: dict[torch.device, list[Part]] = {}
+    for place, storage, start, stop in parts:
+        if storage.device.type == "cpu":
+            if start < stop:
+                yield place, device_copy.view(storage.data_ptr() + start, stop - start)
+        else:
+            on_devices.setdefault(storage.device, []).append((place, storage, start, stop))
+    for device, every in on_devices.items():
+        yield from device_copy.pieces(device, every, at_once)
 
 
 def write_at(fd: int, offset: int, data: memoryview) -> None:

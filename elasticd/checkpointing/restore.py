@@ -533,7 +533,7 @@ class _Restore:
             return [*notes, lost]
         notes += state.set_random_state(own, self.group.device)
         with contextlib.suppress(OSError):
-            commit_files.keep_random_state(rank, step)
+            commit_files.keep_random_state(rank, step, self.group.device)
         return notes
 
     def _agree(self, chosen: Mapping[str, Any], error: Exception | None, notes: list[str]) -> Resumed:

@@ -31,7 +31,15 @@ TUNED = ("--hang-floor", "2s", "--stopped-after", "1s", "--hang-factor", "3")
 
 
 class StartGpuJob(Protocol):
-    def __call__(self, faults: Sequence[Fault] = (), *, workers: int = 2, communicators: int = 1) -> Job: ...
+    def __call__(
+        self,
+        faults: Sequence[Fault] = (),
+        *,
+        workers: int = 2,
+        communicators: int = 1,
+        script: Path = SCRIPT,
+        args: Sequence[str] = (),
+    ) -> Job: ...
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +59,14 @@ def device() -> str:
 def gpu_job(tmp_path: Path, device: str) -> Iterator[StartGpuJob]:
     started: list[Job] = []
 
-    def start(faults: Sequence[Fault] = (), *, workers: int = 2, communicators: int = 1) -> Job:
+    def start(
+        faults: Sequence[Fault] = (),
+        *,
+        workers: int = 2,
+        communicators: int = 1,
+        script: Path = SCRIPT,
+        args: Sequence[str] = (),
+    ) -> Job:
         work = tmp_path / f"job-{len(started)}"
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         env = {"TEST_DEVICE": device, "TEST_COMMUNICATORS": str(communicators), **ALONE}
@@ -59,7 +74,7 @@ def gpu_job(tmp_path: Path, device: str) -> Iterator[StartGpuJob]:
         # With it LOCAL_RANK is 0 everywhere: all ranks take the one device there is.
         flags = ["--virtual-local-rank", "--max-restarts", "1000", "--log-dir", str(work / "log"), *TUNED]
         flags += ["--checkpoint-dir", str(work / "checkpoints")]
-        started.append(Job(work, SCRIPT, workers=str(workers), flags=flags, faults=faults, env=env))
+        started.append(Job(work, script, *args, workers=str(workers), flags=flags, faults=faults, env=env))
         return started[-1]
 
     yield start

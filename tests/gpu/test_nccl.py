@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from dataclasses import dataclass
 
 import pytest
@@ -24,14 +25,9 @@ GAP = 30
 
 
 def holders() -> set[int]:
-    """Processes that hold memory on any GPU; nobody where NVML cannot be asked."""
-    pynvml = pytest.importorskip("pynvml")
-    pynvml.nvmlInit()
-    try:
-        gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return {process.pid for gpu in gpus for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
-    finally:
-        pynvml.nvmlShutdown()
+    """Processes that hold memory on any GPU."""
+    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    return {int(pid) for pid in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()}
 
 
 def ends_well(run: Job, round: int) -> None:

@@ -63,14 +63,17 @@ def at(ring: CommitRing) -> int | None:
 def test_memory_is_at_the_newest_commit_that_the_device_has_passed() -> None:
     device = Device()
     ring = CommitRing(device.event)
-    for number in range(1, 6):  # the processor runs ahead
+    for number in range(1, 1 + DEPTH):  # the processor runs ahead
         step(ring, number)
-    seen = []
-    for _ in range(10):
+    seen, behind = [], []
+    for _ in range(2 * DEPTH):
+        behind.append(ring.is_behind())
         seen.append(at(ring))
         device.run()
-    assert seen == [None, None, 1, None, 2, None, 3, None, 4, None], "None: an optimizer step has begun"
-    assert at(ring) == 5
+    assert seen == [None, None, 1, None, 2, None, 3, None], "None: an optimizer step has begun"
+    assert at(ring) == 4
+    assert all(behind)
+    assert not ring.is_behind()
 
 
 def test_collective_that_hangs_keeps_the_memory_at_the_step_before() -> None:
@@ -79,7 +82,7 @@ def test_collective_that_hangs_keeps_the_memory_at_the_step_before() -> None:
     ring = CommitRing(device.event)
     step(ring, 1)
     device.run(2)
-    for number in range(2, 2 + DEPTH // 2):
+    for number in range(2, 1 + DEPTH):
         step(ring, number)
     assert at(ring) == 1
 
@@ -117,7 +120,7 @@ def test_state_of_a_processor_is_that_of_its_last_commit(steps: int) -> None:
     assert at(ring) == (steps or None)
 
 
-@pytest.mark.parametrize("ahead", [1, 5, DEPTH - 2])
+@pytest.mark.parametrize("ahead", [1, DEPTH - 2])
 def test_buffers_and_random_state_are_those_of_the_commit_however_far_the_processor_is_ahead(ahead: int) -> None:
     """A step: the forward pass changes the buffer, then the optimizer, then the commit. What the device's generator
     draws follows from the processor's counter.
@@ -126,7 +129,7 @@ def test_buffers_and_random_state_are_those_of_the_commit_however_far_the_proces
     running, counter = torch.zeros(3), 0
     ring = CommitRing(device.event, [running], lambda to, of: device.queue(lambda: torch._foreach_copy_(to, of)))
     seen = set()
-    for number in range(1, 3 * DEPTH):
+    for number in range(1, 60):
         counter += 4
         device.queue(lambda value=float(number): running.fill_(value))
         ring.begin()
@@ -137,7 +140,7 @@ def test_buffers_and_random_state_are_those_of_the_commit_however_far_the_proces
                 seen.add(found.step)
                 assert found.buffers[0].tolist() == [found.step] * 3
                 assert found.kept == 4 * found.step
-    assert len(seen) > 2 * DEPTH - ahead
+    assert len(seen) > 50
 
 
 def test_rank_on_a_device_has_a_ring_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,13 @@
-"""Trains with all that a state holds: dropout, BatchNorm, momentum, a scheduler; notes a digest of it at every step."""
+"""Trains with all that a state holds: dropout, BatchNorm, momentum, a scheduler; notes a digest of it at every step.
+
+On a GPU all ranks share one, and each says that it is a machine of its own, or NCCL would refuse them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 import time
 import traceback
@@ -26,7 +30,7 @@ def digest(value: Any) -> str:
 
     def add(item: Any) -> None:
         if isinstance(item, torch.Tensor):
-            found.update(item.detach().contiguous().numpy().tobytes())
+            found.update(item.detach().cpu().contiguous().numpy().tobytes())
         elif isinstance(item, dict):
             for key, each in item.items():
                 found.update(repr(key).encode())
@@ -69,6 +73,7 @@ def die_behind(step: int, others: set[int]) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
+    os.environ.setdefault("NCCL_HOSTID", f"rank-{faults.RANK}")
     faults.at(0)
     session = elasticd.init()
     if args.ends == "with":
@@ -96,7 +101,8 @@ def train(session: elasticd.Session, args: argparse.Namespace) -> None:
     layers = [torch.nn.Linear(16, args.width), torch.nn.BatchNorm1d(args.width), torch.nn.ReLU(), torch.nn.Dropout(0.3)]
     # With unused parameters DDP keeps its buckets' order, in which more than two ranks' gradients are added.
     model = DistributedDataParallel(
-        torch.nn.Sequential(*layers, torch.nn.Linear(args.width, 1)), find_unused_parameters=session.world_size > 2
+        torch.nn.Sequential(*layers, torch.nn.Linear(args.width, 1)).to(session.device),
+        find_unused_parameters=session.world_size > 2,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
@@ -105,12 +111,15 @@ def train(session: elasticd.Session, args: argparse.Namespace) -> None:
     sampler = elasticd.ElasticBatchSampler(dataset, global_batch=16)
     attached = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
     session.attach(**attached)
+    on_gpu = session.device.type == "cuda"
 
     def note(what: str) -> None:
+        if args.ahead:
+            return
         held = {name: obj.state_dict() for name, obj in attached.items()}
         if session.rank != 0:
             held["model"] = dict(model.module.named_parameters())  # each rank's BatchNorm has seen its own batches
-        found = digest([held, torch.get_rng_state()])
+        found = digest([held, torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if on_gpu else ())])
         faults.write(f"{what}-{session.rank}", f"{session.round} {session.steps} {found}\n")
 
     resumed = session.restore()
@@ -123,6 +132,7 @@ def train(session: elasticd.Session, args: argparse.Namespace) -> None:
         sampler.set_epoch(epoch)
         for x, y in DataLoader(dataset, batch_sampler=sampler, generator=torch.Generator()):
             faults.at(session.steps + 1)
+            x, y = x.to(session.device), y.to(session.device)
             loss = torch.nn.functional.mse_loss(model(x), y) * sampler.loss_scale()
             if args.fail_at == (session.round, session.rank, session.steps + 1):
                 raise RuntimeError("the loss is strange")
@@ -150,6 +160,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=1000)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--ahead", action="store_true", help="no notes: a processor does not wait for its GPU")
     parser.add_argument("--die-in-copy", type=numbers, help="RANK,STEP: while it copies; -1: any rank")
     parser.add_argument("--slow-copy", type=numbers, help="RANK,STEP: this copy takes longer than ranks are waited for")
     parser.add_argument("--poisoned", type=int, help="a state of this step makes every resumed round fail")
