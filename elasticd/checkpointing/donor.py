@@ -330,6 +330,8 @@ class Donor:
         When the writer has ended, connecting again starts another one, which finds the states in the same memory.
         """
         short, why = 0, ""
+        if (device := commit_files.gpu(self._saver.group.device)) is not None:
+            device_copy.prepare(device)
         while not why and not self._closed:
             since = time.monotonic()
             why = self._answer_requests()

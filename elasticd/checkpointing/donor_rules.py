@@ -80,9 +80,7 @@ def _aborted_collectives(rank: _Rank) -> str:
 def _large_device_buffers(rank: _Rank) -> str:
     every = [buffer for module in rank.modules.values() for buffer in module.buffers()]
     size = sum(buffer.nbytes for buffer in every if buffer.device.type != "cpu")
-    return (
-        "" if size <= MOST_BUFFER_BYTES else f"its buffers have {size >> 20} MB on the GPU, at each of several steps"
-    )
+    return "" if size <= MOST_BUFFER_BYTES else f"its buffers have {size >> 20} MB on the GPU, and several copies there"
 
 
 def _shards_on_a_gpu(rank: _Rank) -> str:

@@ -116,6 +116,8 @@ def train(session: elasticd.Session, args: argparse.Namespace) -> None:
     def note(what: str) -> None:
         if args.ahead:
             return
+        if on_gpu:  # as item() waits; other copies to the host wait in a way that lets no thread copy
+            torch.cuda.synchronize()
         held = {name: obj.state_dict() for name, obj in attached.items()}
         if session.rank != 0:
             held["model"] = dict(model.module.named_parameters())  # each rank's BatchNorm has seen its own batches

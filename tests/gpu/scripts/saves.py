@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import elasticd
 
-CHUNK = 8 << 20
+CHUNK = 4 << 20
 """Floats in a chunk of pinned memory."""
 
 
@@ -38,6 +38,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         session.step()
+        if session.device.type == "cuda":
+            torch.cuda.synchronize()  # or the save waits for it
         session.save()
         if session.rank == 0:
             sums = [f"{float(each.double().sum()):.6g}" for each in model.module.state_dict().values()]
