@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             whole.end()
         expected, _ = trained(whole, compared)
         resumed = disturbed.events("resumed")
+        unsaved = [line.partition("] ")[2] for line in disturbed.err.splitlines() if "has not saved" in line]
         reasons = [event["reason"] for event in resumed]
         found = [event for event in disturbed.events() if event["kind"].startswith("checkpoint_")]
         saves = Counter(re.sub("[0-9]+|every.*", "N", event["reason"]) for event in found)
@@ -84,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"seed {args.seed}: {args.kills} kills in {max(steps)} steps, {len(reasons)} resumed, {saved} of them from a "
     )
     print(f"state that was saved after the fault; next step after {sorted(pauses)[len(pauses) // 2]:.2f} s (median)")
+    for said, times in Counter(re.sub("[0-9]+", "N", line) for line in unsaved).most_common(5):
+        print(f"{times} times: {said}")
     print(f"steps trained twice: {sum(repeated.values())}, at most {max(repeated.values(), default=0)} in a round")
     print(f"steps that differ from the undisturbed run, or are missing: {len(wrong)} {wrong[:10]}")
     print(f"saves: {dict(saves)}")
