@@ -54,11 +54,22 @@ def on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], commit_record.Place]]:
-    """Where the buffers in the state of attached modules are, by the module's name and the key."""
+def buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], commit_record.Place]]:
+    """Where the buffers in the state of attached modules are, by the module's name and the key.
+
+    Also what optimizers keep in the host's memory for parameters on a GPU, such as the number of steps: it is that of
+    the last commit, however far the GPU is behind. Its key is the parameter's number and the name.
+    """
     from torch.nn import Module
+    from torch.optim import Optimizer
 
     for name, obj in attached.items():
+        if isinstance(obj, Optimizer):
+            parameters = [each for group in obj.param_groups for each in group["params"]]
+            for number, parameter in enumerate(parameters):
+                values = {} if on_host(parameter) else obj.state.get(parameter, {})
+                kept = [key for key, value in values.items() if hasattr(value, "device") and on_host(value)]
+                yield from (((name, (number, key)), (values, key)) for key in kept)
         if not isinstance(obj, Module):
             continue
         for path, module in state.unwrap(obj).named_modules(remove_duplicate=False):

@@ -178,7 +178,9 @@ class Donor:
         on_device = [each for each in recorded if not commit_files.on_host(each)]
         self._pieces = [commit_record.piece(each, commit_record.PIECE_BYTES) for each in on_device]
         device = self._saver.group.device
-        self._ring = ring_of(device, [*map(self._buffers.__getitem__, self._on_device), *self._pieces])
+        # As bytes: tensors of one type are copied by one kernel.
+        held = [commit_record.piece(self._buffers[path]) for path in self._on_device]
+        self._ring = ring_of(device, held + self._pieces)
         path = commit_files.path_of("commit", self._saver.group.rank)
         buffers, pieces = list(map(places.__getitem__, self._on_host)), list(filter(commit_files.on_host, recorded))
         self._record = commit_record.CommitRecord(path, buffers, pieces, commit_files.gpu(device))
@@ -556,7 +558,8 @@ class Donor:
             raise CheckpointError(_CHANGED)
         now = {path: holder[key] for path, (holder, key) in commit_files.buffers(self._attached)}
         kinds = [{path: commit_record.kind(each) for path, each in found.items()} for found in (now, self._buffers)]
-        if kinds[0] != kinds[1] or any(now[path] is not self._buffers[path] for path in self._on_device):
+        on_gpu = commit_files.gpu(self._saver.group.device) is not None
+        if kinds[0] != kinds[1] or (on_gpu and any(now[path] is not each for path, each in self._buffers.items())):
             raise CheckpointError("a module has other buffers than at the step")
         if why := self._reason_against():
             raise CheckpointError(why)
@@ -580,12 +583,18 @@ class Donor:
         """As `Saver` saves it, with everything as of the commit."""
         step = commit.step
         random_states, is_as_expected, buffers = self._records(step)
-        buffers |= dict(zip(self._on_device, commit.buffers, strict=False))
+        for path, copied in zip(self._on_device, commit.buffers, strict=False):
+            buffer = self._buffers[path]
+            buffers[path] = copied.view(buffer.dtype).view(buffer.shape) if len(copied) else buffer
         kept = dict(self._kept(commit))
         now = state.gather({name: obj for name, obj in self._attached.items() if name not in kept})
         content = {name: kept[name] if name in kept else now[name] for name in self._attached}
         for (name, key), value in buffers.items():
-            content[name][key] = value
+            if isinstance(key, str):
+                content[name][key] = value
+            else:
+                number, what = key
+                content[name]["state"][number] = {**content[name]["state"][number], what: value}
         optimizers = [name for name, obj in self._attached.items() if is_optimizer(obj)]
         for name, groups in zip(optimizers, commit.kept[1], strict=True):
             if has_mutable_setting(groups):
@@ -598,7 +607,7 @@ class Donor:
         own = {"step": step, "round": self._saver.round, "world_size": self._saver.group.world_size}
         return {state.RESERVED: {**own, "rng": random_states, EXPECTED: is_as_expected}}
 
-    def _records(self, step: int) -> tuple[list[Any], bool, dict[tuple[str, str], torch.Tensor]]:
+    def _records(self, step: int) -> tuple[list[Any], bool, dict[tuple[str, Any], torch.Tensor]]:
         """All random states that this node has as of `step` (None for the others), whether this rank's is as it has
         expected, and rank 0's buffers, else ours.
         """

@@ -193,10 +193,14 @@ def _unusual_tensor(rank: _Rank) -> str:
     import torch
 
     for name, module in rank.modules.items():
-        for tensor in (*module.parameters(), *module.buffers()):
-            is_plain = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
-            if not is_plain or tensor.device not in (torch.device("cpu"), rank.saver.group.device):
-                return f"{name} holds a tensor that is no plain tensor on the CPU or the rank's GPU"
+        every = [*module.parameters(), *module.buffers()]
+        if not all(type(each.data) is torch.Tensor and each.layout is torch.strided for each in every):
+            return f"{name} holds a tensor that is no plain tensor"
+        # A GPU is behind its processor: with parameters on both, the state is that of two steps.
+        if {each.device for each in module.parameters()} - {rank.saver.group.device}:
+            return f"{name} has parameters on another device than the rank's"
+        if {each.device for each in module.buffers()} - {rank.saver.group.device, torch.device("cpu")}:
+            return f"{name} has buffers on another GPU"
         if not all(buffer.is_contiguous() for buffer in module.buffers()):
             return f"{name} has a buffer that is not contiguous"
     return ""

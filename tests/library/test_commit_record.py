@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from elasticd.checkpointing import commit_record, generators, state
+from elasticd.checkpointing import commit_files, commit_record, generators, state
 from elasticd.checkpointing.commit_record import CommitRecord, OtherBuffers
 from elasticd.errors import CheckpointError
 
@@ -195,3 +195,24 @@ def test_process_killed_inside_a_commit_leaves_the_step_before(tmp_path: Path) -
     assert commit_record.read(path, 6, [buffer]) is None, "it was half overwritten"
     record.commit(7)
     assert commit_record.read(path, 7, [buffer]) is not None
+
+
+def test_what_an_optimizer_keeps_in_the_hosts_memory_for_a_gpu_is_recorded(tmp_path: Path) -> None:
+    """A GPU may be a step behind it. Of parameters in the host's memory nothing is recorded."""
+    path, parameters = (
+        str(tmp_path / "record"),
+        [torch.nn.Parameter(torch.ones(2, device=on)) for on in ("cpu", "meta")],
+    )
+    optimizer = torch.optim.AdamW(parameters)
+    for each in parameters:
+        optimizer.state[each] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(each)}
+    found = dict(commit_files.buffers({"optimizer": optimizer}))
+    assert list(found) == [("optimizer", (1, "step"))]
+    record, held = CommitRecord(path, list(found.values()), []), [optimizer.state[parameters[1]]["step"]]
+    for step in (1, 2):
+        held[0].fill_(step)
+        record.commit(step)
+    for step in (1, 2):
+        committed = commit_record.read(path, step, held)
+        assert committed is not None
+        assert committed.buffers[0].item() == step
