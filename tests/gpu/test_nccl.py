@@ -1,7 +1,4 @@
-"""NCCL on one GPU: warm forks, crashes, hangs, and memory that is given back. `make test-gpu` runs it.
-
-Written without a GPU at hand; what it says of GPUs counts once it has run on one.
-"""
+"""NCCL on one GPU: warm forks, crashes, hangs, and memory that is given back. `make test-gpu` runs it."""
 
 from __future__ import annotations
 
