@@ -8,6 +8,8 @@ it from that. On a processor the last commit counts, and a lock says whether it 
 What a forward pass changes on a device, buffers of modules, is copied there, too: the copy is queued at the commit, and
 so has the values of that step. So are pieces of parameters, which show changes that torch does not count. The state of
 a device's random generator is the processor's, and is kept like the rest.
+
+All of that is true of one stream. A commit in another stream than that of the optimizer step before it is none.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Commit:
 class CommitRing:
     """`make_event` makes an event of the device; None: the state is the processor's.
 
-    `buffers` are the device's; `copy(targets, sources)`, such as torch._foreach_copy_, queues a copy of them.
+    `buffers` are the device's; `copy(targets, sources)`, such as torch._foreach_copy_, queues a copy of them. `stream`
+    gives the current stream.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class CommitRing:
         make_event: Callable[[], Event] | None = None,
         buffers: Sequence[torch.Tensor] = (),
         copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] | None = None,
+        stream: Callable[[], Any] = int,
     ) -> None:
-        self._make_event = make_event
+        self._make_event, self._stream = make_event, stream
+        self._begun_on: Any = None
         self._buffers, self._copy = list(buffers), copy
         self._last = Commit()
         self._commits = deque([self._last], DEPTH)
@@ -71,18 +76,21 @@ class CommitRing:
         if self._make_event is not None:
             begun = self._make_event()
             begun.record()
-            self._last.begun = begun
+            self._last.begun, self._begun_on = begun, self._stream()
 
     def commit(self, step: int, kept: Any) -> None:
         """The step is queued."""
         if self._make_event is None:
             self._last.step, self._last.kept = step, kept
             return
-        copied = self._copy_buffers()
-        done = self._make_event()
-        done.record()
-        self._last = Commit(step, kept, done)
-        self._last.buffers = copied
+        if self._stream() == self._begun_on:
+            copied = self._copy_buffers()
+            done = self._make_event()
+            done.record()
+            self._last = Commit(step, kept, done)
+            self._last.buffers = copied
+        else:
+            self._last = Commit()
         self._commits.append(self._last)
 
     def _copy_buffers(self) -> list[torch.Tensor]:
@@ -111,4 +119,4 @@ def ring_of(device: torch.device, buffers: Sequence[torch.Tensor]) -> CommitRing
         return CommitRing()
     import torch
 
-    return CommitRing(torch.cuda.Event, buffers, torch._foreach_copy_)
+    return CommitRing(torch.cuda.Event, buffers, torch._foreach_copy_, lambda: torch.cuda.current_stream(device))

@@ -44,6 +44,9 @@ def pieces(device: torch.device, parts: Iterable[Part], at_once: bool) -> Iterat
 
 def prepare(device: torch.device) -> None:
     """Make what this thread's copies from a GPU need: at a fault that would take 0.2 s."""
+    import torch
+
+    torch.cuda.set_device(device)
     _pinned(device, threading.get_ident())
     is_free(device, FIRST_S)
 

@@ -112,6 +112,23 @@ def test_device_further_behind_than_the_ring_is_nowhere() -> None:
     assert at(ring) == DEPTH + 1
 
 
+def test_commit_in_another_stream_than_the_optimizers_step_is_none() -> None:
+    """Its event does not follow that step."""
+    device, stream = Device(), [1]
+    ring = CommitRing(device.event, stream=lambda: stream[0])
+    step(ring, 1)
+    device.run(2)
+    assert at(ring) == 1
+    ring.begin()
+    stream[0] = 2
+    ring.commit(2, "as of 2")
+    device.run(2)
+    assert at(ring) is None
+    step(ring, 3)
+    device.run(2)
+    assert at(ring) == 3
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_state_of_a_processor_is_that_of_its_last_commit(steps: int) -> None:
     ring = CommitRing()
@@ -149,6 +166,7 @@ def test_rank_on_a_device_has_a_ring_of_its_events(monkeypatch: pytest.MonkeyPat
         inspect.signature(getattr(torch.cuda.Event, name)).bind("self")
     device = Device()
     monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: 0)
     running = torch.zeros(3)
     ring = ring_of(torch.device("cuda", 0), [running])
     step(ring, 1)
