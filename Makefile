@@ -60,7 +60,7 @@ test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, under 8 minutes; skips without
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'
 	@ELASTICD_TEST_DEVICE=$(or $(ON),cuda) $(BIN)/python -m pytest -q -m gpu tests/gpu
 
-gpu-day: $(READY)  ## what only a GPU can tell, 15 checks into gpu-day/report.md, 10 minutes a call; ON=fake tries the checks
+gpu-day: $(READY)  ## what only a GPU can tell, 16 checks into gpu-day/report.md, 10 minutes a call; ON=fake tries the checks
 	@$(BIN)/python benchmarks/gpu_day.py --on $(or $(ON),cuda)
 
 check: $(READY)  ## style, types, layers

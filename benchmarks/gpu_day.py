@@ -1,4 +1,4 @@
-"""What only a device can tell, measured in one go: fifteen checks, each with an expectation, into gpu-day/report.md.
+"""What only a device can tell, measured in one go: sixteen checks, each with an expectation, into gpu-day/report.md.
 
     python benchmarks/gpu_day.py [--on cuda|fake] [--seconds 600] [--again]
 
@@ -35,6 +35,7 @@ class Check:
 FAKE_LIMIT_S = 240
 """Of each check without a GPU, so that one call is enough for all of them."""
 GPU_TESTS = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-k")
+DONORS = (sys.executable, "-m", "benchmarks.donors", "--gpu", "--kills", "20")
 CHECKS = (
     Check("facts", "schedstat and wchan are readable, persistence mode is on", 30),
     Check("preloads", "NVML open after is_available, closed after nvmlShutdown, CUDA works in a fork", 90),
@@ -44,11 +45,12 @@ CHECKS = (
     Check("hang", "verdict within the limit, on rank 1", 300, (*GPU_TESTS, "does_not_come")),
     Check("recorder", "enqueued above completed while a rank is missing, below 1 ms", 90),
     Check("long_kernel", "8 s under item() on all ranks: no kill", 120),
-    Check("pipe", "a dump within 1.5 s; none while the GIL is held", 90),
+    Check("pipe", "a dump within 6 s, for it names frames; none while the GIL is held", 90),
     Check("killed", "reaped, NVML's process gone, memory free: within 30 s", 200),
     Check("tests", "make test-gpu passes", 480, (*GPU_TESTS, "not does_not_come")),
     Check("state", "10 GB to the processor and back at the speed of the bus", 240),
     Check("recovery", "kill to next step, by part: below 12 s with a small state", 400),
+    Check("donors", "no step differs after 20 kills", 240, DONORS),
     Check("nvml", "readable without root", 30),
     Check("suspend", "torch offers suspend and resume of a communicator", 60),
 )
