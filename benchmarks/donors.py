@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lost = [event["step"] for event in resumed if "random state" in event["reason"]]
     print(f"resumed without the random state of the dead rank, which draws other numbers from then on: at {lost[:10]}")
     print(f"steps trained twice: {sum(repeated.values())}, at most {max(repeated.values(), default=0)} in a round")
-    print(f"steps that differ from the undisturbed run, or are missing: {len(wrong)} {wrong[:10]}")
     print(f"saves: {dict(saves)}")
+    print(f"steps that differ from the undisturbed run, or are missing: {len(wrong)} {wrong[:10]}")
     return 1 if code or wrong or max(repeated.values(), default=0) > 1 else 0
 
 
