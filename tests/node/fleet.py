@@ -107,10 +107,10 @@ class Fleet:
         """What `queue.view` says, read again only where something has changed: a fleet of months must not take them."""
         if self._read is None:
             self._read = ClusterView(
-                cordons=tuple(self._copies.records(names.CORDONS, Cordon)),
-                submissions=tuple(self._copies.records(names.SUBMISSIONS, Submission)),
-                placements=tuple(self._copies.records(names.PLACEMENTS, Placement)),
-                results=tuple(self._copies.records(names.RESULTS, JobResult)),
+                cordons=self._copies.records(names.CORDONS, Cordon),
+                submissions=self._copies.records(names.SUBMISSIONS, Submission),
+                placements=self._copies.records(names.PLACEMENTS, Placement),
+                results=self._copies.records(names.RESULTS, JobResult),
             )
         return self._read
 

@@ -6,7 +6,7 @@ any other agent can take over at any moment. A lost race needs no handling: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from elasticd_agent.hangs.judge import HangJudge, failures
@@ -339,7 +339,7 @@ class ViewReader:
             silent_since=tuple(self._observations.silent_since.items()),
         )
 
-    def _update_short_since(self, records: list[NodeRecord], now: float) -> float | None:
+    def _update_short_since(self, records: Sequence[NodeRecord], now: float) -> float | None:
         available = sum(1 for r in records if r.slots and not r.leaving)
         if not self.too_few_nodes and available >= self._requirements.min_nodes:
             self._short_since = None
@@ -347,7 +347,7 @@ class ViewReader:
             self._short_since = now
         return self._short_since
 
-    def _forget_departed(self, records: list[NodeRecord], current: Round | None) -> None:
+    def _forget_departed(self, records: Sequence[NodeRecord], current: Round | None) -> None:
         """A node that comes back joins anew: once it has a record again and, if it was left out, can be taken again."""
         here = {r.identity for r in records}
         if current is not None and not current.terminal:
@@ -359,6 +359,8 @@ class ViewReader:
         self._joined_at = {identity: at for identity, at in self._joined_at.items() if identity in here}
 
 
-def _newest_checkpoint(records: list[NodeRecord], facts: LocalFacts, current: Round | None) -> tuple[int, int] | None:
+def _newest_checkpoint(
+    records: Sequence[NodeRecord], facts: LocalFacts, current: Round | None
+) -> tuple[int, int] | None:
     proposed = [*(r.checkpoint for r in records), facts.checkpoint, current.last_checkpoint if current else None]
     return max((c for c in proposed if c is not None), default=None)

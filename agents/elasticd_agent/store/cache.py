@@ -26,6 +26,8 @@ class _Decoded:
     """What was decoded; never changed."""
     records: dict[str, Document]
     errors: dict[str, str]
+    all: tuple[Document, ...]
+    """The records: the same object while nothing changes."""
 
 
 class StoreCache:
@@ -121,11 +123,11 @@ class StoreCache:
                 self._lists[prefix] = read
         return read
 
-    def records(self, prefix: str, kind: type[D]) -> builtins.list[D]:
+    def records(self, prefix: str, kind: type[D]) -> tuple[D, ...]:
         """The records below `prefix` that can be decoded, and final ones that could be decoded before."""
         return self.decoded(prefix, kind)[0]
 
-    def decoded(self, prefix: str, kind: type[D]) -> tuple[builtins.list[D], builtins.list[str]]:
+    def decoded(self, prefix: str, kind: type[D]) -> tuple[tuple[D, ...], builtins.list[str]]:
         """The records below `prefix`, and the keys of those that cannot be decoded: both of the same list."""
         records, errors = self._decode(prefix, self.list(prefix), kind)
         with self._lock:
@@ -137,7 +139,7 @@ class StoreCache:
 
     def read_records(
         self, prefix: str, kind: type[D], log: Callable[[str], None], *, watched: bool = False
-    ) -> builtins.list[D]:
+    ) -> tuple[D, ...]:
         """The records that the store holds at this moment, for people; `watched`: what a watch of them has kept current
         will do. `log` receives every decoding error.
         """
@@ -150,11 +152,9 @@ class StoreCache:
             log(error)
         return records
 
-    def _decode(
-        self, prefix: str, items: dict[str, Versioned], kind: type[D]
-    ) -> tuple[builtins.list[D], dict[str, str]]:
+    def _decode(self, prefix: str, items: dict[str, Versioned], kind: type[D]) -> tuple[tuple[D, ...], dict[str, str]]:
         with self._lock:
-            before = self._decoded.get(prefix) or _Decoded({}, {}, {})
+            before = self._decoded.get(prefix) or _Decoded({}, {}, {}, ())
         if before.items is not items:
             records: dict[str, Document] = {}
             errors: dict[str, str] = {}
@@ -166,7 +166,7 @@ class StoreCache:
                     errors[key] = str(error)
                     if kind.FINAL and (last := before.records.get(key)) is not None:
                         records[key] = last
-            before = _Decoded(items, records, errors)
+            before = _Decoded(items, records, errors, tuple(records.values()))
             with self._lock:
                 self._decoded[prefix] = before
-        return cast(list[D], [*before.records.values()]), before.errors
+        return cast(tuple[D, ...], before.all), before.errors

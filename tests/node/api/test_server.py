@@ -171,14 +171,14 @@ def test_named_and_read_only_tokens(serve: Serve, tmp_path: Path) -> None:
     one = serve(where={"tokens": files, "read_only": ("grafana",)})
     alice, grafana = (one.tcp(file.read_text().strip()) for file in files.values())
     assert alice.post("/v1/jobs", JOB, "application/toml", query={"id": "hers"}).code == 201
-    submitted = one.service.jobs()[0][0]
-    assert submitted.submitted_by == "token alice at 127.0.0.1"
+    (submitted,) = alice.get("/v1/jobs").document()["jobs"]
+    assert submitted["submitted_by"] == "token alice at 127.0.0.1"
     for path in ("/v1/jobs", "/v1/jobs/hers", "/v1/nodes", "/status"):
         assert grafana.get(path).code == 200, path
     for path in ("/v1/jobs?id=x", "/v1/jobs/hers/cancel", "/v1/jobs/hers/dump", "/v1/nodes/n1/drain", "/nothing"):
         reply = grafana.post(path, JOB, "application/toml")
         assert (reply.code, "may only read" in reply.why) == (403, True), path
-    assert [row.job for row in one.service.jobs()[0]] == ["hers"]
+    assert [row["job"] for row in alice.get("/v1/jobs").document()["jobs"]] == ["hers"]
     files["grafana"].unlink()
     assert (grafana.get("/v1/jobs").code, alice.get("/v1/jobs").code, one.tcp().get("/v1/jobs").code) == (401, 200, 200)
 

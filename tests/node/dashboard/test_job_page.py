@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import WireError
+from elasticd_agent.node.api.job_list import JobIndex, JobList
 from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
 from elasticd_agent.node.dashboard import job_page, status
 from elasticd_agent.node.dashboard.job_page import LogTail, PageQuery
 from elasticd_agent.node.dashboard.layout import page
-from elasticd_agent.node.dashboard.overview import ROWS, ListQuery, overview
+from elasticd_agent.node.dashboard.overview import JobPage, ListQuery, overview
+from elasticd_agent.node.records import JobResult, NodeStatus, Placement, RunnerStatus, SlotAssignment, Submission
+from elasticd_agent.node.scheduler.policy import ClusterView
 from tests.node.dashboard.hostile_texts import PAYLOADS, WICKED, Read, read
 from tests.node.dashboard.samples import NOW, a_job, a_rank, a_round
 
@@ -152,26 +155,31 @@ def test_pages_of_a_large_cluster_stay_small() -> None:
     assert len(whole) < 125_000 and "3,968 more ranks" in whole
     nodes = [NodeSummary(f"gpu-{n:04}", "cordoned" if n == 400 else "ready", 8, 8) for n in range(512)]
     rows = [JobSummary(f"j{n}", n, "pending", reason="pending behind other jobs") for n in range(100)]
-    content = overview(rows, rows, 10_000, nodes, "gpu-0001", {}, [], ListQuery(), "k" * 64)
+    content = overview(JobPage(rows, 10_000, 10_000, 10_000), nodes, "gpu-0001", {}, [], ListQuery(), "k" * 64)
     whole = page("p", "gpu-0001", "0", *content, now=NOW, logout=True)
     assert len(whole) < 125_000 and whole.index("gpu-0001</b>") < whole.index("gpu-0400") < whole.index("gpu-0002")
     assert "and 448 more nodes" in whole
 
 
 def test_list_is_searched_and_paged() -> None:
-    def row(number: int, **more: Any) -> JobSummary:
-        known = {"job": f"j{number}", "number": number, "state": "pending", "place": number, "submitted_by": "uid 7"}
-        return JobSummary.from_dict(known | more)
+    submitted = [Submission(f"j{n}", n, "{}", 1, 1, 1, 1, submitted_by="uid 7") for n in range(1, 303)]
+    failed = [JobResult(f"j{n}", n, "failed", 1, "rank 3: ValueError", NOW + n) for n in (301, 302)]
+    placed = Placement("j300", 300, (SlotAssignment("gpu-7", (0,)),), "runs on gpu-7")
+    node = NodeStatus("gpu-7", "i", 8, runners=(RunnerStatus("j300", 300, (0,), "running"),))
+    view = ClusterView((node,), submissions=tuple(submitted), placements=(placed,), results=tuple(failed))
+    jobs = JobList.of(view, NOW, JobIndex())
 
-    jobs = [row(n) for n in range(1, 300)]
-    jobs += [row(300, state="running", place=None, nodes=["gpu-7"])]
-    jobs += [row(n, state="failed", place=None, ended_at=NOW + n, reason="rank 3: ValueError") for n in (301, 302)]
-    names = lambda **given: [one.job for one in ListQuery(**given).found(jobs)]  # noqa: E731
+    def names(text: str = "", state: str = "") -> list[str]:
+        pages = [ListQuery(text, state, page).listed(jobs) for page in range(1, 5)]
+        assert {page.matching for page in pages} == {sum(len(page.shown) for page in pages)}
+        return [row.job for page in pages for row in page.shown]
+
     assert names()[:2] == ["j300", "j1"] and names()[-2:] == ["j302", "j301"]
     assert (len(names(state="pending")), len(names(state="unfinished"))) == (299, 300)
-    assert names(text="GPU-7 uid") == ["j300"] and names(text="valueerror 301") == ["j301"] and names(text="zz") == []
+    assert names(state="running") == ["j300"] and names(state="failed") == ["j302", "j301"]
+    assert names("GPU-7 uid") == ["j300"] and names("valueerror 301") == ["j301"] and names("zz") == []
     query = ListQuery("uid", "unfinished", 2)
-    content = overview(jobs, query.found(jobs)[ROWS : 2 * ROWS], 300, [], "a", {}, [], query)
+    content = overview(query.listed(jobs), [], "a", {}, [], query)
     seen = read(page("p", "a", "0", *content, now=NOW, logout=True))
     assert "101 to 200 of 300 jobs" in " ".join("".join(seen.text).split())
     assert {"/?q=uid&state=unfinished", "/?q=uid&state=unfinished&page=3"} <= set(seen.links)
@@ -212,7 +220,7 @@ def test_overview_escapes_everything() -> None:
     local = {WICKED: wicked(JobStatus.from_dict(a_job()))}
     for here in (WICKED, "elsewhere"):
         query = ListQuery(WICKED, WICKED, 2)
-        content = overview([job], [job], 300, [node], here, local, list(PAYLOADS), query, WICKED)
+        content = overview(JobPage([job], 300, 1, 1), [node], here, local, list(PAYLOADS), query, WICKED)
         assert "".join(read(page("jobs", here, "0", *content, now=NOW, logout=True)).text).count("onmouseover") > 5
 
 

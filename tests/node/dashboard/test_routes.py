@@ -371,7 +371,7 @@ def test_job_page_is_complete_without_script(serve: Serve) -> None:
 @pytest.mark.system
 def test_ten_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, collector: None) -> None:
     """Over etcd, of processor time, from the request to the answer, client included: others are busy, too. Every second
-    job has ended.
+    job has ended; another one ends before each of some requests.
     """
 
     def routes(api: ApiRoutes, token: TokenAuth, tls: bool) -> DashboardRoutes:
@@ -400,21 +400,32 @@ def test_ten_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, colle
         cookie = come_in(one)
         page = lambda path: lambda: browse(one, path, cookie)  # noqa: E731
         took: dict[str, float] = {}
+        pending = iter(range(12, 10_000, 50))
+
+        def job_ends() -> None:
+            before, n = cache.generation, next(pending)
+            result = JobResult(f"j{n}", n, "succeeded", 0, "ended", NOW - n, ("n1",))
+            assert store.compare_and_swap(names.RESULTS + result.job, None, result.to_json())
+            until(lambda: cache.generation > before, "the watch reports it")
+
         for what, ask, says in (
             ("all", page("/"), "of 10,000 jobs"),
             ("a search", page("/?q=user-8+pending"), "of 200 jobs"),
-            ("a late page", page("/?state=pending&page=40"), "of 5,000 jobs"),
+            ("a late page", page("/?state=pending&page=40"), "of 4,990 jobs"),
             ("elasticd jobs", lambda: one.unix().get("/v1/jobs"), '"j10000"'),
         ):
-            said, spent = ask().body.decode(), []
+            said = ask().body.decode()
             assert says in said and (len(said) < 150_000 or what == "elasticd jobs"), what
-            for _ in range(5):
-                began = time.process_time()
-                ask()
-                spent.append(time.process_time() - began)
-            took[what] = sorted(spent)[2]
+            for when, before in (("", lambda: None), (" after a change", job_ends)):
+                spent = []
+                for _ in range(5):
+                    before()
+                    began = time.process_time()
+                    ask()
+                    spent.append(time.process_time() - began)
+                took[what + when] = sorted(spent)[2]
         print(took)
-        assert {what: s for what, s in took.items() if s > 0.2} == {}, took
+        assert {what: s for what, s in took.items() if s > (0.3 if "change" in what else 0.2)} == {}, took
         etcd.kill()
         assert b"The store does not answer" in browse(one, "/", cookie).body
 

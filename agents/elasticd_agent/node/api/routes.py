@@ -15,9 +15,10 @@ import msgspec
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.config.documents import FileFormat
+from elasticd_agent.node.api import views
 from elasticd_agent.node.api.cluster import NodesUnavailable, NotFound
 from elasticd_agent.node.api.rank_logs import MAX_BYTES, LogRequest
-from elasticd_agent.node.api.schema import JobSummary, LogChunk, NodeSummary
+from elasticd_agent.node.api.schema import LogChunk
 from elasticd_agent.node.api.service import Conflict, JobService
 from elasticd_agent.node.records import Submission
 from elasticd_agent.node.runners.trial import TrialFailed
@@ -64,7 +65,7 @@ class ApiRoutes:
         self.table = RouteTable(
             {
                 **pages.handlers(),
-                "GET /v1/jobs": lambda request: _listing("jobs", *service.jobs()),
+                "GET /v1/jobs": lambda request: self._jobs(),
                 "POST /v1/jobs": self._submit,
                 "POST /v1/uploads": lambda request: json_response({"upload": service.upload(request.body)}, 201),
                 "POST /v1/try": lambda request: json_response(
@@ -75,7 +76,7 @@ class ApiRoutes:
                 "GET /v1/jobs/*/logs": lambda request, job: _log_response(service.logs(job, _log_request(request))),
                 "POST /v1/jobs/*/dump": lambda request, job: json_response(service.dump(job)),
                 "GET /v1/jobs/*/explain": self._explain,
-                "GET /v1/nodes": lambda request: _listing("nodes", *service.nodes()),
+                "GET /v1/nodes": lambda request: self._nodes(),
                 "POST /v1/nodes/*/cordon": lambda request, node: self._cordon(request, node, drain=False),
                 "POST /v1/nodes/*/drain": lambda request, node: self._cordon(request, node, drain=True),
                 "POST /v1/nodes/*/uncordon": lambda request, node: json_response(service.uncordon(node)),
@@ -105,6 +106,14 @@ class ApiRoutes:
         except tuple(_ERROR_STATUS) as error:
             status = next(status for kind, status in _ERROR_STATUS.items() if isinstance(error, kind))
             return error_response(status, str(error) or "the disk does not answer")
+
+    def _jobs(self) -> HttpResponse:
+        jobs, problems = self.service.jobs()
+        return _listing("jobs", jobs.json(), problems)
+
+    def _nodes(self) -> HttpResponse:
+        nodes, problems = self.service.nodes()
+        return _listing("nodes", [msgspec.Raw(views.encoded(row)) for row in nodes], problems)
 
     def _submit(self, request: HttpRequest) -> HttpResponse:
         kind = _job_file_type(request)
@@ -218,13 +227,9 @@ def _reason(body: bytes) -> str:
     raise HttpError(400, 'the body must be {"reason": "…"} or empty')
 
 
-def _listing(name: str, rows: Sequence[JobSummary | NodeSummary], problems: Sequence[str]) -> HttpResponse:
-    """Ten thousand jobs are encoded as they are: a dict of each would cost ten times as much. `rows` are this agent's,
-    so they have no unknown fields; no text in JSON contains these bytes, since its quotes are escaped.
-    """
+def _listing(name: str, rows: Sequence[msgspec.Raw], problems: Sequence[str]) -> HttpResponse:
     shown = [one.encode("utf-8", "replace").decode() for one in problems]  # a key need not be UTF-8
-    text = msgspec.json.encode({name: rows, "problems": shown})
-    return HttpResponse(200, text.replace(b'{"unknown":{},', b"{") + b"\n")
+    return HttpResponse(200, msgspec.json.encode({name: rows, "problems": shown}) + b"\n")
 
 
 def _log_response(found: LogChunk) -> HttpResponse:

@@ -1,35 +1,16 @@
-"""Pure: the agents' records in the store -> the states that `elasticd jobs`, `status` and `nodes` show.
-
-Times of day are only subtracted from each other for a person to read.
-"""
+"""Pure: the agents' records in the store -> the states that `elasticd status JOB` and `elasticd nodes` show."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import fields
 
-from elasticd_agent.node.api.schema import AssignmentStatus, JobProgress, JobStatus, JobSummary, NodeSummary, Requested
-from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, RunnerStatus, Submission
-from elasticd_agent.node.scheduler import policy
+import msgspec
+
+from elasticd_agent.node.api.schema import AssignmentStatus, JobProgress, JobStatus, JobSummary, NodeSummary
+from elasticd_agent.node.records import Cordon, NodeStatus, Placement, RunnerStatus, Submission
 from elasticd_agent.node.scheduler.policy import ClusterView
-
-JobKey = tuple[str, int]
-
-NOT_SCHEDULED_YET = "not scheduled yet; an agent does that within seconds"
-
-
-def jobs(view: ClusterView, now: float) -> list[JobSummary]:
-    """Every job that has a record: the unfinished ones by number, then the ended ones by the time of their end."""
-    names = {one.job for one in view.submissions}
-    index = _Index.of(view)
-    rows = [_summary(one, index, now) for one in view.submissions]
-    rows += [_ended(one, now) for one in view.results if one.job not in names]
-    return sorted(rows, key=lambda row: (row.ended, row.ended_at or 0.0, row.number))
-
-
-def job(view: ClusterView, submission: Submission, now: float) -> JobSummary:
-    return _summary(submission, _Index.of(view), now)
 
 
 def job_status(
@@ -37,6 +18,13 @@ def job_status(
 ) -> JobStatus:
     known = {one.name: getattr(summary, one.name) for one in fields(summary)}
     return JobStatus(**known, assignments=assignments, progress=progress, file=file)
+
+
+def encoded(value: object) -> bytes:
+    """The JSON of this agent's own answers, ten times faster than by `to_dict`: they have no unknown fields. No text in
+    JSON contains these bytes, since its quotes are escaped.
+    """
+    return msgspec.json.encode(value).replace(b'{"unknown":{},', b"{")
 
 
 def job_file(submission: Submission) -> str:
@@ -50,94 +38,6 @@ def job_file(submission: Submission) -> str:
     if isinstance(job.get("env"), dict):
         job["env"] = dict.fromkeys(job["env"], "…")
     return json.dumps(job, indent=2, ensure_ascii=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Index:
-    """The view by (job, number), since hundreds of jobs are looked up at once."""
-
-    results: dict[JobKey, JobResult]
-    placements: dict[JobKey, Placement]
-    runners: dict[JobKey, dict[str, RunnerStatus]]
-    reasons: dict[str, str]
-    """A placement's reason -> for people."""
-    places: dict[JobKey, int]
-    """In the queue, from 1."""
-
-    @classmethod
-    def of(cls, view: ClusterView) -> _Index:
-        runners: dict[JobKey, dict[str, RunnerStatus]] = {}
-        for node in view.nodes:
-            for one in node.runners:
-                runners.setdefault((one.job, one.number), {})[node.node] = one
-        results = {(one.job, one.number): one for one in view.results}
-        placements = {(one.job, one.number): one for one in view.placements}
-        head, queue = policy.queue(view)
-        places = {(one.job, one.number): place for place, one in enumerate(queue, 1)}
-        reasons = {reason: policy.describe(reason, head) for reason in {one.reason for one in view.placements}}
-        return cls(results, placements, runners, reasons, places)
-
-
-def _summary(submission: Submission, index: _Index, now: float) -> JobSummary:
-    """Built in one step: a page of ten thousand jobs makes ten thousand of them."""
-    key = (submission.job, submission.number)
-    result, placement, runners = index.results.get(key), index.placements.get(key), index.runners.get(key, {})
-    if result is not None:
-        submitted = submission, _elapsed(submission.submitted_at, now)
-        return _ended(result, now, submitted, leaving=tuple(sorted(nodes_still_running(runners))))
-    assigned = placement.assignments if placement is not None else ()
-    return JobSummary(
-        job=submission.job,
-        number=submission.number,
-        requested=_requested(submission),
-        submitted_at=submission.submitted_at,
-        age_seconds=_elapsed(submission.submitted_at, now),
-        submitted_by=submission.submitted_by,
-        priority=submission.priority,
-        state=_state(placement, runners),
-        nodes=tuple([one.node for one in assigned]),
-        slots=sum([len(one.slots) for one in assigned]),
-        place=index.places.get(key),
-        reason=NOT_SCHEDULED_YET if placement is None else index.reasons[placement.reason],
-    )
-
-
-def _requested(submission: Submission) -> Requested:
-    return _of_range(submission.min_nodes, submission.max_nodes, submission.min_slots, submission.max_slots)
-
-
-@lru_cache(64)
-def _of_range(min_nodes: int, max_nodes: int, min_slots: int, max_slots: int) -> Requested:
-    return Requested(nodes=(min_nodes, max_nodes), slots=(min_slots, max_slots))
-
-
-def _ended(
-    result: JobResult, now: float, submitted: tuple[Submission, float] | None = None, leaving: tuple[str, ...] = ()
-) -> JobSummary:
-    """`submitted`: its submission and that one's age, unless it is cleaned away."""
-    submission, age_s = submitted or (None, None)
-    return JobSummary(
-        job=result.job,
-        number=result.number,
-        state=result.outcome,
-        nodes=result.nodes,
-        requested=None if submission is None else _requested(submission),
-        submitted_at=None if submission is None else submission.submitted_at,
-        age_seconds=age_s,
-        submitted_by="" if submission is None else submission.submitted_by,
-        priority="normal" if submission is None else submission.priority,
-        ended_at=result.ended_at,
-        ended_seconds=_elapsed(result.ended_at, now),
-        exit_code=result.exit_code,
-        leaving=leaving,
-        reason=result.reason,
-    )
-
-
-def _state(placement: Placement | None, runners: dict[str, RunnerStatus]) -> str:
-    if placement is None or not placement.assignments:
-        return "leaving" if runners and nodes_still_running(runners) else "pending"
-    return "running" if any(one.state == "running" for one in runners.values()) else "starting"
 
 
 def assignments(view: ClusterView, submission: Submission) -> tuple[AssignmentStatus, ...]:
@@ -224,10 +124,6 @@ def runners_of(view: ClusterView, job: str, number: int) -> dict[str, RunnerStat
     return {node.node: one for node in view.nodes for one in node.runners if (one.job, one.number) == (job, number)}
 
 
-def nodes_still_running(runners: dict[str, RunnerStatus]) -> list[str]:
+def nodes_still_running(runners: Mapping[str, RunnerStatus]) -> list[str]:
     """The nodes where processes of the job run; a node that refused the job has none."""
     return [node for node, one in runners.items() if one.state != "refused"]
-
-
-def _elapsed(at: float, now: float) -> float:
-    return round(max(0.0, now - at), 1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import quote, urlencode
 
 from elasticd_agent.model.phrases import count
+from elasticd_agent.node.api.job_list import JobList
 from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
 from elasticd_agent.node.dashboard import formatting
 from elasticd_agent.node.dashboard.layout import banner, button, chip, section
@@ -30,6 +31,16 @@ _SHOWN_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
+class JobPage:
+    """The jobs of one page, and how many there are."""
+
+    shown: Sequence[JobSummary]
+    matching: int
+    unfinished: int
+    all: int
+
+
+@dataclass(frozen=True, slots=True)
 class ListQuery:
     """Which jobs are listed: a link with it shows the same."""
 
@@ -39,29 +50,18 @@ class ListQuery:
     """One of STATES; "": any."""
     page: int = 1
 
-    def found(self, jobs: Sequence[JobSummary]) -> list[JobSummary]:
-        """Running jobs first, then the queue, then ended jobs, the newest first."""
-        words = self.text.casefold().split()
-        rows = [row for row in jobs if self._is_state(row) and (not words or _has_words(row, words))]
-        return sorted(rows, key=lambda row: (row.ended, -(row.ended_at or 0.0), row.place or 0, -row.number))
+    def listed(self, jobs: JobList) -> JobPage:
+        found = jobs.find(self.state, self.text.casefold().split())
+        shown = [jobs.summary(row) for row in found[(self.page - 1) * ROWS : self.page * ROWS]]
+        return JobPage(shown, len(found), len(jobs.index.unfinished), len(jobs.index.rows))
 
     def link(self, page: int) -> str:
         given = {"q": self.text, "state": self.state, "page": str(page) if page > 1 else ""}
         return "/?" + urlencode({name: value for name, value in given.items() if value}, errors="replace")
 
-    def _is_state(self, row: JobSummary) -> bool:
-        return self.state in ("", row.state) or (self.state == "unfinished" and not row.ended)
-
-
-def _has_words(row: JobSummary, words: Sequence[str]) -> bool:
-    text = " ".join((row.job, row.state, row.submitted_by, row.priority, row.reason, *row.nodes)).casefold()
-    return all(word in text for word in words)
-
 
 def overview(
-    jobs: Sequence[JobSummary],
-    shown: Sequence[JobSummary],
-    matching: int,
+    jobs: JobPage,
     nodes: Sequence[NodeSummary],
     here: str,
     local: Mapping[str, JobStatus],
@@ -69,12 +69,11 @@ def overview(
     query: ListQuery,
     form_key: str = "",
 ) -> list[Child]:
-    """`shown`: the page of the `matching` jobs. `local`: the jobs on this node, `here`, with their progress."""
-    unfinished = sum(1 for row in jobs if not row.ended)
+    """`local`: the jobs on this node, `here`, with their progress."""
     ready = sum(1 for row in nodes if row.state == "ready")
-    total = f"{unfinished:,} of {count(len(jobs), 'job')} not ended · {ready} of {count(len(nodes), 'node')} ready"
-    none = "No job matches." if jobs else "No job was submitted yet."
-    rows = [_jobs(shown, local) or _empty(none), _pages(query, matching)]
+    total = f"{jobs.unfinished:,} of {count(jobs.all, 'job')} not ended · {ready} of {count(len(nodes), 'node')} ready"
+    none = "No job matches." if jobs.all else "No job was submitted yet."
+    rows = [_jobs(jobs.shown, local) or _empty(none), _pages(query, jobs.matching)]
     heading = tag("div", tag("h2", "Jobs", id="jobs-title"), _form(query), class_="heading")
     listed = tag("div", rows, id="jobs", data_live=True)
     return [

@@ -21,6 +21,7 @@ from elasticd.errors import ElasticdError, StoreUnavailable, UsageError
 from elasticd_agent.model.phrases import count
 from elasticd_agent.node.api import views
 from elasticd_agent.node.api.cluster import NodesUnavailable, NotFound
+from elasticd_agent.node.api.job_list import JobList
 from elasticd_agent.node.api.rank_logs import MAX_BYTES, LogRequest
 from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, LogChunk, NodeSummary
@@ -29,7 +30,7 @@ from elasticd_agent.node.dashboard import formatting, job_page, layout
 from elasticd_agent.node.dashboard.job_page import STREAMS, WINDOWS, LogTail, PageQuery
 from elasticd_agent.node.dashboard.login import CODE_LIFETIME_S, LoginCookies, OneTimeCodes
 from elasticd_agent.node.dashboard.markup import Child, tag
-from elasticd_agent.node.dashboard.overview import ROWS, STATES, ListQuery, overview
+from elasticd_agent.node.dashboard.overview import STATES, ListQuery, overview
 from elasticd_agent.node.dashboard.status import problem
 from elasticd_agent.node.records import submitter
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
@@ -69,7 +70,7 @@ _NOT_OURS = "This form does not come from a page that is open in this browser: l
 _PUBLIC = {("POST", "/login"), ("POST", "/logout"), ("GET", "/login")}
 _FORM = "application/x-www-form-urlencoded"
 
-_Overview = tuple[list[JobSummary], list[NodeSummary], list[str]]
+_Overview = tuple[JobList, list[NodeSummary], list[str]]
 """Jobs, nodes, problems."""
 
 
@@ -196,12 +197,11 @@ class DashboardRoutes:
         here = service.local.node
         query = _list_query(request.query)
         jobs, nodes, problems = self._overviews.get("/", self.api.service.overview)
-        found = query.found(jobs)
-        shown = found[(query.page - 1) * ROWS : query.page * ROWS]
-        own = [row for row in shown if here in row.nodes and not row.ended][:MAX_OVERVIEW_JOBS]
+        listed = query.listed(jobs)
+        own = [row for row in listed.shown if here in row.nodes and not row.ended][:MAX_OVERVIEW_JOBS]
         local = self._local_progress(own)
         key = self._form_key(request)
-        content = overview(jobs, shown, len(found), nodes, here, local, problems, query, key)
+        content = overview(listed, nodes, here, local, problems, query, key)
         return self._render(request, f"{here} · elasticd", *content)
 
     def _form_key(self, request: HttpRequest) -> str:

@@ -40,10 +40,10 @@ def ignore(sentence: str) -> None:
 def cached_view(cache: StoreCache) -> ClusterView:
     """The records that `cache` keeps current, without node statuses."""
     return ClusterView(
-        cordons=tuple(cache.records(names.CORDONS, Cordon)),
-        submissions=tuple(cache.records(names.SUBMISSIONS, Submission)),
-        placements=tuple(cache.records(names.PLACEMENTS, Placement)),
-        results=tuple(cache.records(names.RESULTS, JobResult)),
+        cordons=cache.records(names.CORDONS, Cordon),
+        submissions=cache.records(names.SUBMISSIONS, Submission),
+        placements=cache.records(names.PLACEMENTS, Placement),
+        results=cache.records(names.RESULTS, JobResult),
     )
 
 
@@ -56,11 +56,11 @@ def read_view(
     """
     cache = cache or StoreCache(store, ignore)
     return ClusterView(
-        nodes=tuple(cache.read_records(names.NODES, NodeStatus, log)),
-        cordons=tuple(cache.read_records(names.CORDONS, Cordon, log, watched=watched)),
-        submissions=tuple(cache.read_records(names.SUBMISSIONS, Submission, log, watched=watched)),
-        placements=tuple(cache.read_records(names.PLACEMENTS, Placement, log, watched=watched)),
-        results=tuple(cache.read_records(names.RESULTS, JobResult, log, watched=watched)),
+        nodes=cache.read_records(names.NODES, NodeStatus, log),
+        cordons=cache.read_records(names.CORDONS, Cordon, log, watched=watched),
+        submissions=cache.read_records(names.SUBMISSIONS, Submission, log, watched=watched),
+        placements=cache.read_records(names.PLACEMENTS, Placement, log, watched=watched),
+        results=cache.read_records(names.RESULTS, JobResult, log, watched=watched),
     )
 
 

@@ -236,15 +236,15 @@ class Scheduler:
         submissions = self._records.records(names.SUBMISSIONS, Submission)
         return ClusterView(
             nodes=tuple(present.values()),
-            cordons=tuple(self._records.records(names.CORDONS, Cordon)),
+            cordons=self._records.records(names.CORDONS, Cordon),
             submissions=tuple(s for s in submissions if s.job not in odd),
-            placements=tuple(placements),
-            results=tuple(results),
+            placements=placements,
+            results=results,
             absent=absent,
             left_behind=self._left_behind(placements),
         )
 
-    def _last_known(self, node: str, placements: list[Placement]) -> NodeStatus:
+    def _last_known(self, node: str, placements: tuple[Placement, ...]) -> NodeStatus:
         """Of a node whose status another version wrote: its jobs stay, new ones do not come."""
         found = [a for p in placements if (a := p.assignment(node)) is not None]
         slots = max((slot for assignment in found for slot in assignment.slots), default=-1) + 1
@@ -252,7 +252,7 @@ class Scheduler:
         return replace(status, state="cordoned", why="its status cannot be decoded")
 
     def _absent(
-        self, present: dict[str, NodeStatus], placements: list[Placement], now: float
+        self, present: dict[str, NodeStatus], placements: tuple[Placement, ...], now: float
     ) -> tuple[NodeStatus, ...]:
         """The last status of every absent node that is not given up yet."""
         assigned = {a.node for p in placements for a in p.assignments}
@@ -266,7 +266,7 @@ class Scheduler:
             self._nodes.get(node) or NodeStatus(node, "", 0) for node in self._absent_since if node not in given_up
         )
 
-    def _left_behind(self, placements: list[Placement]) -> frozenset[tuple[str, str]]:
+    def _left_behind(self, placements: tuple[Placement, ...]) -> frozenset[tuple[str, str]]:
         """Assignments on absent nodes whose jobs have continued without them: the job's own Round has not the node."""
         found = set()
         for placement in placements:
