@@ -12,7 +12,6 @@ import errno
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -61,7 +60,7 @@ class Manifest:
     cursor: dict[str, Any] | None = None
     """The sampler's position, JSON."""
     wall: float = 0.0
-    """For people only."""
+    """When the state was saved, unix seconds; for people only. A relinked checkpoint has its parent's."""
     relinked: bool = False
     """The round did not train this: it made its parent's checkpoint its own."""
     version: str = VERSION
@@ -104,7 +103,7 @@ class Manifest:
 
     def relinked_to(self, round: int) -> Manifest:
         """As the first checkpoint of `round`, which resumed from this one."""
-        return replace(self, round=round, parent=self.trained, relinked=True, wall=time.time())
+        return replace(self, round=round, parent=self.trained, relinked=True)
 
 
 @dataclass(frozen=True, slots=True)

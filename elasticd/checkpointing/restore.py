@@ -396,8 +396,8 @@ class _Restore:
 
     def _describe(self, found: Manifest, number: int | None, name: str) -> dict[str, Any]:
         described = {"round": found.round, "step": found.step, "world_size": found.world_size, "bytes": found.bytes}
-        draft = found.to_json().decode()
-        return {**described, "checksum": found.checksum, "number": number, "name": name, "draft": draft}
+        content = {"checksum": found.checksum, "wall": found.wall, "draft": found.to_json().decode()}
+        return {**described, **content, "number": number, "name": name}
 
     def _skip(self, path: Path, why: str) -> None:
         reason = f"checkpoint {path.name} skipped: {why}"
@@ -557,7 +557,7 @@ class _Restore:
             where += f", saved by rank {self._donor}{' and others' if 'files' in chosen else ''} after the fault"
         if self.group.rank == 0:
             reason = "; ".join([where + (", in memory" if chosen["number"] is not None else ""), *resumed.notes])
-            origin = {"from_round": resumed.round, "from_step": resumed.step}
+            origin = {"from_round": resumed.round, "from_step": resumed.step, "saved_at": chosen["wall"]}
             if self._donor is not None:
                 origin |= {"donor": self._donor, "steps_saved": max(resumed.step - chosen["on_disk"], 0)}
             self.events.write("resumed", reason, resumed.step, path=str(self.directory / chosen["name"]), **origin)

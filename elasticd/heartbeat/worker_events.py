@@ -16,8 +16,9 @@ counts the lost ones.
                         older one was still being written)
     snapshot            (the state is whole in the memory of rank 0's node)
     checkpoint_skipped  path
-    resumed             path, from_round, from_step; donor (the rank that saved the state after the fault) and
-                        steps_saved (against the newest checkpoint on the disk), if there was one
+    resumed             path, from_round, from_step, saved_at (unix seconds, 0 if unknown); donor (the rank that saved
+                        the state after the fault) and steps_saved (against the newest checkpoint on the disk), if there
+                        was one
     attached            every_seconds, if checkpoints are saved by time (this rank has attached objects and a
                         checkpoint directory; once a process, on every rank)
     can_pause           (pauses are possible from now on; once a process)
@@ -196,6 +197,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "from_step": _is_integer,
     "donor": _is_integer,
     "steps_saved": _is_integer,
+    "saved_at": _is_number,
     "every_seconds": _is_number,
     "values": lambda value: isinstance(value, dict),
 }

@@ -156,7 +156,8 @@ def test_a_restored_checkpoint_of_another_node_counts_as_the_last_one(start: Sta
 
 
 def test_states_in_memory_are_counted(start: StartReporter) -> None:
-    reporter = start("--nproc-per-node 1")
+    written: list[LogEvent] = []
+    reporter = start("--nproc-per-node 1", written)
 
     def happens(kind: str, **extra: object) -> None:
         event = WorkerEvent(kind, 1, 0, 60, 100.0, 100.0, "", extra=extra)
@@ -167,9 +168,10 @@ def test_states_in_memory_are_counted(start: StartReporter) -> None:
     happens("checkpoint_dropped", path="/x/r1-s60")
     assert _value(reporter, "elasticd_checkpoints_dropped_total") == 1
     happens("resumed", path="/x/r1-s60", from_round=1, donor=1, steps_saved=7)
-    happens("resumed", path="/x/r1-s60", from_round=1)
+    happens("resumed", path="/x/r1-s60", from_round=1, saved_at=60.5)
     assert _value(reporter, "elasticd_donor_resumes_total") == 1
     assert _value(reporter, "elasticd_donor_steps_saved_total") == 7
+    assert [one.saved_at for one in written if isinstance(one, events.ResumedEvent)] == [None, 60.5]
 
 
 def test_remaining_restarts_follow_progress_and_the_clock(start: StartReporter) -> None:

@@ -294,6 +294,7 @@ def test_relink_makes_hard_link_that_outlives_source(tmp_path: Path) -> None:
     assert own.path == tmp_path / "r4-s20"
     assert (own.path / "state.pt").samefile(source.path / "state.pt")
     assert (own.manifest.parent, own.manifest.relinked) == ((1, 20), True)
+    assert own.manifest.wall == source.manifest.wall, "it was saved then"
     assert checkpoint.relink(tmp_path, source, 4) == own  # twice is once
     assert checkpoint.relink(tmp_path, own, 4) == own
     shutil.rmtree(source.path)

@@ -34,6 +34,8 @@ def test_resumed_run_equals_uninterrupted_run(start: Any, tmp_path: Path, optimi
     assert steps_of(tmp_path / "broken") == [(2, 12), (2, 9), (2, 6)]
     note = resumed.ranks[0].read_events()[0]
     assert (note.kind, note.step, note.extra["from_round"], note.extra["from_step"]) == ("resumed", 6, 1, 6)
+    saved = [note for note in broken.ranks[0].read_events() if (note.kind, note.step) == ("checkpoint_saved", 6)]
+    assert note.extra["saved_at"] < saved[0].wall
     assert resumed.ranks[0].kinds() == ["resumed", "checkpoint_saved", "checkpoint_saved"]
     assert resumed.ranks[1].kinds() == []
 

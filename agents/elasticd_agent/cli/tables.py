@@ -286,8 +286,8 @@ def _step(progress: JobProgress) -> str:
 def _saved(saved: CheckpointStatus | None) -> str:
     if saved is None:
         return ""
-    age = f"{_age(saved.age_seconds)} ago"
-    return ", ".join(filter(None, [f"step {saved.step} of round {saved.round}", age, saved.cost]))
+    ago = "" if saved.age_seconds is None else f"{age(saved.age_seconds)} ago"
+    return ", ".join(filter(None, [f"step {saved.step} of round {saved.round}", ago, saved.cost]))
 
 
 def _donors(progress: JobProgress) -> str:

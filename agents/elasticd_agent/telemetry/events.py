@@ -147,6 +147,9 @@ class ResumedEvent(LogEvent, kind="resumed"):
     path: str = _field("its directory")
     donor: int | None = _field("the rank that saved the state after the fault; null for a save as usual", default=None)
     steps_saved: int = _field("how far such a state was ahead of the newest checkpoint on the disk", default=0)
+    saved_at: float | None = _field(
+        "unix time when the state was saved, by the clock of the node that saved it; null when unknown", default=None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,7 +408,15 @@ def from_worker(note: WorkerEvent) -> LogEvent | None:
         case "resumed" if note.step is not None:
             origin = int(note.extra.get("from_round", 0))
             donor, steps = note.extra.get("donor"), int(note.extra.get("steps_saved", 0))
-            return ResumedEvent(**known, step=note.step, from_round=origin, path=path, donor=donor, steps_saved=steps)
+            return ResumedEvent(
+                **known,
+                step=note.step,
+                from_round=origin,
+                path=path,
+                donor=donor,
+                steps_saved=steps,
+                saved_at=note.extra.get("saved_at") or None,
+            )
         case "scalars" if note.step is not None:
             given = note.extra.get("values", {}).items()
             good = {name: value for name, value in given if value is None or isinstance(value, (int, float))}

@@ -201,9 +201,11 @@ def test_numbers_of_the_script_are_bounded_and_follow_the_steps() -> None:
 
 
 def test_checkpoint_of_another_node_counts_after_resume() -> None:
-    resumed = line("resumed", 139.0, 2, step=11)
+    resumed = line("resumed", 139.0, 2, step=11, saved_at=60.0)
     seen = reported(*STARTED, *CRASHED, resumed)
-    assert seen.checkpoint == CheckpointStatus(11, 2, 139.0)
+    assert seen.checkpoint == CheckpointStatus(11, 2, 60.0), "its age counts from when it was saved"
+    unknown = reported(*STARTED, *CRASHED, {**resumed, "saved_at": None})
+    assert unknown.checkpoint == CheckpointStatus(11, 2, None)
     # Its own stays what was saved, when it was saved.
     seen = reported(*STARTED, line("checkpoint_saved", 125.0, step=11), *CRASHED, resumed)
     assert seen.checkpoint == CheckpointStatus(11, 1, 125.0)

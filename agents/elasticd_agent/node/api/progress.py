@@ -189,7 +189,8 @@ class JobTimeline:
             self.donor_resumes += 1
             self.donor_steps += _whole(line.fields.get("steps_saved")) or 0
         elif step is not None and (self.checkpoint is None or step > self.checkpoint.step):
-            self.checkpoint = CheckpointStatus(step, line.round, line.at)  # another node saved it
+            # Another node saved it, or an earlier run did.
+            self.checkpoint = CheckpointStatus(step, line.round, _number(line.fields.get("saved_at")))
 
     def _on_first_step(self, line: _Line) -> None:
         step = line.step or 1
