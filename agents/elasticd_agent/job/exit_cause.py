@@ -12,6 +12,7 @@ import re
 
 from elasticd.heartbeat.exit_report import ExitReport
 from elasticd_agent.model.messages import WorkerExited
+from elasticd_agent.model.phrases import shortened
 
 # Class names without modules: torch has both torch.X and torch._C.X. Subclasses are found by `bases`.
 _PEER_ERRORS = frozenset({
@@ -201,4 +202,4 @@ def _one_line(report: ExitReport) -> str:
     first_line = report.message.strip().partition("\n")[0]
     text = f"{report.type}: {first_line}" if first_line else report.type
     limit = _MAX_LINE_WITH_RANKS if report.type.rpartition(".")[2] in _NAMES_RANKS else _MAX_LINE
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return shortened(text, limit)

@@ -18,6 +18,14 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {plural(number, noun)}"
 
 
+def shortened(text: str, most: int) -> str:
+    """At most `most` characters of a sentence: it ends after a word, with "…"; a word that is longer is cut itself."""
+    if len(text) <= most:
+        return text
+    words = text[:most].rpartition(" ")[0].rstrip(" ,;:")
+    return (words if len(words) >= most // 2 else text[: most - 1]) + "…"
+
+
 def is_are(items: Collection[object]) -> str:
     return "is" if len(items) == 1 else "are"
 

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from elasticd_agent.hangs.causes import CAUSES as HANGS
 from elasticd_agent.model.messages import Phase
+from elasticd_agent.model.phrases import shortened
 
 RESTART_CAUSES = ("crash", "hung", "store_lost", "start_failed", "resize", "other")
 EXIT_KINDS = ("success", "exit_code", "signal", "requested")
@@ -54,8 +55,7 @@ def escape_label(text: str) -> str:
 
 def shorten(reason: str) -> str:
     """A reason as a label's value: one line of at most MAX_REASON_CHARS."""
-    line = " ".join(reason.split())
-    return line if len(line) <= MAX_REASON_CHARS else line[: MAX_REASON_CHARS - 1] + "…"
+    return shortened(" ".join(reason.split()), MAX_REASON_CHARS)
 
 
 AGENT_UP = MetricSpec("elasticd_agent_up", "1 while the agent runs; the last scrape before it ends still shows 1.")

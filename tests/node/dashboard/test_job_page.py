@@ -185,6 +185,15 @@ def test_list_is_searched_and_paged() -> None:
     assert {"/?q=uid&state=unfinished", "/?q=uid&state=unfinished&page=3"} <= set(seen.links)
 
 
+def test_long_reason_ends_after_a_word_and_is_whole_in_the_tooltip() -> None:
+    reason = "rank 3 raised ValueError: " + "the batch is empty, " * 12
+    job = JobSummary("a", 1, "failed", reason=reason, ended_at=NOW, ended_seconds=1.0)
+    node = NodeSummary("n", "quarantined", reason=reason)
+    whole = "".join(map(str, overview(JobPage([job], 1, 0, 1), [node], "n", {}, [], ListQuery())))
+    assert whole.count(f'title="{reason}"') == 2
+    assert whole.count(">rank 3 raised ValueError: " + "the batch is empty, " * 6 + "the batch is…</span>") == 2
+
+
 def test_unreachable_node_is_named() -> None:
     assert "b does not answer: it did not answer within 2 s" in text_of(
         a_job(unreachable={"b": "it did not answer within 2 s"})

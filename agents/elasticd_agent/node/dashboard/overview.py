@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote, urlencode
 
-from elasticd_agent.model.phrases import count
+from elasticd_agent.model.phrases import count, shortened
 from elasticd_agent.node.api.job_list import JobList
 from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
 from elasticd_agent.node.dashboard import formatting
@@ -27,6 +27,7 @@ NODE_STATE_STYLES = {
 STATES = ("unfinished", "running", "pending", "succeeded", "failed", "cancelled")
 ROWS, NODE_ROWS = 100, 64
 """On a page."""
+REASON_CHARS = 160
 _SHOWN_NAMES = 4
 
 
@@ -124,7 +125,7 @@ def _jobs(rows: Sequence[JobSummary], local: Mapping[str, JobStatus]) -> Html | 
                 _short_list(row.nodes),
                 submitter(row.submitted_by),
                 _since(row),
-                row.reason,
+                _reason(row.reason),
             )
             for row in rows
         ],
@@ -150,7 +151,7 @@ def _nodes(rows: Sequence[NodeSummary], here: str, form_key: str) -> Html | None
                 str(len(row.gpus) or "–"),
                 _links(row.jobs),
                 *((_changes(row, form_key),) if form_key else ()),
-                row.reason,
+                _reason(row.reason),
             )
             for row in rows
         ],
@@ -199,6 +200,12 @@ def _since(row: JobSummary) -> str:
     if row.ended_seconds is not None:
         return f"ended {in_words(row.ended_seconds)} ago"
     return in_words(row.age_seconds) if row.age_seconds is not None else "–"
+
+
+def _reason(text: str) -> Child:
+    """A long one is whole in the tooltip, and on the job's own page."""
+    short = shortened(text, REASON_CHARS)
+    return text if short == text else tag("span", short, title=text)
 
 
 def _short_list(names: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
+from elasticd_agent.model.phrases import shortened
 from elasticd_agent.node.health import directories, network_ports
 from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
 from elasticd_agent.system.process import signal_name
@@ -274,7 +275,7 @@ def first_line(output: bytes) -> str:
     """One printable line."""
     lines = output.decode("utf-8", "replace").strip().splitlines()
     text = "".join(letter if letter.isprintable() else "·" for letter in (lines[0].strip() if lines else ""))
-    return text if len(text) <= MAX_REASON_CHARS else text[: MAX_REASON_CHARS - 1] + "…"
+    return shortened(text, MAX_REASON_CHARS)
 
 
 def _describe_exit(status: int) -> str:

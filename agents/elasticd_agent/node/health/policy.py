@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from elasticd_agent.model.phrases import shortened
 from elasticd_agent.node.health.result import CheckResult
 
 STREAK_RESET_S = 86400.0
@@ -130,7 +131,14 @@ def after_job_failure(history: HealthHistory, why: str, now: float, rules: Healt
         return replace(history, job_failures=failures, last_failure_at=now)
     times = f"{len(failures)} times" if len(failures) > 1 else "once"
     cause = f"as root cause {times} within {rules.job_failure_window_s / 60:.0f} minutes"
-    return _quarantine(replace(history, job_failures=()), history.streak + 1, cause, f"last: {_cut(why)}", now, rules)
+    return _quarantine(
+        replace(history, job_failures=()),
+        history.streak + 1,
+        cause,
+        f"last: {shortened(why, _MAX_REASON_CHARS)}",
+        now,
+        rules,
+    )
 
 
 def _quarantine(
@@ -173,8 +181,4 @@ def _reset_old_streak(history: HealthHistory, now: float, rules: HealthRules) ->
 
 
 def _sentence(checks: Sequence[CheckHistory]) -> str:
-    return _cut("; ".join(f"{one.check}: {one.why}" for one in checks))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 1] + "…"
+    return shortened("; ".join(f"{one.check}: {one.why}" for one in checks), _MAX_REASON_CHARS)

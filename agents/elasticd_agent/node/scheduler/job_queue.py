@@ -15,6 +15,7 @@ from elasticd.errors import StoreUnavailable, UsageError, WireError
 from elasticd_agent.model.exit_codes import TERMINATED
 from elasticd_agent.model.job import check_identifier, check_new_id
 from elasticd_agent.model.keys import decode_record
+from elasticd_agent.model.phrases import shortened
 from elasticd_agent.node import keys as names
 from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Submission
 from elasticd_agent.node.scheduler.policy import ClusterView
@@ -273,5 +274,4 @@ def _by(person: str) -> str:
 
 
 def _short(text: str, most: int = REASON_CHARS) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return shortened(" ".join(text.split()), most)
