@@ -7,15 +7,23 @@ import os
 import re
 import shutil
 import signal
+from pathlib import Path
+from urllib.parse import urlencode
 
 from tests.faults.conftest import StartJob
 from tests.faults.job import PATIENCE_S, Job, until
 
 
-def browse(where: str, path: str, cookie: str = "", method: str = "GET") -> tuple[int, dict[str, str], str]:
+def browse(
+    where: str, path: str, cookie: str = "", method: str = "GET", host: str = "", form: dict[str, str] | None = None
+) -> tuple[int, dict[str, str], str]:
+    headers = {"Accept": "text/html", "Cookie": cookie, "Host": host or where}
+    body = urlencode(form or {})
+    if form is not None:
+        headers["Content-Type"] = "application/x-www-form-urlencoded"
     connection = http.client.HTTPConnection(where, timeout=PATIENCE_S)
     try:
-        connection.request(method, path, headers={"Accept": "text/html", "Cookie": cookie, "Content-Length": "0"})
+        connection.request(method, path, body, headers)
         answer = connection.getresponse()
         return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
     finally:
@@ -32,7 +40,13 @@ def test_run_serves_its_page_to_one_browser(job: StartJob) -> None:
     code, headers, _ = browse(where, login)
     assert (code, headers["location"]) == (303, "/")
     cookie = headers["set-cookie"].partition(";")[0]
-    assert browse(where, login)[0] == 401, "the URL is good for one browser"
+    again, outside = browse(where, login), browse(where, "/")
+    assert (again[0], outside[0]) == (401, 401), "the URL is good for one browser"
+    for text in (again[2], outside[2]):
+        assert "elasticd open" not in text and "http.token_file" not in text
+        (token_file,) = re.findall(r"The token is the one line in <code>(/[^<]+)</code>", text)
+        assert browse(where, "/login", method="POST", form={"token": Path(token_file).read_text()})[0] == 303
+    assert "agent.toml" not in browse(where, "/", host="elsewhere.example")[2]
     overview = browse(where, "/", cookie)[2]
     (path,) = re.findall(r'href="(/jobs/[^"]+)"', overview)[:1]
     assert 'name="key"' not in overview, "Ctrl-C stops the job; the page changes nothing"

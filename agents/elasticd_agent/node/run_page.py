@@ -28,6 +28,7 @@ from elasticd_agent.node.api.local import LocalJobs
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.node.api.service import JobService
+from elasticd_agent.node.dashboard.layout import LoginTexts
 from elasticd_agent.node.dashboard.login import LoginCookies, OneTimeCodes
 from elasticd_agent.node.dashboard.routes import DashboardRoutes
 from elasticd_agent.node.records import NodeStatus, Placement, RunnerStatus, SlotAssignment, Submission
@@ -106,7 +107,15 @@ def _page_routes(spec: JobSpec, local: LocalJobs, root: Path) -> tuple[Dashboard
     pages = MonitoringPages(bytes, dict, lambda: well, lambda: well)
     api = ApiRoutes(JobService(_store(spec, local.node), local, Peers(token.token)), pages)
     cookies, codes = LoginCookies(token, time.time, tls=False), OneTimeCodes(time.monotonic, CODE_LIFETIME_S)
-    return DashboardRoutes(api, token, cookies, version(), has_buttons=False, codes=codes), token
+    texts = LoginTexts(
+        needed="The URL that `elasticd run` has printed logs one browser in. Others need the token.",
+        used="This link logs one browser in, and was used. Other browsers need the token.",
+        token_file=str(token_file),
+        no_tls="the token would cross the network in plain text. Open this page as http://localhost, from another "
+        "machine through a tunnel (ssh -L)",
+    )
+    routes = DashboardRoutes(api, token, cookies, version(), has_buttons=False, codes=codes, texts=texts)
+    return routes, token
 
 
 def _store(spec: JobSpec, node: str) -> MemoryStore:

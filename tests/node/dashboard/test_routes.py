@@ -221,7 +221,7 @@ def test_wrong_tokens_are_rate_limited(serve: Serve) -> None:
     for _ in range(BURST):
         reply = login(one, "not-the-token-at-all")
         assert reply.code == 401 and "set-cookie" not in reply.headers
-        assert "not this agent" in reply.body.decode()
+        assert "not the token of this page" in reply.body.decode()
     reply = login(one, "not-the-token-at-all")
     assert (reply.code, int(reply.headers["retry-after"]) > 0) == (429, True)
     assert login(one).code == 303, "a stranger's wrong tokens lock nobody out"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from dataclasses import dataclass
 from importlib import resources
 
 from elasticd_agent.node.dashboard import formatting
@@ -88,7 +89,21 @@ def public_page(title: str, *content: Child) -> Html:
     return _document(title, head, [tag("main", brand, *content, id="main", class_="outside")])
 
 
-def login(why: str, then: str) -> Html:
+@dataclass(frozen=True, slots=True)
+class LoginTexts:
+    """What a visitor who is not logged in reads; the defaults are an agent's."""
+
+    needed: str = "This page shows jobs, their logs and the nodes. It needs the agent's token."
+    used: str = "This link was used, or is too old: `elasticd open` prints a new one. Or give the token."
+    token_file: str = ""
+    """A path; "": agent.toml names it."""
+    no_tls: str = (
+        "the token would cross the network in plain text. Give the agent a certificate (http.tls_cert in agent.toml), "
+        "or open this page as http://localhost through a tunnel, ssh -L or kubectl port-forward"
+    )
+
+
+def login(why: str, then: str, token_file: str = "") -> Html:
     """`then`: the target after the login."""
     form = tag(
         "form",
@@ -111,7 +126,8 @@ def login(why: str, then: str) -> Html:
         action="/login",
         class_="login",
     )
-    hint = tag("p", "The token is the one line in the agent's ", tag("code", "http.token_file"), ".", class_="quiet")
+    where = ["the agent's ", tag("code", "http.token_file")] if not token_file else tag("code", token_file)
+    hint = tag("p", "The token is the one line in ", where, ".", class_="quiet")
     return public_page("Log in · elasticd", tag("h1", "Log in"), tag("p", why, id="why"), form, hint)
 
 

@@ -62,10 +62,6 @@ NODES_PER_SECOND = 16
 MAX_OVERVIEW_JOBS = 8
 """Jobs of this node whose runners are asked for their progress, for the overview."""
 NO_TOKEN = "This agent has no token: set http.token_file in agent.toml."
-_NEEDS_TLS = (
-    "the token would cross the network in plain text. Give the agent a certificate (http.tls_cert in agent.toml), "
-    "or open this page as http://localhost through a tunnel, ssh -L or kubectl port-forward"
-)
 _NOT_OURS = "This form does not come from a page that is open in this browser: load the page again."
 _PUBLIC = {("POST", "/login"), ("POST", "/logout"), ("GET", "/login")}
 _FORM = "application/x-www-form-urlencoded"
@@ -128,6 +124,7 @@ class DashboardRoutes:
     base_url: str = ""
     """Where a browser on this machine finds the dashboard: http://127.0.0.1:9411."""
     codes: OneTimeCodes = field(default_factory=lambda: OneTimeCodes(time.monotonic))
+    texts: layout.LoginTexts = field(default_factory=layout.LoginTexts)
     _overviews: ResponseCache[_Overview] = field(default_factory=lambda: ResponseCache(CACHE_S))
     _jobs: ResponseCache[JobStatus] = field(default_factory=lambda: ResponseCache(CACHE_S))
     _progress: ResponseCache[JobProgress] = field(default_factory=lambda: ResponseCache(CACHE_S))
@@ -146,12 +143,10 @@ class DashboardRoutes:
         if not is_page or "text/html" not in request.accept:
             return self.api.reject(request, denied)
         if denied.code == 401 and not may_log_in:
-            return _no_login()
+            return self._no_login()
         if denied.code == 401:
             then = request.path + (f"?{request.query}" if request.query else "")
-            why = "This page shows jobs, their logs and the nodes. It needs the agent's token."
-            challenge = ("WWW-Authenticate", "Bearer")
-            return layout.html_response(401, layout.login(why, then), layout.PUBLIC_POLICY, challenge)
+            return self._login_form(401, self.texts.needed, then, ("WWW-Authenticate", "Bearer"))
         return _public_response(denied.code, "Access denied", denied.why)
 
     def answer(self, request: HttpRequest) -> HttpResponse:
@@ -355,15 +350,22 @@ class DashboardRoutes:
         if self.token.signing_key() is None:
             return _public_response(403, "Login is disabled", NO_TOKEN)
         if not self.cookies.may_log_in(request.host, request.server_name):
-            return _no_login()
+            return self._no_login()
         holder = self.token.holder(form.get("token", ""))
         if holder is not None and (cookie := self.cookies.issue(holder.name, holder.access == "operate")) is not None:
             return _redirect(target, cookie)
         if wait := self.token.count_wrong(request.host).retry_after_s:
-            page = layout.login(f"Too many wrong tokens. Try again in {in_words(wait)}.", target)
-            return layout.html_response(429, page, layout.PUBLIC_POLICY, ("Retry-After", str(int(wait) + 1)))
-        page = layout.login("That is not this agent's token.", target)
-        return layout.html_response(401, page, layout.PUBLIC_POLICY)
+            why = f"Too many wrong tokens. Try again in {in_words(wait)}."
+            return self._login_form(429, why, target, ("Retry-After", str(int(wait) + 1)))
+        return self._login_form(401, "That is not the token of this page.", target)
+
+    def _login_form(self, code: int, why: str, then: str, *headers: tuple[str, str]) -> HttpResponse:
+        page = layout.login(why, then, self.texts.token_file)
+        return layout.html_response(code, page, layout.PUBLIC_POLICY, *headers)
+
+    def _no_login(self) -> HttpResponse:
+        why = self.texts.no_tls
+        return _public_response(403, "Login needs TLS", f"{why[0].upper()}{why[1:]}.")
 
     def _login_code(self, by: str) -> HttpResponse:
         """For a caller of the API, who has full access: a path that logs one browser in."""
@@ -371,20 +373,17 @@ class DashboardRoutes:
             raise HttpError(409, self.token.problem() or NO_TOKEN)
         host = self.base_url.partition("://")[2]
         if not self.cookies.may_log_in("127.0.0.1", host):
-            raise HttpError(409, f"a browser may not log in at {self.base_url}: {_NEEDS_TLS}")
+            raise HttpError(409, f"a browser may not log in at {self.base_url}: {self.texts.no_tls}")
         path = f"/login?code={self.codes.issue(submitter(by))}"
         return json_response({"path": path, "base": self.base_url, "expires_seconds": CODE_LIFETIME_S}, 201)
 
     def _redeem(self, request: HttpRequest) -> HttpResponse:
         if not self.cookies.may_log_in(request.host, request.server_name):
-            return _no_login()
+            return self._no_login()
         name = self.codes.redeem(_pairs(request.query).get("code", ""))
         if name is not None and (cookie := self.cookies.issue(name, may_operate=True)) is not None:
             return _redirect("/", cookie)
-        page = layout.login(
-            "This link was used, or is too old: `elasticd open` prints a new one. Or give the token.", "/"
-        )
-        return layout.html_response(401, page, layout.PUBLIC_POLICY)
+        return self._login_form(401, self.texts.used, "/")
 
 
 def _button(path: str) -> tuple[str, str, str] | None:
@@ -444,10 +443,6 @@ def _redirect(where: str, cookie: str = "") -> HttpResponse:
     """303: the browser continues with a GET."""
     headers = (("Location", where), *((("Set-Cookie", cookie),) if cookie else ()))
     return HttpResponse(303, b"", headers=headers)
-
-
-def _no_login() -> HttpResponse:
-    return _public_response(403, "Login needs TLS", f"{_NEEDS_TLS[0].upper()}{_NEEDS_TLS[1:]}.")
 
 
 def _public_response(code: int, title: str, why: str) -> HttpResponse:
