@@ -19,7 +19,6 @@ Of a GPU's memory it has nothing: see `commit_ring`.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import operator
 import os
@@ -37,15 +36,15 @@ if TYPE_CHECKING:
 
 _HEAD = struct.Struct("<qqqd16s16s")
 _DEVICE_BYTES = 16
-_WHOLE, _HAS_NUMPY, _HAS_DEVICE = 1, 2, 4
-_pack_head = _HEAD.pack_into
-_NO_STEP = struct.pack("<q", -1)
+_NO_STEP = -1
 PIECE_BYTES = 64
 MOST_PIECES = 16
 """Parameters of which a piece is copied, to find ranks that have diverged and changes that torch does not see."""
 _PIECES_BYTES = MOST_PIECES * PIECE_BYTES
 _MOST_VECTORS = 1024
 """IOV_MAX of limits.h."""
+_pwritev: Any = ctypes.PyDLL(None).pwritev
+_pwritev.restype = ctypes.c_ssize_t
 _SLOTS = 4
 _EXPECTED = 2
 Place = tuple[Any, Any]
@@ -101,16 +100,18 @@ class CommitRecord:
             os.ftruncate(fd, 0)
             os.posix_fallocate(fd, 0, size)
         self._map = mmap.mmap(fd, size)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._slots = range(0, size, places.bytes)
+        views = [memoryview(self._map)[slot : slot + places.bytes] for slot in self._slots]
+        self._steps = [view[:8].cast("q") for view in views]
+        self._of_torch = [view[_HEAD.size : places.others] for view in views]
+        self._of_others = [view[places.others : places.pieces] for view in views]
+        """Where each slot has its step, the state of torch's generator, those of python's and numpy's."""
         self.locate()
         self._generators = generators.Generators(device)
-        if len(self._generators.device()) not in (0, _DEVICE_BYTES):
+        if len(self._generators.of_device()) not in (0, _DEVICE_BYTES):
             raise CheckpointError("the state of the GPU's random generator has another size than in torch 2.6 to 2.13")
-        self._torch: list[torch.Tensor | None] = [None] * _SLOTS
-        """The state of torch's generator in each slot."""
-        self._others = [places.of_others(memoryview(self._map)[slot:]) for slot in self._slots]
-        """Where each slot has those of python's and numpy's."""
+        self._written = [(generators.NOTHING, b"")] * _SLOTS
+        """The random states in each slot, and the digest."""
 
     def locate(self) -> None:
         """Find the memory of the tensors again: torch moves one that the script sends to another process, and the
@@ -143,21 +144,25 @@ class CommitRecord:
         self._copy(step, step % 2 + _EXPECTED)
 
     def _copy(self, step: int, number: int, digest: bytes = b"") -> None:
-        slot = self._slots[number]
-        self._map[slot : slot + len(_NO_STEP)] = _NO_STEP
-        of_torch = self._generators.torch()
-        if of_torch is not self._torch[number]:
-            ctypes.memmove(self._address + slot + _HEAD.size, of_torch.data_ptr(), self._places.generator)
-            self._torch[number] = of_torch
-        has_numpy = self._generators.copy_others(self._others[number])
+        states, written = self._generators.states(), self._written[number]
+        self._steps[number][0] = _NO_STEP
+        if states is not written[0] or digest != written[1]:
+            self._copy_states(number, states, digest)
         # What is read of a parameter that has moved is found at the fault: it differs from the parameter then.
         if (self._buffers and self._are_moved()) or not self._gathers[number].write():
             self.locate()
             if not self._gathers[number].write():
                 raise OSError("the memory of a tensor cannot be read")
-        half, of_device = self._generators.python_half(), self._generators.device()
-        flags = _WHOLE | has_numpy * _HAS_NUMPY | bool(of_device) * _HAS_DEVICE
-        _pack_head(self._map, slot, step, flags, half is not None, half or 0.0, digest, of_device)
+        self._steps[number][0] = step
+
+    def _copy_states(self, number: int, states: generators.States, digest: bytes) -> None:
+        (of_torch, others, of_device, numbers), (before, _) = states, self._written[number]
+        _HEAD.pack_into(self._map, self._slots[number], _NO_STEP, *numbers, digest, of_device)
+        if of_torch is not before[0]:
+            self._of_torch[number][:] = of_torch
+        if others is not before[1]:
+            self._of_others[number][: len(others)] = others
+        self._written[number] = states, digest
 
     def _are_moved(self) -> bool:
         try:
@@ -182,11 +187,12 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
     start = (step % 2 + _EXPECTED * expected) * places.bytes
     slot = data[start : start + places.bytes]
     found, flags, has_half, half, digest, of_device = _HEAD.unpack_from(slot)
-    if found != step or not flags & _WHOLE:
+    if found != step or not flags & generators.KNOWN:
         return None
     of_torch, others = slot[_HEAD.size : places.others], slot[places.others : places.pieces]
-    of_device = of_device if flags & _HAS_DEVICE else b""
-    random_state = generators.decode(of_torch, others, bool(flags & _HAS_NUMPY), half if has_half else None, of_device)
+    of_device = of_device if flags & generators.HAS_DEVICE else b""
+    has_numpy = bool(flags & generators.HAS_NUMPY)
+    random_state = generators.decode(of_torch, others, has_numpy, half if has_half else None, of_device)
     copies, at = [], places.buffers
     for buffer in buffers:
         end = at + buffer.numel() * buffer.element_size()
@@ -228,10 +234,6 @@ class _Places:
         self.buffers = self.pieces + _PIECES_BYTES
         self.bytes = self.buffers + sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
-    def of_others(self, slot: memoryview) -> list[memoryview]:
-        ends = list(itertools.accumulate(generators.OTHERS_SIZES, initial=self.others))
-        return [slot[start:end] for start, end in itertools.pairwise(ends)]
-
 
 def kind(buffer: Any) -> Any:
     """Equal for two buffers of which one can be copied to the other's place."""
@@ -272,8 +274,6 @@ class _Gather:
     """
 
     def __init__(self, fd: int, offset: int, tensors: list[torch.Tensor]) -> None:
-        self._write: Any = ctypes.PyDLL(None).pwritev
-        self._write.restype = ctypes.c_ssize_t
         self.calls: list[tuple[tuple[Any, ...], int]] = []
         for start in range(0, len(tensors), _MOST_VECTORS):
             part = [tensor for tensor in tensors[start : start + _MOST_VECTORS] if tensor.numel()]
@@ -287,6 +287,6 @@ class _Gather:
     def write(self) -> bool:
         """False if some memory has gone."""
         for call, size in self.calls:  # noqa: SIM110 - a generator takes 0.2 µs
-            if self._write(*call) != size:
+            if _pwritev(*call) != size:
                 return False
         return True

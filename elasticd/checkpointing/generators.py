@@ -15,7 +15,7 @@ import random
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import CheckpointError
@@ -40,6 +40,13 @@ Source = memoryview | Callable[[], bytes]
 """Memory to copy, or what makes the bytes."""
 
 
+States = tuple[bytes, bytes, bytes, tuple[int, bool, float]]
+"""Torch's; python's and numpy's; a GPU's; flags, and python's half of a pair of normal samples: valid, value."""
+NOTHING: States = (b"", b"", b"", (0, False, 0.0))
+KNOWN, HAS_NUMPY, HAS_DEVICE = 1, 2, 4
+"""Flags."""
+
+
 class Generators:
     """The default generators of this process."""
 
@@ -47,29 +54,22 @@ class Generators:
         """`device`: the rank's, if it is a GPU."""
         import torch
 
-        self._of_device: Any = None if device is None else torch.cuda.default_generators[device.index]
+        self._gpu: Any = None if device is None else torch.cuda.default_generators[device.index]
         self._default = torch.default_generator
-        self._memory = _torch_memory(self._default)
-        self._before, self._torch = b"", self._default.get_state()
+        self._own = _torch_memory(self._default)
         self._python: Any = vars(random)["_inst"]
         self._numpy: Any = None
         """The default generator, once the script has imported numpy."""
         self._bits: Any = None
-        self._sources: list[Source] = [_python_source(self._python)]
+        self._follow(_python_source(self._python))
+        self._before, self._half, self._states = b"", None, NOTHING
 
-    def torch(self) -> torch.Tensor:
-        """Torch's state; the same object while it has not changed."""
-        now = self._memory.tobytes()
-        if now != self._before or not now:
-            self._before, self._torch = now, self._default.get_state()
-        return self._torch
-
-    def device(self) -> bytes:
+    def of_device(self) -> bytes:
         """The GPU's, which the processor keeps: a seed and how much was drawn; empty without a GPU."""
-        return b"" if self._of_device is None else bytes(self._of_device.get_state().numpy())
+        return b"" if self._gpu is None else bytes(self._gpu.get_state().numpy())
 
-    def copy_others(self, targets: Sequence[memoryview]) -> bool:
-        """Python's and numpy's, to `targets`; returns whether numpy's is there.
+    def states(self) -> States:
+        """The same object, and the same parts of it, while none has changed.
 
         Raises CheckpointError if numpy's is of another kind.
         """
@@ -77,14 +77,21 @@ class Generators:
             self._find_numpy()
         elif self._numpy._bit_generator is not self._bits:
             self._locate_numpy()
-        for target, source in zip(targets, self._sources):  # noqa: B905 - without numpy there are fewer
-            target[:] = source() if callable(source) else source
-        return self._numpy is not None
-
-    def python_half(self) -> float | None:
-        """Of a pair of normal samples, which python's generator draws at once."""
-        half: float | None = self._python.gauss_next
-        return half
+        for memory, source in self._offered:
+            memory[:] = source()
+        own, others, half = self._own.tobytes(), b"".join(self._memory), self._python.gauss_next
+        of_torch, known, known_of_device, _ = self._states
+        of_device = b"" if self._gpu is None else self.of_device()
+        if own != self._before or not own:
+            found = self._default.get_state()
+            of_torch = ctypes.string_at(found.data_ptr(), found.numel())
+        elif others == known and half == self._half and of_device == known_of_device:
+            return self._states
+        self._before, self._half = own, half
+        flags = KNOWN | HAS_NUMPY * (self._numpy is not None) | HAS_DEVICE * bool(of_device)
+        numbers = (flags, half is not None, half or 0.0)
+        self._states = (of_torch, known if others == known else others, of_device, numbers)
+        return self._states
 
     def _find_numpy(self) -> None:
         # Without it while another thread is importing it.
@@ -96,8 +103,14 @@ class Generators:
         bits = self._numpy._bit_generator
         if type(bits).__name__ != _KIND:
             raise CheckpointError(f"numpy's default generator is {type(bits).__name__}, not {_KIND}")
-        self._sources[1:] = _numpy_sources(self._numpy)
+        self._follow(_python_source(self._python), *_numpy_sources(self._numpy))
         self._bits = bits
+
+    def _follow(self, *sources: Source) -> None:
+        """Memory that has the states of python and numpy, and what is called before it is read to copy them there."""
+        memory = [memoryview(bytearray(size)) for size in OTHERS_SIZES]
+        self._memory = [own if callable(each) else each for own, each in zip(memory, sources)]  # noqa: B905
+        self._offered = [(own, each) for own, each in zip(self._memory, sources, strict=True) if callable(each)]
 
 
 def decode(
