@@ -32,7 +32,7 @@ IRREGULAR_SHARE = 0.001
 """The same for reading irregular ones, as of two models that are trained in turn."""
 FIRST_COMMITS = 8
 """All counters are read at each of them, which shows how they grow."""
-SAMPLE = 4
+SAMPLE = 2
 """Counters that are read at every commit, since most changes are of all tensors."""
 LEAST_BETWEEN = 64
 """Commits between two times at which the growth of all counters is found anew."""
@@ -69,28 +69,37 @@ class Fingerprint:
         self._first = FIRST_COMMITS
 
     def _read(self) -> None:
-        now = list(map(_version, self._tensors))
-        found = [divmod(new - old, self._commits) for new, old in zip(now, self._counters, strict=True)]
-        growth = [each for each, _ in found]
-        before = self._growth or growth
-        odd = {index for index, (each, rest) in enumerate(found) if rest or each != before[index]}
-        self._age += self._commits
-        are_few = len(odd | self._irregular.keys()) <= self._irregular_budget_s / READ_S
-        if self._age >= LEAST_BETWEEN and (2 * len(odd) > len(now) or not are_few):
+        now, commits = list(map(_version, self._tensors)), self._commits
+        grown = list(map(operator.sub, now, self._counters))
+        self._age += commits
+        if grown == [each * commits for each in self._growth]:
+            self._sample_sum += commits * self._sample_growth
+        elif not self._learn(now, grown):
             self._collect()
             return
-        # Of more than can be read, the state is known to be unchanged only once they grow regularly again.
-        if are_few:
-            self._irregular |= {index: self._tensors[index] for index in odd}
-        self._growth, self._counters, self._commits = growth, now, 0
-        sample = [index for index in range(0, len(now), len(now) // SAMPLE + 1) if index not in self._irregular]
-        self._sample = [self._tensors[index] for index in sample]
-        self._sample_sum, self._sample_growth = (sum(map(each.__getitem__, sample)) for each in (now, growth))
+        self._counters, self._commits = now, 0
         self._first -= 1
         if self._first > 0:
             return
         # Odd numbers: what changes at every second commit is found to be irregular.
         self._interval = min(2 * self._interval + 1, int(len(now) * COMPARE_S / self._budget_s) | 1)
+
+    def _learn(self, now: list[int], grown: list[int]) -> bool:
+        """How counters grow that have not grown as before; False if that is to be found anew for all of them."""
+        growth = [each // self._commits for each in grown]
+        before = self._growth or growth
+        odd = {index for index, each in enumerate(grown) if each != before[index] * self._commits}
+        are_few = len(odd | self._irregular.keys()) <= self._irregular_budget_s / READ_S
+        if self._age >= LEAST_BETWEEN and (2 * len(odd) > len(now) or not are_few):
+            return False
+        # Of more than can be read, the state is known to be unchanged only once they grow regularly again.
+        if are_few:
+            self._irregular |= {index: self._tensors[index] for index in odd}
+        self._growth = growth
+        sample = [index for index in range(0, len(now), len(now) // SAMPLE + 1) if index not in self._irregular]
+        self._sample = [self._tensors[index] for index in sample]
+        self._sample_sum, self._sample_growth = (sum(map(each.__getitem__, sample)) for each in (now, growth))
+        return True
 
     def set_step_s(self, step_s: float) -> None:
         """How long a step takes: counters can be read more often where it is long."""
