@@ -56,7 +56,7 @@ from elasticd.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-LONGEST_COPY_S = 400e-6
+LONGEST_COPY_S = 200e-6
 """What the copies at a commit may take, or SHARE of a step if that is longer; else the rank is no donor."""
 SHARE = 0.002
 TRIALS, MOST_TRIALS = 32, 128
