@@ -18,25 +18,21 @@ import contextlib
 import errno
 import fcntl
 import functools
-import importlib.util
 import json
 import os
 import re
 import secrets
 import shutil
 import socket
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing.manifest import MANIFEST, STATE, Checksum, FileState, Manifest, parse
-from elasticd.errors import DirectoryInUse, ObjectStoreError, UsageError
+from elasticd.checkpointing.object_url import CACHE_VARIABLE, missing_package, scheme_at, url_of
+from elasticd.errors import DirectoryInUse, ObjectStoreError
 
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
-"""The schemes, and what fsspec needs for each."""
-CACHE_VARIABLE = "ELASTICD_OBJECT_CACHE"
 _OPTIONS: dict[str, dict[str, Any]] = {
     # Short timeouts, and few tries of the client's own: a call is tried again here. Four parts of 50 MB are in memory
     # at a time.
@@ -59,47 +55,6 @@ _LOCKS = 64
 _FEWEST_TRIES, _PAUSE_MAX_S = 3, 5.0
 _MOST_SUPERSEDED = 100
 _BLOCK_BYTES = 8 << 20
-
-
-def resolve(directory: str | os.PathLike[str], root: str = "") -> Path:
-    """The absolute path of a directory; of a URL, also as `Path` shortens it, that of its copy on this node.
-
-    `root`: of the copies. Raises UsageError for a URL without a bucket.
-    """
-    path = Path(directory)
-    at = _scheme_at(path)
-    if at is None:
-        return path.absolute()
-    if ".." in path.parts[at:] or len(path.parts) < at + 2:
-        raise UsageError(f"{url_of(path)} names no bucket")
-    root = root or os.environ.get(CACHE_VARIABLE) or f"/var/tmp/elasticd-objects-{os.getuid()}"
-    return Path(root, *path.parts[at:])
-
-
-def url_of(directory: Path) -> str | None:
-    """The URL of the store that this directory is a copy of; None for any other directory."""
-    at = _scheme_at(directory)
-    return None if at is None else f"{directory.parts[at]}//{'/'.join(directory.parts[at + 1 :])}"
-
-
-def shown(path: Path) -> str:
-    """As people write it."""
-    return url_of(path) or str(path)
-
-
-def package_of(directory: Path) -> str | None:
-    """What fsspec needs for the store of `directory`; None for any other directory."""
-    at = _scheme_at(directory)
-    return None if at is None else PACKAGES[directory.parts[at][:-1]]
-
-
-def missing_package(directory: Path) -> str | None:
-    """One sentence if this interpreter lacks what the store of `directory` needs."""
-    package = package_of(directory)
-    if package is None or importlib.util.find_spec(package) is not None:
-        return None
-    url = url_of(directory)
-    return f"checkpoints in {url} need the package {package}: pip install 'elasticd[objects]' for {sys.executable}"
 
 
 def store_of(directory: str | os.PathLike[str]) -> ObjectStore | None:
@@ -489,7 +444,7 @@ class ObjectStore:
     def _check_private(self) -> None:
         """Make the local directory. Other users might have made the root of all copies, or what is below it."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        at = _scheme_at(self._directory)
+        at = scheme_at(self._directory)
         for path in (self._directory, *self._directory.parents)[: len(self._directory.parts) - (at or 0) + 1]:
             if os.stat(path, follow_symlinks=False).st_uid not in (0, os.geteuid()):
                 raise ObjectStoreError(f"{path} belongs to another user; set {CACHE_VARIABLE}")
@@ -519,10 +474,6 @@ def damage(path: Path, file: str) -> str | None:
 @functools.lru_cache(maxsize=16)
 def _store(directory: Path, url: str) -> ObjectStore:
     return ObjectStore(directory, url)
-
-
-def _scheme_at(path: Path) -> int | None:
-    return next((at for at, part in enumerate(path.parts) if part[-1:] == ":" and part[:-1] in PACKAGES), None)
 
 
 def _version(info: Mapping[str, Any] | None) -> str:

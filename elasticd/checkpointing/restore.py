@@ -26,7 +26,8 @@ from elasticd.checkpointing.held_states import HeldState, ShardsInMemory
 from elasticd.checkpointing.layout import write_at
 from elasticd.checkpointing.lineage import Entry, SkippedCheckpoint, find_damage, open_verified, walk
 from elasticd.checkpointing.manifest import STATE, Manifest, parse
-from elasticd.checkpointing.object_store import BRIEF_PATIENCE_S, RESTORE_PATIENCE_S, shown, store_of
+from elasticd.checkpointing.object_store import BRIEF_PATIENCE_S, RESTORE_PATIENCE_S, store_of
+from elasticd.checkpointing.object_url import shown
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.shard_server import Server
 from elasticd.checkpointing.writer_client import SnapshotRefused

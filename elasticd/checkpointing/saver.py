@@ -29,7 +29,8 @@ from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.layout import Layout, write_packed
 from elasticd.checkpointing.lineage import Entry
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest, parse
-from elasticd.checkpointing.object_store import missing_package, resolve, shown, store_of
+from elasticd.checkpointing.object_store import store_of
+from elasticd.checkpointing.object_url import missing_package, resolve, shown
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.shard_donor import ShardDonor
 from elasticd.checkpointing.sharded_saver import ShardedSaver

@@ -23,7 +23,7 @@ from elasticd.checkpointing.buffers import WriteTask
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import STATE, FileState, Manifest
 from elasticd.checkpointing.mapped_buffer import MappedBuffers
-from elasticd.checkpointing.object_store import url_of
+from elasticd.checkpointing.object_url import url_of
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.shard_donor import ShardDonor
 from elasticd.checkpointing.shard_plan import ShardPlan

@@ -19,11 +19,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elasticd.checkpointing import api, last_write, object_store, restore, shard_files
+from elasticd.checkpointing import api, last_write, object_store, object_url, restore, shard_files
 from elasticd.checkpointing.buffers import Buffers, Snapshot, WriteTask, donated_number
 from elasticd.checkpointing.lineage import find_damage, names, open_verified
 from elasticd.checkpointing.manifest import MANIFEST, NO_CHECKSUM, STATE, Manifest
-from elasticd.checkpointing.object_store import ObjectStore, resolve, store_of, url_of
+from elasticd.checkpointing.object_store import ObjectStore, store_of
+from elasticd.checkpointing.object_url import resolve, url_of
 from elasticd.checkpointing.retention import set_aside, went_back
 from elasticd.errors import DirectoryInUse, ObjectStoreError, UsageError
 from elasticd_agent.cli.checkpoints import checkpoints as command
@@ -206,7 +207,7 @@ def test_a_writer_is_killed_between_two_parts(s3: S3, nodes: Any, small_parts: i
     writer = nodes()
     s3.fault("delay", method="PUT", path="partNumber=2", seconds=600)
     script = "from tests.library.test_object_store import save_in_parts; save_in_parts()"
-    place = {"URL": str(url_of(writer.directory)), object_store.CACHE_VARIABLE: str(writer.directory.parents[2])}
+    place = {"URL": str(url_of(writer.directory)), object_url.CACHE_VARIABLE: str(writer.directory.parents[2])}
     process = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **place}, cwd=ROOT)
     deadline = time.monotonic() + 60
     while not s3.hits()[-1]:
@@ -433,7 +434,7 @@ def test_no_such_bucket(s3: S3, tmp_path: Path) -> None:
 
 
 def test_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(object_url.importlib.util, "find_spec", lambda name: None)
     directory = resolve("gs://bucket/run", str(tmp_path))
     sentence = r"checkpoints in gs://bucket/run need the package gcsfs: pip install 'elasticd\[objects\]'"
     with pytest.raises(UsageError, match=sentence):
@@ -499,7 +500,7 @@ def test_a_copy_of_another_user(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_store_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fsspec's memory: without ETags, and with directories."""
-    monkeypatch.setitem(object_store.PACKAGES, "memory", "fsspec")
+    monkeypatch.setitem(object_url.PACKAGES, "memory", "fsspec")
     node = Node(tmp_path, "run", claims=False)
     node.directory = resolve("memory://bucket/run", str(tmp_path))
     node.lock = api.DirectoryLock(node.directory, JOB, "1")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing import object_store
+from elasticd.checkpointing import object_store, object_url
 from elasticd.errors import ObjectStoreError
 from tests.library import test_object_store as common
 from tests.s3_server import BUCKET, ROOT
@@ -68,7 +68,7 @@ def _nothing_left_behind() -> None:
 @pytest.fixture(scope="module", params=SERVERS, ids=lambda each: each.scheme)
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server: Server = request.param
-    package = object_store.PACKAGES[server.scheme]
+    package = object_url.PACKAGES[server.scheme]
     pytest.importorskip(package, reason=f"no {package}: tests/install-servers system installs it")
     if server.scheme == "az" and not AZURITE.exists():
         pytest.skip("no azurite: tests/install-servers system installs it where npm is")
@@ -147,7 +147,7 @@ def test_a_state_of_several_parts(nodes: Any) -> None:
 
 
 def test_there_is_no_bucket(store: Server, tmp_path: Path) -> None:
-    lock = common.api.DirectoryLock(object_store.resolve(f"{store.scheme}://other/prefix", str(tmp_path)), "lm", "1")
+    lock = common.api.DirectoryLock(object_url.resolve(f"{store.scheme}://other/prefix", str(tmp_path)), "lm", "1")
     with pytest.raises(ObjectStoreError, match=r"there is no bucket for|container does not exist") as raised:
         lock.acquire()
     assert f"{store.scheme}://other/prefix" in str(raised.value) and "\n" not in str(raised.value)

@@ -28,7 +28,8 @@ from elasticd.checkpointing.lineage import (
     walk,
 )
 from elasticd.checkpointing.manifest import Unreadable
-from elasticd.checkpointing.object_store import missing_package, resolve, shown, store_of, url_of
+from elasticd.checkpointing.object_store import store_of
+from elasticd.checkpointing.object_url import missing_package, resolve, shown, url_of
 from elasticd.checkpointing.retention import retain
 from elasticd.errors import DirectoryInUse, ObjectStoreError, UsageError
 from elasticd_agent.config.command_parser import CommandParser

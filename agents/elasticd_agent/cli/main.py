@@ -113,13 +113,14 @@ def _load(entry: str) -> Callable[[Sequence[str]], int]:
 
 def _run(argv: Sequence[str]) -> int:
     from elasticd_agent.config import run_options
-    from elasticd_agent.job import preflight
 
     try:
         here = Path.cwd()
     except FileNotFoundError:
         raise UsageError("the current directory does not exist; change to one that does") from None
     spec, policy, settings = run_options.parse_run(argv, os.environ, here)
+    from elasticd_agent.job import preflight  # not needed by a page of help or a mistake in an option
+
     preflight.check(spec, settings, os.environ)
     if settings.ui_port is not None:
         from elasticd_agent.node.run_page import run_with_page

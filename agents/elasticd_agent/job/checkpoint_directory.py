@@ -36,7 +36,8 @@ def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[OnDisk]:
         yield OnDisk()
         return
     from elasticd.checkpointing import api as checkpoint
-    from elasticd.checkpointing.object_store import shown, store_of
+    from elasticd.checkpointing.object_store import store_of
+    from elasticd.checkpointing.object_url import shown
 
     in_store = store_of(spec.checkpoint_dir) is not None
     lock = checkpoint.DirectoryLock(spec.checkpoint_dir, spec.job_id, spec.run, claims=False)
