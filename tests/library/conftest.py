@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -118,8 +120,7 @@ def start(zygote: subprocess.Popen[str], tmp_path: Path) -> Iterator[Start]:
     jobs: list[Job] = []
 
     def start_job(script: str, *argv: Any, world_size: int = 2, round: int = 1, each_env: Any = (), **env: str) -> Job:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         job = Job([Rank(tmp_path / f"job{len(jobs)}-rank{rank}") for rank in range(world_size)])
         jobs.append(job)
         for number, rank in enumerate(job.ranks):
@@ -144,6 +145,16 @@ def start(zygote: subprocess.Popen[str], tmp_path: Path) -> Iterator[Start]:
     yield start_job
     for job in jobs:
         job.kill()
+
+
+def free_port() -> int:
+    """For a rank to listen on, in a moment: not one that the kernel gives to a connection of any process until then."""
+    while True:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("127.0.0.1", random.randrange(20_000, 32_000))) as free,
+        ):
+            return int(free.getsockname()[1])
 
 
 def read(path: Path) -> str:

@@ -37,7 +37,8 @@ def end_or_save(session: Session) -> None:
 
 
 def run_alone(session: Session) -> None:
-    """Rank 1 steps on without collectives."""
+    """Rank 1 steps on without collectives, and without a decision, in which it would wait for rank 0."""
+    session._decisions.next = sys.maxsize
     while session.rank == 1:
         session.step()
         time.sleep(0.05)
