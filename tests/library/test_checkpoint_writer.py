@@ -358,8 +358,12 @@ KILLS: dict[str, tuple[tuple[str, str, int, str], int, bool]] = {
 in memory then, and whether the checkpoint is there."""
 
 
+def give_up() -> None:
+    raise ConnectionResetError("the writer ended")
+
+
 @contextlib.contextmanager
-def killed_at(saves: Saves, place: tuple[str, str, int, str]) -> Iterator[None]:
+def killed_at(saves: Saves, place: tuple[str, str, int, str], *clients: WriterClient) -> Iterator[None]:
     """The writer has saved step 1, and what is done here gets it to this place; then there is a successor."""
     gate = saves.notes.with_name("gate")
     saves.node.end()
@@ -368,8 +372,12 @@ def killed_at(saves: Saves, place: tuple[str, str, int, str]) -> Iterator[None]:
         saves.save(1)
         assert saves.wait()["saved"]
     gate.touch()
+    for client in (*saves.ranks, *clients):  # or it would wait for the successor, which comes when it has given up
+        client.on_successor = give_up
     with contextlib.suppress(OSError):
         yield
+    for client in (*saves.ranks, *clients):
+        client.on_successor = None
     assert saves.node.process is not None and saves.node.process.wait(30) == -signal.SIGKILL
     saves.close()
     saves.node.start()
@@ -396,7 +404,7 @@ def test_writer_killed_at_each_phase_of_a_save(
 def test_writer_killed_at_each_phase_of_a_save_at_a_fault(saves: Saves, phase: str) -> None:
     place, held, _ = KILLS[phase]
     donor = saves.node.client()
-    with killed_at(saves, place):
+    with killed_at(saves, place, donor):
         copy_at_fault(saves, donor, 2, 1, saves.task)
     donor.close()
     assert saves.held() == held
