@@ -28,6 +28,7 @@ from hypothesis import settings
 from elasticd_agent.system import process as endings
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_PF_KTHREAD = 0x00200000  # linux/sched.h
 _MARK = f"TESTS_OF_ELASTICD={os.getpid()}.{time.monotonic_ns()}"  # not ELASTICD_…: daemons keep those from jobs
 _WAIT_S = float(os.environ.get("LEAK_WAIT_S", "5"))
 _SHM = Path("/dev/shm")
@@ -40,6 +41,9 @@ settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 os.environ.update([_MARK.split("=", 1)])
+# Tests start thousands of interpreters: each module is compiled once, also where the user keeps no compiled files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 if sys.version_info >= (3, 14):  # its server for forks would be what the first test with a DataLoader leaves behind
     multiprocessing.set_start_method("fork")
 for _signal, _usual in (
@@ -99,12 +103,21 @@ def _marked(pid: str) -> bool:
         return False
     try:
         environ = Path("/proc", pid, "environ").read_bytes()
-    except OSError:  # it has ended, or is another user's
-        return False
-    if environ and _MARK.encode() not in environ.split(b"\0"):
+    except OSError:  # it has ended, or is another user's or the kernel's
+        environ = b""
+    marked = _MARK.encode() in environ.split(b"\0")
+    # It has none at its end, and for a moment at its start.
+    if not marked and (environ or _is_kernel_thread(pid)):
         _FOREIGN.add(pid)
+    return marked
+
+
+def _is_kernel_thread(pid: str) -> bool:
+    try:
+        flags = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[6]
+    except OSError:
         return False
-    return bool(environ)
+    return bool(int(flags) & _PF_KTHREAD)
 
 
 def _command(pid: str) -> str:
@@ -199,9 +212,9 @@ def _nothing_left_behind() -> Iterator[None]:
         gc.collect()
         time.sleep(0.02)
         left = _left_behind(before)
-    for pid in _processes().keys() - before.processes.keys():
-        _end(pid)
     if left:
+        for pid in _processes().keys() - before.processes.keys():
+            _end(pid)
         pytest.fail("left behind after the test:\n  " + "\n  ".join(left), pytrace=False)
 
 
