@@ -86,15 +86,12 @@ def table(text: str) -> list[dict[str, str]]:
     return [{n: line[a:b].strip() for n, a, b in zip(names, starts, ends, strict=True)} for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("end", "code", "why"),
-    [("", 0, "succeeded: 1 worker ended with code 0"), ("raise SystemExit(3)", 1, "rank 0 exited with code 3")],
-)
-def test_follow_prints_the_output_until_the_end(node: MakeNode, tmp_path: Path, end: str, code: int, why: str) -> None:
-    (tmp_path / "hello.py").write_text(f"print('hello', flush=True)\n{end}\n")
+def test_follow_of_a_job_that_fails_ends_with_the_reason(node: MakeNode, tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("print('hello', flush=True)\nundefined\n")
     ask = asker(node().start())
     options = ["--id", "greeting", "--follow", "--workers", "1"]
-    out = ask("submit", *options, "--", str(tmp_path / "hello.py"), code=code, err=why)
+    why = "greeting: failed: an error in the script, not restarted: rank 0 failed by itself before the first step: "
+    out = ask("submit", *options, "--", str(tmp_path / "hello.py"), code=1, err=why)
     assert out.startswith("greeting\nhello\n")
 
 
@@ -107,7 +104,7 @@ def test_follow_ends_with_the_traceback_of_the_rank_that_failed(node: MakeNode, 
     assert ask("submit", *options, "--", str(tmp_path / "shape.py"), code=1, err=end).startswith("shape\nhello\n")
 
 
-def test_uploaded_directory_is_the_jobs_working_directory(node: MakeNode, tmp_path: Path) -> None:
+def test_follow_prints_the_output_of_an_uploaded_directory_until_the_end(node: MakeNode, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     (mine / "pkg").mkdir(parents=True)
     (mine / "pkg" / "words.py").write_text("HELLO = 'hello from the upload'\n")
@@ -115,8 +112,8 @@ def test_uploaded_directory_is_the_jobs_working_directory(node: MakeNode, tmp_pa
     n1 = node().start()
     ask = asker(n1)
     options = ["--id", "copied", "--follow", "--workers", "1", "--upload", str(mine)]
-    out = ask("submit", *options, "--", "hello.py", code=0, err="elasticd submit: ")
-    assert "hello from the upload" in out and f"/jobs/copied.{1}/work" in out
+    out = ask("submit", *options, "--", "hello.py", code=0, err="succeeded: 1 worker ended with code 0")
+    assert out.startswith("copied\nhello from the upload ") and f"/jobs/copied.{1}/work" in out
 
 
 def test_job_from_submit_to_cancel(node: MakeNode) -> None:

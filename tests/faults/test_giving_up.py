@@ -73,10 +73,10 @@ if number <= int(sys.argv[2]):
             "3 restarts without progress",
             marks=pytest.mark.system,
         ),
-        ("ValueError('bad')", 1, [], 0, 1, ""),
+        pytest.param("ValueError('bad')", 1, [], 0, 1, "", marks=pytest.mark.system),
         ("ValueError('bad')", 2, [], 1, 1, "an error in the script, twice before the first step: all 2 ranks"),
-        ("ValueError(f'bad {number}')", 2, [], 0, 2, ""),
-        ("ValueError('bad')", 2, ["--max-restarts", "2"], 0, 2, ""),
+        pytest.param("ValueError(f'bad {number}')", 2, [], 0, 2, "", marks=pytest.mark.system),
+        pytest.param("ValueError('bad')", 2, ["--max-restarts", "2"], 0, 2, "", marks=pytest.mark.system),
         ("ValueError('bad')", 3, ["--max-restarts", "2"], 1, 2, "2 of 2 restarts used (--max-restarts)"),
         ("NameError('bad')", 1, ["--max-restarts", "1"], 0, 1, ""),
     ],
@@ -113,7 +113,7 @@ def test_out_of_gpu_memory_twice_at_one_step(job: StartJob) -> None:
     ("kind", "restarts", "reason"),
     [
         ("unloadable", 0, "an error in the script, not restarted: rank "),
-        ("apart", 1, "an error in the script, twice"),
+        pytest.param("apart", 1, "an error in the script, twice", marks=pytest.mark.system),
     ],
 )
 def test_state_that_the_first_save_refuses(

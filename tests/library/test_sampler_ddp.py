@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,28 +62,16 @@ def trained_together(accumulate: int) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE)
     torch.save([trained_together(accumulate) for accumulate in ACCUMULATE], folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_three_ddp_processes_train_as_one(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    end = time.monotonic() + DEADLINE
-    try:
-        errors = [process.communicate(timeout=end - time.monotonic())[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in processes] == [0] * WORLD_SIZE, errors
+def test_three_ddp_processes_train_as_one(start: Any, tmp_path: Path) -> None:
+    job = start(__file__, str(tmp_path), world_size=WORLD_SIZE)
+    assert job.codes(DEADLINE) == [0] * WORLD_SIZE, [rank.errors() for rank in job.ranks]
     alone = trained_alone()
     for rank in range(WORLD_SIZE):
         for together in torch.load(tmp_path / f"rank{rank}.pt"):
@@ -92,4 +79,4 @@ def test_three_ddp_processes_train_as_one(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), Path(sys.argv[2]))
+    worker(Path(sys.argv[1]))

@@ -128,7 +128,7 @@ def terminal() -> Iterator[int]:
 @pytest.fixture(scope="session")
 def endings(folder: Path) -> Both:
     """A script that ends in every way there is, one attempt after the other."""
-    where = copied(folder / "endings", "ends.py")
+    where = copied(folder / "endings", "ends.py", "torch_facts.py")
     return both(folder / "ends", 1, ["ends.py", "an argument"], where, ("--max-restarts", "6"))
 
 

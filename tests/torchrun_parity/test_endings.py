@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -69,6 +70,13 @@ def test_a_program_the_worker_turns_into_is_no_launcher(endings: Both) -> None:
         assert [report[key] for report in ours] == [report[key] for report in theirs]
 
 
+def test_numpy_has_its_threads_when_it_is_imported(endings: Both) -> None:
+    """One worker, OMP_NUM_THREADS unset: the launcher held numpy in one thread, the script must not."""
+    ours, theirs = (attempts(outcome)[0][0] for outcome in (endings.elasticd, endings.torchrun))
+    assert ours["threads before numpy"] == theirs["threads before numpy"] == 1
+    assert ours["blas"] == theirs["blas"] == min(len(os.sched_getaffinity(0)), 64)
+
+
 @pytest.mark.parametrize("stream", ["random", "numpy", "torch", "seed"])
 def test_random_streams_differ_from_restart_to_restart(endings: Both, stream: str) -> None:
     first, second = (reports[0][stream] for reports in attempts(endings.elasticd)[:2])
@@ -99,13 +107,10 @@ HELPER = 'import os\nNAME = "OMP_NUM_THREADS"\nos.environ[NAME] = "2"\n'
 READABLE_HELPER = HELPER + 'os.environ["OMP_NUM_THREADS"] = "2"\n'
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("where", "options", "warm"),
-    [
-        (".", (), False),
-        pytest.param("found at run time", (), True, marks=pytest.mark.system),
-        pytest.param("preloaded", ("--preload", "helper"), True, marks=pytest.mark.system),
-    ],
+    [(".", (), False), ("found at run time", (), True), ("preloaded", ("--preload", "helper"), True)],
 )
 def test_threads_set_by_an_imported_module(tmp_path: Path, where: str, options: tuple[str, ...], warm: bool) -> None:
     """Where its source can be found and read: a cold start. Elsewhere torch gets the threads when it is imported."""

@@ -202,11 +202,3 @@ def test_a_compiled_function_is_the_same(runs: Runs) -> None:
     both = runs("thorough")
     assert both.elasticd.facts()["compiled"] == both.torchrun.facts()["compiled"]
     assert "raised" not in both.elasticd.facts()["compiled"]
-
-
-def test_numpy_has_its_threads_when_it_is_imported(runs: Runs) -> None:
-    """One worker, OMP_NUM_THREADS unset: the launcher held numpy in one thread, the script must not."""
-    facts = runs("module").elasticd.facts()
-    assert facts["first"]["threads"] == 1
-    assert "OMP_NUM_THREADS" not in facts["first"]["environment"]
-    assert facts["numpy"]["blas"] == min(len(facts["process"]["affinity"][0]), 64)

@@ -52,7 +52,12 @@ def report():
     found["python path"] = os.environ.get("PYTHONPATH")
     found["launcher's"] = sorted(name for name in os.environ if name.startswith("ELASTICD_LAUNCH"))
     if ATTEMPT < 2:
+        import torch_facts
+
+        found["threads before numpy"] = torch_facts._threads()
         import numpy
+
+        found["blas"] = torch_facts._blas_threads()
         import torch
 
         found |= {"numpy": numpy.random.rand(), "torch": torch.rand(1).item(), "seed": torch.initial_seed()}
