@@ -59,4 +59,5 @@ def missing_package(directory: Path) -> str | None:
 
 
 def scheme_at(path: Path) -> int | None:
+    """Where in the parts of this path its scheme is; None for a path that has none."""
     return next((at for at, part in enumerate(path.parts) if part[-1:] == ":" and part[:-1] in PACKAGES), None)
