@@ -22,6 +22,7 @@ from pathlib import Path
 from elasticd.checkpointing import object_store
 from elasticd.checkpointing.manifest import STATE, Checksum, FileState, Manifest, Unreadable, read
 from elasticd.checkpointing.object_store import store_of
+from elasticd.checkpointing.page_cache import CacheWindows
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
@@ -238,6 +239,7 @@ def _check(fd: int, name: str, expected: FileState, checksum: Checksum) -> None:
     if size != expected[0]:
         raise CheckpointCorrupt(_wrong_size(name, size, expected))
     buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # at the beginning of a page, as O_DIRECT requires
+    cache = CacheWindows(fd)
     done = 0
     while done < size:
         try:
@@ -251,6 +253,7 @@ def _check(fd: int, name: str, expected: FileState, checksum: Checksum) -> None:
             raise CheckpointCorrupt(f"{name} ended early while being read")
         checksum.update(buffer[:count])
         done += count
+        cache.passed(done)
     if str(checksum) != expected[1]:
         raise CheckpointCorrupt(f"{name} does not match its checksum: it was damaged after it was written")
 

@@ -20,7 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import commit_files, donor, held_states, retention, shard_plan, sharded, state, transfer
+from elasticd.checkpointing import (
+    commit_files,
+    donor,
+    held_states,
+    in_place,
+    retention,
+    shard_plan,
+    sharded,
+    state,
+    transfer,
+)
 from elasticd.checkpointing.buffers import Snapshot, donor_of
 from elasticd.checkpointing.held_states import HeldState, ShardsInMemory
 from elasticd.checkpointing.layout import write_at
@@ -97,6 +107,8 @@ class _Restore:
     """Rank 0: the checkpoints that may be loaded and have not been tried yet."""
     _fd: int = -1
     """The chosen state."""
+    _checksum: str = ""
+    """Of the chosen state, if it is in a file that this rank has verified."""
     _donor: int | None = None
     """The rank that saved the state at a fault."""
     _content: dict[str, Any] | None = None
@@ -235,7 +247,7 @@ class _Restore:
         self._shards = None
         return self._choose_together(attempt + 1, may_wait=True)
 
-    def _load(self, chosen: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
+    def _load(self, chosen: Mapping[str, Any], content: dict[str, Any]) -> list[str]:
         """Load what is attached; returns sentences about what was not used."""
         names = content[state.RESERVED].get(sharded.NAMES, [])
         large = {name: obj for name, obj in self.attached.items() if name in names}
@@ -248,7 +260,8 @@ class _Restore:
             open_file = self._shards.open if self._shards else shard_plan.on_disk(self._placed(chosen).path)
             sharded.scatter(large, shard_plan.read(open_file, lambda metadata: sharded.targets(large, metadata)))
         unused = [name for name in names if name not in large]
-        notes = state.scatter(small, content, self.optional)
+        read = functools.partial(in_place.read, self._fd, content, small, self._checksum)
+        notes = state.scatter(small, content, self.optional, read)
         return notes + [f"nothing is attached as {name}: that part of the checkpoint was not used" for name in unused]
 
     def _find_held(self) -> bytes:
@@ -359,7 +372,7 @@ class _Restore:
             except (CheckpointCorrupt, OSError) as error:
                 self._skip(entry.path, str(error))
                 continue
-            self._entry, self._fd = entry, fd
+            self._entry, self._fd, self._checksum = entry, fd, entry.manifest.checksum
             return entry
         return None
 
@@ -491,13 +504,15 @@ class _Restore:
                 self._fd, _, _ = self.saver.writer.open(tuple(chosen["key"]))
                 return ""
             if store_of(self.directory) is not None:
-                self._fd = open_verified(self._placed(chosen))  # each: a damaged copy is made again while others read
+                entry = self._placed(chosen)
+                self._fd = open_verified(entry)  # each: a damaged copy is made again while others read
+                self._checksum = entry.manifest.checksum
                 return ""
             for entry in checkpoint.lineage(self.directory)[0]:
                 found = entry.manifest
                 if (found.round, found.step, found.checksum) == (chosen["round"], chosen["step"], chosen["checksum"]):
                     if self.saver.environment.local_rank == 0:
-                        self._fd = open_verified(entry)
+                        self._fd, self._checksum = open_verified(entry), found.checksum
                     else:
                         self._fd = os.open(entry.path / STATE, os.O_RDONLY | os.O_CLOEXEC)
                     return ""

@@ -123,10 +123,16 @@ def replicated(attached: Mapping[str, Any], world_size: int) -> frozenset[int]:
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
-def scatter(attached: Mapping[str, Any], state: Mapping[str, Any], optional: Collection[str] = ()) -> list[str]:
+def scatter(
+    attached: Mapping[str, Any],
+    state: Mapping[str, Any],
+    optional: Collection[str] = (),
+    read: Callable[[], Collection[int]] = tuple,
+) -> list[str]:
     """Load every attached object; returns sentences about the parts of the checkpoint that were not used.
 
-    `optional` are the names of which the checkpoint may hold nothing.
+    `optional` are the names of which the checkpoint may hold nothing. `read` returns the addresses of the storages that
+    are not mapped, which objects may keep; it may read into the objects' own.
     """
     absent = [name for name in attached if name not in state]
     missing = [name for name in absent if name not in optional]
@@ -136,9 +142,10 @@ def scatter(attached: Mapping[str, Any], state: Mapping[str, Any], optional: Col
             f"the checkpoint holds nothing for {', '.join(missing)}, only {held}; attach under the names it was saved "
             "with, start in another directory, or attach what is new with optional=True"
         )
+    in_place = read()
     for name, obj in attached.items():
         if name in state:
-            _load(unwrap(obj), state[name])
+            _load(unwrap(obj), state[name], in_place)
     extra = [name for name in state if name not in attached and name != RESERVED]
     return [
         *(f"the checkpoint holds nothing for {name}, which is optional and stays as it is" for name in absent),
@@ -146,24 +153,29 @@ def scatter(attached: Mapping[str, Any], state: Mapping[str, Any], optional: Col
     ]
 
 
-def _load(target: Any, state: Any) -> None:
+def _load(target: Any, state: Any, in_place: Collection[int]) -> None:
     """Load a state whose tensors are mapped from a file: modules and optimizers copy them in place; other objects may
-    keep what they get, and get copies.
+    keep what they get, and get copies. Tensors in memory of their own are loaded as they are.
     """
+    import torch
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    mapped = _addresses(state) - set(in_place)
     if isinstance(target, Module):
-        target.load_state_dict(_wrapped(state, target))
-        if _addresses(state).isdisjoint(_addresses(target.state_dict())):
+        target.load_state_dict(wrapped(state, target))
+        if mapped.isdisjoint(_addresses(target.state_dict())):
             return
     elif isinstance(target, Optimizer):
         before = dict(target.state)
         target.load_state_dict(state)
-        _keep_copies(target.state, before, _addresses(state))
-        if _addresses(state).isdisjoint(_addresses(target.state)):
+        _keep_copies(target.state, before, mapped)
+        if mapped.isdisjoint(_addresses(target.state)):
             return
-    target.load_state_dict(_wrapped(_copied(state), target))
+    elif not mapped and all(each.layout is torch.strided for each in tensors(state)):
+        target.load_state_dict(state)
+        return
+    target.load_state_dict(wrapped(_copied(state), target))
 
 
 def _keep_copies(state: Mapping[Any, Any], before: Mapping[Any, Any], mapped: set[int]) -> None:
@@ -190,16 +202,20 @@ def _keep_copies(state: Mapping[Any, Any], before: Mapping[Any, Any], mapped: se
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return empty_like(tensor, tensor.device).copy_(tensor)
+
+
+def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """In huge pages where the kernel grants them: page faults are three quarters of the time that a copy takes."""
     import torch
 
-    copied = torch.empty_like(tensor)
-    if tensor.device.type == "cpu":
-        start = -(-copied.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
-        size = (copied.data_ptr() + copied.nbytes - start) // _HUGE_BYTES * _HUGE_BYTES
+    new = torch.empty_like(tensor, device=device, requires_grad=False)
+    if new.device.type == "cpu":
+        start = -(-new.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
+        size = (new.data_ptr() + new.nbytes - start) // _HUGE_BYTES * _HUGE_BYTES
         if size > 0:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _HUGE)
-    return copied.copy_(tensor)
+    return new
 
 
 def _copied(state: Any) -> Any:
@@ -207,24 +223,24 @@ def _copied(state: Any) -> Any:
     import torch
 
     usual = (torch.strided, torch.sparse_coo)
-    return copy.deepcopy(state, {id(each): each.clone() for each in _tensors(state) if each.layout not in usual})
+    return copy.deepcopy(state, {id(each): each.clone() for each in tensors(state) if each.layout not in usual})
 
 
 def _addresses(state: Any) -> set[int]:
     """The storages of the dense tensors in nested containers."""
     import torch
 
-    return {each.untyped_storage().data_ptr() for each in _tensors(state) if each.layout is torch.strided} - {0}
+    return {each.untyped_storage().data_ptr() for each in tensors(state) if each.layout is torch.strided} - {0}
 
 
-def _tensors(state: Any) -> Iterator[torch.Tensor]:
+def tensors(state: Any) -> Iterator[torch.Tensor]:
     import torch
 
     if isinstance(state, torch.Tensor):
         yield state
     elif isinstance(state, (Mapping, list, tuple, set)):
         for value in state.values() if isinstance(state, Mapping) else state:
-            yield from _tensors(value)
+            yield from tensors(value)
 
 
 def plain(key: str) -> str:
@@ -238,14 +254,15 @@ def _bare(state: Any) -> Any:
     return state
 
 
-def _wrapped(state: Any, target: Any) -> Any:
+def wrapped(state: Any, target: Any) -> Any:
+    """With the names that a module has whose submodules were compiled by themselves."""
     from torch.nn import Module
 
     if not isinstance(target, Module):
         return state
     paths = [*target.state_dict(keep_vars=True), *(name for name, _ in target.named_modules())]
-    wrapped = {plain(path): path for path in paths if _COMPILED in path}
-    return _renamed(state, lambda key: wrapped.get(key, key)) if wrapped else state
+    found = {plain(path): path for path in paths if _COMPILED in path}
+    return _renamed(state, lambda key: found.get(key, key)) if found else state
 
 
 def _renamed(state: OrderedDict[str, Any], rename: Callable[[str], str]) -> OrderedDict[str, Any]:

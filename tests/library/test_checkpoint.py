@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import math
 import mmap
 import os
 import shutil
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import retention
+from elasticd.checkpointing import page_cache, retention
 from elasticd.checkpointing import state as training_state
 from elasticd.checkpointing.api import Entry
 from elasticd.checkpointing.lineage import LineageWalk, names_aside, open_verified, walk
@@ -101,6 +102,26 @@ def test_read_back_goes_past_the_page_cache(tmp_path: Path, size: int) -> None:
         found = resident_pages(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         assert found == resident_pages(file.fileno())  # all of them on a file system in memory
+
+
+@pytest.mark.parametrize(
+    ("least_s", "most_s", "stays"),
+    [(-1.0, math.inf, False), (math.inf, math.inf, True), (-1.0, -1.0, True)],
+    ids=["from a disk", "from the cache", "from a slow disk"],
+)
+def test_read_once_leaves_little_in_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least_s: float, most_s: float, stays: bool
+) -> None:
+    monkeypatch.setattr(page_cache, "LEAST_WAIT_S", least_s)
+    monkeypatch.setattr(page_cache, "MOST_WAIT_S", most_s)
+    entry = save(tmp_path, 1, 1, filling=torch.ones(80 << 20, dtype=torch.uint8))
+    with (entry.path / "state.pt").open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        before = resident_pages(file.fileno())  # all of them on a file system in memory
+        os.close(open_verified(entry))
+        found = (resident_pages(file.fileno()) - before) * mmap.PAGESIZE
+        whole = entry.manifest.bytes - before * mmap.PAGESIZE
+    assert found > 0.7 * whole if stays else found <= (page_cache.WINDOWS + 2) * page_cache.WINDOW_BYTES
 
 
 def resident_pages(fd: int) -> int:
