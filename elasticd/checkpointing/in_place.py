@@ -68,7 +68,7 @@ def read(fd: int, content: dict[str, Any], attached: Mapping[str, Any], checksum
     for address, alike in places.items():
         offset = offset_of(address)
         if offset is not None and users[address] == len(alike) and _is_one(alike):
-            pieces[offset] = _bytes(alike[0].target)
+            pieces[offset] = bytes_of(alike[0].target)
             replace += [place.replace for place in alike]
     if _overlap(pieces.values()):
         return frozenset()
@@ -191,7 +191,7 @@ def _move(tensor: torch.Tensor, new: torch.Tensor) -> None:
         tensor.set_(new)  # type: ignore[call-overload]
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor without gaps, in the order of its addresses."""
     import torch
 
@@ -223,7 +223,7 @@ def _mapping(fd: int) -> Callable[[int], int | None]:
 
 
 def _read(fd: int, pieces: Mapping[int, torch.Tensor], checksum: str) -> None:
-    reader = _Reader(fd, Checksum(checksum.partition(":")[0]) if checksum else None)
+    reader = Reader(fd, Checksum(checksum.partition(":")[0]) if checksum else None)
     for offset, piece in sorted(pieces.items(), key=lambda each: each[0]):
         reader.skip(offset)
         reader.read(piece)
@@ -234,10 +234,10 @@ def _read(fd: int, pieces: Mapping[int, torch.Tensor], checksum: str) -> None:
         raise CheckpointCorrupt(f"{STATE} does not match its checksum: it was damaged after it had been verified")
 
 
-class _Reader:
+class Reader:
     """Reads a file from its beginning to its end into any memory, by large system calls."""
 
-    def __init__(self, fd: int, checksum: Checksum | None) -> None:
+    def __init__(self, fd: int, checksum: Checksum | None = None) -> None:
         self._fd = fd
         self.checksum = checksum
         self._cache = CacheWindows(fd)
@@ -289,7 +289,7 @@ class _Reader:
         while left:
             count = os.preadv(self._fd, left, self._start)
             if not count:
-                raise CheckpointCorrupt(f"{STATE} ended early while being read")
+                raise CheckpointCorrupt("a file ended early while being read")
             self._start += count
             while left and count >= len(left[0]):
                 count -= len(left.pop(0))

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elasticd.checkpointing.in_place import Reader, bytes_of
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import STATE
 from elasticd.errors import CheckpointCorrupt, CheckpointError
@@ -27,7 +28,7 @@ from elasticd.process_group import DefaultGroup
 if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+    from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 
 METADATA = ".metadata"
 _VECTORS, _VECTOR_BYTES = 1000, 64 << 20
@@ -200,14 +201,34 @@ OpenFile = Callable[[str], AbstractContextManager[View]]
 """Opens a file of a checkpoint by its name."""
 
 
+class DiskView:
+    """A `View` of a file on disk, which can also be read without the page cache keeping it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._view = map_file(fd, 0, os.fstat(fd).st_size)
+        self._reader = Reader(fd)
+
+    def __call__(self, start: int, size: int | None) -> memoryview:
+        return self._view(start, size)
+
+    def begins(self, start: int, expected: bytes) -> bool:
+        return os.pread(self._fd, len(expected), start) == expected
+
+    def read(self, start: int, target: torch.Tensor) -> None:
+        """Into a contiguous tensor, at ascending offsets. Raises OSError, CheckpointCorrupt."""
+        self._reader.skip(start)
+        self._reader.read(bytes_of(target))
+        self._reader.flush()
+
+
 def on_disk(path: Path) -> OpenFile:
     """The files of the checkpoint in the directory `path`."""
 
     @contextlib.contextmanager
     def opened(name: str) -> Iterator[View]:
-        with open(path / name, "rb") as file:
-            view = map_file(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-        yield view
+        with open(path / name, "rb", 0) as file:
+            yield DiskView(file.fileno())
 
     return opened
 
@@ -241,13 +262,32 @@ def read(open_file: OpenFile, make_targets: Any) -> dict[str, Any]:
         with open_file(name) as view:
             for item, place in sorted(items, key=lambda each: each[1].offset):
                 described = metadata.state_dict_metadata[item.storage_index.fqn]
-                value = _load(view(place.offset, place.length), described, item.storage_index)
                 if item.type is LoadItemType.BYTE_IO:
+                    value = _load(view(place.offset, place.length), described, item.storage_index)
                     set_element(targets, planner.mappings[item.dest_index.fqn], value)
                     continue
                 target = planner.resolve_tensor(item).detach()
+                if isinstance(view, DiskView) and _read_in_place(view, place, item, described, target):
+                    continue
+                value = _load(view(place.offset, place.length), described, item.storage_index)
                 target.copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))
     return targets
+
+
+def _read_in_place(view: DiskView, place: Any, item: ReadItem, described: Any, target: torch.Tensor) -> bool:
+    """Read all of a tensor that was written here, if the target is as large and without gaps; True if that was done."""
+    import torch
+
+    dtype, shape = described.properties.dtype, described.chunks[item.storage_index.index or 0].sizes
+    fits = item.lengths == shape == target.shape and target.dtype == dtype and target.is_contiguous()
+    if not fits or type(target) is not torch.Tensor:
+        return False
+    before, after = _around(dtype, shape)
+    if place.length != len(before) + target.nbytes + len(after) or not view.begins(place.offset, before):
+        return False
+    if target.nbytes:
+        view.read(place.offset + len(before), target)
+    return True
 
 
 def _load(archive: memoryview, described: Any, index: MetadataIndex) -> Any:
