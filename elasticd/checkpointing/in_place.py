@@ -80,7 +80,7 @@ def read(fd: int, content: dict[str, Any], attached: Mapping[str, Any], checksum
 
 def _is_one(places: list[_Place]) -> bool:
     """The tensors that share memory in the state are one in memory."""
-    return len({(str(place.target.device), place.target.data_ptr()) for place in places}) == 1
+    return len(places) == 1 or len({(str(place.target.device), place.target.data_ptr()) for place in places}) == 1
 
 
 def _places(content: dict[str, Any], name: str, obj: Any) -> Iterator[_Place]:
@@ -200,6 +200,12 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return empty.set_(tensor.untyped_storage(), start, (tensor.nbytes,))  # type: ignore[call-overload,no-any-return]
 
 
+def _host_memory(piece: torch.Tensor) -> memoryview | None:
+    if piece.device.type != "cpu":
+        return None
+    return memoryview((ctypes.c_char * piece.nbytes).from_address(piece.data_ptr())).cast("B")
+
+
 def _overlap(pieces: Iterable[torch.Tensor]) -> bool:
     spans = sorted((str(each.device), each.data_ptr(), each.nbytes) for each in pieces)
     return any(one[0] == other[0] and one[1] + one[2] > other[1] for one, other in pairwise(spans))
@@ -261,8 +267,7 @@ class Reader:
         import torch
 
         size = piece.nbytes
-        if piece.device.type == "cpu":
-            view = memoryview((ctypes.c_char * size).from_address(piece.data_ptr())).cast("B")
+        if (view := _host_memory(piece)) is not None:
             while len(view):
                 view = view[self._take(len(view), view) :]
             return

@@ -190,7 +190,8 @@ def find_damage(entry: Entry) -> str | None:
 
 
 def open_verified(entry: Entry, name: str = STATE, from_disk: bool = False) -> int:
-    """Open a file, read all of it and compare the checksum; returns its descriptor.
+    """Open a file, read all of it through a small part of the page cache and compare the checksum; returns its
+    descriptor.
 
     `from_disk`: past the page cache where the file system can (O_DIRECT), which costs a tenth of the CPU time.
     Of an object store: a copy of the file on this node; a damaged copy is made again. Raises CheckpointCorrupt if it is

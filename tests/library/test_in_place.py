@@ -191,11 +191,14 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("step_bytes", [4096, 4 << 20])
+@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("kind", CASES)
 def test_read_in_place_is_what_mapped_tensors_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, step_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, on_host: bool, step_bytes: int
 ) -> None:
     monkeypatch.setattr(in_place, "_STEP_BYTES", step_bytes)
+    if not on_host:  # as on a GPU
+        monkeypatch.setattr(in_place, "_host_memory", lambda piece: None)
     make_saved, make_target, count = CASES[kind]
     entry = saved(tmp_path, make_saved())
     mapped, target = make_target(), make_target()
