@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import commit_files, commit_record, device_copy, sharded, state
 from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, donated_by_all, donated_number
-from elasticd.checkpointing.commit_ring import Commit, ring_of
+from elasticd.checkpointing.commit_ring import Commit, CommitRing, ring_of
 from elasticd.checkpointing.donor_rules import (
     MUTABLE,
     averaged,
@@ -116,6 +116,9 @@ class Donor:
         self._copy_s, self._step_s, self._at = 1e9, 1e9, 0.0
         self._expect_s = 0.0
         self._record: commit_record.CommitRecord
+        self._ring: CommitRing
+        self._watched: Any = None
+        """What the ring is of."""
         self._recorded: Any = None
         """What the record is of."""
         self._socket: socket.socket | None = None
@@ -181,8 +184,10 @@ class Donor:
         on_device = [each for each in recorded if not commit_files.on_host(each)]
         self._pieces = [commit_record.piece(each, commit_record.PIECE_BYTES) for each in on_device]
         # As bytes: tensors of one type are copied by one kernel.
-        held = [commit_record.piece(self._buffers[path]) for path in self._on_device]
-        self._ring = ring_of(self._saver.group.device, held + self._pieces)
+        held = [commit_record.piece(self._buffers[path]) for path in self._on_device] + self._pieces
+        watched = [(each.data_ptr(), len(each)) for each in held]
+        if watched != self._watched:  # else a GPU may still be at a commit of the ring
+            self._ring, self._watched = ring_of(self._saver.group.device, held), watched
         on_host = list(filter(commit_files.on_host, recorded))
         self._record_from({path: places[path] for path in self._on_host}, on_host)
         # Of FSDP2 no hook runs before gradients are sent: the random state of a rank that dies after that is lost.
@@ -468,6 +473,8 @@ class Donor:
                 time.sleep(0.001)
             if self._step and (commit := self._ring.current()) is not None:
                 self._save_clean(commit)
+            elif self._step:
+                self._report_unsaved(self._step, "its GPU was in an optimizer's step, or several steps behind")
             elif self._next_step and not self._commits:
                 self._report_unsaved(self._next_step - 1, "no attached optimizer has made a step")
         except Exception as error:  # noqa: BLE001 - state_dict() of any object
