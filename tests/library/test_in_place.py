@@ -200,6 +200,7 @@ def test_read_in_place_is_what_mapped_tensors_load(
     if not on_host:  # as on a GPU
         monkeypatch.setattr(in_place, "_host_memory", lambda piece: None)
     make_saved, make_target, count = CASES[kind]
+    torch.manual_seed(1)  # LBFGS diverges from some weights
     entry = saved(tmp_path, make_saved())
     mapped, target = make_target(), make_target()
     state.scatter(mapped, checkpoint.load(entry))
