@@ -37,7 +37,7 @@ class Event(Protocol):
 class Commit:
     """Of one step; `kept` is what the script may change later, `buffers` the same on the device."""
 
-    __slots__ = ("begun", "buffers", "done", "kept", "step")
+    __slots__ = ("begun", "buffers", "collections", "done", "is_spoilt", "kept", "step")
 
     def __init__(self, step: int = 0, kept: Any = None, done: Event | None = None) -> None:
         self.step, self.kept, self.done = step, kept, done
@@ -45,10 +45,14 @@ class Commit:
         """Of each of the ring's buffers the copy, on the device."""
         self.begun: Event | None = None
         """Before the optimizer step after it."""
+        self.collections = 0
+        """How often the fingerprint had found other tensors."""
+        self.is_spoilt = False
+        """The state was changed after it."""
 
     def is_whole(self) -> bool:
         """The device has not begun to change the state of this commit."""
-        return self.begun is None or not self.begun.query()
+        return not self.is_spoilt and (self.begun is None or not self.begun.query())
 
 
 class CommitRing:
@@ -101,6 +105,10 @@ class CommitRing:
         targets = oldest or [buffer.new_empty(buffer.shape) for buffer in self._buffers]
         self._copy(targets, self._buffers)
         return targets
+
+    @property
+    def last(self) -> Commit:
+        return self._last
 
     def is_behind(self) -> bool:
         """The device has not passed the last commit."""

@@ -11,6 +11,7 @@ that have not run yet it waits there for room in CUDA's queue, and so does every
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -21,62 +22,28 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 16 << 20
-"""So much is copied at once. Of pinned memory there are two such chunks for each thread that copies, which are two."""
+"""So much is copied at once. Each `GpuCopies` has two such chunks of pinned memory, and a rank has two of these."""
 FIRST_S = 10.0
+"""For the first copy in a stream."""
 _ALIGNMENT = 64
 Part = tuple[int, "torch.UntypedStorage", int, int]
 """Where the part goes in a file; the storage; the first byte of it, and the one behind the last."""
 
 
-def pieces(device: torch.device, parts: Iterable[Part], at_once: bool) -> Iterator[tuple[int, memoryview]]:
-    """Each piece with its place in the file, valid until the next one.
-
-    What is queued on the device comes first, unless `at_once`, which is known for CUDA only.
-    """
-    if device.type == "cuda":
-        yield from _pinned(device, threading.get_ident()).pieces(parts, at_once)
-        return
-    for batch in _batches(parts):
-        for _, place, source in batch:
-            copied = source.cpu()
-            yield place, view(copied.data_ptr(), copied.nbytes)
-
-
-def prepare(device: torch.device) -> None:
-    """Make what this thread's copies from a GPU need: at a fault that would take 0.2 s."""
-    import torch
-
-    torch.cuda.set_device(device)
-    _pinned(device, threading.get_ident())
-    is_free(device, FIRST_S)
-
-
-def is_free(device: torch.device, within_s: float) -> bool:
-    """Whether a copy from a GPU ends within so long, whatever is queued there. If not, a thread is left waiting."""
-    import torch
-
-    done = threading.Event()
-
-    def copy() -> None:
-        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            torch.empty(1, dtype=torch.uint8, device=device).cpu()
-        done.set()
-
-    threading.Thread(target=copy, name="elasticd-probe", daemon=True).start()
-    return done.wait(within_s)
-
-
-class _Pinned:
-    """The chunks and the stream of one thread."""
+class GpuCopies:
+    """From one GPU, in one stream, for one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
 
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._chunks = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._byte = torch.zeros(1, dtype=torch.uint8, device=device)
 
-    def pieces(self, parts: Iterable[Part], at_once: bool) -> Iterator[tuple[int, memoryview]]:
+    def pieces(self, parts: Iterable[Part], at_once: bool = True) -> Iterator[tuple[int, memoryview]]:
+        """Each piece with its place in the file, valid until the next one. Unless `at_once`, what is queued in the
+        thread's current stream comes first.
+        """
         import torch
 
         if not at_once:
@@ -94,10 +61,40 @@ class _Pinned:
             filled = filling
         yield from filled
 
+    def is_free(self, within_s: float) -> bool:
+        """Whether a copy ends within so long, whatever is queued elsewhere. If not, a thread is left waiting.
+
+        Nothing is allocated: at a fault that may wait for the GPU, too.
+        """
+        import torch
+
+        done = threading.Event()
+
+        def copy() -> None:
+            with contextlib.suppress(RuntimeError), torch.cuda.stream(self._stream):
+                self._chunks[0][:1].copy_(self._byte, non_blocking=True)
+                self._stream.synchronize()
+                done.set()
+
+        threading.Thread(target=copy, name="elasticd-probe", daemon=True).start()
+        return done.wait(within_s)
+
+
+def pieces(device: torch.device, parts: Iterable[Part]) -> Iterator[tuple[int, memoryview]]:
+    """As `GpuCopies.pieces`, from any device, after what is queued there."""
+    if device.type == "cuda":
+        yield from _gpu(device).pieces(parts, at_once=False)
+        return
+    for batch in _batches(parts):
+        for _, place, source in batch:
+            copied = source.cpu()
+            yield place, view(copied.data_ptr(), copied.nbytes)
+
 
 @functools.cache
-def _pinned(device: torch.device, thread: int) -> _Pinned:
-    return _Pinned(device)
+def _gpu(device: torch.device) -> GpuCopies:
+    """For the training thread."""
+    return GpuCopies(device)
 
 
 def _batches(parts: Iterable[Part]) -> Iterator[list[tuple[int, int, torch.Tensor]]]:

@@ -116,6 +116,8 @@ class Donor:
         self._copy_s, self._step_s, self._at = 1e9, 1e9, 0.0
         self._expect_s = 0.0
         self._record: commit_record.CommitRecord
+        self._copies: device_copy.GpuCopies | None = None
+        """From the rank's GPU, for the thread that saves."""
         self._ring: CommitRing
         self._watched: Any = None
         """What the ring is of."""
@@ -141,6 +143,10 @@ class Donor:
 
     def _open(self) -> None:
         self._prepare()
+        if (device := commit_files.gpu(self._saver.group.device)) is not None:
+            # Here and not in the thread: it would break a CUDA graph that the script captures meanwhile.
+            self._copies = device_copy.GpuCopies(device)
+            self._copies.is_free(device_copy.FIRST_S)
         self._socket = self._connect()
         self._hooks = [each.register_step_pre_hook(self._before_change) for each in self._optimizers]
         self._thread.start()
@@ -222,6 +228,9 @@ class Donor:
             self._compare(self._fingerprint.whole())
         self._lock.acquire()
         self._changing = True
+        # A GPU may not have passed the commit when the next one is made, with which counters are compared from then on.
+        if self._copies is not None and self._step and self._fingerprint.is_counted():
+            self._ring.last.is_spoilt = True
         self._ring.begin()
 
     def _compare(self, now: Any) -> None:
@@ -295,6 +304,7 @@ class Donor:
             self._must_look = False
             self._fingerprint.refresh()
             self._whole = self._fingerprint.whole()
+        self._ring.last.collections = self._fingerprint.collections
         if start:
             self._measure(start)
 
@@ -351,8 +361,6 @@ class Donor:
         When the writer has ended, connecting again starts another one, which finds the states in the same memory.
         """
         short, why = 0, ""
-        if (device := commit_files.gpu(self._saver.group.device)) is not None:
-            device_copy.prepare(device)
         while not why and not self._closed:
             since = time.monotonic()
             why = self._answer_requests()
@@ -386,7 +394,8 @@ class Donor:
                     self._socket.send(json.dumps({"do": "saving"}).encode())
                     try:
                         until = time.monotonic() + WAIT_S
-                        self._catch_up(until)
+                        if self._copies is None:  # a GPU is behind what its processor has committed
+                            self._catch_up(until)
                         self._save(max(until - time.monotonic(), 0.05))
                     except Exception as error:  # noqa: BLE001 - the launcher waits for the answer
                         if not self._why:
@@ -395,9 +404,11 @@ class Donor:
         return ""
 
     def _can_copy(self) -> bool:
-        device = self._saver.group.device
-        if self._why or device.type == "cpu" or device_copy.is_free(device, PROBE_S):
+        if self._why or self._copies is None:
             return True
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            if self._copies.is_free(PROBE_S):
+                return True
         self._report_unsaved(self._step, "its script had queued more than the GPU takes, and no copy from it ends")
         return False
 
@@ -426,6 +437,11 @@ class Donor:
         """The script has failed, or is about to end by an exception: the launcher will end the others."""
         self._failed = True
         if self._why or self._is_forked():
+            return
+        from torch import distributed
+
+        if self._copies is not None and not distributed.is_initialized():
+            self._report_unsaved(self._step, "its process group is gone, and what collectives left may be wrong")
             return
         if self._changing:
             self._report_unsaved(self._step, _UNCLEAN)
@@ -505,7 +521,7 @@ class Donor:
         self._check_unchanged(commit)
         content = self._content(commit)
         check_loadable(content)
-        layout = Layout(content, at_once=True)
+        layout = Layout(content, at_once=self._copies)
         draft = self._draft(commit, layout.bytes)
         number = donated_number(commit.step, saver.group.rank)
         fd = self._borrow(client, draft, number, layout.shared_digest)
@@ -574,6 +590,7 @@ class Donor:
             or self._fingerprint.changed()
             or committed is None
             or committed.pieces != self._record.pieces()
+            or commit.collections != self._fingerprint.collections
             or self._copied(self._pieces) != self._copied(commit.buffers[len(self._on_device) :])
         ):
             raise CheckpointError(_CHANGED)
@@ -592,7 +609,7 @@ class Donor:
         """From the GPU, as they are there now."""
         starts = [int(each.storage_offset()) for each in tensors]
         parts = [(0, each.untyped_storage(), at, at + len(each)) for each, at in zip(tensors, starts, strict=True)]
-        return [bytes(data) for _, data in device_copy.pieces(self._saver.group.device, parts, at_once=True)]
+        return [] if self._copies is None else [bytes(data) for _, data in self._copies.pieces(parts)]
 
     def _kept(self, commit: Commit) -> Iterator[tuple[str, Any]]:
         """The small objects as of the commit."""

@@ -83,6 +83,25 @@ def _large_device_buffers(rank: _Rank) -> str:
     return "" if size <= MOST_BUFFER_BYTES else f"its buffers have {size >> 20} MB on the GPU, and several copies there"
 
 
+def _ahead_of_a_gpu(rank: _Rank) -> str:
+    """An optimizer's numbers are those of the last step that was queued."""
+    if rank.saver.group.device.type == "cpu":
+        return ""
+    kept = [value for each in rank.optimizers for values in each.state.values() for value in values.values()]
+    if all(value is None or hasattr(value, "data_ptr") for value in kept):
+        return ""
+    return "an optimizer's state has values that are no tensors, and may be ahead of the GPU"
+
+
+def _scaler_on_a_gpu(rank: _Rank) -> str:
+    from torch.amp import GradScaler
+
+    scalers = [obj for obj in rank.attached.values() if isinstance(obj, GradScaler) and obj.is_enabled()]
+    if scalers and rank.saver.group.device.type != "cpu":
+        return "its GradScaler's state is on the GPU, and to read it at each step would wait for the GPU"
+    return ""
+
+
 def _shards_on_a_gpu(rank: _Rank) -> str:
     return "of a sharded state this is built for CPUs" if rank.saver.group.device.type != "cpu" else ""
 
@@ -211,6 +230,8 @@ _RULES = (
     _one_rank_or_another_device,
     _aborted_collectives,
     _large_device_buffers,
+    _ahead_of_a_gpu,
+    _scaler_on_a_gpu,
     _no_replicated_model,
     _own_communication,
     _no_replicated_optimizer,

@@ -46,11 +46,14 @@ class Fingerprint:
         self._modules, self._optimizers = modules, optimizers
         self._parameters = list(_parameters(modules))
         self.set_step_s(0.0)
+        self.collections = 0
+        """How often it has been made anew, of the tensors as they were then."""
         self._collect()
         self.restart()
 
     def _collect(self) -> None:
         """The tensors, again whenever an optimizer has begun to keep a state for more parameters, or has loaded one."""
+        self.collections += 1
         self._states = [(optimizer, optimizer.state) for optimizer in self._optimizers]
         self._entries = sum(len(state) for _, state in self._states)
         self._tensors = [*self._parameters, *_states(self._optimizers)]
@@ -150,8 +153,10 @@ class Fingerprint:
 
     def changed(self) -> bool:
         """Since the last commit; also True where that cannot be known."""
-        if self._is_replaced():
-            return True
+        return self._is_replaced() or self.is_counted()
+
+    def is_counted(self) -> bool:
+        """As `changed`, where counters show it."""
         if not self._commits:
             return list(map(_version, self._tensors)) != self._counters
         if not self._growth:

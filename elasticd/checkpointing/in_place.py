@@ -256,6 +256,7 @@ class Reader:
 
     def skip(self, end: int) -> None:
         """Read the file up to `end` without keeping it."""
+        assert end >= self._start + self._bytes, "a file is read from its beginning to its end"
         if self.checksum is None and end - self._start - self._bytes >= _LEAST_SKIPPED_BYTES:
             self.flush()
             self._start = end

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import device_copy
-from elasticd.checkpointing.device_copy import Part
+from elasticd.checkpointing.device_copy import GpuCopies, Part
 from elasticd.errors import CheckpointRefused
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ class _Record:
 class Layout:
     """The bytes of `state.pt` for one state: every storage at an offset, headers and pickle between and after them.
 
-    `shared` holds the addresses of storages that are equal on all ranks: any rank may copy them. `at_once`: a GPU's
-    memory is copied as it is, without waiting for what is queued there. Raises CheckpointRefused for a state that
+    `shared` holds the addresses of storages that are equal on all ranks: any rank may copy them. `at_once`: copies
+    a GPU's memory as it is, without waiting for what is queued there. Raises CheckpointRefused for a state that
     cannot be pickled. The object keeps the state's storages alive.
     """
 
-    def __init__(self, state: Any, shared: frozenset[int] = frozenset(), at_once: bool = False) -> None:
+    def __init__(self, state: Any, shared: frozenset[int] = frozenset(), at_once: GpuCopies | None = None) -> None:
         pickled, storages = _pickle(state)
         self._state, self._at_once = state, at_once
         self._records: list[_Record] = []
@@ -247,7 +247,7 @@ def _central_directory(records: list[_Record], start: int) -> bytes:
     return bytes(entries)
 
 
-def _pieces(parts: Iterable[Part], at_once: bool) -> Iterator[tuple[int, memoryview]]:
+def _pieces(parts: Iterable[Part], at_once: GpuCopies | None) -> Iterator[tuple[int, memoryview]]:
     """Each piece with its place, valid until the next one: what is in the host's memory first, then devices by turn."""
     on_devices: dict[torch.device, list[Part]] = {}
     for place, storage, start, stop in parts:
@@ -257,7 +257,7 @@ def _pieces(parts: Iterable[Part], at_once: bool) -> Iterator[tuple[int, memoryv
         else:
             on_devices.setdefault(storage.device, []).append((place, storage, start, stop))
     for device, every in on_devices.items():
-        yield from device_copy.pieces(device, every, at_once)
+        yield from at_once.pieces(every) if at_once is not None else device_copy.pieces(device, every)
 
 
 def write_at(fd: int, offset: int, data: memoryview) -> None:

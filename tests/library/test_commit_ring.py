@@ -179,3 +179,15 @@ def test_rank_on_a_device_has_a_ring_of_its_events(monkeypatch: pytest.MonkeyPat
     processor = ring_of(torch.device("cpu"), [running])
     step(processor, 1)
     assert at(processor) == 1
+
+
+def test_commit_after_which_the_state_was_changed_is_not_whole() -> None:
+    device = Device()
+    ring = CommitRing(device.event)
+    step(ring, 1)
+    ring.last.is_spoilt = True
+    step(ring, 2)
+    device.run(2)
+    assert at(ring) is None
+    device.run(2)
+    assert at(ring) == 2

@@ -18,7 +18,7 @@ def test_pieces_of_all_sizes_are_put_together_again(monkeypatch: pytest.MonkeyPa
         parts.append((len(expected), storage, start, len(storage)))
         expected += bytes(storage.tolist()[start:])
     found, most = bytearray(len(expected)), 0
-    for place, data in device_copy.pieces(torch.device("cpu"), parts, at_once=False):
+    for place, data in device_copy.pieces(torch.device("cpu"), parts):
         found[place : place + len(data)] = data
         most = max(most, len(data))
     assert found == expected

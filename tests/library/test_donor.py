@@ -13,7 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from elasticd.checkpointing import donor_rules
 from elasticd.checkpointing.buffers import KILLED
 from elasticd.checkpointing.donor import Donor
 from elasticd.checkpointing.saver import Saver
@@ -25,7 +27,7 @@ from elasticd.session import Session
 @pytest.mark.parametrize(("can_copy", "expected"), [(True, ["saving", "donated"] * 2), (False, ["donated"] * 2)])
 def test_launcher_gets_an_answer_whatever_a_rank_raises(can_copy: bool, expected: list[str]) -> None:
     writer, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    donor: Any = SimpleNamespace(_socket=rank, _why="")
+    donor: Any = SimpleNamespace(_socket=rank, _why="", _copies=None)
 
     def fail(until: float) -> None:
         raise AssertionError("a mistake")
@@ -150,3 +152,25 @@ def test_session_closed_by_an_exception_saves_its_state_and_waits_for_no_checkpo
             session.close()
     first = ["fail", "close", "saver wait=False"] if fails else ["close", "saver wait=True"]
     assert called[: len(first)] == first
+
+
+@pytest.mark.parametrize(
+    ("on", "kept", "attached", "why"),
+    [
+        ("cuda", torch.ones(1), {}, ""),
+        ("cuda", None, {}, ""),
+        ("cuda", 3, {}, "values that are no tensors"),
+        ("cpu", 3, {}, ""),
+        ("cuda", None, {"scaler": torch.amp.GradScaler("cpu")}, "its GradScaler's state is on the GPU"),
+        ("cuda", None, {"scaler": torch.amp.GradScaler("cpu", enabled=False)}, ""),
+        ("cpu", None, {"scaler": torch.amp.GradScaler("cpu")}, ""),
+    ],
+)
+def test_what_would_be_ahead_of_a_gpu_or_wait_for_it(on: str, kept: Any, attached: dict[str, Any], why: str) -> None:
+    optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.ones(1))])
+    optimizer.state[parameter] = {"kept": kept}
+    saver: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device(on)))
+    rank = donor_rules._Rank(saver, {"optimizer": optimizer, **attached}, None, {})
+    found = donor_rules._ahead_of_a_gpu(rank) or donor_rules._scaler_on_a_gpu(rank)
+    assert why in found
+    assert bool(why) == bool(found)

@@ -119,3 +119,18 @@ def test_one_change_among_many_is_found_at_any_commit() -> None:
                 parameters[step % len(parameters)].add_(1.0)
             assert fingerprint.changed()
             fingerprint = Fingerprint([net], [optimizer])
+
+
+def test_states_that_an_optimizer_has_begun_to_keep_are_another_collection() -> None:
+    """A GPU may be at a commit before that, when they did not exist."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    fingerprint = Fingerprint([torch.nn.ParameterList(parameters)], [optimizer])
+    seen = []
+    for trained in (1, 1, 2, 2):
+        for each in parameters[:trained]:
+            each.grad = torch.ones(2)
+        optimizer.step()
+        fingerprint.commit()
+        seen.append(fingerprint.collections)
+    assert seen[0] == seen[1] < seen[2] == seen[3]
