@@ -35,8 +35,8 @@ SETTLE_S = 0.6
 WRITER_LIFE_S = 2.5
 """A writer lives so long at least: the launcher starts no other one after three that lived for less than 2 s."""
 FLAGS = ["--checkpoint-dir", "checkpoints", "--max-restarts", "100000"]
-SAVES = ["--every", "20", "--width", "20000"]
-"""A state of 5 MB: saves take long enough to be met."""
+SAVES = ["--every", "20", "--width", "10000"]
+"""A state of 2 MB: saves take long enough to be met, and recording the buffers of a step less than is allowed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             whole.end()
         expected, _ = trained(whole, compared)
         resumed = disturbed.events("resumed")
-        unsaved = [line.partition("] ")[2] for line in disturbed.err.splitlines() if "has not saved" in line]
+        unsaved = [
+            line.partition("] ")[2]
+            for line in disturbed.err.splitlines()
+            if "has not saved" in line or "cannot save" in line
+        ]
         reasons = [event["reason"] for event in resumed]
         found = [event for event in disturbed.events() if event["kind"].startswith("checkpoint_")]
         saves = Counter(re.sub("[0-9]+|every.*", "N", event["reason"]) for event in found)
