@@ -76,7 +76,8 @@ def test_tests_pass_from_the_sdist(built: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_pipx_installs_it(built: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import torch, elasticd\nsession = elasticd.init()\nprint('rank', session.rank, flush=True)\n")
+    say = "sys.stdout.write(f'rank {elasticd.init().rank}\\n')"  # at once: print() writes in parts
+    script.write_text(f"import sys, torch, elasticd\n{say}\n")
     places = {"PIPX_HOME": tmp_path / "pipx", "PIPX_BIN_DIR": tmp_path / "bin", "PIPX_MAN_DIR": tmp_path / "man"}
     variables = [f"{name}={place}" for name, place in places.items()]
     pipx = ["env", f"PYTHONPATH={built / 'tools'}", *variables, sys.executable, "-m", "pipx", "install"]
