@@ -10,8 +10,8 @@ gradients that the rank sends afterwards. Few scripts draw random numbers betwee
 has committed the step knows whether they do.
 
     slot = step % 2, 2 more if expected:
-           head | torch's generator | python's and numpy's | pieces of parameters | buffers
-    head = step, flags, python's half of a pair of samples: valid, value | digest of small objects | a GPU's generator
+           head | pieces of parameters | buffers | memory of random generators
+    head = step, flags, python's half of a pair of samples: valid, value | a GPU's generator | digest of small objects
 
 Of a GPU's memory it has nothing: see `commit_ring`.
 """
@@ -19,6 +19,7 @@ Of a GPU's memory it has nothing: see `commit_ring`.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import operator
 import os
@@ -29,13 +30,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import generators, state
-from elasticd.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
-_HEAD = struct.Struct("<qqqd16s16s")
-_DEVICE_BYTES = 16
+_HEAD = struct.Struct(f"<qqqd{generators.DEVICE_BYTES}s16s")
 _NO_STEP = -1
 PIECE_BYTES = 64
 MOST_PIECES = 16
@@ -47,6 +46,7 @@ _pwritev: Any = ctypes.PyDLL(None).pwritev
 _pwritev.restype = ctypes.c_ssize_t
 _SLOTS = 4
 _EXPECTED = 2
+_ALIGNMENT = 64
 Place = tuple[Any, Any]
 """Where a module has a buffer: a container, and the key in it. A script may put another tensor there."""
 
@@ -100,18 +100,13 @@ class CommitRecord:
             os.ftruncate(fd, 0)
             os.posix_fallocate(fd, 0, size)
         self._map = mmap.mmap(fd, size)
-        self._slots = range(0, size, places.bytes)
-        views = [memoryview(self._map)[slot : slot + places.bytes] for slot in self._slots]
-        self._steps = [view[:8].cast("q") for view in views]
-        self._of_torch = [view[_HEAD.size : places.others] for view in views]
-        self._of_others = [view[places.others : places.pieces] for view in views]
-        """Where each slot has its step, the state of torch's generator, those of python's and numpy's."""
-        self.locate()
+        self._steps = [memoryview(self._map)[slot : slot + 8].cast("q") for slot in range(0, size, places.bytes)]
+        self._written: list[Any] = [None] * _SLOTS
+        """The numbers of the generators and the digest in each slot."""
         self._generators = generators.Generators(device)
-        if len(self._generators.of_device()) not in (0, _DEVICE_BYTES):
-            raise CheckpointError("the state of the GPU's random generator has another size than in torch 2.6 to 2.13")
-        self._written = [(generators.NOTHING, b"")] * _SLOTS
-        """The random states in each slot, and the digest."""
+        self.moved_at = 0
+        """The last step that found a buffer elsewhere than the step before; 0 for none."""
+        self.locate()
 
     def locate(self) -> None:
         """Find the memory of the tensors again: torch moves one that the script sends to another process, and the
@@ -120,11 +115,18 @@ class CommitRecord:
         found = [holder.get(key) for holder, key in self._buffers]
         if list(map(kind, found)) != self._kinds:
             raise OtherBuffers
-        held = [piece(buffer) for buffer in found]
         self._addresses = [buffer.data_ptr() for buffer in found]
-        size, places = self._places.bytes, self._places
-        self._gathers = [_Gather(self._fd, at * size + places.pieces, self._pieces + held) for at in range(_EXPECTED)]
-        self._gathers += [_Gather(self._fd, at * size + places.buffers, held) for at in range(_EXPECTED, _SLOTS)]
+        held = list(map(piece, found))
+        of_buffers, of_pieces, size = self._places.buffers, self._places.pieces, self._places.bytes
+        self._gathers = [_Gather(self._fd, at * size + of_pieces, self._pieces + held) for at in range(_EXPECTED)]
+        self._gathers += [_Gather(self._fd, at * size + of_buffers, held) for at in range(_EXPECTED, _SLOTS)]
+        self._memory = self._generators.memory
+        whole = memoryview(self._map)
+        self._copies = []
+        for slot in range(0, _SLOTS * size, size):
+            ends = itertools.accumulate(map(len, self._memory), initial=slot + self._places.generators)
+            places = [whole[start:end] for start, end in itertools.pairwise(ends)]
+            self._copies.append(list(zip(places, self._memory, strict=True)))
 
     def pieces(self) -> bytes:
         """Of the parameters as they are now."""
@@ -137,32 +139,37 @@ class CommitRecord:
 
         `digest` has at most 16 bytes. Raises OtherBuffers.
         """
+        if self._buffers and self._are_moved():
+            self.moved_at = step
+            self.locate()
         self._copy(step, step % 2, digest)
 
     def expect(self, step: int) -> None:
-        """What the commit of `step` will have if nothing draws or changes a buffer until then. Raises OtherBuffers."""
+        """What the commit of `step` will have if nothing draws or changes a buffer until then. Raises OtherBuffers.
+
+        A buffer that is moved for the first time may be as it was before: `moved_at` says so after the commit.
+        """
+        if self.moved_at and self._are_moved():
+            self.locate()
         self._copy(step, step % 2 + _EXPECTED)
 
     def _copy(self, step: int, number: int, digest: bytes = b"") -> None:
-        states, written = self._generators.states(), self._written[number]
-        self._steps[number][0] = _NO_STEP
-        if states is not written[0] or digest != written[1]:
-            self._copy_states(number, states, digest)
+        numbers, of_step = self._generators.look(), self._steps[number]
+        of_step[0] = _NO_STEP
+        if self._written[number] != (numbers, digest):
+            _HEAD.pack_into(self._map, number * self._places.bytes, _NO_STEP, *numbers, digest)
+            self._written[number] = numbers, digest
+        if self._generators.memory is not self._memory:
+            self.locate()
         # What is read of a parameter that has moved is found at the fault: it differs from the parameter then.
-        if (self._buffers and self._are_moved()) or not self._gathers[number].write():
+        if not self._gathers[number].write():
+            self.moved_at = step
             self.locate()
             if not self._gathers[number].write():
                 raise OSError("the memory of a tensor cannot be read")
-        self._steps[number][0] = step
-
-    def _copy_states(self, number: int, states: generators.States, digest: bytes) -> None:
-        (of_torch, others, of_device, numbers), (before, _) = states, self._written[number]
-        _HEAD.pack_into(self._map, self._slots[number], _NO_STEP, *numbers, digest, of_device)
-        if of_torch is not before[0]:
-            self._of_torch[number][:] = of_torch
-        if others is not before[1]:
-            self._of_others[number][: len(others)] = others
-        self._written[number] = states, digest
+        for place, memory in self._copies[number]:
+            place[:] = memory
+        of_step[0] = step
 
     def _are_moved(self) -> bool:
         try:
@@ -186,13 +193,11 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
         return None
     start = (step % 2 + _EXPECTED * expected) * places.bytes
     slot = data[start : start + places.bytes]
-    found, flags, has_half, half, digest, of_device = _HEAD.unpack_from(slot)
+    found, *numbers, digest = _HEAD.unpack_from(slot)
+    flags, has_half, half, of_device = numbers
     if found != step or not flags & generators.KNOWN:
         return None
-    of_torch, others = slot[_HEAD.size : places.others], slot[places.others : places.pieces]
-    of_device = of_device if flags & generators.HAS_DEVICE else b""
-    has_numpy = bool(flags & generators.HAS_NUMPY)
-    random_state = generators.decode(of_torch, others, has_numpy, half if has_half else None, of_device)
+    random_state = generators.decode(slot[places.generators :], (flags, bool(has_half), half, of_device))
     copies, at = [], places.buffers
     for buffer in buffers:
         end = at + buffer.numel() * buffer.element_size()
@@ -226,13 +231,11 @@ class _Places:
     """Offsets in a slot."""
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        import torch
-
-        self.generator = torch.default_generator.get_state().numel()
-        self.others = _HEAD.size + self.generator
-        self.pieces = self.others + sum(generators.OTHERS_SIZES)
+        self.pieces = _HEAD.size
         self.buffers = self.pieces + _PIECES_BYTES
-        self.bytes = self.buffers + sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+        self.generators = self.buffers + sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+        used = self.generators + sum(generators.OTHERS_SIZES) + generators.torch_bytes()
+        self.bytes = -(-used // _ALIGNMENT) * _ALIGNMENT
 
 
 def kind(buffer: Any) -> Any:
@@ -275,8 +278,9 @@ class _Gather:
 
     def __init__(self, fd: int, offset: int, tensors: list[torch.Tensor]) -> None:
         self.calls: list[tuple[tuple[Any, ...], int]] = []
-        for start in range(0, len(tensors), _MOST_VECTORS):
-            part = [tensor for tensor in tensors[start : start + _MOST_VECTORS] if tensor.numel()]
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        for start in range(0, len(filled), _MOST_VECTORS):
+            part = filled[start : start + _MOST_VECTORS]
             vectors = (ctypes.c_size_t * (2 * len(part)))()  # struct iovec: address and size
             vectors[::2], vectors[1::2] = ([t.data_ptr() for t in part], [t.numel() for t in part])
             size = sum(vectors[1::2])

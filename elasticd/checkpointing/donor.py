@@ -229,7 +229,7 @@ class Donor:
         self._lock.acquire()
         self._changing = True
         # A GPU may not have passed the commit when the next one is made, with which counters are compared from then on.
-        if self._copies is not None and self._step and self._fingerprint.is_counted():
+        if self._copies is not None and self._step and self._fingerprint.is_irregular():
             self._ring.last.is_spoilt = True
         self._ring.begin()
 
@@ -304,7 +304,7 @@ class Donor:
             self._must_look = False
             self._fingerprint.refresh()
             self._whole = self._fingerprint.whole()
-        self._ring.last.collections = self._fingerprint.collections
+        self._ring.last.revision = self._fingerprint.revision
         if start:
             self._measure(start)
 
@@ -590,14 +590,14 @@ class Donor:
             or self._fingerprint.changed()
             or committed is None
             or committed.pieces != self._record.pieces()
-            or commit.collections != self._fingerprint.collections
+            or commit.revision != self._fingerprint.revision
             or self._copied(self._pieces) != self._copied(commit.buffers[len(self._on_device) :])
         ):
             raise CheckpointError(_CHANGED)
         now = {path: holder[key] for path, (holder, key) in commit_files.buffers(self._attached)}
         kinds = [{path: commit_record.kind(each) for path, each in found.items()} for found in (now, self._buffers)]
-        on_gpu = commit_files.gpu(self._saver.group.device) is not None
-        if kinds[0] != kinds[1] or (on_gpu and any(now[path] is not each for path, each in self._buffers.items())):
+        copied = [(now[path].data_ptr(), now[path].nbytes) for path in self._on_device if path in now]
+        if kinds[0] != kinds[1] or copied != self._watched[: len(self._on_device)]:
             raise CheckpointError("a module has other buffers than at the step")
         if why := self._reason_against():
             raise CheckpointError(why)
@@ -666,7 +666,7 @@ class Donor:
         known = [each or other for each, other in zip(found, expected, strict=True)] if is_as_expected else found
         random_states = [each and each.random_state for each in known]
         buffers = (found[0] or mine).buffers
-        if found[0] is None and expected[0] is not None and mine_expected is not None:
+        if found[0] is None and expected[0] and mine_expected and self._record.moved_at != step:
             buffers = commit_record.as_expected(expected[0].buffers, mine_expected.buffers, buffers)
         return random_states, is_as_expected, dict(zip(self._on_host, buffers, strict=True))
 

@@ -24,7 +24,7 @@ READ_S = 50e-9
 """What reading one counter takes."""
 COMPARE_S = 150e-9
 """What reading one takes, and comparing it with what it was."""
-LEAST_S = 0.8e-6
+LEAST_S = 0.5e-6
 SHARE = 0.0003
 """What reading counters may take at a commit, on average: LEAST_S, or this share of a step if that is longer."""
 LEAST_IRREGULAR_S = 4e-6
@@ -46,14 +46,14 @@ class Fingerprint:
         self._modules, self._optimizers = modules, optimizers
         self._parameters = list(_parameters(modules))
         self.set_step_s(0.0)
-        self.collections = 0
-        """How often it has been made anew, of the tensors as they were then."""
+        self.revision = 0
+        """Grows when counters or tensors are not as was expected: they say nothing about commits before that."""
         self._collect()
         self.restart()
 
     def _collect(self) -> None:
         """The tensors, again whenever an optimizer has begun to keep a state for more parameters, or has loaded one."""
-        self.collections += 1
+        self.revision += 1
         self._states = [(optimizer, optimizer.state) for optimizer in self._optimizers]
         self._entries = sum(len(state) for _, state in self._states)
         self._tensors = [*self._parameters, *_states(self._optimizers)]
@@ -77,9 +77,11 @@ class Fingerprint:
         self._age += commits
         if grown == [each * commits for each in self._growth]:
             self._sample_sum += commits * self._sample_growth
-        elif not self._learn(now, grown):
-            self._collect()
-            return
+        else:
+            self.revision += 1
+            if not self._learn(now, grown):
+                self._collect()
+                return
         self._counters, self._commits = now, 0
         self._first -= 1
         if self._first > 0:
@@ -127,7 +129,8 @@ class Fingerprint:
         expected = self._sample_sum + self._commits * self._sample_growth
         if self._commits >= self._interval or sum(map(_version, self._sample)) != expected:
             self._read()
-        self._irregular_counters = list(map(_version, self._irregular.values()))
+        if self._irregular:
+            self._irregular_counters = list(map(_version, self._irregular.values()))
 
     def refresh(self) -> None:
         """Follow tensors that have been replaced: to be called after a commit, from time to time."""
@@ -153,10 +156,13 @@ class Fingerprint:
 
     def changed(self) -> bool:
         """Since the last commit; also True where that cannot be known."""
-        return self._is_replaced() or self.is_counted()
+        return self._is_replaced() or self._is_counted()
 
-    def is_counted(self) -> bool:
-        """As `changed`, where counters show it."""
+    def is_irregular(self) -> bool:
+        """A counter that is read at every commit shows a change since the last one."""
+        return bool(self._irregular) and list(map(_version, self._irregular.values())) != self._irregular_counters
+
+    def _is_counted(self) -> bool:
         if not self._commits:
             return list(map(_version, self._tensors)) != self._counters
         if not self._growth:

@@ -1,10 +1,10 @@
-"""The states of the default random generators of torch, a GPU, python and numpy, as bytes that cost little to copy.
+"""Where the default random generators of torch, python and numpy keep their states, to be copied at little cost.
 
-What python and numpy offer for that takes 10 µs each, a copy of their memory 0.1: it is copied where it is found to be
-as we know it, else what they offer. Torch's generator may draw in a thread without the GIL: its memory is compared, and
-torch copies it, which takes 1 µs, if it has changed.
+What they offer for that takes 1 to 10 µs each, a copy of their memory 0.1: it is copied where it is found to be as we
+know it, else what they offer. If the script draws in another thread at the same moment, the copy may be of the middle
+of a draw: the order of draws is not defined there either.
 
-    others:  python's index, 624 words | numpy's 624 words, position | numpy's half of a pair: valid, value
+    memory:  python's index, 624 words | numpy's 624 words, position | numpy's half of a pair: valid, value | torch's
 """
 
 from __future__ import annotations
@@ -40,38 +40,39 @@ Source = memoryview | Callable[[], bytes]
 """Memory to copy, or what makes the bytes."""
 
 
-States = tuple[bytes, bytes, bytes, tuple[int, bool, float]]
-"""Torch's; python's and numpy's; a GPU's; flags, and python's half of a pair of normal samples: valid, value."""
-NOTHING: States = (b"", b"", b"", (0, False, 0.0))
-KNOWN, HAS_NUMPY, HAS_DEVICE = 1, 2, 4
-"""Flags."""
+Numbers = tuple[int, bool, float, bytes]
+"""Flags; python's half of a pair of normal samples: valid, value; the state of a GPU's generator."""
+KNOWN, HAS_NUMPY, HAS_DEVICE, IS_MEMORY = 1, 2, 4, 8
+"""Flags; the last one: of torch's generator there is its memory, not the state that it offers."""
+DEVICE_BYTES = 16
+"""Of a GPU's generator: a seed and how much was drawn. Its processor keeps them."""
+_DEVICE = struct.Struct("=QQ")
 
 
 class Generators:
     """The default generators of this process."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """`device`: the rank's, if it is a GPU."""
+        """`device`: the rank's, if it is a GPU. Raises CheckpointError."""
         import torch
 
         self._gpu: Any = None if device is None else torch.cuda.default_generators[device.index]
-        self._default = torch.default_generator
-        self._own = _torch_memory(self._default)
+        self._seed: Any = None
+        if self._gpu is not None:
+            self._follow_gpu()
+        self._torch = _torch_source(torch.default_generator)
         self._python: Any = vars(random)["_inst"]
         self._numpy: Any = None
         """The default generator, once the script has imported numpy."""
         self._bits: Any = None
+        self._half: Any = None
+        self._numbers: Numbers
         self._follow(_python_source(self._python))
-        self._before, self._half, self._states = b"", None, NOTHING
 
-    def of_device(self) -> bytes:
-        """The GPU's, which the processor keeps: a seed and how much was drawn; empty without a GPU."""
-        return b"" if self._gpu is None else bytes(self._gpu.get_state().numpy())
+    def look(self) -> Numbers:
+        """Afterwards the states are in `memory`, which is another list if they are elsewhere than before.
 
-    def states(self) -> States:
-        """The same object, and the same parts of it, while none has changed.
-
-        Raises CheckpointError if numpy's is of another kind.
+        Raises CheckpointError if numpy's generator is of another kind.
         """
         if self._numpy is None:
             self._find_numpy()
@@ -79,19 +80,26 @@ class Generators:
             self._locate_numpy()
         for memory, source in self._offered:
             memory[:] = source()
-        own, others, half = self._own.tobytes(), b"".join(self._memory), self._python.gauss_next
-        of_torch, known, known_of_device, _ = self._states
-        of_device = b"" if self._gpu is None else self.of_device()
-        if own != self._before or not own:
-            found = self._default.get_state()
-            of_torch = ctypes.string_at(found.data_ptr(), found.numel())
-        elif others == known and half == self._half and of_device == known_of_device:
-            return self._states
-        self._before, self._half = own, half
-        flags = KNOWN | HAS_NUMPY * (self._numpy is not None) | HAS_DEVICE * bool(of_device)
-        numbers = (flags, half is not None, half or 0.0)
-        self._states = (of_torch, known if others == known else others, of_device, numbers)
-        return self._states
+        half = self._python.gauss_next
+        if self._gpu is not None or half != self._half:
+            self._half = half
+            of_device = b"" if self._gpu is None else self._of_device()
+            self._numbers = self._flags, half is not None, half or 0.0, of_device
+        return self._numbers
+
+    def _of_device(self) -> bytes:
+        if self._seed is None:
+            return bytes(self._gpu.get_state().numpy())
+        return _DEVICE.pack(self._seed(), self._gpu.get_offset())
+
+    def _follow_gpu(self) -> None:
+        """What a GPU's generator offers takes 4 µs; its two numbers, where it has no others, 0.5."""
+        offered = self._of_device()
+        if len(offered) != DEVICE_BYTES:
+            raise CheckpointError("the state of the GPU's random generator has another size than in torch 2.6 to 2.13")
+        self._seed = getattr(self._gpu, "initial_seed", None)
+        if not hasattr(self._gpu, "get_offset") or self._of_device() != offered:
+            self._seed = None
 
     def _find_numpy(self) -> None:
         # Without it while another thread is importing it.
@@ -108,27 +116,41 @@ class Generators:
 
     def _follow(self, *sources: Source) -> None:
         """Memory that has the states of python and numpy, and what is called before it is read to copy them there."""
-        memory = [memoryview(bytearray(size)) for size in OTHERS_SIZES]
-        self._memory = [own if callable(each) else each for own, each in zip(memory, sources)]  # noqa: B905
-        self._offered = [(own, each) for own, each in zip(self._memory, sources, strict=True) if callable(each)]
+        own = [memoryview(bytearray(size)) for size in (*OTHERS_SIZES, torch_bytes())]
+        every = [*sources, *own[len(sources) : -1], self._torch]
+        self.memory: list[memoryview] = [
+            empty if callable(each) else each for empty, each in zip(own, every, strict=True)
+        ]
+        self._offered = [(empty, each) for empty, each in zip(own, every, strict=True) if callable(each)]
+        self._flags = KNOWN | HAS_NUMPY * (self._numpy is not None) | HAS_DEVICE * (self._gpu is not None)
+        self._flags |= IS_MEMORY * (not callable(self._torch))
+        self._half = ...  # `look` sets the numbers
 
 
-def decode(
-    torch_state: bytes, others: bytes, has_numpy: bool, python_half: float | None, device_state: bytes
-) -> dict[str, Any]:
-    """As `state.random_state` has them."""
+def torch_bytes() -> int:
+    """What torch's generator offers; its memory is smaller."""
     import torch
+
+    return torch.default_generator.get_state().numel()
+
+
+def decode(memory: bytes, numbers: Numbers) -> dict[str, Any]:
+    """As `state.random_state` has them. Raises CheckpointError."""
+    import torch
+
+    flags, has_half, half, of_device = numbers
+    others, of_torch = memory[: sum(OTHERS_SIZES)], memory[sum(OTHERS_SIZES) :]
 
     def words(start: int) -> torch.Tensor:
         return torch.tensor(array(_WORD, others[start : start + 4 * _WORDS]))
 
     (index,) = _INDEX.unpack_from(others)
-    numbers = torch.cat([words(_INDEX.size), torch.tensor([index])])
-    states: dict[str, Any] = {"torch": torch.frombuffer(bytearray(torch_state), dtype=torch.uint8)}
-    states["python"] = [_VERSION, numbers, python_half]
-    if device_state:
-        states["cuda"] = torch.frombuffer(bytearray(device_state), dtype=torch.uint8)
-    if has_numpy:
+    offered = torch.frombuffer(bytearray(of_torch[: torch_bytes()]), dtype=torch.uint8)
+    states: dict[str, Any] = {"torch": _offered_by_torch(of_torch) if flags & IS_MEMORY else offered}
+    states["python"] = [_VERSION, torch.cat([words(_INDEX.size), torch.tensor([index])]), half if has_half else None]
+    if flags & HAS_DEVICE:
+        states["cuda"] = torch.frombuffer(bytearray(of_device), dtype=torch.uint8)
+    if flags & HAS_NUMPY:
         (position,) = _INDEX.unpack_from(others, 2 * _STATE_BYTES - _INDEX.size)
         valid, value = _HALF.unpack_from(others, 2 * _STATE_BYTES)
         states["numpy"] = [_KIND, words(_STATE_BYTES), position, valid, value]
@@ -189,22 +211,37 @@ def _view(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
-def _torch_memory(generator: torch.Generator) -> memoryview:
+def _torch_source(generator: torch.Generator) -> Source:
     """Where a generator (at::CPUGeneratorImpl) keeps its state: seed and counters, 624 words, two normal samples for
-    later. Found by the words; empty where it is not as in the versions of torch that we know.
+    later. Found by the words, where it is as in the versions of torch that we know.
     """
     import torch
+
+    def offered() -> bytes:
+        return bytes(generator.get_state().numpy())
 
     trial = torch.Generator()
     found, memory = _torch_place(generator), _torch_place(trial)
     if found is None or memory is None:
-        return memoryview(b"")
+        return offered
     for kind in (torch.float32, torch.float32, torch.float64, torch.float64):  # every second one is a kept sample
         before = bytes(_view(*memory))
         torch.randn(1, generator=trial, dtype=kind)
         if bytes(_view(*memory)) == before:
-            return memoryview(b"")
+            return offered
     return _view(*found)
+
+
+def _offered_by_torch(memory: bytes) -> torch.Tensor:
+    """What a generator with this memory offers."""
+    import torch
+
+    trial = torch.Generator()
+    place = _torch_place(trial)
+    if place is None:
+        raise CheckpointError("the memory of torch's random generator is not found")
+    ctypes.memmove(place[0], memory, place[1])
+    return trial.get_state()
 
 
 def _torch_place(generator: torch.Generator) -> tuple[int, int] | None:

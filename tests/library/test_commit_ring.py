@@ -6,6 +6,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ class Device:
     kernels: deque[tuple[int, Callable[[], Any]]] = field(default_factory=deque)
     """Each with its place in the queue."""
 
-    def event(self) -> FakeEvent:
-        return FakeEvent(self)
+    def mark(self) -> FakeEvent:
+        self.queued += 1
+        return FakeEvent(self, self.queued)
 
     def queue(self, kernel: Callable[[], Any]) -> None:
         self.queued += 1
@@ -39,11 +41,7 @@ class Device:
 @dataclass
 class FakeEvent:
     device: Device
-    place: int = field(default=1 << 60)
-
-    def record(self) -> None:
-        self.device.queued += 1
-        self.place = self.device.queued
+    place: int
 
     def query(self) -> bool:
         return self.device.done >= self.place
@@ -62,7 +60,7 @@ def at(ring: CommitRing) -> int | None:
 
 def test_memory_is_at_the_newest_commit_that_the_device_has_passed() -> None:
     device = Device()
-    ring = CommitRing(device.event)
+    ring = CommitRing(device.mark)
     for number in range(1, 1 + DEPTH):  # the processor runs ahead
         step(ring, number)
     seen, behind = [], []
@@ -79,7 +77,7 @@ def test_memory_is_at_the_newest_commit_that_the_device_has_passed() -> None:
 def test_collective_that_hangs_keeps_the_memory_at_the_step_before() -> None:
     """The optimizer step is queued behind it: neither of its events is ever passed."""
     device = Device()
-    ring = CommitRing(device.event)
+    ring = CommitRing(device.mark)
     step(ring, 1)
     device.run(2)
     for number in range(2, 1 + DEPTH):
@@ -89,7 +87,7 @@ def test_collective_that_hangs_keeps_the_memory_at_the_step_before() -> None:
 
 def test_state_that_changes_during_a_copy_is_found() -> None:
     device = Device()
-    ring = CommitRing(device.event)
+    ring = CommitRing(device.mark)
     step(ring, 1)
     device.run(2)
     copied = ring.current()
@@ -102,7 +100,7 @@ def test_state_that_changes_during_a_copy_is_found() -> None:
 
 def test_device_further_behind_than_the_ring_is_nowhere() -> None:
     device = Device()
-    ring = CommitRing(device.event)
+    ring = CommitRing(device.mark)
     step(ring, 1)
     device.run(2)
     for number in range(2, 3 + DEPTH):
@@ -115,7 +113,7 @@ def test_device_further_behind_than_the_ring_is_nowhere() -> None:
 def test_commit_in_another_stream_than_the_optimizers_step_is_none() -> None:
     """Its event does not follow that step."""
     device, stream = Device(), [1]
-    ring = CommitRing(device.event, stream=lambda: stream[0])
+    ring = CommitRing(device.mark, stream=lambda: stream[0])
     step(ring, 1)
     device.run(2)
     assert at(ring) == 1
@@ -144,7 +142,11 @@ def test_buffers_and_random_state_are_those_of_the_commit_however_far_the_proces
     """
     device = Device()
     running, counter = torch.zeros(3), 0
-    ring = CommitRing(device.event, [running], lambda to, of: device.queue(lambda: torch._foreach_copy_(to, of)))
+
+    def copy(buffers: list[torch.Tensor], out: torch.Tensor) -> None:
+        device.queue(lambda: torch.cat(buffers, out=out))
+
+    ring = CommitRing(device.mark, [running], copy)
     seen = set()
     for number in range(1, 60):
         counter += 4
@@ -161,12 +163,28 @@ def test_buffers_and_random_state_are_those_of_the_commit_however_far_the_proces
 
 
 def test_rank_on_a_device_has_a_ring_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one on the processor has none."""
-    for name in ("record", "query"):  # what a real event needs to be given: nothing
-        inspect.signature(getattr(torch.cuda.Event, name)).bind("self")
-    device = Device()
-    monkeypatch.setattr(torch.cuda, "Event", device.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: 0)
+    """In the stream that is current, also when that is another one. A rank on the processor has none."""
+    device, streams = Device(), [SimpleNamespace(device_index=0, cuda_stream=number) for number in (5, 6)]
+    used: list[Any] = []
+
+    @dataclass
+    class Event:
+        """As torch's."""
+
+        marked: FakeEvent | None = None
+
+        def record(self, stream: Any) -> None:
+            used.append(stream)
+            self.marked = device.mark()
+
+        def query(self) -> bool:
+            return self.marked is not None and self.marked.query()
+
+    inspect.signature(torch.cuda.Event.record).bind("self", streams[0])
+    inspect.signature(torch.cuda.Event.query).bind("self")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: streams[index].cuda_stream, raising=False)
     running = torch.zeros(3)
     ring = ring_of(torch.device("cuda", 0), [running])
     step(ring, 1)
@@ -176,6 +194,9 @@ def test_rank_on_a_device_has_a_ring_of_its_events(monkeypatch: pytest.MonkeyPat
     assert found is not None and found.buffers[0].tolist() == [0.0] * 3
     running.fill_(1)
     assert found.buffers[0].tolist() == [0.0] * 3
+    streams[:] = streams[1:]
+    step(ring, 2)
+    assert [each.cuda_stream for each in used] == [5, 5, 6, 6]
     processor = ring_of(torch.device("cpu"), [running])
     step(processor, 1)
     assert at(processor) == 1
@@ -183,7 +204,7 @@ def test_rank_on_a_device_has_a_ring_of_its_events(monkeypatch: pytest.MonkeyPat
 
 def test_commit_after_which_the_state_was_changed_is_not_whole() -> None:
     device = Device()
-    ring = CommitRing(device.event)
+    ring = CommitRing(device.mark)
     step(ring, 1)
     ring.last.is_spoilt = True
     step(ring, 2)

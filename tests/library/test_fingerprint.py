@@ -121,16 +121,23 @@ def test_one_change_among_many_is_found_at_any_commit() -> None:
             fingerprint = Fingerprint([net], [optimizer])
 
 
-def test_states_that_an_optimizer_has_begun_to_keep_are_another_collection() -> None:
-    """A GPU may be at a commit before that, when they did not exist."""
-    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+def test_a_commit_before_what_was_not_expected_is_not_compared_any_more() -> None:
+    """A GPU may still be there: before a state that an optimizer has begun to keep, or before a change of one counter
+    that the next commit takes as it finds it.
+    """
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     fingerprint = Fingerprint([torch.nn.ParameterList(parameters)], [optimizer])
     seen = []
-    for trained in (1, 1, 2, 2):
+    for number, trained in enumerate((1, 1, 1, 2, 2, 2, 2, 2)):
         for each in parameters[:trained]:
             each.grad = torch.ones(2)
+        if number >= 6:
+            with torch.no_grad():
+                parameters[2].add_(1)
+            assert fingerprint.is_irregular() == (number == 7), "from the first change on it is read at every commit"
         optimizer.step()
         fingerprint.commit()
-        seen.append(fingerprint.collections)
-    assert seen[0] == seen[1] < seen[2] == seen[3]
+        assert not fingerprint.changed()
+        seen.append(fingerprint.revision)
+    assert seen[1] == seen[2] < seen[3] < seen[4] == seen[5] < seen[6], seen
