@@ -1,9 +1,10 @@
 """`python -m benchmarks.donors`: ranks of one job are killed at random moments, and every step is compared bit for bit.
 
-The job trains with dropout, BatchNorm, AdamW, a scheduler and a sampler, and notes a digest of all that at every step.
-Afterwards the same job runs undisturbed. Counts the steps that were trained twice, and those that differ. Exit code 1
-if a step differs, is missing, or if a kill cost more than one step. Steps differ after a rank was killed in the first
-step of a round while another rank finished that step: its random state is lost, and dropout draws other numbers.
+The job trains with dropout, BatchNorm, AdamW, a scheduler, a GradScaler and a sampler, and notes a digest of all that
+at every step. Afterwards the same job runs undisturbed. Counts the steps that were trained twice, and those that
+differ. Exit code 1 if a step differs, is missing, or if a kill cost more than one step. Steps differ after a rank was
+killed in the first step of a round while another rank finished that step: its random state is lost, and dropout draws
+other numbers.
 
 `--gpu`: the ranks share one GPU, over NCCL. Steps of rank 0 are not compared: after its death it has the averages of
 BatchNorm that the rank which saved has.
@@ -35,8 +36,8 @@ SETTLE_S = 0.6
 WRITER_LIFE_S = 2.5
 """A writer lives so long at least: the launcher starts no other one after three that lived for less than 2 s."""
 FLAGS = ["--checkpoint-dir", "checkpoints", "--max-restarts", "100000"]
-SAVES = ["--every", "20", "--width", "10000"]
-"""A state of 2 MB: saves take long enough to be met, and recording the buffers of a step less than is allowed."""
+SAVES = ["--every", "20", "--width", "2500"]
+"""A state of 2 MB: saves take long enough to be met."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

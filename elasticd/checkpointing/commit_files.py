@@ -49,6 +49,14 @@ def gpu(device: torch.device) -> torch.device | None:
     return device if device.type == "cuda" else None
 
 
+OF_SCALER = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}
+"""What a GradScaler's state has of its tensors, and which attributes they are: None before the first use."""
+
+
+def is_on_gpu(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and not on_host(tensor)
+
+
 def on_host(tensor: torch.Tensor) -> bool:
     """A commit record has it; what is on a device is kept there."""
     return tensor.device.type == "cpu"
@@ -57,22 +65,28 @@ def on_host(tensor: torch.Tensor) -> bool:
 def buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], commit_record.Place]]:
     """Where the buffers in the state of attached modules are, by the module's name and the key.
 
-    Also what optimizers keep in the host's memory for parameters on a GPU, such as the number of steps: it is that of
-    the last commit, however far the GPU is behind. Its key is the parameter's number and the name.
+    Also what a GradScaler keeps on a GPU. And behind all of these what optimizers keep in the host's memory for
+    parameters on a GPU, such as the number of steps: it is that of the last commit, however far the GPU is behind. Its
+    key is the parameter's number and the name.
     """
+    from torch.amp import GradScaler
     from torch.nn import Module
     from torch.optim import Optimizer
 
     for name, obj in attached.items():
-        if isinstance(obj, Optimizer):
-            parameters = [each for group in obj.param_groups for each in group["params"]]
-            for number, parameter in enumerate(parameters):
-                values = {} if on_host(parameter) else obj.state.get(parameter, {})
-                kept = [key for key, value in values.items() if hasattr(value, "device") and on_host(value)]
-                yield from (((name, (number, key)), (values, key)) for key in kept)
+        if isinstance(obj, GradScaler):
+            held = vars(obj)
+            yield from (((name, key), (held, where)) for key, where in OF_SCALER.items() if is_on_gpu(held.get(where)))
         if not isinstance(obj, Module):
             continue
         for path, module in state.unwrap(obj).named_modules(remove_duplicate=False):
             for key, value in module._buffers.items():
                 if value is not None and key not in module._non_persistent_buffers_set:
                     yield (name, state.plain(f"{path}.{key}" if path else key)), (module._buffers, key)
+    for name, optimizer in attached.items():
+        if isinstance(optimizer, Optimizer):
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            for number, parameter in enumerate(parameters):
+                values = {} if on_host(parameter) else optimizer.state.get(parameter, {})
+                kept = [key for key, value in values.items() if hasattr(value, "device") and on_host(value)]
+                yield from (((name, (number, key)), (values, key)) for key in kept)

@@ -82,17 +82,21 @@ class CommitRecord:
         buffers: Sequence[Place],
         parameters: Sequence[torch.Tensor],
         device: torch.device | None = None,
+        fixed: Sequence[Place] = (),
     ) -> None:
-        """`device`: the rank's, if it is a GPU."""
+        """`device`: the rank's, if it is a GPU. `fixed`: tensors that only the optimizer changes, in place; read as
+        buffers behind the others, and not expected.
+        """
         import torch
 
-        self._buffers = list(buffers)
+        self._buffers, self._fixed = list(buffers), list(fixed)
         self._holders, self._keys = [holder for holder, _ in buffers], [key for _, key in buffers]
         self._data_ptr: Any = torch.Tensor.data_ptr
-        self._kinds = [kind(holder.get(key)) for holder, key in buffers]
+        every = [holder[key] for holder, key in (*buffers, *fixed)]
+        self._kinds = list(map(kind, every))
         self._pieces = [piece(parameter, PIECE_BYTES) for parameter in parameters[:MOST_PIECES]]
         self._pieces.append(torch.zeros(_PIECES_BYTES - sum(map(len, self._pieces)), dtype=torch.uint8))
-        self._places = places = _Places([holder[key] for holder, key in buffers])
+        self._places = places = _Places(every)
         size = _SLOTS * places.bytes
         self._fd = fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, fd)
@@ -112,14 +116,14 @@ class CommitRecord:
         """Find the memory of the tensors again: torch moves one that the script sends to another process, and the
         script may replace a buffer. Raises OtherBuffers.
         """
-        found = [holder.get(key) for holder, key in self._buffers]
+        found = [holder.get(key) for holder, key in (*self._buffers, *self._fixed)]
         if list(map(kind, found)) != self._kinds:
             raise OtherBuffers
-        self._addresses = [buffer.data_ptr() for buffer in found]
-        held = list(map(piece, found))
+        held, count = list(map(piece, found)), len(self._buffers)
+        self._addresses = [buffer.data_ptr() for buffer in found[:count]]
         of_buffers, of_pieces, size = self._places.buffers, self._places.pieces, self._places.bytes
         self._gathers = [_Gather(self._fd, at * size + of_pieces, self._pieces + held) for at in range(_EXPECTED)]
-        self._gathers += [_Gather(self._fd, at * size + of_buffers, held) for at in range(_EXPECTED, _SLOTS)]
+        self._gathers += [_Gather(self._fd, at * size + of_buffers, held[:count]) for at in range(_EXPECTED, _SLOTS)]
         self._memory = self._generators.memory
         whole = memoryview(self._map)
         self._copies = []

@@ -38,13 +38,13 @@ class Event(Protocol):
 class Commit:
     """Of one step; `kept` is what the script may change later, `buffers` the same on the device."""
 
-    __slots__ = ("begun", "buffers", "copied", "done", "is_spoilt", "kept", "revision", "step")
+    __slots__ = ("begun", "buffers", "done", "is_spoilt", "kept", "revision", "step")
 
     def __init__(self, step: int = 0, kept: Any = None, done: Event | None = None) -> None:
         self.step, self.kept, self.done = step, kept, done
-        self.copied: torch.Tensor | None = None
-        self.buffers: Sequence[torch.Tensor] = ()
-        """Of each of the ring's buffers the copy, on the device: parts of `copied`."""
+        self.buffers: list[torch.Tensor] = []
+        """Of each of the ring's buffers the copy, on the device. A state may have no two types in one memory, so each
+        has its own."""
         self.begun: Event | None = None
         """Before the optimizer step after it."""
         self.revision = 0
@@ -60,7 +60,7 @@ class Commit:
 class CommitRing:
     """`mark` makes an event of the device and queues it in the current stream; None: the state is the processor's.
 
-    `buffers` are the device's, as bytes; `copy(buffers, out=…)`, such as torch.cat, queues a copy of them. `stream`
+    `buffers` are the device's; `copy(targets, sources)`, such as torch._foreach_copy_, queues a copy of them. `stream`
     gives the current stream.
     """
 
@@ -68,7 +68,7 @@ class CommitRing:
         self,
         mark: Callable[[], Event] | None = None,
         buffers: Sequence[torch.Tensor] = (),
-        copy: Callable[..., Any] | None = None,
+        copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] | None = None,
         stream: Callable[[], Any] = int,
     ) -> None:
         self._mark, self._stream = mark, stream
@@ -87,24 +87,22 @@ class CommitRing:
         if self._mark is None:
             self._last.step, self._last.kept = step, kept
             return
-        oldest, self._last = self._commits[0], Commit()
         if self._stream() == self._begun_on:
-            self._last = Commit(step, kept)
-            if self._copy is not None and self._buffers:
-                self._copy_buffers(oldest)
-            self._last.done = self._mark()
+            copied = self._copy_buffers()
+            self._last = Commit(step, kept, self._mark())
+            self._last.buffers = copied
+        else:
+            self._last = Commit()
         self._commits.append(self._last)
 
-    def _copy_buffers(self, oldest: Commit) -> None:
+    def _copy_buffers(self) -> list[torch.Tensor]:
         """Into the memory of the commit that leaves the ring: the device has passed the optimizer step after it."""
-        copied, parts = oldest.copied, oldest.buffers
-        if copied is None or len(self._commits) < DEPTH:
-            sizes = list(map(len, self._buffers))
-            copied = self._buffers[0].new_empty(sum(sizes))
-            parts = copied.split(sizes)  # type: ignore[no-untyped-call]
-        assert self._copy is not None
-        self._copy(self._buffers, out=copied)
-        self._last.copied, self._last.buffers = copied, parts
+        if self._copy is None or not self._buffers:
+            return []
+        oldest = self._commits[0].buffers if len(self._commits) == DEPTH else []
+        targets = oldest or [buffer.new_empty(buffer.shape) for buffer in self._buffers]
+        self._copy(targets, self._buffers)
+        return targets
 
     @property
     def last(self) -> Commit:
@@ -145,10 +143,10 @@ class _Stream:
 
 
 def ring_of(device: torch.device, buffers: Sequence[torch.Tensor]) -> CommitRing:
-    """Of a rank that trains on `device`; of `buffers` each is bytes."""
+    """Of a rank that trains on `device`."""
     if device.type != "cuda":
         return CommitRing()
     import torch
 
     stream = _Stream(device)
-    return CommitRing(stream.mark, buffers, torch.cat, stream.number)
+    return CommitRing(stream.mark, buffers, torch._foreach_copy_, stream.number)

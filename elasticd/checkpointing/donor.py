@@ -171,6 +171,7 @@ class Donor:
         objects = list(self._attached.values())
         self._optimizers = [obj for obj in objects if is_optimizer(obj)]
         self._others = [obj for obj in objects if not is_module(obj) and not is_optimizer(obj)]
+        self._states = list(map(_state_of, self._others))
         self._unlike = [index for index, obj in enumerate(self._others) if not is_alike(obj)]
         """Those that may differ between ranks: saves are refused then."""
         self._shards = self._saver.shard_donor
@@ -213,7 +214,9 @@ class Donor:
                 return
         path = commit_files.path_of("commit", self._saver.group.rank)
         device = commit_files.gpu(self._saver.group.device)
-        self._record = commit_record.CommitRecord(path, list(places.values()), parameters, device)
+        followed = [place for (_, key), place in places.items() if isinstance(key, str)]
+        fixed = list(places.values())[len(followed) :]
+        self._record = commit_record.CommitRecord(path, followed, parameters, device, fixed)
         self._recorded = recorded
 
     def look(self) -> None:
@@ -320,7 +323,7 @@ class Donor:
         return True
 
     def _copy_objects(self) -> _Kept:
-        small = [pickle.dumps(obj.state_dict(), pickle.HIGHEST_PROTOCOL) for obj in self._others]
+        small = [pickle.dumps(state_of(), pickle.HIGHEST_PROTOCOL) for state_of in self._states]
         return small, [[group.copy() for group in each.param_groups] for each in self._optimizers]
 
     def _digest(self, kept: _Kept) -> bytes:
@@ -596,8 +599,13 @@ class Donor:
             raise CheckpointError(_CHANGED)
         now = {path: holder[key] for path, (holder, key) in commit_files.buffers(self._attached)}
         kinds = [{path: commit_record.kind(each) for path, each in found.items()} for found in (now, self._buffers)]
+        on_gpu = commit_files.gpu(self._saver.group.device) is not None
         copied = [(now[path].data_ptr(), now[path].nbytes) for path in self._on_device if path in now]
-        if kinds[0] != kinds[1] or copied != self._watched[: len(self._on_device)]:
+        if (
+            kinds[0] != kinds[1]
+            or (on_gpu and any(now[path] is not each for path, each in self._buffers.items()))
+            or copied != self._watched[: len(self._on_device)]
+        ):
             raise CheckpointError("a module has other buffers than at the step")
         if why := self._reason_against():
             raise CheckpointError(why)
@@ -619,12 +627,17 @@ class Donor:
 
     def _content(self, commit: Commit) -> dict[str, Any]:
         """As `Saver` saves it, with everything as of the commit."""
+        import torch
+
         step = commit.step
         random_states, is_as_expected, buffers = self._records(step)
         for path, copied in zip(self._on_device, commit.buffers, strict=False):
             buffer = self._buffers[path]
             buffers[path] = copied.view(buffer.dtype).view(buffer.shape) if len(copied) else buffer
         kept = dict(self._kept(commit))
+        for name, key in buffers.keys() & {(name, key) for name in kept for key in commit_files.OF_SCALER}:
+            (data,) = self._copied([commit_record.piece(buffers[name, key])])
+            kept[name][key] = torch.frombuffer(bytearray(data), dtype=buffers.pop((name, key)).dtype).item()
         now = state.gather({name: obj for name, obj in self._attached.items() if name not in kept})
         content = {name: kept[name] if name in kept else now[name] for name in self._attached}
         for (name, key), value in buffers.items():
@@ -669,6 +682,25 @@ class Donor:
         if found[0] is None and expected[0] and mine_expected and self._record.moved_at != step:
             buffers = commit_record.as_expected(expected[0].buffers, mine_expected.buffers, buffers)
         return random_states, is_as_expected, dict(zip(self._on_host, buffers, strict=True))
+
+
+def _state_of(obj: Any) -> Callable[[], Any]:
+    """What gives the state of an object at a commit: of a GradScaler without what its GPU has, as that would wait for
+    the GPU.
+    """
+    from torch.amp import GradScaler
+
+    if not isinstance(obj, GradScaler):
+        found: Callable[[], Any] = obj.state_dict
+        return found
+
+    def of_scaler() -> dict[str, Any]:
+        if not any(commit_files.is_on_gpu(vars(obj).get(where)) for where in commit_files.OF_SCALER.values()):
+            return obj.state_dict()
+        numbers = {"growth_factor": obj.get_growth_factor(), "backoff_factor": obj.get_backoff_factor()}
+        return {**numbers, "growth_interval": obj.get_growth_interval()}
+
+    return of_scaler
 
 
 def _recorded(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:

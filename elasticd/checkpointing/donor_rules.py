@@ -93,15 +93,6 @@ def _ahead_of_a_gpu(rank: _Rank) -> str:
     return "an optimizer's state has values that are no tensors, and may be ahead of the GPU"
 
 
-def _scaler_on_a_gpu(rank: _Rank) -> str:
-    from torch.amp import GradScaler
-
-    scalers = [obj for obj in rank.attached.values() if isinstance(obj, GradScaler) and obj.is_enabled()]
-    if scalers and rank.saver.group.device.type != "cpu":
-        return "its GradScaler's state is on the GPU, and to read it at each step would wait for the GPU"
-    return ""
-
-
 def _shards_on_a_gpu(rank: _Rank) -> str:
     return "of a sharded state this is built for CPUs" if rank.saver.group.device.type != "cpu" else ""
 
@@ -166,8 +157,12 @@ def _only_at_saves(rank: _Rank) -> str:
 
 
 def _tensors_elsewhere(rank: _Rank) -> str:
+    from torch.amp import GradScaler
+
     for name, obj in rank.attached.items():
-        if not is_module(obj) and not is_optimizer(obj) and any(tensors(obj.state_dict(), "")):
+        if is_module(obj) or is_optimizer(obj) or isinstance(obj, GradScaler):
+            continue
+        if any(tensors(obj.state_dict(), "")):
             return f"{name} keeps tensors and is neither a module nor an optimizer"
     return ""
 
@@ -231,7 +226,6 @@ _RULES = (
     _aborted_collectives,
     _large_device_buffers,
     _ahead_of_a_gpu,
-    _scaler_on_a_gpu,
     _no_replicated_model,
     _own_communication,
     _no_replicated_optimizer,

@@ -211,11 +211,16 @@ def test_what_an_optimizer_keeps_in_the_hosts_memory_for_a_gpu_is_recorded(tmp_p
         optimizer.state[each] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(each)}
     found = dict(commit_files.buffers({"optimizer": optimizer}))
     assert list(found) == [("optimizer", (1, "step"))]
-    record, held = CommitRecord(path, list(found.values()), []), [optimizer.state[parameters[1]]["step"]]
+    record = CommitRecord(path, [], [], fixed=list(found.values()))
+    held = [optimizer.state[parameters[1]]["step"]]
     for step in (1, 2):
+        record.expect(step)
         held[0].fill_(step)
         record.commit(step)
     for step in (1, 2):
         committed = commit_record.read(path, step, held)
-        assert committed is not None
+        expected = commit_record.read(path, step, held, expected=True)
+        assert committed is not None and expected is not None
         assert committed.buffers[0].item() == step
+        mine = commit_record.as_expected(expected.buffers, expected.buffers, committed.buffers)
+        assert mine[0].item() == step, "a rank that died before its commit has expected nothing of them"

@@ -1,4 +1,5 @@
-"""Trains with all that a state holds: dropout, BatchNorm, momentum, a scheduler; notes a digest of it at every step.
+"""Trains with all that a state holds: dropout, BatchNorm, momentum, a scheduler, a GradScaler; notes a digest of it at
+every step.
 
 On a GPU all ranks share one, and each says that it is a machine of its own, or NCCL would refuse them.
 """
@@ -98,18 +99,19 @@ def train(session: elasticd.Session, args: argparse.Namespace) -> None:
     if args.slow_copy and args.slow_copy[0] == session.rank:
         in_copy(lambda: time.sleep(1), lambda: session.steps == args.slow_copy[1])
     torch.manual_seed(session.rank)
-    layers = [torch.nn.Linear(16, args.width), torch.nn.BatchNorm1d(args.width), torch.nn.ReLU(), torch.nn.Dropout(0.3)]
+    layers: list[torch.nn.Module] = [torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU()]
+    layers += [torch.nn.Dropout(0.3), torch.nn.Linear(64, args.width), torch.nn.Linear(args.width, 1)]
     # With unused parameters DDP keeps its buckets' order, in which more than two ranks' gradients are added.
     model = DistributedDataParallel(
-        torch.nn.Sequential(*layers, torch.nn.Linear(args.width, 1)).to(session.device),
-        find_unused_parameters=session.world_size > 2,
+        torch.nn.Sequential(*layers).to(session.device), find_unused_parameters=session.world_size > 2
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
     inputs = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
     dataset = TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
     sampler = elasticd.ElasticBatchSampler(dataset, global_batch=16)
-    attached = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
+    scaler = torch.amp.GradScaler(session.device.type, init_scale=2.0**10, enabled=not args.ahead)
+    attached = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler, "scaler": scaler}
     session.attach(**attached)
     on_gpu = session.device.type == "cuda"
 
@@ -138,12 +140,13 @@ def train(session: elasticd.Session, args: argparse.Namespace) -> None:
             loss = torch.nn.functional.mse_loss(model(x), y) * sampler.loss_scale()
             if args.fail_at == (session.round, session.rank, session.steps + 1):
                 raise RuntimeError("the loss is strange")
-            loss.backward()
+            scaler.scale(loss).backward()
             if (session.rank, session.steps + 1) in args.die_behind:
                 die_behind(session.steps + 1, {*range(session.world_size)} - {session.rank})
             if (session.rank, session.steps + 1) in args.lag:
                 time.sleep(0.1)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             scheduler.step()
             session.step()
@@ -162,7 +165,9 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=1000)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--ahead", action="store_true", help="no notes: a processor does not wait for its GPU")
+    parser.add_argument(
+        "--ahead", action="store_true", help="no notes and no GradScaler: a processor does not wait for its GPU"
+    )
     parser.add_argument("--die-in-copy", type=numbers, help="RANK,STEP: while it copies; -1: any rank")
     parser.add_argument("--slow-copy", type=numbers, help="RANK,STEP: this copy takes longer than ranks are waited for")
     parser.add_argument("--poisoned", type=int, help="a state of this step makes every resumed round fail")
