@@ -35,6 +35,8 @@ from elasticd.errors import UsageError
 if TYPE_CHECKING:
     from elasticd.checkpointing.saver import Saver
 
+LOST_PART_S = 2.0
+"""For the part of a node that does not write any more: a network file system may show it late."""
 _BUSY = "the disk is slower than the saves: an earlier state is still being written"
 
 
@@ -100,24 +102,26 @@ class ShardedSaver:
         changed = self._plan is None or not self._plan.fits(state)
         layout: Layout | None = None
 
-        def begin(every: list[bool]) -> dict[str, Any]:
+        def begin(every: list[tuple[bool, bool]]) -> dict[str, Any]:
             nonlocal layout
+            is_new, others_write = (any(each) for each in zip(*every, strict=True))
             if unable:
                 return {"event": "checkpoint_failed", "why": unable}
-            if self.is_busy(wait):
+            # A part that no node is writing and that has not come is lost: with its node's writer, during the copy.
+            if self.is_busy(wait, None if others_write else LOST_PART_S):
                 return {"event": "checkpoint_dropped", "why": _BUSY}
             api.check_cursor(draft)
-            if any(every):
+            if is_new:
                 check_loadable(sharded.values(state))
             small = content()
             small[RESERVED][sharded.NAMES] = list(self.objects)
             check_loadable(small)
             layout = Layout(small)
-            return {"event": "", "plan": any(every)}
+            return {"event": "", "plan": is_new}
 
-        if saver.group.rank != 0:
-            self.is_busy(wait=False)  # starts a writer that has died: the first node waits for its part
-        answer = self._agree("plan", f"whether it has another state at step {draft.step}", changed, begin)
+        # This starts a writer that has died: the first node waits for its part.
+        writes = saver.group.rank != 0 and self.is_busy(wait=False)
+        answer = self._agree("plan", f"whether it has another state at step {draft.step}", (changed, writes), begin)
         if answer["event"]:
             if saver.group.rank == 0:
                 reason = f"checkpoint of step {draft.step} failed ({answer['why']}); {saver.next_try}"
@@ -126,14 +130,27 @@ class ShardedSaver:
         if answer["plan"] or self._plan is None:
             self._make_plan(state)
         assert self._plan is not None
+        token, is_lost = None, False
         try:
             token = self._copy(draft, self._plan, layout, why, start)
         except OSError as error:
             self._report_lost(draft, error)
-            return False
+            is_lost = True
         if token is not None:
             return self._write(draft, token, self._plan, layout, why, start)
-        return saver.wait() if wait else saver.group.rank == 0
+        if wait:
+            self._settle()
+        return not is_lost and (saver.wait() if wait else saver.group.rank == 0)
+
+    def _settle(self) -> None:
+        """Wait until this save is written. The first node's writer waits for the others' parts, but not for lost ones:
+        all other writers have ended before.
+        """
+        if self._saver.group.rank != 0:
+            self.is_busy(wait=True)
+        self._agree("settled", "whether its node has written its part", True, lambda _: {})
+        if self._saver.group.rank == 0:
+            self.is_busy(True, LOST_PART_S)
 
     def prepare_for_faults(self) -> None:
         """At the first step, on all ranks: where ranks have the same shards, these can be saved before the first save.
@@ -156,11 +173,14 @@ class ShardedSaver:
             channel.delete(f"{key}/{number - 1}")
         return channel.on_rank0(f"{key}/{number}", what, lambda: decide([json.loads(each) for each in every]))
 
-    def is_busy(self, wait: bool) -> bool:
-        """Whether this node is still writing an earlier state; on the first node, whether it is not committed yet."""
-        writer = self._saver.writer
+    def is_busy(self, wait: bool, parts_s: float | None = None) -> bool:
+        """Whether this node is still writing an earlier state; on the first node, whether it is not committed yet.
+
+        `parts_s`: so long it waits for the parts of other nodes at most.
+        """
+        writer, timeout_s = self._saver.writer, self._saver.channel.timeout_s
         try:
-            return writer is not None and writer.share == 0 and writer.settle(wait, self._saver.channel.timeout_s)
+            return writer is not None and writer.share == 0 and writer.settle(wait, timeout_s, parts_s)
         except (OSError, SnapshotRefused):
             return False
 

@@ -430,7 +430,7 @@ class Writer:
 
     def _do_settle(self, rank: socket.socket, message: Message) -> None:
         if message["parts_s"] is not None:
-            self._parts_until = time.monotonic() + message["parts_s"]
+            self._parts_until = min(self._parts_until, time.monotonic() + message["parts_s"])
         if message["wait"]:
             self._waiting.append((None, rank))
         else:

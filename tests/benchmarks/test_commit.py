@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from benchmarks import commit
@@ -11,6 +12,7 @@ from benchmarks import commit
 def test_commits_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "COMMITS", 3)
     monkeypatch.setenv("ELASTICD_HEARTBEAT", "")  # the benchmark sets it: taken back at the end of the test
-    seconds, parts = commit.commits(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "a scheduler")
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    seconds, parts = commit.commits(model, "a scheduler", torch.device("cpu"))
     assert seconds > 0
     assert "record" in parts

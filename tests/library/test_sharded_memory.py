@@ -96,6 +96,30 @@ def test_writer_that_dies_during_a_copy_costs_that_save_only(
     assert why in events[1].reason
 
 
+@fsdp2
+@pytest.mark.parametrize("is_unread", [pytest.param(False, marks=pytest.mark.system), True])
+@pytest.mark.parametrize(
+    ("every", "saves"),
+    [pytest.param(3, [], marks=pytest.mark.system), (1000, [3, 6, 9])],
+    ids=["every-3", "session.save"],
+)
+def test_part_that_another_node_has_lost_is_not_waited_for(
+    start: Any, nodes: list[Node], tmp_path: Path, every: int, saves: list[int], is_unread: bool
+) -> None:
+    """Its writer dies during the copy. The first node's would wait for ten minutes, and drop all saves of that time."""
+    other = nodes[1]
+    assert other.process is not None
+    options = {"directory": str(tmp_path / "shared"), "steps": 12, "every": every, "saves": saves, "sleep": 0.8}
+    job = start_on(start, nodes[:2], {**options, "writer dies": [other.process.pid, 6, is_unread, 1]}, 1)
+    assert other.process.wait(60) == -signal.SIGKILL
+    other.start()
+    job.results()
+    events = [event for event in job.ranks[0].read_events() if event.kind.startswith("checkpoint")]
+    found = {event.step: event.kind for event in events}
+    assert (found[3], found[6]) == ("checkpoint_saved", "checkpoint_failed"), events
+    assert "checkpoint_saved" in {found.get(9), found.get(12)}, events
+
+
 @pytest.mark.system
 def test_memory_of_another_run_is_not_used(start: Any, nodes: list[Node], tmp_path: Path) -> None:
     options = {"directory": str(tmp_path / "shared"), "every": 4}

@@ -29,13 +29,14 @@ DEFAULTS: dict[str, Any] = {
     "steps": 4,
     "directory": None,
     "every": 2,
+    "saves": [],  # steps after which session.save() is called
     "mistake": "",
     "numbers": 0,  # so many more parameters, of one number each
     "ballast": 0,  # bytes of one more parameter
     "sleep": 0,  # seconds a step
     "two groups": True,
     "partner copies": True,
-    "writer dies": None,  # [its pid, the step whose copy it does not live to see, whether it has been told of it]
+    "writer dies": None,  # [its pid, the step whose copy it does not live to see, whether it has been told of it, rank]
 }
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
 torch.set_num_threads(1)
@@ -132,12 +133,12 @@ def whole(tensor: Any) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(-1).numpy().tobytes()).hexdigest()[:8]
 
 
-def kill_writer(pid: int, step: int, is_unread: bool) -> None:
-    """Before rank 0 tells it that its part is copied, or before it reads that."""
+def kill_writer(pid: int, step: int, is_unread: bool, rank: int = 0) -> None:
+    """Before a rank tells it that its part is copied, or before it reads that."""
     copied = WriterClient.copied
 
     def copied_too_late(self: WriterClient, draft: Any, *rest: Any) -> None:
-        is_late = draft.step == step and dist.get_rank() == 0
+        is_late = draft.step == step and dist.get_rank() == rank
         if is_late and is_unread:
             os.kill(pid, signal.SIGSTOP)
             copied(self, draft, *rest)
@@ -175,6 +176,8 @@ def main() -> None:
         optimizer.zero_grad()
         scheduler.step()
         session.step()
+        if session.steps in options["saves"]:
+            session.save()
         time.sleep(options["sleep"])
     after = digests(model, optimizer)
     own = {"step": resumed.step, "world_size": resumed.world_size, "notes": resumed.notes} if resumed else None
