@@ -72,7 +72,7 @@ def test_a_model_in_half_precision_with_a_scaler_goes_on_at_the_fault(gpu_job: S
     if name != "layers":
         pytest.importorskip("torchvision")
     kills = [Fault(1, 20, "SIGKILL"), Fault(0, 40, "SIGKILL"), Fault(1, 60, "SIGKILL")]
-    run = gpu_job(kills, script=Path(__file__).parent / "scripts" / "half.py", args=(name,))
+    run = gpu_job(kills, script=SCRIPTS / "half.py", args=(name,))
     assert run.wait() == 0
     resumed = [event["reason"] for event in run.events("resumed")]
     print(*resumed, sep="\n")
