@@ -74,26 +74,26 @@ class CommitRing:
         self._mark, self._stream = mark, stream
         self._begun_on: Any = None
         self._buffers, self._copy = list(buffers), copy
-        self._last = Commit()
-        self._commits = deque([self._last], DEPTH)
+        self.last = Commit()
+        self._commits = deque([self.last], DEPTH)
 
     def begin(self) -> None:
         """Before an optimizer step is queued."""
         if self._mark is not None:
-            self._last.begun, self._begun_on = self._mark(), self._stream()
+            self.last.begun, self._begun_on = self._mark(), self._stream()
 
     def commit(self, step: int, kept: Any) -> None:
         """The step is queued."""
         if self._mark is None:
-            self._last.step, self._last.kept = step, kept
+            self.last.step, self.last.kept = step, kept
             return
         if self._stream() == self._begun_on:
             copied = self._copy_buffers()
-            self._last = Commit(step, kept, self._mark())
-            self._last.buffers = copied
+            self.last = Commit(step, kept, self._mark())
+            self.last.buffers = copied
         else:
-            self._last = Commit()
-        self._commits.append(self._last)
+            self.last = Commit()
+        self._commits.append(self.last)
 
     def _copy_buffers(self) -> list[torch.Tensor]:
         """Into the memory of the commit that leaves the ring: the device has passed the optimizer step after it."""
@@ -104,13 +104,9 @@ class CommitRing:
         self._copy(targets, self._buffers)
         return targets
 
-    @property
-    def last(self) -> Commit:
-        return self._last
-
     def is_behind(self) -> bool:
         """The device has not passed the last commit."""
-        return self._last.done is not None and not self._last.done.query()
+        return self.last.done is not None and not self.last.done.query()
 
     def current(self) -> Commit | None:
         """The commit that the memory is at; None between two, and where the device is further behind than DEPTH."""
