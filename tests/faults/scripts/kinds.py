@@ -104,6 +104,7 @@ def gan_both(job: Kind) -> None:
 
     def train(x: torch.Tensor, y: torch.Tensor) -> None:
         job.plain(x, y)
+        torch.distributed.barrier()  # the other rank has made the optimizer's step, too
         faults.at(1000 + job.session.steps + 1)
         second.zero_grad()
         (other(job.model(x).detach()) - other(y)).mean().square().backward()
@@ -564,6 +565,12 @@ def diverging(job: Kind) -> None:
         return done
 
     job.model.register_comm_hook(None, lambda _, bucket: unchanged(bucket.buffer()))
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        job.plain(x, y)
+        torch.distributed.barrier()  # so that no rank is several steps ahead
+
+    job.train = train
 
 
 def main(args: argparse.Namespace) -> None:
