@@ -47,6 +47,7 @@ _pwritev.restype = ctypes.c_ssize_t
 _SLOTS = 4
 _EXPECTED = 2
 _ALIGNMENT = 64
+"""Of slots: a step lies in one cache line, so no other process reads half of it."""
 Place = tuple[Any, Any]
 """Where a module has a buffer: a container, and the key in it. A script may put another tensor there."""
 

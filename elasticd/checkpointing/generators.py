@@ -42,8 +42,10 @@ Source = memoryview | Callable[[], bytes]
 
 Numbers = tuple[int, bool, float, bytes]
 """Flags; python's half of a pair of normal samples: valid, value; the state of a GPU's generator."""
-KNOWN, HAS_NUMPY, HAS_DEVICE, IS_MEMORY = 1, 2, 4, 8
-"""Flags; the last one: of torch's generator there is its memory, not the state that it offers."""
+HAS_NUMPY, HAS_DEVICE, IS_MEMORY, KNOWN = 2, 4, 8, 16
+"""Flags. IS_MEMORY: of torch's generator there is its memory, not the state that it offers. KNOWN is in all records of
+this layout; an earlier one, which a round before an upgrade may have left, has 1.
+"""
 DEVICE_BYTES = 16
 """Of a GPU's generator: a seed and how much was drawn. Its processor keeps them."""
 _DEVICE = struct.Struct("=QQ")

@@ -143,14 +143,18 @@ class ShardedSaver:
         return not is_lost and (saver.wait() if wait else saver.group.rank == 0)
 
     def _settle(self) -> None:
-        """Wait until this save is written. The first node's writer waits for the others' parts, but not for lost ones:
-        all other writers have ended before.
-        """
-        if self._saver.group.rank != 0:
-            self.is_busy(wait=True)
-        self._agree("settled", "whether its node has written its part", True, lambda _: {})
-        if self._saver.group.rank == 0:
-            self.is_busy(True, LOST_PART_S)
+        """Where all other nodes have written their parts or lost them, the first one waits for them no longer."""
+        writer, timeout_s, has_ended = self._saver.writer, self._saver.channel.timeout_s, True
+        if writer is not None and writer.share == 0 and self._saver.group.rank != 0:
+            try:
+                writer.settle(True, timeout_s / 2)
+            except TimeoutError:
+                has_ended = False
+            except (OSError, SnapshotRefused):
+                pass  # there is no writer any more
+        what = "whether its node has written its part"
+        if self._agree("settled", what, has_ended, lambda every: {"all": all(every)})["all"]:
+            self.is_busy(False, None if self._saver.group.rank else LOST_PART_S)
 
     def prepare_for_faults(self) -> None:
         """At the first step, on all ranks: where ranks have the same shards, these can be saved before the first save.

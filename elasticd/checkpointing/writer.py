@@ -6,7 +6,7 @@
     rank        copied {round, number, share, files [, draft, task, at_end, partner]}
                                                                         the rank's share is in the buffer
     rank        wait {round, number}                                ->  {saved, path, why}, once that is known
-    rank        settle {wait, parts_s}                              ->  {writing}: a sharded state is being written
+    rank        settle {wait, parts_s}                    ->  {writing}: a sharded state is being copied or written
     rank        find [{buffer}]                                     ->  {snapshot}: the newest state that is whole in
                                                                         one buffer, or what this buffer holds, or null
     rank        open {round, number, file}                          ->  {start, size} of the state, or of a file of it,
@@ -429,6 +429,10 @@ class Writer:
         self._waiting.append(((message["round"], message["number"]), rank))
 
     def _do_settle(self, rank: socket.socket, message: Message) -> None:
+        self._drop_dead()
+        for fill in list(self._fills):
+            for copying in list(fill.copying):
+                self._receive(copying)  # its report may have been sent before this request
         if message["parts_s"] is not None:
             self._parts_until = min(self._parts_until, time.monotonic() + message["parts_s"])
         if message["wait"]:
@@ -437,7 +441,9 @@ class Writer:
             _send(rank, {"writing": self._is_writing_shards()})
 
     def _is_writing_shards(self) -> bool:
-        return any(held is not None and held.files and held.is_due for held in self._buffers.held)
+        """Or some rank of this node is still copying."""
+        is_copied = any(fill.copying for fill in self._fills if not fill.failed)
+        return is_copied or any(held is not None and held.files and held.is_due for held in self._buffers.held)
 
     def _answer_waiting(self) -> None:
         with self._changed:

@@ -181,8 +181,8 @@ class WriterClient:
         return self._request({"do": "wait", "round": round, "number": number}, timeout_s)[0]
 
     def settle(self, wait: bool, timeout_s: float = _ANSWER_S, parts_s: float | None = None) -> bool:
-        """True if a sharded state is being written; with `wait`, at its end. From now on the writer waits for the parts
-        of other nodes for `parts_s` at most. Raises SnapshotRefused, OSError.
+        """True if a sharded state is being copied or written; with `wait`, the answer comes when none is. From now on
+        the writer waits for the parts of other nodes for `parts_s` at most. Raises SnapshotRefused, OSError.
         """
         return bool(self._request({"do": "settle", "wait": wait, "parts_s": parts_s}, timeout_s)[0]["writing"])
 

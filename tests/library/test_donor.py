@@ -17,6 +17,7 @@ import torch
 
 from elasticd.checkpointing import commit_files, donor, donor_rules
 from elasticd.checkpointing.buffers import KILLED
+from elasticd.checkpointing.commit_record import CommitRecord
 from elasticd.checkpointing.donor import Donor
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.writer_client import WriterClient
@@ -185,3 +186,26 @@ def test_nothing_waits_for_what_a_gradscaler_keeps_on_a_gpu(on: str | None) -> N
     assert found.keys() | keys == torch.amp.GradScaler("cpu").state_dict().keys()
     assert (found["growth_interval"], found.get("scale", 8.0)) == (5, 8.0)
     assert not donor_rules._tensors_elsewhere(donor_rules._Rank(SimpleNamespace(), {"scaler": scaler}, None, {}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_buffers_that_a_dead_rank_expected_count_unless_this_rank_found_them_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    """Rank 0 has died before the commit. Ranks run the same script: where one moves a buffer, the other has, too."""
+    monkeypatch.setenv("ELASTICD_HEARTBEAT", str(tmp_path / "heartbeat-1"))
+    held = [{"mean": torch.full((3,), float(rank))} for rank in (0, 1)]
+    records = [
+        CommitRecord(commit_files.path_of("commit", rank), [(held[rank], "mean")], [torch.ones(2)]) for rank in (0, 1)
+    ]
+    for record in records:
+        record.expect(1)
+    if moves:
+        held[1]["mean"] = held[1]["mean"].clone()
+    records[1].commit(1)
+    survivor: Any = object.__new__(Donor)
+    survivor._saver = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2))
+    survivor._buffers, survivor._on_host = {"mean": held[1]["mean"]}, ["mean"]
+    survivor._unlike, survivor._shards, survivor._record = [], None, records[1]
+    _, _, buffers = survivor._records(1)
+    assert buffers["mean"].tolist() == [float(moves)] * 3

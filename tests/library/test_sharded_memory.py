@@ -120,6 +120,18 @@ def test_part_that_another_node_has_lost_is_not_waited_for(
     assert "checkpoint_saved" in {found.get(9), found.get(12)}, events
 
 
+@fsdp2
+def test_slow_part_of_another_node_is_waited_for(start: Any, nodes: list[Node], tmp_path: Path) -> None:
+    """One of its ranks copies longer than the other, and its writer takes longer than a lost part is waited for."""
+    other = nodes[1].process
+    assert other is not None
+    options = {"directory": str(tmp_path / "shared"), "steps": 4, "every": 1000, "saves": [2]}
+    job = start_on(start, nodes[:2], {**options, "writer stops": [other.pid, 2, 3]}, 1, ranks=2)
+    assert {each["saved"] for each in job.results()} == {2}
+    (event,) = [event for event in job.ranks[0].read_events() if event.kind.startswith("checkpoint")]
+    assert event.kind == "checkpoint_saved"
+
+
 @pytest.mark.system
 def test_memory_of_another_run_is_not_used(start: Any, nodes: list[Node], tmp_path: Path) -> None:
     options = {"directory": str(tmp_path / "shared"), "every": 4}

@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "sleep": 0,  # seconds a step
     "two groups": True,
     "partner copies": True,
+    "writer stops": None,  # [its pid, the step, the rank that has copied last]
     "writer dies": None,  # [its pid, the step whose copy it does not live to see, whether it has been told of it, rank]
 }
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
@@ -135,27 +138,51 @@ def whole(tensor: Any) -> str:
 
 def kill_writer(pid: int, step: int, is_unread: bool, rank: int = 0) -> None:
     """Before a rank tells it that its part is copied, or before it reads that."""
+
+    def kill(tell: Callable[[], None]) -> None:
+        if is_unread:
+            os.kill(pid, signal.SIGSTOP)
+            tell()
+        os.kill(pid, signal.SIGKILL)
+        while Path("/proc", str(pid)).exists():
+            time.sleep(0.001)
+        if not is_unread:
+            tell()
+
+    at_copied(step, rank, kill)
+
+
+def stop_writer(pid: int, step: int, rank: int) -> None:
+    """This rank copies longer than the others of its node; then its node's writer makes no progress for 4 s."""
+
+    def stop(tell: Callable[[], None]) -> None:
+        time.sleep(1)
+        os.kill(pid, signal.SIGSTOP)
+        tell()
+        threading.Timer(4, os.kill, (pid, signal.SIGCONT)).start()
+
+    at_copied(step, rank, stop)
+
+
+def at_copied(step: int, rank: int, act: Callable[[Callable[[], None]], None]) -> None:
+    """`act` gets what tells the writer that the rank has copied its part."""
     copied = WriterClient.copied
 
-    def copied_too_late(self: WriterClient, draft: Any, *rest: Any) -> None:
-        is_late = draft.step == step and dist.get_rank() == rank
-        if is_late and is_unread:
-            os.kill(pid, signal.SIGSTOP)
-            copied(self, draft, *rest)
-        if is_late:
-            os.kill(pid, signal.SIGKILL)
-            while Path("/proc", str(pid)).exists():
-                time.sleep(0.001)
-        if not (is_late and is_unread):
+    def acting(self: WriterClient, draft: Any, *rest: Any) -> None:
+        if draft.step == step and dist.get_rank() == rank:
+            act(lambda: copied(self, draft, *rest))
+        else:
             copied(self, draft, *rest)
 
-    WriterClient.copied = copied_too_late  # type: ignore[method-assign]
+    WriterClient.copied = acting  # type: ignore[method-assign]
 
 
 def main() -> None:
     session = elasticd.init()
     if options["writer dies"]:
         kill_writer(*options["writer dies"])
+    if options["writer stops"]:
+        stop_writer(*options["writer stops"])
     model, optimizer = build(session)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     if options["mistake"] == "fsdp 1":
