@@ -1,4 +1,4 @@
-"""A job with a state of a given size, saved in one of three ways; run by benchmarks/state.py and benchmarks/goodput.py.
+"""A job with a state of a given size, saved in one of three ways or not at all.
 
 Every rank appends "STEP MONOTONIC" to DIRECTORY/steps-RANK.log after each optimizer step, and in each round a line to
 moments-RANK.log: when the script ran, had built its model, had restored its state. While there is a file
@@ -181,6 +181,7 @@ class DcpAsync(Job):
 
 
 METHODS: dict[str, Callable[[argparse.Namespace], Job]] = {
+    "none": Job,
     "elasticd": Elasticd,
     "elasticd FSDP2": Sharded,
     "torch.save": TorchSave,
