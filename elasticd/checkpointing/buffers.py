@@ -26,7 +26,7 @@ PARTNER = COUNT
 """The last buffer: a copy of another node's part of a sharded state."""
 PROTOCOL = 3
 """Between ranks and the writer: the script may import another elasticd than its launcher, after an upgrade."""
-ANOTHER_SAVES = "another rank is saving that step"
+ANOTHER_SAVES = "another rank saves that step"
 """Why a rank's state is refused at a fault; if that rank dies, this one may try again."""
 STILL_COPIED = "an earlier save is still being copied"
 """Why a state is refused while ranks copy into the one buffer that may be lent; at a fault a rank tries again."""
@@ -165,10 +165,10 @@ class Fill:
         return len(self.copied) < self.shares or bool(self.copying)
 
     def repeats(self, older: Fill) -> bool:
-        """Another rank is copying the same step after the same fault."""
+        """Another rank is copying the same step after the same fault, or has done so."""
         step = donated_step(self.key[1])
         same = (self.key[0], step) == (older.key[0], donated_step(older.key[1]))
-        return step is not None and same and bool(older.copying) and not older.failed
+        return step is not None and same and bool(older.copying or older.copied) and not older.failed
 
 
 class Buffers:
