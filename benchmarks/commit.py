@@ -55,6 +55,7 @@ def commits(model: Any, more: str, device: Any) -> tuple[float, float, str]:
     with tempfile.TemporaryDirectory() as directory:
         os.environ["ELASTICD_HEARTBEAT"] = os.path.join(directory, "beat-0")
         donor = without_writer(attached, device)
+        committed = donor._committed
         times, in_step = [], []
         for step in range(1, COMMITS + 1):
             if more == "dropout":
@@ -71,10 +72,10 @@ def commits(model: Any, more: str, device: Any) -> tuple[float, float, str]:
             times.append(end - start)
             in_step.append(end - ready)
         parts = {
-            "record": lambda: donor._record.commit(7),
-            "objects": lambda: donor._copy_objects(),
-            "counters": lambda: donor._fingerprint.commit(),
-            "ring": lambda: (donor._ring.begin(), donor._ring.commit(7, None)),
+            "record": lambda: committed._record.commit(7),
+            "objects": lambda: committed._copy_objects(),
+            "counters": lambda: committed._fingerprint.commit(),
+            "ring": lambda: (committed._ring.begin(), committed._ring.commit(7, None)),
         }
         found = {name: statistics.median(timed(part) for _ in range(COMMITS)) for name, part in parts.items()}
     whole, part = (statistics.median(each) * 1e6 for each in (times, in_step))
@@ -89,17 +90,15 @@ def timed(call: Any) -> float:
 
 def without_writer(attached: dict[str, Any], device: Any) -> Any:
     """A donor that has no thread and saves nothing, and copies what every other donor copies."""
-    from elasticd.checkpointing.device_copy import GpuCopies
+    from elasticd.checkpointing.committed_state import CommittedState
     from elasticd.checkpointing.donor import Donor
 
     group = SimpleNamespace(rank=0, world_size=1, device=device)
     saver: Any = SimpleNamespace(group=group, writer=None, shard_donor=None)
     donor: Any = Donor(saver, attached, True)
-    donor._reason_against = lambda: ""
-    donor._prepare()
+    donor._committed = CommittedState(saver, attached, {}, donor._expect)
+    donor._committed.reason_against = str
     donor._why = ""
-    if device.type == "cuda":
-        donor._copies = GpuCopies(device)
     return donor
 
 

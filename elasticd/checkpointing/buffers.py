@@ -164,11 +164,11 @@ class Fill:
         """Some rank has not copied its share."""
         return len(self.copied) < self.shares or bool(self.copying)
 
-    def repeats(self, older: Fill) -> bool:
-        """Another rank is copying the same step after the same fault, or has done so."""
+    def repeats(self, older: Fill, once: bool) -> bool:
+        """Another rank is copying the same step after the same fault; with `once`, or has done so."""
         step = donated_step(self.key[1])
         same = (self.key[0], step) == (older.key[0], donated_step(older.key[1]))
-        return step is not None and same and bool(older.copying or older.copied) and not older.failed
+        return step is not None and same and bool(older.copying or (once and older.copied)) and not older.failed
 
 
 class Buffers:

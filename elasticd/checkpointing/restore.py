@@ -22,7 +22,7 @@ from typing import Any
 from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing import (
     commit_files,
-    donor,
+    committed_state,
     held_states,
     in_place,
     retention,
@@ -148,7 +148,7 @@ class _Restore:
             content = self._content or checkpoint.load_mapped(self._fd)
             notes += self._load(chosen, content)
             if (saved_by := donor_of(chosen.get("key", (0, None))[1])) is not None:
-                self._donor = content[state.RESERVED].get(donor.DONOR, saved_by)
+                self._donor = content[state.RESERVED].get(committed_state.DONOR, saved_by)
             of_ranks = content[state.RESERVED].get("per_rank", {})
             rank, world_size = self.group.rank, self.group.world_size
             notes += state.scatter_per_rank(self.saver.per_rank, of_ranks, rank, world_size, self.optional)
@@ -542,7 +542,7 @@ class _Restore:
             return [f"{counts}: there is no random state for rank {rank}, which keeps its own"]
         if (own := every_rank[rank]) is not None:
             return notes + state.set_random_state(own, self.group.device)
-        step, expected = chosen["step"], saved.get(donor.EXPECTED, False)
+        step, expected = chosen["step"], saved.get(committed_state.EXPECTED, False)
         own = commit_files.recorded_random_state(self.attached, chosen["round"], rank, step, expected)
         if own is None:
             lost = f"the random state of rank {rank} at step {step} is lost: it draws other numbers from here on"

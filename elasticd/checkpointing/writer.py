@@ -1,8 +1,9 @@
 """The writer: a process on each node that holds the newest states in memory and writes them as checkpoints.
 
-    rank        begin {round, number, share, shares, size, copies, digest [, like]}
+    rank        begin {round, number, share, shares, size, copies, digest [, like, once]}
                                                                     ->  {shares, like}, with a buffer's descriptor,
-                                                                        or {refused: why}; the buffer of state `like`
+                                                                        or {refused: why}; the buffer of state `like`;
+                                                                        `once`: not if the step is saved
     rank        copied {round, number, share, files [, draft, task, at_end, partner]}
                                                                         the rank's share is in the buffer
     rank        wait {round, number}                                ->  {saved, path, why}, once that is known
@@ -238,7 +239,7 @@ class Writer:
     def _begin(self, key: Key, message: Message) -> Fill:
         fill = Fill(key, 1 if self._diverged == key[0] else message["shares"], -1, message["digest"])
         self._drop_dead()
-        if any(fill.repeats(older) for older in self._fills):
+        if any(fill.repeats(older, message.get("once", False)) for older in self._fills):
             fill.refused = ANOTHER_SAVES
             return fill
         last = self._fills[0] if self._fills else None

@@ -81,17 +81,19 @@ class WriterClient:
         digest: str,
         copies: int = 2,
         like: tuple[int, int] | None = None,
+        once: bool = False,
     ) -> tuple[int, int]:
         """Borrow a buffer for one of the shares of a state; returns its descriptor and how many shares there are.
 
         `copies`: for so many states of this size there has to be memory. `like`: the buffer with this state, which the
-        rank will change in parts.
+        rank will change in parts. `once`: at a fault, unless another rank has saved that step.
 
         Raises SnapshotRefused, OSError.
         """
         key = {"round": draft.round, "number": number, "share": share}
         need = {"size": draft.bytes, "copies": copies}
-        fd, answer = self._borrow({"do": "begin", **key, **need, "shares": shares, "digest": digest, "like": like})
+        how = {"shares": shares, "digest": digest, "like": like, "once": once}
+        fd, answer = self._borrow({"do": "begin", **key, **need, **how})
         if like is not None and not answer.get("like"):
             os.close(fd)
             raise SnapshotRefused("the launcher's writer is older and lends an empty buffer")

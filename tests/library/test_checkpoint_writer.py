@@ -536,7 +536,7 @@ def test_rank_takes_over_from_one_that_dies_while_it_saves_at_a_fault(node: Node
     finish_at_fault(saves, second, 12, 2)
     third = node.client(0, 1)
     with pytest.raises(SnapshotRefused, match=ANOTHER_SAVES):  # not copied again
-        third.begin(draft, donated_number(12, 1), 0, 1, layout.shared_digest)
+        third.begin(draft, donated_number(12, 1), 0, 1, layout.shared_digest, once=True)
     third.close()
     assert saves.held() == 12
 

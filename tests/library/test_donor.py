@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing import commit_files, donor, donor_rules
+from elasticd.checkpointing import commit_files, committed_state, donor_rules
 from elasticd.checkpointing.buffers import KILLED
 from elasticd.checkpointing.commit_record import CommitRecord
 from elasticd.checkpointing.donor import Donor
@@ -28,7 +28,7 @@ from elasticd.session import Session
 @pytest.mark.parametrize(("can_copy", "expected"), [(True, ["saving", "donated"] * 2), (False, ["donated"] * 2)])
 def test_launcher_gets_an_answer_whatever_a_rank_raises(can_copy: bool, expected: list[str]) -> None:
     writer, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    donor: Any = SimpleNamespace(_socket=rank, _why="", _copies=None)
+    donor: Any = SimpleNamespace(_socket=rank, _why="", _committed=SimpleNamespace(copies=None))
 
     def fail(until: float) -> None:
         raise AssertionError("a mistake")
@@ -48,9 +48,9 @@ def test_launcher_gets_an_answer_whatever_a_rank_raises(can_copy: bool, expected
 def test_forked_child_leaves_what_is_its_parents() -> None:
     asked: list[object] = []
     nothing: Any = None
-    record = SimpleNamespace(expect=asked.append)
+    committed = SimpleNamespace(expect=asked.append, commits=0)
     parent = os.getppid()  # as in a child of that process
-    donor: Any = SimpleNamespace(_next_step=5, _why="", _record=record, _commits=0, _trials=0, _pid=parent)
+    donor: Any = SimpleNamespace(_next_step=5, _why="", _committed=committed, _trials=0, _pid=parent)
     donor._is_forked = functools.partial(Donor._is_forked, donor)
     Donor._expect(donor, nothing)
     writer: Any = SimpleNamespace(wait=lambda *of: asked.append(of))
@@ -182,7 +182,7 @@ def test_nothing_waits_for_what_a_gradscaler_keeps_on_a_gpu(on: str | None) -> N
         scaler._lazy_init_scale_growth_tracker(torch.device(on))
     keys = {key for (_, key), _ in commit_files.buffers({"scaler": scaler})}
     assert keys == ({"scale", "_growth_tracker"} if on == "meta" else set())
-    found = donor._state_of(scaler)()
+    found = committed_state._state_of(scaler)()
     assert found.keys() | keys == torch.amp.GradScaler("cpu").state_dict().keys()
     assert (found["growth_interval"], found.get("scale", 8.0)) == (5, 8.0)
     assert not donor_rules._tensors_elsewhere(donor_rules._Rank(SimpleNamespace(), {"scaler": scaler}, None, {}))  # type: ignore[arg-type]
@@ -203,9 +203,9 @@ def test_buffers_that_a_dead_rank_expected_count_unless_this_rank_found_them_els
     if moves:
         held[1]["mean"] = held[1]["mean"].clone()
     records[1].commit(1)
-    survivor: Any = object.__new__(Donor)
+    survivor: Any = object.__new__(committed_state.CommittedState)
     survivor._saver = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2))
     survivor._buffers, survivor._on_host = {"mean": held[1]["mean"]}, ["mean"]
-    survivor._unlike, survivor._shards, survivor._record = [], None, records[1]
+    survivor._unlike, survivor.shards, survivor._record = [], None, records[1]
     _, _, buffers = survivor._records(1)
     assert buffers["mean"].tolist() == [float(moves)] * 3

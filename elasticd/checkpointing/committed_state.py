@@ -1,0 +1,387 @@
+"""What a rank keeps of its last commit, and the state as of that commit, put together at a fault.
+
+Parameters and the optimizer's tensors stay where they are: they change in an optimizer's step only. What changes at
+other times is kept at every commit: `commit_record` has random states and buffers, `commit_ring` learning rates, the
+state of small objects (scheduler, scaler, sampler) and what lies on a device. `fingerprint` shows whether the rest has
+been changed since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing import commit_files, commit_record, device_copy, sharded, state
+from elasticd.checkpointing.commit_ring import Commit, CommitRing, ring_of
+from elasticd.checkpointing.donor_rules import (
+    MUTABLE,
+    has_mutable_setting,
+    is_alike,
+    is_module,
+    is_optimizer,
+    may_differ,
+    reason_against,
+    trained,
+)
+from elasticd.checkpointing.fingerprint import Fingerprint
+from elasticd.checkpointing.layout import Layout
+from elasticd.checkpointing.safe_types import check_loadable
+from elasticd.checkpointing.saver import Saver, cursor_of
+from elasticd.checkpointing.shard_donor import Content
+from elasticd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+EXPECTED = "rng_expected"
+"""Key in a state: True if random states are, at a commit, what they were in the backward pass."""
+DONOR = "donor"
+"""Key in a sharded state: the rank that saved state.pt at a fault."""
+_Kept = tuple[list[bytes], list[list[dict[str, Any]]]]
+"""Small objects, pickled, and the groups of optimizers."""
+_CHANGED = "what is attached was changed after session.step()"
+_CHANGES = "what is attached is changed between session.step() and the optimizer's step"
+MOST_CHANGES = 3
+"""Steps in a row before which it may change where counters show it, such as by load_state_dict()."""
+
+
+class CommittedState:
+    """Of the attached objects. The training thread calls `compare` and `before_change` before an optimizer's step and
+    `commit` after it; the rest is for a fault, under a lock that keeps these out. `expect` is called in each backward
+    pass, before this rank sends its first gradient. `averaged` is what `donor_rules.averaged` has found.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        attached: Mapping[str, Any],
+        averaged: Mapping[int, torch.nn.Parameter],
+        expect: Callable[[torch.Tensor], None] = lambda _: None,
+    ) -> None:
+        self._saver, self._attached, self._averaged, self._expect = saver, dict(attached), averaged, expect
+        self._whole: Any = None
+        """The whole fingerprint as of the last commit, where the optimizer's next step compares it."""
+        self._changes = 0
+        """Comparisons in a row that found a change."""
+        self._must_look = False
+        """The next commit looks whether there are other tensors to watch."""
+        self.commits = 0
+        self._record: commit_record.CommitRecord
+        self._ring: CommitRing
+        self._watched: Any = None
+        """What the ring is of."""
+        self._recorded: Any = None
+        """What the record is of."""
+        self._hooks: list[Any] = []
+        objects = list(self._attached.values())
+        self.optimizers = [obj for obj in objects if is_optimizer(obj)]
+        self._others = [obj for obj in objects if not is_module(obj) and not is_optimizer(obj)]
+        self._states = list(map(_state_of, self._others))
+        self._unlike = [index for index, obj in enumerate(self._others) if not is_alike(obj)]
+        """Those that may differ between ranks: saves are refused then."""
+        self.shards = saver.shard_donor
+        modules = [obj for obj in objects if is_module(obj)] if self.shards is None else [self.shards]
+        self._fingerprint = Fingerprint(modules, self.optimizers)
+        self._watch()
+        device = commit_files.gpu(saver.group.device)
+        # Made here and not at the fault: it would break a CUDA graph that the script captures meanwhile.
+        self.copies = None if device is None else device_copy.GpuCopies(device)
+        """From the rank's GPU, for the thread that saves."""
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def reason_against(self) -> str:
+        return reason_against(self._saver, self._attached, self._averaged)
+
+    # --- at a step ----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """What the script may replace: buffers, parameters that are trained, groups of optimizers."""
+        self._groups = _groups(self.optimizers)
+        self._sizes = list(map(len, self._groups))
+        places = dict(commit_files.buffers(self._attached))
+        self._buffers = {path: holder[key] for path, (holder, key) in places.items()}
+        self._on_host = [path for path, buffer in self._buffers.items() if commit_files.on_host(buffer)]
+        self._on_device = [path for path, buffer in self._buffers.items() if not commit_files.on_host(buffer)]
+        recorded = _recorded(self.optimizers)
+        on_device = [each for each in recorded if not commit_files.on_host(each)]
+        self._pieces = [commit_record.piece(each, commit_record.PIECE_BYTES) for each in on_device]
+        # As bytes: tensors of one type are copied by one kernel.
+        held = [commit_record.piece(self._buffers[path]) for path in self._on_device] + self._pieces
+        watched = [(each.data_ptr(), len(each)) for each in held]
+        if watched != self._watched:  # else a GPU may still be at a commit of the ring
+            self._ring, self._watched = ring_of(self._saver.group.device, held), watched
+        on_host = list(filter(commit_files.on_host, recorded))
+        self._record_from({path: places[path] for path in self._on_host}, on_host)
+        # Of FSDP2 no hook runs before gradients are sent: the random state of a rank that dies after that is lost.
+        parallel = [found for obj in self._attached.values() if (found := state.parallel(obj)) is not None]
+        parameters: list[Any] = [parameter for each in parallel for parameter in itertools.islice(trained(each), 1)]
+        self.close()
+        self._hooks = [each.register_post_accumulate_grad_hook(self._expect) for each in parameters]
+
+    def _record_from(self, places: Mapping[Any, commit_record.Place], parameters: list[torch.Tensor]) -> None:
+        """By the record that there is, if it is of these: another one takes 0.3 ms."""
+        pieces = [(each.data_ptr(), each.numel()) for each in parameters]
+        recorded = (list(places), [id(holder) for holder, _ in places.values()], pieces)
+        if recorded == self._recorded:
+            with contextlib.suppress(commit_record.OtherBuffers):
+                self._record.locate()
+                return
+        path = commit_files.path_of("commit", self._saver.group.rank)
+        device = commit_files.gpu(self._saver.group.device)
+        followed = [place for (_, key), place in places.items() if isinstance(key, str)]
+        fixed = list(places.values())[len(followed) :]
+        self._record = commit_record.CommitRecord(path, followed, parameters, device, fixed)
+        self._recorded = recorded
+
+    def _watch_again(self) -> str:
+        """Parameter groups, buffers or parameters that are trained may be other ones than at the commit before.
+
+        Returns why this rank is a donor no more, or "".
+        """
+        if why := self.reason_against():
+            return why
+        before = self._groups
+        self._watch()
+        if self._groups != before:
+            self._fingerprint.restart()
+        return ""
+
+    def look(self) -> None:
+        """At the next commit: a save has been made, which takes longer than that."""
+        self._must_look = True
+
+    def before_change(self, is_committed: bool) -> None:
+        """Before an optimizer's step; `is_committed`: the step before it has been."""
+        # A GPU may not have passed the commit when the next one is made, with which counters are compared from then on.
+        if self.copies is not None and is_committed and self._fingerprint.is_irregular():
+            self._ring.last.is_spoilt = True
+        self._ring.begin()
+
+    def compare(self) -> str:
+        """With the last commit, before the optimizer's next step; returns why this rank is a donor no more, or "".
+
+        Where counters or addresses show a change, a fault before this step has found it, too; a script may make such a
+        change now and then, and one without at no time.
+        """
+        before, self._whole = self._whole, None
+        if before is None:
+            return ""
+        now = self._fingerprint.whole()
+        self._changes = self._changes + 1 if now != before else 0
+        self._must_look = self._must_look or self._changes > 0
+        is_unseen = now != before and now[:2] == before[:2]
+        return _CHANGES if self._changes == MOST_CHANGES or is_unseen else ""
+
+    def skip(self) -> None:
+        """A step without an optimizer's step may have changed other attached things, such as averaged weights."""
+        self._whole = None
+
+    def expect(self, step: int) -> None:
+        """In the backward pass: what this rank will be at the end of `step`, as far as that is known."""
+        with contextlib.suppress(commit_record.OtherBuffers):  # from the commit on there are other ones to watch
+            self._record.expect(step)
+
+    def commit(self, step: int) -> str:
+        """The memory is at the end of this step, or a GPU will be. Returns why this rank is a donor no more, or "".
+
+        Raises what a state_dict() may raise.
+        """
+        self.commits += 1
+        kept = self._copy_objects()
+        digest = self._digest(kept) if self._unlike else b""
+        looks = self._must_look or self.commits & (self.commits - 1) == 0
+        sizes = [len(group["params"]) for groups in kept[1] for group in groups]
+        if (looks or sizes != self._sizes) and (why := self._watch_again()):
+            return why
+        try:
+            self._record.commit(step, digest)
+        except commit_record.OtherBuffers:
+            if why := self._watch_again():
+                return why
+            self._record.commit(step, digest)
+        self._ring.commit(step, kept)
+        self._fingerprint.commit()
+        if looks:
+            self._must_look = False
+            self._fingerprint.refresh()
+            self._whole = self._fingerprint.whole()
+        self._ring.last.revision = self._fingerprint.revision
+        return ""
+
+    def set_step_s(self, step_s: float) -> None:
+        """How long a step takes, at least."""
+        self._fingerprint.set_step_s(step_s)
+
+    def _copy_objects(self) -> _Kept:
+        small = [pickle.dumps(state_of(), pickle.HIGHEST_PROTOCOL) for state_of in self._states]
+        return small, [[group.copy() for group in each.param_groups] for each in self.optimizers]
+
+    def _digest(self, kept: _Kept) -> bytes:
+        return hashlib.blake2b(b"".join([kept[0][index] for index in self._unlike]), digest_size=16).digest()
+
+    # --- at a fault ---------------------------------------------------------------------------------------------------
+
+    def is_behind(self) -> bool:
+        """The GPU has not passed the last commit."""
+        return self._ring.is_behind()
+
+    def current(self) -> Commit | None:
+        """The commit that the memory is at, if there is one."""
+        return self._ring.current()
+
+    def check_unchanged(self, commit: Commit) -> None:
+        """Raises CheckpointError if the state is not that of this commit any more."""
+        path = commit_files.path_of("commit", self._saver.group.rank)
+        committed = commit_record.read(path, commit.step, self._host_buffers())
+        if (
+            not commit.is_whole()
+            or _groups(self.optimizers) != self._groups
+            or self._fingerprint.changed()
+            or committed is None
+            or committed.pieces != self._record.pieces()
+            or commit.revision != self._fingerprint.revision
+            or self._copied(self._pieces) != self._copied(commit.buffers[len(self._on_device) :])
+        ):
+            raise CheckpointError(_CHANGED)
+        now = {path: holder[key] for path, (holder, key) in commit_files.buffers(self._attached)}
+        kinds = [{path: commit_record.kind(each) for path, each in found.items()} for found in (now, self._buffers)]
+        on_gpu = commit_files.gpu(self._saver.group.device) is not None
+        copied = [(now[path].data_ptr(), now[path].nbytes) for path in self._on_device if path in now]
+        if (
+            kinds[0] != kinds[1]
+            or (on_gpu and any(now[path] is not each for path, each in self._buffers.items()))
+            or copied != self._watched[: len(self._on_device)]
+        ):
+            raise CheckpointError("a module has other buffers than at the step")
+        if why := self.reason_against():
+            raise CheckpointError(why)
+
+    def _host_buffers(self) -> list[torch.Tensor]:
+        return [self._buffers[path] for path in self._on_host]
+
+    def _copied(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
+        """From the GPU, as they are there now."""
+        starts = [int(each.storage_offset()) for each in tensors]
+        parts = [(0, each.untyped_storage(), at, at + len(each)) for each, at in zip(tensors, starts, strict=True)]
+        return [] if self.copies is None else [bytes(data) for _, data in self.copies.pieces(parts)]
+
+    def _kept(self, commit: Commit) -> Iterator[tuple[str, Any]]:
+        """The small objects as of the commit."""
+        names = [name for name, obj in self._attached.items() if any(obj is other for other in self._others)]
+        for name, data in zip(names, commit.kept[0], strict=True):
+            yield name, pickle.loads(data)
+
+    def content(self, commit: Commit) -> dict[str, Any]:
+        """The whole state as `Saver` saves it. Raises CheckpointError, and what a state_dict() may raise."""
+        import torch
+
+        step = commit.step
+        random_states, is_as_expected, buffers = self._records(step)
+        for path, copied in zip(self._on_device, commit.buffers, strict=False):
+            buffer = self._buffers[path]
+            buffers[path] = copied.view(buffer.dtype).view(buffer.shape) if len(copied) else buffer
+        kept = dict(self._kept(commit))
+        for name, key in buffers.keys() & {(name, key) for name in kept for key in commit_files.OF_SCALER}:
+            (data,) = self._copied([commit_record.piece(buffers[name, key])])
+            kept[name][key] = torch.frombuffer(bytearray(data), dtype=buffers.pop((name, key)).dtype).item()
+        now = state.gather({name: obj for name, obj in self._attached.items() if name not in kept})
+        content = {name: kept[name] if name in kept else now[name] for name in self._attached}
+        for (name, key), value in buffers.items():
+            if isinstance(key, str):
+                content[name][key] = value
+            else:
+                number, what = key
+                content[name]["state"][number] = {**content[name]["state"][number], what: value}
+        optimizers = [name for name, obj in self._attached.items() if is_optimizer(obj)]
+        for name, groups in zip(optimizers, commit.kept[1], strict=True):
+            if has_mutable_setting(groups):
+                raise CheckpointError(MUTABLE)
+            for saved, committed in zip(content[name]["param_groups"], groups, strict=True):
+                saved.update({key: value for key, value in committed.items() if key != "params"})
+        return {**content, **self._own_part(step, random_states, is_as_expected)}
+
+    def files(self, commit: Commit) -> dict[str, tuple[int, Content]]:
+        """Of a sharded state, as `ShardDonor.files` has them. Raises as `content` does."""
+        self.shards = self._saver.shard_donor  # a save may have made another plan
+        assert self.shards is not None
+        self.check_unchanged(commit)
+        random_states, is_as_expected, buffers = self._records(commit.step)
+        own = {sharded.NAMES: self.shards.names, DONOR: self._saver.group.rank}
+        small = {**dict(self._kept(commit)), **self._own_part(commit.step, random_states, is_as_expected)}
+        small[state.RESERVED] |= own
+        check_loadable(small)
+        if any(map(has_mutable_setting, commit.kept[1])):
+            raise CheckpointError(MUTABLE)
+        return self.shards.files(commit.kept[1], buffers, Layout(small))
+
+    def cursor(self, commit: Commit) -> Any:
+        """The position of the attached sampler."""
+        return cursor_of(self._attached, dict(self._kept(commit)))
+
+    def _own_part(self, step: int, random_states: list[Any], is_as_expected: bool) -> dict[str, dict[str, Any]]:
+        own = {"step": step, "round": self._saver.round, "world_size": self._saver.group.world_size}
+        return {state.RESERVED: {**own, "rng": random_states, EXPECTED: is_as_expected}}
+
+    def _records(self, step: int) -> tuple[list[Any], bool, dict[tuple[str, Any], torch.Tensor]]:
+        """All random states that this node has as of `step` (None for the others), whether this rank's is as it has
+        expected, and rank 0's buffers, else ours.
+        """
+        group, own = self._saver.group, self._host_buffers()
+        paths = [commit_files.path_of("commit", rank) for rank in range(group.world_size)]
+        found = [commit_record.read(path, step, own) for path in paths]
+        expected = [commit_record.read(path, step, own, expected=True) for path in paths]
+        mine, mine_expected = found[group.rank], expected[group.rank]
+        if mine is None:
+            raise CheckpointError(f"step {step} has no record")
+        if self._unlike and group.rank != 0 and (found[0] is None or found[0].digest != mine.digest):
+            names = [name for name, obj in self._attached.items() if any(obj is self._others[i] for i in self._unlike)]
+            raise CheckpointError(may_differ(" or ".join(names)))
+        alike = range(group.world_size) if self.shards is None else self.shards.replicas
+        if any(each is not None and each.pieces != mine.pieces for each in map(found.__getitem__, alike)):
+            raise CheckpointError("the parameters are not the same on every rank")
+        is_as_expected = mine_expected is not None and mine_expected.draws_as(mine)
+        known = [each or other for each, other in zip(found, expected, strict=True)] if is_as_expected else found
+        random_states = [each and each.random_state for each in known]
+        buffers = (found[0] or mine).buffers
+        if found[0] is None and expected[0] and mine_expected and self._record.moved_at != step:
+            buffers = commit_record.as_expected(expected[0].buffers, mine_expected.buffers, buffers)
+        return random_states, is_as_expected, dict(zip(self._on_host, buffers, strict=True))
+
+
+def _state_of(obj: Any) -> Callable[[], Any]:
+    """What gives the state of an object at a commit: of a GradScaler without what its GPU has, as that would wait for
+    the GPU.
+    """
+    from torch.amp import GradScaler
+
+    if not isinstance(obj, GradScaler):
+        found: Callable[[], Any] = obj.state_dict
+        return found
+
+    def of_scaler() -> dict[str, Any]:
+        if not any(commit_files.is_on_gpu(vars(obj).get(where)) for where in commit_files.OF_SCALER.values()):
+            return obj.state_dict()
+        numbers = {"growth_factor": obj.get_growth_factor(), "backoff_factor": obj.get_backoff_factor()}
+        return {**numbers, "growth_interval": obj.get_growth_interval()}
+
+    return of_scaler
+
+
+def _recorded(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """The parameters of which a commit record has a piece."""
+    parameters = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
+    trained = [commit_record.local(each) for each in parameters]
+    every = -(-len(trained) // commit_record.MOST_PIECES)
+    return trained[:: max(every, 1)]
+
+
+def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[int]]:
+    """The parameters of each group, by id."""
+    return [list(map(id, group["params"])) for each in optimizers for group in each.param_groups]
