@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="elasticd-donors-") as directory:
 
         def start(name: str, steps: int) -> Job:
-            how = ["--steps", str(steps), *(SAVES if args.during else [])]
+            how = ["--steps", str(steps), "--limited", *(SAVES if args.during else [])]
             flags = [*FLAGS, "--virtual-local-rank"] if args.gpu else FLAGS
             env = ALONE if args.gpu else {}
             return Job(Path(directory, name), "donor.py", *how, workers=str(args.workers), flags=flags, env=env)

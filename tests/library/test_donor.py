@@ -18,7 +18,7 @@ import torch
 from elasticd.checkpointing import commit_files, committed_state, donor_rules
 from elasticd.checkpointing.buffers import KILLED
 from elasticd.checkpointing.commit_record import CommitRecord
-from elasticd.checkpointing.donor import Donor
+from elasticd.checkpointing.donor import MOST_TRIALS, TRIALS, Donor
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.writer_client import WriterClient
 from elasticd.errors import CheckpointRefused
@@ -43,6 +43,39 @@ def test_launcher_gets_an_answer_whatever_a_rank_raises(can_copy: bool, expected
         answers = [json.loads(writer.recv(100))["do"] for _ in expected]
     assert answers == expected
     assert donor._why == ("AssertionError: a mistake" if can_copy else "")
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "step_s", "gives_up_at"),
+    [
+        (150e-6, 0.01, 0),
+        (300e-6, 0.01, 128),
+        (300e-6, 0.2, 0),  # of a long step it is less
+        (lambda commit: 1.0 if commit < 100 else 150e-6, 0.01, 0),  # the machine was busy
+    ],
+)
+def test_rank_gives_up_where_recording_a_step_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch, copy_s: Any, step_s: float, gives_up_at: int
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    committed: Any = SimpleNamespace(commits=0, set_step_s=abs)
+    donor: Any = SimpleNamespace(_committed=committed, _trials=TRIALS, _copy_s=1e9, _step_s=1e9, _at=0.0, _expect_s=0.0)
+    gave_up: list[int] = []
+    donor._give_up = lambda _: gave_up.append(committed.commits)
+
+    def commit(_: int) -> str:
+        nonlocal now
+        committed.commits += 1
+        now += copy_s(committed.commits) if callable(copy_s) else copy_s
+        return ""
+
+    committed.commit = commit
+    donor._measure = functools.partial(Donor._measure, donor)
+    for step in range(1, 2 * MOST_TRIALS):
+        now += step_s
+        Donor._copy(donor, step)
+    assert gave_up == [gives_up_at] * (gives_up_at > 0)
 
 
 def test_forked_child_leaves_what_is_its_parents() -> None:

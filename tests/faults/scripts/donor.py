@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elasticd
-from elasticd.checkpointing import layout
+from elasticd.checkpointing import donor, layout
 from elasticd.checkpointing.layout import Layout
 
 
@@ -75,6 +75,8 @@ def die_behind(step: int, others: set[int]) -> None:
 
 def main(args: argparse.Namespace) -> None:
     os.environ.setdefault("NCCL_HOSTID", f"rank-{faults.RANK}")
+    if not args.limited:
+        donor.LONGEST_COPY_S = 1.0  # the machine may be busy
     faults.at(0)
     session = elasticd.init()
     if args.ends == "with":
@@ -168,6 +170,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--ahead", action="store_true", help="no notes and no GradScaler: a processor does not wait for its GPU"
     )
+    parser.add_argument("--limited", action="store_true", help="gives up where recording a step takes too long")
     parser.add_argument("--die-in-copy", type=numbers, help="RANK,STEP: while it copies; -1: any rank")
     parser.add_argument("--slow-copy", type=numbers, help="RANK,STEP: this copy takes longer than ranks are waited for")
     parser.add_argument("--poisoned", type=int, help="a state of this step makes every resumed round fail")

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elasticd
+from elasticd.checkpointing import donor
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 KINDS: dict[str, Callable[[Kind], None]] = {}
@@ -26,6 +27,7 @@ class Kind:
     """A job: `setup` names what is attached; `train` is one step, `after` follows `session.step()`."""
 
     def __init__(self) -> None:
+        donor.LONGEST_COPY_S = 1.0  # the machine may be busy
         self.session = elasticd.init()
         torch.manual_seed(self.session.rank)
         self.net: Any = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
