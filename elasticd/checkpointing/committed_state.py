@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import operator
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from elasticd.checkpointing import commit_files, commit_record, device_copy, sharded, state
 from elasticd.checkpointing.commit_ring import Commit, CommitRing, ring_of
@@ -81,6 +82,8 @@ class CommittedState:
         self.optimizers = [obj for obj in objects if is_optimizer(obj)]
         self._others = [obj for obj in objects if not is_module(obj) and not is_optimizer(obj)]
         self._states = list(map(_state_of, self._others))
+        self._scalers = [obj for obj in self._others if _is_scaler(obj)]
+        self._updates = self._scaler_updates()
         self._unlike = [index for index, obj in enumerate(self._others) if not is_alike(obj)]
         """Those that may differ between ranks: saves are refused then."""
         self.shards = saver.shard_donor
@@ -179,6 +182,14 @@ class CommittedState:
         is_unseen = now != before and now[:2] == before[:2]
         return _CHANGES if self._changes == MOST_CHANGES or is_unseen else ""
 
+    def has_left_out(self) -> bool:
+        """A GradScaler was updated after the last commit. If no optimizer has made a step, it has left that out."""
+        return bool(self._scalers) and any(map(operator.is_not, self._updates, self._scaler_updates()))
+
+    def _scaler_updates(self) -> list[Any]:
+        """Each update makes a new one; where torch has none, a step that is left out is no commit."""
+        return [getattr(each, "_per_optimizer_states", None) for each in self._scalers]
+
     def skip(self) -> None:
         """A step without an optimizer's step may have changed other attached things, such as averaged weights."""
         self._whole = None
@@ -188,12 +199,16 @@ class CommittedState:
         with contextlib.suppress(commit_record.OtherBuffers):  # from the commit on there are other ones to watch
             self._record.expect(step)
 
-    def commit(self, step: int) -> str:
+    def commit(self, step: int, left_out: bool = False) -> str:
         """The memory is at the end of this step, or a GPU will be. Returns why this rank is a donor no more, or "".
 
-        Raises what a state_dict() may raise.
+        `left_out`: no optimizer has made a step, so counters have not grown as usual. Raises what a state_dict() may.
         """
         self.commits += 1
+        if self._scalers:
+            self._updates = self._scaler_updates()
+        if left_out:
+            self._fingerprint.restart()
         kept = self._copy_objects()
         digest = self._digest(kept) if self._unlike else b""
         looks = self._must_look or self.commits & (self.commits - 1) == 0
@@ -355,13 +370,17 @@ class CommittedState:
         return random_states, is_as_expected, dict(zip(self._on_host, buffers, strict=True))
 
 
+def _is_scaler(obj: Any) -> TypeGuard[torch.amp.GradScaler]:
+    from torch.amp import GradScaler
+
+    return isinstance(obj, GradScaler)
+
+
 def _state_of(obj: Any) -> Callable[[], Any]:
     """What gives the state of an object at a commit: of a GradScaler without what its GPU has, as that would wait for
     the GPU.
     """
-    from torch.amp import GradScaler
-
-    if not isinstance(obj, GradScaler):
+    if not _is_scaler(obj):
         found: Callable[[], Any] = obj.state_dict
         return found
 

@@ -82,7 +82,7 @@ class Donor:
         self._next_step = 0
         """That the next `session.step()` ends; 0 before the first one."""
         self._step = 0
-        """The last commit: steps without an optimizer's step, such as those that a GradScaler leaves out, are none."""
+        """The last commit: a step without an optimizer's step is none, unless a GradScaler has left that out."""
         self._committed: CommittedState
         self._trials = TRIALS
         self._copy_s, self._step_s, self._at = 1e9, 1e9, 0.0
@@ -162,13 +162,14 @@ class Donor:
         """Once the step is counted: the state is that of `step` until the next optimizer step.
 
         A step in which no optimizer has stepped may have left something that is not in the state, such as gradients:
-        the commit before it stays.
+        the commit before it stays. After a step that a GradScaler has left out there is no such thing.
         """
         try:
-            if self._optimized and not self._why:
-                self._copy(step)
-            elif not self._why:
-                self._committed.skip()
+            if not self._why:
+                if self._optimized or self._committed.has_left_out():
+                    self._copy(step)
+                else:
+                    self._committed.skip()
         except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
             self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
         finally:
@@ -179,7 +180,7 @@ class Donor:
     def _copy(self, step: int) -> None:
         start = time.perf_counter() if self._committed.commits < self._trials else 0.0
         self._step = 0
-        if why := self._committed.commit(step):
+        if why := self._committed.commit(step, left_out=not self._optimized):
             self._give_up(why)
             return
         self._step = step

@@ -22,6 +22,7 @@ FLAGS = ["--checkpoint-dir", "checkpoints"]
         "clamped",
         "clamped_data",
         "scaled",
+        "overflown",
         "scheduled_by_epoch",
         "accumulated",
         "evaluated",

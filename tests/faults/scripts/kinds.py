@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -191,6 +192,24 @@ def scaled(job: Kind) -> None:
         scaler.step(job.optimizer)
         scaler.update()
         job.optimizer.zero_grad()
+
+    job.train = train
+
+
+@kind
+def overflown(job: Kind) -> None:
+    """The scaler leaves out the optimizer's steps right before the faults, and the averaged weights follow."""
+    job.ddp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    ema = torch.optim.swa_utils.AveragedModel(job.net)
+    job.attached |= {"scaler": scaler, "ema": ema}
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        scaler.scale(job.loss(x, y) * (math.inf if job.session.steps + 1 in (12, 16) else 1.0)).backward()
+        scaler.step(job.optimizer)
+        scaler.update()
+        job.optimizer.zero_grad()
+        ema.update_parameters(job.net)
 
     job.train = train
 
