@@ -26,7 +26,7 @@ PARTNER = COUNT
 """The last buffer: a copy of another node's part of a sharded state."""
 PROTOCOL = 3
 """Between ranks and the writer: the script may import another elasticd than its launcher, after an upgrade."""
-ANOTHER_SAVES = "another rank saves that step"
+ANOTHER_SAVES = "another rank is saving that step"
 """Why a rank's state is refused at a fault; if that rank dies, this one may try again."""
 STILL_COPIED = "an earlier save is still being copied"
 """Why a state is refused while ranks copy into the one buffer that may be lent; at a fault a rank tries again."""
