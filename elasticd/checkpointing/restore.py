@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ logger = logging.getLogger("elasticd")
 
 LOST_PART_S = 2.0
 """How long a node's part of an earlier round's checkpoint is waited for once all nodes of this round have theirs."""
+_ALL = 1 << 30
+"""Checkpoints to keep."""
 SUSPECT_AFTER = 2
 """After so many restarts without progress the state itself may be broken (NaN in it), and an older one is tried."""
 
@@ -605,5 +607,6 @@ class _Restore:
             writer.settle(False, parts_s=0.0 if copied else LOST_PART_S)
         held = next((each for each in self._held if each.key == key), None)
         if held is not None and key[0] != self.saver.round:
-            task = self.saver.task("resumed from memory", 0.0) if self.group.rank == 0 else None
+            # How many are kept the script says after `restore()`.
+            task = replace(self.saver.task("resumed from memory", 0.0), keep=_ALL) if self.group.rank == 0 else None
             writer.adopt(key, held.draft.relinked_to(self.saver.round), task)

@@ -101,6 +101,19 @@ def test_resume_from_disk_equals_resume_from_memory(
     assert digests(results) == digests(uninterrupted())
 
 
+def test_resumed_state_that_becomes_a_checkpoint_deletes_no_others(start: Any, nodes: Nodes, tmp_path: Path) -> None:
+    """Also after the round's first save: `restore()` comes before `checkpoint()`, which says how many are kept."""
+    directory, (node,) = tmp_path / "checkpoints", nodes(1)
+    options = {"directory": str(directory), "keep": 100}
+    die(start_on(start, [node], {**options, "every": 1, "sleep": 0.1, "die": 7}))
+    wait_for(lambda: (directory / "r1-s6").exists(), "the checkpoints")
+    before = {path.name.partition("-")[2] for path in directory.glob("r1-*")}
+    assert len(before) > 4
+    start_on(start, [node], {**options, "every": 8, "steps": 8}, round=2).results()
+    assert node.end() == 0
+    assert {path.name.partition("-")[2] for path in directory.glob("r?-*")} == before | {"s7", "s8"}
+
+
 def test_parent_is_the_round_that_trained_the_state(start: Any, nodes: Nodes, tmp_path: Path) -> None:
     """The round between has made that state its own, and may have left no checkpoint."""
     options, (node,) = {"directory": str(tmp_path / "checkpoints")}, nodes(1)
