@@ -9,7 +9,8 @@ backward pass, too, as the state that the commit is expected to have: the others
 gradients that the rank sends afterwards. Few scripts draw random numbers between that and the commit, and a rank that
 has committed the step knows whether they do.
 
-    slot = step % 2, 2 more if expected:
+    slot = commits % 2, 2 more if expected: in steps that are no commits (gradients are accumulated) a rank expects the
+           next one again and again, and keeps what it has expected of the last one
            head | pieces of parameters | buffers | memory of random generators
     head = step, flags, python's half of a pair of samples: valid, value | a GPU's generator | digest of small objects
 
@@ -106,6 +107,8 @@ class CommitRecord:
             os.posix_fallocate(fd, 0, size)
         self._map = mmap.mmap(fd, size)
         self._steps = [memoryview(self._map)[slot : slot + 8].cast("q") for slot in range(0, size, places.bytes)]
+        self._next = int(self._steps[0][0] > self._steps[1][0])
+        """The slot of the next commit, and of what is expected of it."""
         self._written: list[Any] = [None] * _SLOTS
         """The numbers of the generators and the digest in each slot."""
         self._generators = generators.Generators(device)
@@ -147,7 +150,8 @@ class CommitRecord:
         if self._buffers and self._are_moved():
             self.moved_at = step
             self.locate()
-        self._copy(step, step % 2, digest)
+        self._copy(step, self._next, digest)
+        self._next = 1 - self._next
 
     def expect(self, step: int) -> None:
         """What the commit of `step` will have if nothing draws or changes a buffer until then. Raises OtherBuffers.
@@ -156,7 +160,7 @@ class CommitRecord:
         """
         if self.moved_at and self._are_moved():
             self.locate()
-        self._copy(step, step % 2 + _EXPECTED)
+        self._copy(step, self._next + _EXPECTED)
 
     def _copy(self, step: int, number: int, digest: bytes = b"") -> None:
         numbers, of_step = self._generators.look(), self._steps[number]
@@ -196,11 +200,14 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
         return None
     if len(data) != _SLOTS * places.bytes:
         return None
-    start = (step % 2 + _EXPECTED * expected) * places.bytes
-    slot = data[start : start + places.bytes]
-    found, *numbers, digest = _HEAD.unpack_from(slot)
+    first = _EXPECTED * expected
+    slots = [data[at * places.bytes : (at + 1) * places.bytes] for at in (first, first + 1)]
+    slot = next((each for each in slots if _HEAD.unpack_from(each)[0] == step), None)
+    if slot is None:
+        return None
+    _, *numbers, digest = _HEAD.unpack_from(slot)
     flags, has_half, half, of_device = numbers
-    if found != step or not flags & generators.KNOWN:
+    if not flags & generators.KNOWN:
         return None
     random_state = generators.decode(slot[places.generators :], (flags, bool(has_half), half, of_device))
     copies, at = [], places.buffers
