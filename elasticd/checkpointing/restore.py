@@ -107,6 +107,8 @@ class _Restore:
     """The chosen state, if it is a sharded one in memory."""
     _candidates: list[Entry] = field(default_factory=list)
     """Rank 0: the checkpoints that may be loaded and have not been tried yet."""
+    _skipped: int = 0
+    """Rank 0: those that cannot be used."""
     _fd: int = -1
     """The chosen state."""
     _checksum: str = ""
@@ -356,6 +358,9 @@ class _Restore:
 
     def _describe_first(self) -> dict[str, Any]:
         entry = self._open_first(self._candidates)
+        if entry is None and self._skipped:
+            where = shown(self.directory)
+            self._report(f"no checkpoint in {where} can be used, {self._skipped} skipped: training begins anew", None)
         return {"step": None} if entry is None else self._describe(entry.manifest, None, entry.path.name)
 
     def _open_first(self, on_disk: list[Entry]) -> Entry | None:
@@ -416,6 +421,7 @@ class _Restore:
         return {**described, **content, "number": number, "name": name}
 
     def _skip(self, path: Path, why: str) -> None:
+        self._skipped += 1
         reason = f"checkpoint {path.name} skipped: {why}"
         logger.warning(reason)
         self.events.write("checkpoint_skipped", reason, None, path=str(path))

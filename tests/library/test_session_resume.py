@@ -64,18 +64,24 @@ def test_resume_with_other_world_size_notes_unused_state(start: Any, tmp_path: P
     assert [each["steps"] for each in two] == [12, 12]
 
 
-def test_restore_skips_damaged_checkpoint(start: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [6, None])
+def test_restore_skips_damaged_checkpoints(start: Any, tmp_path: Path, whole: int | None) -> None:
     directory = tmp_path / "shared"
     start("toy.py", {"directory": str(directory), "steps": 9}, world_size=1).results()
-    damaged = directory / "r1-s9" / "state.pt"
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
+    damaged = [9] if whole else [9, 6, 3]
+    for step in damaged:
+        path = directory / f"r1-s{step}" / "state.pt"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
     job = start("toy.py", {"directory": str(directory)}, round=2)
-    assert [each["resumed"] for each in job.results()] == [[1, 6, 1]] * 2
-    note = job.ranks[0].read_events()[0]
-    assert (note.kind, note.extra["path"]) == ("checkpoint_skipped", str(directory / "r1-s9"))
-    assert "checksum" in note.reason
+    assert [each["resumed"] for each in job.results()] == [[1, whole, 1] if whole else None] * 2
+    notes = job.ranks[0].read_events()
+    for note, step in zip(notes, damaged, strict=False):
+        assert (note.kind, note.extra["path"]) == ("checkpoint_skipped", str(directory / f"r1-s{step}"))
+        assert "checksum" in note.reason
+    said = f"no checkpoint in {directory} can be used, 3 skipped: training begins anew"
+    assert (notes[len(damaged)].reason == said) == (whole is None)
 
 
 def test_unshared_directory_is_reported_and_rank_0_sends(start: Any, tmp_path: Path) -> None:
