@@ -57,6 +57,8 @@ PROBE_S = 0.1
 """A copy of one byte from a GPU takes 0.1 ms, or does not end."""
 BEHIND_S = 0.05
 """For a GPU that is at the end of the last step."""
+LONGEST_STAY_S = 5.0
+"""For the launcher, which is about to kill this rank."""
 LONGEST_WAIT_S = 5.0
 """For another rank that copies the same step: the launcher waits for all."""
 _UNCLEAN = "it was between the optimizer's step and session.step()"
@@ -257,7 +259,7 @@ class Donor:
                         until = time.monotonic() + WAIT_S
                         if self._committed.copies is None:  # a GPU is behind what its processor has committed
                             self._catch_up(until)
-                        self._save(max(until - time.monotonic(), 0.05))
+                        self._save(max(until - time.monotonic(), 0.05), request.get("ends", False))
                     except Exception as error:  # noqa: BLE001 - the launcher waits for the answer
                         if not self._why:
                             self._give_up(f"{type(error).__name__}: {error}")
@@ -340,7 +342,8 @@ class Donor:
             self._socket = None
         self._why = self._why or "the session is closed"
 
-    def _save(self, wait_s: float) -> None:
+    def _save(self, wait_s: float, ends: bool = False) -> None:
+        """`ends`: the launcher kills this rank then. A step that it began until that would be trained again."""
         if self._why:
             return
         if not self._lock.acquire(timeout=wait_s) and not self._waits_for_own_copy():
@@ -359,6 +362,10 @@ class Donor:
         except Exception as error:  # noqa: BLE001 - state_dict() of any object
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
+            if ends and self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.send(json.dumps({"do": "donated"}).encode())
+                time.sleep(LONGEST_STAY_S)
             self._lock.release()
 
     def _waits_for_own_copy(self) -> bool:

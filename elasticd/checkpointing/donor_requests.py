@@ -27,13 +27,13 @@ class DonorRequests:
     def add(self, rank: socket.socket, round: int) -> None:
         self._rounds[rank] = round
 
-    def request(self, launcher: socket.socket, round: int) -> None:
-        """Have every rank of the round save its state."""
+    def request(self, launcher: socket.socket, round: int, ends: bool) -> None:
+        """Have every rank of the round save its state; with `ends`, and train no further."""
         self._waiting[launcher] = set()
         for rank, own in self._rounds.items():
             if own == round and peer.runs(rank):
                 with contextlib.suppress(OSError):  # its end of file follows
-                    rank.send(json.dumps({"save": round}).encode())
+                    rank.send(json.dumps({"save": round, "ends": ends}).encode())
                     self._waiting[launcher].add(rank)
         self._report()
 

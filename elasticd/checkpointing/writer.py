@@ -21,8 +21,9 @@
     rank        donor {round}                                       it saves its state when {save} arrives, and
     rank        saving {}                                           says that it has begun, and
     rank        donated {}                                          that it is done, with or without success
-    launcher    donate {round}                                  ->  {busy}, again and again: so many donors of the round
-                                                                    have begun; {}: all are done
+    launcher    donate {round, ends}                            ->  {busy}, again and again: so many donors of the round
+                                                                    have begun; {}: all are done. `ends`: they are
+                                                                    killed then
     launcher    flush {}                                        ->  {step, path} of the newest checkpoint, once nothing
                                                                     is left to write, and why a newer state is none;
                                                                     {} if there is no state
@@ -395,7 +396,7 @@ class Writer:
         self._donors.add(rank, message["round"])
 
     def _do_donate(self, launcher: socket.socket, message: Message) -> None:
-        self._donors.request(launcher, message["round"])
+        self._donors.request(launcher, message["round"], message.get("ends", False))
         if oom_kills() > self._oom_kills:
             # The copies may be what was too much: the disk gets them, and no more are made.
             self._is_last = self._gives_up_copies = True

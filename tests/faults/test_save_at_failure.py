@@ -241,6 +241,20 @@ def test_eviction_that_ends_in_a_kill_costs_no_step(job: StartJob, tmp_path: Pat
 
 
 @pytest.mark.system
+def test_script_that_does_not_stop_trains_no_step_that_is_lost(job: StartJob, tmp_path: Path) -> None:
+    """It is saved when its time is over, and killed a moment later."""
+    directory = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    deaf = job("donor.py", "--steps", "100000", flags=[*directory, "--shutdown-timeout", "1"])
+    until(lambda: digests(deaf, "steps", 0)[-1:] and digests(deaf, "steps", 0)[-1][1] >= 20, "some steps")
+    deaf.process.terminate()
+    assert deaf.wait() == 128 + signal.SIGTERM
+    last = max(digests(deaf, "steps", rank)[-1][1] for rank in (0, 1))
+    again = job("donor.py", "--steps", str(last + 3), flags=directory)
+    assert again.wait() == 0
+    assert [event["step"] for event in again.events("resumed")] == [last]
+
+
+@pytest.mark.system
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
 def test_stop_without_a_checkpoint_costs_no_step(job: StartJob, tmp_path: Path, signum: signal.Signals) -> None:
     """By Ctrl-C every rank gets a KeyboardInterrupt, or loses a peer to one; SIGHUP ends all of them at once."""

@@ -406,7 +406,7 @@ class Owner:
 
     def request_save(self, group: OwnedGroup, message: Message) -> bool:
         if group.saving is None and self.writer is not None and group.workers():
-            group.saving = self.writer.request_save(message["save"])
+            group.saving = self.writer.request_save(message["save"], message["signal"] == signal.SIGKILL)
             if group.saving is not None:
                 group.saving_since = time.monotonic()
                 group.save_until = group.saving_since + self.writer.longest_save_s(False)

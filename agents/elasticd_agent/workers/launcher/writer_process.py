@@ -69,12 +69,12 @@ class WriterProcess:
             self.close()
         return why
 
-    def request_save(self, round: int) -> socket.socket | None:
+    def request_save(self, round: int, ends: bool) -> socket.socket | None:
         """Ask the surviving ranks of a round to save their state; the answer means that they have, or cannot.
 
-        None if there is no rank to ask.
+        `ends`: they are killed then. None if there is no rank to ask.
         """
-        return self._request({"do": "donate", "round": round}) if self.pid else None
+        return self._request({"do": "donate", "round": round, "ends": ends}) if self.pid else None
 
     def request_flush(self) -> socket.socket | None:
         """Have everything written that is in memory; the answer says what became of the newest state. None if there is
