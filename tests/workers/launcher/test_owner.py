@@ -179,7 +179,7 @@ def test_writer_that_cannot_be_forked_ends_no_job(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(writer_process, "spawn", spawn)
     process = writer_process.WriterProcess(["writer"], {}, str(tmp_path))
     assert "Resource temporarily unavailable" in process.start()
-    assert process.request_flush() is None and process.request_save(1) is None
+    assert process.request_flush() is None and process.request_save(1, True) is None
 
 
 def until_unread(channel: socket.socket) -> None:
