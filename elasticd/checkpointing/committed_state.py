@@ -61,7 +61,7 @@ class CommittedState:
         saver: Saver,
         attached: Mapping[str, Any],
         averaged: Mapping[int, torch.nn.Parameter],
-        expect: Callable[[torch.Tensor], None] = lambda _: None,
+        expect: Callable[[torch.Tensor], None],
     ) -> None:
         self._saver, self._attached, self._averaged, self._expect = saver, dict(attached), averaged, expect
         self._whole: Any = None
@@ -71,6 +71,7 @@ class CommittedState:
         self._must_look = False
         """The next commit looks whether there are other tensors to watch."""
         self.commits = 0
+        """So far."""
         self._record: commit_record.CommitRecord
         self._ring: CommitRing
         self._watched: Any = None
@@ -146,7 +147,7 @@ class CommittedState:
     def _watch_again(self) -> str:
         """Parameter groups, buffers or parameters that are trained may be other ones than at the commit before.
 
-        Returns why this rank is a donor no more, or "".
+        Returns why this rank can no longer be a donor, or "".
         """
         if why := self.reason_against():
             return why
@@ -168,7 +169,7 @@ class CommittedState:
         self._ring.begin()
 
     def compare(self) -> str:
-        """With the last commit, before the optimizer's next step; returns why this rank is a donor no more, or "".
+        """Before the optimizer's next step, with the last commit. Returns why this rank gives up, "" if it does not.
 
         Where counters or addresses show a change, a fault before this step has found it, too; a script may make such a
         change now and then, and one without at no time.
@@ -182,16 +183,16 @@ class CommittedState:
         is_unseen = now != before and now[:2] == before[:2]
         return _CHANGES if self._changes == MOST_CHANGES or is_unseen else ""
 
-    def has_left_out(self) -> bool:
-        """A GradScaler was updated after the last commit. If no optimizer has made a step, it has left that out."""
+    def has_updated_scaler(self) -> bool:
+        """Since the last commit: if no optimizer has made a step, a GradScaler has skipped it."""
         return bool(self._scalers) and any(map(operator.is_not, self._updates, self._scaler_updates()))
 
     def _scaler_updates(self) -> list[Any]:
-        """Each update makes a new one; where torch has none, a step that is left out is no commit."""
+        """Each update makes a new one. In a torch without them a step that is skipped is no commit."""
         return [getattr(each, "_per_optimizer_states", None) for each in self._scalers]
 
-    def skip(self) -> None:
-        """A step without an optimizer's step may have changed other attached things, such as averaged weights."""
+    def pass_over(self) -> None:
+        """Instead of a commit, where no optimizer has made a step: other attached things may have been changed."""
         self._whole = None
 
     def expect(self, step: int) -> None:
@@ -199,15 +200,15 @@ class CommittedState:
         with contextlib.suppress(commit_record.OtherBuffers):  # from the commit on there are other ones to watch
             self._record.expect(step)
 
-    def commit(self, step: int, left_out: bool = False) -> str:
-        """The memory is at the end of this step, or a GPU will be. Returns why this rank is a donor no more, or "".
+    def commit(self, step: int, skipped: bool) -> str:
+        """The memory is at the end of this step, or a GPU will be. Returns as `compare` does.
 
-        `left_out`: no optimizer has made a step, so counters have not grown as usual. Raises what a state_dict() may.
+        `skipped`: no optimizer has made a step, so counters have not grown as usual. Raises what a state_dict() may.
         """
         self.commits += 1
         if self._scalers:
             self._updates = self._scaler_updates()
-        if left_out:
+        if skipped:
             self._fingerprint.restart()
         kept = self._copy_objects()
         digest = self._digest(kept) if self._unlike else b""

@@ -58,7 +58,7 @@ PROBE_S = 0.1
 BEHIND_S = 0.05
 """For a GPU that is at the end of the last step."""
 LONGEST_STAY_S = 5.0
-"""For the launcher, which is about to kill this rank."""
+"""For the launcher to kill this rank, which it does at once."""
 LONGEST_WAIT_S = 5.0
 """For another rank that copies the same step: the launcher waits for all."""
 _UNCLEAN = "it was between the optimizer's step and session.step()"
@@ -84,7 +84,7 @@ class Donor:
         self._next_step = 0
         """That the next `session.step()` ends; 0 before the first one."""
         self._step = 0
-        """The last commit: a step without an optimizer's step is none, unless a GradScaler has left that out."""
+        """The last commit: a step without an optimizer's step is none, unless a GradScaler has skipped it."""
         self._committed: CommittedState
         self._trials = TRIALS
         self._copy_s, self._step_s, self._at = 1e9, 1e9, 0.0
@@ -97,10 +97,10 @@ class Donor:
         try:
             if saver.group.device.type == "cpu" and (shards := saver.shards(attached)) is not None:
                 shards.prepare_for_faults()
-            among = averaged(attached)
-            self._why = reason_against(saver, attached, among)
+            parameters = averaged(attached)
+            self._why = reason_against(saver, attached, parameters)
             if not self._why:
-                self._committed = CommittedState(saver, attached, among, self._expect)
+                self._committed = CommittedState(saver, attached, parameters, self._expect)
                 self._open()
         except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
             self._why = f"{type(error).__name__}: {error}"
@@ -164,14 +164,14 @@ class Donor:
         """Once the step is counted: the state is that of `step` until the next optimizer step.
 
         A step in which no optimizer has stepped may have left something that is not in the state, such as gradients:
-        the commit before it stays. After a step that a GradScaler has left out there is no such thing.
+        the commit before it stays. After a step that a GradScaler has skipped there is no such thing.
         """
         try:
             if not self._why:
-                if self._optimized or self._committed.has_left_out():
+                if self._optimized or self._committed.has_updated_scaler():
                     self._copy(step)
                 else:
-                    self._committed.skip()
+                    self._committed.pass_over()
         except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
             self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
         finally:
@@ -182,7 +182,7 @@ class Donor:
     def _copy(self, step: int) -> None:
         start = time.perf_counter() if self._committed.commits < self._trials else 0.0
         self._step = 0
-        if why := self._committed.commit(step, left_out=not self._optimized):
+        if why := self._committed.commit(step, skipped=not self._optimized):
             self._give_up(why)
             return
         self._step = step
@@ -343,7 +343,7 @@ class Donor:
         self._why = self._why or "the session is closed"
 
     def _save(self, wait_s: float, ends: bool = False) -> None:
-        """`ends`: the launcher kills this rank then. A step that it began until that would be trained again."""
+        """`ends`: the launcher kills this rank next. Until then it begins no step, which would be trained again."""
         if self._why:
             return
         if not self._lock.acquire(timeout=wait_s) and not self._waits_for_own_copy():

@@ -271,7 +271,7 @@ class Writer:
         self._buffers.erase(number)
         self._buffers.grow(number, size)
         if held is not None and held.is_due:
-            why = "a newer state took its place in memory before it was written"
+            why = "a newer state took its place in memory"
             self._finish(held, None, why, kind="checkpoint_dropped")
 
     def _drop_dead(self) -> None:
@@ -487,12 +487,9 @@ class Writer:
             fields = {"path": str(entry.path), "bytes": entry.manifest.total_bytes}
             events.write("checkpoint_saved", reason, draft.step, **fields, **seconds)
             return
-        left_out = f"checkpoint of step {draft.step} is left out: {why}"
-        reason = (
-            left_out
-            if kind == "checkpoint_dropped"
-            else f"checkpoint of step {draft.step} failed ({why}); {task.again}"
-        )
+        reason = f"checkpoint of step {draft.step} failed ({why}); {task.again}"
+        if kind == "checkpoint_dropped":
+            reason = f"checkpoint of step {draft.step} was not written: {why}"
         events.write(kind, reason, draft.step, path=str(Path(task.directory, f"r{draft.round}-s{draft.step}")))
 
     # --- the writing thread ---------------------------------------------------------------------------------------

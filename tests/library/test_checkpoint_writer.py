@@ -463,7 +463,7 @@ def test_directory_of_another_run_is_not_written(saves: Saves) -> None:
 def test_disk_slower_than_saves_leaves_states_out(saves: Saves) -> None:
     deadline = time.monotonic() + 60
     step = 0
-    while not any("is left out: a newer state" in event.reason for event in saves.events()):
+    while not any("was not written: a newer state" in event.reason for event in saves.events()):
         assert time.monotonic() < deadline
         step += 1
         saves.save(step, 5_000_000)

@@ -65,8 +65,8 @@ def test_rank_gives_up_where_recording_a_step_takes_too_long(
     gave_up: list[int] = []
     donor._give_up = lambda _: gave_up.append(committed.commits)
 
-    def commit(_: int, left_out: bool) -> str:
-        assert not left_out
+    def commit(_: int, skipped: bool) -> str:
+        assert not skipped
         nonlocal now
         committed.commits += 1
         now += copy_s(committed.commits) if callable(copy_s) else copy_s

@@ -124,7 +124,7 @@ class CheckpointFailedEvent(LogEvent, kind="checkpoint_failed"):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDroppedEvent(LogEvent, kind="checkpoint_dropped"):
-    """A save was in memory only: the disk is slower than the saves, and a newer one took its place."""
+    """A save was in memory only: a newer one took its place there, such as where the disk is slower than the saves."""
 
     step: int | None = _field("the step it held", default=None)
     path: str = _field("the intended directory")

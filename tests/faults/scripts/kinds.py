@@ -198,7 +198,7 @@ def scaled(job: Kind) -> None:
 
 @kind
 def overflown(job: Kind) -> None:
-    """The scaler leaves out the optimizer's steps right before the faults, and the averaged weights follow."""
+    """The scaler skips the optimizer's steps right before the faults, and the averaged weights follow."""
     job.ddp()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     ema = torch.optim.swa_utils.AveragedModel(job.net)
