@@ -192,6 +192,7 @@ def test_process_killed_inside_a_commit_leaves_the_step_before(tmp_path: Path) -
         record._gathers[1].write = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         buffer.fill_(1)
         record.commit(8)
+        os._exit(1)  # the kill did not fire
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert commit_record.read(path, 8, [buffer]) is None
