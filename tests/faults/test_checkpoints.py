@@ -49,6 +49,7 @@ def test_stopped_and_submitted_again_with_fewer_workers(job: StartJob, tmp_path:
     assert first.wait() == 128 + signal.SIGTERM
     stopped_at = max(first.steps())[1]
     assert first.event("checkpoint_saved", step=stopped_at)  # a stop saves, and then loses nothing
+    assert first.event("job_ended")["reason"] == f"stopped by SIGTERM; the next run resumes from step {stopped_at}"
     again = job("resume.py", "--steps", str(stopped_at + 10), workers="1", flags=flags)
     whole = job("resume.py", "--steps", str(stopped_at + 10), flags=["--checkpoint-dir", str(tmp_path / "whole")])
     assert again.wait() == 0

@@ -232,6 +232,7 @@ def test_eviction_that_ends_in_a_kill_costs_no_step(job: StartJob, tmp_path: Pat
     evicted.process.terminate()
     assert evicted.wait() == 128 + signal.SIGTERM
     assert "did not stop in time" in evicted.err
+    assert evicted.event("job_ended")["reason"] == "stopped by SIGTERM; the next run resumes from step 12"
     again = job("donor.py", "--steps", "20", flags=directory)
     assert again.wait() == 0
     (resumed,) = again.events("resumed")
@@ -264,6 +265,7 @@ def test_stop_without_a_checkpoint_costs_no_step(job: StartJob, tmp_path: Path, 
     until(lambda: digests(stopped, "steps", 0)[-1][1] == 12, "the last step")
     stopped.process.send_signal(signum)
     assert stopped.wait() == 128 + signum
+    assert stopped.event("job_ended")["reason"].endswith("; the next run resumes from step 12")
     again = job("donor.py", "--steps", "20", flags=directory)
     assert again.wait() == 0
     assert [event["step"] for event in again.events("resumed")] == [12]
@@ -368,6 +370,7 @@ def test_evicted_node_that_is_killed_costs_the_others_no_step(nodes: Callable[[s
     until(lambda: (evicted.work / "fired").exists(), "the hang", within=120)
     evicted.process.terminate()
     assert evicted.wait(within=60) == 128 + signal.SIGTERM
+    assert "the next run" not in evicted.event("job_ended", outcome="left")["reason"]  # this one goes on
     left = [agent for agent in three.agents if agent is not evicted]
     for agent in left:
         agent.faults = ()  # only the node of rank 2 has it

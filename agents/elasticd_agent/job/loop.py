@@ -333,9 +333,10 @@ class JobLoop:
 
     def _save_last_step(self) -> str:
         """Wait until the newest state in memory is written, or a stop; returns where the next run resumes."""
-        failed = self.round is not None and self.round.outcome == "failed"
+        outcome = self.round.outcome if self.round is not None else None
+        failed, ends = outcome == "failed", outcome in ("failed", "stopped")
         written: dict[str, Any] = {}
-        if self._saved_last or failed:
+        if self._saved_last or ends:
             self._due_by = None  # this thread is not late
             self.workers.flush()
             deadline = time.monotonic() + (LAST_WRITE_S if failed else LAST_WRITE_OF_STOP_S)
@@ -346,13 +347,12 @@ class JobLoop:
                             pass
                         case OwnerLost() | messages.StopRequested() | messages.StopForced():
                             break
-        saved = self._rendezvous.facts.checkpoint
-        step = saved[1] if saved is not None else None
-        if written.get("path"):
-            step = written["step"]
+        step = written["step"] if written.get("path") else None
+        if step is None and failed and (saved := self._rendezvous.facts.checkpoint) is not None:
+            step = saved[1]  # of a stop this node may not have heard of the last one
         if why := written.get("why"):
             self._listener.log(f"the last state in memory could not be written: {why}")
-        return f"the next run resumes from step {step}" if failed and step is not None else ""
+        return f"the next run resumes from step {step}" if ends and step is not None else ""
 
     def _log_hang_summary(self) -> None:
         """A job that failed by a hang ends with its culprit; `elasticd explain` shows more."""
