@@ -81,3 +81,21 @@ def test_all_are_interrupted_and_the_job_ends_as_by_that_signal(nodes: StartNode
     assert [agent.wait() for agent in agents] == [130, 130]
     ends = [agent.event("job_ended") for agent in agents]
     assert {(end["outcome"], end["exit_code"]) for end in ends} == {("stopped", 130)}
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("rank", [0, 1])
+def test_node_that_leaves_too_few_others_costs_no_step(nodes: StartNodes, tmp_path: Path, rank: int) -> None:
+    """No rank can save at a fault: rank 0 saves before the time of the leaving node is over, and all wait."""
+    both, train = nodes("2"), ("resume.py", "--steps", "600", "--every", "1000000", "--ballast", "1")
+    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--shutdown-timeout", "20"]
+    agents = {name: both.agent(name, *train, flags=flags, warm=True) for name in "ab"}
+    order = agents["a"].event("round_published")["nodes"]
+    leaves, stays = agents[order[rank]], agents[order[1 - rank]]
+    leaves.step(5, rank=rank)
+    leaves.process.send_signal(signal.SIGTERM)
+    assert leaves.wait() == 128 + signal.SIGTERM
+    last = leaves.steps(rank)[-1][1] + 1  # its line follows session.step(), in which it waited
+    replaces = both.agent("c", *train, flags=flags, warm=True)
+    assert [agent.wait(within=120) for agent in (stays, replaces)] == [0, 0]
+    assert [event["step"] for agent in (stays, replaces) for event in agent.events("resumed", round=2)] == [last]

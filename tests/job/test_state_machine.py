@@ -298,8 +298,13 @@ def test_reason_of_a_leaving_node() -> None:
     """A node leaves for what whoever asked had to say."""
     rules = replace(RULES, leave_on_stop=True, leave_grace_s=60.0)
     asked = StopRequested("SIGTERM", 143, 9.0, "drained: a fan")
-    leaving, (report, wake) = step(Running(R3), asked, rules)
-    assert (report, wake) == (ReportLeaving("a leaves: drained: a fan", 143), SetTimer(69.0))
+    leaving, actions = step(Running(R3), asked, rules)
+    assert actions == [ReportLeaving("a leaves: drained: a fan", 143), SetTimer(39.0), SetTimer(69.0)]
+    soon = ReportLeaving("a leaves: drained: a fan", 143, soon=True)
+    for phase, at, actions in ((leaving, 38.9, []), (leaving, 39.0, [soon])):
+        leaving, found = step(phase, TimerExpired(at), rules)
+        assert found == actions
+    assert step(leaving, TimerExpired(68.9), rules) == (leaving, [])
     _, (kill,) = step(leaving, TimerExpired(69.0), rules)
     assert kill == KillGroup(3, "drained: a fan: no round without a was published in time")
     ending, _ = step(leaving, RoundPublished(replace(R4, members=())), rules)

@@ -118,6 +118,12 @@ def test_leaving_waits_for_a_replacement_where_too_few_remain() -> None:
     waits = plan(with_(*gone), POLICY, NOW)
     assert waits == Wait("b leaves; c leaves; too few nodes would remain", None, notable=True)
     assert plan(with_(*gone, present("d")), POLICY, NOW) == Pause(3, "b leaves; c leaves; d joined")
+    soon = with_(gone[0], present("c", leaving="c leaves", leaving_soon=True))
+    pause = Pause(3, "b leaves; c leaves; too few nodes would remain")
+    assert plan(soon, POLICY, NOW) == pause
+    assert plan(with_(present("a", stepped_round=3, can_pause=3, paused=3), view=soon), POLICY, NOW) == pause
+    over = with_(present("a", stepped_round=3), view=soon)  # it took too long, or the script cannot pause
+    assert plan(over, POLICY, NOW) == waits
 
 
 def test_job_stops_when_all_leave_and_may_start_again() -> None:

@@ -475,8 +475,8 @@ class Cluster:
                 self.tell(node.label, "is done")
                 node.member.report_done(number)
                 self._at(0.01, lambda: self._gone(node, number))
-            case ReportLeaving(why, code):
-                node.member.update_record(leaving=why, leaving_code=code)
+            case ReportLeaving(why, code, soon):
+                node.member.update_record(leaving=why, leaving_code=code, leaving_soon=soon)
             case SetTimer(at):
                 node.wakes.append(at - node.ahead_s)
             case Leave(exit_code, why):

@@ -320,9 +320,10 @@ class JobLoop:
                 self._report(failure)
             case messages.ReportDone(number):
                 self._rendezvous.report_done(number)
-            case messages.ReportLeaving(why, code):
-                self._listener.log(why)
-                self._rendezvous.update_record(leaving=why, leaving_code=code)
+            case messages.ReportLeaving(why, code, soon):
+                if not soon:
+                    self._listener.log(why)
+                self._rendezvous.update_record(leaving=why, leaving_code=code, leaving_soon=soon)
             case messages.SetTimer(at):
                 self._timers.append(max(at, time.monotonic() + TIMER_DELAY_S))
             case messages.Leave(exit_code, why):

@@ -7,6 +7,7 @@ that group's round.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from elasticd_agent.job.exit_cause import (
@@ -58,6 +59,10 @@ EXIT_WAIT_S = 3.0
 exited, and a Python that raised may have a last file to write."""
 EXIT_WAIT_OF_NODES_S = 0.15
 """The same with several nodes: another node reports the root cause itself, or is dead and detected as such."""
+
+LONGEST_LAST_PAUSE_S = 30.0
+"""The second half of the time that a leaving node has is for a checkpoint, if it is needed; at most so much. Ranks
+may take 10 s to see that one is wanted, and it has to be written."""
 
 # For each phase, the phases that may follow, and the event that ends it. docs/states.md is generated from this.
 TRANSITIONS: dict[type[Phase], tuple[tuple[type[Phase], ...], str]] = {
@@ -148,6 +153,9 @@ def _running(phase: Running, event: Event, rules: StepRules) -> Transition:
             reason = phase.stop.why or phase.stop.signal
             kill = KillGroup(round_.number, f"{reason}: no round without {rules.node} was published in time")
             return Stopping(round_, stop=phase.stop), [kill]
+        case TimerExpired(at) if phase.stop is not None and at >= phase.stop.soon_at:
+            stop = replace(phase.stop, soon_at=math.inf)
+            return replace(phase, stop=stop), [_report_leaving(stop, rules, soon=True)]
         case StopRequested() | StopForced():
             return _stop(round_, event, rules)
         case _:
@@ -155,14 +163,20 @@ def _running(phase: Running, event: Event, rules: StepRules) -> Transition:
 
 
 def _request_leave(phase: Running, event: StopRequested, rules: StepRules) -> Transition:
-    """The other nodes continue without this one, from a checkpoint if they can pause at one."""
+    """The other nodes continue without this one, from a checkpoint if they can pause at one.
+
+    Where too few would remain they train on, since a replacement may come, and pause before this node's end.
+    """
     if phase.stop is not None:
         return phase, []
-    stop = PendingStop(event.signal, event.exit_code, event.at + rules.stop_limit_s, event.why)
-    return replace(phase, stop=stop), [
-        ReportLeaving(f"{rules.node} leaves: {event.why or event.signal}", event.exit_code),
-        SetTimer(stop.until),
-    ]
+    until = event.at + rules.stop_limit_s
+    soon_at = until - min(rules.stop_limit_s / 2, LONGEST_LAST_PAUSE_S)
+    stop = PendingStop(event.signal, event.exit_code, until, event.why, soon_at)
+    return replace(phase, stop=stop), [_report_leaving(stop, rules), SetTimer(soon_at), SetTimer(until)]
+
+
+def _report_leaving(stop: PendingStop, rules: StepRules, soon: bool = False) -> ReportLeaving:
+    return ReportLeaving(f"{rules.node} leaves: {stop.why or stop.signal}", stop.exit_code, soon)
 
 
 def _worker_exited(phase: Running, exit: WorkerExited, rules: StepRules) -> Transition:

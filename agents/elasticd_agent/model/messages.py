@@ -6,6 +6,7 @@ Events are in the past tense, actions are imperatives. Every `at` is in seconds 
 
 from __future__ import annotations
 
+import math
 import signal as signals
 from dataclasses import dataclass
 
@@ -175,6 +176,7 @@ class PendingStop:
     exit_code: int
     until: float
     why: str = ""
+    soon_at: float = math.inf  #: from then on the others are not to train on until this node is replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,10 +278,14 @@ class ReportDone:
 
 @dataclass(frozen=True, slots=True)
 class ReportLeaving:
-    """Request a Round without this node, because of `why`; if all nodes do, the job ends with `exit_code`."""
+    """Request a Round without this node, because of `why`; if all nodes do, the job ends with `exit_code`.
+
+    `soon`: its time is nearly over. Where too few nodes would remain, the group is to pause at a checkpoint now.
+    """
 
     why: str
     exit_code: int
+    soon: bool = False
 
 
 @dataclass(frozen=True, slots=True)

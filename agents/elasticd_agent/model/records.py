@@ -247,6 +247,7 @@ class NodeRecord(Document):
     role: str = ""
     unusable: str = ""  #: why some slots are not usable
     leaving_code: int = 0  #: the exit code that the sender of the stop request expects, 0 if unknown
+    leaving_soon: bool = False  #: its time is nearly over, so that its state is saved even where too few nodes remain
     unreachable: tuple[str, ...] = ()  #: members of `seen_round` that do not answer its probes
     pending_exception: str = ""  #: of a rank of `ready_round` that has raised and not exited yet, in words
 

@@ -121,6 +121,11 @@ class _Running:
         """The reasons of the members that leave."""
         return [r.leaving for r in self.records if r is not None and r.leaving]
 
+    @property
+    def paused(self) -> bool:
+        """Its workers are paused at a checkpoint."""
+        return self.rank_0 is not None and self.rank_0.paused == self.current.number
+
     @cached_property
     def joining(self) -> list[PresentNode]:
         """Joiners that fit, once rank 0 has made a step of this round: before it, a restart would lose the start-up."""
@@ -280,14 +285,16 @@ def _resized(running: _Running) -> Verdict:
     """A pause at a checkpoint comes first, so that no step is lost; a joiner waits where that is not possible."""
     current, why = running.current, running.resize_reason
     if len(current.members) - len(running.leaving) + len(running.joining) < running.view.requirements.min_nodes:
-        return Wait(f"{why}; too few nodes would remain", None, notable=True)
+        why = f"{why}; too few nodes would remain"
+        if any(r is not None and r.leaving_soon for r in running.records) and (running.paused or _can_pause(running)):
+            return Pause(current.number, why)
+        return Wait(why, None, notable=True)
     resized = _uncounted_round(running, "; ".join(running.leaving))
     if isinstance(resized, Wait):  # a group that trains is never ended for it
         return replace(resized, too_few_nodes=False, notable=True)
     if _can_pause(running):
         return Pause(current.number, why)
-    paused = running.rank_0 is not None and running.rank_0.paused == current.number
-    if running.leaving or running.policy.grow == "always" or paused:
+    if running.leaving or running.policy.grow == "always" or running.paused:
         return resized
     cannot = "the script cannot pause at a checkpoint, so this waits for the next restart"
     return Wait(f"{why}; {cannot}", None, notable=True)
@@ -300,7 +307,7 @@ def _can_pause(running: _Running) -> bool:
     made some, and reads the request at its first. A node that leaves waits no longer than its own stop may take.
     """
     rank_0, number = running.rank_0, running.current.number
-    if rank_0 is None or rank_0.paused == number:
+    if rank_0 is None or running.paused:
         return False
     if rank_0.can_pause == number:
         return True
