@@ -84,6 +84,23 @@ def test_all_are_interrupted_and_the_job_ends_as_by_that_signal(nodes: StartNode
 
 
 @pytest.mark.system
+def test_stopped_job_says_where_the_next_run_resumes(nodes: StartNodes, tmp_path: Path) -> None:
+    """The node without rank 0 says nothing: it knows only the checkpoint from which the second run began."""
+    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    for _ in range(2):
+        both = nodes("2")
+        agents = [both.agent(name, "resume.py", "--steps", "100000", flags=flags, warm=True) for name in "ab"]
+        first = until(lambda agents=agents: [a for a in agents if len(a.steps()) > 5], "some steps of rank 0")[0]
+        for agent in agents:
+            agent.process.send_signal(signal.SIGTERM)
+        assert [agent.wait() for agent in agents] == [128 + signal.SIGTERM] * 2
+        said = {agent: agent.event("job_ended", outcome="stopped")["reason"].split("; ")[-1] for agent in agents}
+        last = first.steps()[-1][1]
+        assert said.pop(first) == f"the next run resumes from step {last}"
+        assert not any("the next run" in other for other in said.values())
+
+
+@pytest.mark.system
 @pytest.mark.parametrize("rank", [0, 1])
 def test_node_that_leaves_too_few_others_costs_no_step(nodes: StartNodes, tmp_path: Path, rank: int) -> None:
     """No rank can save at a fault: rank 0 saves before the time of the leaving node is over, and all wait."""

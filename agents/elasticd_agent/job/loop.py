@@ -335,9 +335,9 @@ class JobLoop:
     def _save_last_step(self) -> str:
         """Wait until the newest state in memory is written, or a stop; returns where the next run resumes."""
         outcome = self.round.outcome if self.round is not None else None
-        failed, ends = outcome == "failed", outcome in ("failed", "stopped")
+        failed, ended = outcome == "failed", outcome in ("failed", "stopped")
         written: dict[str, Any] = {}
-        if self._saved_last or ends:
+        if self._saved_last or failed:
             self._due_by = None  # this thread is not late
             self.workers.flush()
             deadline = time.monotonic() + (LAST_WRITE_S if failed else LAST_WRITE_OF_STOP_S)
@@ -348,12 +348,14 @@ class JobLoop:
                             pass
                         case OwnerLost() | messages.StopRequested() | messages.StopForced():
                             break
+        facts = self._rendezvous.facts
         step = written["step"] if written.get("path") else None
-        if step is None and failed and (saved := self._rendezvous.facts.checkpoint) is not None:
-            step = saved[1]  # of a stop this node may not have heard of the last one
+        # After a stop this node knows the last checkpoint where rank 0 was, which saved the last step.
+        if step is None and facts.checkpoint is not None and (failed or facts.checkpoint[1] >= facts.high_water):
+            step = facts.checkpoint[1]
         if why := written.get("why"):
             self._listener.log(f"the last state in memory could not be written: {why}")
-        return f"the next run resumes from step {step}" if ends and step is not None else ""
+        return f"the next run resumes from step {step}" if ended and step is not None else ""
 
     def _log_hang_summary(self) -> None:
         """A job that failed by a hang ends with its culprit; `elasticd explain` shows more."""

@@ -61,8 +61,8 @@ EXIT_WAIT_OF_NODES_S = 0.15
 """The same with several nodes: another node reports the root cause itself, or is dead and detected as such."""
 
 LONGEST_LAST_PAUSE_S = 30.0
-"""The second half of the time that a leaving node has is for a checkpoint, if it is needed; at most so much. Ranks
-may take 10 s to see that one is wanted, and it has to be written."""
+"""Where too few nodes would remain, the second half of the time that a node has to leave is for a checkpoint, but no
+more than this. Rank 0 may see the request 10 s late, at its next decision point, and has to write the checkpoint."""
 
 # For each phase, the phases that may follow, and the event that ends it. docs/states.md is generated from this.
 TRANSITIONS: dict[type[Phase], tuple[tuple[type[Phase], ...], str]] = {

@@ -176,7 +176,7 @@ class PendingStop:
     exit_code: int
     until: float
     why: str = ""
-    soon_at: float = math.inf  #: from then on the others are not to train on until this node is replaced
+    soon_at: float = math.inf  #: then the leader hears that `until` is near
 
 
 @dataclass(frozen=True, slots=True)
