@@ -49,14 +49,15 @@ SHARE = 0.002
 TRIALS, MOST_TRIALS = 32, 128
 """Commits of which the fastest copy and the fastest step are compared; of more if that takes too long, since on a busy
 machine each of the first ones may have been disturbed."""
-WAIT_S = 0.25
-"""How long a rank that is between the optimizer's step and the commit is waited for: less than the launcher waits."""
+WAIT_S, LONGEST_CHANGE_S = 0.25, 2.0
+"""How long a rank that is between the optimizer's step and the commit is waited for: so long and twice the time that it
+took lately, but less than the launcher waits."""
 SHORT_S, MOST_SHORT = 1.0, 3
 """A writer that ends so soon, so many times in a row, will do so again."""
 PROBE_S = 0.1
 """A copy of one byte from a GPU takes 0.1 ms, or does not end."""
-BEHIND_S = 0.05
-"""For a GPU that is at the end of the last step."""
+BEHIND_S = 0.25
+"""For a GPU that is at the end of the last step: an optimizer's step of a large model takes 0.01 to 0.1 s there."""
 LONGEST_STAY_S = 5.0
 """For the launcher to kill this rank, which it does at once."""
 LONGEST_WAIT_S = 5.0
@@ -79,6 +80,8 @@ class Donor:
         self._lock = threading.Lock()
         """Held from the optimizer's pre-step hook to the commit, and by a thread that saves."""
         self._changing = False
+        self._change_s, self._changing_since = 0.0, 0.0
+        """How long it took lately from the optimizer's step to the commit."""
         self._optimized = optimized
         """An optimizer has begun a step since the last commit."""
         self._next_step = 0
@@ -138,9 +141,13 @@ class Donor:
         self._optimized = True
         if why := self._committed.compare():
             self._give_up(why)
+        self._begin_change()
+        self._committed.before_change(self._step > 0)
+
+    def _begin_change(self) -> None:
         self._lock.acquire()
         self._changing = True
-        self._committed.before_change(self._step > 0)
+        self._changing_since = time.monotonic()
 
     def _expect(self, _: torch.Tensor) -> None:
         """In the backward pass, before this rank sends a gradient that the others need for the step."""
@@ -157,8 +164,7 @@ class Donor:
     def begin(self) -> None:
         """At the start of `session.step()`."""
         if not self._changing:
-            self._lock.acquire()
-            self._changing = True
+            self._begin_change()
 
     def commit(self, step: int) -> None:
         """Once the step is counted: the state is that of `step` until the next optimizer step.
@@ -176,6 +182,7 @@ class Donor:
             self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
         finally:
             self._optimized = self._changing = False
+            self._change_s = max(time.monotonic() - self._changing_since, 0.8 * self._change_s)
             self._next_step = step + 1
             self._lock.release()
 
@@ -346,6 +353,8 @@ class Donor:
         """`ends`: the launcher kills this rank next. Until then it begins no step, which would be trained again."""
         if self._why:
             return
+        if self._changing:
+            wait_s = max(wait_s, min(WAIT_S + 2 * self._change_s, LONGEST_CHANGE_S))
         if not self._lock.acquire(timeout=wait_s) and not self._waits_for_own_copy():
             self._report_unsaved(self._step, _UNCLEAN)
             return

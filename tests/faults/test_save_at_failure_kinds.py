@@ -56,6 +56,12 @@ def test_usual_way_to_train_repeats_no_step_and_loses_no_bit(job: StartJob, kind
         assert all(expected[step] == found for _, step, found in digests(run, "restored", each))
 
 
+def test_step_that_the_survivor_is_about_to_end_is_waited_for(job: StartJob) -> None:
+    run = job("kinds.py", "slowly_changed", faults=[Fault(1, 1013, "SIGKILL")], flags=FLAGS)
+    assert run.wait() == 0
+    assert [event["step"] for event in run.events("resumed")] == [13], run.err
+
+
 @pytest.mark.parametrize(
     ("kind", "step", "why"),
     [

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -255,6 +256,19 @@ def evaluated(job: Kind) -> None:
         job.model.train()
 
     job.then(evaluate)
+
+
+@kind
+def slowly_changed(job: Kind) -> None:
+    """An optimizer's step of a large model takes long."""
+    job.ddp()
+
+    def wait() -> None:
+        faults.at(1000 + job.session.steps + 1)
+        if job.session.steps > 8:
+            time.sleep(0.6)
+
+    job.then(wait)
 
 
 @kind
