@@ -112,6 +112,9 @@ class Trained:
         self.process.kill()
         self.process.wait()
         end_all()
+        for line in (self.directory / "output.log").read_text().splitlines():
+            if "has not saved" in line or "cannot save" in line:  # why steps were trained twice
+                print(line, file=sys.stderr)
         shutil.rmtree(self.directory, ignore_errors=True)
 
 

@@ -50,8 +50,8 @@ TRIALS, MOST_TRIALS = 32, 128
 """Commits of which the fastest copy and the fastest step are compared; of more if that takes too long, since on a busy
 machine each of the first ones may have been disturbed."""
 WAIT_S, LONGEST_CHANGE_S = 0.25, 2.0
-"""How long a rank that is between the optimizer's step and the commit is waited for: so long and twice the time that it
-took lately, but less than the launcher waits."""
+"""How long a rank that is between the optimizer's step and the commit is waited for, or that is about to begin that:
+so long and twice the time that this took lately, but less than the launcher waits."""
 SHORT_S, MOST_SHORT = 1.0, 3
 """A writer that ends so soon, so many times in a row, will do so again."""
 PROBE_S = 0.1
@@ -263,7 +263,7 @@ class Donor:
                 if self._can_copy():
                     self._socket.send(json.dumps({"do": "saving"}).encode())
                     try:
-                        until = time.monotonic() + WAIT_S
+                        until = time.monotonic() + min(WAIT_S + 2 * self._change_s, LONGEST_CHANGE_S)
                         if self._committed.copies is None:  # a GPU is behind what its processor has committed
                             self._catch_up(until)
                         self._save(max(until - time.monotonic(), 0.05), request.get("ends", False))
@@ -353,8 +353,6 @@ class Donor:
         """`ends`: the launcher kills this rank next. Until then it begins no step, which would be trained again."""
         if self._why:
             return
-        if self._changing:
-            wait_s = max(wait_s, min(WAIT_S + 2 * self._change_s, LONGEST_CHANGE_S))
         if not self._lock.acquire(timeout=wait_s) and not self._waits_for_own_copy():
             self._report_unsaved(self._step, _UNCLEAN)
             return
