@@ -48,8 +48,9 @@ from elasticd_agent.workers.manager import (
 
 LATE_S = 0.25
 """A thread that wakes later than this did not run: the machine was suspended, or all cores were taken."""
-LAST_WRITE_S, LAST_WRITE_OF_STOP_S = 30.0, 6.0
-"""How long the end of a job waits for the checkpoint of its last step; a service manager gives a stop little time."""
+LAST_WRITE_S, LAST_WRITE_S_PER_BYTE, LAST_WRITE_OF_STOP_S = 30.0, 20e-9, 6.0
+"""How long the end of a job waits for the checkpoint of its last step. A large state goes to a disk that takes 50 MB/s
+at least; a service manager gives a stop little time."""
 TIMER_DELAY_S = 0.1
 """Messages that arrived meanwhile are read first, before a timer counts something as missing."""
 
@@ -344,6 +345,10 @@ class JobLoop:
             while not written and (left_s := deadline - time.monotonic()) > 0:
                 with contextlib.suppress(queue.Empty):
                     match self._inbox.get(timeout=left_s):
+                        case OwnerMessage({"kind": "flushing", "bytes": size}) if failed:
+                            deadline += size * LAST_WRITE_S_PER_BYTE
+                            if size > 1e9:
+                                self._listener.log(f"writing {size / 1e9:.1f} GB that are in memory; SIGTERM ends that")
                         case OwnerMessage({"kind": "flushed"} as written):
                             pass
                         case OwnerLost() | messages.StopRequested() | messages.StopForced():

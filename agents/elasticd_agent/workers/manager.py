@@ -349,7 +349,7 @@ class WorkerManager:
                         write_request(worker.heartbeat, request)
 
     def flush(self) -> None:
-        """No round follows: write the newest state in memory. The owner's message `flushed` follows."""
+        """No round follows: write the newest state in memory. The owner's messages `flushing` and `flushed` follow."""
         self._owner.send(do="flush")
 
     def close(self) -> None:

@@ -167,6 +167,8 @@ def test_state_in_memory_is_written_at_the_end_though_its_writer_dies(tmp_path: 
         wait_for(lambda: not Path(f"/proc/{writer}").exists(), "the end of the writer")
         agent.send(b'{"do": "flush"}')
     path = str(tmp_path / "checkpoints" / "r1-s5")
+    for _ in range(2 if dies == "meanwhile" else 1):
+        assert json.loads(agent.recv(1 << 16)) == {"kind": "flushing", "bytes": 4096}
     assert json.loads(agent.recv(1 << 16)) == {"kind": "flushed", "step": 5, "path": path, "why": ""}
     agent.close()
     assert process.communicate(timeout=20)[1] == ""

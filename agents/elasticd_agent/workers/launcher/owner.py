@@ -10,8 +10,8 @@ of ours that need no more. It keeps each KEPT_FD open for as long as it has a pr
 
 Messages are one JSON object a packet. Requests of the agent ("do"): writer, template, park, make_contexts, release,
 release_held, exec, signal, flush, end_template. Reports to the agent ("kind"): template_ready, template_ended, parked,
-contexts_made, refused, store_ready, started, released, exited, ended, reaped, flushed, without_writer. `ended` has the
-processes that survive SIGKILL (`unkillable`); `reaped` follows when one of them has died.
+contexts_made, refused, store_ready, started, released, exited, ended, reaped, flushing, flushed, without_writer.
+`ended` has the processes that survive SIGKILL (`unkillable`); `reaped` follows when one of them has died.
 """
 
 from __future__ import annotations
@@ -148,11 +148,16 @@ class Owner:
         self.poll.register(self.writer.listener.fileno(), select.POLLIN)
 
     def do_flush(self, message: Message) -> None:
-        """No round follows: have the writer write what it holds. `flushed` follows, with what became of it."""
+        """No round follows: have the writer write what it holds.
+
+        `flushing` follows, with the bytes of the largest state, and `flushed`, with what became of it; or only the
+        latter, if there is nothing.
+        """
         self.flushing = self.writer.request_flush() if self.writer is not None else None
-        if self.flushing is None:
+        if self.writer is None or self.flushing is None:
             self.send("flushed")
         else:
+            self.send("flushing", bytes=self.writer.held_bytes())
             self.poll.register(self.flushing.fileno(), select.POLLIN)
 
     def flushed(self) -> None:

@@ -80,8 +80,11 @@ class WriterProcess:
         """Have everything written that is in memory; the answer says what became of the newest state. None if there is
         nothing. Where the writer has died, this connection starts another one.
         """
-        held = any(os.fstat(fd).st_blocks for fd in self._memory)
-        return self._request({"do": "flush"}) if held else None
+        return self._request({"do": "flush"}) if self.held_bytes() else None
+
+    def held_bytes(self) -> int:
+        """The memory of the largest state."""
+        return max((os.fstat(fd).st_blocks * 512 for fd in self._memory), default=0)
 
     def _request(self, message: dict[str, Any]) -> socket.socket | None:
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
@@ -95,8 +98,7 @@ class WriterProcess:
 
     def longest_save_s(self, busy: bool) -> float:
         """How long ranks may take to copy a state before they are killed; `busy`: a rank has begun."""
-        held = max((os.fstat(fd).st_blocks * 512 for fd in self._memory), default=0)
-        return max(SAVE_S, held * SAVE_S_PER_BYTE) * (BUSY_FACTOR if busy else 1)
+        return max(SAVE_S, self.held_bytes() * SAVE_S_PER_BYTE) * (BUSY_FACTOR if busy else 1)
 
     def ended(self, status: int) -> str:
         """It was reaped. Returns why no other one is started, "" if one may be."""
