@@ -174,6 +174,19 @@ def test_states_in_memory_are_counted(start: StartReporter) -> None:
     assert [one.saved_at for one in written if isinstance(one, events.ResumedEvent)] == [None, 60.5]
 
 
+def test_checkpoints_that_take_longer_than_a_stop_may_are_reported_once(
+    start: StartReporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(PlainConsole, "log", lambda _, text, level: said.append(f"{level}: {text}"))
+    reporter = start("--nproc-per-node 1 --shutdown-timeout 40")
+    for step, written_s in (60, 39.0), (70, 66.4), (80, 70.0):
+        event = WorkerEvent("checkpoint_saved", 1, 0, step, 1.0, 1.0, "", extra={"written_seconds": written_s})
+        reporter.on(Observation(1, (), (event,), 0.0), 1.0)
+    (warning,) = said
+    assert warning.startswith("warning: the checkpoint of step 70 took 66 s to reach the disk, and a stop has 40 s (--")
+
+
 def test_remaining_restarts_follow_progress_and_the_clock(start: StartReporter) -> None:
     reporter = start("--nproc-per-node 1")
     left = lambda: _value(reporter, "elasticd_restart_budget_remaining")  # noqa: E731

@@ -215,6 +215,7 @@ class ProgressReporter:
     """The newest checkpoint that a worker of this node has saved: round, step."""
     _saved_at: float | None = None
     _checkpoint_step: int = -1
+    _warned_of_stops: bool = False
     _rate: StepRate = field(default_factory=StepRate)
 
     def on(self, event: JobEvent, now: float) -> None:
@@ -276,6 +277,7 @@ class ProgressReporter:
                 self._checkpoint_step = step
                 self.saved = reported.round, step
                 job.metrics.checkpoint_saved(step, reported.wall, size, seconds, written_s)
+                self._warn_of_stops(step, written_s)
             case events.PausedEvent():
                 job.goodput.on_pause(reported.mono)
             case events.CheckpointFailedEvent():
@@ -286,6 +288,15 @@ class ProgressReporter:
                 job.metrics.checkpoint_skipped()
         if reported.kind not in events.QUIET_KINDS:
             job.console.log(reported.reason, "warning" if reported.kind in events.WARNING_KINDS else "info")
+
+    def _warn_of_stops(self, step: int, written_s: float) -> None:
+        """Once: what SIGTERM has the script save may not be written in time."""
+        limit_s = self.job.policy.shutdown_timeout_s
+        if written_s > limit_s and not self._warned_of_stops:
+            self._warned_of_stops = True
+            took = f"the checkpoint of step {step} took {written_s:.0f} s to reach the disk"
+            has = f"a stop has {limit_s:g} s (--shutdown-timeout)"
+            self.job.console.log(f"{took}, and {has}: SIGTERM may cost the steps since the last checkpoint", "warning")
 
 
 @dataclass(slots=True)
