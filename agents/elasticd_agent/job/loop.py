@@ -348,7 +348,8 @@ class JobLoop:
                         case OwnerMessage({"kind": "flushing", "bytes": size}) if failed:
                             deadline += size * LAST_WRITE_S_PER_BYTE
                             if size > 1e9:
-                                self._listener.log(f"writing {size / 1e9:.1f} GB that are in memory; SIGTERM ends that")
+                                gigabytes = f"{size / 1e9:.1f} GB"
+                                self._listener.log(f"the state in memory, {gigabytes}, is written; SIGTERM ends that")
                         case OwnerMessage({"kind": "flushed"} as written):
                             pass
                         case OwnerLost() | messages.StopRequested() | messages.StopForced():
