@@ -57,7 +57,7 @@ def test_four_three_two_four_nodes(nodes: StartNodes, job: StartJob, tmp_path: P
     whole = job(*alone, workers="1", flags=directory(tmp_path, "a"))
     job_nodes = nodes("2:4")
     how: dict[str, Any] = {"flags": directory(tmp_path, "b"), "warm": True}
-    train = ("sharded.py", "--kind", kind, "--steps", str(steps), "--every", "5", "--pause", "0.05")
+    train = ("sharded.py", "--kind", kind, "--steps", str(steps), "--every", "5", "--pause", "0.05", "--ranks", "4")
     agents = {name: job_nodes.agent(name, *train, **how) for name in "abcd"}
     size_at(agents, 4)
     lost = [agents.pop(name) for name in "dc"]
@@ -122,6 +122,11 @@ def test_next_round_resumes_from_memory_although_all_workers_die(job: StartJob, 
     train = ("sharded.py", "--steps", "100000", "--every", "10", "--ballast", str(100 << 20), "--pause", "0.02")
     faults = [Fault(rank, 15, "SIGKILL", round=1) for rank in (0, 1)]
     run = job(*train, faults=faults, flags=directory(tmp_path, "shared"))
+    run.step(10, round=1)
+    writer = run.helper("writer")
+    os.kill(writer, signal.SIGSTOP)
+    run.event("group_ended", round=1)
+    os.kill(writer, signal.SIGCONT)
     resumed = run.event("resumed", round=2)
     assert (resumed["step"], resumed["reason"]) == (10, "resumed from step 10 of round 1, in memory")
     assert run.event("checkpoint_saved", round=1)["step"] == 10

@@ -116,3 +116,5 @@ def test_node_that_leaves_too_few_others_costs_no_step(nodes: StartNodes, tmp_pa
     replaces = both.agent("c", *train, flags=flags, warm=True)
     found = until(lambda: [*stays.events("resumed", round=2), *replaces.events("resumed", round=2)], "the next round")
     assert [event["step"] for event in found] == [last]
+    if rank == 1:  # the leader stays, and has read why the other node leaves
+        assert f"{order[1]} leaves: SIGTERM; c joined" in stays.event("round_published", round=2)["reason"]

@@ -71,6 +71,11 @@ def test_refused_probe_is_a_loss_and_silence_is_not() -> None:
     assert lost(replace(VIEW, probe_results=(("b", "silent"),))) == {}
 
 
+def test_node_that_had_said_that_it_leaves_is_not_called_lost() -> None:
+    view = replace(without("b"), probe_results=(("b", "refused"),), left=(("b", "b leaves: SIGTERM"),))
+    assert lost(view) == {"b": "b leaves: SIGTERM"}
+
+
 def test_done_node_cannot_be_lost() -> None:
     assert lost(replace(without("b"), done=frozenset("b"), probe_results=(("b", "refused"),))) == {}
 

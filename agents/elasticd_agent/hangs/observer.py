@@ -19,6 +19,8 @@ from elasticd_agent.hangs.rank import BUSY_BYTES_PER_S, BUSY_CORES
 from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import procfs
 
+LATE_KINDS = ("checkpoint_saved", "checkpoint_failed", "checkpoint_dropped", "message")
+"""What the writer may report of a save when its group has ended."""
 MAX_LOOK_GAP_S = 1.0
 """A gap between two looks counts as at most this much."""
 USAGE_AFTER_IDLE_S = 0.5
@@ -163,11 +165,13 @@ class GroupObserver:
     usage: Callable[[Sequence[int]], Mapping[int, procfs.Usage]] = field(
         default_factory=lambda: procfs.UsageReader().read
     )
+    earlier: Sequence[WorkerEventReader] = ()
+    """Of the group before: its last save may still be written."""
     _pids: tuple[int, ...] = ()
     _store_pid: int = 0
     _held: set[int] = field(default_factory=set)
     _heartbeat_readers: list[HeartbeatReader] = field(default_factory=list)
-    _worker_event_readers: list[WorkerEventReader] = field(default_factory=list)
+    event_readers: list[WorkerEventReader] = field(default_factory=list)
     _ages: list[_Ages] = field(default_factory=list)
     _bytes: list[_OwnBytes] = field(default_factory=list)
     _store: _Ages = field(default_factory=_Ages)
@@ -178,7 +182,7 @@ class GroupObserver:
 
     def __post_init__(self) -> None:
         self._heartbeat_readers = [HeartbeatReader(path) for path in self.heartbeat_files]
-        self._worker_event_readers = [WorkerEventReader(path) for path in self.worker_event_files]
+        self.event_readers = [WorkerEventReader(path) for path in self.worker_event_files]
         self._ages = [_Ages() for _ in self.heartbeat_files]
         self._bytes = [_OwnBytes() for _ in self.heartbeat_files]
 
@@ -206,9 +210,12 @@ class GroupObserver:
         self._observed_s += passed_s
         beats = tuple(read_heartbeat(one) for one in self._heartbeat_readers)
         events: list[WorkerEvent] = []
-        for reader in self._worker_event_readers:
+        for reader in self.event_readers:
             with suppress(OSError):  # no file descriptor is left, for example: the next look reads them
                 events += reader.read()[0]
+        for reader in self.earlier:
+            with suppress(OSError):
+                events += [event for event in reader.read()[0] if event.kind in LATE_KINDS]
         for at, (ages, beat) in enumerate(zip(self._ages, beats, strict=True)):
             ages.on_heartbeat(beat, passed_s if self._pids and at not in self._held else 0.0, now)
         idle_s = min((ages.idle_s for ages in self._ages), default=0.0)

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elasticd.heartbeat.worker_events import WorkerEvent
+from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader
 from elasticd_agent.hangs.deadlines import StepHistory
 from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceTarget
@@ -65,6 +65,8 @@ class GroupMonitor:
         self._shared = shared
         self._wait_shares = WaitCounter()
         self._prepared: PreparedGroup | None = None
+        self._earlier: list[WorkerEventReader] = []
+        """Of the group before."""
         self._at = self._eager_until = self._hastened_until = 0.0
         self._step_at: tuple[int, float] = (0, 0.0)
         self._checkpoint_reported_at = float("-inf")
@@ -99,6 +101,7 @@ class GroupMonitor:
         """Called before the group of `round` is started."""
         self.drop()
         self._prepared = prepared
+        prepared.observer.earlier = self._earlier
         self.detector.expect(round.number)
         self._history.begin()
         self._wait_shares.begin()
@@ -141,6 +144,7 @@ class GroupMonitor:
 
     def drop(self) -> None:
         if self._prepared is not None:
+            self._earlier = self._prepared.observer.event_readers
             self._prepared.observer.close()
             self._prepared = self._observation = None
 

@@ -40,6 +40,7 @@ class Losses:
 def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
     """The members of `current` that cannot continue: by the first rule that applies, or by a partition."""
     probes, absent, silent = dict(view.probe_results), dict(view.absent_since), dict(view.silent_since)
+    gone = dict(view.left)
     stalled = view.next_step_due is not None and now >= view.next_step_due + STALLED_S
     lost: dict[str, str] = {}
     until: list[float] = []
@@ -59,6 +60,7 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
         else:
             loss = _delay(view, current, policy, member, record, probe, silent.get(node) if stalled else None)
         why, due = loss
+        why = gone.get(node, why)
         if now < due:
             until.append(due)
             if record is None and view.failures:

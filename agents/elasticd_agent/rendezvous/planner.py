@@ -293,6 +293,7 @@ class ViewReader:
         self._failed_at: dict[int, float] = {}
         self._joined_at: dict[Identity, float] = {}
         self._absent_since: dict[str, float] = {}
+        self._leaving: dict[Identity, str] = {}
         self._short_since: float | None = None
         self.too_few_nodes = False  #: by the last verdict; `short_since` counts from the first one
 
@@ -317,8 +318,11 @@ class ViewReader:
             self._failed_at.setdefault(number, now)
         present = {r.id for r in records}
         self._observations.listed(present, now)
-        members = {m.node for m in current.members} if current is not None else set()
-        self._absent_since = {node: self._absent_since.get(node, now) for node in sorted(members - present)}
+        members = current.members if current is not None else ()
+        missing = sorted({m.node for m in members} - present)
+        self._absent_since = {node: self._absent_since.get(node, now) for node in missing}
+        leaving = self._leaving | {r.identity: r.leaving for r in records if r.leaving}
+        self._leaving = {m.identity: leaving[m.identity] for m in members if m.identity in leaving}
         self._forget_departed(records, current)
         return View(
             current=current,
@@ -333,6 +337,7 @@ class ViewReader:
             round_at=self._round_at.setdefault(number, now),
             failed_at=self._failed_at.get(number, now),
             absent_since=tuple(self._absent_since.items()),
+            left=tuple((node, why) for (node, _), why in self._leaving.items() if node in self._absent_since),
             store_up_since=self._observations.store_up_since,
             next_step_due=facts.next_step_due,
             short_since=self._update_short_since(records, now),

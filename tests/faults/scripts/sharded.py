@@ -53,7 +53,8 @@ def main(args: argparse.Namespace) -> None:
             faults.write(f"samples-{session.rank}", json.dumps(told) + "\n")
             session.step()
             faults.write(f"steps-{session.rank}", f"{session.round} {step} {session.world_size}\n")
-            time.sleep(args.pause)
+            waits = session.world_size < args.ranks and session.steps > 100
+            time.sleep(1.0 if waits else args.pause)
             if session.should_stop or session.steps >= args.steps:
                 if not session.should_stop:
                     end(session, model)
@@ -86,4 +87,5 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=lambda text: int(text) if text.isdigit() else text, default=5)
     parser.add_argument("--ballast", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.005)
+    parser.add_argument("--ranks", type=int, default=0, help="fewer train slowly after step 100: others are to join")
     main(parser.parse_args())
