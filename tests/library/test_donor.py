@@ -28,7 +28,7 @@ from elasticd.session import Session
 @pytest.mark.parametrize(("can_copy", "expected"), [(True, ["saving", "donated"] * 2), (False, ["donated"] * 2)])
 def test_launcher_gets_an_answer_whatever_a_rank_raises(can_copy: bool, expected: list[str]) -> None:
     writer, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    donor: Any = SimpleNamespace(_socket=rank, _why="", _committed=SimpleNamespace(copies=None))
+    donor: Any = SimpleNamespace(_socket=rank, _why="", _change_s=0.0, _committed=SimpleNamespace(copies=None))
 
     def fail(until: float) -> None:
         raise AssertionError("a mistake")
