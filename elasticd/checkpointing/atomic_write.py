@@ -138,6 +138,7 @@ class Staging:
         self.path = staging_path(directory, round, step, secrets.token_hex(4))
         self._shared = staging_path(directory, round, step, token) if token else None
         self._manifest = -1
+        self._published = False
 
     def __enter__(self) -> Staging:
         """Raises OSError: FileExistsError if another process has made the shared one."""
@@ -183,7 +184,8 @@ class Staging:
         if self._manifest >= 0:
             os.close(self._manifest)
             self._manifest = -1
-        shutil.rmtree(self.path, ignore_errors=True)
+        if not self._published:  # else another process may have made one of this name by now
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def link(self, name: str, source: int) -> FileState | None:
         """Hard-link a file from the directory with descriptor `source`, or copy it: then its size and checksum."""
@@ -215,8 +217,10 @@ class Staging:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
             os.rename(self.path, replacement)
+            self._published = True
             fsync_directory(self._directory)
             self._replace(replacement)
+        self._published = True
         fsync_directory(self._directory)
         return self._final
 
@@ -226,6 +230,7 @@ class Staging:
         store.commit(self.path, path.name, manifest, self._source)
         _remove(path)
         os.rename(self.path, path)
+        self._published = True
         other = path.with_name(f"{path.name}.again" if path == self._final else self._final.name)
         if other.exists():
             discard(other)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.checkpointing.atomic_write import Staging, staging_path, sweep, write_file
+from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
 
 
 @pytest.mark.parametrize("size", [1, 4096, 5000, 4 << 20, (4 << 20) + 4096, (9 << 20) + 7])
@@ -78,3 +79,12 @@ def test_sweep_of_a_rest_leaves_the_directory_that_takes_its_place(
     monkeypatch.setattr(fcntl, "lockf", replaced)
     sweep(tmp_path, 9)
     assert shared.exists()
+
+
+def test_published_staging_directory_leaves_the_next_one_of_its_name_alone(tmp_path: Path) -> None:
+    """Another node may make it at once, and writes its own copy of the same state."""
+    with Staging(tmp_path, 1, 5, "e") as first:
+        first.publish(Manifest(1, 5, None, 1, 0, NO_CHECKSUM, "job", "run"))
+        with Staging(tmp_path, 1, 5, "e") as second:
+            first.__exit__(None, None, None)
+            assert second.path.exists()
