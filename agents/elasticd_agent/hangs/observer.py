@@ -20,7 +20,7 @@ from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import procfs
 
 LATE_KINDS = ("checkpoint_saved", "checkpoint_failed", "checkpoint_dropped", "message")
-"""What the writer may report of a save when its group has ended."""
+"""What the writer may report of a save after its group has ended."""
 MAX_LOOK_GAP_S = 1.0
 """A gap between two looks counts as at most this much."""
 USAGE_AFTER_IDLE_S = 0.5

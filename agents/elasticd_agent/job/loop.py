@@ -348,8 +348,8 @@ class JobLoop:
                         case OwnerMessage({"kind": "flushing", "bytes": size}) if failed:
                             deadline += size * LAST_WRITE_S_PER_BYTE
                             if size > 1e9:
-                                gigabytes = f"{size / 1e9:.1f} GB"
-                                self._listener.log(f"the state in memory, {gigabytes}, is written; SIGTERM ends that")
+                                what = f"the newest state in memory ({size / 1e9:.1f} GB)"
+                                self._listener.log(f"waiting for {what} to reach the disk; SIGTERM ends the wait")
                         case OwnerMessage({"kind": "flushed"} as written):
                             pass
                         case OwnerLost() | messages.StopRequested() | messages.StopForced():

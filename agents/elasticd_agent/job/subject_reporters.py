@@ -296,7 +296,7 @@ class ProgressReporter:
             self._warned_of_stops = True
             took = f"the checkpoint of step {step} took {written_s:.0f} s to reach the disk"
             has = f"a stop has {limit_s:g} s (--shutdown-timeout)"
-            self.job.console.log(f"{took}, and {has}: SIGTERM may cost the steps since the last checkpoint", "warning")
+            self.job.console.log(f"{took}, and {has}: raise it, or SIGTERM may cost steps", "warning")
 
 
 @dataclass(slots=True)

@@ -65,7 +65,7 @@ class View:
     probe_results: tuple[tuple[str, ProbeResult], ...] = ()
     """Members' answers since the last sign of trouble."""
     absent_since: tuple[tuple[str, float], ...] = ()  #: members without a record
-    left: tuple[tuple[str, str], ...] = ()  #: those of them that had said that they leave, with their reasons
+    left: tuple[tuple[str, str], ...] = ()  #: those of them that had announced it, with reasons
     store_up_since: float = 0.0  #: since when the store has answered without a break
     next_step_due: float | None = None  #: of the workers beside the planner; None: it has none
     short_since: float | None = None  #: since when there have been fewer nodes than the job needs
