@@ -2,11 +2,15 @@
 
 Under elasticd and torchrun the environment has everything (env://); plain `python train.py` becomes a group of one,
 over a store in its own memory, so that DDP works without a port. A group that the script made itself is used as it is.
+
+Objects go between ranks without numpy, which torch's own collectives for them need and torch does not depend on.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import pickle
 import secrets
 import time
 from collections.abc import Mapping
@@ -100,6 +104,62 @@ def leave(group: DefaultGroup) -> None:
     if group.created and dist.is_initialized():
         time.sleep(LAST_COLLECTIVE_S)
         dist.destroy_process_group()
+
+
+def gather_objects(mine: Any, group: DefaultGroup) -> list[Any]:
+    """Rank 0 gets every rank's object, the others nothing. All ranks call it."""
+    import torch
+    import torch.distributed as dist
+
+    if group.world_size == 1:
+        return [mine]
+    device = _object_device(group)
+    data = pickle.dumps(mine)
+    sizes = torch.zeros(group.world_size, dtype=torch.int64, device=device)
+    dist.all_gather(list(sizes.view(-1, 1).unbind()), torch.tensor([len(data)], device=device))
+    own = _padded(data, int(sizes.max())).to(device)
+    found = [torch.empty_like(own) for _ in range(group.world_size)] if group.rank == 0 else None
+    dist.gather(own, found)
+    return [pickle.loads(host_bytes(each)[:size]) for each, size in zip(found or (), sizes.tolist(), strict=False)]
+
+
+def scatter_objects(every: list[Any], group: DefaultGroup) -> Any:
+    """Each rank gets its object of rank 0's list; the other ranks' lists are not read. All ranks call it."""
+    import torch
+    import torch.distributed as dist
+
+    if group.world_size == 1:
+        return every[0]
+    device = _object_device(group)
+    data = [pickle.dumps(each) for each in every] if group.rank == 0 else [b""] * group.world_size
+    sizes = torch.tensor(list(map(len, data)), dtype=torch.int64, device=device)
+    dist.broadcast(sizes, src=0)
+    most = int(sizes.max())
+    mine = torch.empty(most, dtype=torch.uint8, device=device)
+    dist.scatter(mine, [_padded(each, most).to(device) for each in data] if group.rank == 0 else None)
+    return pickle.loads(host_bytes(mine)[: int(sizes[group.rank])])
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a dense tensor, copied to the host where they are elsewhere. The view keeps the tensor."""
+    host = tensor.detach().contiguous().cpu()
+    buffer = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
+    buffer.tensor = host  # type: ignore[attr-defined]
+    return memoryview(buffer).cast("B") if host.nbytes else memoryview(b"")
+
+
+def _padded(data: bytes, size: int) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+
+
+def _object_device(group: DefaultGroup) -> torch.device:
+    """Where the group's backend takes tensors; the host where it can."""
+    import torch
+    import torch.distributed as dist
+
+    return torch.device("cpu") if "cpu:" in dist.get_backend_config() else group.device
 
 
 def _device(local_rank: int) -> torch.device:

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import generators, state
+from elasticd.process_group import host_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +141,7 @@ class CommitRecord:
         """Of the parameters as they are now."""
         import torch
 
-        return bytes(torch.cat(self._pieces).numpy())
+        return bytes(host_bytes(torch.cat(self._pieces)))
 
     def commit(self, step: int, digest: bytes = b"") -> None:
         """A process that dies in here leaves the slot without a step, and the other slots whole.

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing.commit_record import PIECE_BYTES, local, piece
+from elasticd.process_group import host_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +152,7 @@ class Fingerprint:
         return (
             [tensor._version for tensor in tensors],
             [tensor.data_ptr() for tensor in tensors],
-            bytes(torch.cat([torch.empty(0, dtype=torch.uint8), *pieces]).numpy()),
+            bytes(host_bytes(torch.cat([torch.empty(0, dtype=torch.uint8), *pieces]))),
         )
 
     def changed(self) -> bool:

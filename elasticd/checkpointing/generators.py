@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import CheckpointError
+from elasticd.process_group import host_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +92,7 @@ class Generators:
 
     def _of_device(self) -> bytes:
         if self._seed is None:
-            return bytes(self._gpu.get_state().numpy())
+            return bytes(host_bytes(self._gpu.get_state()))
         return _DEVICE.pack(self._seed(), self._gpu.get_offset())
 
     def _follow_gpu(self) -> None:
@@ -220,7 +221,7 @@ def _torch_source(generator: torch.Generator) -> Source:
     import torch
 
     def offered() -> bytes:
-        return bytes(generator.get_state().numpy())
+        return bytes(host_bytes(generator.get_state()))
 
     trial = torch.Generator()
     found, memory = _torch_place(generator), _torch_place(trial)
@@ -253,7 +254,7 @@ def _torch_place(generator: torch.Generator) -> tuple[int, int] | None:
     legacy = generator.get_state()
     if type(generator).__basicsize__ < object.__basicsize__ + 8 or legacy.numel() < 8 * (3 + _WORDS):
         return None
-    words = legacy[: 8 * (3 + _WORDS)].view(torch.int64)[3:].to(torch.int32).numpy().tobytes()
+    words = bytes(host_bytes(legacy[: 8 * (3 + _WORDS)].view(torch.int64)[3:].to(torch.int32)))
     with open("/proc/self/mem", "rb", buffering=0) as memory:  # a wrong address is an error there, and no crash
         try:
             pointer = os.pread(memory.fileno(), 8, id(generator) + object.__basicsize__)

@@ -8,7 +8,6 @@ a plan is made by all ranks once, and again only when the state of a rank has an
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import io
 import mmap
@@ -23,7 +22,7 @@ from elasticd.checkpointing.in_place import Reader, bytes_of
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import STATE
 from elasticd.errors import CheckpointCorrupt, CheckpointError
-from elasticd.process_group import DefaultGroup
+from elasticd.process_group import DefaultGroup, gather_objects, host_bytes, scatter_objects
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +53,7 @@ class ShardPlan:
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(state, None, group.rank == 0)
         self._structure = _structure(self._planner.state_dict)
-        plans = _gather(self._planner.create_local_plan(), group)
+        plans = gather_objects(self._planner.create_local_plan(), group)
         answer: list[Any] = []
         metadata: Metadata | None = None
         replicas = _replicas(plans)
@@ -64,7 +63,7 @@ class ShardPlan:
                 answer = [({each: global_plan[each] for each in same}, "") for same in replicas]
             except Exception as error:  # noqa: BLE001 - the planner raises many kinds, and all ranks wait
                 answer = [(None, str(error))] * group.world_size
-        found, why = _scatter(answer, group)
+        found, why = scatter_objects(answer, group)
         if found is None:
             raise CheckpointError(f"torch.distributed.checkpoint cannot plan this state: {why}")
         self._files = {rank: _File(plan.items) for rank, plan in found.items()}
@@ -77,7 +76,7 @@ class ShardPlan:
             places.append((item.index, filesystem._StorageInfo(file_name(group.rank), at, size)))
             at += size
         data = b""
-        every = _gather((at, places, self._own_sizes), group)
+        every = gather_objects((at, places, self._own_sizes), group)
         if metadata is not None:
             metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.6 has none
             metadata.storage_data = dict(pair for _, found, _ in every for pair in found)
@@ -90,7 +89,7 @@ class ShardPlan:
         """The bytes of each rank's file."""
         self.metadata: bytes
         """The content of .metadata, on rank 0 and its replicas."""
-        self.sizes, self._value_sizes, self.metadata = _scatter(answer, group)
+        self.sizes, self._value_sizes, self.metadata = scatter_objects(answer, group)
 
     @property
     def replicas(self) -> list[int]:
@@ -141,7 +140,7 @@ class _File:
                 assert isinstance(found, torch.Tensor)
                 before, after = _around(found.dtype, found.shape)
                 yield before
-                yield _bytes_of(found)
+                yield host_bytes(found)
                 yield after
         yield from self._value_bytes(planner)
 
@@ -340,14 +339,6 @@ def _read_metadata(content: bytes) -> Metadata:
     return metadata
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """On the host. The view keeps the tensor."""
-    host = tensor.detach().contiguous().cpu()
-    buffer = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
-    buffer.tensor = host  # type: ignore[attr-defined]
-    return memoryview(buffer).cast("B")
-
-
 @functools.lru_cache(1 << 16)
 def _around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """What `torch.save` writes before and after the bytes of such a tensor."""
@@ -366,25 +357,3 @@ def _structure(flat: dict[str, Any]) -> list[tuple[Any, ...]]:
         else (key,)
         for key, value in flat.items()
     ]
-
-
-def _gather(mine: Any, group: DefaultGroup) -> list[Any]:
-    """Rank 0 gets every rank's object, the others nothing."""
-    import torch.distributed as dist
-
-    found = [None] * group.world_size if group.rank == 0 else None
-    if group.world_size == 1:
-        return [mine]
-    dist.gather_object(mine, found)
-    return found or []
-
-
-def _scatter(every: list[Any], group: DefaultGroup) -> Any:
-    """Each rank gets its object of rank 0's list."""
-    import torch.distributed as dist
-
-    if group.world_size == 1:
-        return every[0]
-    mine = [None]
-    dist.scatter_object_list(mine, every if group.rank == 0 else None)
-    return mine[0]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from elasticd.checkpointing import state
 from elasticd.checkpointing.manifest import ALGORITHM, Checksum
 from elasticd.errors import CheckpointError, UsageError
+from elasticd.process_group import host_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,7 @@ def plain_digests(attached: Mapping[str, Any], world_size: int) -> dict[str, str
             if not is_number and value.untyped_storage().data_ptr() not in equal:
                 checksum = Checksum(ALGORITHM)
                 checksum.update(f"{value.dtype} {tuple(value.shape)}".encode())
-                checksum.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+                checksum.update(host_bytes(value))
                 found[".".join(path)] = str(checksum)[-16:]  # every rank sends those of all its tensors
 
     own = {name: obj for name, obj in attached.items() if not _is_zero(obj)}

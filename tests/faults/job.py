@@ -71,6 +71,7 @@ class Job:
         env: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
         stderr: int | None = None,
+        python: str | Path = sys.executable,
     ) -> None:
         self.work = work
         work.mkdir(parents=True, exist_ok=True)
@@ -84,7 +85,7 @@ class Job:
         own = {"PYTHONPATH": path, "WORK": str(work), **dict([self.mark.split("=")])}
         with open(work / "out", "ab") as out, open(work / "err", "ab") as err:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, *command, *flags, str(script), *args],
+                [*prefix, python, *command, *flags, str(script), *args],
                 cwd=work,
                 env={**os.environ, **own, **(env or {})},
                 stdin=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elasticd
 from elasticd.checkpointing import donor, layout
 from elasticd.checkpointing.layout import Layout
+from elasticd.process_group import host_bytes
 
 
 def digest(value: Any) -> str:
@@ -31,7 +32,7 @@ def digest(value: Any) -> str:
 
     def add(item: Any) -> None:
         if isinstance(item, torch.Tensor):
-            found.update(item.detach().cpu().contiguous().numpy().tobytes())
+            found.update(host_bytes(item))
         elif isinstance(item, dict):
             for key, each in item.items():
                 found.update(repr(key).encode())

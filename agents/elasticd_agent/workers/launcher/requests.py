@@ -20,8 +20,8 @@ from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.system.installation import library_file, program
 
 ALWAYS = ("numpy", "torch", "torch._dynamo", "torch.profiler._cupti_monitor")
-"""numpy, which torch imports, torch, and the lazy imports of the first DistributedDataParallel() and the first
-optimizer step (torch 2.13)."""
+"""numpy, which torch imports where it is installed, torch, and the lazy imports of the first DistributedDataParallel()
+and the first optimizer step (torch 2.13)."""
 COMPILE = ("torch._inductor.compile_fx",)
 LAZY_LIBRARY = ("elasticd.session", "elasticd.checkpointing.api", "elasticd.sampler")
 """The lazy imports of `import elasticd`."""

@@ -35,8 +35,6 @@ THREAD_END_S = 0.5
 """A thread that was joined is in /proc for a moment."""
 THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 """torch takes the first one that has a number."""
-ESSENTIAL = ("numpy", "torch")
-"""Any other module can be left out."""
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 MOST_NVML_USERS = 64
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -166,7 +164,7 @@ class Template:
                     with self.hidden.loading(name):
                         importlib.import_module(name)
                 except BaseException as error:
-                    if name in ESSENTIAL:
+                    if name == "torch":  # any other module can be left out
                         raise
                     missing = isinstance(error, ModuleNotFoundError) and name.startswith(error.name or "?")
                     if name in self.config["required"] or not missing:  # or this version of torch does not have it
@@ -175,7 +173,7 @@ class Template:
                 why = self.unfit()
                 if why == before and name in self.config["required"] and not left_out:
                     why = self.bad_fork()
-                if why is not None and why != before and name not in ESSENTIAL:
+                if why is not None and why != before and name != "torch":
                     left_out[name] = why
         distributed = self.hidden.get("torch.distributed")
         self.tcp_store = getattr(distributed, "TCPStore", None)
