@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.faults.conftest import StartJob
-from tests.faults.job import Job, until
+from tests.faults.job import SCRIPTS, Job, until
 
 COLD = "${local_rank}"
 
@@ -64,6 +66,43 @@ def test_daemonised_child_of_a_stopped_worker(job: StartJob) -> None:
     run.process.terminate()
     assert run.wait() == 128 + signal.SIGTERM
     assert len(run.file("family").split()) == 6
+
+
+@pytest.mark.parametrize("how", ["handler", pytest.param("session", marks=pytest.mark.system)])
+def test_data_loader_works_until_its_script_has_saved(job: StartJob, how: str) -> None:
+    """The signal goes to the ranks: with the loader's workers gone, the next batch is an exception."""
+    run = job("loading.py", how)
+    for rank in (0, 1):
+        run.step(10, rank=rank)
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+    assert [len(run.file(f"saved-{rank}").split()) for rank in (0, 1)] == [1, 1]
+    assert {event["exit_code"] for event in run.events("worker_exited")} == {0}
+    assert "DataLoader worker" not in run.err
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "what"),
+    [
+        ('"$@"; echo more >> "$WORK/more"', "polite"),
+        pytest.param('"$@"; echo more >> "$WORK/more"', "slow", marks=pytest.mark.system),
+        ('trap "echo cleaned > $WORK/cleaned" TERM; "$@"', "polite"),
+        ('("$@"; true); true', "polite"),
+    ],
+    ids=["ends by it", "ends before its program", "catches it", "in a subshell"],
+)
+def test_program_of_a_shell_hears_of_a_stop(job: StartJob, tmp_path: Path, wrapper: str, what: str) -> None:
+    """As under torchrun, which signals the process group. A shell that ends by the signal leaves its program the rest
+    of the time for a stop."""
+    script = tmp_path / "wrapper.sh"
+    script.write_text(f"#!/bin/bash\n{wrapper}\n")
+    program = [sys.executable, str(SCRIPTS / "plain.py"), "", what]
+    run = ready(job("bash", str(script), *program, flags=["--no-python"]))
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+    assert [run.file(f"got-{rank}") for rank in (0, 1)] == ["SIGTERM", "SIGTERM"]
+    assert (run.work / "cleaned").exists() == ("cleaned" in wrapper)
+    assert not (run.work / "more").exists()
 
 
 def test_hangup_means_nothing_under_nohup(job: StartJob) -> None:

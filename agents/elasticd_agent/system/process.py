@@ -61,6 +61,7 @@ def redirect(stdout: str | None, stderr: str | None) -> None:
             os.close(opened)
 
 
+SHELLS = frozenset({"ash", "bash", "busybox", "dash", "ksh", "mksh", "sh", "zsh"})
 CLEANER_GRACE_S = 3.0
 CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 """They free the shared memory of their parents within milliseconds of their death, and then end; if they were killed
@@ -88,13 +89,14 @@ def end_children(within_s: float, except_pids: Collection[int] = ()) -> None:
         now = time.monotonic()
 
 
-def children() -> list[int]:
-    """Pids of our direct children, zombies among them."""
+def children(parent: int = 0) -> list[int]:
+    """Pids of the direct children of a process with one thread, zombies among them; 0: of this one."""
+    parent = parent or os.getpid()
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as listing:
+        with open(f"/proc/{parent}/task/{parent}/children") as listing:
             return [int(pid) for pid in listing.read().split()]
-    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent_of(pid) == os.getpid()]
+    except OSError:  # a kernel without CONFIG_PROC_CHILDREN, or it has ended
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent_of(pid) == parent]
 
 
 def parent_of(pid: int) -> int:
@@ -127,16 +129,38 @@ def _read_proc(pid: int, name: str) -> str:
 def signal_child(pid: int, signum: int) -> None:
     """Signal a child that is not reaped yet, so that the pid is still its own.
 
-    Every signal except SIGKILL also goes to the process group it leads, as a terminal's would. Survivors of a killed
-    process become our children, and are killed next.
+    Its own children get no signal: a script whose DataLoader has lost its workers cannot save any more. They become our
+    children when it has ended, and are signalled then. A shell that catches the signal, or ignores it, first waits for
+    the program that it runs, which therefore gets the signal as well.
     """
+    if signum != signal.SIGKILL and is_shell(pid) and not _ends_by(pid, signum):
+        for program in children(pid):
+            signal_child(program, signum)
     try:
-        if signum == signal.SIGKILL or os.getpgid(pid) != pid:
-            os.kill(pid, signum)
-        else:
-            os.killpg(pid, signum)
+        os.kill(pid, signum)
     except (ProcessLookupError, PermissionError):
         pass
+
+
+def session_of(pid: int) -> int:
+    """0 for a process that is gone. A worker leads the session of what it has started, unless that has left it."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def is_shell(pid: int) -> bool:
+    try:
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")) in SHELLS
+    except OSError:
+        return False
+
+
+def _ends_by(pid: int, signum: int) -> bool:
+    """Whether the signal has its default action there."""
+    fields = dict(line.split(":\t", 1) for line in _read_proc(pid, "status").splitlines() if ":\t" in line)
+    return not any(int(fields.get(name, "0"), 16) >> signum - 1 & 1 for name in ("SigIgn", "SigCgt"))
 
 
 def describe_status(status: int) -> str:

@@ -19,6 +19,8 @@ def main(what: str) -> None:
     if what == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    elif what == "slow":
+        signal.signal(signal.SIGTERM, slow)
     elif what == "polite":
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, polite)
@@ -39,6 +41,12 @@ def main(what: str) -> None:
 def polite(signum: int, _: FrameType | None) -> None:
     faults.write(f"got-{faults.RANK}", signal.Signals(signum).name)
     sys.exit(0)
+
+
+def slow(signum: int, _: FrameType | None) -> None:
+    """Takes longer than what a successful script leaves behind may take."""
+    time.sleep(6)
+    polite(signum, _)
 
 
 def daemonise(deaf: bool = False) -> None:

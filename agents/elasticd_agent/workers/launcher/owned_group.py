@@ -8,6 +8,7 @@ the standard library is imported: the owner runs without site-packages.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from elasticd_agent.system.process import CLEANER_GRACE_S, kernel_state
+from elasticd_agent.system.process import CLEANER_GRACE_S, kernel_state, session_of
 
 STORE_RANK = -1
 """The local rank of the round's store process."""
@@ -65,6 +66,10 @@ class OwnedGroup:
         self.last_exit_at = 0.0
         self.leftovers_since: float | None = None
         """When its workers had ended and left processes behind."""
+        self.asked: set[int] = set()
+        """Those that got SIGTERM."""
+        self.stopped = self.runs_programs = False
+        """Its workers got a signal to end; some of them are shells, which may end by it before their programs do."""
 
     def workers(self) -> list[int]:
         return [pid for pid, rank in self.alive.items() if rank != STORE_RANK]
@@ -94,18 +99,19 @@ class OwnedGroup:
         """False once all leftovers had their grace period, then SIGKILL, then `kill_deadline_s`."""
         if self.leftovers_since is None:
             return True
-        grace_s = CLEANER_GRACE_S if self.failed else LEFTOVER_GRACE_S
+        grace_s = CLEANER_GRACE_S if self.failed else self.leftover_grace_s()
         return now <= max(self.leftovers_since, self.last_exit_at) + grace_s + self.kill_deadline_s
+
+    def leftover_grace_s(self) -> float:
+        """What a shell's program may take is the agent's to say: SIGKILL follows at the deadline of the stop."""
+        return math.inf if self.runs_programs else LEFTOVER_GRACE_S
 
     def describe_unkillable(self, pids: Iterable[int]) -> list[dict[str, Any]]:
         """For each pid its worker's local rank (a leftover's by its session), and where it hangs in the kernel."""
         return [{"pid": pid, "local_rank": self._rank_of(pid), **kernel_state(pid)} for pid in pids]
 
     def _rank_of(self, pid: int) -> int | None:
-        try:
-            return self.ranks.get(pid, self.ranks.get(os.getsid(pid)))
-        except OSError:
-            return None
+        return self.ranks.get(pid, self.ranks.get(session_of(pid)))
 
 
 def has_device_open(pid: int, devices: tuple[str, ...] = DEVICE_FILES) -> bool:

@@ -37,8 +37,10 @@ from elasticd_agent.system.process import (
     children,
     describe_status,
     end_children,
+    is_shell,
     may_be_cleaner,
     prctl,
+    session_of,
     signal_child,
     spawn,
 )
@@ -406,6 +408,8 @@ class Owner:
         if signum == signal.SIGKILL:
             self.kill_members(group)
         else:
+            group.stopped = True
+            group.runs_programs |= any(map(is_shell, group.workers()))
             for pid in group.workers():
                 signal_child(pid, signum)
 
@@ -500,6 +504,8 @@ class Owner:
         if group.ended:  # this was the store that it kept
             self.drop(group)
         self.send("exited", group=group.name, local_rank=rank, pid=pid, status=status, at=at)
+        if group.stopped and not group.failed:
+            self.end_by_signal(group, [left for left in self.leftovers() if session_of(left) == pid])
 
     def finish(self, group: OwnedGroup) -> None:
         """End a group whose last worker has exited: its store, unless kept, and what its workers left behind.
@@ -530,14 +536,19 @@ class Owner:
         """After a success SIGTERM and a grace period come first. Cleaners of shared memory get a moment in any case."""
         if group.leftovers_since is None:
             group.leftovers_since = now
-            if not group.failed:
-                for pid in leftovers:
-                    signal_child(pid, signal.SIGTERM)
+        if not group.failed:
+            self.end_by_signal(group, leftovers)
         waited_s = now - max(group.leftovers_since, group.last_exit_at)
-        if group.failed or waited_s > LEFTOVER_GRACE_S:
+        if group.failed or waited_s > group.leftover_grace_s():
             for pid in leftovers:
                 if waited_s > CLEANER_GRACE_S or not may_be_cleaner(pid):
                     signal_child(pid, signal.SIGKILL)
+
+    def end_by_signal(self, group: OwnedGroup, leftovers: list[int]) -> None:
+        """Once each."""
+        for pid in set(leftovers) - group.asked:
+            signal_child(pid, signal.SIGTERM)
+        group.asked.update(leftovers)
 
     def group_ended(self, group: OwnedGroup, keeps_store: bool, leftovers: list[int]) -> None:
         survivors = [*leftovers, *([] if keeps_store else group.alive)]
