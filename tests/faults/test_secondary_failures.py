@@ -71,3 +71,11 @@ def test_exception_on_another_node(nodes: Callable[[str], Nodes]) -> None:
     published = agents[0].event("round_published", round=2)
     assert published["reason"].startswith("rank 1 raised ValueError: a fault, and then rank 0 lost its peers: ")
     assert published["mono"] - fallen["mono"] < EXIT_WAIT_S
+
+
+@pytest.mark.system
+def test_rank_that_ends_early_in_every_round_ends_the_job(job: StartJob) -> None:
+    """A plain script whose ranks have unequal numbers of batches: no restart mends that."""
+    run = job("train.py", "40", faults=[Fault(1, 20, "sys.exit 0", times=4)])
+    assert run.wait() == 1
+    assert "3 restarts without progress beyond step 19" in run.event("job_ended")["reason"]

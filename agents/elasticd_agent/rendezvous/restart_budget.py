@@ -22,16 +22,29 @@ def round_progressed(
     """True if `round_` committed a step that no round had, or saved a checkpoint beyond the one it resumed from.
 
     `high_water` is the highest step seen by now. A resumed round's copy of its parent has the parent's step. Every step
-    of a plain script is new, since only the script knows where it resumed, unless `cause` is the error of the round
-    before, after the same step.
+    of a plain script is new, since only the script knows where it resumed, unless `cause` has ended the round before,
+    too, after the same step.
     """
     before = round_.budget
-    repeated = cause is not None and cause.step is not None and cause.repeat_key != ""
-    if repeated and cause is not None:
-        repeated = (cause.repeat_key, cause.step) == (before.repeat_key, before.step)
+    key, step = _ending(cause, high_water - before.high_water)
+    repeated = key != "" and step is not None and (key, step) == (before.repeat_key, before.step)
     return any(
         is_progress(round_, at, 0 if repeated else high_water) for at in (None, *(f.checkpoint for f in failures))
     )
+
+
+def _ending(cause: Failure | None, steps: int) -> tuple[str, int | None]:
+    """What two rounds that end by the same cause have in common: its key, and the step. `steps` were made in this one.
+
+    Hangs, and errors of ranks that have lost a peer, have no key of their own; after the same step they are the
+    script's, as where one rank ends early with code 0. What somebody has killed has none: a schedule may kill twice
+    after the same step.
+    """
+    if cause is None or cause.repeat_key:
+        return (cause.repeat_key, cause.step) if cause is not None else ("", None)
+    if cause.kind == "hung" or (cause.error and not cause.culprits):
+        return f"{cause.kind}: {cause.cause or cause.error}", steps if cause.step is None else cause.step
+    return "", cause.step
 
 
 def is_progress(round_: Round, checkpoint: tuple[int, int] | None, high_water: int) -> bool:
@@ -59,14 +72,15 @@ def spend(
     round differs) does not lengthen the streak without progress; it counts in every other way.
     """
     streak = 0 if progress else state.streak
+    key, step = _ending(failure, high_water - state.high_water)
     tokens = _tokens(state, policy, elapsed_s)
     high_water = max(high_water, state.high_water)
     if policy.max_restarts is not None:
         if state.counted >= policy.max_restarts:
             return f"{state.counted} of {policy.max_restarts} restarts used (--max-restarts)"
     elif streak >= policy.no_progress_limit and not forgiven:
-        step = (failure.step if failure is not None and failure.step == state.step else None) or high_water
-        beyond = f"beyond step {step}" if step else "before any step was done"
+        last = (step if step == state.step else None) or high_water
+        beyond = f"beyond step {last}" if last else "before any step was done"
         return f"{count(streak, 'restart')} without progress {beyond}"
     elif tokens < 1:
         most = policy.max_restarts_per_hour
@@ -79,8 +93,8 @@ def spend(
         streak=streak,
         tokens=max(0.0, tokens - 1),
         high_water=high_water,
-        step=failure.step if failure is not None else None,
-        repeat_key=failure.repeat_key if failure is not None else "",
+        step=step,
+        repeat_key=key,
     ), delay
 
 
