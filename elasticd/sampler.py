@@ -15,6 +15,7 @@ import operator
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -48,6 +49,34 @@ class _Loader(NamedTuple):
     """Its batches arrive in another order than the sampler's."""
     wrapped: bool = False
     """Another batch sampler is between them."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a process has done with a sampler."""
+
+    has_committed: bool = False
+    begun: int = 0
+    """Iterations."""
+    exhausted: int = 0
+    """The last of them that has come to the end of its epoch, 0 for none."""
+    fetched: int = 0
+    """Micro-batches."""
+    fetched_to_train: int = 0
+    """Those that were not fetched in `torch.no_grad()`."""
+
+
+_ITERATED: weakref.WeakSet[ElasticBatchSampler] = weakref.WeakSet()
+"""Samplers of this process: a session has to find those that it is not given."""
+
+
+def uncommitted() -> list[ElasticBatchSampler]:
+    """Samplers that this process has iterated over, and that have never committed a step."""
+    return [each for each in _ITERATED if not each._usage.has_committed]
+
+
+def usage_of(sampler: ElasticBatchSampler) -> Usage:
+    return sampler._usage
 
 
 @dataclass(slots=True)
@@ -163,6 +192,7 @@ class ElasticBatchSampler:
         self._restored = False
         self._finished_here = False
         self._consumption = _Consumption(_Loader())
+        self._usage = Usage()
 
     @property
     def epoch(self) -> int:
@@ -239,6 +269,7 @@ class ElasticBatchSampler:
             )
         self._consumption.on_commit(self._fetched, self._end)
         self._refuse_skipped_steps(self._consumption.skips(self._global_batch))
+        self._usage.has_committed = True
         # The samples that drop_last leaves out belong to the last step, so that offset == length always means "over".
         self._offset = self._size if step.stop == self._end else step.stop
         self._restored = False
@@ -317,11 +348,15 @@ class ElasticBatchSampler:
             )
         self._refuse_skipped_steps(self._consumption.skipped(self._global_batch, self._world_size))
         self._consumption = _Consumption(_calling_loader(self), steps=len(self._starts_left()))
+        self._usage.begun += 1
+        _ITERATED.add(self)
         # Not a generator itself: it starts at the cursor of iter(), not of the first next().
         return self._micro_batches(self._starts_left(), self._generation)
 
     def _micro_batches(self, starts: range, generation: int) -> Iterator[list[int]]:
-        epoch = self._epoch
+        from torch import is_grad_enabled
+
+        epoch, iteration, usage = self._epoch, self._usage.begun, self._usage
         order = self._order(epoch)
         share = -(-self._global_batch // self._world_size)
         chunk, done = _FIRST_CHUNK, 0
@@ -336,10 +371,13 @@ class ElasticBatchSampler:
                 self._refuse_stale(step, generation, epoch)
                 if micro == self._accumulate - 1:
                     self._fetched = max(self._fetched, step.stop)
+                usage.fetched += 1
+                usage.fetched_to_train += is_grad_enabled()
                 yield indices[taken : taken + stop - start]
                 taken += stop - start
             done += len(steps)
             chunk = min(2 * chunk, _LARGEST_CHUNK)
+        usage.exhausted = max(usage.exhausted, iteration)
         if generation == self._generation:
             self._consumption.exhausted = True
             self._refuse_skipped_steps(self._consumption.skips(self._global_batch))
@@ -421,6 +459,7 @@ def _calling_loader(sampler: object) -> _Loader:
         names = frame.f_locals if frame.f_globals.get("__name__", "").startswith(_LOADER_MODULES) else {}
         iterator: Any = names.get("self")
         if hasattr(iterator, "_index_sampler"):
+            _refuse_batches_of_batches(iterator._index_sampler, sampler)
             # While the iterator is being made only the DataLoader has the option.
             in_order = getattr(names.get("loader"), "in_order", getattr(iterator, "_in_order", True))
             unordered = not in_order and getattr(iterator, "_num_workers", 0) > 1
@@ -429,6 +468,15 @@ def _calling_loader(sampler: object) -> _Loader:
             break
         frame = frame.f_back
     return _Loader()
+
+
+def _refuse_batches_of_batches(index_sampler: Any, sampler: object) -> None:
+    size = getattr(index_sampler, "batch_size", 1)
+    if getattr(index_sampler, "sampler", None) is sampler and isinstance(size, int) and size > 1:
+        raise SamplerError(
+            f"this DataLoader makes one batch of {size} batches, because ElasticBatchSampler gives whole batches and "
+            "no samples: write DataLoader(dataset, batch_sampler=sampler), without batch_size and sampler"
+        )
 
 
 def _length(dataset: Sized | int) -> int:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 from elasticd import process_group
 from elasticd.checkpointing import restore, sharded, state
 from elasticd.checkpointing.donor import Donor
+from elasticd.checkpointing.omissions import Omissions
 from elasticd.checkpointing.restore import Resumed
 from elasticd.checkpointing.saver import DEFAULT_KEEP, SaveInterval, Saver
 from elasticd.coordination import pause
@@ -88,6 +89,7 @@ class Session:
         self._pauses = pause.PauseController(self._heartbeat, self._events, pause.timeout_from_environment())
         self._saver = Saver(environment, group, self._channel, self._events, self._heartbeat)
         self._attached: dict[str, Any] = {}
+        self._omissions = Omissions(self._saver, self._attached)
         self._optional: set[str] = set()
         """Names of which a checkpoint may hold nothing."""
         self._committing: list[Any] = []
@@ -98,7 +100,7 @@ class Session:
         self._sigterm = SigtermHandler()
         self._steps = 0
         self._stepped = False
-        self._restored = False
+        self._restored = self._has_called_restore = False
         self._should_stop = False
         self._closed = False
         self._publisher = StatusPublisher(
@@ -150,8 +152,8 @@ class Session:
         return self._should_stop
 
     def attach(self, *, optional: bool = False, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> Session:
-        """Name what a checkpoint holds: model=, optimizer=, scheduler=, sampler=, anything with state_dict(). Returns
-        the session, for `restore()`.
+        """Name what a checkpoint holds: model=, optimizer=, scheduler=, sampler=, a torch.Generator, anything with
+        state_dict(). Returns the session, for `restore()`.
 
         Rank 0's state is saved, and loaded by all; of sharded modules and optimizers (FSDP2, DTensor,
         ZeroRedundancyOptimizer) each rank's part; of `per_rank`, a dict by name, every rank's. On another world size
@@ -163,10 +165,12 @@ class Session:
         method gets that call at every `step()`. Sends nothing to other ranks. Raises UsageError for an object that
         cannot be saved and loaded, for a name given twice, and after a `restore()` that loaded something.
         """
-        every = [*objects.items(), *(per_rank or {}).items()]
+        objects, own = (
+            {name: state.attachable(name, obj) for name, obj in each.items()} for each in (objects, per_rank or {})
+        )
+        every = [*objects.items(), *own.items()]
         names = {*self._attached, *self._saver.per_rank}
         for name, obj in every:
-            state.check_attachable(name, obj)
             sharded.check_mesh(name, obj, self._group.world_size)
             if name in names:
                 raise UsageError(f"attach({name}=...): that name is taken; each object needs its own")
@@ -179,8 +183,9 @@ class Session:
                 if callable(getattr(obj, "register_step_pre_hook", None)) and hasattr(obj, "_optimizer_step_pre_hooks"):
                     self._optimizer_hooks.append(obj.register_step_pre_hook(self._on_optimizer_step))
         self._attached.update(objects)
-        self._saver.per_rank.update(per_rank or {})
+        self._saver.per_rank.update(own)
         self._optional |= {name for name, _ in every} if optional else set()
+        self._omissions.watch()
         if every and self._donor is not None:
             self._donor.close()
         known = [*self._attached.values(), *self._saver.per_rank.values()]
@@ -209,6 +214,7 @@ class Session:
         shared = (self._saver, self._group, self._channel, self._events)
         with self._channel.one_of_many("restore"):
             self._saver.open(directory, "restore")
+            self._has_called_restore = True
             resumed = restore.restore(self._attached, self._optional, step, *shared)
         if resumed is not None:
             self._restored = True
@@ -282,6 +288,7 @@ class Session:
         """
         if not self._stepped:
             self._begin_steps()
+        self._omissions.at_step()
         if self._donor is not None:
             self._donor.begin()
         for obj in self._committing:
@@ -313,6 +320,9 @@ class Session:
         self._stepped = True
         self._sigterm.install()
         if self._attached and self._saver.directory is not None:
+            if not self._has_called_restore:
+                self._channel.call = "step()"
+                restore.check_unneeded(self._saver, self._channel)
             every = self._saver.every
             known = {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
             self._events.write("attached", "a checkpoint is attached", self._steps, **known)
@@ -372,6 +382,7 @@ class Session:
             if has_failed:
                 self._donor.fail()
             self._donor.close()
+        self._omissions.close(has_failed)
         self._saver.close(wait=not has_failed)
         self._sigterm.close()
         self._barriers.close()

@@ -42,7 +42,7 @@ from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.shard_server import Server
 from elasticd.checkpointing.writer_client import SnapshotRefused
 from elasticd.coordination.store_channel import StoreChannel
-from elasticd.errors import CheckpointCorrupt, CheckpointError, ObjectStoreError
+from elasticd.errors import CheckpointCorrupt, CheckpointError, ObjectStoreError, UsageError
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 from elasticd.process_group import DefaultGroup
 
@@ -81,6 +81,39 @@ def restore(
     """
     assert saver.directory is not None
     return _Restore(saver.directory, attached, optional, step, saver, group, channel, events).run()
+
+
+def check_unneeded(saver: Saver, channel: StoreChannel) -> None:
+    """To be called at the first step of a script that has not called `restore()`.
+
+    Raises UsageError, on every rank, where a restart has left a checkpoint of its own run unused; a checkpoint of
+    another run may be unused on purpose.
+    """
+    own, directory = saver.environment, saver.directory
+    assert directory is not None
+
+    def find() -> dict[str, Any]:
+        found: list[Manifest] = []
+        with contextlib.suppress(OSError):  # a disk or store that cannot be read now; saves will say so
+            found += [entry.manifest for entry in checkpoint.lineage(directory)[0][:1]]
+        with contextlib.suppress(OSError, SnapshotRefused):
+            found += [each.draft for each in saver.writer.find_all()] if saver.writer is not None else []
+        newest = max(found, key=lambda each: (each.round, each.step), default=None)
+        if newest is None:
+            return {"step": 0}
+        is_ours = (newest.job, newest.run) == (own.job, own.run)
+        if is_ours and (own.restarts > 0 or 0 < newest.round < own.round):
+            raise UsageError(
+                f"{where} of step {newest.step} from before the restart, and session.restore() was not called: "
+                "training would begin anew. Call it after session.attach()"
+            )
+        return {"step": newest.step}
+
+    where = f"{shown(directory)} has a checkpoint"
+    step = channel.on_rank0("unrestored", "whether there is a checkpoint", find)["step"]
+    if step:
+        what = f"{where} of step {step}, and session.restore() was not called: training begins anew, at step 0"
+        saver.warn("message", what, directory)
 
 
 @dataclass

@@ -54,8 +54,15 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def check_attachable(name: str, obj: Any) -> None:
-    """Raises UsageError for an object that cannot be saved and loaded."""
+def attachable(name: str, obj: Any) -> Any:
+    """What is saved and loaded for it: the object itself, except for a generator.
+
+    Raises UsageError for an object that cannot be saved and loaded.
+    """
+    import torch
+
+    if isinstance(obj, torch.Generator):
+        return GeneratorState(obj)
     if name == RESERVED:
         raise UsageError(f"attach({name}=...): that name is elasticd's own part of a checkpoint; choose another")
     foreign = next((each.__module__ for each in type(obj).__mro__ if each.__module__.startswith(_OTHERS_SHARDS)), "")
@@ -66,7 +73,35 @@ def check_attachable(name: str, obj: Any) -> None:
         )
     missing = [f"{name}()" for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
     if missing:
-        raise UsageError(f"attach({name}=...): {type(obj).__name__} has no {' and no '.join(missing)}")
+        raise UsageError(
+            f"attach({name}=...): {type(obj).__name__} has no {' and no '.join(missing)}. What the script changes "
+            "while it trains belongs into an object of a class with both methods, which return and take a dict; what "
+            "is the same at each start, such as settings, needs no checkpoint"
+        )
+    return obj
+
+
+class GeneratorState:
+    """Of a torch.Generator, in a form in which any rank can save it at a fault: bytes and no tensor."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = self._generator.get_state()
+        return {"state": ctypes.string_at(kept.data_ptr(), kept.nbytes)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        import torch
+
+        self._generator.set_state(torch.frombuffer(bytearray(saved["state"]), dtype=torch.uint8))
+
+    def load_state_dicts(self, saved: list[dict[str, Any]], rank: int, world_size: int) -> str:
+        """A rank that has none keeps its own, as of torch's default generator."""
+        if rank < len(saved):
+            self.load_state_dict(saved[rank])
+            return ""
+        return f"there is no state for rank {rank}, which keeps its own"
 
 
 def unwrap(obj: Any) -> Any:
@@ -167,8 +202,9 @@ def _load(target: Any, state: Any, in_place: Collection[int]) -> None:
         if mapped.isdisjoint(_addresses(target.state_dict())):
             return
     elif isinstance(target, Optimizer):
-        before = dict(target.state)
+        before, settings = dict(target.state), [list(group) for group in target.param_groups]
         target.load_state_dict(state)
+        _check_settings(target, settings)
         _keep_copies(target.state, before, mapped)
         if mapped.isdisjoint(_addresses(target.state)):
             return
@@ -176,6 +212,24 @@ def _load(target: Any, state: Any, in_place: Collection[int]) -> None:
         target.load_state_dict(state)
         return
     target.load_state_dict(wrapped(_copied(state), target))
+
+
+def _check_settings(optimizer: torch.optim.Optimizer, before: list[list[str]]) -> None:
+    """Raises CheckpointError where it has loaded the state of an optimizer of another class: its next step would be a
+    KeyError. `before` are the names of each group's settings.
+    """
+    groups = zip(before, optimizer.param_groups, strict=True)
+    missing = sorted(
+        {each for names, group in groups for each in names if each in optimizer.defaults and each not in group}
+    )
+    if missing:
+        kept = sorted({str(name) for values in optimizer.state.values() for name in values})
+        held = f", which keeps {', '.join(kept)}" if kept else ""
+        raise CheckpointError(
+            f"the checkpoint has the state of another optimizer than {type(optimizer).__name__}{held}, and has no "
+            f"{', '.join(missing)}: restore into the class that it was saved with, or attach the new optimizer under "
+            "another name, with optional=True"
+        )
 
 
 def _keep_copies(state: Mapping[Any, Any], before: Mapping[Any, Any], mapped: set[int]) -> None:

@@ -194,6 +194,7 @@ def test_misuse_raises_usage_error_with_fix(start: Any) -> None:
     assert "--checkpoint-dir" in said["save without a directory"]
     assert "nothing is attached" in said["restore without attach"]
     assert "int has no state_dict() and no load_state_dict" in said["attach a number"]
+    assert "what is the same at each start, such as settings, needs no checkpoint" in said["attach settings"]
     assert "elasticd's own" in said["attach the reserved name"]
     assert "that name is taken" in said["attach twice"]
     assert "'warmup'" in said["unknown phase"]

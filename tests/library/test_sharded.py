@@ -92,8 +92,8 @@ def test_mistake_is_one_sentence_at_the_first_call(start: Any, tmp_path: Path, m
 def test_engine_of_another_package_is_refused(module: str) -> None:
     kind = type("Engine", (torch.nn.Module,), {"__module__": module})
     with pytest.raises(UsageError, match=f"Own is {module.partition('.')[0]}'s, which keeps a part of the state on"):
-        state.check_attachable("model", type("Own", (kind,), {})())
-    state.check_attachable("model", torch.nn.Linear(1, 1))
+        state.attachable("model", type("Own", (kind,), {})())
+    state.attachable("model", torch.nn.Linear(1, 1))
 
 
 def test_unshared_directory_is_refused(start: Any, tmp_path: Path) -> None:

@@ -1,0 +1,269 @@
+"""What a script has forgotten, so that a restart would lose data or updates: found in its first steps.
+
+It is an error where the script cannot mean it, and else a warning, as later in a job that has trained for long. All
+ranks of a script do the same, so each of them finds it at the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing import state
+from elasticd.checkpointing.commit_record import local
+from elasticd.errors import UsageError
+from elasticd.sampler import ElasticBatchSampler, Usage, uncommitted, usage_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from elasticd.checkpointing.saver import Saver
+
+logger = logging.getLogger("elasticd")
+
+FIRST_STEPS = 8
+"""In which a mistake is an error: a later one costs too much work."""
+LOOK_EVERY, LOOKS = 32, 3
+"""Steps between two times at which samplers are looked at, and how often in a row: an evaluation between two steps
+fetches once, and training before each."""
+MANY_STEPS, MANY_S = 1000, 60.0
+"""Optimizer steps without a `session.step()`, or their time, that no usual loop makes: one of reinforcement learning
+makes hundreds for each."""
+_WRONG_ORDERS = 2
+"""Times that an optimizer is seen to step after `session.step()`, with the gradients from before it."""
+_GRADIENTS = 4
+"""Of an optimizer that are compared."""
+
+
+class Omissions:
+    """Of one session. `attached` is the session's own dict, which grows until the first step."""
+
+    def __init__(self, saver: Saver, attached: Mapping[str, Any]) -> None:
+        self._saver, self._attached = saver, attached
+        self._hook: Any = None
+        self._is_compiling: Callable[[], bool]
+        self._known: set[int] = set()
+        """What is attached, by id."""
+        self._steps = 0
+        """Calls of `session.step()`."""
+        self._stepped: dict[int, weakref.ref[Any]] = {}
+        """Optimizers since the last of these calls, in the order of their last steps."""
+        self._counts: dict[int, int] = {}
+        """Steps of attached optimizers before the first call."""
+        self._first_at = 0.0
+        self._told: set[str] = set()
+        self._fetched: dict[int, tuple[int, int]] = {}
+        """Of samplers that are not attached: how much was fetched at the last look, and at how many looks it grew."""
+        self._iterations: dict[int, int] = {}
+        """Of attached samplers: the iteration in which an optimizer made the first step."""
+        self._gradients: dict[int, list[tuple[Any, weakref.ref[torch.Tensor], int]]] = {}
+        self._fetches = 0
+        self._wrong_orders = 0
+        self._order_is_known = False
+
+    def watch(self) -> None:
+        """More has been attached."""
+        self._known = {id(obj) for obj in (*self._attached.values(), *self._saver.per_rank.values())}
+        if self._hook is None:
+            from torch.compiler import is_compiling
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            self._is_compiling = is_compiling
+            self._hook = register_optimizer_step_post_hook(self._on_optimizer_step)
+
+    def close(self, has_failed: bool) -> None:
+        """At the end of the session."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._counts and not self._steps and self._saver.every and not has_failed:
+            self._warn(
+                f"the script has ended after {max(self._counts.values())} optimizer steps without session.step(): no "
+                "checkpoint was saved. Call it after each optimizer step"
+            )
+        self._counts = {}
+
+    def at_step(self) -> None:
+        """At the beginning of each `session.step()`. Raises UsageError."""
+        number, self._steps = self._steps, self._steps + 1
+        stepped, self._stepped = self._stepped, {}
+        if self._saver.directory is None:
+            return
+        if not stepped.keys() <= self._known:
+            self._check_optimizers(stepped, number)
+        if number % LOOK_EVERY < LOOKS:
+            self._check_samplers(number)
+        if not self._order_is_known:
+            self._keep_gradients(number)
+
+    def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
+        if self._is_compiling():  # as a part of the graph, which this would break
+            return
+        key = id(optimizer)
+        if key in self._stepped:
+            del self._stepped[key]
+        self._stepped[key] = weakref.ref(optimizer)
+        if key in self._known:
+            if not self._steps:
+                self._check_steps(key)
+            elif self._gradients:
+                self._check_order(key)
+
+    # --- optimizers ---------------------------------------------------------------------------------------------------
+
+    def _check_optimizers(self, stepped: Mapping[int, weakref.ref[Any]], number: int) -> None:
+        """One that was made again, or forgotten: what it keeps for attached parameters is in no checkpoint.
+
+        What an attached one steps afterwards is its own: the other one has searched for a learning rate.
+        """
+        from torch.nn import Module
+        from torch.optim import Optimizer
+
+        modules = {name: obj for name, obj in self._attached.items() if isinstance(obj, Module)}
+        of_module = {id(each): name for name, module in modules.items() for each in module.parameters()}
+        last: dict[int, torch.optim.Optimizer] = {}
+        for optimizer in filter(None, (of() for of in stepped.values())):
+            last |= {id(each): optimizer for group in optimizer.param_groups for each in group["params"]}
+        others = {id(each): each for parameter, each in last.items() if parameter in of_module}
+        for key, optimizer in others.items():
+            kept = sorted({str(name) for values in optimizer.state.values() for name in values})
+            if key in self._known or not kept or self._is_saved(optimizer):
+                continue
+            name = next(of_module[each] for each, of in last.items() if of is optimizer and each in of_module)
+            what = f"{type(optimizer).__name__} trains {name} and is not attached: at each restart its state "
+            what += f"({', '.join(kept)}) would begin anew. "
+            has_another = any(isinstance(obj, Optimizer) for obj in self._attached.values())
+            if has_another:
+                what += "Make it before session.attach(), attach it, and do not make it again after that"
+            else:
+                what += "Attach it before session.restore(): session.attach(optimizer=optimizer)"
+            self._tell(what, is_error=has_another and number < FIRST_STEPS)
+
+    def _is_saved(self, optimizer: Any) -> bool:
+        """As a part of something else that is attached, such as a wrapper around it."""
+        from torch.nn import Module
+
+        own = {each.untyped_storage().data_ptr() for each in map(local, state.tensors(dict(optimizer.state)))}
+        for obj in self._attached.values():
+            if isinstance(obj, Module):
+                continue
+            if any(each is optimizer for each in getattr(obj, "__dict__", {}).values()):
+                return True
+            try:
+                saved = {each.untyped_storage().data_ptr() for each in map(local, state.tensors(obj.state_dict()))}
+            except Exception:  # noqa: BLE001 - of any object: ZeroRedundancyOptimizer has none before it is gathered
+                return True
+            if saved & own - {0}:
+                return True
+        return False
+
+    # --- samplers -----------------------------------------------------------------------------------------------------
+
+    def _check_samplers(self, number: int) -> None:
+        """One that gives the batches of each step, and whose position is in no checkpoint."""
+        before, self._fetched = self._fetched, {}
+        for each in uncommitted():
+            if id(each) in self._known:
+                continue
+            fetched = usage_of(each).fetched_to_train
+            known, times = before.get(id(each), (fetched, 0)) if number % LOOK_EVERY else (fetched, 0)
+            times = times + 1 if fetched > known else 0
+            self._fetched[id(each)] = fetched, times
+            if times == LOOKS - 1:
+                has_another = bool(self._saver.per_rank or self._usages())
+                self._tell(
+                    "an ElasticBatchSampler gives batches for each step and is not attached: after a restart its epoch "
+                    "would begin anew, and samples would be trained on again. Attach it before session.restore(): "
+                    "session.attach(sampler=sampler); if it is for an evaluation, fetch its batches in torch.no_grad()",
+                    is_error=not has_another and number < FIRST_STEPS,
+                )
+
+    # --- session.step() -----------------------------------------------------------------------------------------------
+
+    def _check_steps(self, key: int) -> None:
+        """Attached optimizers step, and `session.step()` has not been called yet."""
+        self._counts[key] = count = self._counts.get(key, 0) + 1
+        every = self._saver.every
+        if every is None:
+            return
+        self._first_at = self._first_at or time.monotonic()
+        age_s = time.monotonic() - self._first_at
+        if (count >= MANY_STEPS or age_s >= MANY_S) and count >= (every.steps or 2) and age_s >= (every.seconds or 0):
+            self._warn(
+                f"{count} optimizer steps without session.step(): nothing is saved before it is called, and a restart "
+                "would lose them. Call it after each optimizer step"
+            )
+        for usage in self._usages():
+            first = self._iterations.setdefault(id(usage), usage.begun)
+            if first <= usage.exhausted < usage.begun and not usage.has_committed:
+                raise UsageError(
+                    f"an epoch of the attached sampler has ended, with {count - 1} optimizer steps, and session.step() "
+                    "was not called: nothing of it would be in a checkpoint. Call it after each optimizer step"
+                )
+
+    def _keep_gradients(self, number: int) -> None:
+        """That an optimizer's next step may find unchanged."""
+        from torch.optim import Optimizer
+
+        self._gradients = {}
+        self._order_is_known = number >= FIRST_STEPS
+        if self._order_is_known:
+            return
+        self._fetches = self._count_fetches()
+        for obj in self._attached.values():
+            if isinstance(obj, Optimizer):
+                parameters = (each for group in obj.param_groups for each in group["params"])
+                found = [each for each in parameters if each.grad is not None][:_GRADIENTS]
+                kept = [(each, weakref.ref(each.grad), local(each.grad)._version) for each in found]
+                self._gradients |= {id(obj): kept} if kept else {}
+
+    def _check_order(self, key: int) -> None:
+        """Of an optimizer's step with the gradients from before `session.step()`: it is in no checkpoint of its step.
+
+        Clipping changes them in place, as a backward pass may: where there is a sampler, that shows whether there was
+        one. Neither counts what a CUDA graph does.
+        """
+        kept = self._gradients.pop(key, [])
+        if not kept:
+            return
+        samplers = self._usages()
+        are_same = all(gradient() is not None and each.grad is gradient() for each, gradient, _ in kept)
+        if samplers and all(each.exhausted < each.begun for each in samplers):
+            is_wrong = are_same and self._count_fetches() == self._fetches
+        else:
+            is_wrong = are_same and all(
+                local(each.grad)._version == version and each.device.type == "cpu" for each, _, version in kept
+            )
+        if not is_wrong:
+            self._order_is_known, self._gradients = True, {}
+            return
+        self._wrong_orders += 1
+        if self._wrong_orders == _WRONG_ORDERS:
+            raise UsageError(
+                "session.step() is called before optimizer.step(): a restart would lose the update of a step whose "
+                "samples count as trained on. Call session.step() after optimizer.step()"
+            )
+
+    def _count_fetches(self) -> int:
+        return sum(each.fetched for each in self._usages())
+
+    def _usages(self) -> list[Usage]:
+        """Of attached samplers."""
+        return [usage_of(each) for each in self._attached.values() if isinstance(each, ElasticBatchSampler)]
+
+    def _tell(self, what: str, is_error: bool) -> None:
+        if is_error:
+            raise UsageError(what)
+        self._warn(what)
+
+    def _warn(self, what: str) -> None:
+        """Once."""
+        if (kind := what.partition(":")[2]) in self._told:
+            return
+        self._told.add(kind)
+        logger.warning(what)
+        if self._saver.group.rank == 0:
+            self._saver.events.write("message", what, None)

@@ -1,0 +1,482 @@
+"""A loop with one mistake, or with something that looks like one; prints the steps it has made, and its warnings.
+
+Arguments: the case, the checkpoint directory.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+
+import elasticd
+
+CASES: dict[str, Callable[[Any], None]] = {}
+data = TensorDataset(torch.randn(48, 4))
+torch.set_num_threads(1)
+
+
+def case(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+class Loop:
+    def __init__(self, directory: str) -> None:
+        self.session = elasticd.init()
+        self.directory = directory
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 1)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters())
+        self.sampler = elasticd.ElasticBatchSampler(data, 4, rank=0, world_size=1)
+        self.loader: Any = DataLoader(data, batch_sampler=self.sampler)
+
+    def attach(self, restore: bool = True, every: Any = 4, **more: Any) -> None:
+        self.session.attach(**{"model": self.model, "optimizer": self.optimizer, "sampler": self.sampler, **more})
+        if restore:
+            self.session.restore(self.directory)
+        self.session.checkpoint(every, self.directory)
+
+    def attach_all_but(self, *names: str) -> None:
+        every = {"model": self.model, "optimizer": self.optimizer, "sampler": self.sampler}
+        self.session.attach(**{name: each for name, each in every.items() if name not in names})
+        self.session.restore(self.directory)
+        self.session.checkpoint(4, self.directory)
+
+    def learn(self, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
+        optimizer = optimizer or self.optimizer
+        optimizer.zero_grad()
+        self.model(batch[0]).square().mean().backward()
+        optimizer.step()
+
+    def evaluate(self, loader: Any) -> None:
+        for (x,) in loader:
+            with torch.no_grad():
+                self.model(x)
+
+    def train(self, epochs: int = 2, then: Callable[[], None] = lambda: None) -> None:
+        for epoch in range(self.sampler.epoch, epochs):
+            self.sampler.set_epoch(epoch)
+            for batch in self.loader:
+                self.learn(batch)
+                self.session.step()
+                then()
+
+
+@case
+def usual(loop: Loop) -> None:
+    loop.attach()
+    loop.train()
+
+
+@case
+def workers(loop: Loop) -> None:
+    loop.loader = DataLoader(data, batch_sampler=loop.sampler, num_workers=2)
+    loop.attach()
+    loop.train()
+
+
+# --- an ElasticBatchSampler that is not attached ----------------------------------------------------------------------
+
+
+@case
+def unattached_sampler(loop: Loop) -> None:
+    loop.attach_all_but("sampler")
+    loop.train()
+
+
+@case
+def unattached_sampler_with_workers(loop: Loop) -> None:
+    loop.loader = DataLoader(data, batch_sampler=loop.sampler, num_workers=2)
+    loop.attach_all_but("sampler")
+    loop.train()
+
+
+@case
+def unattached_second_sampler(loop: Loop) -> None:
+    """Beside one that is attached, it may be for something else."""
+    other = elasticd.ElasticBatchSampler(data, 4, seed=1, rank=0, world_size=1)
+    batches = iter(DataLoader(data, batch_sampler=other))
+    loop.attach()
+    loop.train(1, lambda: loop.learn(next(batches)) if other.epoch == 0 and loop.session.steps < 12 else None)
+
+
+@case
+def evaluation_sampler(loop: Loop) -> None:
+    other = elasticd.ElasticBatchSampler(data, 4, shuffle=False, rank=0, world_size=1)
+    loader = DataLoader(data, batch_sampler=other)
+    loop.attach_all_but("sampler")
+    loader_of_own = DataLoader(data, batch_size=4)
+    for _ in range(3):
+        for batch in loader_of_own:
+            loop.learn(batch)
+            loop.session.step()
+        loop.evaluate(loader)
+
+
+@case
+def evaluation_at_every_step(loop: Loop) -> None:
+    other = elasticd.ElasticBatchSampler(data, 16, shuffle=False, rank=0, world_size=1)
+    loader = DataLoader(data, batch_sampler=other)
+    loop.attach()
+    loop.train(2, lambda: loop.evaluate(loader))
+
+
+@case
+def evaluation_in_turn(loop: Loop) -> None:
+    """One batch of an evaluation after each step."""
+    other = elasticd.ElasticBatchSampler(data, 4, shuffle=False, rank=0, world_size=1)
+    loader_of_own = DataLoader(data, batch_size=4)
+    loop.attach_all_but("sampler")
+    batches = iter(DataLoader(data, batch_sampler=other))
+    for batch in loader_of_own:
+        loop.learn(batch)
+        loop.session.step()
+        with torch.no_grad():
+            loop.model(next(batches)[0])
+
+
+@case
+def evaluation_that_is_left_early(loop: Loop) -> None:
+    other = elasticd.ElasticBatchSampler(data, 4, shuffle=False, rank=0, world_size=1)
+    loader = DataLoader(data, batch_sampler=other, num_workers=1, persistent_workers=True)
+    loop.attach_all_but("sampler")
+    for _ in range(2):
+        for batch in DataLoader(data, batch_size=4):
+            loop.learn(batch)
+            loop.session.step()
+        for number, (x,) in enumerate(loader):
+            loop.model(x)
+            if number == 3:
+                break
+
+
+@case
+def sampler_that_commits_by_itself(loop: Loop) -> None:
+    class Position:
+        def state_dict(self) -> dict[str, Any]:
+            return dict(loop.sampler.state_dict())
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            loop.sampler.load_state_dict(state)
+
+        def commit(self) -> None:
+            loop.sampler.commit()
+
+    loop.attach(sampler=Position())
+    loop.train()
+
+
+@case
+def sampler_without_checkpoint(loop: Loop) -> None:
+    loop.session.attach(model=loop.model, optimizer=loop.optimizer)
+    loop.train()
+
+
+# --- session.step() ---------------------------------------------------------------------------------------------------
+
+
+@case
+def no_step(loop: Loop) -> None:
+    loop.attach()
+    for epoch in range(2):
+        loop.sampler.set_epoch(epoch)
+        for batch in loop.loader:
+            loop.learn(batch)
+
+
+@case
+def no_step_in_one_epoch(loop: Loop) -> None:
+    loop.attach()
+    for batch in loop.loader:
+        loop.learn(batch)
+
+
+@case
+def no_step_for_long(loop: Loop) -> None:
+    loop.attach_all_but("sampler")
+    for number in range(1100):
+        loop.learn(data[number % 48 : number % 48 + 1])
+
+
+@case
+def no_step_as_nothing_is_saved(loop: Loop) -> None:
+    for batch in loop.loader:
+        loop.learn(batch)
+
+
+@case
+def nothing_left_to_train(loop: Loop) -> None:
+    loop.attach()
+    loop.evaluate(loop.loader)
+
+
+@case
+def many_optimizer_steps_for_each_step(loop: Loop) -> None:
+    """As in reinforcement learning."""
+    loop.attach_all_but("sampler")
+    for _ in range(4):
+        for batch in DataLoader(data, batch_size=4):
+            loop.learn(batch)
+        loop.session.step()
+
+
+@case
+def warm_up_without_steps(loop: Loop) -> None:
+    loop.attach()
+    for number, batch in enumerate(loop.loader):
+        loop.learn(batch)
+        if number == 5:
+            break
+    loop.train()
+
+
+@case
+def evaluation_before_training(loop: Loop) -> None:
+    loop.attach()
+    loop.evaluate(loop.loader)
+    loop.train()
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+@case
+def optimizer_made_again(loop: Loop) -> None:
+    loop.attach()
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters())
+    loop.train()
+
+
+@case
+def optimizer_made_again_late(loop: Loop) -> None:
+    loop.attach()
+
+    def renew() -> None:
+        if loop.session.steps == 8:
+            loop.optimizer = torch.optim.AdamW(loop.model.parameters())
+
+    loop.train(2, renew)
+
+
+@case
+def second_optimizer_unattached(loop: Loop) -> None:
+    loop.optimizer = torch.optim.AdamW([loop.model.weight])
+    other = torch.optim.Adam([loop.model.bias])
+    loop.attach()
+    for batch in loop.loader:
+        loop.learn(batch)
+        other.step()
+        loop.session.step()
+
+
+@case
+def no_optimizer_attached(loop: Loop) -> None:
+    loop.attach_all_but("optimizer")
+    loop.train()
+
+
+@case
+def no_optimizer_attached_and_no_state(loop: Loop) -> None:
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
+    loop.attach_all_but("optimizer")
+    loop.train()
+
+
+@case
+def probe(loop: Loop) -> None:
+    """A second optimizer, of what is thrown away."""
+    loop.attach()
+
+    def look() -> None:
+        head = nn.Linear(1, 1)
+        own = torch.optim.Adam(head.parameters())
+        head(loop.model(data[:4][0]).detach()).sum().backward()
+        own.step()
+
+    loop.train(2, look)
+
+
+@case
+def search_of_a_learning_rate(loop: Loop) -> None:
+    loop.attach()
+    before = copy.deepcopy(loop.model.state_dict())
+    searching = torch.optim.AdamW(loop.model.parameters())
+    for _ in range(5):
+        loop.learn(data[:4], searching)
+    loop.model.load_state_dict(before)
+    loop.train()
+
+
+@case
+def wrapper_around_an_optimizer(loop: Loop) -> None:
+    class Wrapper:
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.of, self.param_groups = [inner], inner.param_groups
+
+        def step(self) -> None:
+            self.of[0].step()
+
+        def zero_grad(self) -> None:
+            self.of[0].zero_grad()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"inner": self.of[0].state_dict()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.of[0].load_state_dict(state["inner"])
+
+    loop.optimizer = Wrapper(loop.optimizer)  # type: ignore[assignment]
+    loop.attach()
+    loop.train()
+
+
+# --- the order of the two steps ---------------------------------------------------------------------------------------
+
+
+@case
+def steps_in_wrong_order(loop: Loop) -> None:
+    loop.attach()
+    for batch in loop.loader:
+        loop.model(batch[0]).square().mean().backward()
+        loop.session.step()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@case
+def steps_in_wrong_order_with_clipping(loop: Loop) -> None:
+    loop.attach()
+    for batch in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.model(batch[0]).square().mean().backward()
+        loop.session.step()
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+        loop.optimizer.step()
+
+
+@case
+def steps_in_wrong_order_without_sampler(loop: Loop) -> None:
+    loop.attach_all_but("sampler")
+    for batch in DataLoader(data, batch_size=4):
+        loop.optimizer.zero_grad()
+        loop.model(batch[0]).square().mean().backward()
+        loop.session.step()
+        loop.optimizer.step()
+
+
+@case
+def gradients_in_place(loop: Loop) -> None:
+    loop.attach_all_but("sampler")
+    for batch in DataLoader(data, batch_size=4):
+        loop.optimizer.zero_grad(set_to_none=False)
+        loop.model(batch[0]).square().mean().backward()
+        loop.optimizer.step()
+        loop.session.step()
+
+
+@case
+def closure(loop: Loop) -> None:
+    loop.optimizer = torch.optim.LBFGS(loop.model.parameters(), max_iter=3)
+    loop.attach()
+    for (x,) in loop.loader:
+
+        def evaluate(x: torch.Tensor = x) -> torch.Tensor:
+            loop.optimizer.zero_grad(set_to_none=False)
+            loss = loop.model(x).square().mean()
+            loss.backward()
+            return loss
+
+        loop.optimizer.step(evaluate)  # type: ignore[arg-type]
+        loop.session.step()
+
+
+@case
+def accumulation(loop: Loop) -> None:
+    loop.attach_all_but("sampler")
+    for number, batch in enumerate(DataLoader(data, batch_size=4), 1):
+        loop.model(batch[0]).square().mean().backward()
+        if number % 4 == 0:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        loop.session.step()
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+@case
+def no_restore(loop: Loop) -> None:
+    loop.attach(restore=False)
+    loop.train()
+
+
+@case
+def batch_of_batches(loop: Loop) -> None:
+    loop.loader = DataLoader(data, sampler=loop.sampler, batch_size=16)
+    loop.attach()
+    loop.train()
+
+
+@case
+def batch_sampler_of_batches(loop: Loop) -> None:
+    loop.loader = DataLoader(data, batch_sampler=BatchSampler(loop.sampler, 2, drop_last=False))  # type: ignore[arg-type]
+    loop.attach()
+    loop.train()
+
+
+@case
+def whole_batches_from_the_dataset(loop: Loop) -> None:
+    loop.loader = DataLoader(data, sampler=loop.sampler, batch_size=None)
+    loop.attach()
+    loop.train()
+
+
+@case
+def another_class(loop: Loop) -> None:
+    if loop.session.round > 1:
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01, momentum=0.9)
+    loop.attach()
+    loop.train(loop.session.round)
+
+
+@case
+def alike_class(loop: Loop) -> None:
+    if loop.session.round > 1:
+        loop.optimizer = torch.optim.Adam(loop.model.parameters())
+    loop.attach()
+    loop.train(loop.session.round)
+
+
+@case
+def generator(loop: Loop) -> None:
+    """A generator of the script's own goes on where it was."""
+    drawn, own = [], torch.Generator().manual_seed(3)
+    loop.attach(gen=own)
+    for epoch in range(loop.sampler.epoch, loop.session.round):
+        loop.sampler.set_epoch(epoch)
+        for batch in loop.loader:
+            drawn.append(float(torch.rand((), generator=own)))
+            loop.learn(batch)
+            loop.session.step()
+    warnings.append(json.dumps(drawn))
+
+
+class Kept(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        warnings.append(record.getMessage())
+
+
+warnings: list[str] = []
+logging.getLogger("elasticd").addHandler(Kept())
+loop = Loop(sys.argv[2])
+CASES[sys.argv[1]](loop)
+loop.session.close()
+sys.stdout.write(json.dumps({"steps": loop.session.steps, "warnings": warnings}) + "\n")

@@ -1,0 +1,118 @@
+"""Natural mistakes with the library: one sentence each, on every rank; what only looks like one is left alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ERRORS = {
+    "unattached_sampler": "an ElasticBatchSampler gives batches for each step and is not attached",
+    "unattached_sampler_with_workers": "an ElasticBatchSampler gives batches for each step and is not attached",
+    "no_step": "an epoch of the attached sampler has ended, with 12 optimizer steps, and session.step() was not called",
+    "optimizer_made_again": "AdamW trains model and is not attached: at each restart its state (exp_avg, exp_avg_sq, ",
+    "second_optimizer_unattached": "Adam trains model and is not attached",
+    "steps_in_wrong_order": "session.step() is called before optimizer.step()",
+    "steps_in_wrong_order_with_clipping": "session.step() is called before optimizer.step()",
+    "steps_in_wrong_order_without_sampler": "session.step() is called before optimizer.step()",
+    "batch_of_batches": "this DataLoader makes one batch of 16 batches",
+    "batch_sampler_of_batches": "this DataLoader makes one batch of 2 batches",
+}
+WARNINGS = {
+    "unattached_second_sampler": "an ElasticBatchSampler gives batches for each step and is not attached",
+    "no_step_in_one_epoch": "the script has ended after 12 optimizer steps without session.step()",
+    "no_step_for_long": "1000 optimizer steps without session.step(): nothing is saved before it is called",
+    "optimizer_made_again_late": "AdamW trains model and is not attached",
+    "no_optimizer_attached": "AdamW trains model and is not attached",
+}
+HEALTHY = {
+    "usual": 24,
+    "workers": 24,
+    "evaluation_sampler": 36,
+    "evaluation_at_every_step": 24,
+    "evaluation_in_turn": 12,
+    "evaluation_that_is_left_early": 24,
+    "sampler_that_commits_by_itself": 24,
+    "sampler_without_checkpoint": 24,
+    "no_step_as_nothing_is_saved": 0,
+    "nothing_left_to_train": 0,
+    "many_optimizer_steps_for_each_step": 4,
+    "warm_up_without_steps": 24,
+    "evaluation_before_training": 24,
+    "no_optimizer_attached_and_no_state": 24,
+    "probe": 24,
+    "search_of_a_learning_rate": 24,
+    "wrapper_around_an_optimizer": 24,
+    "gradients_in_place": 12,
+    "closure": 12,
+    "accumulation": 12,
+    "whole_batches_from_the_dataset": 24,
+    "no_restore": 24,
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_mistake_that_loses_work_is_an_error_on_every_rank(start: Any, tmp_path: Path, case: str) -> None:
+    job = start("forgotten.py", case, str(tmp_path / "shared"))
+    assert job.codes() == [1, 1]
+    said = [rank.errors() for rank in job.ranks]
+    assert ERRORS[case] in said[0] or ERRORS[case] in said[1]
+    # Here rank 0 serves the store, and may be gone before the other one has come so far.
+    assert all(ERRORS[case] in each or "torch.distributed.Dist" in each for each in said)
+
+
+@pytest.mark.parametrize("case", WARNINGS)
+def test_mistake_that_may_be_meant_is_one_warning_on_every_rank(start: Any, tmp_path: Path, case: str) -> None:
+    job = start("forgotten.py", case, str(tmp_path / "shared"))
+    for seen in job.results():
+        (last, *others) = reversed(seen["warnings"])
+        assert WARNINGS[case] in last if case != "no_step_for_long" else WARNINGS[case] in others[0]
+        assert len(others) == (case == "no_step_for_long")
+
+
+def test_scripts_without_mistakes_are_left_alone(start: Any, tmp_path: Path) -> None:
+    jobs = {case: start("forgotten.py", case, str(tmp_path / case), world_size=1) for case in HEALTHY}
+    found = {case: job.results()[0] for case, job in jobs.items()}
+    assert found == {case: {"steps": steps, "warnings": []} for case, steps in HEALTHY.items()}
+
+
+def test_restart_without_restore_is_an_error(start: Any, tmp_path: Path) -> None:
+    directory = str(tmp_path / "shared")
+    start("forgotten.py", "no_restore", directory).results()
+    job = start("forgotten.py", "no_restore", directory, round=2)
+    assert job.codes() == [1, 1]
+    for rank in job.ranks:
+        assert "has a checkpoint of step 24 from before the restart, and session.restore() was not" in rank.errors()
+
+
+def test_other_run_without_restore_is_a_warning(start: Any, tmp_path: Path) -> None:
+    """It may begin anew on purpose."""
+    directory = str(tmp_path / "shared")
+    start("forgotten.py", "no_restore", directory, world_size=1).results()
+    (seen,) = start("forgotten.py", "no_restore", directory, world_size=1, round=2, ELASTICD_RUN="run-2").results()
+    assert seen["steps"] == 24
+    (warning,) = seen["warnings"]
+    assert "has a checkpoint of step 24, and session.restore() was not called: training begins anew" in warning
+
+
+@pytest.mark.parametrize(("case", "error"), [("another_class", "and has no dampening, momentum"), ("alike_class", "")])
+def test_resume_with_another_class_of_optimizer(start: Any, tmp_path: Path, case: str, error: str) -> None:
+    directory = str(tmp_path / "shared")
+    start("forgotten.py", case, directory).results()
+    job = start("forgotten.py", case, directory, round=2)
+    assert job.codes() == ([1, 1] if error else [0, 0])
+    for rank in job.ranks:
+        assert error in rank.errors()
+        assert "KeyError" not in rank.errors()
+
+
+def test_attached_generator_continues(start: Any, tmp_path: Path) -> None:
+    def drawn(job: Any) -> list[list[float]]:
+        return [json.loads(seen["warnings"][0]) for seen in job.results()]
+
+    first = drawn(start("forgotten.py", "generator", str(tmp_path / "broken"), world_size=1))
+    second = drawn(start("forgotten.py", "generator", str(tmp_path / "broken"), world_size=1, round=2))
+    whole = drawn(start("forgotten.py", "generator", str(tmp_path / "whole"), world_size=1, round=2))
+    assert [before + after for before, after in zip(first, second, strict=True)] == whole
