@@ -191,6 +191,7 @@ class ElasticBatchSampler:
         self._generation = 0
         self._restored = False
         self._finished_here = False
+        self._stopped = False
         self._consumption = _Consumption(_Loader())
         self._usage = Usage()
 
@@ -283,6 +284,8 @@ class ElasticBatchSampler:
         the first commit since: a loop written `range(epochs)` would train on everything again.
         """
         epoch = _integer("epoch", epoch, at_least=0)
+        if self._stopped:
+            return
         if epoch < self._epoch and self._restored:
             raise SamplerError(
                 f"set_epoch({epoch}) after a restore at {self._position()} would train on finished epochs again; write "
@@ -292,6 +295,10 @@ class ElasticBatchSampler:
         if epoch != self._epoch:
             self._refuse_skipped_steps(self._consumption.skipped(self._global_batch, self._world_size))
             self._place_cursor(epoch, 0)
+
+    def on_stop(self) -> None:
+        """The job stops here: from now on every iteration ends, and the cursor stays. `session.step()` calls this."""
+        self._stopped = True
 
     def state_dict(self) -> dict[str, int | bool | str]:
         """The cursor and the arguments it depends on: plain ints, bools and one str; the same on every rank."""
@@ -342,6 +349,8 @@ class ElasticBatchSampler:
         Raises SamplerError when the epoch was finished by this process and `set_epoch` has not been called since; also,
         as do `commit()` and `set_epoch()`, when the loop fetches several steps for each commit: it skips samples.
         """
+        if self._stopped:
+            return iter(())
         if self._finished_here:
             raise SamplerError(
                 f"epoch {self._epoch} is finished; call sampler.set_epoch({self._epoch + 1}) before the next iteration"
@@ -367,6 +376,8 @@ class ElasticBatchSampler:
             indices = positions if order is None else order.at(positions)
             taken = 0
             for number, (start, stop) in enumerate(slices):
+                if self._stopped:
+                    return
                 step, micro = steps[number // self._accumulate], number % self._accumulate
                 self._refuse_stale(step, generation, epoch)
                 if micro == self._accumulate - 1:

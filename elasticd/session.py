@@ -8,6 +8,7 @@ reads checkpoints, coordination/ makes ranks agree and meet; this module puts th
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from elasticd import process_group
 from elasticd.checkpointing import restore, sharded, state
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Resumed", "Session", "init"]
 
+logger = logging.getLogger("elasticd")
+
+MOST_PARTIAL = 256
+"""Steps for which a save, a pause or a stop waits for an optimizer's step: gradients may also be old ones."""
 _PHASES = {each.name.lower(): each for each in (Phase.STARTING, Phase.CHECKPOINT, Phase.EVAL)}
 
 
@@ -94,11 +99,23 @@ class Session:
         """Names of which a checkpoint may hold nothing."""
         self._committing: list[Any] = []
         self._donor: Donor | None = None
-        self._optimizer_hooks: list[Any] = []
+        self._optimizers: list[Any] = []
+        """Attached ones, which report each step that they begin."""
         self._optimized = False
-        """An optimizer has begun a step."""
+        """One has begun a step since the last `step()`."""
+        self._was_optimized = True
+        """The same of the step before that call."""
+        self._is_put_off = self._is_requested = False
+        """A save is due; by `save()`. All ranks decide at the end of each step until it is made."""
+        self._due = ""
+        """On rank 0: why."""
+        self._partial = 0
+        """On rank 0: steps for which an optimizer's step was waited for."""
+        self._said: set[str] = set()
         self._sigterm = SigtermHandler()
         self._steps = 0
+        self._calls = 0
+        """Of `save()`."""
         self._stepped = False
         self._restored = self._has_called_restore = False
         self._should_stop = False
@@ -162,8 +179,9 @@ class Session:
         With `optional=True` a checkpoint that holds nothing under these names can be restored; they stay as they are.
 
         Modules may be wrapped (DDP, torch.compile): the checkpoint holds what is inside. An object with a `commit()`
-        method gets that call at every `step()`. Sends nothing to other ranks. Raises UsageError for an object that
-        cannot be saved and loaded, for a name given twice, and after a `restore()` that loaded something.
+        method gets that call at every `step()`, one with `on_stop()` when all ranks stop. Sends nothing to other ranks.
+        Raises UsageError for an object that cannot be saved and loaded, for a name given twice, and after a `restore()`
+        that loaded something.
         """
         objects, own = (
             {name: state.attachable(name, obj) for name, obj in each.items()} for each in (objects, per_rank or {})
@@ -177,19 +195,18 @@ class Session:
             names.add(name)
         if every and self._restored:
             raise UsageError(f"attach({every[0][0]}=...) after restore(): attach everything before it")
-        if not self._stepped:
-            for obj in objects.values():
-                # A wrapper around an optimizer may be one without having called its __init__.
-                if callable(getattr(obj, "register_step_pre_hook", None)) and hasattr(obj, "_optimizer_step_pre_hooks"):
-                    self._optimizer_hooks.append(obj.register_step_pre_hook(self._on_optimizer_step))
+        for obj in objects.values():
+            # A wrapper around an optimizer may be one without having called its __init__.
+            if callable(getattr(obj, "register_step_pre_hook", None)) and hasattr(obj, "_optimizer_step_pre_hooks"):
+                obj.register_step_pre_hook(self._on_optimizer_step)
+                self._optimizers.append(obj)
         self._attached.update(objects)
         self._saver.per_rank.update(own)
         self._optional |= {name for name, _ in every} if optional else set()
         self._omissions.watch()
         if every and self._donor is not None:
             self._donor.close()
-        known = [*self._attached.values(), *self._saver.per_rank.values()]
-        self._committing = [obj for obj in known if callable(getattr(obj, "commit", None))]
+        self._committing = [obj for obj in self._every_object() if callable(getattr(obj, "commit", None))]
         return self
 
     def restore(self, directory: str | os.PathLike[str] | None = None, step: int | None = None) -> Resumed | None:
@@ -268,14 +285,39 @@ class Session:
     def save(self) -> bool:
         """Save a checkpoint now, whatever `checkpoint()` says; True, on every rank, once it is on the disk.
 
-        A full disk is reported, does not stop training, and returns False.
+        A full disk is reported, does not stop training, and returns False. So does a call inside a step, after the
+        optimizer's step or between accumulated gradients: the checkpoint is saved by the `step()` that ends it. After
+        a stop nothing is saved that has been changed since.
 
         Raises UsageError without a directory or with nothing attached, CheckpointRefused for a state that
         `torch.load(weights_only=True)` would not open, naming the key.
         """
         self._channel.call = "save()"
         self._saver.open(None, "save")
+        if self._should_stop and self._saver.saved_step == self._steps:
+            return True
+        self._calls += 1
+        what = f"how the state of step {self._steps} is saved"
+        how = self._channel.on_rank0(f"save/{self._calls}", what, self._how_to_save)["how"]
+        if how == "after a stop":
+            self._say_stopped("save()")
+            return False
+        if how == "inside a step":
+            self._say(
+                f"session.save() inside step {self._steps + 1}: the optimizer's step, or gradients that it uses, are "
+                "no part of a step yet. The checkpoint is saved at the end of that step. Call it after session.step()"
+            )
+            self._is_put_off = self._is_requested = True
+            self._due = "requested by the script"
+            return False
         return self._save("requested by the script", wait=True)
+
+    def _how_to_save(self) -> dict[str, Any]:
+        """On rank 0, for all: what `save()` does."""
+        if self._should_stop and self._optimized:
+            return {"how": "after a stop"}
+        is_whole = not self._optimized and (self._was_optimized or not self._has_gradients())
+        return {"how": "now" if is_whole else "inside a step"}
 
     def step(self) -> None:
         """End an optimizer step: count it, commit the sampler, write the heartbeat, decide with all ranks, save if due.
@@ -283,9 +325,15 @@ class Session:
         When the agent expects another round soon it may request a pause: then a checkpoint is saved and this call
         waits, on all ranks at the same step, until the agent ends the process or the pause is over.
 
+        Where gradients are accumulated, a save, a pause and a stop wait for a step in which an optimizer has stepped.
+        After a stop this call does nothing, and says so.
+
         Raises DecisionTimeout when rank 0's decision does not arrive, CheckpointRefused at the first save,
         BarrierTimeout where `checkpoint(barrier=...)` asks for a barrier.
         """
+        if self._should_stop:
+            self._say_stopped("step()")
+            return
         if not self._stepped:
             self._begin_steps()
         self._omissions.at_step()
@@ -299,14 +347,18 @@ class Session:
         self._issued_before, self._issued_at_step = self._issued_at_step, (issued := self._issued())
         self._heartbeat.step(self._steps, issued=issued)
         self._channel.call = "step()"
-        decision = None if self._should_stop else self._decisions.at(self._steps)
+        self._was_optimized, self._optimized = self._optimized, False
+        if self._saver.due_by_steps(self._steps):
+            self._is_put_off, self._due = True, str(self._saver.every)
+        decision = self._decisions.at(self._steps, self._is_put_off)
         action: Action = decision.action if decision else "continue"
         saved = False
-        if self._saver.due_by_steps(self._steps):
-            self._channel.call = f"checkpoint({self._saver.every})"
-            saved = self._save(str(self._saver.every), wait=action != "continue")
-        elif decision and (action in ("save", "pause") or (action == "stop" and self._saver.every)):
-            saved = self._save(decision.reason, wait=action != "save")
+        if decision and (action in ("save", "pause") or (action == "stop" and self._is_saved_at_stop())):
+            if decision.reason == str(self._saver.every):
+                self._channel.call = f"checkpoint({self._saver.every})"
+            saved = self._save(decision.reason, wait=action != "save" or self._is_requested)
+            self._is_put_off = self._is_requested = False
+            self._due = ""
         if action == "pause":
             action = self._pause(saved)
         if action == "stop":
@@ -314,6 +366,16 @@ class Session:
             # decision.
             self._channel.collect("stopped", b"", "their stop")
             self._should_stop = True
+            for obj in self._every_object():
+                if callable(on_stop := getattr(obj, "on_stop", None)):
+                    on_stop()
+
+    def _is_saved_at_stop(self) -> bool:
+        """The script uses checkpoints."""
+        return self._saver.every is not None or self._calls > 0
+
+    def _every_object(self) -> list[Any]:
+        return [*self._attached.values(), *self._saver.per_rank.values()]
 
     def _begin_steps(self) -> None:
         """At the first step: what is attached is known now."""
@@ -327,8 +389,6 @@ class Session:
             known = {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
             self._events.write("attached", "a checkpoint is attached", self._steps, **known)
             self._donor = Donor(self._saver, self._attached, self._optimized, self._is_in_step)
-        for hook in self._optimizer_hooks:
-            hook.remove()
 
     def log(self, **values: SupportsFloat) -> None:
         """Show numbers of the script on the dashboard: `session.log(loss=loss, lr=0.1)`, a float or tensor each.
@@ -433,6 +493,29 @@ class Session:
     def _on_optimizer_step(self, *_: Any) -> None:
         self._optimized = True
 
+    def _has_gradients(self) -> bool:
+        return any(
+            parameter.grad is not None
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+    def _say_stopped(self, call: str) -> None:
+        self._say(
+            f"session.{call} after the stop at step {self._steps} has no effect: all ranks have stopped there, and a "
+            "resumed run continues from there. Leave every loop and end the script when session.should_stop is True"
+        )
+
+    def _say(self, what: str) -> None:
+        """Once: on this rank's stderr, and by rank 0 in the job's log."""
+        if what in self._said:
+            return
+        self._said.add(what)
+        logger.warning(what)
+        if self._group.rank == 0:
+            self._events.write("message", what, self._steps)
+
     def _save(self, why: str, wait: bool) -> bool:
         if self._barrier_s is not None:
             self.barrier(f"checkpoint at step {self._steps}", self._barrier_s)
@@ -445,13 +528,24 @@ class Session:
                 self._donor.close()  # nor is it saved at the fault that this may be
             raise
 
-    def _propose(self) -> tuple[Action, str]:
-        """Rank 0: what all ranks should do at this decision point, and why."""
+    def _propose(self) -> tuple[Action | Literal["wait"], str]:
+        """Rank 0: what all ranks should do at this decision point, and why. No save of any kind lies between
+        accumulated gradients, which it would not hold.
+        """
+        action, why = self._wanted()
+        if self._was_optimized:
+            self._partial = 0
+        if action == "continue" or self._was_optimized or self._partial == MOST_PARTIAL or not self._has_gradients():
+            return action, why
+        self._partial += 1
+        return "wait", why
+
+    def _wanted(self) -> tuple[Action, str]:
         if why := self._stop_reason():
             return "stop", why
         if self._pauses.should_pause(self._steps, able=self._saver.directory is not None and bool(self._attached)):
             return "pause", "the agent requested a pause"
-        if why := self._saver.due_by_time():
+        if why := self._due or self._saver.due_by_time():
             return "save", why
         return "continue", ""
 

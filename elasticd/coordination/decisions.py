@@ -47,10 +47,15 @@ def next_interval(interval: int, step_s: float, cost_s: float) -> int:
 
 
 class DecisionPoints:
-    """The decision points of one session. `propose` runs on rank 0 only: what all ranks should do now, and why."""
+    """The decision points of one session. `propose` runs on rank 0 only: what all ranks should do now, and why; "wait"
+    if they should continue and decide again at the next step.
+    """
 
     def __init__(
-        self, channel: StoreChannel, propose: Callable[[], tuple[Action, str]], max_stored: int = MAX_STORED
+        self,
+        channel: StoreChannel,
+        propose: Callable[[], tuple[Action | Literal["wait"], str]],
+        max_stored: int = MAX_STORED,
     ) -> None:
         self._channel = channel
         self._propose = propose
@@ -66,9 +71,12 @@ class DecisionPoints:
         self._last_step = step
         self._last_at = time.monotonic()
 
-    def at(self, step: int) -> Decision | None:
-        """The decision for this step, if it is a decision point; DecisionTimeout when rank 0's does not arrive."""
-        if step < self.next:
+    def at(self, step: int, is_due: bool = False) -> Decision | None:
+        """The decision for this step, if it is a decision point; `is_due`: it is one, as every rank knows.
+
+        Raises DecisionTimeout when rank 0's does not arrive.
+        """
+        if step < self.next and not is_due:
             return None
         if self._channel.rank == 0:
             decision = self._decide(step)
@@ -101,12 +109,13 @@ class DecisionPoints:
 
     def _decide(self, step: int) -> Decision:
         now = time.monotonic()
-        action, reason = self._propose()
+        proposed, reason = self._propose()
+        action: Action = "continue" if proposed == "wait" else proposed
         step_s = (now - self._last_at) / max(step - self._last_step, 1)
         self._interval = next_interval(self._interval, step_s, self._cost_s)
         self._last_step = step
         self._last_at = now
-        decision = Decision(step, step + self._interval, action, reason)
+        decision = Decision(step, step + (1 if proposed == "wait" else self._interval), action, reason)
         cost = self._publish(decision) if self._channel.world_size > 1 else time.monotonic() - now
         # One hiccup of the machine must not move the next decision far away.
         self._cost_s = cost if not self._cost_s else self._cost_s + 0.2 * (min(cost, 4 * self._cost_s) - self._cost_s)

@@ -40,6 +40,11 @@ class RankLoader:
         self._samples = 0
         """Of this rank and epoch, that the loop has got."""
         self._per_batch = getattr(loader, "batch_size", None) or 1
+        self._stopped = False
+
+    def on_stop(self) -> None:
+        """The job stops: there are no more batches and no more epochs."""
+        self._stopped = True
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":
@@ -51,9 +56,9 @@ class RankLoader:
 
     def epochs(self, count: int) -> Iterator[int]:
         """In place of `range(count)`: the epochs that are left."""
-        while (epoch := self.epoch) < count:
+        while (epoch := self.epoch) < count and not self._stopped:
             yield epoch
-            if self.epoch == epoch:  # the loop over its batches was left early
+            if self.epoch == epoch and not self._stopped:  # the loop over its batches was left early
                 self.epoch, self._samples = epoch + 1, 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -61,6 +66,8 @@ class RankLoader:
             if callable(set_epoch := getattr(getattr(self._loader, name, None), "set_epoch", None)):
                 set_epoch(self.epoch)
         for batch in self._loader:
+            if self._stopped:
+                return
             self._samples += self._per_batch
             yield batch
         self.epoch += 1

@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "optimizer": "adam",  # or "sgd"
     "wrap": "ddp",  # "bare", "compiled" (and DDP), "inner": a submodule is compiled by itself
     "sleep": 0,  # seconds a step
+    "deaf": 0,  # steps after a stop
     "close": True,  # close() at the end
     "die": 0,  # every rank kills itself after this step
     "raise": None,  # [rank, step]: that rank raises after that step
@@ -134,7 +135,8 @@ def main() -> None:
     if options["every"]:
         keeping = {"keep": options["keep"], "keep_every": options["keep_every"]}
         session.checkpoint(every=options["every"], directory=directory, **keeping)
-    while session.steps < options["steps"] and not session.should_stop:
+    while session.steps < options["steps"] and (not session.should_stop or options["deaf"]):
+        options["deaf"] -= session.should_stop
         x = torch.randn(16, 8) * (1 + random.random()) + float(numpy.random.rand())
         nn.functional.mse_loss(model(x)[:, 0], x.sum(1)).backward()
         optimizer.step()

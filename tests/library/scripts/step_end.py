@@ -1,0 +1,93 @@
+"""Calls the session at an odd place, or goes on after a stop. Its argument is a JSON object that overrides DEFAULTS; it
+prints one when it ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import elasticd
+
+DEFAULTS: dict[str, Any] = {
+    "directory": None,
+    "epochs": 50,
+    "every": 1000,  # None: no checkpoint()
+    "micro": 1,  # session.step() after each of so many micro-batches of a step
+    "breaks": True,  # the inner loop is left at a stop
+    "sleep": 0.0,
+    "save_at": None,  # [place, step]: "optimizer", "micro" or "tail"; save() there
+    "tail": "",  # what ends an epoch: "scheduler", "scheduler, save"
+    "die": 0,  # every rank ends after this step
+}
+options = {**DEFAULTS, **json.loads(sys.argv[1])}
+torch.set_num_threads(1)
+
+
+def main() -> None:
+    session = elasticd.init()
+    torch.manual_seed(0)
+    inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+    dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    batch = 8 // options["micro"]
+    sampler = elasticd.ElasticBatchSampler(dataset, global_batch=batch)
+    model = DistributedDataParallel(nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    session.attach(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+    resumed = session.restore(options["directory"])
+    if options["every"]:
+        session.checkpoint(every=options["every"], directory=options["directory"])
+    saves, trained = [], 0
+
+    def save_at(place: str) -> None:
+        if options["save_at"] == [place, session.steps]:
+            saves.append(session.save())
+
+    for epoch in range(sampler.epoch, options["epochs"]):
+        sampler.set_epoch(epoch)
+        for number, (x, y) in enumerate(DataLoader(dataset, batch_sampler=sampler)):
+            nn.functional.mse_loss(model(x), y).backward()
+            trained += 1
+            if (number + 1) % options["micro"] == 0:
+                optimizer.step()
+                save_at("optimizer")
+                optimizer.zero_grad()
+            time.sleep(options["sleep"])
+            session.step()
+            save_at("micro")
+            if session.steps == options["die"]:
+                sys.exit(3)
+            if session.should_stop and options["breaks"]:
+                break
+        if "scheduler" in options["tail"]:
+            scheduler.step()
+        if "save" in options["tail"]:
+            saves.append(session.save())
+        save_at("tail")
+    digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters()))
+    result = {
+        "resumed": resumed and resumed.step,
+        "steps": session.steps,
+        "trained": trained,
+        "saves": saves,
+        "saved": session.saved_step,
+        "stopped": session.should_stop,
+        "lr": scheduler.get_last_lr(),
+        "epoch": sampler.epoch,
+        "digest": digest.hexdigest(),
+    }
+    session.close()
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

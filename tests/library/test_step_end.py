@@ -1,0 +1,85 @@
+"""Where a step ends: nothing is saved inside one, and nothing counts after a stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd.checkpointing import api as checkpoint
+from elasticd.heartbeat.record import STOP
+
+SCRIPT = "step_end.py"
+
+
+def newest(directory: Path) -> dict[str, Any]:
+    return checkpoint.load(checkpoint.lineage(directory)[0][0])
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_outer_loop_that_goes_on_after_a_stop_loses_nothing(
+    start: Any, tmp_path: Path, wait_for: Any, breaks: bool
+) -> None:
+    """One `break` leaves one loop. The other one still runs, with a scheduler and `save()` in each epoch."""
+    options = {"epochs": 10, "tail": "scheduler, save", "directory": str(tmp_path / "cut")}
+    job = start(SCRIPT, {**options, "sleep": 0.02, "breaks": breaks})
+    wait_for(lambda: all(rank.read_heartbeat().step >= 6 for rank in job.ranks), "6 steps")
+    job.ranks[0].request(STOP)
+    first, second = job.results()
+    assert first["stopped"] and first["steps"] == second["steps"] == first["trained"] < 40
+    assert first["saved"] == first["steps"]
+    held = newest(tmp_path / "cut")
+    assert held["elasticd"]["step"] == first["steps"]
+    assert held["sampler"]["epoch"] == held["scheduler"]["last_epoch"] == (first["steps"] - 1) // 4
+    again = start(SCRIPT, options, round=2).results()[0]
+    whole = start(SCRIPT, {**options, "directory": str(tmp_path / "whole")}).results()[0]
+    assert again["resumed"] == first["steps"]
+    assert [again[key] for key in ("steps", "lr", "digest")] == [whole[key] for key in ("steps", "lr", "digest")]
+
+
+def test_step_after_a_stop_says_so_once(start: Any, tmp_path: Path, wait_for: Any) -> None:
+    """A script without the sampler, which yields nothing any more."""
+    job = start("toy.py", {"steps": 10**9, "every": None, "restore": False, "deaf": 30, "sleep": 0.002})
+    wait_for(lambda: all(rank.read_heartbeat().step >= 6 for rank in job.ranks), "6 steps")
+    job.ranks[0].request(STOP)
+    first, _ = job.results()
+    for rank in job.ranks:
+        assert rank.read_heartbeat().step == first["steps"]
+        assert rank.errors().count(f"session.step() after the stop at step {first['steps']} has no effect") == 1
+
+
+def test_save_between_the_optimizers_step_and_the_end_of_the_step_waits_for_it(start: Any, tmp_path: Path) -> None:
+    options = {"epochs": 2, "directory": str(tmp_path / "cut"), "every": None}
+    cut = start(SCRIPT, {**options, "save_at": ["optimizer", 4], "die": 5})
+    assert cut.codes() == [3, 3]
+    assert "session.save() inside step 5: " in cut.ranks[0].errors()
+    assert newest(tmp_path / "cut")["elasticd"]["step"] == 5
+    again = start(SCRIPT, options, round=2).results()[0]
+    whole = start(SCRIPT, {**options, "directory": str(tmp_path / "whole")}).results()[0]
+    assert again["resumed"] == 5
+    assert again["digest"] == whole["digest"]
+
+
+@pytest.mark.parametrize(("every", "save_at"), [(3, None), (None, ["micro", 3])])
+def test_save_waits_for_a_step_without_accumulated_gradients(
+    start: Any, tmp_path: Path, every: int | None, save_at: list[Any] | None
+) -> None:
+    """`session.step()` is called after each of two micro-batches."""
+    options = {"epochs": 2, "micro": 2, "directory": str(tmp_path / "cut"), "every": every}
+    cut = start(SCRIPT, {**options, "save_at": save_at, "die": 5})
+    assert cut.codes() == [3, 3]
+    assert newest(tmp_path / "cut")["elasticd"]["step"] == 4
+    again = start(SCRIPT, {**options, "every": 1000}, round=2).results()[0]
+    whole = start(SCRIPT, {**options, "every": 1000, "directory": str(tmp_path / "whole")}).results()[0]
+    assert again["resumed"] == 4
+    assert again["digest"] == whole["digest"]
+
+
+def test_stop_waits_for_a_step_without_accumulated_gradients(start: Any, tmp_path: Path, wait_for: Any) -> None:
+    options = {"epochs": 50, "micro": 2, "directory": str(tmp_path / "cut")}
+    job = start(SCRIPT, {**options, "sleep": 0.02})
+    wait_for(lambda: all(rank.read_heartbeat().step >= 5 for rank in job.ranks), "5 steps")
+    job.ranks[0].request(STOP)
+    first, _ = job.results()
+    assert first["stopped"] and first["steps"] % 2 == 0
