@@ -213,13 +213,13 @@ def _overlap(pieces: Iterable[torch.Tensor]) -> bool:
 
 def _mapping(fd: int) -> Callable[[int], int | None]:
     """Which offset of the file a mapped address is; None if it is none."""
-    name = os.readlink(f"/proc/self/fd/{fd}")
+    name = os.readlink(b"/proc/self/fd/%d" % fd).replace(b"\n", rb"\012")  # as the kernel writes it there
     mapped = []
-    with open("/proc/self/maps") as file:
+    with open("/proc/self/maps", "rb") as file:
         for line in file:
-            fields = line.rstrip("\n").split(maxsplit=5)
+            fields = line.rstrip(b"\n").split(maxsplit=5)
             if fields[5:] == [name]:
-                start, end = (int(each, 16) for each in fields[0].split("-"))
+                start, end = (int(each, 16) for each in fields[0].split(b"-"))
                 mapped.append((start, end, int(fields[2], 16)))
 
     def offset(address: int) -> int | None:

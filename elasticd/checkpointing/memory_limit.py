@@ -22,8 +22,8 @@ def available_bytes() -> tuple[int, str]:
     for group, unified in _groups():
         while group.is_relative_to(_CGROUPS):
             try:
-                limit = int((group / ("memory.max" if unified else "memory.limit_in_bytes")).read_text())
-                used = int((group / ("memory.current" if unified else "memory.usage_in_bytes")).read_text())
+                limit = int((group / ("memory.max" if unified else "memory.limit_in_bytes")).read_bytes())
+                used = int((group / ("memory.current" if unified else "memory.usage_in_bytes")).read_bytes())
                 limits.append((limit - used + _reclaimable(group), f"below the memory limit of {limit >> 20} MB"))
             except (OSError, ValueError):
                 pass  # the root group, or no limit ("max")
@@ -35,8 +35,8 @@ def oom_kills() -> int:
     """How many processes of this process's cgroup the kernel has killed for lack of memory; 0 where it does not say."""
     for group, unified in _groups():
         try:
-            lines = (group / ("memory.events" if unified else "memory.oom_control")).read_text().splitlines()
-            return next(int(count) for name, count in map(str.split, lines) if name == "oom_kill")
+            lines = (group / ("memory.events" if unified else "memory.oom_control")).read_bytes().splitlines()
+            return next(int(count) for name, count in map(bytes.split, lines) if name == b"oom_kill")
         except (OSError, ValueError, StopIteration):
             pass
     return 0
@@ -52,7 +52,7 @@ def _groups() -> Iterator[tuple[Path, bool]]:
 
 def _machine() -> int:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(errors="replace").splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, ValueError, StopIteration):
         return 1 << 62
@@ -61,7 +61,7 @@ def _machine() -> int:
 def _own_group(controller: str) -> str:
     """The group of this process, in version 2 ("") or under a controller of version 1."""
     try:
-        lines = _OWN_GROUPS.read_text().splitlines()
+        lines = os.fsdecode(_OWN_GROUPS.read_bytes()).splitlines()
     except OSError:
         return ""
     fields = [line.split(":", 2) for line in lines]
@@ -70,7 +70,7 @@ def _own_group(controller: str) -> str:
 
 def _reclaimable(group: Path) -> int:
     """Pages of files: the kernel drops them before it refuses memory."""
-    fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    fields = dict(line.split() for line in (group / "memory.stat").read_text(errors="replace").splitlines())
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 
 

@@ -484,14 +484,14 @@ def _version(info: Mapping[str, Any] | None) -> str:
 
 def _read_remote(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((path / _REMOTE).read_text())
+        found: dict[str, Any] = json.loads((path / _REMOTE).read_bytes())
     except (OSError, ValueError):
         return {}
     return found
 
 
 def _write_remote(path: Path, version: str, damage: Mapping[str, str]) -> None:
-    (path / _REMOTE).write_text(json.dumps({"version": version, "damage": damage}))
+    (path / _REMOTE).write_text(json.dumps({"version": version, "damage": damage}), encoding="ascii")
 
 
 def _content(path: Path) -> bytes | None:

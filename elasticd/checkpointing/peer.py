@@ -27,6 +27,6 @@ def _stat(connection: socket.socket) -> list[str]:
     """The fields of /proc from the state on; none for a process that is not there any more."""
     pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+        return Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []

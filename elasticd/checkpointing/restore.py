@@ -269,7 +269,7 @@ class _Restore:
         self._shards = ShardsInMemory(chosen, self.saver.writer, self.saver.environment)
         own = self._shards.check() if self.saver.environment.local_rank == 0 else ""
         key, what = f"verified/{attempt}", f"whether it can read {chosen['name']} in memory"
-        every = self.channel.collect(key, own.encode(), what)
+        every = self.channel.collect(key, own.encode(errors="backslashreplace"), what)
 
         def decide() -> dict[str, Any]:
             why = next((each.decode() for each in every if each), "")
@@ -516,7 +516,7 @@ class _Restore:
         self.channel.collect("sent", b"", "whether it has received the state")
         self.channel.on_rank0("sent", "whether all nodes have received the state", dict)
         error = self._open_here(chosen) if receives else ""
-        answers = self.channel.collect("opened", error.encode(), "whether it has the state")
+        answers = self.channel.collect("opened", error.encode(errors="backslashreplace"), "whether it has the state")
 
         def lacking() -> dict[str, Any]:
             return {"ranks": [rank for rank, answer in enumerate(answers) if answer]}

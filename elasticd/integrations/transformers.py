@@ -293,7 +293,7 @@ class _History:
         self._thread = Thread()
 
     def append(self, line: dict[str, Any]) -> None:
-        with suppress(OSError), self._path.open("a") as file:
+        with suppress(OSError), self._path.open("a", encoding="ascii") as file:
             file.write(json.dumps(line, default=_plain) + "\n")
         self._put()
 
@@ -309,7 +309,7 @@ class _History:
                     lines = stored + [each for each in lines if each["step"] >= last and each not in stored]
         kept = [each for each in lines if each["step"] <= step]
         with suppress(OSError):
-            self._path.write_text("".join(json.dumps(each) + "\n" for each in kept))
+            self._path.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="ascii")
         self._put()
         return kept
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,3 +173,19 @@ def test_full_and_read_only_disk(job: StartJob, tmp_path: Path) -> None:
     assert "Read-only" in failed[20]
     assert [event["step"] for event in run.events("checkpoint_saved")] == [15, 25, 30]
     assert run.event("job_ended", outcome="succeeded", restarts=0)
+
+
+def test_state_is_restored_in_any_locale_and_directory(job: StartJob, tmp_path: Path) -> None:
+    """From memory after a fault, and from the disk by the next run."""
+    in_ascii = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    how: dict[str, Any] = {
+        "work": tmp_path / "caf\udce9",
+        "env": in_ascii,
+        "flags": ["--checkpoint-dir", "checkpoints"],
+    }
+    first = job("donor.py", "--steps", "20", "--every", "10", faults=[Fault(1, 14, "SIGKILL")], **how)
+    assert first.wait() == 0
+    assert first.event("resumed", round=2)["step"] == 13
+    second = job("donor.py", "--steps", "22", **how)
+    assert second.wait() == 0
+    assert second.event("resumed", round=3)["step"] == 20

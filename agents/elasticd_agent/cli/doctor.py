@@ -58,7 +58,7 @@ def check_links(root: bool, sysctls: Path = Path("/proc/sys/fs")) -> list[CheckR
     for name in ("protected_hardlinks", "protected_symlinks"):
         check = f"fs.{name}"
         try:
-            value = int((sysctls / name).read_text())
+            value = int((sysctls / name).read_bytes())
         except (OSError, ValueError) as error:
             found.append(skipped(check, f"it cannot be read: {error}"))
             continue

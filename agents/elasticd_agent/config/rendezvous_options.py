@@ -318,7 +318,7 @@ _LONGEST_PASSWORD = 1024
 
 def _password(path: Path) -> str:
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8") as file:
             text = file.read(_LONGEST_PASSWORD + 2)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"

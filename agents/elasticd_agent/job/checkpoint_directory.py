@@ -80,7 +80,9 @@ def _call_store(verb: str, spec: JobSpec) -> dict[str, Any]:
     argv = [sys.executable, "-I", program, verb, str(spec.checkpoint_dir), spec.job_id, spec.run]
     environment = dict(spec.base_environment(os.environ))
     try:
-        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=_STORE_S)
+        done = subprocess.run(
+            argv, env=environment, capture_output=True, encoding="utf-8", errors="replace", timeout=_STORE_S
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"{spec.checkpoint_dir}: no answer in {_STORE_S:g} s"}
     if done.returncode:

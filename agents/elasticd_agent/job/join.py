@@ -246,13 +246,13 @@ def directory_id(directory: Path | None) -> str:
         directory.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(fd, "w") as file:
+            with open(fd, "w", encoding="ascii") as file:
                 file.write(mine)
         until = time.monotonic() + DIRECTORY_ID_S
-        while not (name := path.read_text()) and time.monotonic() < until:
+        while not (name := path.read_text(errors="replace")) and time.monotonic() < until:
             time.sleep(0.01)  # all nodes start at once: another one has created the file, and not written it yet
         if not name:
-            path.write_text(mine)
-        return name or path.read_text()
+            path.write_text(mine, encoding="ascii")
+        return name or path.read_text(errors="replace")
     except OSError:  # the first save reports the error; until then the directory counts as not shared
         return secrets.token_hex(8)

@@ -334,7 +334,8 @@ def installed_version_error(arguments: Sequence[str] = ()) -> str:
             [sys.executable, "-m", "elasticd_agent", "agent", "--check", *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=REPLACEMENT_CHECK_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -101,7 +101,7 @@ class _RunFiles(LocalJobs):
 def _page_routes(spec: JobSpec, local: LocalJobs, root: Path) -> tuple[DashboardRoutes, TokenAuth]:
     token_file = root / "token"
     token_file.touch(0o600)
-    token_file.write_text(secrets.token_hex(32))
+    token_file.write_text(secrets.token_hex(32), encoding="ascii")
     token = TokenAuth(token_file)
     well = HealthProbeResult(True, "ok")
     pages = MonitoringPages(bytes, dict, lambda: well, lambda: well)

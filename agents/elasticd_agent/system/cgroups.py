@@ -29,7 +29,7 @@ def throttled_s(pids: Iterable[int], proc: str = "/proc", root: str = ROOT) -> f
     Not of the group with the most: a group that was throttled for long, and is not any more, would hide the others.
     """
     groups = {procfs.read(f"{proc}/{pid}/cgroup") for pid in pids}
-    directories = {path for text in groups for path in _directories(text.decode("utf-8", "replace"), root)}
+    directories = {path for text in groups for path in _directories(os.fsdecode(text), root)}
     return sum(_throttled(procfs.read(f"{path}/cpu.stat")) for path in directories)
 
 
@@ -66,15 +66,15 @@ def make_group(name: str, limits: Mapping[str, int], proc: str = "/proc", root: 
     """
     parent = _parent(proc, root)
     try:
-        missing = limits.keys() - (parent / "cgroup.controllers").read_text().split()
+        missing = limits.keys() - (parent / "cgroup.controllers").read_text(errors="replace").split()
         if missing:
             raise NoLimits(f"the kernel or the group {parent} does not offer the controller {', '.join(missing)}")
-        (parent / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in sorted(limits)))
+        (parent / "cgroup.subtree_control").write_bytes(" ".join(f"+{each}" for each in sorted(limits)).encode())
         group = parent / f"{_PREFIX}{name}"
         with contextlib.suppress(FileExistsError):
             group.mkdir(mode=0o755)
         for controller, limit in limits.items():
-            (group / _FILES[controller]).write_text(str(limit))
+            (group / _FILES[controller]).write_bytes(b"%d" % limit)
     except OSError as error:
         raise NoLimits(f"{error.filename}: {error.strerror}") from None
     return group
@@ -82,7 +82,7 @@ def make_group(name: str, limits: Mapping[str, int], proc: str = "/proc", root: 
 
 def join_group(group: Path) -> None:
     """Move this process there; its children are born there. Raises OSError."""
-    (group / "cgroup.procs").write_text(str(os.getpid()))
+    (group / "cgroup.procs").write_bytes(b"%d" % os.getpid())
 
 
 def remove_empty_groups(proc: str = "/proc", root: str = ROOT) -> None:
@@ -94,7 +94,7 @@ def remove_empty_groups(proc: str = "/proc", root: str = ROOT) -> None:
 
 
 def _parent(proc: str, root: str) -> Path:
-    lines = procfs.read(f"{proc}/self/cgroup").decode("utf-8", "replace").splitlines()
+    lines = os.fsdecode(procfs.read(f"{proc}/self/cgroup")).splitlines()
     own = next((PurePosixPath(line[3:]) for line in lines if line.startswith("0::")), None)
     if own is None or own.name != AGENT_GROUP:
         raise NoLimits(

@@ -47,7 +47,13 @@ def _gpus_present(environ: Mapping[str, str], dev: Path) -> int:
 
     try:  # WSL has one device file for all GPUs; only the driver's own tool can count them
         listing = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10, check=True, env=dict(environ)
+            ["nvidia-smi", "-L"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=10,
+            check=True,
+            env=dict(environ),
         )
     except (OSError, subprocess.SubprocessError):
         return 0

@@ -93,7 +93,7 @@ def children(parent: int = 0) -> list[int]:
     """Pids of the direct children of a process with one thread, zombies among them; 0: of this one."""
     parent = parent or os.getpid()
     try:
-        with open(f"/proc/{parent}/task/{parent}/children") as listing:
+        with open(f"/proc/{parent}/task/{parent}/children", "rb") as listing:
             return [int(pid) for pid in listing.read().split()]
     except OSError:  # a kernel without CONFIG_PROC_CHILDREN, or it has ended
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent_of(pid) == parent]

@@ -117,7 +117,10 @@ class Collection:
         try:
             self._write_facts(worker, words | found)
             if not dump.source:
-                disk.write(self._path(f"rank-{rank}.stacks.txt"), f"{NO_STACKS}{dump.trouble}\n".encode())
+                disk.write(
+                    self._path(f"rank-{rank}.stacks.txt"),
+                    f"{NO_STACKS}{dump.trouble}\n".encode(errors="backslashreplace"),
+                )
                 return
             process = ProcessStacks(pid, found.get("comm", ""), dump.threads)
             self._write_stacks(rank, dump.text, RankStacks(dump.source, (process,)))
@@ -138,7 +141,7 @@ class Collection:
 
     def _write_stacks(self, rank: int, text: str, data: RankStacks) -> None:
         disk.write(self._path(f"rank-{rank}.stacks.json"), data.to_json())
-        disk.write(self._path(f"rank-{rank}.stacks.txt"), text.encode())
+        disk.write(self._path(f"rank-{rank}.stacks.txt"), text.encode(errors="backslashreplace"))
 
     def _write_facts(self, worker: EvidenceTarget, found: dict[str, Any]) -> None:
         about = {"rank": worker.rank, "why": self._request.why, "at_wall": round(time.time(), 3)}

@@ -31,11 +31,11 @@ def read_ports(root: Path = SYSFS) -> dict[str, dict[str, Any]]:
     found = {}
     for path in sorted(root.glob("*/ports/*")):
         try:
-            state = (path / "state").read_text().rpartition(":")[2].strip()  # "4: ACTIVE"
+            state = (path / "state").read_text(errors="replace").rpartition(":")[2].strip()  # "4: ACTIVE"
         except OSError:
             continue
         try:
-            downed = int((path / "counters" / "link_downed").read_text())
+            downed = int((path / "counters" / "link_downed").read_bytes())
         except (OSError, ValueError):
             downed = -1
         found[f"{path.parent.parent.name} port {path.name}"] = asdict(Port(state, downed, state == "ACTIVE"))

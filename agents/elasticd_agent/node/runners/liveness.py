@@ -86,7 +86,7 @@ def write_owner(path: Path, pid: int | None = None) -> None:
 
 def write_reason(path: Path, why: str) -> None:
     """Write into the lock why its owner gets a SIGTERM; "": nobody wants it to end. Raises OSError."""
-    line = " ".join(why.split()).encode()[: REASON_BYTES - 1] + b"\n"
+    line = " ".join(why.split()).encode(errors="backslashreplace")[: REASON_BYTES - 1] + b"\n"
     _write(path, line, OWNER_BYTES)
 
 

@@ -131,8 +131,8 @@ def _reset_oom_score() -> None:
     """The kernel spares the agent when memory runs out, but not its jobs, which use the memory."""
     with contextlib.suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
-        if int(score.read_text()) < 0:
-            score.write_text("0")
+        if int(score.read_bytes()) < 0:
+            score.write_bytes(b"0")
 
 
 def _run_to_end(

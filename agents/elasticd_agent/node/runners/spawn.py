@@ -194,7 +194,7 @@ class SpecBuilder:
         """Read each time, because certificates are replaced while the agent runs. Raises OSError."""
         tls = self.rendezvous.tls
         paths = (None, None, None) if tls is None else (tls.ca, tls.cert, tls.key)
-        ca, cert, key = (None if path is None else path.read_text() for path in paths)
+        ca, cert, key = (None if path is None else path.read_text(encoding="utf-8", errors="replace") for path in paths)
         return StoreSecrets(self.rendezvous.password, ca, cert, key)
 
     def group_limits(self, spec: RunnerSpec) -> dict[str, int]:

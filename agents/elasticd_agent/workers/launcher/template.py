@@ -423,8 +423,9 @@ def ignore_signal(number: int, frame: Any) -> None:
 
 
 def mapped_libraries(fragment: str) -> list[str]:
-    with open("/proc/self/maps") as maps:
-        return sorted({line.split(maxsplit=5)[5].strip() for line in maps if fragment in line and ".so" in line})
+    with open("/proc/self/maps", "rb") as maps:
+        found = {line.split(maxsplit=5)[5].strip() for line in maps if fragment.encode() in line and b".so" in line}
+    return sorted(map(os.fsdecode, found))
 
 
 def open_device() -> str | None:
