@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from tests.faults.conftest import StartJob
-from tests.faults.job import PATIENCE_S, Job, until
+from tests.faults.job import PATIENCE_S, SCRIPTS, Job, until
 
 
 def browse(
@@ -62,3 +62,11 @@ def test_run_serves_its_page_to_one_browser(job: StartJob) -> None:
     os.kill(run.pid, signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM
     shutil.rmtree(found[1])
+
+
+def test_page_of_a_user_without_a_name(job: StartJob) -> None:
+    run = job("plain.py", "${local_rank}", "polite", flags=["--ui", "0"], command=[str(SCRIPTS / "nameless.py")])
+    until(lambda: "the job's page" in run.err or run.process.poll() is not None, "the URL")
+    run.file("ready-1")
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM

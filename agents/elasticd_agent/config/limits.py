@@ -20,6 +20,7 @@ from elasticd_agent.config.decode import ConfigError
 from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.model.phrases import listing
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
+from elasticd_agent.system.users import user_name
 from elasticd_agent.workers.launcher.requests import script_of
 
 _HARMLESS_VARIABLES = re.compile(
@@ -52,7 +53,7 @@ def path_refusal(limits: Limits, job: JobFile) -> ConfigError | None:
 
 def user_refusal(limits: Limits, job: JobFile, user: str | None) -> ConfigError | None:
     """Why the job's user is not allowed. `user`: of jobs that name none; None: the agent's own."""
-    runs_as = job.user or user or _daemon_user()
+    runs_as = job.user or user or user_name()
     if limits.users is None or runs_as in limits.users:
         return None
     whom = repr(runs_as) if job.user else f"is not given, and {runs_as!r}, the user of the job,"
@@ -126,15 +127,6 @@ def _other_code(job: JobFile) -> ConfigError | None:
         return ConfigError("preload", f"runs other modules than the command; {limited}")
     name = next((variable for variable in job.env if not _HARMLESS_VARIABLES.fullmatch(variable)), None)
     return ConfigError(f"env.{name}", f"could make a command run other code; {limited}") if name is not None else None
-
-
-def _daemon_user() -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())
 
 
 def _place(path: Path) -> str:

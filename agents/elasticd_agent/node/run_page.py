@@ -6,7 +6,6 @@ changed there; Ctrl-C stops the job. The page ends with the run.
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import secrets
@@ -38,6 +37,7 @@ from elasticd_agent.system import control_socket
 from elasticd_agent.system.addresses import format_endpoint
 from elasticd_agent.system.http_auth import TokenAuth
 from elasticd_agent.system.http_server import HttpServer, listen_tcp
+from elasticd_agent.system.users import user_name
 from elasticd_agent.telemetry import metrics
 from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages
 
@@ -124,7 +124,7 @@ def _store(spec: JobSpec, node: str) -> MemoryStore:
     limits = (spec.rendezvous.min_nodes, spec.rendezvous.max_nodes, spec.min_workers, spec.max_workers)
     file = {"command": [spec.entrypoint, *spec.args], "workdir": str(spec.cwd), "nodes": list(limits[:2])}
     submission = Submission(
-        spec.job_id, NUMBER, json.dumps(file), *limits, submitted_by=getpass.getuser(), submitted_at=time.time()
+        spec.job_id, NUMBER, json.dumps(file), *limits, submitted_by=user_name(), submitted_at=time.time()
     )
     placement = Placement(spec.job_id, NUMBER, (SlotAssignment(node, slots),), "elasticd run")
     status = NodeStatus(node, "run", len(slots), runners=(RunnerStatus(spec.job_id, NUMBER, slots, "running"),))
