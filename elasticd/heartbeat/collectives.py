@@ -16,6 +16,7 @@ from typing import Any
 UNKNOWN = -1
 _C10D = "torch.distributed.distributed_c10d"
 _RECORDERS = "torch._C._distributed_c10d"
+MOST_TIMEOUTS = 16
 
 
 def default_group() -> Any:
@@ -74,6 +75,15 @@ def timeout_ms(group: Any) -> int:
         return int(max(backend.options._timeout.total_seconds() for backend in backends) * 1000)
     except Exception:  # noqa: BLE001 as above
         return 0
+
+
+def longest_timeout_ms(default: Any) -> int:
+    """Of the process groups, as far as they are few; of the default one if more is not known."""
+    try:
+        groups = list(sys.modules[_C10D]._world.pg_map)[:MOST_TIMEOUTS]
+    except Exception:  # noqa: BLE001 as above
+        groups = []
+    return max(map(timeout_ms, [default, *groups]))
 
 
 def flight_recorder_dump() -> bytes | None:

@@ -1,7 +1,7 @@
 """What the main thread does, seen from another thread: where its Python is, and whether it waits for other ranks.
 
-Reads frames, not their variables, and the thread's processor time; a thread in a C function shows the last line of
-Python.
+Reads frames and the thread's processor time; a thread in a C function shows the last line of Python. Of variables only
+the timeout and the group of torch's own collective functions are read.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from typing import Any
 
 _WAITING_FILES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py")
 """A thread in a C function called from these files waits for other ranks, as a rule."""
@@ -16,6 +17,7 @@ _BACKWARD_FILES = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py")
 """So does a backward pass, which ends with DDP's wait for the gradients, but only while it computes nothing."""
 _DDP_FILES = ("/torch/nn/parallel/distributed.py", "/torch/distributed/utils.py")
 _C10D_FILE = "/torch/distributed/distributed_c10d.py"
+_C10D_WRAPPER = "/torch/distributed/c10d_logger.py"
 _ALL_RANKS = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
@@ -49,6 +51,18 @@ class MainThread:
         if file.endswith(_BACKWARD_FILES):
             return used_ns == self.used_ns()
         return any(part in file for part in _WAITING_FILES)
+
+    def wait_arguments(self) -> tuple[Any, Any]:
+        """The timeout and the group that the script gave the collective it waits in; None: none."""
+        frame, timeout, group = sys._current_frames().get(self._id), None, None
+        while frame is not None and not frame.f_code.co_filename.endswith(_C10D_FILE):
+            frame = frame.f_back if frame.f_code.co_filename.endswith(_C10D_WRAPPER) else None
+        while frame is not None and frame.f_code.co_filename.endswith((_C10D_FILE, _C10D_WRAPPER)):
+            if frame.f_code.co_filename.endswith(_C10D_FILE):
+                given = frame.f_locals
+                timeout, group = given.get("timeout") or timeout, given.get("group") or group
+            frame = frame.f_back
+        return timeout, group
 
     def collective(self) -> str:
         """The collective in which it waits for all ranks of a group, "" where that is not certain."""

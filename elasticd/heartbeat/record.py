@@ -6,7 +6,7 @@ worker that truncates the file can then only make a read fail (WireError), not k
 measured on CLOCK_MONOTONIC, which both processes share; no wall clock appears here. The launcher also loads this file
 by path, in environments without elasticd: it imports no torch, and of elasticd only what the launcher loads with it.
 
-Layout 1.4, little-endian, offsets in bytes. A word is stored whole; the words marked * belong together
+Layout 1.5, little-endian, offsets in bytes. A word is stored whole; the words marked * belong together
 and are guarded by `seq`.
 
     0     8s   magic "ELASTICD"          written once, by the agent
@@ -36,21 +36,23 @@ and are guarded by `seq`.
     208   i64  collectives_per_step *    issued during the last finished step, -1 unknown
     216   u64  wait_ticks                those that saw the rank wait for others: in torch.distributed, or
                                          after all collectives of a usual step had been issued
-    224   u64  timeout_ms                the default process group's own timeout, 0 unknown
+    224   u64  timeout_ms                the longest timeout of the process groups, 0 unknown
     232   i64  collectives_at_step *     issued when the last step was finished, -1 unknown
     240   u64  dump_done                 the last dump_requested that was answered, even if there was nothing to write
     248   u64  moved_ticks               ticks that saw the main thread's Python at another place than the tick before
     256   u32  length of the exit report, written after it; 0 = none
     260        exit report: UTF-8 JSON {"kind", "type", "message", "traceback", "code", "bases"}
+    16168 u64  the timeout (ms) that the script gave the collective it waits in, or that collective's group; 0 none
     16176 u64  odd while the background thread is writing what follows
     16184 u64  CLOCK_MONOTONIC of the reading of NCCL's recorder that follows, 0 never; outdated by later progress
     16192      8 NCCL groups, u64 group (the same on all of its ranks, 0 none), i64 enqueued, i64 completed: the numbers
                of its last collectives
     16384      end
 
-1.3 had nothing between 32 and 64, and exit reports up to the end: a longer one has overwritten the groups, and is read
-as before. 1.2 had nothing at 248, 1.1 neither between 176 and 192, 1.0 neither at 24 and between 208 and 256, and left
-those words zero; their readers skip them. An older writer leaves them as the agent made them, unknown.
+1.4 had nothing at 16168: a longer exit report has overwritten it, and is read as before. 1.3 had nothing between 32
+and 64, and exit reports up to the end: a longer one has overwritten the groups, and is read as before. 1.2 had nothing
+at 248, 1.1 neither between 176 and 192, 1.0 neither at 24 and between 208 and 256, and left those words zero; their
+readers skip them. An older writer leaves them as the agent made them, unknown.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ PAUSE_BARRIER = "pause"
 """The name of the barrier at which a paused rank waits."""
 SIZE = 16 * 1024
 MAGIC = b"ELASTICD"
-MAJOR, MINOR = 1, 4
+MAJOR, MINOR = 1, 5
 STOP, PAUSE = 1, 2
 """An agent's requests; a worker without PAUSE ignores it."""
 REQUEST_KIND = 0xFF
@@ -100,7 +102,8 @@ MAX_GROUPS = 8
 _GROUPS = struct.Struct("<QQ" + MAX_GROUPS * "Qqq")
 _GROUPS_AT = SIZE - _GROUPS.size
 _GROUPS_SEQ = _GROUPS_AT // 8
-_REPORT_BYTES = _GROUPS_AT - _REPORT_AT - 4
+_WAIT_TIMEOUT_AT = _GROUPS_AT - 8
+_REPORT_BYTES = _WAIT_TIMEOUT_AT - _REPORT_AT - 4
 _PYBUF_WRITE = 0x200  # from CPython's stable ABI
 _HEADER = struct.Struct("<8sIIQ8xiI24s QqQQQII64sQQ qQqQQqQQ I")
 _NOTHING_ISSUED = (_UNKNOWN, 0, _UNKNOWN, 0, 0, _UNKNOWN, 0, 0)
@@ -162,6 +165,7 @@ class Heartbeat:
     wait_rank: int = -1
     wait_count: int = 0
     groups: GroupCounts = ()
+    wait_timeout_s: float = 0.0
 
 
 def create(path: str | os.PathLike[str]) -> None:
@@ -284,6 +288,11 @@ class HeartbeatWriter:
             self._signed[at] = value
         self._words[_GROUPS_SEQ] = seq + 1
 
+    def write_wait_timeout(self, timeout_ms: int) -> None:
+        """Of the collective that the main thread waits in, where the script gave it one; 0: none. For the background
+        thread."""
+        self._words[_WAIT_TIMEOUT_AT // 8] = min(timeout_ms, _MAX_MS)
+
     def thread_stopped(self) -> None:
         """The background thread has ended."""
         self._words[_ALIVE] = 0
@@ -397,7 +406,11 @@ class HeartbeatReader:
         waiting: tuple[str, int, int] = (call, wait_rank, wait_count) if call else ("", -1, 0)
         counted = (per_step, waits, timeout_ms / 1000, at_step, dump_done, barrier_ms / 1000, pid, moved)
         groups = self._groups(progress) if minor >= 4 and length <= _REPORT_BYTES else ()
-        return Heartbeat(*seen, *counted, *waiting, groups)
+        timeout_ms = self._wait_timeout_ms() if minor >= 5 and length <= _REPORT_BYTES else 0
+        return Heartbeat(*seen, *counted, *waiting, groups, timeout_ms / 1000)
+
+    def _wait_timeout_ms(self) -> int:
+        return int.from_bytes(os.pread(self._fd, 8, _WAIT_TIMEOUT_AT), "little")
 
     def _groups(self, progress_ns: int) -> GroupCounts:
         """Read after the last progress, else empty; also while they are being written: the next reading has them."""

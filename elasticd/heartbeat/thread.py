@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from elasticd.heartbeat.collectives import (
@@ -27,6 +28,7 @@ from elasticd.heartbeat.collectives import (
     Collectives,
     default_group,
     flight_recorder_dump,
+    longest_timeout_ms,
     nccl_groups,
     timeout_ms,
 )
@@ -73,6 +75,7 @@ class HeartbeatThread:
         self._read_groups_at = 0  # CLOCK_MONOTONIC nanoseconds
         self._progress_ns = 0
         self._stepping = 0  # ticks in a row that have seen progress
+        self._stands = False
         self._exiting = False
         self._joining = False
         self._main = MainThread()
@@ -135,6 +138,7 @@ class HeartbeatThread:
         self._position = position
         waits = issued > 0 and self._main.waits(file, used)
         self._writer.tick(issued, self._timeout_ms, waits, moved, periods)
+        self._read_wait_timeout(waits and not moved)
         if issued >= 0:
             self._read_groups(moved)
         if not self._exiting and script_is_over():
@@ -146,6 +150,20 @@ class HeartbeatThread:
             if self._dump_to:
                 write_flight_recorder(self._dump_to)
             self._writer.dump_done = requested
+
+    def _read_wait_timeout(self, stands: bool) -> None:
+        """Once for each wait. What equals the default group's timeout is torch's default, or was not meant for it."""
+        if stands == self._stands:
+            return
+        self._stands, found_ms = stands, 0
+        if stands:
+            timeout, group = self._main.wait_arguments()
+            if isinstance(timeout, timedelta):
+                found_ms = int(timeout.total_seconds() * 1000)
+            elif group is not None:
+                found_ms = timeout_ms(group)
+            found_ms = 0 if found_ms == timeout_ms(default_group()) else found_ms
+        self._writer.write_wait_timeout(found_ms)
 
     def _read_groups(self, moved: bool) -> None:
         began = time.monotonic_ns()
@@ -177,7 +195,7 @@ class HeartbeatThread:
         self._ticks_with_group += 1
         # The timeout can change while the group lives. A group without one is not read again.
         if another or (self._timeout_ms and self._ticks_with_group % TIMEOUT_EVERY == 0):
-            self._timeout_ms = timeout_ms(group)
+            self._timeout_ms = longest_timeout_ms(group)
         before = self._issued
         self._issued = issued
         return UNKNOWN if issued < before or (another and before >= 0) else issued

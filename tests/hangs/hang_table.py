@@ -30,6 +30,7 @@ COLUMNS: dict[str, tuple[str, type]] = {
     "alive": ("alive_s", float),
     "moved": ("moved_s", float),
     "waiting": ("waiting_s", float),
+    "sockets": ("sockets_s", float),
     "call": ("wait_call", str),
     "for": ("wait_rank", int),
     "alone": ("alone", bool),
@@ -100,9 +101,9 @@ def answers(moment: TableMoment, nodes: list[str], policy: Policy) -> Iterator[s
             yield f"=> healthy: {why}"
         case hang.SuspectedHang(why):
             yield f"=> wait: {why}"
-        case hang.Hang(culprits, cause, why):
+        case hang.Hang(culprits, cause, why, ends=ends):
             blamed = ", ".join(f"rank {at.rank} (slot {at.slot} of {at.node})" for at in culprits) or "nobody"
-            yield f"=> HUNG, {cause}; to blame: {blamed}"
+            yield f"=> {'HUNG' if ends else 'report'}, {cause}; to blame: {blamed}"
             yield f"=> {why}"
 
 

@@ -163,7 +163,7 @@ def test_failures_of_a_verdict(
 
 @pytest.mark.parametrize(
     ("floor", "kills", "limit_s"),
-    [(None, 0, 60.0), (None, 1, 120.0), (None, 2, 1800.0), (5.0, 0, 5.0), (5.0, 1, 10.0), (5.0, 2, 1800.0)],
+    [(None, 0, 60.0), (None, 1, 120.0), (None, 2, 240.0), (5.0, 0, 5.0), (5.0, 1, 10.0), (5.0, 9, 1800.0)],
 )
 @pytest.mark.parametrize("place", ["elsewhere in data.py load", "elsewhere in other.py f", ""])
 def test_killed_wait_gets_more_time(floor: float | None, kills: int, limit_s: float, place: str) -> None:
@@ -172,15 +172,47 @@ def test_killed_wait_gets_more_time(floor: float | None, kills: int, limit_s: fl
     b = replace(B.ranks[0], function=function, where="elsewhere" if function else "")
     policy = Policy(hang_floor_s=floor)
     expected = limit_s if "load" in place or not place else (floor or 60.0)
-    for idle_s, hung in ((expected - 1.0, False), (expected, True)):
+    for idle_s, hung in ((expected - 1.0, False), (expected + 4.0, True)):
         judge = HangJudge(policy)
-        reports = [replace(r, ranks=(replace(one, idle_s=idle_s),)) for r, one in ((A, A.ranks[0]), (B, b))]
+        reports = [
+            replace(r, ranks=(replace(one, idle_s=idle_s),), restart_s=0.0) for r, one in ((A, A.ranks[0]), (B, b))
+        ]
         found = judge.turn(replace(ROUND, hang_places=(("elsewhere in data.py load", kills),)), reports, NOBODY, NOW)
         assert (found is not None) is hung, idle_s
         if found is not None and function:
-            assert [one.places for one in failures(found, "a", 0, None)] == [
-                ("elsewhere in " + function.replace(":99", "").replace(":1", ""),)
+            waiting = "collective in all_reduce (ddp.py:1)"
+            assert [(one.places, one.hang_step) for one in failures(found, "a", 0, None)] == [
+                (("elsewhere in " + function.replace(":99", "").replace(":1", ""), waiting), 30)
             ]
+
+
+def test_place_that_was_doubted_stays_so() -> None:
+    """A false proof at the end of each epoch costs one restart: the next wait passes, and all later ones."""
+    judge = HangJudge(Policy())
+    place = "collective in all_reduce"
+    killed = replace(ROUND, hang_places=((place, 1),), hang_steps=((place, 30),))
+
+    def turn(step: int) -> HangVerdict | None:
+        ranks = [replace(one.ranks[0], where="collective", step=step, idle_s=70.0) for one in (A, B)]
+        found = zip((A, B), ranks, ("all_reduce", "broadcast"), strict=True)
+        reports = [replace(one, ranks=(replace(rank, function=f, place=""),)) for one, rank, f in found]
+        return judge.turn(killed, reports, NOBODY, NOW)
+
+    assert HangJudge(Policy()).turn(killed, [A, B], NOBODY, NOW) is None
+    assert turn(30) is None
+    assert turn(90) is None, "three steps later"
+
+
+def test_weak_hang_is_reported_once_and_then_ended() -> None:
+    judge = HangJudge(Policy())
+
+    def turn(idle_s: float) -> HangVerdict | None:
+        return judge.turn(ROUND, [replace(r, ranks=(replace(r.ranks[0], idle_s=idle_s),)) for r in (A, B)], NOBODY, NOW)
+
+    assert [turn(idle_s) for idle_s in (59.0, 61.0, 62.0, 1000.0)] == [None] * 4
+    assert [one.restarts for one in judge.new_verdicts] == [False]
+    assert turn(1804.0) is not None
+    assert [one.restarts for one in judge.new_verdicts] == [False, True]
 
 
 def test_group_that_resumes_is_not_overdue() -> None:
@@ -194,4 +226,6 @@ def test_group_that_resumes_is_not_overdue() -> None:
 
     assert turn(0.0, traced=True, idle_s=70.0) is None
     assert [turn(at, traced=False, idle_s=0.3) for at in (0.25, 0.5, 5.0)] == [None] * 3
-    assert turn(5.5, traced=False, idle_s=0.3) is not None, "it steps and steps while the other waits"
+    judge.new_verdicts.clear()
+    assert turn(5.5, traced=False, idle_s=0.3) is None, "it trains"
+    assert [one.restarts for one in judge.new_verdicts] == [False], "it steps and steps while the other waits"

@@ -2,44 +2,66 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from elasticd_agent.hangs.patience import PATIENCE, Evidence, Shown, limit_s
+from elasticd_agent.hangs.patience import PATIENCE, Evidence, Limits, Shown, limits
 from elasticd_agent.model.job import Policy
 
 DEFAULT, FLOOR, LONG_FLOOR = Policy(), Policy(hang_floor_s=3.0), Policy(hang_floor_s=300.0)
 QUICK = Shown(deadline_s=5.0)
+CHEAP = Shown(deadline_s=5.0, cheap=True)
+
+
+def cheap(**shown: float) -> Shown:
+    return Shown(**{"deadline_s": 5.0, "cheap": True, **shown})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("evidence", "policy", "shown", "expected"),
+    ("evidence", "policy", "shown", "report_s", "kill_s"),
     [
-        ("proven", DEFAULT, QUICK, 5),
-        ("proven", DEFAULT, Shown(40.0), 40),
-        ("proven", LONG_FLOOR, QUICK, 300),
-        ("proven", DEFAULT, Shown(5.0, kills=2), 5),
-        ("gil", DEFAULT, QUICK, 15),
-        ("alike", DEFAULT, QUICK, 60),
-        ("alike", FLOOR, Shown(3.0), 3),
-        ("device", DEFAULT, QUICK, 60),
-        ("device", FLOOR, Shown(3.0), 60),
-        ("idle", DEFAULT, QUICK, 60),
-        ("idle", DEFAULT, Shown(5.0, pause_s=20.0), 100),
-        ("idle", DEFAULT, Shown(5.0, pause_s=2000.0), 1800),
-        ("idle", FLOOR, Shown(5.0, pause_s=20.0), 5),
-        ("idle", DEFAULT, Shown(5.0, kills=1), 120),
-        ("idle", DEFAULT, Shown(5.0, kills=2), 1800),
-        ("idle", DEFAULT, Shown(5.0, ceiling_s=7200.0, kills=3), 7200),
-        ("idle", FLOOR, Shown(3.0, kills=1), 6),
-        ("overdue", DEFAULT, QUICK, 60),
-        ("overdue", DEFAULT, Shown(40.0), 200),
-        ("overdue", FLOOR, Shown(3.0), 15),
-        ("working", FLOOR, Shown(3.0), 1800),
-        ("no_stack", DEFAULT, QUICK, 1800),
+        ("proven", DEFAULT, QUICK, 5, 5),
+        ("proven", DEFAULT, Shown(40.0), 40, 40),
+        ("proven", LONG_FLOOR, QUICK, 300, 300),
+        ("proven", DEFAULT, Shown(5.0, kills=2), 5, 5),
+        ("gil", DEFAULT, QUICK, 15, 15),
+        ("loading", DEFAULT, QUICK, 60, 60),
+        ("alike", DEFAULT, QUICK, 60, 60),
+        ("alike", FLOOR, Shown(3.0), 3, 3),
+        ("device", DEFAULT, QUICK, 60, 60),
+        ("device", FLOOR, Shown(3.0), 60, 60),
+        # What a restart costs decides.
+        ("idle", DEFAULT, QUICK, 60, 1800),
+        ("idle", DEFAULT, Shown(5.0, ceiling_s=603.0), 60, 603),
+        ("idle", DEFAULT, Shown(5.0, ceiling_s=23.0), 60, 60),
+        ("idle", FLOOR, Shown(3.0), 3, 3),
+        ("idle", DEFAULT, CHEAP, 60, 60),
+        ("idle", DEFAULT, cheap(pause_s=20.0), 100, 100),
+        ("idle", DEFAULT, cheap(pause_s=2000.0), 1800, 1800),
+        ("idle", FLOOR, cheap(pause_s=20.0), 5, 5),
+        ("idle", DEFAULT, cheap(kills=1), 60, 120),
+        ("idle", DEFAULT, cheap(kills=2), 60, 240),
+        ("idle", DEFAULT, cheap(ceiling_s=7200.0, kills=9), 60, 7200),
+        ("idle", FLOOR, Shown(3.0, kills=1), 3, 6),
+        # A rank that trains is not hung, nor is an export after the others have ended.
+        ("overdue", DEFAULT, CHEAP, 60, 1800),
+        ("overdue", DEFAULT, Shown(40.0), 200, 1800),
+        ("overdue", FLOOR, Shown(3.0), 15, 15),
+        ("left", DEFAULT, CHEAP, 60, 1800),
+        ("left", FLOOR, Shown(3.0), 3, 3),
+        ("outside", FLOOR, CHEAP, 60, math.inf),
+        ("working", FLOOR, Shown(3.0), 1800, 1800),
+        ("no_stack", DEFAULT, CHEAP, 1800, 1800),
+        # A verdict that repeats is doubted.
+        ("proven", DEFAULT, Shown(5.0, kills=1, repeats=True), 60, 1800),
+        ("proven", DEFAULT, cheap(kills=1, repeats=True), 60, 120),
+        ("gil", FLOOR, Shown(3.0, kills=1, repeats=True), 3, 6),
+        ("overdue", DEFAULT, Shown(5.0, kills=1, repeats=True), 60, 1800),
     ],
 )
-def test_limit(evidence: Evidence, policy: Policy, shown: Shown, expected: float) -> None:
-    assert limit_s(evidence, policy, shown) == expected
+def test_limits(evidence: Evidence, policy: Policy, shown: Shown, report_s: float, kill_s: float) -> None:
+    assert limits(evidence, policy, shown) == Limits(report_s, kill_s)
 
 
 def test_every_row_says_why() -> None:

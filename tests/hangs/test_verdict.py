@@ -108,7 +108,7 @@ def test_silent_node_delays_network_verdict() -> None:
     verdict = judge([report(*aged(61, WAITS))], ["a", "b"], POLICY, deadline_passed=True)
     assert isinstance(verdict, Hang)
     assert verdict.why.endswith("b did not answer")
-    stopped = report(replace(WAITS, state="T", stopped_s=3))
+    stopped = report(replace(WAITS, state="T", stopped_s=3), SLEEPS)
     assert isinstance(judge([stopped], ["a", "b"], POLICY, deadline_passed=True), Hang)
 
 
@@ -164,16 +164,17 @@ def test_busy_rank_is_slow_until_ceiling(changes: dict[str, object], busy: bool)
     assert isinstance(judge(reports, ["a"], Policy(hang_floor_s=5, slow_ceiling_s=5.5)), Hang)
 
 
-def test_slow_ceiling_is_30_minutes_or_a_longer_group_timeout() -> None:
+def test_slow_ceiling_is_the_groups_timeout_or_30_minutes() -> None:
     works = replace(SLEEPS, cpu_s=2.0)
 
     def at(seconds: float, timeout_s: float, policy: Policy = POLICY) -> hang.Judgement:
         ranks = (replace(rank, timeout_s=timeout_s) for rank in aged(seconds, WAITS, works))
         return judge([report(*ranks)], ["a"], policy)
 
-    assert isinstance(at(1799, 600), SuspectedHang), "torch enforces a shorter one where a rank waits"
+    assert isinstance(at(602, 600), SuspectedHang)
+    assert isinstance(at(604, 600), Hang), "torch has not enforced a shorter one, although a rank waits in a collective"
     assert isinstance(at(3599, 3600), SuspectedHang)
-    assert isinstance(at(3601, 3600), Hang)
+    assert isinstance(at(3604, 3600), Hang)
     assert isinstance(at(1799, 0), SuspectedHang)
     assert isinstance(at(1801, 0), Hang)
     assert isinstance(at(31, 600, Policy(hang_floor_s=5, slow_ceiling_s=30)), Hang)
@@ -203,11 +204,13 @@ def test_stopped_process_has_its_own_limit() -> None:
 @pytest.mark.parametrize(
     "changes", [{"state": "t", "alive_s": 6.0}, {"where": "debugger"}, {"where": "output"}], ids=str
 )
-def test_no_verdict_while_it_waits_for_someone_outside(changes: dict[str, object]) -> None:
+def test_wait_for_someone_outside_is_only_reported(changes: dict[str, object]) -> None:
     debugged = replace(WAITS, rank=1, slot=1, **changes)  # type: ignore[arg-type]
-    verdict = judge([report(*aged(1e5, WAITS, debugged))], ["a"], Policy(hang_floor_s=5, slow_ceiling_s=5.5))
-    assert isinstance(verdict, SuspectedHang)
-    assert "no verdict while that lasts" in verdict.why
+    policy = Policy(hang_floor_s=5, slow_ceiling_s=5.5)
+    assert isinstance(judge([report(*aged(59.0, WAITS, debugged))], ["a"], policy), SuspectedHang)
+    verdict = judge([report(*aged(1e5, WAITS, debugged))], ["a"], policy)
+    assert isinstance(verdict, Hang)
+    assert not verdict.ends
 
 
 def test_worst_culprit_names_cause() -> None:
@@ -239,3 +242,131 @@ def test_many_culprits_stay_one_line() -> None:
     assert len(verdict.culprits) == 63
     assert len(verdict.why) < 500
     assert "and 60 more" in verdict.why
+
+
+# ---- what a kill may cost
+
+PLAIN = Policy()
+
+
+def idle(seconds: float, restart_s: float = -1.0, *ranks: RankReport, **changes: float) -> HangReport:
+    changed = (replace(rank, **changes) for rank in ranks or (WAITS, SLEEPS))  # type: ignore[arg-type]
+    return replace(report(*aged(seconds, *changed)), restart_s=restart_s)
+
+
+@pytest.mark.parametrize(
+    ("found", "ends"),
+    [
+        (idle(61.0), False),
+        (idle(1799.0), False),
+        (idle(1801.0), True),
+        (idle(602.0, timeout_s=600.0), False),
+        (idle(604.0, timeout_s=600.0), True),
+        (idle(61.0, 0.0), True),
+        (idle(61.0, 59.0), True),
+        (idle(61.0, 62.0), False),
+        (idle(119.0, 62.0), True),
+    ],
+)
+def test_weak_evidence_ends_a_group_only_where_a_restart_costs_less(found: HangReport, ends: bool) -> None:
+    """A plain script, whose saves are its own, gets what torchrun would give it."""
+    verdict = judge([found], ["a"], PLAIN)
+    assert isinstance(verdict, Hang)
+    assert verdict.ends == ends
+    assert verdict.why.endswith("; it may still resume: the limit is 1800 s") or found.ranks[0].timeout_s or ends
+    assert isinstance(judge([replace(found, ranks=aged(59.0, *found.ranks))], ["a"], PLAIN), SuspectedHang)
+
+
+def test_weak_evidence_does_not_spend_the_last_restart() -> None:
+    verdict = judge([idle(61.0, 0.0)], ["a"], PLAIN, can_restart=False)
+    assert isinstance(verdict, Hang)
+    assert not verdict.ends
+    floor = judge([idle(6.0, 0.0)], ["a"], POLICY, can_restart=False)
+    assert isinstance(floor, Hang)
+    assert floor.ends, "the floor says so"
+
+
+def test_saves_of_every_node_must_be_known() -> None:
+    here, there = idle(61.0, 3.0, WAITS), replace(idle(61.0, -1.0, SLEEPS), node="b")
+    for restart_s, ends in ((-1.0, False), (50.0, True)):
+        verdict = judge([here, replace(there, restart_s=restart_s)], ["a", "b"], PLAIN)
+        assert isinstance(verdict, Hang)
+        assert verdict.ends == ends, "rank 0's node knows of the newest save"
+
+
+def test_rank_that_trains_is_not_hung() -> None:
+    """A rank waits at the end of its fold while another one trains on, with a session or without."""
+    waits = replace(WAITS, waiting_s=70.0, timeout_s=600.0)
+    trains = replace(SLEEPS, idle_s=0.0)
+    for seconds, ends in ((70.0, False), (602.0, False), (604.0, True)):
+        ranks = (replace(waits, idle_s=seconds, waiting_s=seconds), trains)
+        verdict = judge([replace(report(*ranks), restart_s=0.0)], ["a"], PLAIN)
+        assert isinstance(verdict, Hang)
+        assert (verdict.ends, verdict.waited_s) == (ends, seconds)
+        assert "makes progress; 1 rank waits in all_reduce for it" in verdict.why
+
+
+def test_others_have_ended() -> None:
+    verdict = judge([idle(61.0, 0.0, replace(WAITS, exited=True), SLEEPS)], ["a"], PLAIN)
+    assert isinstance(verdict, Hang)
+    assert not verdict.ends
+
+
+def test_timeout_of_the_script_is_awaited() -> None:
+    for seconds, kind in ((600.0, NoHang), (604.0, Hang)):
+        found = judge([idle(seconds, 0.0, replace(WAITS, wait_timeout_s=600.0), SLEEPS)], ["a"], PLAIN)
+        assert isinstance(found, kind)
+
+
+def test_any_byte_in_a_collective_counts() -> None:
+    """Of gloo: under NCCL torch's watchdog asks the store every second."""
+    pair = [replace(WAITS, rank=rank, slot=rank) for rank in (0, 1)]
+    for sockets_s, groups, kind in ((-1.0, (), Hang), (2.0, (), SuspectedHang), (2.0, ((1, 5, 5),), Hang)):
+        ranks = [replace(rank, sockets_s=sockets_s, nccl_groups=groups) for rank in pair]
+        assert isinstance(judge([idle(90.0, -1.0, *ranks)], ["a"], PLAIN), kind)
+
+
+def test_all_ranks_of_a_node_are_stopped_by_a_scheduler() -> None:
+    first = replace(WAITS, state="T", stopped_s=3.0, alive_s=0.0, idle_s=3.0)
+    stopped = [first, replace(first, rank=1, slot=1)]
+    waits = replace(report(replace(WAITS, rank=2, idle_s=1e5)), node="b")
+    for seconds, kind in ((3.0, SuspectedHang), (61.0, Hang), (1e5, Hang)):
+        found = judge([report(*(replace(one, stopped_s=seconds) for one in stopped)), waits], ["a", "b"], PLAIN)
+        assert isinstance(found, kind)
+        assert not (isinstance(found, Hang) and found.ends)
+    one = judge([report(stopped[0], replace(stopped[1], state="S")), waits], ["a", "b"], PLAIN)
+    assert isinstance(one, Hang)
+    assert (one.cause, one.ends) == ("stopped", True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit_s"), [({}, 15.0), ({"loading": True}, 60.0), ({"where": "", "function": ""}, 60.0)], ids=str
+)
+def test_gil_in_an_import_gets_more_time(changes: dict[str, object], limit_s: float) -> None:
+    for seconds, kind in ((limit_s - 1, SuspectedHang), (limit_s + 1, Hang)):
+        holds = replace(SLEEPS, alive_s=seconds, **changes)  # type: ignore[arg-type]
+        assert isinstance(judge([idle(seconds, -1.0, WAITS, holds)], ["a"], PLAIN), kind)
+
+
+# ---- a verdict that repeats
+
+MISMATCHED = (replace(WAITS, place="x.py f"), replace(WAITS, rank=1, slot=1, function="broadcast", place="x.py f"))
+WAITED_IN = "collective in x.py f"
+
+
+@pytest.mark.parametrize(
+    ("killed", "restart_s", "ends_at"),
+    [
+        ({}, -1.0, 60.0),
+        ({"collective in y.py g": hang.Killed(1, 117)}, -1.0, 60.0),
+        ({WAITED_IN: hang.Killed(1, 116)}, -1.0, 60.0),
+        ({WAITED_IN: hang.Killed(1, 117)}, -1.0, 1800.0),
+        ({WAITED_IN: hang.Killed(1, 117)}, 0.0, 120.0),
+        ({WAITED_IN: hang.Killed(2, 300)}, 0.0, 240.0),
+    ],
+)
+def test_verdict_that_repeats_is_doubted(killed: hang.Kills, restart_s: float, ends_at: float) -> None:
+    """Whatever the evidence was, if the group waits in the same place again without a step more."""
+    for seconds, ends in ((ends_at - 1, False), (ends_at + 1, True)):
+        found = judge([idle(seconds, restart_s, *MISMATCHED)], ["a"], PLAIN, kills=killed)
+        assert (isinstance(found, Hang) and found.ends) == ends, seconds

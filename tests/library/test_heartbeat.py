@@ -72,7 +72,7 @@ def test_layout_matches_docstring(path: Path) -> None:
     writer.set_phase(Phase.BARRIER, "gate")
     writer.write_exit_report(ExitReport("exit"))
     raw = path.read_bytes()
-    assert struct.unpack_from("<8sII", raw) == (b"ELASTICD", 1, 4)
+    assert struct.unpack_from("<8sII", raw) == (b"ELASTICD", 1, 5)
     seen = read(path)
     assert struct.unpack_from("<qQQQII", raw, 72) == (
         *(-7, seen.progress_ns, seen.first_step_ns, seen.started_ns),

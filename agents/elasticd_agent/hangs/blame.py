@@ -127,7 +127,8 @@ def blame(live: Sequence[RankState], exited: Sequence[RankState], nodes: int) ->
         wrong = found.culprits if found.cause in ("missed_collective", "mismatched_collectives") else ()
         found = Blame(proof.culprits or wrong, proof.cause, proof.why, "proven")
     culprits = [rank for rank in found.culprits if rank in live]
-    return replace(found, places=_places(culprits or group.outside or live))
+    evidence = "left" if exited and found.evidence == "idle" else found.evidence
+    return replace(found, evidence=evidence, places=_places(culprits or group.outside or live))
 
 
 def blame_overdue(waiting: Sequence[RankState], others: Sequence[RankState]) -> Blame:
@@ -247,7 +248,7 @@ def _strength(culprits: Sequence[RankState], cause: str) -> Evidence:
     if any(rank.is_busy for rank in culprits):
         return "working"
     if cause == "gil":
-        return "gil"
+        return "loading" if any(rank.report.loading or not rank.report.where for rank in culprits) else "gil"
     if any(rank.report.where == "device" for rank in culprits):
         return "device"
     return "idle"

@@ -26,8 +26,8 @@ YOUNG_STEPS, YOUNG_FACTOR = 200, 5.0
 may take the hang factor times this many usual ones."""
 EXIT_FLOOR_S = 5.0
 """Exit handlers have no past to learn from: this is their least deadline."""
-LEAST_STARTUP_S = 30.0
-"""A start-up that was quick once may be slower in another round, by a restore for example."""
+LEAST_STARTUP_S = 600.0
+"""A start-up that was quick once may be slower in another round: by a restore, or by a wait at each start."""
 MOST_STEPS_PER_LOOK = 64
 """Of more steps between two looks, this many are learned: their average is settled by then."""
 
@@ -75,8 +75,8 @@ def deadline_s(learned: LearnedDurations, phase: str, has_stepped: bool, policy:
         ceiling_s = policy.startup_ceiling_s if phase == "starting" else policy.first_step_ceiling_s
         if learned.startup_s is None:
             return ceiling_s
-        least_s = LEAST_STARTUP_S if policy.hang_floor_s is None else policy.hang_floor_s
-        return min(ceiling_s, max(least_s, policy.hang_factor * learned.startup_s))
+        least_s = min(ceiling_s, LEAST_STARTUP_S) if policy.hang_floor_s is None else policy.hang_floor_s
+        return max(least_s, policy.hang_factor * learned.startup_s)
     phase = phase if phase in ("checkpoint", "eval") else "step"
     longest = learned.longest_s.get(phase)
     if longest is None:
@@ -101,6 +101,7 @@ class StepHistory:
     _idle_s: float = 0.0
     _startup_s: float = 0.0
     _phases: dict[int, tuple[str, float]] = field(default_factory=dict)
+    _saved_at: float | None = None
 
     @property
     def pause_s(self) -> float:
@@ -115,6 +116,7 @@ class StepHistory:
         self._step_at = 0.0
         self._looked_at = self._idle_s = self._startup_s = 0.0
         self._phases = {}
+        self._saved_at = None
 
     def high_water(self, seen: Observation) -> int:
         """The highest step seen so far.
@@ -145,6 +147,16 @@ class StepHistory:
     def checkpoint_saved(self, seconds: float) -> None:
         """A checkpoint was on the disk after so long, as far as training may wait for it: most pauses are not seen."""
         self._durations = record_duration(self._durations, "checkpoint", seconds)
+
+    def state_kept(self, mono: float) -> None:
+        """The state of this CLOCK_MONOTONIC time is saved or, of a session with attached objects, the first one."""
+        self._saved_at = max(mono, self._saved_at or mono)
+
+    def restart_s(self, seen: Observation) -> float:
+        """The training that a restart would repeat, as far as this node knows; -1: the script saves by itself."""
+        if self._saved_at is None:
+            return -1.0
+        return max(0.0, (seen.progress_at or self._saved_at) - self._saved_at)
 
     def _record(self, seen: Observation) -> None:
         now = seen.observed_s

@@ -115,13 +115,15 @@ class HangDetector:
         """This node or another one suspects a hang of the group that runs here."""
         return self._open_since is not None
 
-    def update(self, seen: Observation, deadline_s: float, now: float, pause_s: float = 0.0) -> None:
+    def update(
+        self, seen: Observation, deadline_s: float, now: float, pause_s: float = 0.0, restart_s: float = -1.0
+    ) -> None:
         """Take one observation, and what has been learned of the job: gather evidence and report as is due."""
         if seen.round != self._round or not (self._targets or self._starting):
             return
         if seen.pids:
             self._targets = [replace(one, pid=pid) for one, pid in zip(self._targets, seen.pids, strict=True)]
-        report = self._report_of(seen, deadline_s, pause_s)
+        report = replace(self._report_of(seen, deadline_s), pause_s=pause_s, restart_s=restart_s)
         why = reason_to_suspect(report, self.policy) or ""
         if not why and self._requested_round != self._round:
             self._clear(now)
@@ -210,7 +212,7 @@ class HangDetector:
             self.listener.hang_cleared(self._round, now - self._suspicious_since)
         self._why = why
 
-    def _report_of(self, seen: Observation, deadline_s: float, pause_s: float) -> HangReport:
+    def _report_of(self, seen: Observation, deadline_s: float) -> HangReport:
         facts = {one.rank: one for one in self._evidence_found.ranks} if self._evidence_found is not None else {}
         ranks = tuple(
             replace(
@@ -221,6 +223,7 @@ class HangDetector:
                 stack=one.stack,
                 evidence=bool(one.source),
                 alone=one.alone,
+                loading=one.loading,
                 groups=one.groups,
                 deviation=one.deviation,
             )
@@ -233,7 +236,6 @@ class HangDetector:
             self.node,
             ranks,
             deadline_s=deadline_s,
-            pause_s=pause_s,
             gathered=self._complete,
             store_state=seen.store_state,
             store_stopped_s=seen.store_stopped_s,

@@ -65,6 +65,7 @@ class RankEvidence:
     place: str = ""
     """The innermost function of the script's own code, without a line number."""
     alone: bool = False
+    loading: bool = False
     groups: tuple[GroupTail, ...] = ()
     deviation: str = ""
     """As in RankReport."""
@@ -343,6 +344,7 @@ def _rank_evidence(target: EvidenceTarget, message: dict[str, Any]) -> RankEvide
         **words,
         trouble=trouble,
         alone=message.get("alone") is True,
+        loading=message.get("loading") is True,
         groups=groups,
         deviation=str(message.get("deviation", "")),
     )

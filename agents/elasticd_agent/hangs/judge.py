@@ -6,10 +6,11 @@ the reports and the kills by place (in the Round) are in the store, so that anot
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from elasticd_agent.hangs.verdict import Hang, has_progress, judge
+from elasticd_agent.hangs.verdict import Hang, Killed, NoHang, has_progress, judge
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangReport, HangVerdict, RankReport
@@ -30,6 +31,8 @@ class HangJudge:
     _progress_since: float | None = None
     _last_verdict: tuple[object, ...] = ()
     _reporting_nodes: set[str] = field(default_factory=set)
+    _doubted: set[str] = field(default_factory=set)
+    """Places in which a kill did not help: a wait there is weak evidence from then on, whatever the step."""
 
     def reset(self) -> None:
         """Another node was leader, or the store was unavailable: every node gets its time to answer again."""
@@ -45,11 +48,14 @@ class HangJudge:
         done: frozenset[str],
         now: float,
         ending: Collection[str] = (),
+        *,
+        can_restart: bool = True,
     ) -> HangVerdict | None:
         """The verdict that ends the group, at every turn until it has; `new_verdicts` gets it once.
 
         `done`: nodes whose workers have all exited with code 0. `ending`: members that still end an earlier group,
-        with a worker that is slow to die for example. The others wait for them, and nothing is judged.
+        with a worker that is slow to die for example. The others wait for them, and nothing is judged. `can_restart`:
+        the restart budget allows one more.
         """
         if round.number != self._round:
             self._round = round.number
@@ -75,11 +81,23 @@ class HangJudge:
         elif self._progress_since is None:
             self._progress_since = now
         progress_s = 0.0 if self._progress_since is None else now - self._progress_since
-        kills = dict(round.hang_places)
-        found = judge(all_reports, nodes, self.policy, deadline_passed=passed, kills=kills, progress_s=progress_s)
+        after_steps = dict(round.hang_steps)
+        after_steps.update((place, sys.maxsize) for place in self._doubted)
+        kills = {place: Killed(times, after_steps.get(place, -1)) for place, times in round.hang_places}
+        found = judge(
+            all_reports,
+            nodes,
+            self.policy,
+            deadline_passed=passed,
+            kills=kills,
+            progress_s=progress_s,
+            can_restart=can_restart,
+        )
+        if not isinstance(found, NoHang):
+            self._doubted.update(found.repeats)
         if not isinstance(found, Hang):
             return None
-        restarts = self.policy.on_hang == "restart"
+        restarts = self.policy.on_hang == "restart" and found.ends
         verdict = HangVerdict(
             round.number,
             tuple((place.node, place.rank, place.slot) for place in found.culprits),
@@ -89,9 +107,10 @@ class HangJudge:
             restarts,
             tuple(all_reports),
             found.places,
+            max((rank.step for report in all_reports for rank in report.ranks if not rank.exited), default=0),
         )
-        if (verdict.cause, verdict.culprits) != self._last_verdict:
-            self._last_verdict = verdict.cause, verdict.culprits
+        if (verdict.cause, verdict.culprits, restarts) != self._last_verdict:
+            self._last_verdict = verdict.cause, verdict.culprits, restarts
             self.new_verdicts.append(verdict)
         return verdict if restarts else None  # at every turn: the store may not have taken it
 
@@ -116,17 +135,19 @@ def failures(verdict: HangVerdict, node: str, high_water: int, checkpoint: tuple
             checkpoint=checkpoint,
             cause=verdict.cause,
             places=verdict.places,
+            hang_step=verdict.step,
         )
         for where, places in (blamed or {node: []}).items()
     ]
 
 
 def _idle_s(reports: Iterable[HangReport], verdict: Hang) -> float:
-    """For how long no rank had made progress, or for how long a culprit had not, if that is longer."""
+    """For how long no rank had made progress, or for how long a culprit had not or others waited for it."""
     culprits = {place.rank for place in verdict.culprits}
     live = [rank for report in reports for rank in report.ranks if not rank.exited]
     idle_s = min((rank.idle_s for rank in live), default=0.0)
-    return max([idle_s, *(max(rank.idle_s, rank.stopped_s) for rank in live if rank.rank in culprits)])
+    stood_s = (max(rank.idle_s, rank.stopped_s) for rank in live if rank.rank in culprits)
+    return max([idle_s, verdict.waited_s, *stood_s])
 
 
 def _exited_report(round: Round, node: str) -> HangReport:

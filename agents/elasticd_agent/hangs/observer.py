@@ -27,6 +27,8 @@ USAGE_AFTER_IDLE_S = 0.5
 """The processes of a group without progress for this long are worth a scan of /proc."""
 USAGE_INTERVAL_S = 0.4
 """The least time between two scans, however often the group is observed."""
+KEEPALIVE_BYTES = 64
+"""Of a window: a connection that is only kept alive moves as much (a ping of HTTP/2 or a web socket), or nothing."""
 STARVED_SHARE = 0.5
 """A process tree that is able to run for more of the time than this, and does not get to, is starved."""
 USAGE_WINDOW_S = 3.0
@@ -86,6 +88,7 @@ class _Ages:
     waits: int = 0
     waiting_s: float = 0.0
     quiet_s: float = -1.0
+    sockets_s: float = -1.0
     state: str = ""
     stopped_s: float = 0.0
 
@@ -98,6 +101,8 @@ class _Ages:
         self.progress = progress
         if self.quiet_s >= 0:
             self.quiet_s += passed_s
+        if self.sockets_s >= 0:
+            self.sockets_s += passed_s
         ticks, waits = beat.alive_ticks - self.alive, beat.wait_ticks - self.waits
         self.waits = beat.wait_ticks
         if waits < ticks or waits < 0:
@@ -120,8 +125,14 @@ class _Ages:
         elif self.device_s >= 0:
             self.device_s += passed_s
 
-    def on_usage(self, cores: float, bytes_per_s: float) -> None:
-        if cores > BUSY_CORES or bytes_per_s > BUSY_BYTES_PER_S:
+    def on_usage(self, cores: float, bytes_per_s: float, before: procfs.Usage, after: procfs.Usage) -> None:
+        """What was used between two samples. A wait for a server, or for one process after the other, moves little."""
+        moves = after.moved - before.moved > KEEPALIVE_BYTES
+        if moves:
+            self.sockets_s = 0.0
+        elif self.sockets_s < 0:
+            self.sockets_s = self.idle_s
+        if moves or cores > BUSY_CORES or bytes_per_s > BUSY_BYTES_PER_S or after.pids - before.pids:
             self.quiet_s = 0.0
         elif self.quiet_s < 0:
             self.quiet_s = self.idle_s
@@ -130,6 +141,8 @@ class _Ages:
         """Stopped since the first look that saw it, so that the age is never more than the truth."""
         self.stopped_s = self.stopped_s + passed_s if state == self.state == "T" else 0.0
         self.state = state
+        if state == "T" and self.alive_s > 0:
+            self.alive_s = 0.0  # nobody holds the GIL against a heartbeat that is stopped
 
 
 @dataclass(slots=True)
@@ -216,11 +229,13 @@ class GroupObserver:
         for reader in self.earlier:
             with suppress(OSError):
                 events += [event for event in reader.read()[0] if event.kind in LATE_KINDS]
-        for at, (ages, beat) in enumerate(zip(self._ages, beats, strict=True)):
-            ages.on_heartbeat(beat, passed_s if self._pids and at not in self._held else 0.0, now)
-        idle_s = min((ages.idle_s for ages in self._ages), default=0.0)
         pids = tuple(_training_pid(beat, pid) for beat, pid in zip(beats, self._pids, strict=bool(self._pids)))
         states = [self.state(pid) for pid in pids] or [""] * len(beats)
+        runs = [at for at, slot in enumerate(self.rank_slots) if slot[0] not in self._exited]
+        suspended = bool(runs) and all(states[at] == "T" for at in runs)  # by a scheduler, like a suspended machine
+        for at, (ages, beat) in enumerate(zip(self._ages, beats, strict=True)):
+            ages.on_heartbeat(beat, passed_s if self._pids and at not in self._held and not suspended else 0.0, now)
+        idle_s = min((ages.idle_s for ages in self._ages), default=0.0)
         for ages, state in zip(self._ages, states, strict=True):
             ages.on_state(state, passed_s)
         store_state = self.state(self._store_pid) if self._store_pid else ""
@@ -255,7 +270,7 @@ class GroupObserver:
                 if pid in used and pid in before:
                     passed_s = self._observed_s - began
                     cpu_s, io_bytes = _used(before[pid], used[pid], passed_s)
-                    ages.on_usage(cpu_s / passed_s, io_bytes / passed_s)
+                    ages.on_usage(cpu_s / passed_s, io_bytes / passed_s, before[pid], used[pid])
         self._usage_samples.append((self._observed_s, used))
         while len(self._usage_samples) > 2 and self._usage_samples[1][0] <= self._observed_s - USAGE_WINDOW_S:
             self._usage_samples.popleft()
@@ -277,6 +292,7 @@ class GroupObserver:
             wait_call=beat.wait_call,
             wait_rank=beat.wait_rank,
             timeout_s=beat.timeout_s,
+            wait_timeout_s=beat.wait_timeout_s,
             idle_s=ages.idle_s,
             alive_s=ages.alive_s,
             moved_s=ages.moved_s,
@@ -284,6 +300,7 @@ class GroupObserver:
             device_s=ages.device_s,
             waiting_s=ages.waiting_s,
             quiet_s=ages.quiet_s,
+            sockets_s=ages.sockets_s,
             state=state,
             stopped_s=ages.stopped_s,
             exited=rank in self._exited,

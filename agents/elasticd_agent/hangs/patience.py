@@ -1,50 +1,56 @@
-"""The policy on hangs, one table: how long a group may make no progress, by the evidence against it.
+"""The policy on hangs, one table: for how long a group may make no progress, by the evidence against it, and what then.
 
-Silence is weak evidence, proof is strong. The rules of `verdict` and `blame` name the evidence, a row of PATIENCE says
-how long the group gets; `limit_s` adds what this job has shown (its learned deadline, its longest pause, earlier kills
-for the same wait). A new kind of evidence is a new row.
+What a kill may cost decides how sure the verdict must be. The rules of `verdict` and `blame` name the evidence, a row
+of PATIENCE says after how long it is reported and what it takes to end the group; `limits` adds what this job has shown
+(its learned deadline, its longest pause, earlier kills for the same wait, what a restart costs). A new kind of evidence
+is a new row.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from elasticd_agent.model.job import Policy
 
-Evidence = Literal["proven", "gil", "alike", "device", "idle", "overdue", "working", "no_stack"]
-"""Beside these: a stopped process (--stopped-after), a person at a debugger, and output that nobody reads.
-Those two get all the time there is."""
+Evidence = Literal[
+    "proven", "gil", "loading", "alike", "device", "idle", "overdue", "left", "outside", "working", "no_stack"
+]
+"""Beside these: a stopped process (--stopped-after) and a zombie."""
+Ends = Literal["at once", "if cheap", "at ceiling", "never"]
+"""When the group is ended on this evidence: when it is reported; the same, but only where a restart costs less than the
+wait; when torch would end it, or at --hang-floor; never."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """One row. `seconds` None: until the slow ceiling."""
+    """One row. `seconds` None: it is not reported before the slow ceiling."""
 
     seconds: float | None
+    ends: Ends
     why: str
     floor: bool = True
-    """--hang-floor replaces the seconds."""
-    weak: bool = True
-    """A healthy wait may look the same: a kill is remembered by what the ranks waited in."""
+    """--hang-floor replaces the seconds, and allows the kill."""
 
 
 PATIENCE: Mapping[Evidence, Patience] = {
-    "proven": Patience(5.0, "ranks wait for each other, or for one that has left: this never resolves", weak=False),
-    "gil": Patience(15.0, "native code keeps the GIL without CPU or I/O: rarely legitimate"),
-    "alike": Patience(60.0, "all wait alike: links flap, and a new communicator takes long"),
-    "device": Patience(60.0, "a long kernel looks the same", floor=False),
-    "idle": Patience(60.0, "a download, a lock or an evaluation looks the same"),
-    "overdue": Patience(60.0, "it waits in a collective while other ranks make steps"),
-    "working": Patience(None, "it is slow, not hung"),
-    "no_stack": Patience(None, "a missing stack is no evidence"),
+    "proven": Patience(5.0, "at once", "ranks wait for each other, or for one that has left: this never resolves"),
+    "gil": Patience(15.0, "at once", "native code keeps the GIL without CPU or I/O: rarely legitimate"),
+    "loading": Patience(60.0, "at once", "an import or dlopen keeps the GIL, too: file systems may be slow"),
+    "alike": Patience(60.0, "at once", "all wait alike, and no byte moves: links flap, a new communicator takes long"),
+    "device": Patience(60.0, "at once", "a long kernel looks the same", floor=False),
+    "idle": Patience(60.0, "if cheap", "a download, a lock or an evaluation looks the same"),
+    "overdue": Patience(60.0, "at ceiling", "a rank waits in a collective, but others train"),
+    "left": Patience(60.0, "at ceiling", "others have ended with code 0: an export looks the same"),
+    "outside": Patience(60.0, "never", "it waits for a person, a scheduler, a reader of its output", floor=False),
+    "working": Patience(None, "at ceiling", "it is slow, not hung", floor=False),
+    "no_stack": Patience(None, "at ceiling", "a missing stack is no evidence", floor=False),
 }
 
 OVERDUE_DEADLINES = 5.0
-"""A rank that waits in a collective for this many deadlines is not excused by another rank's progress."""
-MOST_KILLS = 2
-"""For one wait. After that only the ceiling, and the process group's own timeout, end it."""
+"""A rank that waits in a collective for this many deadlines while others make progress is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +63,41 @@ class Shown:
     """The longest idle pause that it has survived."""
     ceiling_s: float = 1800.0
     """For how long a rank may be slow."""
+    cheap: bool = False
+    """A restart costs less than this wait has lasted."""
     kills: int = 0
     """For the wait that its ranks are in now."""
+    repeats: bool = False
+    """The last of them changed nothing: its ranks wait there again, and no step was made."""
 
 
-def limit_s(evidence: Evidence, policy: Policy, shown: Shown) -> float:
-    """The seconds without progress after which the group is hung on this evidence."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds without progress after which the group is reported, and ended."""
+
+    report_s: float
+    kill_s: float
+
+
+def limits(evidence: Evidence, policy: Policy, shown: Shown) -> Limits:
+    """A verdict that repeats is doubted: whatever its evidence was, it is weak from then on."""
     row = PATIENCE[evidence]
+    if shown.repeats and row.ends == "at once":
+        row = PATIENCE["idle"]
     if row.seconds is None:
-        return max(shown.deadline_s, shown.ceiling_s)
-    seconds = row.seconds
+        ceiling_s = max(shown.deadline_s, shown.ceiling_s)
+        return Limits(ceiling_s, ceiling_s)
+    seconds, by_floor = row.seconds, policy.hang_floor_s is not None and row.floor
     if policy.hang_floor_s is not None and row.floor:
         seconds = policy.hang_floor_s
-    elif evidence == "idle":
-        seconds = max(seconds, policy.hang_factor * shown.pause_s)
+    elif row.ends == "if cheap":
+        seconds = max(seconds, min(policy.hang_factor * shown.pause_s, shown.ceiling_s))
     if evidence == "overdue":
         seconds = max(seconds, OVERDUE_DEADLINES * shown.deadline_s)
-    if row.weak:
-        seconds = shown.ceiling_s if shown.kills >= MOST_KILLS else min(seconds * 2.0**shown.kills, shown.ceiling_s)
-    return max(shown.deadline_s, seconds)
+    kill_s = seconds
+    if row.ends == "never":
+        kill_s = math.inf
+    elif row.ends != "at once":
+        soon = by_floor or (row.ends == "if cheap" and shown.cheap)
+        kill_s = max(seconds, min(seconds * 2.0**shown.kills, shown.ceiling_s) if soon else shown.ceiling_s)
+    return Limits(max(shown.deadline_s, seconds), max(shown.deadline_s, kill_s))

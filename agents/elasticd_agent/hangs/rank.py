@@ -19,8 +19,8 @@ BUSY_BYTES_PER_S = 64 * 1024
 """As does one that reads or writes more. Log lines and progress bars are a tenth of it, the slowest disk is more."""
 GIL_CORES = 0.5
 """The same for a rank that holds the GIL: a C call that computes uses or waits for a whole one."""
-FLOW_BYTES_PER_S = 1024 * 1024
-"""A collective that sends more is making progress. /proc counts what gloo sends, and nothing of NCCL."""
+RECENT_S = 1.0
+"""A rank that made progress within this time goes on."""
 _LINE = re.compile(r":\d+ ")
 GIL_S = 1.0
 """The heartbeat comes ten times a second; on a crowded machine it was never seen to be this late."""
@@ -151,6 +151,15 @@ class RankState:
         return self.report.io_bytes / self.report.window_s if self.report.window_s > 0 else 0.0
 
     @property
+    def moved_bytes_s(self) -> float:
+        """For how long its sockets have not moved a byte; as long as it is idle where that is unknown.
+
+        Under NCCL it says nothing: torch's watchdog asks the store once a second, and data does not use TCP.
+        """
+        age_s = self.report.sockets_s
+        return self.report.idle_s if age_s < 0 or self.report.nccl_groups else age_s
+
+    @property
     def is_busy(self) -> bool:
         """It works outside of any wait, and so is slow, not hung, for as long as a rank may be slow.
 
@@ -194,6 +203,7 @@ class RankState:
             (report.state == "t", f"is traced by a debugger{where}{phase}, {idle}"),
             (report.where == "debugger", f"is at a debugger's prompt{where}{phase}, {idle}"),
             (report.where == "output", f"writes output that nobody reads{where}{phase}, {idle}"),
+            (report.idle_s < RECENT_S, f"makes progress{phase}"),
             (self.holds_gil, f"holds the GIL{where}{phase}, {cpu}, for {report.alive_s:.1f} s"),
             (self.is_moving, f"is active without finishing a step, now in {_wait(self)}{phase}, {idle}"),
             (self.waits, f"waits in {_wait(self)}{phase} {idle}"),

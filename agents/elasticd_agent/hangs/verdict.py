@@ -5,11 +5,12 @@ Pure, so that recordings of real hangs can be replayed: ages are in the reports,
 order:
 
 1. Stopped processes, zombies and a stopped store do not resume whatever the others do.
-2. A group that has never trained, waits for someone outside, or has made progress within its deadline, is not hung;
-   but a rank that waits in a collective for far longer is not excused by the progress of others.
+2. A group that has never trained, waits for someone outside, or has made progress within its deadline, is not ended;
+   a rank that waits in a collective for far longer is reported.
 3. A group in which a rank works or data flows is slow, not hung, until the slow ceiling. To end a job that is only slow
    is the worst error, so a missing fact counts for the group.
-4. Else `blame` names culprits, cause and evidence, and `patience` how long that evidence must last.
+4. Else `blame` names culprits, cause and evidence, and `patience` how long that evidence must last until the group is
+   reported, and until it is ended.
 
 A Hang also needs the evidence of every node, or the end of the time for it: no group is ended before.
 """
@@ -17,14 +18,15 @@ A Hang also needs the evidence of every node, or the end of the time for it: no 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
 from elasticd_agent.hangs.blame import Blame, blame, blame_overdue
-from elasticd_agent.hangs.patience import PATIENCE, Evidence, Shown, limit_s
-from elasticd_agent.hangs.rank import FLOW_BYTES_PER_S, RankLocation, RankState, labels
+from elasticd_agent.hangs.patience import PATIENCE, Shown, limits
+from elasticd_agent.hangs.rank import RankLocation, RankState, labels
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.phrases import count
 from elasticd_agent.model.reports import HangReport
@@ -36,10 +38,12 @@ EARLY_FRACTION = 0.6
 ZOMBIE_S = 1.0
 """A worker that has just ended is a zombie until it is reaped, some milliseconds later."""
 SLOW_CEILING_S = 1800.0
-"""torch's own default for a process group. A shorter timeout of the group is torch's to enforce, where a rank waits in
-it; a longer one says that steps may take that long."""
-BARRIER_GRACE_S = 3.0
-"""A barrier that times out takes up to 2 s to report that if its store does not answer, and the script ends by it."""
+"""torch's own default for a process group. A longer timeout says that steps may take that long; a shorter one counts
+where a rank waits in a collective, for torch ends it then."""
+TIMEOUT_GRACE_S = 3.0
+"""A wait that times out takes up to 2 s to report that if its store does not answer, and the script ends by it."""
+MOST_PLACES = 8
+"""Of one hang that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +58,36 @@ class SuspectedHang:
     """Wait, and judge again."""
 
     why: str
+    repeats: tuple[str, ...] = ()
+    """Places in which a group was killed, and in which its ranks wait again without a step in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """The group will not resume by itself. `culprits` may be empty."""
+    """The group will not resume by itself, as far as that can be known. `culprits` may be empty."""
 
     culprits: tuple[RankLocation, ...]
     cause: str
     why: str
     places: tuple[str, ...] = ()
-    """What the ranks wait in, where a healthy wait may look the same: the next rounds remember it."""
+    """What its ranks wait in: the next rounds remember it."""
+    ends: bool = True
+    """The group is to be ended; else to be reported only, as the wait may be healthy and a kill costs more."""
+    waited_s: float = 0.0
+    repeats: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """How many groups of this job were killed while a rank waited in some place, the last one after which step."""
+
+    times: int
+    step: int
 
 
 Judgement = NoHang | SuspectedHang | Hang
-Kills = Mapping[str, int]
-"""By place: how many groups of this job were killed for a wait there."""
+Kills = Mapping[str, Killed]
+"""By place."""
 
 
 def reason_to_suspect(report: HangReport, policy: Policy) -> str | None:
@@ -87,7 +105,7 @@ def reason_to_suspect(report: HangReport, policy: Policy) -> str | None:
     idle_s = _idle_s(live)
     if idle_s >= max(EARLY_FRACTION * deadline_s, deadline_s - policy.evidence_timeout_s):
         return f"no rank on {report.node} has made progress for {idle_s:.1f} s; the deadline is {deadline_s:.1f} s"
-    overdue_s = limit_s("overdue", policy, Shown(deadline_s))
+    overdue_s = limits("overdue", policy, Shown(deadline_s)).report_s
     longest = max(live, key=lambda rank: rank.waiting_s)
     if longest.waiting_s < overdue_s - policy.evidence_timeout_s:
         return None
@@ -109,13 +127,14 @@ def judge(
     deadline_passed: bool = False,
     kills: Kills = MappingProxyType({}),
     progress_s: float = math.inf,
+    can_restart: bool = True,
 ) -> Judgement:
     """The judgement on the whole group, which runs on `nodes`.
 
     A Hang needs the evidence of all nodes, or `deadline_passed`: what has not been reported by now will not be.
-    `progress_s`: for how long the group `has_progress`, without a break.
+    `progress_s`: for how long the group `has_progress`, without a break. `can_restart`: the job survives a kill.
     """
-    case = _Case(_latest(reports), len(set(nodes)), policy, kills, progress_s)
+    case = _Case(_latest(reports), len(set(nodes)), policy, kills, progress_s, can_restart)
     if not case.live:
         return NoHang("no running rank has been reported")
     judgement = next(found for rule in RULES if (found := rule(case)) is not None)
@@ -150,6 +169,7 @@ class _Case:
     policy: Policy
     kills: Kills
     progress_s: float = math.inf
+    can_restart: bool = True
 
     @cached_property
     def live(self) -> list[RankState]:
@@ -169,33 +189,50 @@ class _Case:
         return _deadline_s(self.live, self.learned_s, self.policy)
 
     @cached_property
+    def step(self) -> int:
+        return max(rank.report.step for rank in self.live)
+
+    @cached_property
     def ceiling_s(self) -> float:
-        """For how long a rank may be slow."""
+        """For how long a rank may be slow: where others wait for it in a collective, for as long as torch lets them."""
+        if self.policy.slow_ceiling_s is not None:
+            return self.policy.slow_ceiling_s
         timeout_s = max(rank.report.timeout_s for rank in self.live)
-        return max(timeout_s, SLOW_CEILING_S) if self.policy.slow_ceiling_s is None else self.policy.slow_ceiling_s
+        if timeout_s and any(rank.report.where == "collective" for rank in self.live):
+            return timeout_s + TIMEOUT_GRACE_S
+        return max(timeout_s, SLOW_CEILING_S)
+
+    @cached_property
+    def suspended(self) -> list[RankState]:
+        """The ranks of nodes on which all ranks of the job are stopped: a scheduler did that, and will resume them."""
+        ranks = Counter(rank.node for rank in self.live)
+        stopped = Counter(rank.node for rank in self.live if rank.report.state == "T")
+        return [rank for rank in self.live if ranks[rank.node] == stopped[rank.node]]
 
     @cached_property
     def blame(self) -> Blame:
         exited = [rank for rank in _ranks(self.reports.values()) if rank.report.exited]
         return blame(self.live, exited, self.nodes)
 
-    def kills_for(self, blamed: Blame) -> int:
-        """How many groups were killed for this wait. A rank without a stack may be in any place."""
-        places = blamed.places
-        return max((n for place, n in self.kills.items() if not places or place in places), default=0)
+    @cached_property
+    def restart_costs_s(self) -> float:
+        """The training that a restart would repeat: infinite where elasticd does not know the saves of every node."""
+        costs = [self.reports[rank.node].restart_s for rank in self.live]
+        return min(costs) if self.can_restart and min(costs) >= 0 else math.inf
 
-    def limit_s(self, evidence: Evidence, kills: int = 0) -> float:
-        pause_s = max(report.pause_s for report in self.reports.values())
-        return limit_s(evidence, self.policy, Shown(self.deadline_s, pause_s, self.ceiling_s, kills))
+    def kills_for(self, blamed: Blame) -> Kills:
+        """Of groups that waited as this one does. A rank without a stack may be in any place."""
+        return {place: one for place, one in self.kills.items() if not blamed.places or place in blamed.places}
 
 
 # ---- the rules, in their order
 
 
 def _stopped_process(case: _Case) -> Hang | None:
-    """A process that is stopped, or a zombie, does not resume whatever the others do."""
+    """A process that is stopped while others run, or a zombie, does not resume whatever the others do."""
     limit_s = case.policy.stopped_after_s
     stopped = [rank for rank in case.live if rank.report.state == "T" and rank.report.stopped_s >= limit_s]
+    stopped = [rank for rank in stopped if rank not in case.suspended]
     zombies = [rank for rank in case.live if _zombie(rank)]
     for cause, culprits in (("stopped", stopped), ("zombie", zombies)):
         if culprits:
@@ -213,23 +250,28 @@ def _stopped_store(case: _Case) -> Hang | None:
     return None
 
 
+def _suspended(case: _Case) -> Judgement | None:
+    """All ranks of a node are stopped."""
+    stopped_s = min((rank.report.stopped_s for rank in case.suspended), default=0.0)
+    if stopped_s < case.policy.stopped_after_s:
+        return None
+    why = f"{labels(case.suspended)} {'is' if len(case.suspended) == 1 else 'are'} stopped (state T) for "
+    why += f"{stopped_s:.1f} s, as all ranks of their node"
+    return _decide(case, Blame(tuple(case.suspended), "stopped", why, "outside"), stopped_s)
+
+
 def _never_trained(case: _Case) -> NoHang | None:
     if case.learned_s > 0:
         return None
     return NoHang("this script has never been seen to train, so being idle is no evidence of a hang")
 
 
-def _outside(case: _Case) -> SuspectedHang | None:
-    """A person at a debugger may take any time. A group that nobody reads would write in vain after a restart, too."""
-    rank = next((rank for rank in case.live if rank.waits_outside), None)
-    return None if rank is None else SuspectedHang(f"{rank.label()} {rank.activity()}: no verdict while that lasts")
-
-
 def _overdue(case: _Case) -> Judgement | None:
     """A rank waits in a collective for far longer than the group has been without progress.
 
-    What the others do, retries without an end for example, does not resolve that. They must have done it for a whole
-    deadline: a group that resumes after a debugger, or a pause of the machine, still waits in one rank for a moment.
+    What the others do, retries without an end for example, may not resolve that; but they train. They must have done it
+    for a whole deadline: of a group that resumes after a debugger, or a pause of the machine, one rank still waits for
+    a moment.
     """
     if case.idle_s >= case.deadline_s or any(rank.waits_outside for rank in case.live):
         return None
@@ -239,18 +281,22 @@ def _overdue(case: _Case) -> Judgement | None:
     if not waiting or len(waiting) == len(case.live):
         return None
     found = blame_overdue(waiting, [rank for rank in case.live if rank not in waiting])
-    kills = case.kills_for(found)
-    limit_s = case.limit_s("overdue", kills)
-    waiting_s = max(rank.waiting_s for rank in waiting)
-    if waiting_s < limit_s:
-        return None
-    return _hang_of(found, kills)
+    decided = _decide(case, found, max(rank.waiting_s for rank in waiting))
+    return decided if isinstance(decided, Hang) else None
 
 
 def _recent_progress(case: _Case) -> NoHang | None:
     if case.idle_s >= case.deadline_s:
         return None
     return NoHang(f"the last progress was {case.idle_s:.1f} s ago; the deadline is {case.deadline_s:.1f} s")
+
+
+def _outside(case: _Case) -> Judgement | None:
+    """A person at a debugger may take any time. A group that nobody reads would write in vain after a restart, too."""
+    rank = next((rank for rank in case.live if rank.waits_outside), None)
+    if rank is None:
+        return None
+    return _decide(case, Blame((rank,), "blocked", f"{rank.label()} {rank.activity()}", "outside"), case.idle_s)
 
 
 def _slow_rank(case: _Case) -> SuspectedHang | None:
@@ -271,32 +317,23 @@ def _stopped_culprits(case: _Case) -> SuspectedHang | None:
 
 def _slow_collective(case: _Case) -> SuspectedHang | None:
     """All ranks wait in one collective, and data flows."""
-    sender = next((rank for rank in case.live if rank.bytes_per_s > FLOW_BYTES_PER_S), None)
-    if case.blame.cause != "network" or sender is None or case.idle_s >= case.ceiling_s:
+    if case.blame.evidence != "alike" or case.idle_s >= case.ceiling_s:
         return None
-    flow = f"{sender.label()} moves {sender.bytes_per_s / 1e6:.0f} MB/s"
+    moved_s, sender = min(((rank.moved_bytes_s, rank) for rank in case.live), key=lambda one: one[0])
+    if moved_s >= (PATIENCE["alike"].seconds or 0.0) or moved_s >= case.idle_s / 2:
+        return None
+    flow = f"{sender.label()} has moved data {moved_s:.1f} s ago"
     return SuspectedHang(f"slow, not hung: {case.blame.why}; but {flow}; the limit is {case.ceiling_s:g} s")
 
 
-def _patience(case: _Case) -> SuspectedHang | None:
-    """The group may be healthy until the evidence has lasted for as long as its kind requires."""
-    kills = case.kills_for(case.blame)
-    limit_s = case.limit_s(case.blame.evidence, kills)
-    return SuspectedHang(f"{_why(case.blame, kills)}; the limit is {limit_s:g} s") if case.idle_s < limit_s else None
-
-
-def _hang(case: _Case) -> Hang:
-    return _hang_of(case.blame, case.kills_for(case.blame))
-
-
-def _hang_of(found: Blame, kills: int) -> Hang:
-    places = found.places if PATIENCE[found.evidence].weak else ()
-    return Hang(tuple(rank.location for rank in found.culprits), found.cause, _why(found, kills), places)
+def _by_patience(case: _Case) -> SuspectedHang | Hang:
+    return _decide(case, case.blame, case.idle_s)
 
 
 RULES: tuple[Callable[[_Case], Judgement | None], ...] = (
     _stopped_process,
     _stopped_store,
+    _suspended,
     _never_trained,
     _overdue,
     _recent_progress,
@@ -305,14 +342,33 @@ RULES: tuple[Callable[[_Case], Judgement | None], ...] = (
     _slow_rank,
     _stopped_culprits,
     _slow_collective,
-    _patience,
-    _hang,
+    _by_patience,
 )
 """The first one that answers decides; the last one always does."""
 
 
-def _why(found: Blame, kills: int) -> str:
-    return f"{found.why}, as in {count(kills, 'hang')} before" if kills and found.places else found.why
+def _decide(case: _Case, found: Blame, waited_s: float) -> SuspectedHang | Hang:
+    """By the table: wait, report, or end the group."""
+    before = case.kills_for(found)
+    repeats = tuple(place for place, one in before.items() if case.step <= one.step)
+    shown = Shown(
+        case.deadline_s,
+        pause_s=max(report.pause_s for report in case.reports.values()),
+        ceiling_s=case.ceiling_s,
+        cheap=case.restart_costs_s < waited_s,
+        kills=max((one.times for one in before.values()), default=0),
+        repeats=bool(repeats),
+    )
+    limit = limits(found.evidence, case.policy, shown)
+    why = f"{found.why}, as in {count(shown.kills, 'hang')} before" if shown.kills and found.places else found.why
+    if waited_s < limit.report_s:
+        return SuspectedHang(f"{why}; the limit is {limit.report_s:g} s", repeats)
+    ends = waited_s >= limit.kill_s
+    if not ends:
+        why += "; it may still resume" + (f": the limit is {limit.kill_s:g} s" if limit.kill_s < math.inf else "")
+    places = [*found.places, *sorted({rank.place for rank in case.live} - {"", *found.places})]
+    culprits = tuple(rank.location for rank in found.culprits)
+    return Hang(culprits, found.cause, why, tuple(places[:MOST_PLACES]), ends, waited_s, repeats)
 
 
 def _stopped_recently(ranks: Sequence[RankState], policy: Policy, from_s: float) -> SuspectedHang | None:
@@ -333,12 +389,13 @@ def _zombie(rank: RankState) -> bool:
 def _deadline_s(live: Sequence[RankState], learned_s: float, policy: Policy) -> float:
     """The learned deadline, and more for ranks that wait with a time limit of their own.
 
-    A rank that pauses for the next round does so for up to --hold-timeout. A barrier with a timeout ends by itself, and
-    its error names the missing ranks.
+    A rank that pauses for the next round does so for up to --hold-timeout. A wait with a timeout of the script's own
+    ends by itself; the error of a barrier names the missing ranks.
     """
     pause_s = policy.hold_timeout_s if any(rank.is_paused for rank in live) else 0.0
     barrier_s = max((rank.report.barrier_s for rank in live if rank.at_barrier), default=0.0)
-    return max(learned_s + pause_s, barrier_s + BARRIER_GRACE_S if barrier_s else 0.0)
+    timeout_s = max(barrier_s, *(rank.report.wait_timeout_s for rank in live))
+    return max(learned_s + pause_s, timeout_s + TIMEOUT_GRACE_S if timeout_s else 0.0)
 
 
 def _idle_s(live: Sequence[RankState]) -> float:

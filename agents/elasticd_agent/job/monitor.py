@@ -32,6 +32,8 @@ EAGER_S = 60.0
 INTERVAL_S = 0.25
 HASTENED_S = 0.3
 """After another agent has probed this one, which is a sign of a failure."""
+STATE_KEPT = ("attached", "resumed", "snapshot", "checkpoint_saved")
+"""The next round continues from the state of that moment, or a newer one."""
 REPORT_CHECKPOINT_S = 10.0
 """How often other nodes are informed of a new checkpoint: a Round only records it, the ranks look for the newest."""
 
@@ -165,7 +167,8 @@ class GroupMonitor:
         self._advanced(seen.step, now)
         if (counts := self._wait_shares.update(seen)) is not None:
             self._rendezvous.update_record(wait_counts=counts)
-        self.detector.update(seen, self._history.deadline_s(seen), now, self._history.pause_s)
+        learned = self._history.deadline_s(seen), now, self._history.pause_s, self._history.restart_s(seen)
+        self.detector.update(seen, *learned)
         self._listener.on(seen, now)
         calm = number == self._stepped_round or now > self._eager_until
         self._at = now + (INTERVAL_S if calm and now > self._hastened_until else EAGER_INTERVAL_S)
@@ -200,6 +203,8 @@ class GroupMonitor:
 
     def _worker_event(self, event: WorkerEvent) -> None:
         number, step = event.round, event.step
+        if number == self.number and event.kind in STATE_KEPT:
+            self._history.state_kept(event.mono)
         match event.kind:
             case "checkpoint_saved" if step is not None:
                 # A save that is waited for takes as long as the disk, although the others block only for a copy.

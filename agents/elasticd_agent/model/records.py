@@ -133,6 +133,7 @@ class Round(Document):
     quarantined_slots: tuple[QuarantinedSlot, ...] = ()  #: every slot with a strike
     excluded: tuple[Exclusion, ...] = ()
     hang_places: tuple[tuple[str, int], ...] = ()  #: what killed groups waited in, and how often
+    hang_steps: tuple[tuple[str, int], ...] = ()  #: the same, and the step of the last one
     directory: str = ""  #: the checkpoint directory of rank 0's node, named as in its NodeRecord
     run: str = ""  #: tells two runs of one job id apart
     stepped_size: int = 0  #: the smallest world size with which a round has stepped
@@ -286,4 +287,5 @@ class Failure(Document):
     cause: str = ""  #: the kind of hang
     step: int | None = None  #: the last one that the culprits finished, as the script counts; None: unknown
     repeat_key: str = ""  #: equal where two rounds end by the same error; "" where it came from outside
-    places: tuple[str, ...] = ()  #: of a hang: what the ranks waited in, where a healthy wait may look the same
+    places: tuple[str, ...] = ()  #: of a hang: what the ranks waited in
+    hang_step: int = 0  #: of a hang: the highest step of a rank

@@ -47,7 +47,8 @@ class RankReport(Record):
     barrier_s: float = 0.0  #: the timeout that the script gave that barrier; 0: none
     wait_call: str = ""  #: the session call in which it waits for other ranks, as "save()"
     wait_rank: int = -1  #: the first rank that has not made that call; -1: unknown
-    timeout_s: float = 0.0  #: the process group's timeout; 0: unknown
+    timeout_s: float = 0.0  #: the longest timeout of its process groups; 0: unknown
+    wait_timeout_s: float = 0.0  #: the timeout that the script gave the collective it waits in; 0: none of its own
     idle_s: float = 0.0  #: since any of the above last changed
     alive_s: float = -1.0  #: since its heartbeat thread last ran, which it cannot while the GIL is held; -1: never
     moved_s: float = -1.0  #: since that thread last saw the main thread's Python move; -1: never
@@ -61,13 +62,15 @@ class RankReport(Record):
     io_bytes: int = 0  #: the same
     window_s: float = 0.0
     unsent: int = -1  #: bytes in the queues of its TCP sockets, unsent or unread; -1: unknown
-    quiet_s: float = -1.0  #: since its process tree last used CPU, or read or wrote; -1: unknown
+    quiet_s: float = -1.0  #: since its process tree last used CPU, read, wrote, or started a process; -1: unknown
+    sockets_s: float = -1.0  #: since bytes moved on its TCP sockets; -1: unknown
     # from its stack
     where: Where = ""
     function: str = ""  #: the frame that `where` was concluded from
     place: str = ""  #: the innermost function of the script's own code, without a line number
     stack: str = ""  #: the same for equal stacks
     alone: bool = False  #: no other thread runs code of the script
+    loading: bool = False  #: its main thread imports a module or loads a library
     evidence: bool = False  #: its evidence is on disk
     # from its flight recorder
     groups: tuple[GroupTail, ...] = ()
@@ -85,6 +88,7 @@ class HangReport(Document):
     why: str = ""  #: its own suspicion; "": it has none, and reports on request
     deadline_s: float = 0.0  #: the learned time without progress after which it suspects a hang
     pause_s: float = 0.0  #: the longest idle pause that the job has survived on this node
+    restart_s: float = -1.0  #: the training since its last save, which a restart repeats; -1: it saves by itself
     gathered: bool = False  #: its evidence is on disk, or never will be
     store_state: str = ""  #: of the process that hosts the round's store, on rank 0's node
     store_stopped_s: float = 0.0  #: the same
@@ -100,6 +104,7 @@ class HangVerdict:
     cause: str
     why: str
     hung_s: float  #: for how long no rank had made progress
-    restarts: bool  #: the group is ended for it; else it is only reported (--on-hang report)
+    restarts: bool  #: the group is ended for it; else it is only reported: it may resume, or --on-hang report
     reports: tuple[HangReport, ...]
-    places: tuple[str, ...] = ()  #: what the ranks wait in, where a healthy wait may look the same
+    places: tuple[str, ...] = ()  #: what its ranks wait in
+    step: int = 0  #: the highest one of its ranks

@@ -548,6 +548,7 @@ def _next_round(
     reason = f"{why}; restart {restarts}: {_size_phrase(view, found)}"
     if first.directory != current.directory:
         reason += f"; {first.id} has its own checkpoint directory and starts from the checkpoints in it"
+    hang_places, hang_steps = _hang_places(running)
     return replace(
         current,
         number=number,
@@ -559,7 +560,8 @@ def _next_round(
         excluded=excluded,
         directory=first.directory,
         stepped_size=_smallest_stepped_size(running),
-        hang_places=_hang_places(running),
+        hang_places=hang_places,
+        hang_steps=hang_steps,
         reason=reason,
         cause=cause,
     )
@@ -584,12 +586,15 @@ def _smallest_stepped_size(running: _Running) -> int:
     return known if not running.stepped else min(known or size, size)
 
 
-def _hang_places(running: _Running) -> tuple[tuple[str, int], ...]:
-    """How often groups were killed for each wait; the newest ones are last."""
-    killed = dict(running.current.hang_places)
-    for place in sorted({place for failure in running.failures for place in failure.places}):
-        killed[place] = killed.pop(place, 0) + 1
-    return tuple(killed.items())[-MOST_HANG_PLACES:]
+def _hang_places(running: _Running) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
+    """How often groups were killed for each wait, and after which step; the newest ones are last."""
+    times, steps = dict(running.current.hang_places), dict(running.current.hang_steps)
+    found = {place: failure.hang_step for failure in running.failures for place in failure.places}
+    for place in sorted(found):
+        times[place] = times.pop(place, 0) + 1
+        steps[place] = found[place]
+    kept = tuple(times.items())[-MOST_HANG_PLACES:]
+    return kept, tuple((place, steps[place]) for place, _ in kept if place in steps)
 
 
 def _size_phrase(view: View, members: tuple[Member, ...]) -> str:

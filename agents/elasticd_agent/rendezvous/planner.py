@@ -20,6 +20,7 @@ from elasticd_agent.rendezvous.faults import FaultLog
 from elasticd_agent.rendezvous.liveness import LivenessProber
 from elasticd_agent.rendezvous.observations import PeerObservations
 from elasticd_agent.rendezvous.plan import plan
+from elasticd_agent.rendezvous.restart_budget import is_progress, restarts_left
 from elasticd_agent.rendezvous.succession import Succession
 from elasticd_agent.rendezvous.view import LocalFacts, Pause, PresentNode, Requirements, View, Wait
 from elasticd_agent.store import Store, Versioned
@@ -196,7 +197,13 @@ class Planner:
         reports = self._cache.records(self._keys.hang_reports(round.number), HangReport)
         records = [record for member in round.members if (record := view.record(member.node)) is not None]
         ending = [record.id for record in records if record.ready_round < round.number]
-        verdict = self._judge.turn(round, reports, view.done, now, ending)
+        left = restarts_left(
+            round.budget,
+            self._policy,
+            progress=is_progress(round, view.checkpoint, view.high_water),
+            elapsed_s=now - view.round_at,
+        )
+        verdict = self._judge.turn(round, reports, view.done, now, ending, can_restart=left > 0)
         self._notices += self._judge.new_verdicts
         self._judge.new_verdicts.clear()
         if verdict is None:

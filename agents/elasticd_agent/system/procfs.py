@@ -50,6 +50,9 @@ class Usage:
     """For how long a CPU quota has kept its control groups from running."""
     queued: int | None = None
     """Bytes in the queues of its TCP sockets, unsent or unread. None: no socket of it is known."""
+    moved: int = 0
+    """Bytes that its TCP sockets have sent and received since the first reading, those closed meanwhile included."""
+    pids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,8 @@ class UsageReader:
         self._threads: dict[int, tuple[float, float]] = {}
         self._waited: dict[int, float] = {}
         self._polled: dict[int, float] = {}
+        self._sockets: dict[int, dict[int, int]] = {}
+        self._moved: dict[int, int] = {}
         self._read_at = 0.0
 
     def read(self, pids: Sequence[int]) -> dict[int, Usage]:
@@ -143,6 +148,8 @@ class UsageReader:
             self._threads = {}
             self._waited = {}
             self._polled = {}
+            self._sockets = {}
+            self._moved = {}
         everyone = all_pids()
         known = scan(everyone - self._unrelated)
         by_root = trees(pids, known.values())
@@ -152,17 +159,30 @@ class UsageReader:
         all_sockets = sockets.tcp_bytes()
         found = {}
         for pid, members in by_root.items():
-            tcp = [all_sockets[inode] for inode in sockets.sockets_of(members) if inode in all_sockets]
+            ours_by_inode = {i: all_sockets[i] for i in sockets.sockets_of(members) if i in all_sockets}
+            tcp = ours_by_inode.values()
+            self._count_moved(pid, {inode: one.moved for inode, one in ours_by_inode.items()})
             found[pid] = Usage(
                 sum(known[member].cpu_s for member in members) - self._polled.get(pid, 0.0),
-                sum(parse_io(read(f"/proc/{member}/io")) for member in members) + sum(one.moved for one in tcp),
+                sum(parse_io(read(f"/proc/{member}/io")) for member in members) + self._moved[pid],
                 self._waited.get(pid),
                 any(known[member].state == "R" for member in members),
                 _tracer(pid) != 0,
                 cgroups.throttled_s(members),
                 sum(one.queued for one in tcp) if tcp else None,
+                self._moved[pid],
+                frozenset(members),
             )
         return found
+
+    def _count_moved(self, root: int, by_inode: dict[int, int]) -> None:
+        """Add up socket by socket: a request may have a connection of its own, which is closed after it."""
+        if root in self._sockets:
+            before = self._sockets[root]
+            self._moved[root] += sum(max(0, moved - before.get(inode, 0)) for inode, moved in by_inode.items())
+        else:
+            self._moved[root] = 0
+        self._sockets[root] = by_inode
 
     def _count_threads(self, by_root: Mapping[int, tuple[int, ...]]) -> None:
         """Add up how long working threads have waited for a processor, and DEVICE_THREADS run, since the last call."""

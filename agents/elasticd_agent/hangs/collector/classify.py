@@ -116,6 +116,7 @@ _WAITING = re.compile(
 _DEBUGGER = re.compile(rf"{STDLIB}(?:pdb|bdb|cmd|code)\.py$|{PACKAGES}(?:IPython|ipdb|pudb|pdbpp|pydevd\w*|debugpy)/")
 _PROMPTS = ("interaction", "cmdloop", "interact", "raw_input", "mainloop", "do_wait_suspend", "wait_for_client")
 """Their functions that wait for a person."""
+_LOADING = re.compile(rf"<frozen importlib|{STDLIB}(?:importlib|ctypes)/")
 _SERVING = re.compile(
     rf"{STDLIB}(?:concurrent/futures|multiprocessing|socketserver)\b|{PACKAGES}(?:torch/utils/data|torch/_inductor|tqdm"
     rf"|prometheus_client|tensorboard|wandb)/|{_OURS}"
@@ -169,6 +170,11 @@ def is_alone(threads: Sequence[Sequence[Frame]]) -> bool:
     Nor will one: a timer, an event loop or a pool's result handler has frames of Python only until it calls the script.
     """
     return bool(threads) and all(map(_never_calls_script, threads[1:]))
+
+
+def is_loading(frames: Sequence[Frame]) -> bool:
+    """It imports a module, or loads a library."""
+    return any(_LOADING.search(frame.file) is not None for frame in frames)
 
 
 def _never_calls_script(frames: Sequence[Frame]) -> bool:

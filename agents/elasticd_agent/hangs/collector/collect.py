@@ -112,6 +112,7 @@ class Collection:
             "stack": digest(thread.frames) if thread is not None else "",
             "source": dump.source,
             "alone": classify.is_alone([thread.frames for thread in dump.threads]),
+            "loading": bool(dump.threads) and classify.is_loading(dump.threads[0].frames),
             "trouble": dump.trouble,
         }
         try:
@@ -176,6 +177,8 @@ class Collection:
             time.sleep(max(0.0, since + SAMPLE_S - time.monotonic()))
             if facts.writes_output(facts.process_facts(worker.pid)):
                 located = replace(located, where="output")
+        elif facts.reads_input(found, source):
+            located = replace(located, where="debugger")
         return located, thread
 
     def _children(self, worker: EvidenceTarget, text: str, data: RankStacks, found: dict[str, Any]) -> None:

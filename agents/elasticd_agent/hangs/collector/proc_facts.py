@@ -99,6 +99,14 @@ def writes_output(facts: dict[str, Any]) -> bool:
     return call.get("name") in ("write", "writev") and call.get("fd") in (1, 2) and unread
 
 
+def reads_input(facts: dict[str, Any], source: str) -> bool:
+    """Whether the main thread reads its standard input; of readline's call /proc only shows that it is that one."""
+    call = facts.get("syscall", {})
+    if call.get("name") in ("read", "readv"):
+        return bool(call.get("fd") == 0)
+    return call.get("name") in ("select", "pselect6") and call.get("arguments", [""])[0] == "0x1" and "input(" in source
+
+
 def fd_targets(pid: int) -> dict[str, str]:
     """The targets of its descriptors, by number. The links are read, never followed."""
     found = {}
