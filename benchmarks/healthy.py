@@ -81,8 +81,9 @@ def run_all(runs: Sequence[Run], at_once: int, keep: Path | None, flags: Sequenc
 def _line(outcome: HealthyOutcome) -> str:
     how = "session" if outcome.session else "plain"
     what = f"{len(outcome.killed)} kills" if outcome.killed else "no kill"
+    what += f", {outcome.reported} reports, {outcome.restarts} restarts"
     lines = [
-        f"{'ok' if outcome.ok else 'WRONG'}: {outcome.name} ({how}): {what}, {outcome.restarts} restarts, "
+        f"{'ok' if outcome.ok else 'WRONG'}: {outcome.name} ({how}): {what}, "
         f"exit code {outcome.code}, {outcome.wall_s:.0f} s, {outcome.cpu_s:.0f} s of CPU {outcome.wrong}"
     ]
     return "\n    ".join([*lines, *outcome.killed])
@@ -90,18 +91,19 @@ def _line(outcome: HealthyOutcome) -> str:
 
 def table(outcomes: Sequence[HealthyOutcome]) -> str:
     """Rows: jobs; of all their runs."""
-    head = "| | script | runs | kills (allowed) | lost | exit codes | wall, s | CPU, s |"
-    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    head = "| | script | runs | kills (allowed) | reported | lost | exit codes | wall, s | CPU, s |"
+    lines = [head, "|---|---|---|---|---|---|---|---|---|"]
     rows: dict[tuple[str, bool], list[HealthyOutcome]] = {}
     for outcome in outcomes:
         rows.setdefault((outcome.name, outcome.session), []).append(outcome)
     for (name, session), found in rows.items():
         kills, allowed = sum(len(one.killed) for one in found), sum(one.allowed for one in found)
         codes = ", ".join(sorted({str(one.code) for one in found}))
+        reported, lost = sum(one.reported for one in found), sum(one.lost for one in found)
         wall, cpu = max(one.wall_s for one in found), max(one.cpu_s for one in found)
         lines.append(
             f"| {name} | {'session' if session else 'plain'} | {len(found)} | {kills} ({allowed}) "
-            f"| {sum(one.lost for one in found)} | {codes} | {wall:.0f} | {cpu:.0f} |"
+            f"| {reported} | {lost} | {codes} | {wall:.0f} | {cpu:.0f} |"
         )
     return "\n".join(lines)
 

@@ -130,7 +130,7 @@ def leave(group: Path) -> None:
 
 class SlowServer(socketserver.ThreadingTCPServer):
     """A line "WHAT SECONDS" makes it send ("get") or read ("put") a megabyte a second for so long, or say "continue"
-    ("continue"; for "ask" anything) after so long."""
+    ("continue"; for "ask" anything) after so long. "drip": it reads 30 kB/s; "judge": it answers 1 kB in 1.5 s."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -171,6 +171,16 @@ class _SlowAnswer(socketserver.BaseRequestHandler):
     def _put(self, seconds: float) -> None:
         while self.request.recv(100_000, socket.MSG_WAITALL):
             time.sleep(0.1)
+
+    def _drip(self, seconds: float) -> None:
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 10_000)
+        while self.request.recv(3_000, socket.MSG_WAITALL):
+            time.sleep(0.1)
+
+    def _judge(self, seconds: float) -> None:
+        while self.request.recv(100, socket.MSG_WAITALL):
+            time.sleep(1.5)
+            self.request.sendall(bytes(1024))
 
     def _ask(self, seconds: float) -> None:
         time.sleep(seconds)

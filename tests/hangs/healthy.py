@@ -30,9 +30,9 @@ QUICK_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class HealthyWait:
-    """`place`, `use` and `seconds` are waits.py's. `kills`: so many may happen, of a wait that nobody could tell from a
-    hang. `in_all_s`: of a wait that happens several times. `busy`: it needs a processor for most of the time. `harm`:
-    what is done from outside, or must be there.
+    """`place`, `use` and `seconds` are waits.py's. `kills`: so many may happen with a session, in an idle wait of more
+    than 60 s; without one none may. `in_all_s`: of a wait that happens several times. `busy`: it needs a processor for
+    most of the time. `harm`: what is done from outside, or must be there. `faults`: restarts that the script asks for.
     """
 
     name: str
@@ -45,6 +45,8 @@ class HealthyWait:
     busy: bool = False
     args: tuple[str, ...] = ()
     harm: str = ""
+    flags: tuple[str, ...] = ()
+    faults: int = 0
 
     @property
     def wait_s(self) -> float:
@@ -127,6 +129,34 @@ HEALTHY = (
     ),
     HealthyWait("thread of rank 1 saves for 30 s and then reduces in a group of its own", "async-save", "idle", 30),
     HealthyWait("torch.compile in the first step", "first", "inductor", 30, busy=True, harm="inductor"),
+    # Ranks that legitimately differ.
+    HealthyWait("unequal all_to_all, rank 1 20 s late", "all-to-all", "idle", 20, workers=3),
+    HealthyWait("scatter, rank 1 20 s late", "scatter", "idle", 20, workers=3),
+    HealthyWait("gather, rank 1 20 s late", "gather", "idle", 20, workers=3),
+    HealthyWait("uneven all_gather by broadcasts, rank 1 20 s late", "uneven", "idle", 20, workers=3),
+    HealthyWait("gather as the last act, last rank 25 s late", "last-gather", "idle", 25, workers=3),
+    HealthyWait("receive from a process outside of the job after 30 s", "engine", "idle", 30),
+    HealthyWait("collective in an exit handler after 25 s", "exit-barrier", "idle", 25),
+    HealthyWait("a model per rank, one barrier, 70 s apart", "own-models", "probe", 70),
+    HealthyWait("linear probe of 70 s on rank 0", "rank0", "probe", 70),
+    HealthyWait("local SGD, rank 1 slower by 65 s", "local-sgd", "probe", 65, in_all_s=130),
+    HealthyWait("learner of six functions for 80 s, actors wait", "barrier", "learner", 80),
+    HealthyWait("monitored_barrier(600 s), rank 1 80 s late", "monitored-late", "idle", 80),
+    # What a kill would cost.
+    HealthyWait("--max-restarts 0, idle for 100 s", "rank0", "idle", 100, flags=("--max-restarts", "0")),
+    HealthyWait("90 s of sleep after a restart", "start-again", "idle", 90, faults=1),
+    HealthyWait("idle child of rank 0, 80 s", "rank0", "child", 80, kills=1),
+    HealthyWait("lock of another job's cache, 80 s", "all", "foreign-lock", 80, kills=1),
+    HealthyWait("pauses of 70 s, twice", "pauses", "idle", 70, kills=1, in_all_s=140),
+    HealthyWait("retry after 65 s", "rank0", "idle", 65, kills=1),
+    # What counts as moving.
+    HealthyWait("pool of threads that asks a server for 80 s", "rank0", "asking-pool", 80),
+    HealthyWait("upload of 30 kB/s for 80 s", "rank0", "drip", 80),
+    HealthyWait("judge that answers 1 kB each 1.5 s, for 80 s", "rank0", "judge", 80),
+    HealthyWait("all_reduce at 2 Mbit/s for 80 s", "slow-link", "idle", 80),
+    HealthyWait("input() for 75 s", "rank0", "input", 75),
+    HealthyWait("dlopen of 25 s under the GIL", "rank0", "dlopen", 25, harm="cc"),
+    HealthyWait("SIGSTOP of all ranks for 30 s", "nowhere", "idle", 30, harm="stop-all"),
 )
 BY_NAME = {wait.name: wait for wait in HEALTHY}
 QUICK = [wait for wait in HEALTHY if wait.wait_s <= QUICK_S and not wait.busy]
@@ -140,7 +170,9 @@ class HealthyOutcome:
     session: bool
     allowed: int
     killed: list[str] = field(default_factory=list)
+    reported: int = 0
     suspected: int = 0
+    faults: int = 0
     restarts: int = 0
     code: int | None = None
     wall_s: float = 0.0
@@ -154,12 +186,12 @@ class HealthyOutcome:
 
     @property
     def ok(self) -> bool:
-        return not self.lost and not self.wrong and max(len(self.killed), self.restarts) <= self.allowed
+        return not self.lost and not self.wrong and max(len(self.killed), self.restarts - self.faults) <= self.allowed
 
 
 def observe(wait: HealthyWait, session: bool, folder: Path, flags: Sequence[str] = ()) -> HealthyOutcome:
     """Runs the job to its end, or until it has taken far too long."""
-    outcome = HealthyOutcome(wait.name, session, wait.kills)
+    outcome = HealthyOutcome(wait.name, session, wait.kills if session else 0, faults=wait.faults)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         env = {"SLOW_SERVER": str(stack.enter_context(harms.slow_server()))}
@@ -181,7 +213,8 @@ def observe(wait: HealthyWait, session: bool, folder: Path, flags: Sequence[str]
         except (AssertionError, OSError, subprocess.SubprocessError) as error:
             outcome.wrong = str(error).splitlines()[0]
         outcome.wall_s = time.monotonic() - began
-        outcome.killed = [str(event["reason"]) for event in job.events("hang_detected")]
+        outcome.killed = [str(event["reason"]) for event in job.events("hang_detected", action="restart")]
+        outcome.reported = len(job.events("hang_detected", action="report"))
         outcome.suspected = len(job.events("hang_suspected"))
         outcome.restarts = len({event["round"] for event in job.events("group_started")}) - 1
     return outcome
@@ -189,7 +222,7 @@ def observe(wait: HealthyWait, session: bool, folder: Path, flags: Sequence[str]
 
 def _start(wait: HealthyWait, session: bool, folder: Path, flags: Sequence[str], env: dict[str, str]) -> Job:
     logs = [] if wait.harm == "stdout" else ["--log-dir", str(folder / "log")]  # or the output would go to files
-    flags = [*flags, *logs, *(["--checkpoint-dir", str(folder / "checkpoints")] if session else [])]
+    flags = [*flags, *wait.flags, *logs, *(["--checkpoint-dir", str(folder / "checkpoints")] if session else [])]
     args = [wait.place, wait.use, f"{wait.seconds:g}", *wait.args, *(["--session"] if session else [])]
     return Job(folder, SCRIPT, *args, workers=str(wait.workers), flags=flags, env=env)
 
@@ -243,6 +276,7 @@ def _throttle(job: Job, seconds: float) -> None:
 
 _HARMS: dict[str, Callable[[Job, float], None]] = {
     "stop": lambda job, seconds: harms.stop([job.worker(1)], seconds),
+    "stop-all": lambda job, seconds: harms.stop([job.worker(0), job.worker(1)], seconds),
     "suspend": harms.suspend,
     "py-spy": lambda job, seconds: harms.profile(job.worker(1), seconds),
     "gdb": lambda job, seconds: harms.debug(job.worker(1), seconds),
@@ -260,5 +294,6 @@ _MISSING: dict[str, Callable[[], str]] = {
     "throttle": harms.no_quota,
     "swap": _no_swap,
     "inductor": lambda: "" if shutil.which("g++") else "g++ is not installed",
+    "cc": lambda: "" if shutil.which("cc") else "no C compiler is installed",
     "gdb": lambda: "" if shutil.which("gdb") else "gdb is not installed",
 }

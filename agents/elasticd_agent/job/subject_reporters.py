@@ -341,8 +341,8 @@ class HangReporter:
             events.HangDetectedEvent, now, verdict.why, verdict.round, cause=verdict.cause, nodes=nodes, ranks=ranks,
             slots=slots, seconds=verdict.hung_s, action="restart" if verdict.restarts else "report",
         )  # fmt: skip
-        only = "" if verdict.restarts else " (only reported: --on-hang report)"
-        job.console.log(f"round {verdict.round} hangs{only}: {verdict.why}", "warning")
+        hangs = "hangs" if verdict.restarts else "may hang (only reported)"
+        job.console.log(f"round {verdict.round} {hangs}: {verdict.why}", "warning")
 
     def _found_stragglers(self, found: StragglersFound, now: float) -> None:
         """Each is logged once, when it becomes one, and measured for as long as it stays one."""

@@ -200,7 +200,7 @@ class HangDetectedEvent(LogEvent, kind="hang_detected"):
     ranks: tuple[int, ...] = _field("the ranks at fault, in the same order")
     slots: tuple[int, ...] = _field("their slots, in the same order")
     seconds: float = _field("time without progress of any rank")
-    action: str = _field("restart, or report with --on-hang report")
+    action: str = _field("restart; report where a kill may cost more than the wait, and with --on-hang report")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import mishaps
+import peers
 import torch
 import torch.distributed as dist
 import toy
@@ -305,6 +306,7 @@ PLACES: dict[str, Callable[[Training, Use, float], None]] = {
     "end": end,
     "atexit": exit_handler,
     "nowhere": nowhere,
+    **peers.PLACES,
 }
 
 
@@ -503,6 +505,7 @@ USES: dict[str, Use] = {
     "backoff": backoff,
     "pipe": read_slowly,
     "print": write_output,
+    **peers.USES,
 }
 
 

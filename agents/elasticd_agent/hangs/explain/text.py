@@ -109,7 +109,7 @@ def _other_wait(one: GroupComparison, explained: Explanation) -> str:
 def _done(explained: Explanation) -> str:
     verdict, followed = explained.verdict, explained.aftermath
     if verdict is not None and verdict.action == "report":
-        done = "only reported (--on-hang report): no process was killed"
+        done = "only reported: no process was killed"
         return f"{done}; round {followed.round} followed later" if followed.round else done
     parts = ["the workers were killed (SIGKILL)"]
     if followed.survivors:
