@@ -89,7 +89,9 @@ def test_clock_of_a_worker_that_jumps(jump_s: float, tmp_path: Path, monkeypatch
     now = beat.time.monotonic_ns
     beat.create(tmp_path / "beat")
     writer = beat.HeartbeatWriter(tmp_path / "beat")
-    observer = GroupObserver(1, [(0, 0)], [tmp_path / "beat"], [], lambda pid: "S", lambda pids: {7: Usage(0.0, 0)})
+    observer = GroupObserver(
+        1, [(0, 0)], [tmp_path / "beat"], [], lambda pid: "S", lambda pids, port: {7: Usage(0.0, 0)}
+    )
     observer.set_processes([7], 0)
     for look in range(40):
         if look % 4 == 0:

@@ -79,13 +79,13 @@ def test_requested_dump_is_no_work(watch: GroupObserver, writer: HeartbeatWriter
     """A flight recorder is written in the middle of two samples; the answer comes when it is all there."""
     written = [0, 100, 500_000, 900_000, 900_100, 905_000, 906_000]
     answered = [0, 0, 0, 1, 1, 1, 1]
-    watch.usage = lambda pids: dict.fromkeys(pids, Usage(0.0, written[0]))
+    watch.usage = lambda pids, port: dict.fromkeys(pids, Usage(0.0, written[0]))
     watch.set_processes([42], 0)
     watch.state = lambda pid: "S"
     watch.observe(100.0)
     found = []
     for number, answer in enumerate(answered):
-        watch.usage = lambda pids, number=number: dict.fromkeys(pids, Usage(0.0, written[number]))
+        watch.usage = lambda pids, port, number=number: dict.fromkeys(pids, Usage(0.0, written[number]))
         writer.dump_done = answer
         found.append(watch.observe(101.0 + number / 2).ranks[0].io_bytes)
     assert found == [0, 100, 500_000, 100, 200, 5100, 6100]
@@ -96,7 +96,7 @@ def test_time_under_a_quota_is_work(watch: GroupObserver, throttled_s: float, bu
     """In each half second the control group is stopped for so long, and the rank uses next to nothing."""
     watch.state = lambda pid: "S"
     for look in range(8):
-        watch.usage = lambda pids, look=look: dict.fromkeys(
+        watch.usage = lambda pids, port, look=look: dict.fromkeys(
             pids, Usage(0.001 * look, 0, throttled_s=throttled_s * look)
         )
         (rank,) = watch.observe(100.0 + look / 2).ranks

@@ -175,13 +175,14 @@ class GroupObserver:
     heartbeat_files: Sequence[Path]
     worker_event_files: Sequence[Path]
     state: Callable[[int], str] = procfs.condition
-    usage: Callable[[Sequence[int]], Mapping[int, procfs.Usage]] = field(
+    usage: Callable[[Sequence[int], int], Mapping[int, procfs.Usage]] = field(
         default_factory=lambda: procfs.UsageReader().read
     )
     earlier: Sequence[WorkerEventReader] = ()
     """Of the group before: its last save may still be written."""
     _pids: tuple[int, ...] = ()
     _store_pid: int = 0
+    _store_port: int = 0
     _held: set[int] = field(default_factory=set)
     _heartbeat_readers: list[HeartbeatReader] = field(default_factory=list)
     event_readers: list[WorkerEventReader] = field(default_factory=list)
@@ -199,13 +200,14 @@ class GroupObserver:
         self._ages = [_Ages() for _ in self.heartbeat_files]
         self._bytes = [_OwnBytes() for _ in self.heartbeat_files]
 
-    def set_processes(self, pids: Sequence[int], store_pid: int, held: Sequence[int] = ()) -> None:
+    def set_processes(self, pids: Sequence[int], store_pid: int, held: Sequence[int] = (), store_port: int = 0) -> None:
         """The processes of this group: the workers' by local rank, and the round's store, 0 if it is not here.
 
         `held` ones do not run yet, by local rank: they grow no older.
         """
         self._pids = tuple(pids)
         self._store_pid = store_pid
+        self._store_port = store_port
         self._held = set(held)
 
     def released(self, local_ranks: Sequence[int]) -> None:
@@ -259,7 +261,7 @@ class GroupObserver:
             return
         if self._usage_samples and self._observed_s < self._usage_samples[-1][0] + USAGE_INTERVAL_S:
             return
-        used = dict(self.usage(self._pids))
+        used = dict(self.usage(self._pids, self._store_port))
         for pid, bytes_, beat in zip(self._pids, self._bytes, beats, strict=True):
             if pid in used:
                 own = bytes_.own(used[pid].io_bytes, beat.dump_done)

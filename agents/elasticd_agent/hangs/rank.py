@@ -152,12 +152,8 @@ class RankState:
 
     @property
     def moved_bytes_s(self) -> float:
-        """For how long its sockets have not moved a byte; as long as it is idle where that is unknown.
-
-        Under NCCL it says nothing: torch's watchdog asks the store once a second, and data does not use TCP.
-        """
-        age_s = self.report.sockets_s
-        return self.report.idle_s if age_s < 0 or self.report.nccl_groups else age_s
+        """For how long its sockets have not moved a byte; as long as it is idle where that is unknown."""
+        return self.report.sockets_s if self.report.sockets_s >= 0 else self.report.idle_s
 
     @property
     def is_busy(self) -> bool:

@@ -51,7 +51,8 @@ class Usage:
     queued: int | None = None
     """Bytes in the queues of its TCP sockets, unsent or unread. None: no socket of it is known."""
     moved: int = 0
-    """Bytes that its TCP sockets have sent and received since the first reading, those closed meanwhile included."""
+    """Bytes that its TCP sockets have sent and received since the first reading, those closed meanwhile included, but
+    not those of the round's store: ranks and torch's watchdogs talk to it all the time."""
     pids: frozenset[int] = frozenset()
 
 
@@ -140,8 +141,8 @@ class UsageReader:
         self._moved: dict[int, int] = {}
         self._read_at = 0.0
 
-    def read(self, pids: Sequence[int]) -> dict[int, Usage]:
-        """By process; ended ones are left out."""
+    def read(self, pids: Sequence[int], store_port: int = 0) -> dict[int, Usage]:
+        """By process; ended ones are left out. `store_port`: of the round's store."""
         if tuple(pids) != self._pids:
             self._pids = tuple(pids)
             self._unrelated = set()
@@ -161,7 +162,8 @@ class UsageReader:
         for pid, members in by_root.items():
             ours_by_inode = {i: all_sockets[i] for i in sockets.sockets_of(members) if i in all_sockets}
             tcp = ours_by_inode.values()
-            self._count_moved(pid, {inode: one.moved for inode, one in ours_by_inode.items()})
+            own = {inode: one.moved for inode, one in ours_by_inode.items() if one.peer_port != (store_port or -1)}
+            self._count_moved(pid, own)
             found[pid] = Usage(
                 sum(known[member].cpu_s for member in members) - self._polled.get(pid, 0.0),
                 sum(parse_io(read(f"/proc/{member}/io")) for member in members) + self._moved[pid],

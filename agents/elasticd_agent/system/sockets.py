@@ -16,7 +16,7 @@ _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20  # linux/netlink.h, linux/sock_
 _REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 _ERROR, _DONE = 2, 3
 _HEADER, _ATTRIBUTE, _COUNTERS = struct.Struct("=IHHII"), struct.Struct("=HH"), struct.Struct("=QQ")
-_STATE_AT, _QUEUES_AT, _INODE_AT, _MESSAGE_BYTES = 1, 56, 68, 72
+_STATE_AT, _PEER_PORT_AT, _QUEUES_AT, _INODE_AT, _MESSAGE_BYTES = 1, 6, 56, 68, 72
 """Of struct inet_diag_msg (linux/inet_diag.h); the queues are what is received, and what is to be sent."""
 _CLOSE_WAIT, _LISTENS = 8, 10
 """TCP_CLOSE_WAIT: the end that the peer has sent counts as a byte. TCP_LISTEN: its queues are those of connections."""
@@ -33,6 +33,7 @@ class TcpBytes:
     """Sent and acknowledged, and received."""
     queued: int
     """Written, and not acknowledged by the other end; or received, and not read."""
+    peer_port: int = 0
 
 
 def tcp_bytes() -> dict[int, TcpBytes]:
@@ -62,11 +63,12 @@ def _read_messages(data: bytes, found: dict[int, TcpBytes]) -> bool:
         body = data[at + _HEADER.size : at + size]
         (inode,) = struct.unpack_from("=I", body, _INODE_AT)
         unread, unsent = struct.unpack_from("=II", body, _QUEUES_AT)
+        (peer_port,) = struct.unpack_from("!H", body, _PEER_PORT_AT)
         state = body[_STATE_AT]
         queued = 0 if state == _LISTENS else unsent + max(0, unread - (state == _CLOSE_WAIT))
         for name, value in _attributes(body[_MESSAGE_BYTES:]):
             if name == _INFO and len(value) >= _COUNTERS_AT + _COUNTERS.size:
-                found[inode] = TcpBytes(sum(_COUNTERS.unpack_from(value, _COUNTERS_AT)), queued)
+                found[inode] = TcpBytes(sum(_COUNTERS.unpack_from(value, _COUNTERS_AT)), queued, peer_port)
         at += _aligned(size)
     return True
 

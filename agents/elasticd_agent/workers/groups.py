@@ -38,6 +38,7 @@ class WorkerGroup:
     stopping: bool = False
     held: tuple[int, ...] = ()
     """Local ranks whose GPU's memory is not free yet."""
+    store_port: int = 0
 
 
 @dataclass(slots=True)

@@ -55,6 +55,8 @@ class GroupStarted:
     warm: bool
     held: tuple[int, ...] = ()
     """Local ranks that wait until their GPU's memory is free: WorkersReleased follows."""
+    store_port: int = 0
+    """The port of the round's store; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +411,10 @@ class WorkerManager:
                 return self._refused(message)
             case "store_ready":
                 group = self._groups.get(message["group"])
-                return [StoreReady(group.round.number, message["port"])] if group is not None else []
+                if group is None:
+                    return []
+                group.store_port = message["port"]
+                return [StoreReady(group.round.number, group.store_port)]
             case "started":
                 return self._started(message)
             case "released":
@@ -499,7 +504,8 @@ class WorkerManager:
             return []
         group.pids, group.store_pid = message["pids"], message["store"]
         self._memory.track(group.pids, self._slots(group.round))
-        return [GroupStarted(group.round.number, group.pids, group.store_pid, group.warm, group.held)]
+        port = group.store_port if group.master is None else group.master[1]
+        return [GroupStarted(group.round.number, group.pids, group.store_pid, group.warm, group.held, port)]
 
     def _exited(self, message: dict[str, Any]) -> list[OwnerEvent]:
         group = self._groups.get(message["group"])
