@@ -20,7 +20,7 @@ BUSY_BYTES_PER_S = 64 * 1024
 GIL_CORES = 0.5
 """The same for a rank that holds the GIL: a C call that computes uses or waits for a whole one."""
 RECENT_S = 1.0
-"""A rank that made progress within this time goes on."""
+"""A rank that made progress within this time makes more."""
 _LINE = re.compile(r":\d+ ")
 GIL_S = 1.0
 """The heartbeat comes ten times a second; on a crowded machine it was never seen to be this late."""
