@@ -13,8 +13,10 @@ from tests.faults.nodes import Nodes
 
 COLD = "${local_rank}"
 
+IMPORTS = "import os, time\ntime.sleep(2 + int(os.environ['RANK']))\n"  # as from a slow disk: not at the same time
 MISTAKES = {
     "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
+    f"{IMPORTS}import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
     "print(undefined)": "NameError: name 'undefined' is not defined",
     "def main(:\n    pass": "SyntaxError: invalid syntax",
     "import argparse\nargparse.ArgumentParser().parse_args(['--wrong'])": "exited with code 2",

@@ -132,8 +132,10 @@ def test_backoff_starts_at_the_failure() -> None:
 def test_user_error_ends_the_job_if_every_node_reports_it() -> None:
     """An error that only some nodes report is a crash, and costs a restart."""
     view = replace(running(first(node("a"), node("b"))), failed_at=10.0)
-    assert waiting(replace(view, failures=(mistake("a"),)), 10.0).until == 10.5
-    assert not decided(replace(view, failures=(mistake("a"),)), 10.5).terminal
+    one = replace(view, failures=(mistake("a"),))
+    assert [waiting(replace(one, round_at=at), 10.0).until for at in (9.9, 8.0)] == [10.5, 12.0]
+    assert waiting(replace(view, failures=(mistake("a", "ValueError", "shared_error"),)), 10.0).until == 10.5
+    assert not decided(replace(one, round_at=9.9), 10.5).terminal
     assert not decided(replace(view, failures=(mistake("a"), mistake("b", "OSError"))), 10.0).terminal
     assert not decided(replace(view, failures=(mistake("a"), crash(node="b"))), 10.0).terminal
     end = decided(replace(view, failures=(mistake("a"), mistake("b"))), 10.0)

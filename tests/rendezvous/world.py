@@ -58,6 +58,7 @@ class World:
         self.alive: int | None = None
         self.ending = False
         self.started: list[Round] = []
+        self.started_at = 0.0
         self.rounds: list[Round] = []
         self.wakes: list[float] = []
         self.look_at: float | None = None
@@ -160,6 +161,7 @@ class World:
                 assert self.alive is None, f"round {r.number} starts while the group of {self.alive} lives"
                 assert all(old.number < r.number for old in self.started)
                 self.started.append(r)
+                self.started_at = self.now
                 self.alive = r.number
             case KillGroup(number) | StopGroup(number):
                 assert number in (s.number for s in self.started)

@@ -147,7 +147,7 @@ def _exit(world: ScriptedWorld, number: int, rank: int, code: str | None, words:
         elif words:
             kind, _, message = words.partition(": ")
             last_words = ExitReport("exception", kind, message, f"Traceback …\n{words}")
-    return WorkerExited(number, rank, place[2], place[3], status, last_words, world.now)
+    return WorkerExited(number, rank, place[2], place[3], status, last_words, world.now, world.now - world.started_at)
 
 
 def _phase(phase: Phase) -> str:

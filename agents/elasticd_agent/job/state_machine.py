@@ -50,7 +50,7 @@ from elasticd_agent.model.messages import (
     TimerExpired,
     WorkerExited,
 )
-from elasticd_agent.model.records import SHARED_ERRORS, Failure, Round
+from elasticd_agent.model.records import SHARED_ERRORS, Failure, Round, same_error_wait_s
 
 Transition = tuple[Phase, list[Action]]
 
@@ -186,9 +186,11 @@ def _worker_exited(phase: Running, exit: WorkerExited, rules: StepRules) -> Tran
         until = exit.at + wait_s
         return _await_root_cause(Settling(round_, exits, until), rules, [SetTimer(until)])
     if not exit.status.ok:
-        if phase.first_step or phase.exits or phase.stop or shared_error(exit) is None:
+        error = shared_error(exit)
+        if phase.first_step or phase.exits or phase.stop or error is None:
             return _crash(round_, exit, rules, ended=phase.exits)
-        until = exit.at + rules.user_error_wait_s
+        wait_s = same_error_wait_s(rules.user_error_wait_s, exit.ran_s, error, is_users=is_user_error(exit))
+        until = exit.at + wait_s
         return _await_shared_error(Settling(round_, exits, until), rules, [SetTimer(until)])
     if len(exits) < _workers(round_, rules):
         return replace(phase, exits=exits), []

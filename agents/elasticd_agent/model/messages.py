@@ -80,6 +80,7 @@ class WorkerExited:
     status: ExitStatus
     exit_report: ExitReport | None
     at: float
+    ran_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,9 @@ Identity = tuple[str, str]
 SHARED_ERRORS = ("user_error", "shared_error")
 """Kinds of failures before the first step: all ranks of the node raised the same error of the script. Every start
 raises a user_error again."""
+IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
+LONGEST_SAME_ERROR_WAIT_S = 30.0
+"""More than two ranks that import the same from a slow disk differ by."""
 TERM_BITS = 32
 MAX_NAME_BYTES = 128
 """Of a job, a run and a node."""
@@ -289,3 +292,12 @@ class Failure(Document):
     repeat_key: str = ""  #: equal where two rounds end by the same error; "" where it came from outside
     places: tuple[str, ...] = ()  #: of a hang: what the ranks waited in
     hang_step: int = 0  #: of a hang: the highest step of a rank
+
+
+def same_error_wait_s(least_s: float, ran_s: float, error: str | None, *, is_users: bool) -> float:
+    """How long the same error of others is waited for that the first one raised after `ran_s`.
+
+    As long again where no restart mends it: imports from a slow disk do not end together.
+    """
+    lasts = is_users or error in IMPORT_ERRORS
+    return max(least_s, min(ran_s, LONGEST_SAME_ERROR_WAIT_S)) if lasts else least_s

@@ -26,6 +26,7 @@ from elasticd_agent.model.records import (
     Outcome,
     QuarantinedSlot,
     Round,
+    same_error_wait_s,
 )
 from elasticd_agent.rendezvous.membership import (
     RETURN_S,
@@ -355,7 +356,9 @@ def _shared_error(running: _Running) -> Round | Wait | None:
     if not running.shared_error:
         return None
     if running.missing_failures:
-        settled = running.view.failed_at + running.policy.user_error_wait_s
+        view, least_s = running.view, running.policy.user_error_wait_s
+        ran_s, is_users = view.failed_at - view.round_at, first.kind == "user_error"
+        settled = view.failed_at + same_error_wait_s(least_s, ran_s, first.error, is_users=is_users)
         why = f"{first.why}; waiting for the same error from {count(running.missing_failures, 'more node')}"
         return Wait(why, settled) if running.now < settled else None
     if current.world_size < current.stepped_size:

@@ -35,6 +35,7 @@ class WorkerGroup:
     warm: bool
     pids: list[int] = field(default_factory=list)
     store_pid: int = 0
+    started_at: float = 0.0
     stopping: bool = False
     held: tuple[int, ...] = ()
     """Local ranks whose GPU's memory is not free yet."""

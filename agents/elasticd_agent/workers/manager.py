@@ -502,7 +502,7 @@ class WorkerManager:
         group = self._groups.get(message["group"])
         if group is None:
             return []
-        group.pids, group.store_pid = message["pids"], message["store"]
+        group.pids, group.store_pid, group.started_at = message["pids"], message["store"], time.monotonic()
         self._memory.track(group.pids, self._slots(group.round))
         port = group.store_port if group.master is None else group.master[1]
         return [GroupStarted(group.round.number, group.pids, group.store_pid, group.warm, group.held, port)]
@@ -519,7 +519,8 @@ class WorkerManager:
         assert member is not None
         rank = group.round.ranks(self._node)[local_rank]
         report = read_exit_report(group.workers[local_rank].heartbeat)
-        return [WorkerExited(number, rank, local_rank, member.slots[local_rank], status, report, at)]
+        ran_s = at - group.started_at
+        return [WorkerExited(number, rank, local_rank, member.slots[local_rank], status, report, at, ran_s)]
 
     def _group_ended(self, message: dict[str, Any]) -> list[OwnerEvent]:
         group = self._groups.pop(message["group"], None)
