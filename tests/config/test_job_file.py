@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+import tracemalloc
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -375,3 +377,37 @@ def _read(data: bytes, kind: Literal["toml", "yaml", "json"]) -> None:
     spec, policy = _choices(job, slots=tuple(range(job.slot_range[0])), rendezvous=ETCD)
     assert spec.entrypoint == job.command[0]
     assert math.isfinite(policy.hang_factor)
+
+
+LARGE = {
+    "dotted key": ("toml", b"a." * 30_000 + b"a = 1"),
+    "quoted parts": ("toml", b'"a" . ' * 10_000 + b"a = 1"),
+    "header": ("toml", b"[" + b"a." * 30_000 + b"a]"),
+    "inline": ("toml", b'x = { y = """z"""", ' + b"a." * 30_000 + b"a = 1 }"),
+    "tables": ("toml", b"[[a.b]]\n" * 7_000),
+    "quotes": ("toml", b'"' + b'\\"' * 30_000),
+    "aliases": ("yaml", b"a: &a [x, x]\n" + b"".join(b"b%d: [*a, *a]\n" % n for n in range(3_000))),
+    "lists": ("yaml", b"x: [" + b"a," * 30_000 + b"]"),
+    "numbers": ("json", b'{"nodes": ' + b"9" * 60_000 + b"}"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_file_of_a_stranger_takes_little_memory_and_time(name: str) -> None:
+    """An agent parses it: 60 kB must not take the memory that the node's training needs."""
+    kind, data = LARGE[name]
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        with pytest.raises(UsageError):
+            read_job(data, kind, "the job")  # type: ignore[arg-type]  # mypy: a str for its Literal
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        assert time.process_time() - began < 20, "tracing makes it ten times slower"
+    finally:
+        tracemalloc.stop()
+
+
+def test_text_with_many_dots_is_no_deep_table() -> None:
+    dots = ".".join("abcdefghijklmnopqrstuvwxyz")
+    text = f'command = ["train.py", "{dots}", \'{dots}\', """{dots}"""] # {dots}\nworkdir = "/tmp"'
+    assert read_job(text.encode(), "toml", "the job").command == ("train.py", dots, dots, dots)

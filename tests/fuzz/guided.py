@@ -15,6 +15,7 @@ from tests.fuzz.targets import Target
 OURS = ("/elasticd/", "/elasticd_agent/")
 VALUES = (
     b"0", b"-1", b"1e999", b"NaN", b"18446744073709551616", b"null", b"true", b"[]", b"{}", b'""', b'"../../etc"',
+    b"-1e17", b"1e300", b"-1e9", b"1e12",
     b'"\\ud800"', b'"\\u0000"', b"[[[[[[[[[[[[]]]]]]]]]]]]", b'"' + b"x" * 5000 + b'"', b"1.5", b"[1, 1]", b"-0.0",
 )  # fmt: skip
 _VALUE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?|true|false|null|\[\]|\{\}')

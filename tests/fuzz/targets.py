@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
 import socket
 import tempfile
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from tarfile import PAX_FORMAT, TarInfo
 
 from elasticd.errors import UsageError, WireError
 from elasticd.heartbeat import record
+from elasticd_agent.cli import tables
 from elasticd_agent.config.job_file import read_job
 from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.collector import flight_recorder
-from elasticd_agent.model.codec import Document
+from elasticd_agent.model.codec import LEAST_NUMBER, Document, Record
+from elasticd_agent.node import keys, uploads
 from elasticd_agent.node.api.progress import JobTimeline
-from elasticd_agent.system.http_server import _Handler
+from elasticd_agent.node.api.routes import ApiRoutes
+from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
+from elasticd_agent.node.dashboard.login import LoginCookies
+from elasticd_agent.node.dashboard.routes import DashboardRoutes, ResponseCache
+from elasticd_agent.store.memory import MemoryStore
+from elasticd_agent.system.http_auth import TokenAuth
+from elasticd_agent.system.http_server import HttpRequest, _Handler
 from tests.node.api.test_fuzzed import RECORDS
 from tests.node.served import JOB, TOKEN, Served
 
@@ -28,6 +39,14 @@ RECORDING = {
     "entries": [{"collective_seq_id": 4, "pg_id": 0, "process_group": ["0", "default_pg"], "state": "started",
                  "profiling_name": "nccl:all_reduce", "input_sizes": [[2, 3]], "input_dtypes": ["Float"]}],
 }  # fmt: skip
+STORED = {
+    b"Submission": (keys.SUBMISSIONS, "j"),
+    b"Placement": (keys.PLACEMENTS, "j"),
+    b"JobResult": (keys.RESULTS, "j"),
+    b"NodeStatus": (keys.NODES, "a"),
+    b"Cordon": (keys.CORDONS, "a"),
+}
+NOW = 1_800_000_000.0
 YAML_JOB = b"command: [train.py]\nworkdir: /tmp\nworkers: 1:2\nenv: {A: b}\n"
 EVENT = {"kind": "round_published", "wall": 1.5, "mono": 1.0, "round": 1, "world_size": 2, "reason": "start"}
 REQUESTS = [
@@ -55,6 +74,61 @@ def _records(data: bytes) -> None:
     if kind is not None:
         found = kind.from_json(kind.from_json(text).to_json())  # the first writing replaces lone surrogates
         assert kind.from_json(found.to_json()) == found
+        assert len(found.to_json()) <= 2 * kind.MAX_BYTES
+        _check_numbers(found)
+
+
+def _check_numbers(record: Record) -> None:
+    """Finite, and in the range that its kind names: pages and tables rely on it."""
+    for one in fields(record):
+        values = [getattr(record, one.name)] if one.name != "unknown" else []
+        while values:
+            match values.pop():
+                case Record() as inner:
+                    _check_numbers(inner)
+                case tuple() as inner:
+                    values += inner
+                case float() as value:
+                    assert record.FLOATS[0] <= value <= record.FLOATS[1], (record, one.name)
+                case int() as value:
+                    assert LEAST_NUMBER <= value < 1 << 63, (record, one.name)
+
+
+def _stored(served: Served, data: bytes) -> None:
+    """A record of the store in every list and page, and as the command line reads them."""
+    name, _, value = data.partition(b" ")
+    folder, key = STORED.get(name, ("", ""))
+    if not folder:
+        return
+    store, api = served.store, served.server._listeners[0].routes
+    before = store.read(folder + key)
+    store.compare_and_swap(folder + key, None if before is None else before.version, value)
+    try:
+        found = {}
+        for path in ("/v1/jobs", "/v1/nodes", "/v1/jobs/j", "/", "/jobs/j", "/?q=j&state=ended"):
+            path, _, query = path.partition("?")
+            answer = api.answer(HttpRequest("GET", path, query, "root"))
+            assert answer.status in (200, 404), (path, answer.body[:300])
+            found[path] = json.loads(answer.body) if path.startswith("/v1/") else {}
+        jobs = [JobSummary.from_dict(row) for row in found["/v1/jobs"]["jobs"]]
+        nodes = [NodeSummary.from_dict(row) for row in found["/v1/nodes"]["nodes"]]
+        assert tables.jobs(jobs) and tables.queue(jobs) and tables.nodes(nodes)
+        if "job" in found["/v1/jobs/j"]:
+            JobStatus.from_dict(found["/v1/jobs/j"])
+    finally:
+        store.delete(folder + key)
+
+
+def _upload(data: bytes) -> None:
+    """Headers of an archive, as they are and packed: what they are in memory is bounded."""
+    for one in (data, gzip.compress(data, 1)):
+        tracemalloc.start()
+        try:
+            uploads.put(MemoryStore(), one, lambda name: False)
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert peak < 64 << 20, peak
 
 
 def _job_file(data: bytes) -> None:
@@ -79,11 +153,17 @@ def _events(data: bytes) -> None:
     json.dumps(timeline.progress("n1", 200.0).to_dict())
 
 
+def _dashboard(api: ApiRoutes, token: TokenAuth, tls: bool) -> DashboardRoutes:
+    cookies = LoginCookies(token, lambda: NOW, tls=tls)
+    return DashboardRoutes(api, token, cookies, "0.1.0", _overviews=ResponseCache(0.0), _jobs=ResponseCache(0.0))
+
+
 @contextmanager
 def targets() -> Iterator[dict[str, Target]]:
     with (
         tempfile.TemporaryDirectory() as place,
         closing(Served(Path(place) / "one")) as served,
+        closing(Served(Path(place) / "two", front=_dashboard)) as pages,
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         served.submit()
@@ -109,8 +189,13 @@ def targets() -> Iterator[dict[str, Target]]:
 
         seeds = [f"{type(one).__name__} ".encode() + one.to_json() for one in RECORDS]
         dumps = [json.dumps(RECORDING).encode(), pickle.dumps(RECORDING, 2)]
+        archive = b"".join(
+            TarInfo(name).tobuf(PAX_FORMAT) + (b"x" * 512 if name == "a" else b"") for name in ("a", "b" * 200, "c/d")
+        )
         yield {
             "records": Target(_records, seeds, (WireError,)),
+            "stored": Target(lambda data: _stored(pages, data), seeds, ()),
+            "uploads": Target(_upload, [archive, gzip.compress(archive)], (UsageError,)),
             "jobs": Target(_job_file, [JOB, YAML_JOB, b'{"command": ["train.py"], "workdir": "/tmp"}'], ()),
             "beats": Target(beats, [beat.read_bytes()], (WireError,)),
             "recordings": Target(_recording, dumps, (ValueError, RecursionError)),

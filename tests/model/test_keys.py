@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import zlib
 
 import pytest
 
 from elasticd.errors import WireError
-from elasticd_agent.model.keys import COMPRESSED_FROM, MAX_BYTES, Keys, decode_record, encode_record
+from elasticd_agent.model.codec import Document
+from elasticd_agent.model.keys import COMPRESSED_FROM, Keys, decode_record, encode_record
 from elasticd_agent.model.records import Member, Round
+from elasticd_agent.model.reports import HangReport
+from elasticd_agent.node.records import JobResult, NodeStatus, Submission
 
 
 def test_watched_keys_are_not_written_by_every_node() -> None:
@@ -36,13 +40,38 @@ def test_long_record_is_compressed() -> None:
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        (zlib.compress(b"{}" * 9000)[:-9], "it is cut off, or longer than 64 MiB"),
-        (zlib.compress(b" " * (MAX_BYTES + 1)), "it is cut off, or longer than 64 MiB"),
+        (zlib.compress(b"{}" * 9000)[:-9], "it is cut off, or longer than 2048 KiB"),
+        (zlib.compress(b" " * (Round.MAX_BYTES + 1)), "it is cut off, or longer than 2048 KiB"),
         (zlib.compress(b"[]"), "Round: expected an object"),
         (b"x\x9cno", "Round: not JSON"),
         (b"", "it is cut off"),
+        (b"{" + b" " * Round.MAX_BYTES, "Round: not JSON: it is longer than 2048 KiB"),
+        (
+            zlib.compress(b'{"version":"1.0","x":[' + b"[]," * 600_000 + b"[]]}"),
+            "Round: not JSON: more than 262144 values",
+        ),
     ],
 )
 def test_damaged_record_is_left_alone(value: bytes, why: str) -> None:
     with pytest.raises(WireError, match=f"^/x/round in the store cannot be decoded and is left alone: {why}"):
         decode_record(Round, "/x/round", value)
+
+
+BOMBS = {
+    "spaces": zlib.compress(b" " * (64 << 20), 9),
+    "lists": zlib.compress(b'{"version":"1.0","x":[' + b"[]," * (21 << 20) + b"[]]}", 9),
+    "few bytes, many values": b'{"version":"1.0","x":[' + b'{"":{}},' * (60 << 10) + b"{}]}",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("kind", [Round, Submission, JobResult, NodeStatus, HangReport], ids=lambda kind: kind.__name__)
+def test_small_value_takes_no_multiple_of_its_size(kind: type[Document], bomb: str) -> None:
+    """A role that may write one key must not fill the memory of every agent."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError):
+            decode_record(kind, "/x/j", BOMBS[bomb])
+        assert tracemalloc.get_traced_memory()[1] < 12 * kind.MAX_BYTES
+    finally:
+        tracemalloc.stop()

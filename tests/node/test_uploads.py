@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,13 @@ def member(name: str, **more: object) -> tarfile.TarInfo:
     for field, value in more.items():
         setattr(info, field, value)
     return info
+
+
+def header(name: str, fields: dict[str, str]) -> bytes:
+    return member(name, pax_headers=fields).tobuf(tarfile.PAX_FORMAT)
+
+
+MANY = {f"k{n}": "" for n in range(5000)}
 
 
 def test_directory_arrives_as_it_was(tmp_path: Path) -> None:
@@ -88,14 +97,42 @@ def test_unused_archives_go_first(tmp_path: Path) -> None:
         archive(member("a", pax_headers={"comment": "x" * (1 << 20)})),
         gzip.compress(b"".join(member("x").create_pax_global_header({"a": "b"}) for _ in range(2000)), mtime=0),
         b"x" * (uploads.MAX_BYTES + 1),
+        archive(member("a", pax_headers={"path": "b\0c"})),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_archives_that_are_refused(data: bytes) -> None:
     store = MemoryStore()
     with pytest.raises(UsageError, match="upload"):
         uploads.put(store, data, lambda name: False)
     assert store.list(names.ROOT) == {}
+
+
+@pytest.mark.parametrize("each", [header, tarfile.TarInfo.create_pax_global_header], ids=["members", "archive"])
+def test_headers_take_little_memory(each: Callable[..., bytes]) -> None:
+    """Ten uploads at once must not fill the node's."""
+    fields = [{f"{n}.{i}": "" for i in range(2000)} for n in range(60)]
+    parts = [each(one) if each is not header else header("f", one) for one in fields]
+    data = gzip.compress(b"".join(parts) + header("f", {}), mtime=0)
+    assert len(data) < uploads.MAX_BYTES
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError, match="its headers are too large"):
+            uploads.put(MemoryStore(), data, lambda name: False)
+        assert tracemalloc.get_traced_memory()[1] < 48 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_archive_of_git_is_taken(tmp_path: Path) -> None:
+    """Its global header names the commit; long names have headers of their own."""
+    long = "/".join(["directory" * 12] * 9) + "/train.py"
+    commit = tarfile.TarInfo.create_pax_global_header({"comment": "0" * 40})
+    data = gzip.compress(commit + b"".join(header(f"{n}/{long}", {}) for n in range(300)), mtime=0)
+    (tmp_path / "archive").write_bytes(data)
+    assert uploads.put(MemoryStore(), data, lambda name: False)
+    uploads.unpack(tmp_path / "archive", tmp_path / "work")
+    assert (tmp_path / "work" / "299" / long).read_bytes() == b""
 
 
 def test_large_directory_is_refused_with_its_largest_files(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from elasticd.errors import StoreUnavailable
-from elasticd_agent.node.records import Cordon
+from elasticd_agent.model.keys import decode_record
+from elasticd_agent.node.records import Cordon, JobResult
 from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.memory import MemoryStore
 from tests.node.stores import InterruptedStore
@@ -163,3 +164,31 @@ def test_reads_and_changes_from_several_threads(one: Fixture) -> None:
     for thread in threads:
         thread.join(10)
     assert not one.errors
+
+
+def test_value_that_is_no_record_is_decoded_once(one: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one bad value costs every agent its decoding at each turn."""
+    decoded: list[str] = []
+
+    def decode(kind: type[JobResult], key: str, value: bytes) -> JobResult:
+        decoded.append(key)
+        return decode_record(kind, key, value)
+
+    monkeypatch.setattr("elasticd_agent.store.cache.decode_record", decode)
+    good = JobResult("good", 1, "succeeded", 0, "").to_json()
+    for key, value in (("r/good", good), ("r/bad", b"?"), ("r/spoilt", good.replace(b"good", b"spoilt"))):
+        one.put(key, value)
+    one.cache.records("r/", JobResult)
+    one.put("r/spoilt", b"?")
+    one.cache.invalidate("r/")
+    decoded.clear()
+    for _ in range(3):
+        found = one.cache.read_records("r/", JobResult, one.errors.append)
+        records, errors = one.cache.decoded("r/", JobResult)
+        assert {record.job for record in found} == {record.job for record in records} == {"good", "spoilt"}
+        assert errors == ["r/bad", "r/spoilt"], "also of a final record that was read before"
+        one.put("r/new", JobResult("new", 1, "succeeded", 0, "").to_json())
+        one.cache.clear()
+        one.store.memory.delete("r/new")
+    assert decoded.count("r/bad") == 0
+    assert decoded.count("r/spoilt") == 1

@@ -100,6 +100,19 @@ def _check_text(text: str) -> None:
 
 # ---- each language
 
+_TOML_TEXT = re.compile(
+    r'''"""(?:[^\\]|\\.)*?(?:"{3,5}|\Z)|\'{3}.*?(?:\'{3,5}|\Z)|"(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?|\#[^\n]*''', re.DOTALL
+)
+"""Strings and comments. One without an end counts, too, so that the search takes time in proportion to the text."""
+
+
+def _toml(text: str) -> Any:
+    # tomllib keeps each prefix of a dotted key: those of 30,000 parts are 3 GB.
+    keys = re.split(r"[^\w. \t-]", _TOML_TEXT.sub("x", text))
+    if any(key.count(".") > MAX_DEPTH for key in keys):
+        raise _DocumentError(f"tables and lists are nested too deep; {MAX_DEPTH} levels are understood")
+    return tomllib.loads(text)
+
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
@@ -166,7 +179,7 @@ def _scalar(text: str) -> Any:
 
 
 _PARSERS: Mapping[FileFormat, Callable[[str], Any]] = {
-    "toml": tomllib.loads,
+    "toml": _toml,
     "yaml": _yaml,
     "json": partial(json.loads, object_pairs_hook=_unique_keys, parse_constant=_no_constant),
 }

@@ -17,19 +17,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
+from elasticd import bounded_json
 from elasticd.errors import WireError
 
 VERSION = "1.0"
 
+LEAST_NUMBER = -256
+"""Of a record, unless it says otherwise: -1 stands for unknown, and -256 is above no exit code."""
+MOST_SECONDS = 1e11
+"""The year 5138. Times of day and durations are bounded so that every page can show them."""
 _MAX_DEPTH = 32  # above any record's need, and below Python's recursion limit when it is written back
 
 _R = TypeVar("_R", bound="Record")
+_D = TypeVar("_D", bound="Document")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """Base of all records. `unknown`: fields that a newer minor version wrote, to be written back."""
 
+    FLOATS: ClassVar[tuple[float, float]] = (0.0, MOST_SECONDS)  #: the range of its numbers that are not whole
     unknown: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
 
     def check(self) -> None:
@@ -58,6 +65,8 @@ class Document(Record):
 
     NAMED_BY: ClassVar[str] = ""  #: the field that the last part of its key repeats
     FINAL: ClassVar[bool] = False  #: never changed: once read, it holds even if its key is overwritten with garbage
+    MAX_BYTES: ClassVar[int] = 512 << 10  #: of its JSON: a larger one is refused before it is decoded
+    COMPRESSED: ClassVar[bool] = False  #: where it is long, in the store
     version: str = VERSION
 
     def to_json(self) -> bytes:
@@ -66,12 +75,18 @@ class Document(Record):
         return text.encode("utf-8", "replace")
 
     @classmethod
-    def from_json(cls: type[_R], text: bytes | str) -> _R:
+    def from_json(cls: type[_D], text: bytes | str) -> _D:
         """Raises WireError, with the field, for anything but a valid record."""
         name = cls.__name__
         try:
-            raw = json.loads(
-                text, object_pairs_hook=_unique_fields, parse_constant=_reject_constant, parse_float=_finite_float
+            if len(text) > cls.MAX_BYTES:
+                raise ValueError(f"it is longer than {cls.MAX_BYTES >> 10} KiB")
+            raw = bounded_json.loads(
+                text,
+                cls.MAX_BYTES // 8,
+                object_pairs_hook=_unique_fields,
+                parse_constant=_reject_constant,
+                parse_float=_finite_float,
             )
             _check_depth(raw)
         except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
@@ -129,7 +144,7 @@ def _record_decoder(cls: type[Record]) -> _Decoder:
     hints = typing.get_type_hints(cls)
     no = dataclasses.MISSING
     fields = [
-        (f.name, _decoder(hints[f.name]), f.default is no and f.default_factory is no)
+        (f.name, _decoder(hints[f.name], cls.FLOATS), f.default is no and f.default_factory is no)
         for f in dataclasses.fields(cls)
         if f.name != "unknown"
     ]
@@ -155,21 +170,21 @@ def _record_decoder(cls: type[Record]) -> _Decoder:
     return read
 
 
-def _decoder(hint: Any) -> _Decoder:
+def _decoder(hint: Any, floats: tuple[float, float]) -> _Decoder:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         (inner,) = (a for a in args if a is not type(None))
-        read = _decoder(inner)
+        read = _decoder(inner, floats)
         return lambda v: None if v is None else read(v)
     if origin is Literal:
         return functools.partial(_decode_choice, args)
     if origin is tuple:
-        return functools.partial(_decode_items, [_decoder(a) for a in args if a is not Ellipsis])
+        return functools.partial(_decode_items, [_decoder(a, floats) for a in args if a is not Ellipsis])
     if origin is Mapping:
         return _decode_texts_by_name
     if isinstance(hint, type) and issubclass(hint, Record):
         return _record_decoder(hint)  # type: ignore[arg-type]
-    return functools.partial(_decode_scalar, hint)
+    return functools.partial(_decode_scalar, hint, floats if hint is float else (LEAST_NUMBER, 2**63 - 1))
 
 
 def _decode_items(readers: Sequence[_Decoder], value: Any) -> tuple[Any, ...]:
@@ -190,7 +205,8 @@ def _decode_items(readers: Sequence[_Decoder], value: Any) -> tuple[Any, ...]:
 def _decode_texts_by_name(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise _Mismatch(f"expected an object, got {_json_type(value)}")
-    return {_decode_scalar(str, name): _decode_scalar(str, text) for name, text in value.items()}
+    read = _decoder(str, (0, 0))
+    return {read(name): read(text) for name, text in value.items()}
 
 
 def _decode_choice(allowed: tuple[Any, ...], value: Any) -> Any:
@@ -202,12 +218,12 @@ def _decode_choice(allowed: tuple[Any, ...], value: Any) -> Any:
 _SCALARS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _decode_scalar(kind: type, value: Any) -> Any:
+def _decode_scalar(kind: type, bounds: tuple[float, float], value: Any) -> Any:
     given = type(value)
     if given is not kind and not (kind is float and given is int):
         raise _Mismatch(f"expected {_SCALARS[kind]}, got {_json_type(value)}")
-    if given is int and not -(2**63) <= value < 2**63:
-        raise _Mismatch("a number that does not fit 64 bits")
+    if given in (int, float) and not bounds[0] <= value <= bounds[1]:
+        raise _Mismatch(f"expected a number from {bounds[0]:g} to {bounds[1]:g}, got {_shortened(value)}")
     if kind is str and not value.isascii():
         try:
             value.encode()

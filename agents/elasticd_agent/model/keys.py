@@ -6,10 +6,10 @@ and left alone.
 
 from __future__ import annotations
 
-import json
 import zlib
 from typing import TypeVar
 
+from elasticd import bounded_json
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document
 
@@ -17,20 +17,20 @@ D = TypeVar("D", bound=Document)
 
 COMPRESSED_FROM = 16 * 1024
 """Bytes. A Round of 4,096 nodes is 430 kB, a quarter of that compressed, and every node receives it."""
-MAX_BYTES = 64 * 1024 * 1024
-"""Of a record once it is decompressed."""
 
 
 def encode_record(record: Document) -> bytes:
-    """Its value in the store: JSON, compressed by zlib where it is long."""
+    """Its value in the store: JSON, of some kinds compressed by zlib where it is long."""
     text = record.to_json()
-    return zlib.compress(text) if len(text) >= COMPRESSED_FROM else text
+    return zlib.compress(text) if record.COMPRESSED and len(text) >= COMPRESSED_FROM else text
 
 
 def decode_record(kind: type[D], key: str, value: bytes) -> D:
     """The record under `key`. Raises WireError: a whole sentence with the key."""
     try:
-        record = kind.from_json(value if value.startswith(b"{") else _decompressed(value))
+        # Of the other kinds nobody compresses one: a list of small ones could stand for gigabytes.
+        is_compressed = kind.COMPRESSED and not value.startswith(b"{")
+        record = kind.from_json(_decompressed(value, kind.MAX_BYTES) if is_compressed else value)
         if kind.NAMED_BY and (name := getattr(record, kind.NAMED_BY)) != key.rpartition("/")[2]:
             raise WireError(f"it is of another {kind.NAMED_BY}, {name!r}")
     except WireError as error:
@@ -38,22 +38,22 @@ def decode_record(kind: type[D], key: str, value: bytes) -> D:
     return record
 
 
-def _decompressed(value: bytes) -> bytes:
+def _decompressed(value: bytes, most: int) -> bytes:
     """`value` itself if zlib has not written it: the JSON decoder names what is wrong with it."""
     unzip = zlib.decompressobj()
     try:
-        text = unzip.decompress(value, MAX_BYTES)
+        text = unzip.decompress(value, most)
     except zlib.error:
         return value
     if not unzip.eof:
-        raise WireError(f"it is cut off, or longer than {MAX_BYTES // 2**20} MiB")
+        raise WireError(f"it is cut off, or longer than {most >> 10} KiB")
     return text
 
 
 def decode_address(key: str, value: bytes) -> tuple[str, int]:
     """Where the workers' store of a round listens, from a `master` key: [address, port]. Raises WireError, too."""
     try:
-        where, port = json.loads(value)
+        where, port = bounded_json.loads(value, 8)
     except (ValueError, TypeError, RecursionError) as error:
         raise WireError(f"{key} in the store is not an address and is left alone: {error}") from None
     if not isinstance(where, str) or type(port) is not int:

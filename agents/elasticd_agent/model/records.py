@@ -128,6 +128,8 @@ class Round(Document):
     leader key; a published Round never changes.
     """
 
+    MAX_BYTES: ClassVar[int] = 2 << 20
+    COMPRESSED: ClassVar[bool] = True
     number: int  #: grows with every Round of the job, also across its runs
     members: tuple[Member, ...]  #: global ranks are numbered through the members in order, and through their slots
     last_checkpoint: tuple[int, int] | None = None  #: newest (round, step) saved before: where progress starts

@@ -8,7 +8,7 @@ agent got no CPU) does not age a rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from elasticd_agent.model.codec import Document, Record
 
@@ -36,6 +36,7 @@ class GroupTail(Record):
 class RankReport(Record):
     """One rank, as its node's agent observes it."""
 
+    FLOATS: ClassVar[tuple[float, float]] = (-1.0, 1e300)  #: a script may choose any timeout
     rank: int
     slot: int
     # from its heartbeat record
@@ -82,6 +83,7 @@ class RankReport(Record):
 class HangReport(Document):
     """What one node's agent reports about its ranks of `round` while it, or another, suspects a hang."""
 
+    MAX_BYTES: ClassVar[int] = 2 << 20
     round: int
     node: str
     ranks: tuple[RankReport, ...]

@@ -42,6 +42,7 @@ def submitter(submitted_by: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Submission(Document):
+    MAX_BYTES: ClassVar[int] = 1 << 20
     NAMED_BY: ClassVar[str] = "job"
 
     job: str
@@ -108,6 +109,7 @@ class Refusal(Record):
 class Placement(Document):
     """Where a submitted job runs, or, without assignments, why it is pending. Only the scheduler writes it."""
 
+    MAX_BYTES: ClassVar[int] = 2 << 20
     NAMED_BY: ClassVar[str] = "job"
     job: str
     number: int
@@ -184,6 +186,7 @@ class RunnerStatus(Record):
 class NodeStatus(Document):
     """An agent's report about its node, under a lease."""
 
+    MAX_BYTES: ClassVar[int] = 2 << 20
     NAMED_BY: ClassVar[str] = "node"
     node: str
     incarnation: str

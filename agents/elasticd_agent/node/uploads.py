@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
+from elasticd import bounded_json
 from elasticd.errors import UsageError
 from elasticd_agent.node import keys as names
 from elasticd_agent.store import Store
@@ -25,8 +26,10 @@ MAX_BYTES = 700 << 10
 MAX_CONTENT_BYTES = 64 << 20
 MAX_FILES = 5000
 MAX_KEPT = 32
-_MAX_HEADER_BYTES = 64 << 10
-"""Of one header: compressed ones may have a thousand times the archive's size."""
+_MAX_HEADER_BYTES = 8 << 20
+"""Of all headers: compressed ones may have a thousand times the archive's size."""
+_MAX_LONG_HEADER_BYTES = 1 << 20
+"""Of those above a block: their fields take thirty times as much memory."""
 _MAX_RACES = 100
 
 
@@ -41,7 +44,7 @@ def put(store: Store, data: bytes, is_in_use: Callable[[str], bool]) -> str:
     digest = hashlib.sha256(data).hexdigest()
     for _ in range(_MAX_RACES):
         found = store.read(names.UPLOADS)
-        kept = [] if found is None else [str(one) for one in json.loads(found.value)]
+        kept = [] if found is None else [str(one) for one in bounded_json.loads(found.value)]
         after = [one for one in kept if one != digest]
         leaving: list[str] = []
         while len(after) + 1 > MAX_KEPT:
@@ -98,8 +101,15 @@ def _members(data: bytes) -> list[tarfile.TarInfo]:
             found: list[tarfile.TarInfo] = []
             size = 0
             for member in tar:
+                # tarfile would keep them all, and give each member a copy of the archive's own.
+                tar.members, tar.pax_headers, member.pax_headers = [], {}, {}  # type: ignore[attr-defined]
                 path = PurePosixPath(member.name)
-                if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+                if (
+                    path.is_absolute()
+                    or ".." in path.parts
+                    or "\0" in member.name
+                    or not (member.isfile() or member.isdir())
+                ):
                     raise UsageError(f"the upload: {member.name[:200]!r} is neither a file nor a directory in it")
                 size += member.size
                 found.append(member)
@@ -113,7 +123,13 @@ def _members(data: bytes) -> list[tarfile.TarInfo]:
 class _Headers(gzip.GzipFile):
     """For reading an archive's headers, which tarfile reads in one piece each."""
 
+    left, long_left = _MAX_HEADER_BYTES, _MAX_LONG_HEADER_BYTES
+
     def read(self, size: int | None = -1) -> bytes:
-        if size is None or not 0 <= size <= _MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header of {size} bytes")
+        if size is None or size < 0:
+            raise tarfile.ReadError("a header without a size")
+        self.left -= size
+        self.long_left -= size if size > tarfile.BLOCKSIZE else 0
+        if min(self.left, self.long_left) < 0:
+            raise tarfile.ReadError("its headers are too large")
         return super().read(size)

@@ -7,13 +7,13 @@ slots, its interpreter's and its script's directory, its output, its name and it
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
+from elasticd import bounded_json
 from elasticd.errors import StoreRefused
 from elasticd_agent.model.codec import VERSION
 from elasticd_agent.model.exit_codes import TERMINATED
@@ -89,7 +89,7 @@ def mismatch(mine: bytes, theirs: bytes, log: Callable[[str], None]) -> str | No
     Arguments that differ within one role are logged: allowed, and sometimes a mistake.
     """
     try:
-        ours, other = json.loads(mine), json.loads(theirs)
+        ours, other = bounded_json.loads(mine), bounded_json.loads(theirs)
         version = str(other.get("version", VERSION))
         if version.partition(".")[0] != VERSION.partition(".")[0]:
             return f"its first node speaks version {version}, this one {VERSION}; run the same major version everywhere"
@@ -103,7 +103,7 @@ def mismatch(mine: bytes, theirs: bytes, log: Callable[[str], None]) -> str | No
 
 def _begins_later_run(mine: bytes, theirs: bytes) -> bool:
     try:
-        return is_later_run(*(str(json.loads(document).get("run")) for document in (mine, theirs)))
+        return is_later_run(*(str(bounded_json.loads(document).get("run")) for document in (mine, theirs)))
     except (ValueError, AttributeError, RecursionError):
         return False
 

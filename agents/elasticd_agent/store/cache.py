@@ -1,7 +1,8 @@
 """A thread-safe cache of what the store holds, kept current by watches: while nothing changes, a turn costs no request.
 
 A list is read again after a watch has named one of its keys; a change during the read makes the next use read it again.
-A record is decoded once for each version, because decoding hundreds of records costs ten times what reading them does.
+A value is decoded once for each version, also one that is no record, because decoding hundreds of records costs ten
+times what reading them does.
 """
 
 from __future__ import annotations
@@ -159,13 +160,17 @@ class StoreCache:
             records: dict[str, Document] = {}
             errors: dict[str, str] = {}
             for key, item in items.items():
-                try:
-                    known = before.records.get(key) if before.items.get(key) == item else None
-                    records[key] = known or decode_record(kind, key, item.value)
-                except WireError as error:
-                    errors[key] = str(error)
-                    if kind.FINAL and (last := before.records.get(key)) is not None:
-                        records[key] = last
+                same = before.items.get(key) == item
+                known, error = before.records.get(key), before.errors.get(key) if same else None
+                if error is None and not (same and known is not None):
+                    try:
+                        known = decode_record(kind, key, item.value)
+                    except WireError as raised:
+                        error = str(raised)
+                if error is not None:
+                    errors[key] = error
+                if known is not None and (error is None or kind.FINAL):
+                    records[key] = known
             before = _Decoded(items, records, errors, tuple(records.values()))
             with self._lock:
                 self._decoded[prefix] = before

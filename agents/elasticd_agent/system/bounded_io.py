@@ -8,7 +8,6 @@ file system that does not answer blocks one thread, which is abandoned.
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import stat
@@ -17,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from elasticd import bounded_json
 
 TEXT_LIMIT = 4 << 20
 """A stack dump of a thousand threads is below 1 MB, a flight recorder of 2,000 entries about 2 MB."""
@@ -133,7 +134,7 @@ def entry_names(directory: Path) -> list[str]:
 def _object(text: str) -> dict[str, Any] | None:
     """A number that no JSON can show (NaN, 1e999, one of 400 digits) becomes None."""
     try:
-        data = json.loads(text, parse_float=_finite, parse_int=_bounded, parse_constant=lambda _: None)
+        data = bounded_json.loads(text, parse_float=_finite, parse_int=_bounded, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elasticd import bounded_json
 from elasticd_agent.system.waker import Waker
 
 SOCKET_NAME = "control"
@@ -249,7 +250,7 @@ def send_request(
         except OSError as error:
             raise ControlSocketError(error.strerror or str(error)) from error
     try:
-        answer = json.loads(received)
+        answer = bounded_json.loads(received)
     except (ValueError, RecursionError):
         raise ControlSocketError(
             "the connection ended without an answer" if not received else "an answer that is not a JSON object"

@@ -7,6 +7,7 @@ it joins the next round or runs the current one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document, Record
@@ -42,6 +43,7 @@ class Candidate(Document):
 class TorchrunRound(Document):
     """One agreed membership. A member's rank is its position in `members`."""
 
+    MAX_BYTES: ClassVar[int] = 2 << 20
     number: int
     members: tuple[TorchrunMember, ...]
 

@@ -21,6 +21,7 @@ from elasticd_agent.node.records import (
     JobResult,
     NodeStatus,
     Placement,
+    RoundSummary,
     RunnerStatus,
     SlotAssignment,
     Submission,
@@ -36,6 +37,14 @@ RECORDS: list[Document] = [
     Cordon("a", True, "why"),
     RunnerSpec("j", 1, "a", (0,), "{}"),
     RunnerExit("j", 1, 0, "succeeded", "why"),
+]
+FORGED = [
+    JobResult("j", 1, "failed", 1, "why", ended_at=-1e17),
+    JobResult("j", 1, "failed", 1, "why", rounds=(RoundSummary(1, 2, "start", 1e300),)),
+    JobResult("j", 1, "failed", -(10**9), "why"),
+    NodeStatus("a", "i", 4, memory_bytes=-(10**9)),
+    Submission("j", 1, "{}", 1, 2, 1, 8, "me", -1.0),
+    Cordon("a", True, "why", cordoned_at=1e18),
 ]
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -178,6 +187,13 @@ def test_records_round_trip_or_raise_wire_error(record: Document) -> None:
     one_field()
     anything()
     torn()
+
+
+@pytest.mark.parametrize("record", FORGED, ids=range(len(FORGED)))
+def test_number_out_of_range_is_refused_where_the_record_is_read(record: Document) -> None:
+    """One forged record must not break the lists of all jobs and nodes."""
+    with pytest.raises(WireError, match="expected a number from"):
+        type(record).from_json(record.to_json())
 
 
 def _read(kind: type[Document], data: bytes) -> None:

@@ -92,7 +92,7 @@ def test_records_expire_after_the_retention_time() -> None:
     assert over.run("llm").number == 2, "the id is free, the number is not used again"
 
 
-@pytest.mark.parametrize("at", [0.0, -1e12, 4e12])
+@pytest.mark.parametrize("at", [0.0, 9e10])
 def test_scheduler_clock_ignores_the_time_of_day(at: float) -> None:
     over = Queue(retention_s=10 * HOUR, lease_s=2000.0, renewal_s=600.0)
     over.run("llm", at)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import os
 import socket
 import ssl
@@ -19,13 +18,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
+from elasticd import bounded_json
 from elasticd.errors import ElasticdError, UsageError
 from elasticd_agent.store.tls import tls_context
 from elasticd_agent.system.control_socket import short_path
 from elasticd_agent.system.http_auth import read_token
 
 MAX_RESPONSE_BYTES = 64 << 20
-"""Evidence of a thousand ranks is some megabytes of JSON."""
+"""Evidence of a thousand ranks is some megabytes of JSON, and so is a list of ten thousand jobs."""
 DEFAULT_PORT = 9411
 _NAME_MISMATCH_CODES = (62, 64)
 """X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH (openssl/x509_vfy.h)."""
@@ -49,11 +49,12 @@ class Reply:
     code: int
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
+    most_values: int = MAX_RESPONSE_BYTES
 
     def document(self) -> dict[str, Any]:
         """Its JSON object. Raises Unreachable for anything else."""
         try:
-            found = json.loads(self.body)
+            found = bounded_json.loads(self.body, self.most_values)
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
@@ -95,6 +96,9 @@ class AgentClient:
     """The name in its certificate, if it is not `host`."""
     scheme: str = "Bearer"
     """Of `token`, as the Authorization header names it."""
+    most_bytes: int = MAX_RESPONSE_BYTES
+    most_values: int = MAX_RESPONSE_BYTES
+    """Of an answer."""
 
     def __str__(self) -> str:
         if self.socket is not None:
@@ -139,8 +143,9 @@ class AgentClient:
                 sock = connection.sock  # http.client drops it once it has the head
                 answer = connection.getresponse()
                 with contextlib.closing(answer):
-                    data = _read_body(sock, answer, until)
-                return Reply(answer.status, data, {name.lower(): value for name, value in answer.getheaders()})
+                    data = _read_body(sock, answer, until, self.most_bytes)
+                headers = {name.lower(): value for name, value in answer.getheaders()}
+                return Reply(answer.status, data, headers, self.most_values)
         except TimeoutError:
             raise Unreachable(f"the agent at {self} did not answer within {within_s:.0f} s") from None
         except ssl.SSLCertVerificationError as error:
@@ -189,7 +194,7 @@ class _Connection(http.client.HTTPConnection):
                 raise
 
 
-def _read_body(sock: socket.socket, answer: http.client.HTTPResponse, until: float) -> bytes:
+def _read_body(sock: socket.socket, answer: http.client.HTTPResponse, until: float, most: int) -> bytes:
     parts, size = [], 0
     while not answer.isclosed():  # from Python 3.11.8 and 3.12.2 on its last byte closes it, and the socket with it
         left = until - time.monotonic()
@@ -201,8 +206,8 @@ def _read_body(sock: socket.socket, answer: http.client.HTTPResponse, until: flo
             break
         parts.append(part)
         size += len(part)
-        if size > MAX_RESPONSE_BYTES:
-            raise Unreachable(f"the answer exceeds {MAX_RESPONSE_BYTES >> 20} MiB")
+        if size > most:
+            raise Unreachable(f"the answer exceeds {most >> 20} MiB")
     if answer.length:  # read1 does not report an answer that ends early
         raise Unreachable("the answer was truncated")
     return b"".join(parts)

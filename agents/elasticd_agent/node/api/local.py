@@ -7,7 +7,6 @@ does not answer delays only the request that reads it. Everything is read-only; 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from elasticd import bounded_json
 from elasticd.errors import WireError
 from elasticd_agent.hangs.explain import load, locate
 from elasticd_agent.hangs.explain.json_report import document
@@ -219,7 +219,7 @@ def _feed(cursor: _LogCursor, fd: int, until: float) -> None:
             cursor.partial_line = b""
         for line in lines:
             try:
-                event = json.loads(line)
+                event = bounded_json.loads(line)
             except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict):

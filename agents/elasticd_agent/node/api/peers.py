@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elasticd import bounded_json
 from elasticd.errors import UsageError
 from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable, client_context
 from elasticd_agent.system.addresses import parse_endpoint
@@ -20,6 +21,8 @@ from elasticd_agent.system.http_auth import AGENT_SCHEME, agent_credential, toke
 
 MAX_PARALLEL = 16
 MAX_NODES = 256
+MAX_ANSWER_BYTES = 4 << 20
+"""Of a node that need not be trusted; many answer at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,9 @@ class Peers:
             raise Unreachable(str(error)) from None
         token = self.token()
         given = None if token is None else agent_credential(token_digest(token), address)
-        client = AgentClient(None, host, port, given, context, self.tls_name, AGENT_SCHEME)
+        client = AgentClient(
+            None, host, port, given, context, self.tls_name, AGENT_SCHEME, MAX_ANSWER_BYTES, bounded_json.MAX_VALUES
+        )
         reply = client.request(method, path, query, body=body, within_s=within_s)
         if reply.code in (401, 403):
             raise Unreachable(f"the agent at {client} denies access: {reply.why}")

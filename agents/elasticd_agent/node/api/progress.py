@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elasticd_agent.model.codec import MOST_SECONDS
 from elasticd_agent.node.api.schema import CheckpointStatus, JobProgress, RoundStatus, ScalarSeries
 from elasticd_agent.telemetry import events
 from elasticd_agent.telemetry.goodput import GoodputLedger
@@ -351,7 +352,7 @@ def _is_finite(value: object) -> bool:
 
 
 def _number(value: object) -> float | None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e12
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MOST_SECONDS
     return float(value) if good and isinstance(value, (int, float)) else None
 
 

@@ -5,7 +5,6 @@ An invalid request is a 4xx with a sentence, an outage of the store a 503, of an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
@@ -13,6 +12,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from elasticd import bounded_json
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.config.documents import FileFormat
 from elasticd_agent.node.api import views
@@ -217,7 +217,7 @@ def _reason(body: bytes) -> str:
     if not body:
         return ""
     try:
-        found = json.loads(body)
+        found = bounded_json.loads(body)
         reason = found.get("reason", "") if isinstance(found, dict) else None
         if isinstance(reason, str):
             reason.encode()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 from urllib.parse import quote, unquote
 
 from elasticd.errors import WireError
@@ -16,27 +17,13 @@ from elasticd_agent.model.codec import Record
 
 PLANNED_CAUSES = frozenset({"start", "resize", "join", "drain", ""})
 """Causes of rounds that follow no fault."""
-_MAX_FLOAT = 1e12
 
 StepSample = tuple[float, int, int]
 """Unix time, round, step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer(Record):
-    """Numbers are finite and in a range that can be drawn."""
-
-    def check(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if isinstance(value, float) and not 0 <= value < _MAX_FLOAT:  # also refuses NaN
-                raise WireError(f"{type(self).__name__}.{one.name}: {value} is out of range")
-            if isinstance(value, int) and value < -256:
-                raise WireError(f"{type(self).__name__}.{one.name}: {value} is negative")
-
-
 @dataclass(frozen=True, slots=True)
-class RankProgress(_Answer):
+class RankProgress(Record):
     rank: int
     node: str = ""
     slot: int | None = None
@@ -53,7 +40,7 @@ class RankProgress(_Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundStatus(_Answer):
+class RoundStatus(Record):
     round: int
     at: float = 0.0
     world_size: int = 0
@@ -95,7 +82,7 @@ class RoundStatus(_Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointStatus(_Answer):
+class CheckpointStatus(Record):
     step: int
     round: int = 0
     at: float | None = None
@@ -116,22 +103,23 @@ class CheckpointStatus(_Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class MemberSlots(_Answer):
+class MemberSlots(Record):
     node: str
     slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class ScalarSeries(_Answer):
+class ScalarSeries(Record):
     """A number that the script logs."""
 
+    FLOATS: ClassVar[tuple[float, float]] = (-1e300, 1e300)
     name: str
     points: tuple[tuple[int, float], ...] = ()
     """(step, value), by step."""
 
 
 @dataclass(frozen=True, slots=True)
-class GpuStatus(_Answer):
+class GpuStatus(Record):
     """At the last health check of its node; None: unknown."""
 
     node: str
@@ -142,7 +130,7 @@ class GpuStatus(_Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class RankSteps(_Answer):
+class RankSteps(Record):
     """When a rank of the newest round had made which step."""
 
     rank: int
@@ -151,7 +139,7 @@ class RankSteps(_Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerAnswer(_Answer):
+class RunnerAnswer(Record):
     """The part of a runner's `status` answer that the API uses."""
 
     round: int = 0
@@ -167,7 +155,7 @@ class RunnerAnswer(_Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class JobProgress(_Answer):
+class JobProgress(Record):
     """How a job does, as one node or all of its nodes together know."""
 
     node: str = ""
@@ -205,7 +193,7 @@ class JobProgress(_Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class Requested(_Answer):
+class Requested(Record):
     """Minimum and maximum."""
 
     nodes: tuple[int, int]
@@ -214,7 +202,7 @@ class Requested(_Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class JobSummary(_Answer):
+class JobSummary(Record):
     job: str
     number: int = 0
     """Its place in the order of all submissions."""
@@ -245,7 +233,7 @@ class JobSummary(_Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class AssignmentStatus(_Answer):
+class AssignmentStatus(Record):
     node: str
     slots: tuple[int, ...] = ()
     state: str = ""
@@ -273,7 +261,7 @@ class JobStatus(JobSummary):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeSummary(_Answer):
+class NodeSummary(Record):
     node: str
     state: str = ""
     slots: int = 0

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from elasticd.errors import UsageError, WireError
 from elasticd_agent.model.codec import Document
@@ -80,6 +80,7 @@ def _unnamed_file(text: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class RunnerSpec(Document):
+    MAX_BYTES: ClassVar[int] = MAX_SPEC_BYTES
     job: str
     number: int
     node: str

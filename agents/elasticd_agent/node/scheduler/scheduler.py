@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from elasticd import bounded_json
 from elasticd.errors import StoreUnavailable, WireError
 from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.records import Round
@@ -132,8 +133,8 @@ class Scheduler:
 
     def _is_own(self, value: bytes) -> bool:
         try:
-            holder = json.loads(value)
-        except ValueError:
+            holder = bounded_json.loads(value)
+        except (ValueError, RecursionError):
             return False
         return isinstance(holder, dict) and holder.get("incarnation") == self.incarnation
 
