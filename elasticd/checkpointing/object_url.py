@@ -5,8 +5,10 @@ Small, because every command that reads the path of a checkpoint directory impor
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -28,8 +30,19 @@ def resolve(directory: str | os.PathLike[str], root: str = "") -> Path:
         return path.absolute()
     if ".." in path.parts[at:] or len(path.parts) < at + 2:
         raise UsageError(f"{url_of(path)} names no bucket")
-    root = root or os.environ.get(CACHE_VARIABLE) or f"/var/tmp/elasticd-objects-{os.getuid()}"
+    root = root or os.environ.get(CACHE_VARIABLE) or _own_directory(f"/var/tmp/elasticd-objects-{os.getuid()}")
     return Path(root, *path.parts[at:])
+
+
+def _own_directory(path: str) -> str:
+    """`path`, made for this user alone: all users may write above it. Raises UsageError."""
+    with contextlib.suppress(OSError):
+        os.mkdir(path, 0o700)
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(path)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise UsageError(f"{path} is not this user's alone: set {CACHE_VARIABLE} to another directory")
+    return path
 
 
 def url_of(directory: Path) -> str | None:

@@ -77,6 +77,40 @@ def test_new_runtime_directory_before_its_lock(tmp_path: Path, nobody: int) -> N
     assert not young.exists()
 
 
+def test_directories_of_others_are_left_alone_and_deep_ones_end_nothing(tmp_path: Path, nobody: int) -> None:
+    """All users may write to /dev/shm, and a name there is no proof of who made it."""
+    script = """
+import os, sys
+os.mkdir(sys.argv[1], 0o777)
+os.chdir(sys.argv[1])
+for _ in range(1500):
+    os.mkdir("d")
+    os.chdir("d")
+"""
+    own, other, file, link = (tmp_path / f"elasticd-{os.getuid()}-{nobody}-{name}" for name in "abcd")
+    for path in (own, other):
+        subprocess.run([sys.executable, "-c", script, str(path)], check=True)
+    file.touch()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").touch()
+    link.symlink_to("kept")
+    if os.geteuid() == 0:
+        os.chown(other, 65534, 65534)
+    remove_stale(tmp_path)
+    assert not own.exists()
+    assert file.exists() and link.is_symlink() and (tmp_path / "kept" / "file").exists()
+    assert other.exists() == (os.geteuid() == 0), "another user's may hold anything"
+    subprocess.run(["rm", "-rf", other], check=True)
+
+
+def test_deep_runtime_directory_is_removed_at_the_end(tmp_path: Path) -> None:
+    """A rank of the job may make one: its exit code is the job's all the same."""
+    with runtime_directory(tmp_path / "run") as path:
+        deep = "for _ in range(1500):\n os.mkdir('d')\n os.chdir('d')"
+        subprocess.run([sys.executable, "-c", f"import os\n{deep}"], cwd=path, check=True)
+    assert not path.exists()
+
+
 def test_files_of_older_rounds_are_removed(tmp_path: Path) -> None:
     """A flight recording has 0.9 MB, and this is memory."""
     spec = JobSpec(sys.executable, Mode.SCRIPT, "train.py", (), tmp_path, "j", "r", log_dir=Path(os.devnull))

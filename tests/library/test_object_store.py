@@ -679,3 +679,18 @@ def test_without_conditional_puts_rank_0s_node_puts_the_last_state(
         with pytest.raises(OSError, match="no node has put all of it") if number else contextlib.nullcontext():
             last.write(0, Snapshot(draft, donated_number(12, 1), task))
     assert left(node) == ([] if number else [12])
+
+
+def test_copies_are_not_kept_where_another_user_has_made_the_directory(tmp_path: Path) -> None:
+    """All users may write to /var/tmp, and who owns the directory could replace a checkpoint."""
+    place = tmp_path / "objects"
+    assert object_url._own_directory(str(place)) == str(place)
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert object_url._own_directory(str(place)) == str(place)
+    place.chmod(0o777)
+    with pytest.raises(UsageError, match="is not this user's alone: set ELASTICD_OBJECT_CACHE"):
+        object_url._own_directory(str(place))
+    place.rmdir()
+    place.symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="is not this user's alone"):
+        object_url._own_directory(str(place))

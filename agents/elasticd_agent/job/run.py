@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import queue
-import shutil
 import signal
 import tempfile
 import time
@@ -37,6 +37,7 @@ from elasticd_agent.model.messages import StepRules, StopForced, StopRequested
 from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import installation
 from elasticd_agent.system.devices import visible_gpus
+from elasticd_agent.system.files import remove_tree
 from elasticd_agent.workers.file_timer import ENABLE_VARIABLE, FILE_VARIABLE, FileTimerServer
 from elasticd_agent.workers.gpu_memory import MemoryWait, open_gpu_memory
 from elasticd_agent.workers.launcher.client import OwnerClient
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("elasticd")
+_MAX_ENTRIES = 10_000
+"""Of /dev/shm that are looked at: another user may make any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,27 +316,35 @@ def runtime_directory(parent: Path | None) -> Iterator[Path]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        remove_tree(path)
         os.close(lock)
 
 
 def remove_stale(base: Path) -> None:
-    """A pid that is free here may be in use in another container that shares this memory: the lock decides."""
-    for path in base.glob(f"elasticd-{os.getuid()}-*-*"):
-        pid = path.name.split("-")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and not _locked(path):
-            shutil.rmtree(path, ignore_errors=True)
+    """A pid that is free here may be in use in another container that shares this memory: the lock decides.
+
+    All users may write there: what is not this user's own is left alone, and nothing there ends the job.
+    """
+    with os.scandir(base) as entries:
+        names = [entry.name for entry in itertools.islice(entries, _MAX_ENTRIES)]
+    for name in names:
+        path, (_, _, pid, *_) = base / name, (*name.split("-"), "", "")
+        is_of_agent = name.startswith(f"elasticd-{os.getuid()}-") and pid.isdecimal()
+        if is_of_agent and not Path(f"/proc/{pid}").exists() and _is_abandoned(path):
+            remove_tree(path)
 
 
-def _locked(path: Path) -> bool:
+def _is_abandoned(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return True
+        return False
     try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            return False
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return not os.listdir(fd)  # just created and not locked yet, or it takes no room
-    except BlockingIOError:
-        return True
+        return bool(os.listdir(fd))  # an empty one was just created and is not locked yet, or it takes no room
+    except OSError:
+        return False
     finally:
         os.close(fd)

@@ -6,7 +6,6 @@ Files of older rounds are removed, except the last one's, which may still be rea
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from elasticd.heartbeat import record
@@ -16,6 +15,7 @@ from elasticd_agent.job.monitor import PreparedGroup
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.records import Round
 from elasticd_agent.system.addresses import gloo_environment
+from elasticd_agent.system.files import remove_tree
 from elasticd_agent.system.python_packages import installed_version
 from elasticd_agent.workers.environment import (
     WorkerPaths,
@@ -56,7 +56,7 @@ class WorkerSetup:
         # By the existing directories, since this node is not in every round.
         older = sorted(int(path.name[6:]) for path in self._runtime.glob("round-*") if path != directory)
         for number in older[:-1]:
-            shutil.rmtree(self._runtime / f"round-{number}", ignore_errors=True)
+            remove_tree(self._runtime / f"round-{number}")
         member = round.member(self._node)
         assert member is not None
         workers, targets, max_restarts = [], [], self._policy.max_restarts

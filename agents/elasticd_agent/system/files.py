@@ -6,10 +6,13 @@ second name of another user's file, and a pipe without a writer are errors. The 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
+import shutil
 import stat
+import subprocess
 from pathlib import Path
 
 from elasticd.errors import UsageError
@@ -88,6 +91,16 @@ def _set_aside(path: Path) -> None:
     path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}"))
 
 
+def remove_tree(path: Path) -> None:
+    """Remove what is there, as far as that is possible. A job may nest directories deeper than Python can follow."""
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+    except RecursionError:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(["rm", "-rf", "--one-file-system", "--", path], stderr=subprocess.DEVNULL, timeout=REMOVAL_S)
+
+
+REMOVAL_S = 10.0
 MAX_LENGTH = 1024
 """Characters; a longer file is not a secret."""
 

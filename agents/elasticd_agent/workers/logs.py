@@ -16,7 +16,6 @@ import fcntl
 import logging
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from string import Template
 
 from elasticd.errors import UsageError
 from elasticd_agent.model.job import JobSpec, Streams
+from elasticd_agent.system.files import remove_tree
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.workers.log_tail import LIMIT, LineFilter, LogTailer, TailedFile
 
@@ -141,7 +141,7 @@ class LogDirectory:
         old = [number for number in _rounds(self.path)[: -keep or None] if number < current]
         deleted = [self.path / f"round-{number}" for number in old]
         for path in deleted:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
         return deleted
 
     def close(self) -> None:

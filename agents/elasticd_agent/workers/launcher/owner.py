@@ -578,7 +578,8 @@ class Owner:
                 self.drop(group)
             self.writer.end()
         end_children(2 * LEFTOVER_GRACE_S, except_pids=self.unkillable)
-        shutil.rmtree(self.runtime_dir, ignore_errors=True)
+        with contextlib.suppress(RecursionError):  # the agent removes what a job has nested that deeply
+            shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
 
 def receive(connection: socket.socket) -> Message:
