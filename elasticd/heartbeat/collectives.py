@@ -108,6 +108,40 @@ def flight_recorder_dump() -> bytes | None:
     return found
 
 
+def process_groups(rank: str, world_size: str) -> list[dict[str, Any]]:
+    """The groups in torch's table: "process_group", "backend", "unused", and "in_job": whether all of its members are
+    ranks of this job. The recorder knows only those that were used.
+
+    A script may make a group with another program, an inference engine for instance, over a store of its own, or be
+    called by RPC. The default group is the job's if it has this rank and size, which the agent gave.
+    """
+    try:
+        world = sys.modules[_C10D]._world
+        default = world.default_pg
+        rpc = sys.modules.get("torch.distributed.rpc.api")
+        called = rpc is not None and rpc._is_current_rpc_agent_set()
+        closed = not called and (str(default.rank()), str(default.size())) == (rank, world_size)
+        store = _base_store(world.pg_map[default][1])
+        return [
+            {
+                "process_group": [group.group_name, group.group_desc],
+                "backend": str(backend),
+                "unused": group._get_sequence_number_for_group() == 0,
+                "in_job": closed and store is not None and _base_store(own) is store,
+            }
+            for group, (backend, own) in list(world.pg_map.items())
+        ]
+    except Exception:  # noqa: BLE001 as above
+        return []
+
+
+def _base_store(store: Any) -> Any:
+    """The one that all stores with a prefix share."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
 def nccl_groups(most: int) -> tuple[tuple[int, int, int], ...]:
     """(group, enqueued, completed) of this process' NCCL groups, the pending ones first: the numbers of their last
     collectives, as NCCL's recorder knows them. Empty where torch has no such recorder, or it is switched off.

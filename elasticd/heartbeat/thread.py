@@ -13,6 +13,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ from elasticd.heartbeat.collectives import (
     flight_recorder_dump,
     longest_timeout_ms,
     nccl_groups,
+    process_groups,
     timeout_ms,
 )
 from elasticd.heartbeat.exit_report import report_exception
@@ -65,6 +67,7 @@ class HeartbeatThread:
     def __init__(self, writer: HeartbeatWriter, dump_to: str = "", period_s: float = PERIOD_S) -> None:
         self._writer = writer
         self._dump_to = dump_to
+        self._given = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")  # a script may change them
         self._period_s = period_s
         self._collectives = Collectives()
         self._group: Callable[[], Any] = lambda: None  # a weak reference to the last group
@@ -119,6 +122,7 @@ class HeartbeatThread:
             self._tick()
             while not self._stop.acquire(timeout=self._period_s * self._periods):
                 self._tick()
+            self._tick()  # of an exited rank all collectives are counted
         finally:
             self._writer.thread_stopped()
             self._over.release()
@@ -148,7 +152,7 @@ class HeartbeatThread:
         requested = self._writer.dump_requested
         if requested != self._writer.dump_done:
             if self._dump_to:
-                write_flight_recorder(self._dump_to)
+                write_flight_recorder(self._dump_to, *self._given)
             self._writer.dump_done = requested
 
     def _read_wait_timeout(self, stands: bool) -> None:
@@ -219,11 +223,13 @@ def script_is_over() -> bool:
     return stopped if isinstance(stopped, bool) else not main.is_alive()
 
 
-def write_flight_recorder(path: str) -> None:
-    """Write the flight recorder's content to `path`, whole or not at all."""
+def write_flight_recorder(path: str, rank: str, world_size: str) -> None:
+    """Write the flight recorder's content to `path`, whole or not at all, with a list of the process groups."""
     content = flight_recorder_dump()
     if content is None:
         return
+    if content.endswith(b"}"):
+        content = content[:-1] + b', "process_groups": ' + json.dumps(process_groups(rank, world_size)).encode() + b"}"
     try:
         with open(f"{path}.part", "wb", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
             file.write(content)

@@ -13,7 +13,7 @@ from typing import Any
 
 from elasticd_agent.hangs import verdict as hang
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.reports import HangReport, RankReport
+from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail, HangReport, RankReport
 
 WINDOW_S = 2.0
 COLUMNS: dict[str, tuple[str, type]] = {
@@ -112,7 +112,8 @@ def _pairs(words: list[str]) -> list[tuple[str, str]]:
 
 
 def _rank(columns: list[str], words: list[str]) -> RankReport:
-    """The last column takes the rest of the line; `cores` and `MB/s` are what it uses over a window of two seconds."""
+    """The last column takes the rest of the line; `cores` and `MB/s` are what it uses over a window of two seconds;
+    `pending` is the unfinished collective in its flight recorder, 0 for none."""
     values = [*words[: len(columns) - 1], " ".join(words[len(columns) - 1 :])]
     fields: dict[str, Any] = {}
     for name, value in zip(columns, values, strict=True):
@@ -122,6 +123,9 @@ def _rank(columns: list[str], words: list[str]) -> RankReport:
             fields |= {"cpu_s": float(value) * WINDOW_S, "window_s": WINDOW_S}
         elif name == "MB/s":
             fields |= {"io_bytes": int(float(value) * WINDOW_S * 1e6), "window_s": WINDOW_S}
+        elif name == "pending":
+            last = max(fields["collectives"], 0)
+            fields["groups"] = (GroupTail(DEFAULT_GROUP, last, int(value), backend="gloo", in_job=True),)
         elif name == "code":
             fields["exited"] = True
         else:

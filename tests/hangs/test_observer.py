@@ -61,6 +61,16 @@ def test_rank_without_a_process_does_not_grow_older(watch: GroupObserver) -> Non
     assert watch.observe(110.0).idle_s >= 0.5
 
 
+def test_count_of_an_exited_rank_is_that_of_its_last_tick(watch: GroupObserver, writer: HeartbeatWriter) -> None:
+    """After os._exit there is none, and the rank may have issued more than its last count."""
+    writer.tick(7, 0)
+    assert watch.observe(100.0).ranks[0].collectives == 7
+    watch.worker_exited(0)
+    assert watch.observe(101.0).ranks[0].collectives == -1
+    writer.thread_stopped()
+    assert watch.observe(102.0).ranks[0].collectives == 7
+
+
 def test_device_age_counts_since_counts_changed(watch: GroupObserver, writer: HeartbeatWriter) -> None:
     def device_s(now: float) -> float:
         return watch.observe(now).ranks[0].device_s

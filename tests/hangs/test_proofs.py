@@ -18,18 +18,26 @@ EXITED = replace(WAITS, exited=True, where="", collectives=19)
 D, G, H = DEFAULT_GROUP, "group 1", "group 2"
 
 
-def at(*tails: tuple[str, int, int, str], **more: object) -> RankReport:
+def gloo(group: str, last: int, pending: int, kind: str) -> GroupTail:
+    return GroupTail(group, last, pending, ((last, kind),) if last else (), "gloo", in_job=True)
+
+
+def at(*tails: tuple[str, int, int, str] | GroupTail, **more: object) -> RankReport:
     """(group, last, pending, kind of the last)"""
-    groups = tuple(GroupTail(group, last, pending, ((last, kind),), "gloo") for group, last, pending, kind in tails)
+    groups = tuple(tail if isinstance(tail, GroupTail) else gloo(*tail) for tail in tails)
     return replace(WAITS, **{"groups": groups, "unsent": 0, "window_s": 3.0, **more})  # type: ignore[arg-type]
 
 
 SAME = at((D, 20, 20, "all_reduce"))
 BEHIND = at((D, 19, 0, "all_reduce"))
 RECEIVES = at((D, 19, 0, "all_reduce"), function="recv")
-NCCL = (GroupTail(D, 19, 0, ((19, "all_reduce"),), "nccl"),)
+NCCL = (GroupTail(D, 19, 0, ((19, "all_reduce"),), "nccl", True),)
 BY_NCCL = replace(SAME, groups=(replace(SAME.groups[0], backend="nccl"),))
-OTHER_BY_NCCL = replace(SAME, groups=(GroupTail(D, 20, 20, ((20, "broadcast"),), "nccl"),))
+OTHER_BY_NCCL = replace(SAME, groups=(GroupTail(D, 20, 20, ((20, "broadcast"),), "nccl", True),))
+NO_G, NO_H = gloo(G, 0, 0, ""), gloo(H, 0, 0, "")
+OUTSIDE = GroupTail("engine", 1, 1, ((1, "broadcast"),), "gloo", in_job=False)
+OF_OTHERS = replace(SAME, groups=(replace(SAME.groups[0], in_job=False),))
+IN_SAVE = replace(BEHIND, where="elsewhere", function="", wait_call="save()", wait_rank=1)
 CASES = {
     "NCCL's recorder of all ranks": ([BY_NCCL, BY_NCCL, OTHER_BY_NCCL], [2]),
     "NCCL's recorder of some ranks, gloo's of another": ([BY_NCCL, BY_NCCL, at((D, 20, 20, "broadcast"))], None),
@@ -60,13 +68,39 @@ CASES = {
     "receives, one has no recording": ([SAME, RECEIVES, replace(SAME, groups=())], None),
     "receives, one computes": ([SAME, RECEIVES, replace(BEHIND, where="elsewhere")], None),
     "receives, one has no stack": ([SAME, RECEIVES, replace(BEHIND, where="")], None),
-    "receives, one is at a barrier": ([SAME, RECEIVES, replace(BEHIND, where="barrier", phase="barrier")], None),
+    "receives, one is at a barrier": ([SAME, RECEIVES, replace(BEHIND, where="barrier", phase="barrier")], []),
     "receives in another thread, too": ([SAME, replace(RECEIVES, alone=False), SAME], None),
     "receives, and its Python moves": ([SAME, replace(RECEIVES, moved_s=0.1), SAME], None),
     "receives, and its reduction is under way": ([SAME, replace(RECEIVES, groups=SAME.groups), SAME], None),
     "all receive, one has exited": ([RECEIVES, RECEIVES, EXITED], None),
     "another thread of the script": ([at((D, 20, 20, "x"), alone=False), at((D, 20, 20, "y"), alone=False)], None),
     "left too early": ([SAME, EXITED], [1]),
+    "two groups crossed at their first use": ([at((G, 1, 1, "x"), NO_H), at((H, 1, 1, "x"), NO_G), SAME], []),
+    "first collective of a sub-group skipped": (
+        [at((D, 19, 0, "all_reduce"), (G, 1, 1, "x")), at((D, 20, 20, "all_reduce"), NO_G), SAME],
+        [1],
+    ),
+    "first collective of a sub-group, no tail": (
+        [at((D, 19, 0, "all_reduce"), (G, 1, 1, "x")), at((D, 20, 20, "all_reduce")), SAME],
+        None,
+    ),
+    "first collective of a sub-group late": (
+        [at((D, 19, 0, "all_reduce"), (G, 1, 1, "x")), at((D, 19, 0, "all_reduce"), NO_G, where="elsewhere"), SAME],
+        None,
+    ),
+    "receives from another program": ([SAME, at((D, 19, 0, "x"), OUTSIDE, function="recv"), SAME], None),
+    "reduces with another program": ([at((D, 19, 0, "x"), OUTSIDE), SAME, SAME], None),
+    "members unknown": ([OF_OTHERS, replace(OF_OTHERS, groups=BEHIND.groups), OF_OTHERS], None),
+    "waits by a line of source": ([at((D, 19, 19, "x"), function="store.wait"), SAME, SAME], None),
+    "monitored barrier": ([at((D, 19, 19, "x"), function="monitored_barrier"), SAME, SAME], None),
+    "computes on its device": (
+        [at((D, 20, 20, "x"), where="device"), at((D, 20, 20, "y")), at((D, 20, 20, "y"))],
+        None,
+    ),
+    "in a call of the session": ([IN_SAVE, SAME], []),
+    "in a call of the session, the other one is late": ([IN_SAVE, replace(SAME, where="elsewhere")], None),
+    "in a call of the session, the other one has exited": ([IN_SAVE, EXITED], []),
+    "paused for the next round": ([replace(BEHIND, phase="barrier", barrier="pause"), SAME], None),
     "left, count unknown": ([SAME, replace(EXITED, collectives=-1)], None),
 }
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -331,3 +332,20 @@ def test_half_the_ticks_while_steps_are_short(tmp_path: Path) -> None:
         assert ticker._periods == 1
         ticker._tick()
         assert reader.read().alive_ticks == STEPPING_AFTER + 2 * STEPPING_PERIODS + 1
+
+
+def test_last_tick_counts_what_was_issued_before_the_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that has exited nothing else tells what it has not issued."""
+    heartbeat.create(tmp_path / "beat")
+    ticker = HeartbeatThread(HeartbeatWriter(tmp_path / "beat"), period_s=1000.0)
+    issued = [7]
+    first = threading.Event()
+    monkeypatch.setattr(ticker, "_read_collectives", lambda: issued[-1])
+    monkeypatch.setattr(ticker, "_read_groups", lambda _: first.set())
+    ticker.start()
+    assert first.wait(10)
+    issued.append(8)
+    ticker.stop()
+    with HeartbeatReader(tmp_path / "beat") as reader:
+        seen = reader.read()
+    assert (seen.collectives, seen.alive_ticks) == (8, 0)

@@ -124,8 +124,11 @@ def blame(live: Sequence[RankState], exited: Sequence[RankState], nodes: int) ->
     whole = len({rank.node for rank in (*live, *exited)}) == nodes
     proof = None if any(rank.is_busy for rank in live) else prove(live, exited, whole=whole)
     if proof is not None:
-        wrong = found.culprits if found.cause in ("missed_collective", "mismatched_collectives") else ()
-        found = Blame(proof.culprits or wrong, proof.cause, proof.why, "proven")
+        named = found.culprits and found.cause in ("missed_collective", "mismatched_collectives")
+        if named and not proof.culprits:
+            found = replace(found, evidence="proven")
+        else:
+            found = Blame(proof.culprits, proof.cause, proof.why, "proven")
     culprits = [rank for rank in found.culprits if rank in live]
     evidence = "left" if exited and found.evidence == "idle" else found.evidence
     return replace(found, evidence=evidence, places=_places(culprits or group.outside or live))
@@ -206,7 +209,7 @@ def _missing_in_group(group: _Group) -> Blame | None:
         return None if group.exited else _no_culprit(group, "some of them in a group that all of its ranks wait in")
     if not culprits:
         why = f"ranks wait for each other in different NCCL groups: {_activity(late)}"
-        return Blame((), "mismatched_collectives", why, "proven" if _all_in_a_wait(late) else "device")
+        return Blame((), "mismatched_collectives", why, "proven" if _only_wait(late) else "device")
     return _not_enqueued(group, culprits)
 
 
@@ -218,15 +221,20 @@ def _not_enqueued(group: _Group, culprits: Sequence[RankState]) -> Blame:
     why = f"{labels(culprits)} {has_have(culprits)} not enqueued collective {first.number:,} of the NCCL group of "
     why += f"{_members(group, first.group)}{_namely(culprits)}{_activity(culprits)}{_held_up(waiting, culprits)}"
     if all(rank.report.phase == "exit" or rank.report.where in ("collective", "barrier") for rank in culprits):
-        evidence: Evidence = "proven" if _all_in_a_wait(waiting) else "idle"
+        evidence: Evidence = "proven" if _only_wait(group.live) else "idle"
         return Blame(tuple(culprits), "missed_collective", why, evidence)
     cause = min((rank.likely_cause for rank in culprits), key=_WORST_FIRST.index)
     return Blame(tuple(culprits), cause, why, _strength(culprits, cause))
 
 
-def _all_in_a_wait(ranks: Sequence[RankState]) -> bool:
-    """Their main threads, too: one that only has a collective under way may still enqueue what others wait in."""
-    return all(rank.report.where in ("collective", "device") for rank in ranks)
+def _only_wait(ranks: Sequence[RankState]) -> bool:
+    """For ranks of the job, and their main threads do, too: one that does not may enqueue what others wait in."""
+    return all(
+        rank.knows_members
+        and rank.report.phase != "exit"
+        and (rank.at_barrier or rank.is_recorded or (rank.report.where == "device" and rank.has_pending_collective))
+        for rank in ranks
+    )
 
 
 def _outside_a_wait(group: _Group) -> Blame | None:
@@ -239,8 +247,7 @@ def _outside_a_wait(group: _Group) -> Blame | None:
     if cause == "blocked" and all(rank.report.phase == "exit" for rank in suspects):
         cause = "missed_collective"
     why = f"{labels(suspects)} {_issued(suspects, others)}{_activity(suspects)}{_held_up(others, suspects)}"
-    left = cause == "missed_collective" and all(rank.report.alone for rank in suspects) and _issued(suspects, others)
-    return Blame(tuple(suspects), cause, why, "proven" if left else _strength(suspects, cause))
+    return Blame(tuple(suspects), cause, why, _strength(suspects, cause))
 
 
 def _strength(culprits: Sequence[RankState], cause: str) -> Evidence:
@@ -275,8 +282,7 @@ def _skipped_session_call(group: _Group) -> Blame | None:
         return None
     call = waiting[0].report.wait_call
     why = f"{labels(culprits)} {has_have(culprits)} not called {call}; all ranks must{_namely(culprits)}"
-    evidence: Evidence = "proven" if all(rank.report.exited or rank.report.alone for rank in culprits) else "idle"
-    return Blame(tuple(culprits), "missed_collective", why + _activity(culprits), evidence)
+    return Blame(tuple(culprits), "missed_collective", why + _activity(culprits), "idle")
 
 
 def _exited_early(group: _Group) -> Blame | None:
@@ -285,12 +291,11 @@ def _exited_early(group: _Group) -> Blame | None:
     if not exited:
         return None
     fewer = _issued(exited, live)
-    evidence: Evidence = "proven" if fewer else "alike"
     if len(exited) > len(live):
         why = f"{labels(live)} {_activity(live)} for ranks that have all exited with code 0"
-        return Blame(tuple(live), "missed_collective", why, evidence)
+        return Blame(tuple(live), "missed_collective", why)
     done = f"{fewer}{_activity(exited)}" if fewer else f"{has_have(exited)} exited with code 0"
-    return Blame(tuple(exited), "missed_collective", f"{labels(exited)} {done}{_held_up(live, exited)}", evidence)
+    return Blame(tuple(exited), "missed_collective", f"{labels(exited)} {done}{_held_up(live, exited)}")
 
 
 def _single_rank(group: _Group) -> Blame | None:
@@ -355,8 +360,7 @@ def _mismatched(group: _Group) -> Blame | None:
     others = group.others(at_barriers)
     if at_barriers and len(at_barriers) <= len(others) and (fewer := _issued(at_barriers, others)):
         why = f"{labels(at_barriers)} {fewer}{_activity(at_barriers)}"
-        evidence: Evidence = "proven" if all(rank.report.alone for rank in at_barriers) else "idle"
-        return Blame(tuple(at_barriers), "missed_collective", why + _held_up(others, at_barriers), evidence)
+        return Blame(tuple(at_barriers), "missed_collective", why + _held_up(others, at_barriers), "idle")
     (common, most), (_, next_most) = kinds.most_common(2)
     why = f"ranks wait in different collectives: {describe_waits(live)}"
     if most == next_most:

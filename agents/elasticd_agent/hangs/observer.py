@@ -280,6 +280,7 @@ class GroupObserver:
     def _rank(self, index: int, beat: Heartbeat, state: str) -> RankReport:
         rank, slot = self.rank_slots[index]
         ages = self._ages[index]
+        exited = rank in self._exited
         waits = beat.phase == Phase.BARRIER or (beat.phase == Phase.STARTING and beat.collectives < 0)
         report = RankReport(
             rank,
@@ -287,7 +288,8 @@ class GroupObserver:
             phase=beat.phase.name.lower(),
             step=beat.step,
             # The thread that counts them may have been stopped before, or not get the GIL.
-            collectives=max(beat.collectives, beat.collectives_at_step),
+            # Of an exited rank only the last tick counts, which comes after the exit handlers, and not after os._exit.
+            collectives=_last_count(beat) if exited else max(beat.collectives, beat.collectives_at_step),
             usual=beat.collectives_per_step,
             barrier=beat.barrier if waits else "",
             barrier_s=beat.barrier_s if beat.phase == Phase.BARRIER else 0.0,
@@ -305,7 +307,7 @@ class GroupObserver:
             sockets_s=ages.sockets_s,
             state=state,
             stopped_s=ages.stopped_s,
-            exited=rank in self._exited,
+            exited=exited,
         )
         if not self._usage_samples:
             return report
@@ -342,6 +344,10 @@ def _used(before: procfs.Usage, after: procfs.Usage, passed_s: float) -> tuple[f
     elif before.running and after.running:
         cpu_s = max(cpu_s, passed_s)
     return cpu_s, max(0, after.io_bytes - before.io_bytes)
+
+
+def _last_count(beat: Heartbeat) -> int:
+    return -1 if beat.alive_ticks else beat.collectives
 
 
 def _training_pid(beat: Heartbeat, pid: int) -> int:

@@ -2,24 +2,24 @@
 
 A rank is stuck if it waits, no other thread of it runs code of the script, and each of its unfinished collectives can
 never finish: a member that is stuck or has exited has not issued it, or has issued another collective under its number.
+A rank in a call of its session is stuck if one that it waits for is stuck elsewhere, or has exited.
 A rank that sends to or receives from another one is stuck if all ranks of the job are, and no bytes are under way.
-Ranks without a recording may resume, so nothing is proven by their absence. Numbers count per process group.
+Ranks without a recording may resume, so nothing is proven by their absence, nor in a group of which other programs may
+be members. Numbers count per process group.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from elasticd_agent.hangs.rank import BUSY_BYTES_PER_S, RankState
+from elasticd_agent.hangs.rank import BUSY_BYTES_PER_S, RankState, describe_waits
+from elasticd_agent.hangs.recordings import agreed
 from elasticd_agent.model.phrases import has_have
 from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail
 
 MOST_SHOWN = 3
-_POINT_TO_POINT = re.compile(r"i?send|i?recv|batch_isend|send_object|recv_object")
-"""Not recorded as collectives, and the other rank is unknown: any rank may end such a wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class _Collective:
     number: int
     kind: str
     backend: str
+    in_job: bool
 
     def __str__(self) -> str:
         return f"{self.kind} (#{self.number} of {'the ' if self.group == DEFAULT_GROUP else ''}{self.group})"
@@ -50,15 +51,18 @@ def prove(live: Sequence[RankState], exited: Sequence[RankState], *, whole: bool
     if not stuck:
         return None
     waits: dict[_Collective, list[RankState]] = {}
-    transfers = [rank for rank in stuck if _transfers(rank)]
+    transfers = [rank for rank in stuck if rank.transfers]
+    called = [rank for rank in stuck if _in_session_call(rank)]
     for rank in stuck:
-        for pending in () if rank in transfers else _pending(rank):
+        for pending in () if rank in transfers or rank in called else _pending(rank):
             waits.setdefault(pending, []).append(rank)
     shown = sorted(waits.items(), key=lambda item: (-len(item[1]), item[0]))
     sentences = [_sentence(one, waiting, [*stuck, *exited]) for one, waiting in shown[:MOST_SHOWN]]
     if transfers:
         calls = ", ".join(sorted({rank.report.function for rank in transfers}))
         sentences.append(f"{_names(transfers)} {_waits(transfers)} in {calls} while all ranks wait")
+    if called:
+        sentences.append(f"{describe_waits(called)}, which others have not called")
     why = "; ".join(sentences)
     culprits = _culprits(shown, stuck, exited)
     differ = any(_other_kind(one, member) for one in waits for member in stuck)
@@ -72,7 +76,9 @@ def _stuck(live: Sequence[RankState], exited: Sequence[RankState], quiet: bool) 
     stuck = [rank for rank in live if _only_waits(rank)]
 
     def never_resumes(rank: RankState) -> bool:
-        if _transfers(rank):
+        if _in_session_call(rank):
+            return _never_called(rank, stuck, exited)
+        if rank.transfers:
             return quiet and len(stuck) == len(live) > 1
         return all(_never_ends(one, rank, [*stuck, *exited]) for one in _pending(rank))
 
@@ -83,21 +89,37 @@ def _stuck(live: Sequence[RankState], exited: Sequence[RankState], quiet: bool) 
 
 def _only_waits(rank: RankState) -> bool:
     report = rank.report
-    blocked = report.where in ("collective", "device") and not rank.is_moving and not rank.holds_gil
-    return blocked and report.alone and (_transfers(rank) or any(_pending(rank)))
+    recorded = _in_session_call(rank) or rank.transfers or (rank.is_recorded and any(_pending(rank)))
+    return recorded and report.alone and not (rank.is_moving or rank.is_paused or rank.holds_gil)
 
 
-def _transfers(rank: RankState) -> bool:
-    return rank.report.where == "collective" and _POINT_TO_POINT.match(rank.report.function) is not None
+def _in_session_call(rank: RankState) -> bool:
+    """By its heartbeat: other code of elasticd may wait for the agent."""
+    return rank.report.phase == "barrier" or bool(rank.report.wait_call)
+
+
+def _never_called(rank: RankState, stuck: Sequence[RankState], exited: Sequence[RankState]) -> bool:
+    """One that it waits for is stuck elsewhere, or has exited: that rank, or, at a barrier, any other."""
+    if rank.report.wait_call:
+        return any(one.report.rank == rank.report.wait_rank for one in [*stuck, *exited])
+    return bool(exited) or not all(map(_in_session_call, stuck))
 
 
 def _has_nothing_under_way(rank: RankState) -> bool:
     """No rank's data reaches another one without its main thread. Only of gloo is that known: it sends by TCP."""
     gloo = bool(rank.report.groups) and all(tail.backend == "gloo" for tail in rank.report.groups)
-    return gloo and rank.report.unsent == 0 and rank.report.window_s > 0 and rank.bytes_per_s <= BUSY_BYTES_PER_S
+    return (
+        gloo
+        and rank.knows_members
+        and rank.report.unsent == 0
+        and rank.report.window_s > 0
+        and rank.bytes_per_s <= BUSY_BYTES_PER_S
+    )
 
 
 def _never_ends(one: _Collective, by: RankState, blocked: Sequence[RankState]) -> bool:
+    if not one.in_job:
+        return False
     return any(_lacks(one, member) or _other_kind(one, member) for member in blocked if member is not by)
 
 
@@ -105,7 +127,7 @@ def _pending(rank: RankState) -> Iterator[_Collective]:
     for tail in rank.report.groups:
         if tail.pending:
             kind = dict(tail.kinds).get(tail.pending, "a collective")
-            yield _Collective(tail.group, tail.pending, kind, tail.backend)
+            yield _Collective(tail.group, tail.pending, kind, tail.backend, tail.in_job)
 
 
 def _tails(one: _Collective, member: RankState) -> Iterator[GroupTail]:
@@ -114,7 +136,7 @@ def _tails(one: _Collective, member: RankState) -> Iterator[GroupTail]:
 
 
 def _lacks(one: _Collective, member: RankState) -> bool:
-    """The member belongs to the group and has not issued it. A group's members are those that have used it."""
+    """The member belongs to the group and has not issued it. Of one that has exited the default group is known."""
     if member.report.exited and one.group == DEFAULT_GROUP:
         return 0 <= member.report.collectives < one.number
     return any(tail.last < one.number for tail in _tails(one, member))
@@ -123,7 +145,11 @@ def _lacks(one: _Collective, member: RankState) -> bool:
 def _other_kind(one: _Collective, member: RankState) -> str:
     """What the member issued under this number, if that is another collective."""
     kind = next((dict(tail.kinds).get(one.number, "") for tail in _tails(one, member)), "")
-    return kind if kind != one.kind else ""
+    return kind if agreed(kind, one.backend) != agreed(one.kind, one.backend) else ""
+
+
+def _agreed_kind(one: _Collective, member: RankState) -> str:
+    return agreed(_other_kind(one, member) or one.kind, one.backend)
 
 
 def _culprits(
@@ -134,7 +160,7 @@ def _culprits(
     if left:
         return left
     for one, _ in waits:
-        kinds = {rank.report.rank: _other_kind(one, rank) or one.kind for rank in stuck if not _lacks(one, rank)}
+        kinds = {rank.report.rank: _agreed_kind(one, rank) for rank in stuck if not _lacks(one, rank)}
         (common, most), *others = Counter(kinds.values()).most_common()
         if others and 2 * most > len(kinds):
             return [rank for rank in stuck if kinds.get(rank.report.rank, common) != common]
@@ -143,6 +169,11 @@ def _culprits(
     odd = [rank for rank in stuck if rank.report.deviation]
     if 0 < 2 * len(odd) <= len(stuck):
         return odd
+    for one, _ in waits:
+        skipped = [rank for rank in stuck if _lacks(one, rank)]
+        beyond = [rank for rank in skipped if all(other.group == DEFAULT_GROUP for other in _pending(rank))]
+        if one.group != DEFAULT_GROUP and skipped and skipped == beyond:
+            return skipped  # their next collective is one of all ranks
     first, waiting = waits[0]
     lacking = [rank for rank in stuck if _lacks(first, rank)]
     return lacking if len(lacking) < len(waiting) else []

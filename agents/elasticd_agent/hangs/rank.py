@@ -22,6 +22,9 @@ GIL_CORES = 0.5
 RECENT_S = 1.0
 """A rank that made progress within this time makes more."""
 _LINE = re.compile(r":\d+ ")
+_POINT_TO_POINT = re.compile(r"i?send|i?recv|batch_isend|send_object|recv_object")
+_UNRECORDED = re.compile(r"monitored_barrier|.*\.wait")
+"""In no flight recorder: this collective, and a line that calls `wait` of an unknown object, perhaps of a store."""
 GIL_S = 1.0
 """The heartbeat comes ten times a second; on a crowded machine it was never seen to be this late."""
 
@@ -55,6 +58,24 @@ class RankState:
             or self.is_joining
             or self.has_pending_collective
         )
+
+    @property
+    def transfers(self) -> bool:
+        """It sends to or receives from one rank. That is not recorded as a collective, and the other rank unknown."""
+        return self.report.where == "collective" and _POINT_TO_POINT.match(self.report.function) is not None
+
+    @property
+    def is_recorded(self) -> bool:
+        """What its main thread waits in is among the collectives in its recorder: gloo's are never a device's."""
+        report = self.report
+        if report.where == "device":
+            return any(tail.pending and tail.backend != "gloo" for tail in report.groups)
+        return report.where == "collective" and not (self.transfers or _UNRECORDED.fullmatch(report.function))
+
+    @property
+    def knows_members(self) -> bool:
+        """It has no group with members of another program, as far as it is known."""
+        return all(tail.in_job for tail in self.report.groups)
 
     @property
     def pending(self) -> Mapping[int, int]:

@@ -6,6 +6,9 @@ gloo recorders (versions 2.x); unknown parts count as absent. Sequence numbers a
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +17,15 @@ from typing import Any, Literal
 Deviation = Literal["", "skipped", "other"]
 """How a rank's last collectives differ from their usual order: not, by one that was left out, in another way."""
 MOST_GROUPS = 16
-_DEFAULT = "default group"
+_DEFAULT, _GLOO = "default group", "gloo"
 _TAIL, _RECENT, _LEAST_HISTORY = 8, 8, 24
 """Collectives of a tail; those that may be out of order; and how many are needed to know the usual order."""
+_OF_ONE_SIZE = re.compile(
+    r"all_?reduce\w*|broadcast|reduce|_all_gather_base|all_gather_(?:into_tensor|single)\w*"
+    r"|_reduce_scatter_base|reduce_scatter_(?:tensor|single)\w*"
+)
+"""What has as many elements on all ranks, of which the recorders keep the inputs. In an all_to_all and in NCCL's lists
+each rank has its own; of a scatter only the source has any. A collective of any other name may be one of those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,8 @@ class Recording:
 
     nccl: bool = False
     """By NCCL's own recorder; it and that of all other backends do not have the same collectives."""
+    in_job: frozenset[str] = frozenset()
+    """The groups all of whose members are ranks of this job."""
 
     def deviation(self) -> Deviation:
         """Whether one of the last collectives follows another that it never followed before, and why."""
@@ -65,15 +76,15 @@ class Recording:
     def tails(self) -> list[dict[str, Any]]:
         """By group the last number, the first unfinished one, 0 for none, and the kinds around them."""
         found = []
-        for group, issued in list(self.groups.items())[:MOST_GROUPS]:
+        for group, issued in self.groups.items():
             pending = next((number for number in sorted(issued) if not issued[number].done), 0)
-            first = pending or max(issued)
+            last = max(issued, default=0)
+            first = pending or last
             shown = [number for number in sorted(issued) if number >= first - 1][:_TAIL]
             kinds = [[number, issued[number].kind] for number in dict.fromkeys([*shown, *sorted(issued)[-_TAIL:]])]
-            last = max(issued)
-            tail = {"group": group, "last": last, "pending": pending, "kinds": kinds}
-            found.append(tail | {"backend": issued[last].backend})
-        return found
+            tail = {"group": group, "last": last, "pending": pending, "kinds": kinds, "in_job": group in self.in_job}
+            found.append(tail | {"backend": issued[last].backend if issued else _GLOO})
+        return sorted(found, key=lambda tail: not tail["pending"])[:MOST_GROUPS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,23 +124,72 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
         done = entry.get("state") == "completed" or (backend == "gloo" and entry.get("retired") is True)
         done = done or number <= completed.get(str(entry.get("pg_id")), -1)
         issued = groups[_group(entry)][number] = IssuedCollective(number, operation[:80], _sizes(entry), done, backend)
-        order.append((_group(entry), issued.kind))
+        order.append((_group(entry), agreed(issued.kind, backend)))
     # gloo's leaves the library's version empty.
     nccl = bool(data.get("comm_lib_version") or data.get("nccl_version"))
-    return Recording(len(entries), dict(groups), tuple(order), nccl)
+    listed = _listed(data)
+    for group, (own, unused) in listed.items():
+        # What a rank has never issued is known of gloo's groups only, and not from NCCL's recorder.
+        if group not in groups and (not own or (unused and not nccl)):
+            groups[group] = {}
+    return Recording(
+        len(entries), dict(groups), tuple(order), nccl, frozenset(group for group, (own, _) in listed.items() if own)
+    )
+
+
+def agreed(kind: str, backend: str) -> str:
+    """The part of a collective's kind that all ranks must have in common: its name, and perhaps how many elements."""
+    operation, _, sizes = kind.partition(" of ")
+    if not _OF_ONE_SIZE.fullmatch(operation) and (operation, backend) != ("all_gather", _GLOO):
+        return operation
+    scalars = re.sub(r"(^|, )(?=[a-z])", r"\g<1>1 ", sizes)
+    return f"{operation} of {re.sub(r'[0-9×]+', lambda size: _product(size[0]), scalars)}"
+
+
+def _product(size: str) -> str:
+    return str(math.prod(int(n) for n in size.split("×") if n))
+
+
+def _listed(data: Mapping[str, Any]) -> dict[str, tuple[bool, bool]]:
+    """By group whether it is of this job only, and is a group of gloo that was never used.
+
+    The heartbeat thread lists all groups. NCCL's own dump has the ranks of its groups, empty for a group with members
+    of another program; its default group's, too, if such a group came first.
+    """
+    listed, config = data.get("process_groups"), data.get("pg_config")
+    if isinstance(listed, list):
+        groups = [one for one in listed if isinstance(one, dict)]
+        return {
+            _group(one): (one.get("in_job") is True, one.get("unused") is True and _GLOO in str(one.get("backend")))
+            for one in groups
+        }
+    members = {
+        _group({"process_group": [one.get("name"), one.get("desc")]}): _has_ranks(one.get("ranks"))
+        for one in (config.values() if isinstance(config, dict) else ())
+        if isinstance(one, dict)
+    }
+    return {group: (known, False) for group, known in members.items() if known and members.get(_DEFAULT)}
+
+
+def _has_ranks(text: object) -> bool:
+    """ "[0, 1]" """
+    try:
+        return bool(json.loads(str(text)))
+    except ValueError:
+        return False
 
 
 def compare(recorded: Mapping[int, Recording]) -> list[GroupComparison]:
     """One comparison for each process group, those with a difference first: of NCCL's recordings if there are any."""
     recorded = {rank: one for rank, one in recorded.items() if one.nccl} or recorded
     names = sorted({name for one in recorded.values() for name in one.groups})
-    found = [_compare(name, {rank: one.groups.get(name, {}) for rank, one in recorded.items()}) for name in names]
+    found = [_compare(name, {rank: one.groups.get(name) for rank, one in recorded.items()}) for name in names]
     return sorted(found, key=lambda one: (one.differing is None and not one.missing, not one.pending))[:MOST_GROUPS]
 
 
-def _compare(name: str, ranks: Mapping[int, Mapping[int, IssuedCollective]]) -> GroupComparison:
-    # Only its own ranks record a subgroup; every rank records the default group, and one without entries is behind.
-    members = {rank: issued for rank, issued in ranks.items() if issued or name == _DEFAULT}
+def _compare(name: str, ranks: Mapping[int, Mapping[int, IssuedCollective] | None]) -> GroupComparison:
+    # Only its own ranks have a subgroup; every rank has the default group, and one without entries is behind.
+    members = {rank: issued or {} for rank, issued in ranks.items() if issued is not None or name == _DEFAULT}
     last = {rank: issued[max(issued)] if issued else None for rank, issued in members.items()}
     reached = {rank: one.number if one is not None else 0 for rank, one in last.items()}
     least, most = min(reached.values(), default=0), max(reached.values(), default=0)
@@ -148,10 +208,10 @@ def _differing(members: Mapping[int, Mapping[int, IssuedCollective]]) -> dict[st
         ranks: dict[str, list[int]] = defaultdict(list)
         for rank, issued in sorted(members.items()):
             if number in issued:
-                ranks[issued[number].kind].append(rank)
+                ranks[agreed(issued[number].kind, issued[number].backend)].append(rank)
         if len(ranks) > 1:
-            common = sorted(ranks.items(), key=lambda one: -len(one[1]))
-            return {f"#{number} {what}": tuple(group) for what, group in common}
+            common = sorted(ranks.values(), key=lambda group: -len(group))
+            return {str(members[group[0]][number]): tuple(group) for group in common}
     return None
 
 

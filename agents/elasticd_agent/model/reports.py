@@ -30,6 +30,7 @@ class GroupTail(Record):
     pending: int = 0  #: of the first unfinished one; 0: none
     kinds: tuple[tuple[int, str], ...] = ()  #: the operation and size of the last ones, by number
     backend: str = ""  #: "gloo", "nccl"; "" unknown
+    in_job: bool = False  #: all of its members are ranks of this job
 
 
 @dataclass(frozen=True, slots=True)

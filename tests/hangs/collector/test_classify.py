@@ -12,7 +12,9 @@ from elasticd_agent.hangs.collector.classify import (
     representative_thread,
     script_place,
 )
+from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.hangs.stacks import Frame
+from elasticd_agent.model.reports import RankReport
 
 TORCH = "/opt/venv/lib/python3.11/site-packages/torch"
 PYTHON = "/usr/lib/python3.11"
@@ -258,6 +260,19 @@ def test_backward_waits_only_if_idle_and_in_group() -> None:
 )
 def test_c_method_is_found_by_source_line(source: str, context: dict[str, bool], where: str) -> None:
     assert locate(stack(*SCRIPT), StackContext(source=source, **context)).where == where
+
+
+def test_wait_by_a_line_of_source_is_told_from_a_wait_by_frames_of_torch() -> None:
+    """A store's `wait` is no collective's: nothing is proven by it."""
+    for source, name in (
+        ("work.wait()", "work.wait"),
+        ("self.store.wait(keys)", "self.store.wait"),
+        ("w[0].wait()", ".wait"),
+    ):
+        assert locate(stack(*SCRIPT), StackContext(source=source, idle=True, group=True)).function == name
+        rank = RankState("a", RankReport(0, 0, where="collective", function=name))
+        assert rank.waits
+        assert not rank.is_recorded
 
 
 def test_locate_without_frames() -> None:

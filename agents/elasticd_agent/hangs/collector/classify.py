@@ -104,7 +104,7 @@ _RULES = (
 
 _BACKWARD = _rule("collective", r"torch/autograd/graph\.py", r"_engine_run_backward", "backward")
 
-_WORK_WAIT = re.compile(r"(?<!\bos)\.wait\(")
+_WAIT_CALL = re.compile(r"((?:\w+\.)*\w+|)(?<!\bos)\.wait\(")
 _DEVICE_CALL = re.compile(
     r"\.(?:item|tolist|cpu|numpy|cuda|to|nonzero|synchronize|wait)\(|\b(?:float|bool)\(|torch\.(?:unique|nonzero)\("
 )
@@ -226,11 +226,14 @@ def _serves(frames: Sequence[Frame]) -> bool:
 
 
 def _by_source(frames: Sequence[Frame], context: StackContext) -> StackLocation | None:
-    """A method written in C, by the line that calls it: a thread that waits in one has released the GIL."""
+    """A method written in C, by the line that calls it: a thread that waits in one has released the GIL.
+
+    Whose `wait` that is cannot be told: a collective's, a store's. The name tells it from what torch's frames say.
+    """
     if not context.source or context.gil:
         return None
-    if context.group and context.idle and _WORK_WAIT.search(context.source):
-        return StackLocation("collective", "work.wait")
+    if context.group and context.idle and (call := _WAIT_CALL.search(context.source)):
+        return StackLocation("collective", f"{call[1]}.wait")
     if context.cuda and _DEVICE_CALL.search(context.source):
         return StackLocation("device", script_place(frames))
     return None

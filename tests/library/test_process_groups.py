@@ -1,0 +1,51 @@
+"""The list of process groups beside the flight recorder, from a real torch: which are the job's, which unused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import json, os, sys
+import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d, rpc
+from elasticd.heartbeat.collectives import process_groups
+
+def listed(rank="0", size="1"):
+    return {one["process_group"][0]: [one["in_job"], one["unused"]] for one in process_groups(rank, size)}
+
+found = {"before": process_groups("0", "1")}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = dist.new_group([0])
+dist.all_reduce(torch.ones(1))
+found["own"] = listed()
+found["part of a larger job"] = listed(size="2")
+# As a library does that joins an inference engine.
+store = dist.PrefixStore("engine", dist.HashStore())
+engine, _ = c10d._new_process_group_helper(1, 0, [], c10d.Backend("gloo"), store, group_name="engine",
+                                           timeout=c10d.default_pg_timeout)
+c10d._world.pg_group_ranks[engine] = {0: 0}
+found["engine"] = listed()
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+options = rpc.TensorPipeRpcBackendOptions(init_method="file://" + sys.argv[1])
+rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+found["rpc"] = listed()
+print(json.dumps(found), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.timeout(90)
+def test_groups_of_other_programs_are_known(tmp_path: object) -> None:
+    command = [sys.executable, "-c", SCRIPT, f"{tmp_path}/rpc"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["before"] == []
+    assert found["own"] == {"0": [True, False], "1": [True, True]}
+    assert found["part of a larger job"] == {"0": [False, False], "1": [False, True]}
+    assert found["engine"] == {**found["own"], "engine": [False, True]}
+    assert found["rpc"] == {"0": [False, False], "1": [False, True], "engine": [False, True]}
