@@ -26,15 +26,15 @@ def round_progressed(
     too, after the same step.
     """
     before = round_.budget
-    key, step = _ending(cause, high_water - before.high_water)
+    key, step = _ending(cause)
     repeated = key != "" and step is not None and (key, step) == (before.repeat_key, before.step)
     return any(
         is_progress(round_, at, 0 if repeated else high_water) for at in (None, *(f.checkpoint for f in failures))
     )
 
 
-def _ending(cause: Failure | None, steps: int) -> tuple[str, int | None]:
-    """What two rounds that end by the same cause have in common: its key, and the step. `steps` were made in this one.
+def _ending(cause: Failure | None) -> tuple[str, int | None]:
+    """What two rounds that end by the same cause have in common: its key, and the step as the script counts.
 
     Hangs, and errors of ranks that have lost a peer, have no key of their own; after the same step they are the
     script's, as where one rank ends early with code 0. What somebody has killed has none: a schedule may kill twice
@@ -43,7 +43,7 @@ def _ending(cause: Failure | None, steps: int) -> tuple[str, int | None]:
     if cause is None or cause.repeat_key:
         return (cause.repeat_key, cause.step) if cause is not None else ("", None)
     if cause.kind == "hung" or (cause.error and not cause.culprits):
-        return f"{cause.kind}: {cause.cause or cause.error}", steps if cause.step is None else cause.step
+        return f"{cause.kind}: {cause.cause or cause.error}", cause.hang_step or cause.step
     return "", cause.step
 
 
@@ -72,7 +72,7 @@ def spend(
     round differs) does not lengthen the streak without progress; it counts in every other way.
     """
     streak = 0 if progress else state.streak
-    key, step = _ending(failure, high_water - state.high_water)
+    key, step = _ending(failure)
     tokens = _tokens(state, policy, elapsed_s)
     high_water = max(high_water, state.high_water)
     if policy.max_restarts is not None:
