@@ -260,7 +260,7 @@ def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
         trial=loop.refusal,
         cache=parts.cache,
     )
-    cookies = LoginCookies(token, time.time, tls=tls)
+    cookies = LoginCookies(token, time.time, tls, state_dir.cookie_key(settings.state_dir))
     routes = DashboardRoutes(ApiRoutes(service, _pages(loop, parts, local)), token, cookies, version())
     audited = AuditedRoutes(routes, parts.journal.audit, lambda action: parts.metrics.count(REQUESTS, action))
     server = ApiServer(settings.socket_path, http, audited, token)

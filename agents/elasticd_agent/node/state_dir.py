@@ -20,10 +20,11 @@ from pathlib import Path
 from elasticd.errors import UsageError
 from elasticd_agent.node.runners import liveness
 from elasticd_agent.node.scheduler import retention
-from elasticd_agent.system.files import replace_file
+from elasticd_agent.system.files import read_plain, replace_file
 
 LOCK = "agent.lock"
 IDENTITY = "node.json"
+COOKIE_KEY, KEY_BYTES = "cookie.key", 32
 CLEANUP_INTERVAL_S = 600.0
 FIRST_CLEANUP_S = 60.0
 """The start of the agent has priority."""
@@ -80,6 +81,18 @@ def incarnation(state: Path, node: str) -> str:
         # On a full disk only this process has it: the next one waits until its leases have expired.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise UsageError(f"{path}: {error.strerror}") from None
+    return made
+
+
+def cookie_key(state: Path) -> bytes:
+    """What signs the dashboard's cookies, kept so that they outlive the agent; a new one where it cannot be kept."""
+    path = state / COOKIE_KEY
+    with contextlib.suppress(OSError):
+        if len(known := read_plain(path, KEY_BYTES)) == KEY_BYTES:
+            return known
+    made = secrets.token_bytes(KEY_BYTES)
+    with contextlib.suppress(OSError):
+        replace_file(path, made)
     return made
 
 

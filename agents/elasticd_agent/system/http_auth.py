@@ -175,7 +175,7 @@ class TokenAuth:
                 "this agent has no token, so only /metrics, /healthz and /readyz are public here; set "
                 "http.token_file in agent.toml, or use its unix socket on the node itself",
             )
-        if self.signing_key() is None:
+        if self.fingerprint() is None:
             return AccessDenied(403, f"access denied, since the token cannot be used: {self.problem()}")
         if len(authorization) != 1:
             return AccessDenied(
@@ -220,10 +220,17 @@ class TokenAuth:
             return AccessDenied(429, f"too many wrong tokens; try again in {wait_s:.0f} s", wait_s)
         return AccessDenied(401, "this is not the agent's token")
 
-    def signing_key(self) -> bytes | None:
-        """A key for signatures that changes with every token; None without a usable one."""
-        digests = [digest for file in self._files.values() if (digest := file.read()[0]) is not None]
+    def fingerprint(self, name: str = "") -> bytes | None:
+        """Changes with the token of the caller `name`, or with every token where it has none; None without a usable
+        one. No secret: who knows the tokens can compute it.
+        """
+        files = [file for caller, file in self._files.items() if caller.name == name] or [*self._files.values()]
+        digests = [digest for file in files if (digest := file.read()[0]) is not None]
         return hashlib.sha256(b"".join(digests)).digest() if digests else None
+
+    def may_operate(self, name: str) -> bool:
+        """Whether the caller `name` may now; one without a token has come over the local socket."""
+        return all(caller.access == "operate" for caller in self._files if caller.name == name)
 
     def problem(self) -> str:
         """What is wrong with the tokens' files, "" if nothing."""

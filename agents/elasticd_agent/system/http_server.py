@@ -29,6 +29,7 @@ from urllib.parse import unquote
 
 from elasticd.errors import UsageError
 from elasticd_agent.system.http_auth import AccessDenied, Authenticator, Caller
+from elasticd_agent.system.sockets import peer_user
 from elasticd_agent.system.waker import Waker
 
 MAX_HEAD_BYTES = 16 << 10
@@ -61,6 +62,8 @@ class HttpRequest:
     """Sec-Fetch-Site, "" of a client that is no present-day browser."""
     origin: str = ""
     """The Origin header."""
+    user: int | None = None
+    """Of the sender's process, if that is on this machine and the kernel tells."""
 
     @property
     def is_of_other_site(self) -> bool:
@@ -81,6 +84,7 @@ class UnauthenticatedRequest:
     accept: str = ""
     host: str = ""
     server_name: str = ""
+    user: int | None = None
     """As in HttpRequest."""
 
 
@@ -434,6 +438,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self.headers.get("Cookie", ""),
                     self.headers.get("Sec-Fetch-Site", ""),
                     self.headers.get("Origin", ""),
+                    self._peer_user(),
                 )
             )
         except HttpError as error:
@@ -458,10 +463,15 @@ class _Handler(BaseHTTPRequestHandler):
         if is_public:
             return ""
         headers = self.headers.get("Cookie", ""), self.headers.get("Accept", ""), self._peer_host(), self._server_name()
-        return self.server.routes.reject(UnauthenticatedRequest(method, path, query, *headers), found)
+        return self.server.routes.reject(
+            UnauthenticatedRequest(method, path, query, *headers, self._peer_user()), found
+        )
 
     def _peer_host(self) -> str:
         return "" if self.server.address_family == socket.AF_UNIX else str(self.client_address[0])
+
+    def _peer_user(self) -> int | None:
+        return None if self.server.address_family == socket.AF_UNIX else peer_user(self.request)
 
     def _server_name(self) -> str:
         names = self.headers.get_all("Host", [])

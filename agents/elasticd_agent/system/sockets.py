@@ -11,12 +11,13 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20  # linux/netlink.h, linux/sock_diag.h
-_REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
+_REQUEST, _REQUEST_DUMP = 1, 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 _ERROR, _DONE = 2, 3
 _HEADER, _ATTRIBUTE, _COUNTERS = struct.Struct("=IHHII"), struct.Struct("=HH"), struct.Struct("=QQ")
-_STATE_AT, _PEER_PORT_AT, _QUEUES_AT, _INODE_AT, _MESSAGE_BYTES = 1, 6, 56, 68, 72
+_STATE_AT, _PEER_PORT_AT, _QUEUES_AT, _USER_AT, _INODE_AT, _MESSAGE_BYTES = 1, 6, 56, 64, 68, 72
 """Of struct inet_diag_msg (linux/inet_diag.h); the queues are what is received, and what is to be sent."""
 _CLOSE_WAIT, _LISTENS = 8, 10
 """TCP_CLOSE_WAIT: the end that the peer has sent counts as a byte. TCP_LISTEN: its queues are those of connections."""
@@ -51,6 +52,34 @@ def tcp_bytes() -> dict[int, TcpBytes]:
     except (OSError, struct.error):
         return found
     return found
+
+
+def peer_user(sock: socket.socket) -> int | None:
+    """The user of the process at the other end of a TCP connection, if that is in this network namespace."""
+    try:
+        theirs, ours = (
+            (_unmapped(str(host)), int(port)) for host, port, *_ in (sock.getpeername(), sock.getsockname())
+        )
+        asked = struct.pack(
+            "=BBBBI2s2s16s16sIII", socket.AF_INET if theirs[0].version == 4 else socket.AF_INET6, socket.IPPROTO_TCP, 0, 0,
+            0xFFFFFFFF, theirs[1].to_bytes(2, "big"), ours[1].to_bytes(2, "big"), theirs[0].packed, ours[0].packed,
+            0, 0xFFFFFFFF, 0xFFFFFFFF,
+        )  # fmt: skip
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as netlink:
+            netlink.settimeout(_TIMEOUT_S)
+            netlink.send(_HEADER.pack(_HEADER.size + len(asked), _SOCK_DIAG_BY_FAMILY, _REQUEST, 1, 0) + asked)
+            answer = netlink.recv(_BUFFER_BYTES)
+        if _HEADER.unpack_from(answer)[1] != _SOCK_DIAG_BY_FAMILY:
+            return None
+        user, inode = struct.unpack_from("=II", answer, _HEADER.size + _USER_AT)
+    except (OSError, ValueError, struct.error):
+        return None
+    return int(user) if inode else None  # a socket that its process has closed counts as root's
+
+
+def _unmapped(host: str) -> IPv4Address | IPv6Address:
+    address = ip_address(host.partition("%")[0])
+    return (isinstance(address, IPv6Address) and address.ipv4_mapped) or address
 
 
 def _read_messages(data: bytes, found: dict[int, TcpBytes]) -> bool:

@@ -17,14 +17,21 @@ from elasticd_agent.node.dashboard.login import (
 )
 from elasticd_agent.system.http_auth import ATTEMPT_INTERVAL_S, BURST, MAX_ADDRESSES, GuessLimit
 
+USER = 1000
+KEY = b"x" * 32
+
 
 @dataclass
 class Fixed:
     secret: bytes | None = b"k" * 32
     now: float = 1_800_000_000.0
+    readers: tuple[str, ...] = ()
 
-    def signing_key(self) -> bytes | None:
+    def fingerprint(self, name: str) -> bytes | None:
         return self.secret
+
+    def may_operate(self, name: str) -> bool:
+        return name not in self.readers
 
     def clock(self) -> float:
         return self.now
@@ -35,27 +42,27 @@ def cookie(header: str | None) -> str:
     return header.partition(";")[0]
 
 
-def test_cookie_is_valid_for_twelve_hours_at_every_agent() -> None:
+def test_cookie_is_valid_for_twelve_hours_and_across_restarts() -> None:
     token, other = Fixed(), Fixed()
-    made = cookie(LoginCookies(token, token.clock, tls=True).issue("root", True))
+    made = cookie(LoginCookies(token, token.clock, True, KEY).issue("root", True, USER))
     assert made.startswith(f"{TLS_COOKIE}=") and TLS_COOKIE.startswith("__Host-")
-    assert not LoginCookies(other, other.clock, tls=False).visitor(made)
-    elsewhere = LoginCookies(other, other.clock, tls=True)
-    assert elsewhere.visitor(f"theme=dark; {made}; x=y")
+    assert not LoginCookies(other, other.clock, False, KEY).visitor(made, USER)
+    elsewhere = LoginCookies(other, other.clock, True, KEY)
+    assert elsewhere.visitor(f"theme=dark; {made}; x=y", USER)
     other.now += COOKIE_LIFETIME_S - 1
-    assert elsewhere.visitor(made)
+    assert elsewhere.visitor(made, USER)
     other.now += 1
-    assert not elsewhere.visitor(made)
+    assert not elsewhere.visitor(made, USER)
 
 
 def test_new_token_invalidates_cookies() -> None:
     token = Fixed()
     passes = LoginCookies(token, token.clock, tls=False)
-    made = cookie(passes.issue("root", True))
+    made = cookie(passes.issue("root", True, USER))
     token.secret = b"j" * 32
-    assert not passes.visitor(made)
+    assert not passes.visitor(made, USER)
     token.secret = None
-    assert not passes.visitor(made) and passes.issue("root", True) is None
+    assert not passes.visitor(made, USER) and passes.issue("root", True, USER) is None
 
 
 @pytest.mark.parametrize(
@@ -77,32 +84,64 @@ def test_new_token_invalidates_cookies() -> None:
 def test_modified_cookie_is_invalid(change: object) -> None:
     token = Fixed()
     passes = LoginCookies(token, token.clock, tls=False)
-    until, _, mac = cookie(passes.issue("root", True)).partition("=")[2].partition(".")
+    until, _, mac = cookie(passes.issue("root", True, USER)).partition("=")[2].partition(".")
     assert callable(change)
-    assert passes.visitor(f"{COOKIE}={until}.{mac}")
-    assert not passes.visitor(f"{COOKIE}={change(int(until), mac)}")
-    assert not passes.visitor(f"{COOKIE}={until}.{mac.replace('root', 'eve')}")
+    assert passes.visitor(f"{COOKIE}={until}.{mac}", USER)
+    assert not passes.visitor(f"{COOKIE}={change(int(until), mac)}", USER)
+    assert not passes.visitor(f"{COOKIE}={until}.{mac.replace('root', 'eve')}", USER)
 
 
 def test_cookie_says_who_may_operate() -> None:
     token = Fixed()
     passes = LoginCookies(token, token.clock, tls=False)
-    ann, eve = (passes.visitor(cookie(passes.issue(name, name == "ann.1 <b>"))) for name in ("ann.1 <b>", "eve"))
+    ann, eve = (
+        passes.visitor(cookie(passes.issue(name, name == "ann.1 <b>", USER)), USER) for name in ("ann.1 <b>", "eve")
+    )
     assert ann is not None and eve is not None
     assert (ann.name, ann.may_operate, eve.may_operate) == ("ann.1 <b>", True, False)
     assert ann.sent(ann.form_key) and not ann.sent(eve.form_key) and not ann.sent("") and not ann.sent("é")
-    read_only = cookie(passes.issue("eve", False))
-    assert passes.visitor(read_only.replace("read", "operate")) is None
+    read_only = cookie(passes.issue("eve", False, USER))
+    assert passes.visitor(read_only.replace("read", "operate"), USER) is None
+
+
+def test_knowing_the_tokens_signs_no_cookie() -> None:
+    """One who may only read knows the only token, and what else a signature is made of."""
+    token = Fixed()
+    theirs = LoginCookies(token, token.clock, tls=False)
+    made = cookie(theirs.issue("root", True, USER))
+    assert theirs.visitor(made, USER)
+    assert not LoginCookies(token, token.clock, tls=False).visitor(made, USER), "another key"
+
+
+def test_token_that_may_no_longer_operate_demotes_its_cookies() -> None:
+    token = Fixed()
+    passes = LoginCookies(token, token.clock, tls=False)
+    made = cookie(passes.issue("token ann", True, USER))
+    token.readers = ("token ann",)
+    found = passes.visitor(made, USER)
+    assert found is not None and not found.may_operate
+
+
+def test_cookie_is_good_for_the_browsers_user_only() -> None:
+    """Browsers send it to every port of 127.0.0.1, also to another user's."""
+    token = Fixed()
+    plain = LoginCookies(token, token.clock, tls=False)
+    made = cookie(plain.issue("root", True, USER))
+    assert plain.visitor(made, USER)
+    assert not plain.visitor(made, USER + 1) and not plain.visitor(made, None)
+    assert plain.issue("root", True, None) is None
+    secure = LoginCookies(token, token.clock, tls=True)
+    assert secure.visitor(cookie(secure.issue("root", True, None)), None), "from another machine"
 
 
 def test_cookie_attributes() -> None:
     token = Fixed()
     flags = {"HttpOnly", "SameSite=Strict", "Path=/", f"Max-Age={COOKIE_LIFETIME_S}"}
-    plain = set((LoginCookies(token, token.clock, tls=False).issue("root", True) or "").split("; ")[1:])
+    plain = set((LoginCookies(token, token.clock, tls=False).issue("root", True, USER) or "").split("; ")[1:])
     assert plain == flags
-    assert set((LoginCookies(token, token.clock, tls=True).issue("root", True) or "").split("; ")[1:]) == flags | {
-        "Secure"
-    }
+    assert set(
+        (LoginCookies(token, token.clock, True, KEY).issue("root", True, USER) or "").split("; ")[1:]
+    ) == flags | {"Secure"}
 
 
 def test_attempts_per_address_are_limited() -> None:

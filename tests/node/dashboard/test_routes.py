@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import hmac
 import http.client
+import os
 import re
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +35,7 @@ from elasticd_agent.node.scheduler.policy import BEHIND_OTHERS
 from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.system.http_auth import BURST, TokenAuth
+from elasticd_agent.system.sockets import peer_user
 from tests.etcd import etcd_servers
 from tests.faults.job import until
 from tests.node.dashboard.conftest import NOW, Serve
@@ -216,6 +223,69 @@ def test_logout_expires_the_cookie(serve: Serve) -> None:
     assert reply.headers["set-cookie"].startswith(f"{COOKIE}=; Max-Age=0;")
 
 
+REPLAY = """
+import os, socket, sys
+client = socket.socket()
+if sys.argv[3] != str(os.geteuid()):
+    os.setgroups([])
+    os.setuid(int(sys.argv[3]))
+client = socket.socket()
+client.connect(("127.0.0.1", int(sys.argv[1])))
+head = f"GET / HTTP/1.1\\r\\nHost: localhost\\r\\nAccept: text/html\\r\\nCookie: {sys.argv[2]}\\r\\n\\r\\n"
+client.sendall(head.encode())
+print(client.recv(12)[9:].decode())
+"""
+
+
+def test_cookie_of_another_port_is_not_replayed(serve: Serve) -> None:
+    """Browsers send cookies to every port of 127.0.0.1, so another user's server there gets this one."""
+    one = serve()
+    cookie = come_in(one)
+
+    def replay(user: int) -> str:
+        command = [sys.executable, "-I", "-S", "-c", REPLAY, str(one.address[1]), cookie, str(user)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert replay(os.geteuid()) == "200"
+    if os.geteuid() == 0:
+        assert replay(65534) == "401"
+    with socket.create_connection(one.address) as client:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            other = socket.create_connection(listener.getsockname())
+            server, _ = listener.accept()
+            with server:
+                assert peer_user(server) == os.geteuid()
+                other.close()
+                assert peer_user(server) is None, "nobody's socket counts as root's"
+        assert peer_user(client) == os.geteuid()
+
+
+@pytest.mark.parametrize("site", [{"Sec-Fetch-Site": "same-site"}, {"Origin": "http://127.0.0.1:1"}])
+@pytest.mark.parametrize("path", ["/login", "/logout"])
+def test_page_of_another_port_logs_nobody_in_or_out(serve: Serve, path: str, site: dict[str, str]) -> None:
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    reply = ask(serve(), "POST", path, urlencode({"token": TOKEN}), **form, **site)
+    assert (reply.code, "set-cookie" in reply.headers) == (403, False)
+
+
+def test_reader_of_the_only_usable_token_stays_one(serve: Serve, tmp_path: Path) -> None:
+    """What signs cookies must not follow from the tokens: it did, and who may only read knew the only one."""
+    secret = "a-token-that-may-only-read-0123456789"
+    reader = tmp_path / "reader"
+    reader.write_text(secret + "\n")
+    reader.chmod(0o600)
+    one = serve(where={"tokens": {"eve": reader}, "read_only": ("eve",)})
+    trains(one)
+    one.token_file.chmod(0o644)
+    assert login(one, secret).code == 303
+    text = f"{int(NOW) + 3600}.operate.root"
+    key = hashlib.sha256(hashlib.sha256(secret.encode()).digest()).digest()
+    for purpose in (b"elasticd page 2\0", b"elasticd page 3\0", b"elasticd page 3\0" + key):
+        for signed in (text, f"{os.geteuid()}.{text}"):
+            forged = f"{COOKIE}={text}.{hmac.new(key, purpose + signed.encode(), hashlib.sha256).hexdigest()}"
+            assert browse(one, "/", forged).code == 401
+
+
 def test_wrong_tokens_are_rate_limited(serve: Serve) -> None:
     one = serve()
     for _ in range(BURST):
@@ -242,8 +312,9 @@ def test_wrong_tokens_are_rate_limited(serve: Serve) -> None:
 )
 def test_login_without_tls_only_on_loopback(sender: str, name: str, allowed: bool) -> None:
     token = TokenAuth(None)
-    assert LoginCookies(token, lambda: NOW, tls=False).may_log_in(sender, name) == allowed
-    assert LoginCookies(token, lambda: NOW, tls=True).may_log_in(sender, name)
+    assert LoginCookies(token, lambda: NOW, tls=False).may_log_in(sender, name, 1000) == allowed
+    assert not LoginCookies(token, lambda: NOW, tls=False).may_log_in(sender, name, None)
+    assert LoginCookies(token, lambda: NOW, tls=True).may_log_in(sender, name, None)
 
 
 def test_page_under_another_name_is_closed(serve: Serve) -> None:

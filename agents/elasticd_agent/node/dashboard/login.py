@@ -1,9 +1,10 @@
 """Login to the dashboard: a signed cookie with an expiry time instead of the token.
 
-The token never is in the browser's storage, and agents store no sessions: every agent with the same token accepts its
-cookies, and a new token invalidates all. A cookie opens the dashboard, never the API; it says who logged in, and
-whether that one may operate. Forms carry a second signature, of the cookie, which no other site knows. A caller of the
-API can get a one-time code that logs a browser in: `elasticd open`.
+The token never is in the browser's storage, and an agent stores no sessions: it signs cookies with a key that nobody
+else knows, and a new token invalidates those of its holder. A cookie opens this agent's dashboard, never the API; it
+says who logged in, and whether that one may operate. Browsers send a host's cookies to all its ports: without TLS a
+cookie is good only for the user of this machine whose browser got it. Forms carry a second signature, of the cookie,
+which no other site knows. A caller of the API can get a one-time code that logs a browser in: `elasticd open`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from urllib.parse import quote, unquote
 
@@ -28,7 +29,7 @@ COOKIE_LIFETIME_S = 12 * 3600
 CODE_LIFETIME_S = 120.0
 """Of a one-time code: long enough to copy its URL to a browser."""
 MAX_CODES = 64
-_PURPOSE, _BUTTON_PURPOSE = b"elasticd page 2\0", b"elasticd button 1\0"
+_PURPOSE, _BUTTON_PURPOSE = b"elasticd page 3\0", b"elasticd button 1\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,50 +53,55 @@ class Visitor:
 
 @dataclass(frozen=True, slots=True)
 class LoginCookies:
-    """`clock` is unix seconds, since other agents and restarts check the cookies, too."""
+    """`clock` is unix seconds, since the agent's next start checks the cookies, too, with the same `key`."""
 
     token: TokenAuth
     clock: Callable[[], float]
     tls: bool
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     @property
     def name(self) -> str:
         return TLS_COOKIE if self.tls else COOKIE
 
-    def may_log_in(self, sender: str, server_name: str) -> bool:
-        """Without TLS only a browser on this machine or at the end of a tunnel, that asked for this machine: another
-        site's name could lead to our port."""
-        return self.tls or (_is_loopback(sender) and _is_loopback(_host_of(server_name)))
+    def may_log_in(self, sender: str, server_name: str, user: int | None) -> bool:
+        """Without TLS only a browser of a known user on this machine or at the end of a tunnel, that asked for this
+        machine: another site's name could lead to our port."""
+        return self.tls or (user is not None and _is_loopback(sender) and _is_loopback(_host_of(server_name)))
 
-    def issue(self, name: str, may_operate: bool) -> str | None:
-        """The Set-Cookie header's value for `name`, as in Caller; None without a token."""
-        key = self.token.signing_key()
-        if key is None:
-            return None
+    def issue(self, name: str, may_operate: bool, user: int | None) -> str | None:
+        """The Set-Cookie header's value for `name`, as in Caller, and the browser's `user`; None without a token."""
         until = int(self.clock()) + COOKIE_LIFETIME_S
         text = f"{until}.{'operate' if may_operate else 'read'}.{quote(name, safe='')}"
-        return self._header(f"{text}.{_signature(key, _PURPOSE, text)}", COOKIE_LIFETIME_S)
+        signature = self._signature(text, name, user)
+        return None if signature is None else self._header(f"{text}.{signature}", COOKIE_LIFETIME_S)
 
     def expire(self) -> str:
         """The Set-Cookie header's value that deletes the cookie."""
         return self._header("", 0)
 
-    def visitor(self, cookies: str) -> Visitor | None:
-        """Whose valid cookie is in a Cookie header's value."""
-        key = self.token.signing_key()
-        if key is None:
-            return None
-        found = (self._visitor(value, key) for value in _cookie_values(cookies, self.name))
+    def visitor(self, cookies: str, user: int | None) -> Visitor | None:
+        """Whose valid cookie is in a Cookie header's value that a browser of `user` has sent."""
+        found = (self._visitor(value, user) for value in _cookie_values(cookies, self.name))
         return next((one for one in found if one is not None), None)
 
-    def _visitor(self, value: str, key: bytes) -> Visitor | None:
+    def _visitor(self, value: str, user: int | None) -> Visitor | None:
         text, _, signature = value.rpartition(".")
-        if not value.isascii() or not hmac.compare_digest(signature, _signature(key, _PURPOSE, text)):
+        name = unquote(text.split(".", 2)[-1])
+        right = self._signature(text, name, user)
+        if right is None or not value.isascii() or not hmac.compare_digest(signature, right):
             return None
-        expiry, access, name = text.split(".", 2)  # the signature is right, so all three are
+        expiry, access, _ = text.split(".", 2)  # the signature is right, so all three are
         if not self.clock() < int(expiry) <= self.clock() + COOKIE_LIFETIME_S:
             return None
-        return Visitor(unquote(name), access == "operate", _signature(key, _BUTTON_PURPOSE, value))
+        may_operate = access == "operate" and self.token.may_operate(name)
+        return Visitor(name, may_operate, _signature(self.key, _BUTTON_PURPOSE, value))
+
+    def _signature(self, text: str, name: str, user: int | None) -> str | None:
+        token = self.token.fingerprint(name)
+        if token is None or (user is None and not self.tls):
+            return None
+        return _signature(self.key, _PURPOSE + token, text if self.tls else f"{user}.{text}")
 
     def _header(self, value: str, seconds: int) -> str:
         secure = "; Secure" if self.tls else ""
@@ -151,4 +157,4 @@ def _cookie_values(cookies: str, wanted: str) -> list[str]:
 
 
 def _signature(key: bytes, purpose: bytes, text: str) -> str:
-    return hmac.new(key, purpose + text.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(key, purpose + text.encode("utf-8", "surrogateescape"), hashlib.sha256).hexdigest()

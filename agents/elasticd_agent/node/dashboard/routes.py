@@ -8,6 +8,7 @@ shared among all open pages.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import threading
 import time
@@ -136,8 +137,8 @@ class DashboardRoutes:
     def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> str | HttpResponse:
         is_page = request.method == "GET" and _is_dashboard_path(request.path)
         is_button = request.method == "POST" and _button(request.path) is not None
-        may_log_in = self.cookies.may_log_in(request.host, request.server_name)
-        visitor = self.cookies.visitor(request.cookie) if may_log_in else None
+        may_log_in = self.cookies.may_log_in(request.host, request.server_name, request.user)
+        visitor = self.cookies.visitor(request.cookie, request.user) if may_log_in else None
         if (is_page or is_button) and denied.code == 401 and visitor is not None:
             return str(visitor)
         if not is_page or "text/html" not in request.accept:
@@ -150,6 +151,8 @@ class DashboardRoutes:
         return _public_response(denied.code, "Access denied", denied.why)
 
     def answer(self, request: HttpRequest) -> HttpResponse:
+        if request.method == "POST" and request.path in ("/login", "/logout") and request.is_of_other_site:
+            return _public_response(403, "Not allowed", _NOT_OURS)
         if request.method == "POST" and request.path == "/login":
             return self._login(request)
         if request.method == "GET" and request.path == "/login":
@@ -201,11 +204,11 @@ class DashboardRoutes:
 
     def _form_key(self, request: HttpRequest) -> str:
         """Of the buttons of this page; "" for one who may not press any."""
-        visitor = self.cookies.visitor(request.cookie) if self.has_buttons else None
+        visitor = self.cookies.visitor(request.cookie, request.user) if self.has_buttons else None
         return visitor.form_key if visitor is not None and visitor.may_operate else ""
 
     def _press(self, request: HttpRequest, kind: str, target: str, action: str) -> HttpResponse:
-        visitor = self.cookies.visitor(request.cookie) if self.has_buttons else None
+        visitor = self.cookies.visitor(request.cookie, request.user) if self.has_buttons else None
         if visitor is None or request.is_of_other_site:
             return self._error_page(403, "Not allowed", _NOT_OURS, request)
         if not visitor.may_operate:
@@ -347,13 +350,14 @@ class DashboardRoutes:
     def _login(self, request: HttpRequest) -> HttpResponse:
         form = _form(request)
         target = _local_path(form.get("then", "/"))
-        if self.token.signing_key() is None:
+        if self.token.fingerprint() is None:
             return _public_response(403, "Login is disabled", NO_TOKEN)
-        if not self.cookies.may_log_in(request.host, request.server_name):
+        if not self.cookies.may_log_in(request.host, request.server_name, request.user):
             return self._no_login()
         holder = self.token.holder(form.get("token", ""))
-        if holder is not None and (cookie := self.cookies.issue(holder.name, holder.access == "operate")) is not None:
-            return _redirect(target, cookie)
+        if holder is not None:
+            cookie = self.cookies.issue(holder.name, holder.access == "operate", request.user)
+            return _redirect(target, cookie or "")
         if wait := self.token.count_wrong(request.host).retry_after_s:
             why = f"Too many wrong tokens. Try again in {in_words(wait)}."
             return self._login_form(429, why, target, ("Retry-After", str(int(wait) + 1)))
@@ -369,19 +373,19 @@ class DashboardRoutes:
 
     def _login_code(self, by: str) -> HttpResponse:
         """For a caller of the API, who has full access: a path that logs one browser in."""
-        if self.token.signing_key() is None:
+        if self.token.fingerprint() is None:
             raise HttpError(409, self.token.problem() or NO_TOKEN)
         host = self.base_url.partition("://")[2]
-        if not self.cookies.may_log_in("127.0.0.1", host):
+        if not self.cookies.may_log_in("127.0.0.1", host, os.getuid()):
             raise HttpError(409, f"a browser may not log in at {self.base_url}: {self.texts.no_tls}")
         path = f"/login?code={self.codes.issue(submitter(by))}"
         return json_response({"path": path, "base": self.base_url, "expires_seconds": CODE_LIFETIME_S}, 201)
 
     def _redeem(self, request: HttpRequest) -> HttpResponse:
-        if not self.cookies.may_log_in(request.host, request.server_name):
+        if not self.cookies.may_log_in(request.host, request.server_name, request.user):
             return self._no_login()
         name = self.codes.redeem(_pairs(request.query).get("code", ""))
-        if name is not None and (cookie := self.cookies.issue(name, may_operate=True)) is not None:
+        if name is not None and (cookie := self.cookies.issue(name, True, request.user)) is not None:
             return _redirect("/", cookie)
         return self._login_form(401, self.texts.used, "/")
 
