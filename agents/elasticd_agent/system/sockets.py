@@ -60,11 +60,10 @@ def peer_user(sock: socket.socket) -> int | None:
         theirs, ours = (
             (_unmapped(str(host)), int(port)) for host, port, *_ in (sock.getpeername(), sock.getsockname())
         )
-        asked = struct.pack(
-            "=BBBBI2s2s16s16sIII", socket.AF_INET if theirs[0].version == 4 else socket.AF_INET6, socket.IPPROTO_TCP, 0, 0,
-            0xFFFFFFFF, theirs[1].to_bytes(2, "big"), ours[1].to_bytes(2, "big"), theirs[0].packed, ours[0].packed,
-            0, 0xFFFFFFFF, 0xFFFFFFFF,
-        )  # fmt: skip
+        family = socket.AF_INET if theirs[0].version == 4 else socket.AF_INET6
+        asked = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + struct.pack(
+            "!HH16s16s12s", theirs[1], ours[1], theirs[0].packed, ours[0].packed, b"\0" * 4 + b"\xff" * 8
+        )
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as netlink:
             netlink.settimeout(_TIMEOUT_S)
             netlink.send(_HEADER.pack(_HEADER.size + len(asked), _SOCK_DIAG_BY_FAMILY, _REQUEST, 1, 0) + asked)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.node.health import directories
+from elasticd_agent.node.health.result import EVERY_JOB
 from elasticd_agent.system import procfs
 from tests.node.health.conftest import Node, until
 
@@ -89,6 +90,8 @@ def test_full_directory(node: Node, tmpfs: Path) -> None:
     assert node.run()[f"disk {tmpfs}"].outcome == "passed"
     (tmpfs / "big").write_bytes(b"x" * (200 << 10))
     assert node.run()[f"disk {tmpfs}"].why == f"{tmpfs} has 56 KiB free, less than 64 KiB"
+    node.with_settings(state_dir=tmpfs)
+    assert node.run()[f"disk {tmpfs}"].directory == EVERY_JOB, "its users can fill it: no running job is moved"
     with pytest.raises(OSError, match="No space"):
         (tmpfs / "more").write_bytes(b"x" * (200 << 10))
     found = node.with_health(disk_free_min_bytes=0)

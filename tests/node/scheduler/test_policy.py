@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from elasticd_agent.config.job_file import JobFile, to_json
 from elasticd_agent.model.phrases import MAX_ITEMS
+from elasticd_agent.node.health.result import EVERY_JOB
 from elasticd_agent.node.records import (
     Cordon,
     JobResult,
@@ -567,3 +568,8 @@ def test_bad_shared_directory_blocks_new_jobs_that_use_it() -> None:
     assert live(view)["c"].assignments, "it uses another directory"
     assert "n1 cannot use /checkpoints: disk /checkpoints: full" in words(view, "b")
     assert live(after(replace(view, nodes=(NodeStatus("n1", "i", 4),))))["b"].assignments
+    everywhere = NodeStatus("n1", "i", 4, why="disk /var/lib/elasticd: full", unusable=(EVERY_JOB,))
+    view = after(replace(view, nodes=(everywhere,), submissions=(*view.submissions, job("d", 4, "/any", "/where"))))
+    assert live(view)["a"] == running, "a user who fills the disk stops no other user's job"
+    for waits in "bd":
+        assert "n1 cannot start a job: disk /var/lib/elasticd: full" in words(view, waits)

@@ -250,7 +250,7 @@ def _directory_result(child: CheckChild, status: int) -> CheckResult:
         return failed(child.check, f"{child.killed}: is it a mount whose server is unreachable?")
     try:
         found = json.loads(child.output)
-        return CheckResult(found["check"], found["outcome"], found["why"])
+        return CheckResult(found["check"], found["outcome"], found["why"], directory=found["directory"])
     except (ValueError, KeyError, TypeError):
         return skipped(
             child.check, f"it could not be checked: {first_line(bytes(child.output)) or _describe_exit(status)}"

@@ -129,7 +129,7 @@ class NodeChecks:
         if names:
             results += self._run_check_process(requested, names)
         shared = {f"disk {path}": str(path) for path in health.directories if path not in own}
-        results = [replace(result, directory=shared.get(result.check, "")) for result in results]
+        results = [replace(result, directory=shared.get(result.check, result.directory)) for result in results]
         order = {name: index for index, name in enumerate(names)}
         return sorted(results, key=lambda result: order.get(result.check, len(order)))
 

@@ -9,7 +9,7 @@ import errno
 import os
 import stat
 
-from elasticd_agent.node.health.result import CheckResult, failed, passed
+from elasticd_agent.node.health.result import CheckResult, failed, full, passed
 
 MIN_FREE_INODES = 1000
 """A round of a job makes a few dozen files. File systems without inodes report 0 of 0."""
@@ -33,9 +33,9 @@ def check_directory(check: str, directory: str, free_min_bytes: float, made: boo
             check, f"{directory} is mounted read-only; the kernel also does that after disk errors: see dmesg"
         )
     if free < free_min_bytes:
-        return failed(check, f"{directory} has {format_size(free)} free, less than {format_size(free_min_bytes)}")
+        return full(check, f"{directory} has {format_size(free)} free, less than {format_size(free_min_bytes)}")
     if room.f_files > 0 and room.f_favail < min(MIN_FREE_INODES, room.f_files / 2):
-        return failed(check, f"{directory} has {room.f_favail} of {room.f_files} inodes left: too many files")
+        return full(check, f"{directory} has {room.f_favail} of {room.f_files} inodes left: too many files")
     try:
         try_write(directory)
     except OSError as error:
@@ -43,7 +43,8 @@ def check_directory(check: str, directory: str, free_min_bytes: float, made: boo
             return passed(
                 check, f"{format_size(free)} free; root cannot test whether users can write there (root_squash)"
             )
-        return failed(check, f"{directory} is not writable: {_os_error(error)}")
+        why = f"{directory} is not writable: {_os_error(error)}"
+        return full(check, why) if error.errno in (errno.ENOSPC, errno.EDQUOT) else failed(check, why)
     return passed(check, f"{format_size(free)} free, writable")
 
 

@@ -4,8 +4,8 @@ A check fails the node once it failed `strikes` times among its last runs, so th
 node has registered, once is enough. While a check fails the node is unhealthy, and afterwards quarantined for a
 cool-off that doubles each time, so that a flapping node does not end a job each time; a long time without failures
 resets that. A node that was the root cause of `strikes` job failures within an hour is quarantined likewise. A shared
-directory that fails makes no node unhealthy: jobs that use it are not started there. Times are seconds on one
-monotonic clock.
+directory that fails, and a full one, make no node unhealthy: jobs that use it are not started there. Times are seconds
+on one monotonic clock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CheckHistory:
     why: str
     """Of the newest run."""
     directory: str = ""
-    """The shared directory that it is about."""
+    """As in CheckResult."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+EVERY_JOB = "/"
+"""The directory that every job's own are below."""
 Outcome = Literal["passed", "failed", "skipped"]
 
 
@@ -27,11 +29,16 @@ class CheckResult:
     certain: bool = False
     """It reports an event in the past: it counts at once, even if the next check passes."""
     directory: str = ""
-    """A shared directory: its failure concerns the jobs that use it, not the node."""
+    """A shared or a full directory: its failure concerns the jobs that would use it, and not the node."""
 
 
 def failed(check: str, why: str, seconds: float = 0.0) -> CheckResult:
     return CheckResult(check, "failed", why, seconds)
+
+
+def full(check: str, why: str) -> CheckResult:
+    """Of a directory where the agent keeps files of every job: its users can fill it, so no running job is moved."""
+    return CheckResult(check, "failed", why, directory=EVERY_JOB)
 
 
 def passed(check: str, why: str, seconds: float = 0.0) -> CheckResult:

@@ -28,6 +28,7 @@ from itertools import groupby
 
 from elasticd_agent.config.job_file import shared_directories
 from elasticd_agent.model.phrases import count, has_have, is_are, listing, plural, ranges
+from elasticd_agent.node.health.result import EVERY_JOB
 from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Refusal, SlotAssignment, Submission
 
 BEHIND_OTHERS = "pending behind other jobs"
@@ -517,7 +518,8 @@ def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: 
         elif missing := _missing_labels(job, node):
             found.append(f"{name} has no label {listing(missing)}")
         elif directory := _unusable_directory(job, node):
-            found.append(_with_reason(f"{name} cannot use {directory}", node.status.why))
+            cannot = "start a job" if directory == EVERY_JOB else f"use {directory}"
+            found.append(_with_reason(f"{name} cannot {cannot}", node.status.why))
         elif not free and name in job.would_refuse:
             would_refuse.setdefault(job.would_refuse[name], []).append(name)
         elif free and slots >= job.submission.min_slots:
