@@ -219,15 +219,20 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
     return RecordedCommit(random_state, copies, slot[places.pieces : places.buffers], digest)
 
 
-def last_step(path: str) -> int:
-    """The last step that a rank has committed, 0 for none."""
+def steps(path: str) -> list[int]:
+    """The last two steps that a rank has committed."""
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size // _SLOTS
             heads = [os.pread(file.fileno(), _HEAD.size, at * size) for at in range(_EXPECTED)]
     except OSError:
-        return 0
-    return max((_HEAD.unpack(head)[0] for head in heads if len(head) == _HEAD.size), default=0)
+        return []
+    return sorted(step for head in heads if len(head) == _HEAD.size and (step := _HEAD.unpack(head)[0]) > 0)
+
+
+def last_step(path: str) -> int:
+    """The last step that a rank has committed, 0 for none."""
+    return max(steps(path), default=0)
 
 
 def as_expected(

@@ -9,6 +9,7 @@ been changed since.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import operator
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from elasticd.checkpointing import commit_files, commit_record, device_copy, sharded, state
+from elasticd.checkpointing.commit_record import RecordedCommit
 from elasticd.checkpointing.commit_ring import Commit, CommitRing, ring_of
 from elasticd.checkpointing.donor_rules import (
     MUTABLE,
@@ -347,28 +349,93 @@ class CommittedState:
 
     def _records(self, step: int) -> tuple[list[Any], bool, dict[tuple[str, Any], torch.Tensor]]:
         """All random states that this node has as of `step` (None for the others), whether this rank's is as it has
-        expected, and rank 0's buffers, else ours.
+        expected, and rank 0's buffers, else ours. Raises CheckpointError.
         """
         group, own = self._saver.group, self._host_buffers()
-        paths = [commit_files.path_of("commit", rank) for rank in range(group.world_size)]
-        found = [commit_record.read(path, step, own) for path in paths]
-        expected = [commit_record.read(path, step, own, expected=True) for path in paths]
-        mine, mine_expected = found[group.rank], expected[group.rank]
-        if mine is None:
+        ranks = [RankRecord(rank, step, own) for rank in range(group.world_size)]
+        first, mine = ranks[0], ranks[group.rank]
+        if mine.committed is None:
             raise CheckpointError(f"step {step} has no record")
-        if self._unlike and group.rank != 0 and (found[0] is None or found[0].digest != mine.digest):
+        if (
+            self._unlike
+            and group.rank != 0
+            and (not first.committed or first.committed.digest != mine.committed.digest)
+        ):
             names = [name for name, obj in self._attached.items() if any(obj is self._others[i] for i in self._unlike)]
             raise CheckpointError(may_differ(" or ".join(names)))
         alike = range(group.world_size) if self.shards is None else self.shards.replicas
-        if any(each is not None and each.pieces != mine.pieces for each in map(found.__getitem__, alike)):
-            raise CheckpointError("the parameters are not the same on every rank")
-        is_as_expected = mine_expected is not None and mine_expected.draws_as(mine)
-        known = [each or other for each, other in zip(found, expected, strict=True)] if is_as_expected else found
-        random_states = [each and each.random_state for each in known]
-        buffers = (found[0] or mine).buffers
-        if found[0] is None and expected[0] and mine_expected and self._record.moved_at != step:
-            buffers = commit_record.as_expected(expected[0].buffers, mine_expected.buffers, buffers)
-        return random_states, is_as_expected, dict(zip(self._on_host, buffers, strict=True))
+        every = (ranks[rank].committed for rank in alike)
+        if any(each is not None and each.pieces != mine.committed.pieces for each in every):
+            raise CheckpointError(
+                "the parameters are not the same on every rank, as DistributedDataParallel keeps them: does each rank "
+                "change them by itself, by noise of its own or a step that it leaves out?"
+            )
+        random_states = []
+        for rank, each in enumerate(ranks):
+            random_state = each.committed.random_state if each.committed else each.likely(ranks)
+            if random_state is None and each.expected is not None:
+                raise CheckpointError(
+                    f"rank {rank} had not finished step {step}, and draws random numbers between its backward pass and "
+                    "session.step()"
+                )
+            random_states.append(random_state)
+        buffers = (first.committed or mine.committed).buffers
+        if first.committed is None and first.expected and mine.expected and self._record.moved_at != step:
+            buffers = commit_record.as_expected(first.expected.buffers, mine.expected.buffers, buffers)
+        return random_states, mine.is_as_expected, dict(zip(self._on_host, buffers, strict=True))
+
+
+class RankRecord:
+    """What the record of a rank has of a step, and of the last one that it has finished before."""
+
+    def __init__(self, rank: int, step: int, buffers: Sequence[torch.Tensor]) -> None:
+        self._path, self._step, self._buffers = commit_files.path_of("commit", rank), step, buffers
+        self.committed, self.expected = self._read(step)
+
+    def _read(self, step: int) -> tuple[RecordedCommit | None, RecordedCommit | None]:
+        committed, expected = (commit_record.read(self._path, step, self._buffers, kind) for kind in (False, True))
+        return committed, expected
+
+    @property
+    def is_as_expected(self) -> bool:
+        """It has drawn nothing between the backward pass and the commit."""
+        return self.committed is not None and self.expected is not None and self.expected.draws_as(self.committed)
+
+    @functools.cached_property
+    def before(self) -> tuple[int, RecordedCommit | None, RecordedCommit | None]:
+        """The last step that it has finished before, 0 for none; as `committed` and `expected`."""
+        last = max((each for each in commit_record.steps(self._path) if each < self._step), default=0)
+        return last, *(self._read(last) if last else (None, None))
+
+    def likely(self, others: Sequence[RankRecord]) -> dict[str, Any] | None:
+        """The random state that this rank, which is dead, would have had at the commit; None if that is not known."""
+        known = [each for each in others if each.committed is not None]
+        of = self.expected or self.before[1]
+        found = {kind: self._likely(kind, known) for kind in of.random_state} if of is not None else {}
+        return found if found and None not in found.values() else None
+
+    def _likely(self, kind: str, known: Sequence[RankRecord]) -> Any:
+        """Of one generator: that of a rank where it was in the same state until then, or what was expected, if this
+        rank draws none after the backward pass.
+        """
+        last, committed, expected = self.before
+        for each in known:
+            has_been_equal = last == each.before[0] and _draw_alike(kind, committed, each.before[1])
+            if has_been_equal and _draw_alike(kind, self.expected, each.expected) is not False:
+                return each.committed.random_state.get(kind) if each.committed is not None else None
+        drew_none = _draw_alike(kind, committed, expected)
+        alike = [each for each in known if drew_none is None or _draw_alike(kind, *each.before[1:]) is drew_none]
+        if drew_none is False or not all(_draw_alike(kind, each.committed, each.expected) for each in alike):
+            return None
+        return self.expected and self.expected.random_state[kind]
+
+
+def _draw_alike(kind: str, one: RecordedCommit | None, other: RecordedCommit | None) -> bool | None:
+    """Of one generator; None if a state is not known."""
+    if one is None or other is None:
+        return None
+    first, second = (state.to_bytes(each.random_state.get(kind)) for each in (one, other))
+    return first == second
 
 
 def _is_scaler(obj: Any) -> TypeGuard[torch.amp.GradScaler]:

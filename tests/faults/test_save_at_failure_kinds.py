@@ -62,9 +62,23 @@ def test_step_that_the_survivor_is_about_to_end_is_waited_for(job: StartJob) -> 
     assert [event["step"] for event in run.events("resumed")] == [13], run.err
 
 
+def test_noise_that_all_ranks_draw_stays_the_same_on_all(job: StartJob) -> None:
+    """Each rank dies once between the backward pass and `session.step()`."""
+    whole = job("kinds.py", "noisy", flags=FLAGS)
+    assert whole.wait() == 0
+    run = job("kinds.py", "noisy", faults=[Fault(0, 1013, "SIGKILL"), Fault(1, 1017, "SIGKILL")], flags=FLAGS)
+    assert run.wait() == 0
+    assert [event["step"] for event in run.events("resumed")] == [13, 17], run.err
+    for each in (0, 1):
+        expected = {step: found for _, step, found in digests(whole, "steps", each)}
+        noted = [*digests(run, "steps", each), *digests(run, "restored", each)]
+        assert {step: found for _, step, found in noted} == expected
+
+
 @pytest.mark.parametrize(
     ("kind", "step", "why"),
     [
+        ("sampled", 1013, "rank 1 had not finished step 13, and draws random numbers between its backward pass and"),
         ("gan_both", 1013, "it was between the optimizer's step and session.step()"),
         ("averaged_late", 13, "what is attached is changed between session.step() and the optimizer's step"),
         ("clamped_late", 13, "what is attached is changed between session.step() and the optimizer's step"),

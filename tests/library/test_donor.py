@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from elasticd.checkpointing.commit_record import CommitRecord
 from elasticd.checkpointing.donor import MOST_TRIALS, TRIALS, Donor
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.writer_client import WriterClient
-from elasticd.errors import CheckpointRefused
+from elasticd.errors import CheckpointError, CheckpointRefused
 from elasticd.session import Session
 
 
@@ -180,6 +181,7 @@ def test_session_closed_by_an_exception_saves_its_state_and_waits_for_no_checkpo
     session._scalars, session._closed, session._donor = None, True, part
     session._sigterm = session._barriers = session._publisher = session._channel = session._group = part
     session._saver = SimpleNamespace(close=note("saver"))
+    session._omissions = SimpleNamespace(close=lambda has_failed: None)
     with contextlib.suppress(BaseException):
         try:
             if error is not None:
@@ -244,3 +246,50 @@ def test_buffers_that_a_dead_rank_expected_count_unless_this_rank_found_them_els
     survivor._unlike, survivor.shards, survivor._record = [], None, records[1]
     _, _, buffers = survivor._records(1)
     assert buffers["mean"].tolist() == [float(moves)] * 3
+
+
+ALIKE, APART = (0, 0), (0, 1)
+NOISE: dict[str, tuple[tuple[int, int], Callable[[int, int], int], Any]] = {
+    "alike, noise after the backward pass": (ALIKE, lambda rank, step: 3, "as the survivor"),
+    "apart, noise after the backward pass": (APART, lambda rank, step: 3, "unknown"),
+    "alike, nothing after it": (ALIKE, lambda rank, step: 0, "as expected"),
+    "apart, nothing after it": (APART, lambda rank, step: 0, "as expected"),
+    "alike, noise in the last step only": (ALIKE, lambda rank, step: 3 * (step == 3), "as the survivor"),
+    "apart, noise in the last step only": (APART, lambda rank, step: 3 * (step == 3), "unknown"),
+    "apart, samples of the survivor": (APART, lambda rank, step: 3 * (rank == 1), "as expected"),
+    "apart, samples of the dead rank": (APART, lambda rank, step: 3 * (rank == 0), "unknown"),
+}
+
+
+@pytest.mark.parametrize("case", NOISE)
+def test_random_state_of_a_rank_that_dies_before_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Rank 0 dies in step 3, after the backward pass; rank 1 has finished the step."""
+    monkeypatch.setenv("ELASTICD_HEARTBEAT", str(tmp_path / "heartbeat-1"))
+    seeds, draws, outcome = NOISE[case]
+    records = [CommitRecord(commit_files.path_of("commit", rank), [], [torch.ones(2)]) for rank in (0, 1)]
+    states = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
+    for step in (1, 2, 3):
+        for rank, record in enumerate(records):
+            torch.set_rng_state(states[rank])
+            torch.rand(5)  # dropout
+            record.expect(step)
+            expected = torch.get_rng_state()
+            torch.rand(draws(rank, step))
+            if (rank, step) != (0, 3):
+                record.commit(step)
+                states[rank] = torch.get_rng_state()
+            else:
+                states[rank] = expected
+    survivor: Any = object.__new__(committed_state.CommittedState)
+    survivor._saver = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2))
+    survivor._buffers, survivor._on_host, survivor._unlike, survivor.shards = {}, [], [], None
+    survivor._record = records[1]
+    if outcome == "unknown":
+        with pytest.raises(CheckpointError, match="rank 0 had not finished step 3, and draws random numbers"):
+            survivor._records(3)
+        return
+    (found, own), _, _ = survivor._records(3)
+    assert torch.equal(own["torch"], states[1])
+    assert torch.equal(found["torch"], states[0 if outcome == "as expected" else 1])

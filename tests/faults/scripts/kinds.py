@@ -590,6 +590,40 @@ def plateau_apart(job: Kind) -> None:
 
 
 @kind
+def noisy(job: Kind) -> None:
+    """All ranks draw the same noise after the backward pass, where some die."""
+    torch.manual_seed(0)
+    job.ddp()
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        job.loss(x, y).backward()
+        faults.at(1000 + job.session.steps + 1)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in job.net.parameters():
+                parameter += 0.01 * torch.randn_like(parameter)
+
+    job.train = train
+
+
+@kind
+def sampled(job: Kind) -> None:
+    """Each rank draws numbers of its own there."""
+    noisy(job)
+    torch.manual_seed(job.session.rank)
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        job.loss(x, y).backward()
+        faults.at(1000 + job.session.steps + 1)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        torch.rand(3)
+
+    job.train = train
+
+
+@kind
 def diverging(job: Kind) -> None:
     """Each rank trains for itself between averages."""
     job.ddp()
