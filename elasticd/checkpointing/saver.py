@@ -217,7 +217,10 @@ class Saver:
         attached = {name: obj for name, obj in attached.items() if shards is None or name not in shards.objects}
         own: dict[str, Any] = {name: obj.state_dict() for name, obj in self.per_rank.items()}
         check_loadable(own)
-        digests = [] if self._accepted else [state.digests(attached), shards.plain_digests() if shards else {}]
+        digests: list[Any] = []
+        if not self._accepted:
+            plain = (shards.plain_digests(), {}) if shards else ({}, state.samples(attached))
+            digests = [state.digests(attached), *plain]
         mine = state.to_bytes([state.random_state(self.group.device), own, digests])
         if len(mine) > MOST_SENT_BYTES:
             mine = f"{_TOO_LARGE}rank {self.group.rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB".encode()
@@ -247,7 +250,7 @@ class Saver:
         if larger := _larger(every_rank):
             raise CheckpointRefused(larger)
         check_loadable(self._content(step, attached, every_rank))
-        objects, tensors = zip(*(state.from_bytes(each)[2] for each in every_rank), strict=True)
+        objects, tensors, samples = zip(*(state.from_bytes(each)[2] for each in every_rank), strict=True)
         if found := _different(objects):
             name, ranks = found
             raise StateDiffers(
@@ -261,6 +264,14 @@ class Saver:
                 f"{name} is not sharded, and on rank {ranks} it differs from rank 0's, which alone would be saved. "
                 "Shard it, or broadcast it from rank 0 and average its gradient over all ranks, or attach its module "
                 "with per_rank= if each rank needs its own"
+            )
+        if apart := state.find_apart(samples):
+            name, numbers = apart
+            raise StateDiffers(
+                f"the parameters of {name} on rank {', '.join(map(str, numbers))} differ from rank 0's, which alone "
+                "would be saved. Train it in DistributedDataParallel, and change it on all ranks alike (noise "
+                "of one seed, no step left out, no no_sync() before a save); or attach it with per_rank= if each rank "
+                "trains its own"
             )
         return {}
 

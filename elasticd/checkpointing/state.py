@@ -16,7 +16,7 @@ import random
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import CheckpointError, UsageError
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 RESERVED = "elasticd"
 _COMPILED = "_orig_mod"
+_SAMPLED = 16
+"""Parameters of a module of which a sample is compared, and numbers of each."""
+_ROUNDING = 1e-5
+"""Ranks on GPUs of different kinds round differently, at every step."""
 _HUGE_BYTES = 2 << 20
 _HUGE = 14
 """MADV_HUGEPAGE of linux/mman.h."""
@@ -345,6 +349,51 @@ def digests(attached: Mapping[str, Any]) -> dict[str, str]:
         with contextlib.suppress(RecursionError):  # rank 0 refuses it with a reason
             found[name] = hashlib.sha256(_text(obj.state_dict()).encode()).hexdigest()[:16]
     return found
+
+
+def samples(attached: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor, float]]:
+    """Some numbers of each attached module that this rank trains, and the share of them that rounding may change.
+
+    They are equal on all ranks if DistributedDataParallel, or the script, averages gradients. A communication hook may
+    leave them different for some steps.
+    """
+    import torch
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    optimizers = [obj for obj in attached.values() if isinstance(obj, Optimizer)]
+    trained = {id(each) for optimizer in optimizers for each, values in optimizer.state.items() if values}
+    found: dict[str, tuple[torch.Tensor, float]] = {}
+    for name, obj in attached.items():
+        wrapper = parallel(obj)
+        if not isinstance(obj, Module) or getattr(obj, RANK_INDEPENDENT, False) or getattr(wrapper, "_comm_hooks", []):
+            continue
+        ignored = set() if wrapper is None else wrapper.parameters_to_ignore
+        named = (obj if wrapper is None else wrapper.module).named_parameters()
+        every = [
+            each.detach()
+            for path, each in named
+            if (id(each) in trained if wrapper is None else each.requires_grad and path not in ignored)
+        ]
+        every = [each for each in every if type(each) is torch.Tensor and each.is_floating_point() and each.numel()]
+        if every := every[:: len(every) // _SAMPLED + 1]:
+            pieces = [each.flatten()[:_SAMPLED].float().cpu() for each in every]
+            rounding = max(torch.finfo(each.dtype).eps for each in every)
+            found[name] = torch.cat(pieces).nan_to_num(), max(_ROUNDING, 4 * rounding)
+    return found
+
+
+def find_apart(every_rank: Sequence[Mapping[str, tuple[torch.Tensor, float]]]) -> tuple[str, list[int]] | None:
+    """The first name of which `samples` are not those of rank 0, and on which ranks; None if there is none."""
+    for name, (first, share) in every_rank[0].items():
+        ranks = []
+        for rank, each in enumerate(every_rank):
+            own = each.get(name, (first, share))[0]
+            if own.shape != first.shape or (own - first).abs().max() > share * first.abs().max():
+                ranks.append(rank)
+        if ranks:
+            return name, ranks
+    return None
 
 
 def _text(value: Any) -> str:

@@ -17,6 +17,8 @@ ERRORS = {
     "steps_in_wrong_order": "session.step() is called before optimizer.step()",
     "steps_in_wrong_order_with_clipping": "session.step() is called before optimizer.step()",
     "steps_in_wrong_order_without_sampler": "session.step() is called before optimizer.step()",
+    "without_ddp": "the parameters of model on rank 1 differ from rank 0's",
+    "noise_of_each_rank": "the parameters of model on rank 1 differ from rank 0's",
     "batch_of_batches": "this DataLoader makes one batch of 16 batches",
     "batch_sampler_of_batches": "this DataLoader makes one batch of 2 batches",
 }
@@ -76,6 +78,12 @@ def test_scripts_without_mistakes_are_left_alone(start: Any, tmp_path: Path) -> 
     jobs = {case: start("forgotten.py", case, str(tmp_path / case), world_size=1) for case in HEALTHY}
     found = {case: job.results()[0] for case, job in jobs.items()}
     assert found == {case: {"steps": steps, "warnings": []} for case, steps in HEALTHY.items()}
+
+
+@pytest.mark.parametrize("case", ["averages_on_rank_0_alone", "gradients_averaged_by_hand"])
+def test_ranks_that_only_seem_to_train_apart_are_left_alone(start: Any, tmp_path: Path, case: str) -> None:
+    found = start("forgotten.py", case, str(tmp_path / "shared")).results()
+    assert found == [{"steps": 12, "warnings": []}] * 2
 
 
 def test_restart_without_restore_is_an_error(start: Any, tmp_path: Path) -> None:

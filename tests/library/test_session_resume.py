@@ -98,7 +98,7 @@ def test_unshared_directory_is_reported_and_rank_0_sends(start: Any, tmp_path: P
 
 def test_rank_that_cannot_load_makes_every_rank_raise(start: Any, tmp_path: Path) -> None:
     directory = str(tmp_path / "shared")
-    start("toy.py", {"directory": directory, "steps": 3, "wrap": "bare"}).results()
+    start("toy.py", {"directory": directory, "steps": 3, "wrap": "bare"}, world_size=1).results()
     job = start("toy.py", {"directory": directory, "wrap": "bare", "wider": 1}, round=2)
     assert job.codes() == [1, 1]
     assert "CheckpointError: r1-s3 could not be restored by every rank: rank 1: RuntimeError" in job.ranks[0].errors()

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 import elasticd
 
 CASES: dict[str, Callable[[Any], None]] = {}
-data = TensorDataset(torch.randn(48, 4))
+data = TensorDataset(torch.randn(48, 4, generator=torch.Generator().manual_seed(0)))
 torch.set_num_threads(1)
 
 
@@ -467,6 +467,60 @@ def generator(loop: Loop) -> None:
             loop.learn(batch)
             loop.session.step()
     warnings.append(json.dumps(drawn))
+
+
+# --- ranks that train apart -------------------------------------------------------------------------------------------
+
+
+@case
+def without_ddp(loop: Loop) -> None:
+    loop.attach()
+    torch.manual_seed(loop.session.rank)
+    for batch in loop.loader:
+        loop.learn((batch[0] + torch.randn(4),))
+        loop.session.step()
+
+
+@case
+def noise_of_each_rank(loop: Loop) -> None:
+    loop.model = nn.parallel.DistributedDataParallel(loop.model)  # type: ignore[assignment]
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
+    loop.attach()
+    torch.manual_seed(loop.session.rank)
+
+    def shake() -> None:
+        with torch.no_grad():
+            for parameter in loop.model.parameters():
+                parameter += 0.01 * torch.randn_like(parameter)
+
+    for batch in loop.loader:
+        loop.learn(batch)
+        shake()
+        loop.session.step()
+
+
+@case
+def averages_on_rank_0_alone(loop: Loop) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(loop.model)
+    loop.attach(averaged=averaged)
+    for batch in loop.loader:
+        loop.learn(batch)
+        if loop.session.rank == 0:
+            averaged.update_parameters(loop.model)
+        loop.session.step()
+
+
+@case
+def gradients_averaged_by_hand(loop: Loop) -> None:
+    loop.attach()
+    torch.manual_seed(loop.session.rank)
+    for batch in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.model(batch[0] + torch.randn(4)).square().mean().backward()
+        for parameter in loop.model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+        loop.optimizer.step()
+        loop.session.step()
 
 
 class Kept(logging.Handler):
