@@ -106,3 +106,12 @@ def test_copies_are_given_up_when_the_memory_does_not_suffice(job: StartJob, tmp
     assert "no more copies of the state in memory: the kernel has killed a process of this cgroup" in run.err
     assert run.events("resumed")[-1]["step"] in (10, 20)
     assert run.events("checkpoint_saved")[-1]["step"] == 40
+
+
+def test_rank_that_the_kernel_kills_for_lack_of_memory(job: StartJob) -> None:
+    with memory_limit(300) as inside:
+        run = job("plain.py", "${local_rank}", "hungry", prefix=inside, flags=["--max-restarts", "1"])
+        assert run.wait() == 1
+    reasons = [event["reason"] for event in run.events("worker_exited", signal=int(signal.SIGKILL), requested=False)]
+    assert len(reasons) == 2
+    assert all("rank 1" in reason and "(out of memory)" in reason for reason in reasons)

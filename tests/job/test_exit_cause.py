@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elasticd_agent.job.exit_cause import describe_exception as raised_words
@@ -25,6 +27,10 @@ GLOO = (
 
 def ended(code: int, words: ExitReport | None) -> WorkerExited:
     return WorkerExited(1, 0, 0, 0, ExitStatus.of(code), words, 0.0)
+
+
+def out_of_memory() -> WorkerExited:
+    return replace(ended(-9, None), status=ExitStatus(None, 9, out_of_memory=True))
 
 
 def raised(type_: str, message: str = "", bases: tuple[str, ...] = (), traceback: str = "Traceback …") -> WorkerExited:
@@ -146,6 +152,7 @@ def test_which_errors_a_restart_may_mend(exit: WorkerExited, kind: str) -> None:
         (ended(-11, None), False, "rank 0 was killed by SIGSEGV"),
         (ended(-9, None), False, ""),
         (ended(-15, None), False, ""),
+        (out_of_memory(), False, "rank 0 was killed by SIGKILL (out of memory)"),
         (raised("ConnectionResetError"), False, ""),
         (raised("torch.OutOfMemoryError", "Tried to allocate 2.00 GiB"), False, "torch.OutOfMemoryError"),
         (raised("MemoryError"), False, ""),

@@ -157,7 +157,7 @@ def repeat_key(exit: WorkerExited, *, shared: bool) -> str:
     # Their messages differ: sizes and pids, the time that a rank has waited, which rank reports it.
     if report is not None and report.type.rpartition(".")[2] in _NAMED_BY_TYPE:
         return report.type
-    if is_secondary(exit) or exit.status.signal in _FROM_OUTSIDE:
+    if is_secondary(exit) or (exit.status.signal in _FROM_OUTSIDE and not exit.status.out_of_memory):
         return ""
     return describe_exit(exit) if shared else f"rank {exit.rank} {describe_exit(exit)}"
 

@@ -38,6 +38,8 @@ class ExitStatus:
 
     code: int | None
     signal: int | None = None
+    out_of_memory: bool = False
+    """The kernel has killed it for lack of memory."""
 
     @classmethod
     def of(cls, returncode: int) -> ExitStatus:
@@ -53,6 +55,8 @@ class ExitStatus:
         """Continues "rank 3": "exited with code 1", "was killed by SIGKILL"."""
         if self.signal is None:
             return f"exited with code {self.code}"
+        if self.out_of_memory:
+            return "was killed by SIGKILL (out of memory)"
         try:
             return f"was killed by {signals.Signals(self.signal).name}"
         except ValueError:  # real-time signals have no name

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from elasticd.checkpointing.memory_limit import oom_kills
 from elasticd.heartbeat import record as heartbeat
 from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.messages import Event, ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited
@@ -167,6 +168,7 @@ class WorkerManager:
         """The start that waits until memory of the last group is free on one of its GPUs."""
         self._unkillable: set[int] = set()
         self._groups: dict[int, WorkerGroup] = {}
+        self._oom_kills = oom_kills()
         self._stores: list[int] = []
         """Groups that have ended except for their store."""
         self._owner.send(do="writer", **self._requests.writer())
@@ -519,6 +521,9 @@ class WorkerManager:
         assert member is not None
         rank = group.round.ranks(self._node)[local_rank]
         report = read_exit_report(group.workers[local_rank].heartbeat)
+        killed_before, self._oom_kills = self._oom_kills, oom_kills()
+        if status.signal == signal.SIGKILL and self._oom_kills > killed_before:
+            status = replace(status, out_of_memory=True)
         ran_s = at - group.started_at
         return [WorkerExited(number, rank, local_rank, member.slots[local_rank], status, report, at, ran_s)]
 

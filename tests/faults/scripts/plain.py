@@ -11,6 +11,7 @@ from types import FrameType
 
 import faults
 
+KEPT: list[bytearray] = []
 SLEEP = [sys.executable, "-c", "import time; time.sleep(3600)"]
 
 
@@ -34,6 +35,8 @@ def main(what: str) -> None:
         faults.write("family", f"{subprocess.Popen(SLEEP, start_new_session=True).pid}\n")
     faults.write(f"ready-{faults.RANK}", f"{os.getpid()}\n")
     faults.at(1)
+    while what == "hungry" and faults.RANK == 1:
+        KEPT.append(bytearray(os.urandom(1 << 20)))
     if "daemon" not in what:
         time.sleep(3600)
 
