@@ -101,6 +101,7 @@ CASES = {
     "in a call of the session, the other one is late": ([IN_SAVE, replace(SAME, where="elsewhere")], None),
     "in a call of the session, the other one has exited": ([IN_SAVE, EXITED], []),
     "paused for the next round": ([replace(BEHIND, phase="barrier", barrier="pause"), SAME], None),
+    "left, counts are NCCL's": ([replace(SAME, nccl_groups=((1, 30, 30),)), EXITED], None),
     "left, count unknown": ([SAME, replace(EXITED, collectives=-1)], None),
 }
 
@@ -152,6 +153,12 @@ def recorded(*operations: str) -> Recording:
 def test_deviation_from_the_usual_order(last: list[str], expected: str) -> None:
     assert recorded(*["broadcast", "all_reduce", "barrier"] * 10, *last).deviation() == expected
     assert recorded(*last, "barrier").deviation() == "", "too few to know the order"
+
+
+def test_first_use_of_a_group_is_no_deviation() -> None:
+    usual = recorded(*["broadcast", "all_reduce", "barrier"] * 10)
+    first = replace(usual, order=(*usual.order, (G, "all_reduce"), *usual.order[:2]))
+    assert first.deviation() == ""
 
 
 @pytest.mark.parametrize("data", [{}, {"entries": "none", "version": 1}])

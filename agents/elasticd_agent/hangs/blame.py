@@ -59,11 +59,12 @@ class _Group:
 
     @cached_property
     def outside(self) -> list[RankState]:
-        """The live ranks that wait for no other rank."""
+        """The live ranks that wait for no other rank; without one, those that may wait for anything."""
         stuck = [rank for rank in self.live if rank.holds_gil]
         if len(stuck) == len(self.live) > 1:  # that is the machine, or the heartbeat thread
             stuck = []
-        return [rank for rank in self.live if rank in stuck or not (rank.waits or rank in self.unknown)]
+        found = [rank for rank in self.live if rank in stuck or not (rank.waits or rank in self.unknown)]
+        return found or [rank for rank in self.live if rank.waits_for_anything]
 
     @cached_property
     def unknown(self) -> list[RankState]:

@@ -40,6 +40,8 @@ class _Collective:
     kind: str
     backend: str
     in_job: bool
+    counted: bool
+    """By the heartbeat, too, if it is one of the default group."""
 
     def __str__(self) -> str:
         return f"{self.kind} (#{self.number} of {'the ' if self.group == DEFAULT_GROUP else ''}{self.group})"
@@ -127,7 +129,9 @@ def _pending(rank: RankState) -> Iterator[_Collective]:
     for tail in rank.report.groups:
         if tail.pending:
             kind = dict(tail.kinds).get(tail.pending, "a collective")
-            yield _Collective(tail.group, tail.pending, kind, tail.backend, tail.in_job)
+            # Of a group with both backends the heartbeat counts NCCL's collectives.
+            counted = tail.backend != "gloo" or not rank.report.nccl_groups
+            yield _Collective(tail.group, tail.pending, kind, tail.backend, tail.in_job, counted)
 
 
 def _tails(one: _Collective, member: RankState) -> Iterator[GroupTail]:
@@ -138,7 +142,7 @@ def _tails(one: _Collective, member: RankState) -> Iterator[GroupTail]:
 def _lacks(one: _Collective, member: RankState) -> bool:
     """The member belongs to the group and has not issued it. Of one that has exited the default group is known."""
     if member.report.exited and one.group == DEFAULT_GROUP:
-        return 0 <= member.report.collectives < one.number
+        return one.counted and 0 <= member.report.collectives < one.number
     return any(tail.last < one.number for tail in _tails(one, member))
 
 

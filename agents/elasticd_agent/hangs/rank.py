@@ -23,8 +23,8 @@ RECENT_S = 1.0
 """A rank that made progress within this time makes more."""
 _LINE = re.compile(r":\d+ ")
 _POINT_TO_POINT = re.compile(r"i?send|i?recv|batch_isend|send_object|recv_object")
-_UNRECORDED = re.compile(r"monitored_barrier|.*\.wait")
-"""In no flight recorder: this collective, and a line that calls `wait` of an unknown object, perhaps of a store."""
+_BY_SOURCE = ".wait"
+"""The end of the function's name where a line of source calls `wait` of an unknown object, perhaps of a store."""
 GIL_S = 1.0
 """The heartbeat comes ten times a second; on a crowded machine it was never seen to be this late."""
 
@@ -70,7 +70,15 @@ class RankState:
         report = self.report
         if report.where == "device":
             return any(tail.pending and tail.backend != "gloo" for tail in report.groups)
-        return report.where == "collective" and not (self.transfers or _UNRECORDED.fullmatch(report.function))
+        unrecorded = self.transfers or report.function == "monitored_barrier" or report.function.endswith(_BY_SOURCE)
+        return report.where == "collective" and not unrecorded
+
+    @property
+    def waits_for_anything(self) -> bool:
+        """It is in such a line, and its recorder has no unfinished collective."""
+        report = self.report
+        called = report.where == "collective" and report.function.endswith(_BY_SOURCE)
+        return called and bool(report.groups) and not any(tail.pending for tail in report.groups)
 
     @property
     def knows_members(self) -> bool:

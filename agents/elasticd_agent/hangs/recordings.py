@@ -66,7 +66,9 @@ class Recording:
             return ""
         pairs = list(zip(self.order, self.order[1:], strict=False))
         usual = set(pairs[:-_RECENT])
-        new = next((pair for pair in pairs[-_RECENT:] if pair not in usual), None)
+        known = {group for pair in usual for group, _ in pair}  # in a group of its own the first one is always new
+        recent = [pair for pair in pairs[-_RECENT:] if {group for group, _ in pair} <= known]
+        new = next((pair for pair in recent if pair not in usual), None)
         if new is None:
             return ""
         before, after = new

@@ -267,7 +267,7 @@ def test_wait_by_a_line_of_source_is_told_from_a_wait_by_frames_of_torch() -> No
     for source, name in (
         ("work.wait()", "work.wait"),
         ("self.store.wait(keys)", "self.store.wait"),
-        ("w[0].wait()", ".wait"),
+        ("w[0].wait()", "object.wait"),
     ):
         assert locate(stack(*SCRIPT), StackContext(source=source, idle=True, group=True)).function == name
         rank = RankState("a", RankReport(0, 0, where="collective", function=name))

@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import mishaps
 import torch
@@ -101,6 +102,14 @@ def metric(step: int) -> bool:
         dist.recv(figure, src=0 if mishaps.RANK else 1)
     elif how == "barrier":
         dist.barrier()
+    elif how == "sources":
+        dist.broadcast(figure, src=1 if mishaps.RANK == 1 else 0)
+    elif how == "unequal":
+        exchange_unequal()
+    elif how == "key":
+        dist.distributed_c10d._get_default_store().wait(["never"], timedelta(days=1))
+    elif how.startswith("first-"):
+        use_first(how)
     elif _GROUPS:
         reduce_in_groups(figure, how)
     else:
@@ -109,12 +118,14 @@ def metric(step: int) -> bool:
 
 
 _GROUPS: list[dist.ProcessGroup] = []
+_UNUSED: list[dist.ProcessGroup] = []
 
 
 def make_groups(args: argparse.Namespace) -> None:
-    """One of all ranks, one of ranks 0 and 1."""
+    """One of all ranks, one of ranks 0 and 1; and two of those that nobody uses."""
     if args.groups:
         _GROUPS[:] = dist.new_group(), dist.new_group([0, 1])
+        _UNUSED[:] = dist.new_group([0, 1]), dist.new_group([0, 1])
 
 
 def reduce_in_groups(figure: torch.Tensor, how: str) -> None:
@@ -124,6 +135,23 @@ def reduce_in_groups(figure: torch.Tensor, how: str) -> None:
         dist.all_reduce(torch.zeros(1) if group else figure, group=group)
     if mishaps.RANK < 2 and how != "subgroup":
         dist.all_reduce(torch.zeros(1), group=pair)
+
+
+def use_first(how: str) -> None:
+    """Ranks 0 and 1 use two new groups in different orders, or rank 0 uses one alone."""
+    order = reversed(_UNUSED) if mishaps.RANK else _UNUSED
+    for group in order if how == "first-crossed" else _UNUSED[:1]:
+        dist.all_reduce(torch.zeros(1), group=group)
+
+
+def exchange_unequal() -> None:
+    """Each rank has more for the next one; the last rank never comes to it."""
+    size = dist.get_world_size()
+    if size == mishaps.RANK + 1:
+        mishaps.deadlock()
+    inputs = [mishaps.RANK + 2 * to + 1 for to in range(size)]
+    outputs = [source + 2 * mishaps.RANK + 1 for source in range(size)]
+    dist.all_to_all_single(torch.empty(sum(outputs)), torch.ones(sum(inputs)), outputs, inputs)
 
 
 def end() -> None:

@@ -233,7 +233,7 @@ def _by_source(frames: Sequence[Frame], context: StackContext) -> StackLocation 
     if not context.source or context.gil:
         return None
     if context.group and context.idle and (call := _WAIT_CALL.search(context.source)):
-        return StackLocation("collective", f"{call[1]}.wait")
+        return StackLocation("collective", f"{call[1] or 'object'}.wait")
     if context.cuda and _DEVICE_CALL.search(context.source):
         return StackLocation("device", script_place(frames))
     return None
