@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import WireError
-from elasticd_agent.model.codec import Document
+from elasticd_agent.model.codec import Document, Record
 from elasticd_agent.model.records import BudgetState, Failure, Member, NodeRecord, QuarantinedSlot, Round
+from elasticd_agent.model.reports import HangReport, RankReport
 
 ROUND = Round(
     7,
@@ -203,3 +206,21 @@ def test_ranks_run_through_members_and_slots() -> None:
     assert (ROUND.terminal, END.terminal) == (False, True)
     with pytest.raises(KeyError, match="'z' is not a member of round 7"):
         ROUND.group_rank("z")
+
+
+def test_default_of_every_number_can_be_read() -> None:
+    """A report with a default out of range is not decoded by the leader: no hang would be found."""
+    wrong = [
+        f"{record.__name__}.{field.name}"
+        for record in _subclasses(Record)
+        for field in dataclasses.fields(record)
+        if isinstance(field.default, float) and not record.FLOATS[0] <= field.default <= record.FLOATS[1]
+    ]
+    assert wrong == []
+    assert HangReport.from_json(HangReport(1, "a", (RankReport(0, 0),)).to_json()).restart_s == -1.0
+
+
+def _subclasses(record: type[Record]) -> Iterator[type[Record]]:
+    for each in record.__subclasses__():
+        yield each
+        yield from _subclasses(each)

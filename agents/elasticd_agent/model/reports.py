@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from elasticd_agent.model.codec import Document, Record
+from elasticd_agent.model.codec import MOST_SECONDS, Document, Record
 
 Where = Literal["", "collective", "device", "init", "barrier", "debugger", "output", "elsewhere"]
 """A rank's main thread, by its stack: in (or waiting for) a collective, in a device synchronisation, creating the
@@ -85,6 +85,7 @@ class HangReport(Document):
     """What one node's agent reports about its ranks of `round` while it, or another, suspects a hang."""
 
     MAX_BYTES: ClassVar[int] = 2 << 20
+    FLOATS: ClassVar[tuple[float, float]] = (-1.0, MOST_SECONDS)
     round: int
     node: str
     ranks: tuple[RankReport, ...]
