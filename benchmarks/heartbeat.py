@@ -22,9 +22,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from elasticd.heartbeat import record as heartbeat
-from elasticd.heartbeat.collectives import Collectives, flight_recorder_dump
+from elasticd.heartbeat.collectives import Collectives
 from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
 from elasticd.heartbeat.record import HeartbeatWriter
+from elasticd.heartbeat.recorders import flight_recorder_dump
 from elasticd.heartbeat.thread import PERIOD_S, STEPPING_PERIODS, HeartbeatThread
 
 STEP_S = 0.02

@@ -168,9 +168,9 @@ def join(timeout_s: int = 60) -> Any:
 def recorder() -> Result:
     os.environ["TORCH_FR_BUFFER_SIZE"] = os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"
     dist = join()
-    torch, c10d = module("torch"), module("torch._C._distributed_c10d")
+    torch = module("torch")
 
-    from elasticd.heartbeat.collectives import nccl_groups
+    from elasticd.heartbeat.recorders import GroupCounts, flight_recorder_dump
 
     x = torch.ones(1 << 20, device=DEVICE)
     dist.all_reduce(x)
@@ -178,15 +178,16 @@ def recorder() -> Result:
         torch.cuda.synchronize()
         torch.cuda._sleep(3 * CYCLES_PER_S)
     dist.all_reduce(x, async_op=True)
-    read = c10d._dump_nccl_trace_json if CUDA else c10d._dump_fr_trace_json
-    status = b""
+    counts = GroupCounts()
+    groups = counts.read(8)
     began = time.monotonic()
     for _ in range(100):
-        status = read(includeCollectives=False)
+        groups = counts.read(8)
     micros = (time.monotonic() - began) * 1e4
-    groups = nccl_groups(8)
     pending = any(enqueued > completed for _, enqueued, completed in groups)
-    return f"{micros:.0f} us, groups {groups}: {status.decode()[:300]}", (pending and micros < 1000) if CUDA else None
+    dump = (flight_recorder_dump() or b"").decode()
+    said = f"torch {torch.__version__}, {micros:.0f} us, groups {groups}: {dump[:300]}"
+    return said, (pending and micros < 1000) if CUDA else None
 
 
 KERNEL = """

@@ -1,5 +1,4 @@
-"""The collectives of this process: how many were issued, completed by the device, how long they may take, which they
-were.
+"""The collectives of this process: how many were issued, and how long they may take.
 
 The counts name the rank that issued fewer than the others. This module uses only what the script has imported and
 created: it never imports torch, makes no group and keeps none alive. A script may replace torch's process group by a
@@ -8,14 +7,11 @@ class of its own: one that cannot count, or raises any exception, counts as unkn
 
 from __future__ import annotations
 
-import binascii
-import json
 import sys
 from typing import Any
 
 UNKNOWN = -1
 _C10D = "torch.distributed.distributed_c10d"
-_RECORDERS = "torch._C._distributed_c10d"
 MOST_TIMEOUTS = 16
 
 
@@ -86,28 +82,6 @@ def longest_timeout_ms(default: Any) -> int:
     return max(map(timeout_ms, [default, *groups]))
 
 
-def flight_recorder_dump() -> bytes | None:
-    """PyTorch's flight recorder as JSON, None before 2.8; with 2000 collectives 0.9 MB and 25 ms with the GIL held.
-
-    NCCL has a recorder of its own, which is dumped if the process has made an NCCL group: its collectives are what the
-    other ranks wait for, even if this rank has issued none.
-    """
-    recorders = sys.modules.get(_RECORDERS)
-    found = None
-    try:
-        has_nccl = bool(group_counts(sys.modules[_C10D]._world, {}))
-    except Exception:  # noqa: BLE001 as above
-        has_nccl = False
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        try:
-            found = bytes(getattr(recorders, name)())
-        except Exception:  # noqa: BLE001 as above, and torch may lack the function
-            continue
-        if b'"entries":' in found or has_nccl or json.loads(found).get("comm_lib_version"):
-            break
-    return found
-
-
 def process_groups(rank: str, world_size: str) -> list[dict[str, Any]]:
     """The groups in torch's table: "process_group", "backend", "unused", and "in_job": whether all of its members are
     ranks of this job. The recorder knows only those that were used.
@@ -140,37 +114,3 @@ def _base_store(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
-
-
-def nccl_groups(most: int) -> tuple[tuple[int, int, int], ...]:
-    """(group, enqueued, completed) of this process' NCCL groups, the pending ones first: the numbers of their last
-    collectives, as NCCL's recorder knows them. Empty where torch has no such recorder, or it is switched off.
-    """
-    try:
-        status = json.loads(sys.modules[_RECORDERS]._dump_nccl_trace_json(includeCollectives=False))
-        groups = group_counts(sys.modules[_C10D]._world, status["pg_status"])
-    except Exception:  # noqa: BLE001 as above
-        return ()
-    return tuple(sorted(groups, key=lambda counts: counts[1] <= counts[2])[:most])
-
-
-def group_counts(world: Any, status: dict[str, dict[str, str]]) -> list[tuple[int, int, int]]:
-    """The counts of every NCCL group in `world`, torch's table of groups.
-
-    `status` is by the backend's `uid` (its local_id_ in ProcessGroupNCCL.hpp), from the group's first collective on. A
-    group is a checksum of its name and ranks, which all of its ranks know.
-    """
-    found = []
-    for group in list(world.pg_map):
-        for device in group._device_types:
-            uid = getattr(group._get_backend(device), "uid", None)
-            if uid is None:  # gloo's, or a class of the script's own
-                continue
-            counts = status.get(str(uid), {})
-            enqueued, completed = (
-                max(0, int(counts.get(f"last_{what}_collective", 0))) for what in ("enqueued", "completed")
-            )
-            name = f"{group.group_name} {sorted(world.pg_group_ranks[group])}"
-            found.append((binascii.crc32(name.encode()) or 1, enqueued, completed))
-            break
-    return found

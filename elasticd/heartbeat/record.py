@@ -46,7 +46,7 @@ and are guarded by `seq`.
     16176 u64  odd while the background thread is writing what follows
     16184 u64  CLOCK_MONOTONIC of the reading of NCCL's recorder that follows, 0 never; outdated by later progress
     16192      8 NCCL groups, u64 group (the same on all of its ranks, 0 none), i64 enqueued, i64 completed: the numbers
-               of its last collectives
+               of its last collectives, both -1 for a group of which no recorder has them
     16384      end
 
 1.4 had nothing at 16168: a longer exit report has overwritten it, and is read as before. 1.3 had nothing between 32

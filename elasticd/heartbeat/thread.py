@@ -28,15 +28,14 @@ from elasticd.heartbeat.collectives import (
     UNKNOWN,
     Collectives,
     default_group,
-    flight_recorder_dump,
     longest_timeout_ms,
-    nccl_groups,
     process_groups,
     timeout_ms,
 )
 from elasticd.heartbeat.exit_report import report_exception
 from elasticd.heartbeat.main_thread import MainThread
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP, MAX_GROUPS, STACKS_SIGNAL, HeartbeatWriter, Phase
+from elasticd.heartbeat.recorders import GroupCounts, flight_recorder_dump
 
 PERIOD_S = 0.1
 """The agent reads every 0.25 s; a tick costs the training thread 40 to 160 µs (benchmarks/heartbeat.py), nearly all of
@@ -70,6 +69,7 @@ class HeartbeatThread:
         self._given = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")  # a script may change them
         self._period_s = period_s
         self._collectives = Collectives()
+        self._groups = GroupCounts()
         self._group: Callable[[], Any] = lambda: None  # a weak reference to the last group
         self._issued = UNKNOWN
         self._position = (0, 0)
@@ -174,7 +174,7 @@ class HeartbeatThread:
         quiet_ns = MOVING_GROUPS_AFTER_NS if moved else GROUPS_AFTER_NS
         if began < max(self._read_groups_at, self._writer.progress_ns + quiet_ns):
             return
-        self._writer.write_groups(nccl_groups(MAX_GROUPS))
+        self._writer.write_groups(self._groups.read(MAX_GROUPS))
         ended = time.monotonic_ns()
         self._read_groups_at = ended + max(GROUPS_AFTER_NS, GROUPS_SHARE * (ended - began))
 

@@ -17,6 +17,7 @@ SHOWN: dict[Evidence, str] = {
     "loading": "native code holds the GIL",
     "alike": "all wait alike in one collective",
     "device": "all wait alike in one collective",
+    "unrecorded": "the same, where a rank has a process group",
     "idle": "weak: a rank is idle outside of collectives",
     "overdue": "a rank waits in a collective while others make steps",
     "left": "a rank is idle after others have ended",

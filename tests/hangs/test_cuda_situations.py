@@ -1,22 +1,26 @@
 """Verdicts on CUDA jobs, by what NCCL's recorder says of the devices: constructed situations, hung and healthy.
 
-Groups are written as {group: (enqueued, completed)}. WORLD is of all ranks, PAIR and OTHER of some.
+Groups are written as {group: (enqueued, completed)}. WORLD is of all ranks, PAIR and OTHER of some. The counts are what
+the heartbeat thread reads from a recorder with them, for each kind of backend that torch has made for "nccl".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from elasticd.heartbeat.record import GroupCounts as GroupCountsSeen
 from elasticd.heartbeat.record import Heartbeat
+from elasticd.heartbeat.recorders import GroupCounts
 from elasticd_agent.hangs.observer import _Ages
 from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.hangs.verdict import Hang, judge
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.reports import HangReport, RankReport
+from tests.library.fake_recorders import FakeGroup, FakeTorch, Kind
 
 WORLD, PAIR, OTHER = 1, 2, 3
 POLICY = Policy()
@@ -132,9 +136,37 @@ SITUATIONS = {
 }
 
 
-def verdict(case: Cuda, idle_s: float) -> Hang | None:
+class Reader:
+    """What the heartbeat thread of one rank reads of groups that have a backend of this kind."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.torch, self.counts = FakeTorch(), GroupCounts()
+        self.made: dict[int, FakeGroup] = {}
+
+    def read(self, groups: Groups, members: dict[int, tuple[int, ...]]) -> GroupCountsSeen:
+        for group, (enqueued, completed) in groups.items():
+            if group not in self.made:
+                self.made[group] = self.torch.group(str(group), members[group], self.kind)
+            self.made[group].at(enqueued, completed)
+        with pytest.MonkeyPatch.context() as patch:
+            self.torch.install(patch)
+            return self.counts.read(8)
+
+
+def members(ranks: Iterable[Groups]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
+    for number, groups in enumerate(ranks):
+        for group in groups:
+            found[group] = (*found.get(group, ()), number)
+    return found
+
+
+def verdict(case: Cuda, idle_s: float, kind: Kind = "nccl") -> Hang | None:
     ranks = []
-    for number, given in enumerate(case.ranks):
+    groups = [{group: (enqueued, done) for group, enqueued, done in one["nccl_groups"]} for one in case.ranks]
+    for number, stated in enumerate(case.ranks):
+        given = stated | {"nccl_groups": Reader(kind).read(groups[number], members(groups))}
         ages = {name: min(given.get(name, usual), idle_s) for name, usual in (("device_s", -1.0), ("alive_s", 0.1))}
         facts = {"collectives": 400, "state": "S", "window_s": 3.0, "moved_s": idle_s, "quiet_s": idle_s} | given | ages
         ranks.append(RankReport(number, number, "step", 100, usual=4, timeout_s=600.0, idle_s=idle_s, **facts))
@@ -147,13 +179,32 @@ def verdict(case: Cuda, idle_s: float) -> Hang | None:
     return found if isinstance(found, Hang) else None
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in SITUATIONS.items()])
-def test_verdict_by_nccl_recorder(case: Cuda) -> None:
-    assert verdict(case, case.healthy_s) is None
+EACH = [pytest.param(case, id=name) for name, case in SITUATIONS.items()]
+KINDS: tuple[Kind, ...] = ("nccl", "nccl2")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", EACH)
+def test_verdict_by_nccl_recorder(case: Cuda, kind: Kind) -> None:
+    assert verdict(case, case.healthy_s, kind) is None
     if case.hung_s is not None:
-        found = verdict(case, case.hung_s)
+        found = verdict(case, case.hung_s, kind)
         assert found is not None
         assert (found.cause, tuple(one.rank for one in found.culprits)) == (case.cause, case.culprits), found.why
+
+
+@pytest.mark.parametrize("idle_s", [6, 61, 590])
+@pytest.mark.parametrize("case", EACH)
+def test_group_of_unknown_kind_ends_no_job(case: Cuda, idle_s: float) -> None:
+    """No recorder has what nccl2 of torch 2.14 completes. A rank that holds the GIL needs none."""
+    found = verdict(case, idle_s, "nccl2 of 2.14")
+    assert found is None or not found.ends or found.cause == "gil" or not any(one["nccl_groups"] for one in case.ranks)
+
+
+def test_ceiling_ends_a_group_of_unknown_kind() -> None:
+    found = verdict(SITUATIONS["two groups in opposite order"], 1850, "nccl2 of 2.14")
+    assert found is not None
+    assert found.ends
 
 
 @dataclass(frozen=True)
@@ -192,21 +243,23 @@ SEQUENCES = {
 }
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_sequence_of_recorder_status(name: str) -> None:
+def test_sequence_of_recorder_status(name: str, kind: Kind) -> None:
     """As the agent observes it, once a second for two minutes."""
     case = SEQUENCES[name]
-    ages, found_s = [_Ages() for _ in range(3)], None
+    ages, readers, found_s = [_Ages() for _ in range(3)], [Reader(kind) for _ in range(3)], None
     for second in range(120):
         ranks = []
-        for number, each in enumerate(ages):
-            counts = tuple((group, *both) for group, both in case.groups(second, number).items())
+        groups = [case.groups(second, number) for number in range(len(ages))]
+        for number, (each, reader) in enumerate(zip(ages, readers, strict=True)):
+            counts = reader.read(groups[number], members(groups))
             step = 100 + max(0, second - case.steps_from_s)
             each.on_heartbeat(Heartbeat(step=step, groups=counts, alive_ticks=10 * second + 1), 1.0, float(second))
             facts = {"where": "elsewhere", "state": "S", "window_s": 3.0} | (case.facts or FULL_QUEUE)
             facts |= {"quiet_s": min(facts.get("quiet_s", each.idle_s), each.idle_s), "moved_s": each.idle_s}
             seen = {"nccl_groups": each.groups, "device_s": each.device_s, "idle_s": each.idle_s, "alive_s": 0.1}
-            collectives = counts[0][1]
+            collectives = next(iter(groups[number].values()))[0]
             ranks.append(RankReport(number, number, "step", step, collectives, 4, timeout_s=600.0, **seen | facts))
         report = HangReport(1, "n0", tuple(ranks), deadline_s=3.0, gathered=True, turn=second)
         if isinstance(judge([report], ["n0"], POLICY), Hang):

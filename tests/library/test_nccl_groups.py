@@ -1,4 +1,4 @@
-"""What NCCL's recorder says of its groups, read by the background thread of a rank that is quiet."""
+"""What torch's recorders say of NCCL's groups, read by the background thread of a rank that is quiet."""
 
 from __future__ import annotations
 
@@ -12,89 +12,114 @@ from typing import Any
 
 import pytest
 
-from elasticd.heartbeat import collectives, record
-from elasticd.heartbeat.collectives import flight_recorder_dump, group_counts, nccl_groups
+from elasticd.heartbeat import record
 from elasticd.heartbeat.record import HeartbeatReader, HeartbeatWriter
+from elasticd.heartbeat.recorders import UNKNOWN, GroupCounts, flight_recorder_dump
 from elasticd.heartbeat.thread import GROUPS_AFTER_NS, HeartbeatThread
 from tests.faults.job import until
+from tests.library.fake_recorders import FakeTorch, Kind
 
 ALL, PAIR = (0, 1, 2), (2, 0)
-
-
-def status(*counts: tuple[int, tuple[int, int]]) -> bytes:
-    """As torch 2.13 writes it, by the number that the group's backend has in this process."""
-    each = {
-        str(uid): {
-            f"last_{what}_collective": str(one) for what, one in zip(("enqueued", "completed"), both, strict=True)
-        }
-        for uid, both in counts
-    }
-    return json.dumps({"version": "2.10", "comm_lib_version": "2.29.7", "pg_config": {}, "pg_status": each}).encode()
+RECORDED: tuple[Kind, ...] = ("nccl", "nccl2")
 
 
 def key(name: str, ranks: tuple[int, ...]) -> int:
     return binascii.crc32(f"{name} {sorted(ranks)}".encode())
 
 
-class Group:
-    """A process group; `uid` is that of its NCCL backend, None where it has another one."""
-
-    def __init__(self, name: str, uid: int | None) -> None:
-        self.group_name, self._uid = name, uid
-        self._device_types = ["cpu", "cuda"]
-
-    def _get_backend(self, device: str) -> SimpleNamespace:
-        return SimpleNamespace() if device == "cpu" or self._uid is None else SimpleNamespace(uid=self._uid)
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    return FakeTorch().install(monkeypatch)
 
 
-def world(*groups: tuple[str, int | None, tuple[int, ...]]) -> SimpleNamespace:
-    """torch's table of process groups: names, NCCL's numbers, ranks."""
-    made = {Group(name, uid): ranks for name, uid, ranks in groups}
-    return SimpleNamespace(
-        pg_map=dict.fromkeys(made), pg_group_ranks={one: dict.fromkeys(ranks) for one, ranks in made.items()}
-    )
+@pytest.mark.parametrize("kind", [*RECORDED, "wrapped"])
+def test_counts_of_groups(torch: FakeTorch, kind: Kind) -> None:
+    torch.group("0", ALL, kind).at(500, 400)
+    torch.group("3", PAIR, kind)
+    torch.group("4", PAIR, "gloo").at(7, 6)
+    torch.group("b7e1", PAIR, kind).at(3, 2)
+    found = {(key("0", ALL), 500, 400), (key("3", PAIR), 0, 0), (key("b7e1", PAIR), 3, 2)}
+    assert set(GroupCounts().read(8)) == found
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_second_init_process_group(torch: FakeTorch, kind: Kind) -> None:
+    """The recorder keeps what the groups of the same names have left unfinished."""
+    counts = GroupCounts()
+    torch.group("0", ALL, kind).at(90, 80)
+    assert counts.read(8) == ((key("0", ALL), 90, 80),)
+    torch.destroy()
+    group = torch.group("0", ALL, kind)
+    assert counts.read(8) == ((key("0", ALL), 0, 0),)
+    group.at(5, 5)
+    assert counts.read(8) == ((key("0", ALL), 5, 5),)
+    group.issue(2)
+    assert counts.read(8) == ((key("0", ALL), 7, 5),)
+
+
+def test_ranks_send_different_numbers_of_messages(torch: FakeTorch) -> None:
+    """A hook numbers them with the collectives; what is compared with other ranks are collectives."""
+    group = torch.group("0", ALL, "nccl2").at(10, 10)
+    group.issue(3, p2p=True)
+    group.complete(3)
+    assert GroupCounts().read(8) == ((key("0", ALL), 10, 10),)
+    group.issue(2)
+    group.issue(p2p=True)
+    group.complete()
+    assert GroupCounts().read(8) == ((key("0", ALL), 12, 11),)
+    group.complete()
+    assert GroupCounts().read(8) == ((key("0", ALL), 12, 12),), "a message is awaited, no collective"
+
+
+def test_collectives_of_a_captured_graph(torch: FakeTorch) -> None:
+    """The backend counts them, and no recorder: those that it has are numbered from the end."""
+    group = torch.group("0", ALL, "nccl2").at(10, 10)
+    group.issue(5, recorded=False)
+    assert GroupCounts().read(8) == ((key("0", ALL), 15, 15),)
+    group.issue(2)
+    assert GroupCounts().read(8) == ((key("0", ALL), 17, 15),)
+
+
+def test_entries_are_read_once_for_the_names(torch: FakeTorch) -> None:
+    """With 1000 pending collectives they take 30 ms, their counts 10 µs."""
+    counts = GroupCounts()
+    group = torch.group("0", ALL, "nccl2").at(10, 10)
+    counts.read(8)
+    assert torch.calls == [("nccl2", False)], "nothing is pending"
+    for _ in range(3):
+        group.issue(2)
+        counts.read(8)
+    assert torch.calls.count(("nccl2", True)) == 1
 
 
 @pytest.mark.parametrize(
-    ("groups", "text", "found"),
-    [
-        pytest.param([("0", 0, ALL)], status((0, (500, 400))), [(key("0", ALL), 500, 400)], id="one group"),
-        pytest.param(
-            [("0", 0, ALL), ("3", 1, PAIR), ("4", 2, PAIR)],
-            status((0, (5, 5)), (2, (3, 2))),
-            [(key("0", ALL), 5, 5), (key("3", PAIR), 0, 0), (key("4", PAIR), 3, 2)],
-            id="a group without a collective",
-        ),
-        pytest.param(
-            [("0", 7, ALL), ("b7e1", 8, PAIR)],
-            status((0, (90, 90)), (7, (5, 5)), (8, (3, 2))),
-            [(key("0", ALL), 5, 5), (key("b7e1", PAIR), 3, 2)],
-            id="after a second init_process_group, and a name that is a digest",
-        ),
-        pytest.param([("0", None, ALL), ("1", 0, PAIR)], status((0, (1, -1))), [(key("1", PAIR), 1, 0)], id="gloo's"),
-        pytest.param([], status(), [], id="no group"),
-    ],
+    "more", [{"kind": "nccl2 of 2.14"}, {"kind": "nccl2", "reports_completion": False}], ids=["2.14", "no end"]
 )
-def test_groups_of_status(
-    groups: list[tuple[str, int | None, tuple[int, ...]]], text: bytes, found: list[tuple[int, int, int]]
-) -> None:
-    assert group_counts(world(*groups), json.loads(text)["pg_status"]) == found
+def test_group_of_unknown_kind_is_said_to_be_unknown(torch: FakeTorch, more: dict[str, Any]) -> None:
+    """Before idle ones: there is room for eight."""
+    for number in range(9):
+        torch.group(str(number), (0, number), "nccl").at(4, 4)
+    torch.group("9", ALL, **more).at(500, 400)
+    assert GroupCounts().read(8)[0] == (key("9", ALL), *UNKNOWN)
 
 
-def recorder(
-    monkeypatch: pytest.MonkeyPatch, *groups: tuple[str, int | None, tuple[int, ...]], **functions: Any
-) -> None:
-    c10d: Any = SimpleNamespace(**functions)
-    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", c10d)
-    made: Any = SimpleNamespace(_world=world(*groups))
-    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", made)
+def test_group_that_raises_is_unknown(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = torch.group("0", ALL, "nccl2").at(500, 400)
+    monkeypatch.setattr(type(group), "_get_backend", lambda self, device: SimpleNamespace())
+    assert GroupCounts().read(8) == ((key("0", ALL), *UNKNOWN),)
 
 
-def test_pending_groups_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = status(*((number, (9, 9)) for number in range(11)), (11, (9, 8)))
-    groups = [(str(number), number, (0, number)) for number in range(12)]
-    recorder(monkeypatch, *groups, _dump_nccl_trace_json=lambda **_: text)
-    found = nccl_groups(8)
+@pytest.mark.parametrize("kind", RECORDED)
+def test_mixed_group(torch: FakeTorch, kind: Kind) -> None:
+    torch.group("0", ALL, kind, _device_types=("cpu", "cuda")).at(5, 4)
+    assert GroupCounts().read(8) == ((key("0", ALL), 5, 4),)
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_pending_groups_come_first(torch: FakeTorch, kind: Kind) -> None:
+    for number in range(12):
+        torch.group(str(number), (0, number), kind).at(9, 8 if number == 11 else 9)
+    found = GroupCounts().read(8)
     assert len(found) == 8
     assert found[0] == (key("11", (0, 11)), 9, 8)
 
@@ -105,41 +130,54 @@ def test_pending_groups_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param({}, id="no NCCL"),
         pytest.param({"_dump_nccl_trace_json": lambda: b"{}"}, id="no argument"),
         pytest.param({"_dump_nccl_trace_json": lambda **_: b"{"}, id="no JSON"),
-        pytest.param({"_dump_nccl_trace_json": lambda **_: b"{}"}, id="no groups"),
+        pytest.param({"_dump_nccl_trace_json": lambda **_: b"{}"}, id="switched off"),
     ],
 )
-def test_other_torch_says_nothing(monkeypatch: pytest.MonkeyPatch, functions: dict[str, Any]) -> None:
-    recorder(monkeypatch, **functions)
-    assert nccl_groups(8) == ()
+def test_other_torch_says_nothing(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, functions: dict[str, Any]) -> None:
+    torch.group("0", ALL, "nccl").at(5, 4)
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**functions))
+    assert GroupCounts().read(8) == ()
 
 
-def test_nccl_recorder_is_dumped_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded, empty, gloo = b'{"entries":[1]}', b'{"comm_lib_version":""}', b'{"entries":[2]}'
-    made = b'{"comm_lib_version":"2.29.7"}'
-    for nccl, other, expected in (
-        (recorded, gloo, recorded),
-        (made, gloo, made),
-        (empty, gloo, gloo),
-        (None, gloo, gloo),
-        (empty, None, empty),
-        (None, None, None),
-    ):
-        given = {"_dump_nccl_trace_json": nccl, "_dump_fr_trace_json": other}
-        recorder(monkeypatch, **{name: lambda text=text: text for name, text in given.items() if text is not None})
-        assert flight_recorder_dump() == expected
+def dumped() -> dict[str, Any]:
+    found = flight_recorder_dump()
+    assert found is not None
+    return dict(json.loads(found))
 
 
-def test_recorder_of_nccl_without_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its group is made, and the other ranks are in its first collective: gloo's recorder would have others."""
-    empty, gloo = b'{"comm_lib_version":""}', b'{"entries":[2]}'
-    for uid, expected in ((0, empty), (None, gloo)):
-        functions = {"_dump_nccl_trace_json": lambda: empty, "_dump_fr_trace_json": lambda: gloo}
-        recorder(monkeypatch, ("0", uid, ALL), **functions)
-        assert flight_recorder_dump() == expected
+@pytest.mark.parametrize("kind", RECORDED)
+def test_recorder_of_nccl_is_dumped_first(torch: FakeTorch, kind: Kind) -> None:
+    torch.group("1", ALL, "gloo").at(4, 4)
+    assert dumped()["recorder"] == "gloo"
+    torch.group("0", ALL, kind)
+    assert "entries" not in dumped(), "the other ranks are in its first collective: gloo's recorder has others"
+    torch.made[1].at(2, 1)
+    found = dumped()
+    assert (found["recorder"], len(found["entries"]), found["unrecorded"]) == (kind, 2, [])
+    torch.destroy()
+    assert dumped()["recorder"] == ("nccl" if kind == "nccl" else "gloo")
+
+
+@pytest.mark.parametrize("kind", ["nccl2 of 2.14", "nccl2"])
+def test_dump_names_groups_without_a_recorder(torch: FakeTorch, kind: Kind) -> None:
+    torch.group("1", ALL, "gloo").at(4, 4)
+    torch.group("0", ALL, kind, reports_completion=False)
+    unrecorded = {"process_group": ["0", "default_pg"], "backend": "nccl2", "complete": False}
+    assert dumped()["unrecorded"] == [unrecorded | {"recorder": torch.made[1].recorder}]
+
+
+@pytest.mark.parametrize("missing", ["_dump_nccl_trace_json", "_dump_fr_trace_json"])
+def test_torch_with_one_recorder(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    torch.group("0", ALL, "gloo")
+    functions = sys.modules["torch._C._distributed_c10d"]
+    monkeypatch.delattr(functions, missing)
+    assert dumped()["recorder"] == ("gloo" if "nccl" in missing else "nccl")
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace())  # type: ignore[arg-type]
+    assert flight_recorder_dump() is None
 
 
 @pytest.mark.system
-def test_recorder_is_read_only_while_quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_recorder_is_read_only_while_quiet(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Never while steps are made, then at once a second; a slow reading is repeated late."""
     record.create(tmp_path / "beat")
     writer = HeartbeatWriter(tmp_path / "beat")
@@ -152,9 +190,10 @@ def test_recorder_is_read_only_while_quiet(monkeypatch: pytest.MonkeyPatch, tmp_
         readings.append(time.monotonic_ns())
         quiet.append(readings[-1] - writer.progress_ns)
         time.sleep(slow_s)
-        return status((0, (7, 6)))
+        return torch.dump("nccl", False, False)
 
-    recorder(monkeypatch, ("0", 0, ALL), _dump_nccl_trace_json=dump)
+    torch.group("0", ALL, "nccl").at(7, 6)
+    monkeypatch.setattr(sys.modules["torch._C._distributed_c10d"], "_dump_nccl_trace_json", dump)
     thread = HeartbeatThread(writer, period_s=0.01)
     monkeypatch.setattr(thread, "_read_collectives", lambda: 7)
     thread.start()
@@ -183,17 +222,18 @@ def test_recorder_is_read_only_while_quiet(monkeypatch: pytest.MonkeyPatch, tmp_
         thread.stop()
 
 
-def test_recorder_is_read_late_while_python_moves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_recorder_is_read_late_while_python_moves(
+    torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     record.create(tmp_path / "beat")
     writer = HeartbeatWriter(tmp_path / "beat")
-    readings: list[int] = []
-    recorder(monkeypatch, ("0", 0, ALL), _dump_nccl_trace_json=lambda **_: readings.append(1) or status())
+    torch.group("0", ALL, "nccl2").at(7, 7)
     thread = HeartbeatThread(writer)
     for seconds, moved, count in ((0.5, False, 0), (2, True, 0), (2, False, 1), (6, True, 2)):
         now_ns = writer.progress_ns + int(seconds * 1e9)
         monkeypatch.setattr(time, "monotonic_ns", lambda now_ns=now_ns: now_ns)
         thread._read_groups(moved)
-        assert len(readings) == count, seconds
+        assert len(torch.calls) == count, seconds
 
 
 def test_recorder_of_this_torch_is_readable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,4 +245,4 @@ def test_recorder_of_this_torch_is_readable(monkeypatch: pytest.MonkeyPatch) -> 
     text = json.loads(c10d._dump_fr_trace_json(includeCollectives=False))
     assert {"version", "pg_config", "pg_status", "comm_lib_version"} <= set(text)
     assert not text["comm_lib_version"]
-    assert collectives.nccl_groups(8) == () or hasattr(c10d, "_dump_nccl_trace_json")
+    assert GroupCounts().read(8) == () or hasattr(c10d, "_dump_nccl_trace_json")

@@ -132,6 +132,8 @@ def blame(live: Sequence[RankState], exited: Sequence[RankState], nodes: int) ->
             found = Blame(proof.culprits, proof.cause, proof.why, "proven")
     culprits = [rank for rank in found.culprits if rank in live]
     evidence = "left" if exited and found.evidence == "idle" else found.evidence
+    if evidence in ("alike", "device") and any(rank.has_unrecorded_group for rank in live):
+        evidence = "unrecorded"
     return replace(found, evidence=evidence, places=_places(culprits or group.outside or live))
 
 
@@ -232,6 +234,7 @@ def _only_wait(ranks: Sequence[RankState]) -> bool:
     """For ranks of the job, and their main threads do, too: one that does not may enqueue what others wait in."""
     return all(
         rank.knows_members
+        and not rank.has_unrecorded_group
         and rank.report.phase != "exit"
         and (rank.at_barrier or rank.is_recorded or (rank.report.where == "device" and rank.has_pending_collective))
         for rank in ranks

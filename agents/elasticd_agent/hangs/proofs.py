@@ -4,8 +4,8 @@ A rank is stuck if it waits, no other thread of it runs code of the script, and 
 never finish: a member that is stuck or has exited has not issued it, or has issued another collective under its number.
 A rank in a call of its session is stuck if one that it waits for is stuck elsewhere, or has exited.
 A rank that sends to or receives from another one is stuck if all ranks of the job are, and no bytes are under way.
-Ranks without a recording may resume, so nothing is proven by their absence, nor in a group of which other programs may
-be members. Numbers count per process group.
+Ranks without a recording may resume, so nothing is proven by their absence, nor by a rank with a group that no recorder
+knows, nor in a group of which other programs may be members. Numbers count per process group.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def _has_nothing_under_way(rank: RankState) -> bool:
     return (
         gloo
         and rank.knows_members
+        and not rank.has_unrecorded_group
         and rank.report.unsent == 0
         and rank.report.window_s > 0
         and rank.bytes_per_s <= BUSY_BYTES_PER_S
@@ -136,7 +137,8 @@ def _pending(rank: RankState) -> Iterator[_Collective]:
 
 def _tails(one: _Collective, member: RankState) -> Iterator[GroupTail]:
     """What the member issued in this group through the same backend: each has a recorder and numbers of its own."""
-    return (tail for tail in member.report.groups if (tail.group, tail.backend) == (one.group, one.backend))
+    same = (tail for tail in member.report.groups if (tail.group, tail.backend) == (one.group, one.backend))
+    return (tail for tail in same if not tail.unrecorded)
 
 
 def _lacks(one: _Collective, member: RankState) -> bool:

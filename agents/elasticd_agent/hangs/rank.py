@@ -68,6 +68,8 @@ class RankState:
     def is_recorded(self) -> bool:
         """What its main thread waits in is among the collectives in its recorder: gloo's are never a device's."""
         report = self.report
+        if self.has_unrecorded_group:
+            return False
         if report.where == "device":
             return any(tail.pending and tail.backend != "gloo" for tail in report.groups)
         unrecorded = self.transfers or report.function == "monitored_barrier" or report.function.endswith(_BY_SOURCE)
@@ -91,6 +93,11 @@ class RankState:
         return {group: completed for group, enqueued, completed in self.report.nccl_groups if enqueued > completed}
 
     @property
+    def has_unrecorded_group(self) -> bool:
+        """It has a group whose collectives, or their end, no recorder has: it may wait there, and may resume."""
+        return any(tail.unrecorded for tail in self.report.groups) or any(n < 0 for _, n, _ in self.report.nccl_groups)
+
+    @property
     def has_pending_collective(self) -> bool:
         """NCCL's recorder: collectives are enqueued and none has completed for half of the time without progress.
 
@@ -102,7 +109,7 @@ class RankState:
     def has_not_enqueued(self, other: RankState) -> tuple[int, int] | None:
         """The (group, number) of a collective that `other` waits in and this rank has not enqueued yet."""
         for group, completed in other.pending.items():
-            if any(mine == group and enqueued <= completed for mine, enqueued, _ in self.report.nccl_groups):
+            if any(mine == group and 0 <= enqueued <= completed for mine, enqueued, _ in self.report.nccl_groups):
                 return group, completed + 1
         return None
 

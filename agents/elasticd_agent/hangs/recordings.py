@@ -1,7 +1,8 @@
 """Pure: flight recordings of several ranks -> the collective they wait for, its size, and the ranks that lack it.
 
-The rank to blame is the one whose list is shorter than the others', or differs. Input is the JSON of torch's NCCL and
-gloo recorders (versions 2.x); unknown parts count as absent. Sequence numbers are per process group.
+The rank to blame is the one whose list is shorter than the others', or differs. Input is the JSON of torch's recorders
+(versions 2.x): NCCL's, gloo's, or that of a hook for another backend; unknown parts count as absent. Sequence numbers
+are per process group.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Deviation = Literal["", "skipped", "other"]
 """How a rank's last collectives differ from their usual order: not, by one that was left out, in another way."""
 MOST_GROUPS = 16
-_DEFAULT, _GLOO = "default group", "gloo"
+_DEFAULT, _NCCL, _GLOO = "default group", "nccl", "gloo"
 _TAIL, _RECENT, _LEAST_HISTORY = 8, 8, 24
 """Collectives of a tail; those that may be out of order; and how many are needed to know the usual order."""
 _OF_ONE_SIZE = re.compile(
@@ -56,9 +57,11 @@ class Recording:
     """(group, kind) of all in the order in which they were issued."""
 
     nccl: bool = False
-    """By NCCL's own recorder; it and that of all other backends do not have the same collectives."""
+    """By another recorder than gloo's, which does not have the same collectives."""
     in_job: frozenset[str] = frozenset()
     """The groups all of whose members are ranks of this job."""
+    unrecorded: Mapping[str, str] = field(default_factory=dict)
+    """The backends of the groups whose collectives are in no recorder."""
 
     def deviation(self) -> Deviation:
         """Whether one of the last collectives follows another that it never followed before, and why."""
@@ -86,7 +89,10 @@ class Recording:
             kinds = [[number, issued[number].kind] for number in dict.fromkeys([*shown, *sorted(issued)[-_TAIL:]])]
             tail = {"group": group, "last": last, "pending": pending, "kinds": kinds, "in_job": group in self.in_job}
             found.append(tail | {"backend": issued[last].backend if issued else _GLOO})
-        return sorted(found, key=lambda tail: not tail["pending"])[:MOST_GROUPS]
+        for group, backend in self.unrecorded.items():
+            tail = {"group": group, "last": 0, "pending": 0, "in_job": group in self.in_job}
+            found.append(tail | {"backend": backend, "unrecorded": True})
+        return sorted(found, key=lambda tail: not (tail["pending"] or tail.get("unrecorded")))[:MOST_GROUPS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +128,19 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
         if number is None:
             continue
         backend, _, operation = str(entry.get("profiling_name", "?")).rpartition(":")
-        # gloo's state stays "scheduled"; NCCL's is "completed", and there "retired" without it has timed out.
-        done = entry.get("state") == "completed" or (backend == "gloo" and entry.get("retired") is True)
-        done = done or number <= completed.get(str(entry.get("pg_id")), -1)
+        # gloo's state stays "scheduled", as a hook's does if the backend does not report the end. ProcessGroupNCCL's is
+        # "completed", and there "retired" without it has timed out. A hook's status counts other operations, too.
+        done = entry.get("state") == "completed" or (backend != _NCCL and entry.get("retired") is True)
+        done = done or (backend in (_NCCL, _GLOO) and number <= completed.get(str(entry.get("pg_id")), -1))
         issued = groups[_group(entry)][number] = IssuedCollective(number, operation[:80], _sizes(entry), done, backend)
         order.append((_group(entry), agreed(issued.kind, backend)))
-    # gloo's leaves the library's version empty.
-    nccl = bool(data.get("comm_lib_version") or data.get("nccl_version"))
-    listed = _listed(data)
+    nccl, listed = _is_device(data, groups), _listed(data)
     for group, (own, unused) in listed.items():
         # What a rank has never issued is known of gloo's groups only, and not from NCCL's recorder.
         if group not in groups and (not own or (unused and not nccl)):
             groups[group] = {}
-    return Recording(
-        len(entries), dict(groups), tuple(order), nccl, frozenset(group for group, (own, _) in listed.items() if own)
-    )
+    in_job = frozenset(group for group, (own, _) in listed.items() if own)
+    return Recording(len(entries), dict(groups), tuple(order), nccl, in_job, _unrecorded(data))
 
 
 def agreed(kind: str, backend: str) -> str:
@@ -181,8 +185,23 @@ def _has_ranks(text: object) -> bool:
         return False
 
 
+def _is_device(data: Mapping[str, Any], groups: Mapping[str, Mapping[int, IssuedCollective]]) -> bool:
+    """The heartbeat thread names the recorder. In a dump by torch only NCCL's, once it was used, has a version."""
+    backends = {one.backend for issued in groups.values() for one in issued.values()} - {""}
+    named = data.get("recorder")
+    if backends or named:
+        return bool((backends or {str(named)}) - {_GLOO})
+    return bool(data.get("comm_lib_version") or data.get("nccl_version"))
+
+
+def _unrecorded(data: Mapping[str, Any]) -> dict[str, str]:
+    listed = data.get("unrecorded")
+    groups = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    return {_group(one): str(one.get("backend", "")) for one in groups}
+
+
 def compare(recorded: Mapping[int, Recording]) -> list[GroupComparison]:
-    """One comparison for each process group, those with a difference first: of NCCL's recordings if there are any."""
+    """One comparison for each process group, those with a difference first: of gloo's recordings only if all are."""
     recorded = {rank: one for rank, one in recorded.items() if one.nccl} or recorded
     names = sorted({name for one in recorded.values() for name in one.groups})
     found = [_compare(name, {rank: one.groups.get(name) for rank, one in recorded.items()}) for name in names]

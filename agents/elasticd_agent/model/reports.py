@@ -29,8 +29,9 @@ class GroupTail(Record):
     last: int  #: the number of the last collective issued
     pending: int = 0  #: of the first unfinished one; 0: none
     kinds: tuple[tuple[int, str], ...] = ()  #: the operation and size of the last ones, by number
-    backend: str = ""  #: "gloo", "nccl"; "" unknown
+    backend: str = ""  #: "gloo", "nccl", "nccl2"; "" unknown
     in_job: bool = False  #: all of its members are ranks of this job
+    unrecorded: bool = False  #: no recorder has what is issued in this group, or none has what is completed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class RankReport(Record):
     idle_s: float = 0.0  #: since any of the above last changed
     alive_s: float = -1.0  #: since its heartbeat thread last ran, which it cannot while the GIL is held; -1: never
     moved_s: float = -1.0  #: since that thread last saw the main thread's Python move; -1: never
-    nccl_groups: tuple[tuple[int, int, int], ...] = ()  #: (group, collectives enqueued, completed), see its heartbeat
+    #: (group, collectives enqueued, completed), both -1 for a group of which no recorder has them; see its heartbeat
+    nccl_groups: tuple[tuple[int, int, int], ...] = ()
     device_s: float = -1.0  #: since `nccl_groups` last changed; -1: unknown
     waiting_s: float = 0.0  #: for how long that thread has seen it wait for other ranks, without a break
     # from /proc
