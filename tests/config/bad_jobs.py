@@ -151,11 +151,6 @@ TOML: list[tuple[str, str]] = [
     ),
     (ABOUT + 'shutdown_timeout="-3s"', "shutdown_timeout: '-3s': a time cannot be negative"),
     (
-        ABOUT + 'evidence_timeout="30s"',
-        "evidence_timeout: 30 s must be more than 0 and not exceed the least hang floor, 5 s, so that "
-        "a hang is over soon after it is seen; lower it by 25 s",
-    ),
-    (
         ABOUT + 'hang_floor="10s"\nprogress_ceiling="5s"',
         "progress_ceiling: 5 s must not be less than hang_floor 10 s: it is the most a group may be "
         "quiet, the floor the least; raise it by 5 s",

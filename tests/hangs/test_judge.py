@@ -63,6 +63,16 @@ def test_evidence_comes_before_verdict() -> None:
     assert judge.new_verdicts == [found]
 
 
+def test_verdict_waits_for_a_raised_evidence_timeout() -> None:
+    judge = HangJudge(replace(POLICY, evidence_timeout_s=20.0))
+    reports = [A, replace(B, gathered=False)]
+    assert judge.turn(ROUND, reports, NOBODY, NOW) is None
+    assert judge.turn(ROUND, reports, NOBODY, NOW + 21.9) is None
+    found = judge.turn(ROUND, reports, NOBODY, NOW + 22.0)
+    assert found is not None
+    assert found.culprits == (("b", 1, 4),)
+
+
 def test_verdict_is_new_once_and_repeats() -> None:
     """The store may go away between the verdict and the Failure that it becomes."""
     judge = HangJudge(POLICY)

@@ -41,14 +41,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stopped_after_s": float("nan")}, "stopped_after nan s must be at least 0.5 s"),
     ({"hang_factor": 1}, "hang_factor 1 must be more than 1: it says how many times the usual is too long"),
     ({"slow_factor": float("inf")}, "slow_factor inf must be more than 1"),
-    (
-        {"evidence_timeout_s": 4, "hang_floor_s": 1},
-        "evidence_timeout 4 s must .* not exceed 3 s, as hang_floor 1 s is less, .* by 1 s",
-    ),
-    (
-        {"evidence_timeout_s": 7},
-        "evidence_timeout 7 s must .* not exceed the least hang floor, 5 s, .* lower it by 2 s",
-    ),
     ({"evidence_timeout_s": 0}, "evidence_timeout 0 s must be more than 0"),
     ({"slow_ceiling_s": 5}, "slow_ceiling 5 s must exceed the least hang floor, 5 s, so that .* more than 0 s"),
     ({"slow_ceiling_s": 9, "hang_floor_s": 10}, "slow_ceiling 9 s must exceed hang_floor 10 s, .* more than 1 s"),

@@ -150,7 +150,7 @@ class HangDetector:
             return
         self._evidence_found = _with_earlier(found, self._evidence_found)
         missing = not all(rank.source for rank in self._evidence_found.ranks)
-        if found.trouble and self._gather_count == 0 and missing:
+        if (found.late or found.trouble) and self._gather_count == 0 and missing:
             self._gather_count = 1  # the helper came too late for some stack, as on a busy machine: once more
             self._gather_at = now
             return

@@ -7,13 +7,13 @@ thread never waits, and what was reported by then counts.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
 import shutil
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 from collections import deque
@@ -24,7 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import WireError
-from elasticd_agent.hangs.collector.request import CollectRequest, EvidenceTarget, PublishRequest, to_message
+from elasticd_agent.hangs.causes import DUMP_REASON
+from elasticd_agent.hangs.collector import files as disk
+from elasticd_agent.hangs.collector.request import (
+    NO_STACKS,
+    REDIRECTED,
+    CollectRequest,
+    EvidenceTarget,
+    PublishRequest,
+    fallback_directory,
+    to_message,
+)
 from elasticd_agent.model.reports import GroupTail, Where
 from elasticd_agent.system import procfs
 from elasticd_agent.system.helper_process import HelperError, HelperProcess, HelperTimeout
@@ -33,14 +43,15 @@ from elasticd_agent.system.nvml import find_nvml
 
 __all__ = ["EvidenceCollector", "EvidenceTarget", "GatheredEvidence", "RankEvidence"]
 
-GATHER_PART, KILL_PART = 0.6, 0.7
+GATHER_PART, KILL_PART = 0.8, 0.9
 """Of the budget: how long a helper gathers, and when it is killed. The rest is for publishing to the log directory."""
+MOST_TIMES = 8
+"""On a machine with 40 processes for each core a helper needs 3 to 5 s for what takes 0.2 s elsewhere: after a
+gathering that came too late, the next one has twice the budget, up to this many times. Nothing waits for it longer."""
 PUBLISH_S = 1.0
 """The least time to publish: a directory is not dead because a busy machine took the whole budget to gather."""
-FALLBACK_S = 2.0
-"""For the copy outside of a log directory that does not answer; nothing waits for it."""
-WRITE_S = 5.0
-"""For the verdict's files: nothing waits for them, and on a busy machine a helper needs seconds to start."""
+RETRY_S = 10.0
+"""For a second attempt at a directory, for its replacement and for the verdict's files: nothing waits for these."""
 CLOSE_S = 3.0
 ORPHAN_S = 5.0
 """A helper whose agent was killed ends this long after its deadline."""
@@ -78,7 +89,9 @@ class GatheredEvidence:
     path: Path
     seconds: float
     trouble: str = ""
-    """What is missing or elsewhere, and why."""
+    """What is missing, and why."""
+    late: bool = False
+    """There was too little time for the stacks of a process that could have shown them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +136,18 @@ class EvidenceCollector:
         self._kept_rounds = keep
         self._spy = spy
         self._nvml = nvml
-        temporary = temporary or Path(tempfile.gettempdir())
-        self._fallback_dir = temporary / f"elasticd-evidence-{os.getuid()}" / (job or scratch.name)
+        self._fallback_dir = fallback_directory(temporary) / (job or scratch.name)
         self._requests: queue.SimpleQueue[_Gather | _Write | None] = queue.SimpleQueue()
         self._next: deque[_Gather | _Write | None] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._helper: HelperProcess | None = None
         self._busy = self._taking = self._publishing = self._dropped = self._closing = self._warned = False
+        self._times = 1
         self._redirected: dict[Path, Path] = {}
 
     def gather(self, number: int, targets: Sequence[EvidenceTarget], final: Path, why: str) -> bool:
-        """Begin; the result is posted within the budget, or PUBLISH_S after it if gathering took all of that.
+        """Begin; the result is posted within the budget (see MOST_TIMES), or PUBLISH_S after it if that was used up.
 
         False if nothing begins: another gathering is under way, or no thread can be started.
         """
@@ -171,9 +184,11 @@ class EvidenceCollector:
                 self._kill_helper()
         if self._thread is not None:
             self._requests.put(None)
-            self._thread.join(CLOSE_S)
-            with self._lock:
-                self._kill_helper()
+            for over in (False, True):  # first the directory that does not answer, then its replacement
+                self._thread.join(CLOSE_S)
+                with self._lock:
+                    self._dropped = over
+                    self._kill_helper()
             self._thread.join(2 * REAP_S)
 
     def _kill_helper(self) -> None:
@@ -217,40 +232,44 @@ class EvidenceCollector:
         return batch
 
     def _write(self, batch: list[_Write]) -> None:
-        final = batch[0].final
-        files = tuple((one.name, one.text) for one in batch)
-        place = self.directory_for(final)
-        trouble = self._publish(PublishRequest(str(place), files=files), time.monotonic() + WRITE_S)
-        if trouble:
-            other = self._redirect(batch[0].round, final)
-            names = ", ".join(name for name, _ in files)
-            _log.warning("%s cannot be written: %s; %s is in %s", place, trouble, names, other)
-            request = PublishRequest(str(other), files=files, rounds=self._kept_rounds)
-            self._publish(request, time.monotonic() + FALLBACK_S)
+        self._publish_anywhere(batch[0].round, batch[0].final, files=tuple((one.name, one.text) for one in batch))
 
     def _take(self, request: _Gather) -> None:
         local = self._scratch / "evidence" / f"{request.round}-{request.final.name}"
         ranks: dict[int, dict[str, Any]] = {}
-        self._taking, path = True, request.final
+        until = time.monotonic() + self._budget_s * self._times
+        troubles: list[str] = []
+        self._taking, late, published, kept = True, False, True, False
         try:
-            path, troubles = self._gather(request, local, ranks)
+            troubles, late = self._gather(request, until, local, ranks)
+            with self._lock:
+                kept = self._publishing = not (self._dropped or self._closing)
+            if kept:
+                _name_missing(local, request.targets, troubles)
+                published = self._publish_in_time(request, local, until)
+            else:
+                troubles = []
         except Exception as error:  # noqa: BLE001 the detector waits for a result, also for none
-            troubles = [f"no evidence: {type(error).__name__}: {error}"]
+            troubles.append(f"no evidence: {type(error).__name__}: {error}")
         if troubles:
-            _log.warning("evidence of round %d: %s", request.round, "; ".join(troubles))
+            _log.info("evidence of round %d: %s", request.round, "; ".join(troubles))
         found = tuple(_rank_evidence(target, ranks.get(target.rank, {})) for target in request.targets)
+        late = kept and (late or any(not rank.source and rank.state in ("R", "S") for rank in found))
+        self._times = min(2 * self._times, MOST_TIMES) if late else self._times
+        if not published and request.why == DUMP_REASON:
+            self._publish_anywhere(request.round, request.final, local)  # the person is told where it is
+        path, seconds = self.directory_for(request.final), time.monotonic() - request.began
         with self._lock:
             self._busy = self._taking = self._publishing = self._dropped = False
-        self._post(GatheredEvidence(request.round, found, path, time.monotonic() - request.began, "; ".join(troubles)))
-        if path != request.final and local.exists():
-            publish = PublishRequest(str(path), str(local), rounds=self._kept_rounds)
-            lost = self._publish(publish, time.monotonic() + FALLBACK_S)
-            if lost:
-                _log.warning("%s cannot be written either: %s", path, lost)
+        self._post(GatheredEvidence(request.round, found, path, seconds, "; ".join(troubles), late))
+        if not published and request.why != DUMP_REASON:
+            self._publish_anywhere(request.round, request.final, local)
         shutil.rmtree(local, ignore_errors=True)
 
-    def _gather(self, request: _Gather, local: Path, ranks: dict[int, dict[str, Any]]) -> tuple[Path, list[str]]:
-        """All that has a deadline. Returns where the evidence is, or will be, and what went wrong."""
+    def _gather(
+        self, request: _Gather, until: float, local: Path, ranks: dict[int, dict[str, Any]]
+    ) -> tuple[list[str], bool]:
+        """Returns what went wrong, and whether that was for lack of time."""
         troubles: list[str] = []
 
         def receive(message: dict[str, Any]) -> None:
@@ -261,38 +280,61 @@ class EvidenceCollector:
 
         shutil.rmtree(local, ignore_errors=True)
         local.mkdir(mode=0o700, parents=True)
+        began = time.monotonic()
         collect = CollectRequest(
             str(local),
-            max(0.1, request.began + GATHER_PART * self._budget_s - time.monotonic()),
+            max(0.1, GATHER_PART * (until - began)),
             tuple(target for target in request.targets if target.pid > 0),
             request.why,
             find_py_spy() if self._spy is None else self._spy,
             find_nvml() if self._nvml is None else self._nvml,
         )
-        trouble = self._help("gather", collect, request.began + KILL_PART * self._budget_s, receive)
-        with self._lock:
-            if self._dropped or self._closing:
-                return request.final, []
-            self._publishing = True
-        troubles += [trouble] if trouble else []
-        place = self.directory_for(request.final)
-        if place == request.final:
-            until = max(request.began + self._budget_s, time.monotonic() + PUBLISH_S)
-            lost = self._publish(PublishRequest(str(place), str(local), rounds=self._kept_rounds), until)
-            if lost:
-                place = self._redirect(request.round, request.final)
-                troubles.append(f"{request.final} cannot be written ({lost}): the evidence is in {place}")
-        return place, troubles
+        trouble, late = self._help("gather", collect, began + KILL_PART * (until - began), receive)
+        return [*troubles, trouble] if trouble else troubles, late
 
-    def _publish(self, request: PublishRequest, until: float) -> str:
-        """Returns what went wrong, or ""."""
+    def _publish_in_time(self, request: _Gather, local: Path, until: float) -> bool:
+        """Before the result is posted. False: not done, and to be tried again."""
+        if self.directory_for(request.final) != request.final:
+            return False
+        until = max(until, time.monotonic() + PUBLISH_S)
+        trouble, late = self._publish(PublishRequest(str(request.final), str(local), rounds=self._kept_rounds), until)
+        if trouble and not late:
+            self._redirect(request.round, request.final, trouble)
+        return not trouble
+
+    def _publish_anywhere(
+        self, number: int, final: Path, local: Path | None = None, files: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        """Into the log directory or, if it does not answer, into another one. A message says what is lost."""
+        source = "" if local is None else str(local)
+        trouble, place = "", self.directory_for(final)
+        if place == final:
+            request = PublishRequest(str(place), source, files, self._kept_rounds if local is not None else 0)
+            trouble, _ = self._publish(request, time.monotonic() + RETRY_S)
+            if not trouble:
+                return
+            place = self._redirect(number, final, trouble)
+        if place != final:
+            origin = (REDIRECTED, json.dumps({"directory": str(final.absolute())}))
+            request = PublishRequest(str(place), source, (*files, origin), self._kept_rounds)
+            trouble, _ = self._publish(request, time.monotonic() + RETRY_S)
+        if trouble and not self._closing:
+            lost = ", ".join(name for name, _ in files) or "the evidence"
+            _log.warning("%s of round %d is lost: %s cannot be written: %s", lost, number, place, trouble)
+
+    def _publish(self, request: PublishRequest, until: float) -> tuple[str, bool]:
+        """Returns what went wrong, and whether that was for lack of time."""
         troubles: list[str] = []
-        trouble = self._help("publish", request, until, lambda line: troubles.append(line.get("trouble", "")))
-        return next((one for one in troubles if one), trouble)
+        trouble, late = self._help("publish", request, until, lambda line: troubles.append(line.get("trouble", "")))
+        return next((one for one in troubles if one), trouble), late
 
-    def _redirect(self, number: int, final: Path) -> Path:
-        """Evidence for `final`, which does not answer, goes elsewhere from now on."""
-        return self._redirected.setdefault(final, self._fallback_dir / f"round-{number}" / final.name)
+    def _redirect(self, number: int, final: Path, why: str) -> Path:
+        """Evidence for `final`, which cannot be written, goes elsewhere from now on; `final` itself if it is there."""
+        place = self._fallback_dir / f"round-{number}" / final.name
+        if final not in self._redirected and place != final:
+            self._redirected[final] = place
+            _log.warning("the evidence of round %d is in %s: %s cannot be written: %s", number, place, final, why)
+        return self.directory_for(final)
 
     def _help(
         self,
@@ -300,15 +342,15 @@ class EvidenceCollector:
         request: CollectRequest | PublishRequest,
         until: float,
         receive: Callable[[dict[str, Any]], object],
-    ) -> str:
-        """Run a helper to its end, or to its deadline. Returns what went wrong, or ""."""
+    ) -> tuple[str, bool]:
+        """Run a helper to its end, or to its deadline. Returns what went wrong, and whether that was the deadline."""
         began = time.monotonic()
         seconds = f"{max(0.0, until - began) + ORPHAN_S:.1f}"
         command = [sys.executable, "-I", "-S", program("evidence_collector"), verb, seconds, *import_path()]
         try:
             helper = HelperProcess(command, cwd="/", keep_errors=True)
         except OSError as error:
-            return f"no helper can be started: {error.strerror or error}"
+            return f"no helper can be started: {error.strerror or error}", False
         try:
             with self._lock:
                 self._helper = helper
@@ -318,14 +360,23 @@ class EvidenceCollector:
             for message in helper.messages(until):
                 receive(message)
         except HelperTimeout:
-            return f"it did not answer within {until - began:.1f} s"
+            return f"it did not answer within {until - began:.1f} s", True
         except HelperError as error:
-            return f"the helper ended: {error}"
+            return f"the helper ended: {error}", False
         finally:
             with self._lock:
                 self._helper = None
             helper.close(within_s=REAP_S)
-        return ""
+        return "", False
+
+
+def _name_missing(local: Path, targets: Sequence[EvidenceTarget], troubles: Sequence[str]) -> None:
+    """Each rank without stacks has a file that says why, as after a helper that did not come so far."""
+    why = "; ".join(troubles) or "there was no time"
+    for target in targets:
+        path = local / f"rank-{target.rank}.stacks.txt"
+        if target.pid > 0 and not path.exists():
+            disk.write(str(path), f"{NO_STACKS}{why}\n".encode())
 
 
 _WORDS = ("where", "function", "place", "stack", "state", "wchan", "source")

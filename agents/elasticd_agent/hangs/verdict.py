@@ -107,7 +107,7 @@ def reason_to_suspect(report: HangReport, policy: Policy) -> str | None:
         return f"no rank on {report.node} has made progress for {idle_s:.1f} s; the deadline is {deadline_s:.1f} s"
     overdue_s = limits("overdue", policy, Shown(deadline_s)).report_s
     longest = max(live, key=lambda rank: rank.waiting_s)
-    if longest.waiting_s < overdue_s - policy.evidence_timeout_s:
+    if longest.waiting_s < max(EARLY_FRACTION * overdue_s, overdue_s - policy.evidence_timeout_s):
         return None
     return f"{longest.label()} waits for other ranks for {longest.waiting_s:.1f} s; the limit is {overdue_s:g} s"
 

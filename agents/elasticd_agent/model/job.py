@@ -244,12 +244,6 @@ class Policy:
             value = getattr(self, name)
             if not 1 < value < float("inf"):
                 raise UsageError(f"{name} {value:g} must be more than 1: it says how many times the usual is too long")
-        most, bound = (floor, least) if floor >= EVIDENCE_S else (EVIDENCE_S, f"{EVIDENCE_S:g} s, as {least} is less")
-        if not 0 < self.evidence_timeout_s <= most:
-            raise UsageError(
-                f"evidence_timeout {self.evidence_timeout_s:g} s must be more than 0 and not exceed {bound}, so that a "
-                f"hang is over soon after it is seen; lower it by {max(0.0, self.evidence_timeout_s - most):.6g} s"
-            )
         if self.slow_ceiling_s is not None:
             self._require_exceeds("slow_ceiling_s", floor, least, "slow ranks have more time than idle ones")
         if self.hang_floor_s is not None and self.progress_ceiling_s < floor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.hangs import evidence as module
+from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.collector import files as disk
 from elasticd_agent.hangs.evidence import EvidenceTarget
 from elasticd_agent.system import procfs
@@ -64,9 +66,21 @@ def test_budget_when_py_spy_hangs(
     assert helpers(*pids) == set()
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory's second attempt is short."""
+    monkeypatch.setattr(module, "RETRY_S", 1.0)
+
+
 def test_dead_log_directory_redirects_evidence(
-    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
+    takes: MakeEvidence,
+    worker: StartWorker,
+    posted: Posted,
+    tmp_path: Path,
+    impatient: None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The result does not wait for the second attempt, and one message names the place."""
     elsewhere = tmp_path / f"elasticd-evidence-{os.getuid()}" / "job"
     evidence = takes(2.0, job="job", temporary=tmp_path)
     final, pid = blocked(tmp_path / "log" / "round-7" / "evidence"), worker(SLEEPS)
@@ -74,17 +88,21 @@ def test_dead_log_directory_redirects_evidence(
     found = posted.get(timeout=30)
     assert found.seconds < 2.0 + MARGIN_S
     assert found.ranks[0].source == "py-spy"
-    assert found.path == elsewhere / "round-7" / "evidence"
-    assert str(final) in found.trouble
-    assert str(found.path) in found.trouble
+    assert (found.path, found.trouble, found.late) == (final, "", False)
     evidence.write(7, "verdict.json", "{}\n", final)
     evidence.close()
-    assert sorted(path.name for path in found.path.iterdir()) == [
+    place = elsewhere / "round-7" / "evidence"
+    assert evidence.directory_for(final) == place
+    assert sorted(path.name for path in place.iterdir()) == [
         "rank-0.json",
         "rank-0.stacks.json",
         "rank-0.stacks.txt",
+        "redirected.json",
         "verdict.json",
     ]
+    assert json.loads((place / "redirected.json").read_text()) == {"directory": str(final)}
+    said = f"the evidence of round 7 is in {place}: {final} cannot be written: it did not answer within 1.0 s"
+    assert caplog.messages == [said]
     assert elsewhere.parent.stat().st_mode & 0o777 == 0o700
     assert list((tmp_path / "scratch" / "evidence").iterdir()) == []
     assert helpers(pid) == set()
@@ -110,11 +128,49 @@ def test_publishing_after_budget_is_spent(
     evidence = takes(0.5, spy=str(spy), temporary=tmp_path)
     final, pid = tmp_path / "log" / "round-7" / "evidence", worker(SLEEPS)
     assert evidence.gather(7, [EvidenceTarget(0, pid)], final, "")
-    assert (posted.get(timeout=30).path == final) is left
+    assert posted.get(timeout=30).late
+    assert (final / "rank-0.stacks.txt").exists() is left
+    evidence.close()
+    assert (final / "rank-0.stacks.txt").read_text().startswith("no stacks: it did not answer within 0.")
+    assert evidence.directory_for(final) == final, "the second attempt has time"
+
+
+def test_time_doubles_after_late_gathering(
+    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
+) -> None:
+    """A machine that is too busy for the first gathering, as each py-spy needs 1 s, has the stacks of a later one."""
+    spy = tmp_path / "py-spy"
+    spy.write_text(f'#!/bin/sh\nsleep 1.5\nexec {module.find_py_spy()} "$@"\n')
+    spy.chmod(0o700)
+    evidence = takes(1.0, spy=str(spy))
+    target = EvidenceTarget(0, worker(SLEEPS))
+    found = []
+    while not found or (found[-1].late and len(found) < 5):
+        assert evidence.gather(1, [target], tmp_path / "log", "")
+        found.append(posted.get(timeout=30))
+    assert [each.late for each in found[:2]] == [True, True]
+    assert (found[-1].late, found[-1].ranks[0].source) == (False, "py-spy")
+    assert "py-spy did not answer within" in found[0].ranks[0].trouble
+
+
+def test_directory_without_replacement_is_named_once(
+    takes: MakeEvidence, worker: StartWorker, tmp_path: Path, impatient: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a log directory the evidence belongs where it would go otherwise."""
+    evidence = takes(job="job", temporary=tmp_path)
+    final = blocked(tmp_path / f"elasticd-evidence-{os.getuid()}" / "job" / "round-7" / "evidence")
+    evidence.write(7, "verdict.json", "{}\n", final)
+    until_idle = time.monotonic() + 20
+    while not caplog.messages and time.monotonic() < until_idle:
+        time.sleep(0.05)
+    evidence.close()
+    assert caplog.messages == [
+        f"verdict.json of round 7 is lost: {final} cannot be written: it did not answer within 1.0 s"
+    ]
 
 
 def test_files_for_dead_directory_are_redirected(takes: MakeEvidence, posted: Posted, tmp_path: Path) -> None:
-    evidence = takes(0.5, job="job", temporary=tmp_path)
+    evidence = takes(0.5, job="job", temporary=tmp_path)  # what is to be written elsewhere is, although this closes
     final = blocked(tmp_path / "log" / "round-7" / "evidence")
     began = time.monotonic()
     evidence.write(7, "verdict.json", "{}\n", final)
@@ -198,21 +254,26 @@ def test_link_in_world_writable_directory(takes: MakeEvidence, posted: Posted, t
     evidence.write(1, "verdict.json", "{}", tmp_path / "tmp" / "evidence" / "round-1")
     evidence.close()
     assert list((tmp_path / "theirs").iterdir()) == []
-    assert [path.name for path in (tmp_path / "aside").rglob("*.json")] == ["verdict.json"]
+    assert [path.name for path in (tmp_path / "aside").rglob("verdict.json")] == ["verdict.json"]
 
 
-def test_dead_directory_is_not_tried_again(
-    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
+def test_dead_directory_is_tried_twice(
+    takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path, impatient: None
 ) -> None:
+    """And no more; a person who requests a dump is told where it is at last."""
     evidence = takes(1.5, job="job", temporary=tmp_path)
     final, pid = blocked(tmp_path / "log" / "round-7" / "evidence"), worker(SLEEPS)
-    for _ in range(2):
-        assert evidence.gather(7, [EvidenceTarget(0, pid)], final, "")
+    place = tmp_path / f"elasticd-evidence-{os.getuid()}" / "job" / "round-7" / "evidence"
+    for why, path in (("quiet", final), ("quiet", place), (DUMP_REASON, place)):
+        assert evidence.gather(7, [EvidenceTarget(0, pid)], final, why)
         found = posted.get(timeout=30)
-        assert found.path.parent == tmp_path / f"elasticd-evidence-{os.getuid()}" / "job" / "round-7"
-    assert found.trouble == ""
-    evidence.close()
-    assert (found.path / "rank-0.json").exists()
+        assert (found.path, found.trouble) == (path, "")
+    assert (place / "rank-0.json").exists()
+    other = blocked(tmp_path / "log" / "round-7" / "dump")
+    assert evidence.gather(7, [EvidenceTarget(0, pid)], other, DUMP_REASON)
+    dumped = posted.get(timeout=30).path
+    assert dumped == place.with_name("dump")
+    assert (dumped / "rank-0.json").exists()
 
 
 def test_unwritable_scratch_is_reported(

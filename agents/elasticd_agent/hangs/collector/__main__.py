@@ -11,12 +11,17 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
+
+PRIORITY = -10
+"""Of nice: ten times the usual share of a crowded processor, for a tenth of a second of work."""
 
 
 def main() -> None:
     verb, seconds, *paths = sys.argv[1:]
     signal.setitimer(signal.ITIMER_REAL, float(seconds))  # SIGALRM has no handler here
+    _raise_priority()
     sys.path += [path for path in paths if path not in sys.path]
     request = json.loads(sys.stdin.readline())
     lock = threading.Lock()
@@ -41,6 +46,14 @@ def main() -> None:
             os._exit(1)
     emit({"done": True})
     os._exit(0)  # stuck threads are left behind
+
+
+def _raise_priority() -> None:
+    """With the right to, which root has; of the session, too, where the kernel groups processes by session."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
+    with suppress(OSError), open("/proc/self/autogroup", "w") as autogroup:
+        autogroup.write(str(PRIORITY))
 
 
 if __name__ == "__main__":

@@ -38,9 +38,9 @@ IDLE_SHARE = 0.1
 SOURCE_S = 0.2
 LOG_GRACE_S = 0.5
 """Logs, read in milliseconds, may take this much longer than all else."""
-FLIGHT_S = 0.6
-"""The heartbeat thread reads requests ten times a second, and writes for 25 ms."""
-NCCL_S = 1.0
+FLIGHT_S, FLIGHT_PART = 0.6, 0.1
+"""The heartbeat thread reads requests ten times a second, and writes for 25 ms; or this part of the time, if longer."""
+NCCL_S, NCCL_PART = 1.0, 0.1
 """NCCL's monitor thread reads its pipe four times a second (docs/nccl.md). Where nothing comes, as with an interval of
 the user's own, the heartbeat thread is asked in the time that is left."""
 CHILDREN, CHILDREN_S = 16, 1.0
@@ -205,9 +205,10 @@ class Collection:
             return
         recorded = b""
         if worker.pipe and worker.dump:
-            recorded = flight.nccl_dump(worker.pipe, worker.dump, min(self._until, time.monotonic() + NCCL_S))
+            until = time.monotonic() + max(NCCL_S, NCCL_PART * self._request.seconds)
+            recorded = flight.nccl_dump(worker.pipe, worker.dump, min(self._until, until))
         if not recorded and worker.heartbeat and worker.flight:
-            until = min(self._until, time.monotonic() + FLIGHT_S)
+            until = min(self._until, time.monotonic() + max(FLIGHT_S, FLIGHT_PART * self._request.seconds))
             recorded = flight.await_dump(worker.heartbeat, flight.request_dump(worker.heartbeat), worker.flight, until)
         # NCCL writes a dump at a timeout of its own, too. An older one is worth reading, and proves nothing.
         shown = recorded or (flight.whole(worker.dump) if worker.dump else b"")

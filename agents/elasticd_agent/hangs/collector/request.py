@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 NO_STACKS = "no stacks: "
 """The text of a rank's stacks begins with this where there are none; the reason follows."""
+REDIRECTED = "redirected.json"
+"""In a folder whose evidence belongs into another one, which could not be written: {"directory": that one}."""
 
 FilePath = str | Path
+
+
+def fallback_directory(temporary: Path | None = None) -> Path:
+    """Of this user's jobs: for evidence without a log directory, or whose log directory cannot be written."""
+    return (temporary or Path(tempfile.gettempdir())) / f"elasticd-evidence-{os.getuid()}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,10 @@ NOT_PERMITTED = (
     "access denied to py-spy: it needs the right to trace "
     "(kernel.yama.ptrace_scope below 3; CAP_SYS_PTRACE in a container)"
 )
-FAULTHANDLER_S = 0.5
-"""faulthandler writes a hundred threads in a few milliseconds, once the kernel delivers the signal."""
+FIRST_TRY_PART, FIRST_TRY_S = 0.5, 2.0
+"""Of the time: how long the first py-spy may take if that is long enough for a busy machine. The rest is for more."""
+FAULTHANDLER_S = 2.0
+"""faulthandler writes a hundred threads in a few milliseconds, once the process gets a processor for the signal."""
 TEXT_LIMIT = 4 << 20
 _HANDLER_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):")
 _HANDLER_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -54,12 +56,15 @@ def by_py_spy(program: str, pid: int, until: float, tid: int = 0) -> StackDump:
         return StackDump(trouble="py-spy is not installed: pip install py-spy")
     trouble = "py-spy had no time"
     for _ in range(PY_SPY_TRIES):
-        if time.monotonic() >= until:
+        left_s = until - time.monotonic()
+        if left_s <= 0:
             break
-        ran = run_program([program, "dump", "--nonblocking", "--json", "--pid", str(tid or pid)], until)
+        limit_s = left_s * FIRST_TRY_PART if left_s * FIRST_TRY_PART >= FIRST_TRY_S else left_s
+        command = [program, "dump", "--nonblocking", "--json", "--pid", str(tid or pid)]
+        ran = run_program(command, time.monotonic() + limit_s)
         if ran.code is None:
-            return StackDump(trouble=f"py-spy {ran.trouble}")
-        if ran.code == 0:
+            trouble = f"py-spy {ran.trouble}"
+        elif ran.code == 0:
             try:
                 threads = from_py_spy(json.loads(ran.stdout), pid)
                 return StackDump(threads, as_text(pid, threads), "py-spy")
