@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,18 +122,78 @@ def test_summary_with_unwritten_verdict(evidence: Path) -> None:
     assert summary_lines(evidence, verdict)[:3] == said[:3]
 
 
-def test_no_evidence_names_fallback_directories(
-    evidence: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def redirect(evidence: Path, temporary: Path, job: str, names: Sequence[str]) -> Path:
+    """Move files to where an agent puts them while the log directory does not answer."""
+    place = temporary / f"elasticd-evidence-{os.getuid()}" / job / "round-1" / "evidence"
+    place.mkdir(parents=True)
+    for name in names:
+        (evidence / name).rename(place / name)
+    (place / "redirected.json").write_text(json.dumps({"directory": str(evidence)}))
+    return place
+
+
+@pytest.mark.parametrize("part", ["verdict", "all"])
+def test_redirected_evidence_is_found(
+    part: str, evidence: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest ones of the fallback directory come first."""
+    """The log directory's own, of whichever name the person gives; those of other jobs are not mentioned."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    jobs = [tmp_path / f"elasticd-evidence-{os.getuid()}" / name for name in "fabced"]
-    for age, job in enumerate(jobs):
-        shutil.copytree(evidence, job / "round-1" / "evidence")
-        os.utime(job / "round-1" / "evidence", (1e9 - age, 1e9 - age))
-    (tmp_path / "empty").mkdir()
-    said = explain(str(tmp_path / "empty")).stderr
-    assert said.endswith(f"elsewhere, the newest first: {', '.join(map(str, jobs[:4]))}\n")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = json.loads(explain("--json", str(evidence)).stdout)
+    shutil.copytree(evidence, tmp_path / f"elasticd-evidence-{os.getuid()}" / "another" / "round-9" / "evidence")
+    names = ["verdict.json", "judged.jsonl"] if part == "verdict" else [path.name for path in evidence.iterdir()]
+    place = redirect(evidence, tmp_path, "job", names)
+    if part == "all":
+        evidence.rmdir()
+    link = tmp_path / "link"
+    link.symlink_to(evidence.parents[1])
+    for path in (evidence.parents[1], evidence.parent, evidence, link):
+        found = json.loads(explain("--json", str(path)).stdout)
+        here = path / evidence.relative_to(path.resolve())
+        assert found["evidence"] == str(place if part == "all" else here)
+        assert found["elsewhere"] == (str(place) if part == "verdict" else None)
+        for each in (found, before):
+            each["evidence"] = each["elsewhere"] = None
+        assert found == before
+    assert "another" not in explain(str(link)).stdout
+    assert summary_lines(evidence)[0].startswith("Round 1 hung, and rank 2 is at fault")
+
+
+def test_no_evidence_says_how_the_job_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    reason = "rank 1 raised ValueError: no such column"
+    ended = {"kind": "job_ended", "round": 1, "outcome": "failed", "reason": reason}
+    (tmp_path / "events.jsonl").write_text(json.dumps({"kind": "round_published", "round": 1}) + "\n")
+    assert explain(str(tmp_path)).stderr.endswith("nor elsewhere for it: no hang was suspected here\n")
+    with open(tmp_path / "events.jsonl", "a") as log:
+        log.write(json.dumps(ended) + "\n")
+    assert explain(str(tmp_path)).stderr.endswith(f"no hang was suspected here; the job has failed: {reason}\n")
+
+
+@pytest.mark.parametrize(
+    ("lines", "done"),
+    [
+        ([], "whether the group was killed is not known here: neither a verdict nor an event log is"),
+        (["round_published 1", "hang_suspected 1"], "nothing so far, by the event log"),
+        (["round_published 1", "round_published 2 a worker failed"],
+         "no verdict is here; round 2 followed: a worker failed"),
+        (["round_published 1", "job_ended 1 rank 1 hung"], "no verdict is here; the job has failed: rank 1 hung"),
+    ],
+)  # fmt: skip
+def test_suspicion_never_claims_that_nothing_was_killed(lines: list[str], done: str, evidence: Path) -> None:
+    (evidence / "verdict.json").unlink()
+    (evidence / "judged.jsonl").unlink()
+    log = evidence.parents[1] / "events.jsonl"
+    log.unlink()
+    taken_at = json.loads((evidence / "rank-0.json").read_text())["at_wall"]
+    for line in lines:
+        kind, number, reason = [*line.split(" ", 2), ""][:3]
+        about = {"kind": kind, "round": int(number), "reason": reason, "outcome": "failed", "wall": taken_at}
+        with open(log, "a") as file:
+            file.write(json.dumps(about) + "\n")
+    text = explain(str(evidence)).stdout
+    assert done in " ".join(text.split())
+    assert "no group is killed" not in text
 
 
 # --- which evidence ---------------------------------------------------------------------------------------------------

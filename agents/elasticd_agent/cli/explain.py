@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,12 +37,12 @@ def explain(argv: Sequence[str]) -> int:
 
 
 def _answer(args: argparse.Namespace, directory: Path) -> int:
-    if not directory.is_dir():
+    found = finding.find_all(directory)
+    if not found and not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise UsageError(
             f"{directory} {what}; give the job's --log-dir, a round's folder in it, or a folder of evidence"
         )
-    found = finding.find_folders(directory)
     if args.list:
         return _list(found, directory)
     place = finding.choose_folder(found)
@@ -53,7 +52,8 @@ def _answer(args: argparse.Namespace, directory: Path) -> int:
             rounds = ", ".join(str(number) for number in sorted({one.round for one in found}))
             return _nothing(f"no evidence of round {args.round} in {directory}; there is some of: {rounds}")
     if place is None:
-        return _nothing(f"no evidence in {directory}: {_why_none()}")
+        ended = reading.ending(args.event_log or _event_log(None, directory))
+        return _nothing(f"no evidence in {directory}, nor elsewhere for it: no hang was suspected here{ended}")
     show(reading.explain(place, args.event_log or _event_log(place, directory), found), as_json=args.json)
     return 0
 
@@ -88,28 +88,10 @@ def _nothing(why: str) -> int:
     return 1
 
 
-def _why_none() -> str:
-    other = Path(tempfile.gettempdir()) / f"elasticd-evidence-{os.getuid()}"  # the fallback of evidence.py
-    jobs = [other / name for name in files.entry_names(other) if finding.find_folders(other / name)]
-    if jobs:
-        newest = sorted(
-            jobs, key=lambda job: max(_age(place.path) for place in finding.find_folders(job)), reverse=True
-        )
-        shown = ", ".join(map(str, newest[:4]))
-        return f"evidence whose log directory cannot be written is kept elsewhere, the newest first: {shown}"
-    return "no agent with this log directory has suspected a hang"
-
-
-def _age(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # removed meanwhile
-        return 0.0
-
-
-def _event_log(place: finding.EvidenceFolder, directory: Path) -> Path | None:
+def _event_log(place: finding.EvidenceFolder | None, directory: Path) -> Path | None:
     """The event log, if it has one of its usual names in the log directory."""
-    for folder in dict.fromkeys([place.logs or directory, directory]):
+    above = place.logs if place is not None else None
+    for folder in dict.fromkeys([above or directory, directory]):
         for name in EVENT_LOG_NAMES:
             if (folder / name).is_file():
                 return folder / name

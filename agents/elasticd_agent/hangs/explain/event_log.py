@@ -47,7 +47,7 @@ class RunLog:
         following = min((number for number in after if number > self.round), default=0)
         published = self._first("round_published", following)
         stepped = [line for line in self.lines if line["kind"] == "first_step" and line["round"] == following]
-        ended = next((line for line in self.lines if _ends_job(line)), None)
+        ended = next((line for line in self.lines if ends_job(line)), None)
         took = next((line["recovery_seconds"] for line in stepped if line.get("recovery_seconds") is not None), None)
         return Aftermath(
             round=following,
@@ -119,7 +119,7 @@ def _span(lines: Sequence[Line], round: int, at: float) -> tuple[int, int]:
     in_time = [i for i in published if not at or _float(lines[i].get("wall")) <= at + _CLOCKS_S] or published
     if not in_time:
         return 0, len(lines)
-    ends = [i for i, line in enumerate(lines) if _ends_job(line)]
+    ends = [i for i, line in enumerate(lines) if ends_job(line)]
     start = max((i + 1 for i in ends if i < in_time[-1]), default=0)
     return start, min((i + 1 for i in ends if i >= start), default=len(lines))
 
@@ -154,7 +154,7 @@ def _first_step(line: Line) -> str:
 
 
 def _job_ended(line: Line) -> str:
-    if _ends_job(line):
+    if ends_job(line):
         return f"the job has {text(line.get('outcome'))}: {_reason(line)}"
     return f"{text(line.get('node'))} left the job: {_reason(line)}"
 
@@ -177,9 +177,9 @@ _AFTER: Mapping[str, Callable[[Line], str]] = {
 """The same for the round after it."""
 
 
-def _ends_job(line: Line) -> bool:
+def ends_job(line: Line) -> bool:
     """Whether the whole job ended, not only one node's part."""
-    return bool(line["kind"] == "job_ended" and line.get("outcome") != "left")
+    return bool(line.get("kind") == "job_ended" and line.get("outcome") != "left")
 
 
 def _checkpoint(line: Line) -> tuple[int, int] | None:

@@ -33,6 +33,7 @@ def document(explained: Explanation) -> dict[str, Any]:
         "gpus": [_plain(gpu) | {"facts": dict(gpu.facts)} for gpu in explained.gpus],
         "troubles": _plain(explained.troubles),
         "evidence": explained.directory,
+        "elsewhere": explained.elsewhere or None,
     }
 
 

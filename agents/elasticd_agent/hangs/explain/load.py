@@ -16,7 +16,7 @@ from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.collector.request import NO_STACKS
 from elasticd_agent.hangs.explain import phrases
-from elasticd_agent.hangs.explain.event_log import RunLog
+from elasticd_agent.hangs.explain.event_log import RunLog, ends_job
 from elasticd_agent.hangs.explain.json_values import count, items, number, text, whole
 from elasticd_agent.hangs.explain.locate import VERDICT, EvidenceFolder
 from elasticd_agent.hangs.explain.model import (
@@ -83,6 +83,7 @@ def explain(
         round=folder.round,
         kind=kind,
         directory=str(folder.path),
+        elsewhere=str(folder.elsewhere.path) if folder.elsewhere is not None else "",
         headline=phrases.headline(folder.round, kind, judged, ranks, reason or found.why),
         taken_at=found.taken_at,
         job=log.job,
@@ -96,6 +97,15 @@ def explain(
         troubles=(*found.troubles, *_missing(folder, ranks)),
         others=tuple(_other(folder, other) for other in others if other.path != folder.path),
     )
+
+
+def ending(events: Path | None) -> str:
+    """How the job ended, by the event log, as the end of a sentence; "" if it runs or there is no log."""
+    lines = files.read_lines(events, EVENT_LOG_LIMIT)[0] if events is not None else []
+    last = next((line for line in reversed(lines) if ends_job(line) or line.get("kind") == "round_published"), None)
+    if last is None or not ends_job(last):
+        return ""
+    return f"; the job has {text(last.get('outcome'))}: {text(last.get('reason'))}"
 
 
 @dataclass(slots=True)
@@ -113,7 +123,7 @@ class _Reader:
             self.troubles.append(trouble)
 
     def json(self, name: str, limit: int = files.TEXT_LIMIT) -> dict[str, Any] | None:
-        data, trouble = files.read_json(self.folder.path / name, limit)
+        data, trouble = files.read_json(self.folder.file(name), limit)
         self.add_trouble(trouble)
         return data
 
@@ -131,13 +141,13 @@ class _Reader:
         The verdict was made on the judge's: a later report may be of a group that is being killed.
         """
         if "judged.jsonl" in self.folder.names:
-            for judged in self.lines(self.folder.path / "judged.jsonl")[-1:]:
+            for judged in self.lines(self.folder.file("judged.jsonl"))[-1:]:
                 for report in items(judged.get("reports")):
                     self._add_report(report)
         for name in self.folder.names:
             if name.startswith("reports-") and name.endswith(".jsonl"):
                 known = {facts.node for facts in self.ranks.values()}
-                for report in self.lines(self.folder.path / name)[-1:]:
+                for report in self.lines(self.folder.file(name))[-1:]:
                     if text(report.get("node")) not in known:
                         self._add_report(report)
 
@@ -150,7 +160,7 @@ class _Reader:
 
     def read_rank(self, rank: int) -> None:
         facts = self.json(f"rank-{rank}.json") or {}
-        log = files.read(self.folder.path / f"rank-{rank}.log", _LOG_LIMIT, tail=True)
+        log = files.read(self.folder.file(f"rank-{rank}.log"), _LOG_LIMIT, tail=True)
         self.add_trouble(log.trouble)
         decoded = decode_stacks(self.json(f"rank-{rank}.stacks.json") or {})
         self.taken_at = max(self.taken_at, number(facts.get("at_wall")))
@@ -163,7 +173,7 @@ class _Reader:
         )
 
     def _why_no_stacks(self, rank: int) -> str:
-        written = files.read(self.folder.path / f"rank-{rank}.stacks.txt")
+        written = files.read(self.folder.file(f"rank-{rank}.stacks.txt"))
         self.add_trouble(written.trouble)
         if written.missing:
             return "none were taken"

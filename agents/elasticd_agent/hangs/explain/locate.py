@@ -1,14 +1,19 @@
 """Which evidence there is: a log directory, a round's folder, or a folder of evidence -> folders, newest last.
 
-People give whatever path they have at hand. The search opens no file and goes two folders deep.
+People give whatever path they have at hand. The search goes two folders deep. What was written to $TMPDIR, because its
+own directory could not be written, is found by the note that the agent left there.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from elasticd_agent.hangs.collector.request import REDIRECTED, fallback_directory
 from elasticd_agent.system import bounded_io as files
 
 _ROUND = re.compile(r"round-([1-9][0-9]{0,9})")
@@ -26,6 +31,13 @@ class EvidenceFolder:
     path: Path
     names: tuple[str, ...]
     logs: Path | None = None
+    elsewhere: EvidenceFolder | None = None
+    """Another part of it, which could not be written here."""
+
+    def file(self, name: str) -> Path:
+        """Where the file is: the part that is elsewhere is newer."""
+        there = self.elsewhere is not None and name in self.elsewhere.names
+        return (self.elsewhere if there and self.elsewhere is not None else self).path / name
 
     @property
     def has_verdict(self) -> bool:
@@ -44,6 +56,34 @@ class EvidenceFolder:
         return tuple(sorted({int(found[1]) for found in map(_RANK_FILE.fullmatch, self.names) if found}))
 
 
+def find_all(directory: Path) -> list[EvidenceFolder]:
+    """As find_folders; with what belongs at or below `directory` and was written elsewhere."""
+    found = {place.path.absolute(): place for place in find_folders(directory)}
+    for origin, other in _redirected(directory):
+        here = found.get(origin)
+        if here is None:
+            found[origin] = replace(other, logs=origin.parent.parent)
+        else:
+            found[origin] = replace(here, names=tuple(sorted({*here.names, *other.names})), elsewhere=other)
+    return sorted(found.values(), key=_order)
+
+
+def _redirected(directory: Path) -> Iterator[tuple[Path, EvidenceFolder]]:
+    """Folders of this user's evidence elsewhere, with the folder at or below `directory` that each belongs to."""
+    where = {os.path.abspath(directory), os.path.realpath(directory)}
+    for base in dict.fromkeys(map(fallback_directory, (Path(tempfile.gettempdir()), Path("/tmp")))):
+        try:
+            if os.lstat(base).st_uid != os.getuid():
+                continue
+        except OSError:
+            continue
+        for place in (place for name in files.entry_names(base) for place in find_folders(base / name)):
+            note = files.read_json(place.path / REDIRECTED)[0] if REDIRECTED in place.names else None
+            origin = Path(str((note or {}).get("directory", "")))
+            for above in where.intersection(map(str, (origin, *origin.parents))):
+                yield Path(os.path.abspath(directory)) / origin.relative_to(above), place
+
+
 def find_folders(directory: Path) -> list[EvidenceFolder]:
     """Every folder of evidence at or below `directory`, by round."""
     inside = files.entry_names(directory)
@@ -53,7 +93,11 @@ def find_folders(directory: Path) -> list[EvidenceFolder]:
     for name in inside:
         if _ROUND.fullmatch(name):
             found += _in_round(directory / name, files.entry_names(directory / name))
-    return sorted(found, key=lambda one: (one.round, not one.is_dump, _age(one)))
+    return sorted(found, key=_order)
+
+
+def _order(place: EvidenceFolder) -> tuple[int, bool, int]:
+    return place.round, not place.is_dump, _age(place)
 
 
 def choose_folder(found: list[EvidenceFolder]) -> EvidenceFolder | None:

@@ -112,6 +112,8 @@ class Explanation:
     kind: EvidenceKind
     directory: str
     headline: str
+    elsewhere: str = ""
+    """Where the part of it is that could not be written to `directory`."""
     job: str = ""
     taken_at: float = 0.0
     """Unix time of the newest stacks."""

@@ -86,10 +86,11 @@ def _facts(explained: Explanation, width: int) -> list[str]:
     elif explained.taken_at:
         rows.append(("when", f"taken at {_moment(explained.taken_at)}"))
     if explained.kind == "suspicion":
-        rows.append(("done", "nothing as far as is known here: no group is killed without a verdict"))
+        rows.append(("done", _done_without_verdict(explained.aftermath)))
     if explained.job:
         rows.append(("job", explained.job))
-    rows.append(("evidence", explained.directory))
+    elsewhere = f", and {explained.elsewhere}, where it went while that could not be written"
+    rows.append(("evidence", explained.directory + (elsewhere if explained.elsewhere else "")))
     lines = []
     for name, value in rows:
         lines += _wrap(value, width, f"{name:<{_INDENT - 1}} ", " " * _INDENT)
@@ -104,6 +105,18 @@ def _other_wait(one: GroupComparison, explained: Explanation) -> str:
     lacks, have = name_ranks(one.missing), has_have(one.missing)
     wait = f"{name_ranks(waits)} {'waits' if len(waits) == 1 else 'wait'} in {one.group} for {lacks}"
     return f"{wait}, which {have} not issued {one.waiting_for} there: look at {lacks} first"
+
+
+def _done_without_verdict(followed: Aftermath) -> str:
+    """Of a suspicion: it may have passed, or its verdict is elsewhere; only an event log knows what followed."""
+    if followed.reason:
+        return f"no verdict is here; round {followed.round} followed: {followed.reason}"
+    if followed.ended:
+        return f"no verdict is here; the job has {followed.ended}"
+    if followed.moments and not followed.round:
+        return "nothing so far, by the event log"
+    known = f"why round {followed.round} followed" if followed.round else "whether the group was killed"
+    return f"{known} is not known here: neither a verdict nor an event log is (--event-log FILE)"
 
 
 def _done(explained: Explanation) -> str:

@@ -155,15 +155,16 @@ class LocalJobs:
         events = logs.parent / "events.jsonl"
 
         def work() -> dict[str, Any]:
-            found = locate.find_folders(where)
+            found, log = locate.find_all(where), events if events.is_file() else None
             place = locate.choose_folder([one for one in found if round in (None, one.round)])
             if place is None:
                 some = ", ".join(str(number) for number in sorted({one.round for one in found}))
                 which = (
                     "" if round is None else f" of round {round}" + (f"; there is evidence of: {some}" if some else "")
                 )
-                return {"node": self.node, "error": f"no evidence{which}: no hang was suspected here"}
-            explained = load.explain(place, events if events.is_file() else None, found, here=self.node)
+                error = f"no evidence{which}: no hang was suspected here{load.ending(log)}"
+                return {"node": self.node, "error": error}
+            explained = load.explain(place, log, found, here=self.node)
             return {
                 "node": self.node,
                 "path": str(place.path),
