@@ -257,7 +257,7 @@ class EvidenceCollector:
         late = kept and (late or any(not rank.source and rank.state in ("R", "S") for rank in found))
         self._times = min(2 * self._times, MOST_TIMES) if late else self._times
         if not published and request.why == DUMP_REASON:
-            self._publish_anywhere(request.round, request.final, local)  # the person is told where it is
+            self._publish_anywhere(request.round, request.final, local)  # the person gets the place that it is in
         path, seconds = self.directory_for(request.final), time.monotonic() - request.began
         with self._lock:
             self._busy = self._taking = self._publishing = self._dropped = False
