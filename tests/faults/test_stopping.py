@@ -43,9 +43,20 @@ def test_the_second_signal_does_not_wait(job: StartJob, signum: signal.Signals) 
     run.process.send_signal(signum)
     assert run.wait() == 128 + signum
     assert time.monotonic() - started < 5
-    assert ("Ctrl-C again kills the workers at once" in run.err) != quiet
+    assert ("workers have 30 s to stop; Ctrl-C again kills them at once" in run.err) != quiet
     assert not quiet or all("warning: workers start cold" in line for line in run.err.splitlines()), run.err
     assert {event["signal"] for event in run.events("worker_exited")} == {signal.SIGKILL}
+
+
+def test_stray_signal_ends_nothing(job: StartJob) -> None:
+    """As schedulers send it. By default it would end the agent without a word, and with it the job."""
+    run = ready(job("plain.py", COLD, "polite"))
+    for signum in (signal.SIGUSR1, signal.SIGXCPU):
+        run.process.send_signal(signum)
+        said = f"{signum.name} is ignored: --signals-to-handle names those that stop the job"
+        until(lambda said=said: said in run.err, 20)
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
 
 
 def test_worker_that_ignores_the_signal(job: StartJob) -> None:

@@ -315,7 +315,7 @@ def test_reason_of_a_leaving_node() -> None:
 def test_first_and_second_stop() -> None:
     """A stop gives grace and a second one does not."""
     stopping, (stop,) = step(Running(R3), StopRequested("SIGINT", 130, 9.0), RULES)
-    assert stop == StopGroup(3, "SIGINT: workers have 30 s to stop", 30.0, "SIGINT")
+    assert stop == StopGroup(3, "SIGINT: workers have 30 s to stop; Ctrl-C again kills them at once", 30.0, "SIGINT")
     assert step(stopping, StopRequested("SIGTERM", 143, 9.5), RULES) == (stopping, [])
     assert step(stopping, exited(0, -2), RULES) == (stopping, [])
     forced, (kill,) = step(stopping, StopForced("SIGINT", 130, 10.0), RULES)

@@ -70,7 +70,9 @@ def test_when_drained_is_called(pipe: tuple[int, int]) -> None:
 
 def test_a_reader_that_went_away_is_noticed_and_forgotten(pipe: tuple[int, int]) -> None:
     outlet = NonBlockingWriter(pipe[1])
+    assert not outlet.reader_gone()
     os.close(pipe[0])
+    assert outlet.reader_gone(), "before anything is written"
     until = time.monotonic() + DEADLINE
     while not outlet.broken and time.monotonic() < until:
         assert outlet.put(b"x\n")

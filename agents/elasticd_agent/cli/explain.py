@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -59,17 +58,12 @@ def _answer(args: argparse.Namespace, directory: Path) -> int:
 
 
 def show(explained: Explanation, *, as_json: bool) -> None:
-    """Print it. The reader may stop early, as head does."""
     if as_json:
         text = json.dumps(document(explained), indent=2, ensure_ascii=False) + "\n"
     else:
         columns = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
         text = page(explained, max(_NARROWEST, min(columns, _WIDEST)))
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:
-        # Python would flush the rest at its end and fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(text, end="", flush=True)
 
 
 def _list(found: Sequence[finding.EvidenceFolder], directory: Path) -> int:

@@ -24,7 +24,6 @@ from elasticd_agent.cli.log_follower import LogFollower, LogQuery
 from elasticd_agent.cli.main import AGENT_VARIABLE
 from elasticd_agent.cli.packing import pack
 from elasticd_agent.config.command_parser import CommandParser
-from elasticd_agent.model.exit_codes import INTERRUPTED
 from elasticd_agent.model.job import without_python
 from elasticd_agent.model.phrases import is_are
 from elasticd_agent.node.api.client import (
@@ -67,13 +66,6 @@ def run_command(name: str, argv: Sequence[str]) -> int:
     except (RequestFailed, Unreachable) as error:
         print(f"elasticd {name}: {tables.visible(str(error))}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        # The reader has stopped, as head does. Python would report the buffered rest when it ends.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return INTERRUPTED
 
 
 def _split_command(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

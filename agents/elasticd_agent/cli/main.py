@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent.model.exit_codes import REQUEUE
+from elasticd_agent.model.exit_codes import INTERRUPTED, REQUEUE
 
 DEFAULT_SOCKET = "/run/elasticd/agent.sock"
 AGENT_VARIABLE = "ELASTICD_AGENT"
@@ -60,6 +62,20 @@ _LOCAL_FLAGS = {"--list", "--event-log", "--pid", "--job", "--out", "-h", "--hel
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 succeeded, 1 the job failed, 2 usage, 75 requeue, 128+n stopped by signal n."""
     _open_std_streams()
+    try:
+        code = _main(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader has stopped, as head does. Python would report the buffered rest when it ends.
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _main(argv: Sequence[str] | None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # help and file names must print in any locale
     command, *rest = list(sys.argv[1:] if argv is None else argv) or ["help"]
@@ -76,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command == "run":
             return _run(rest)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if command in AGENT_COMMANDS or (command in ("dump", "explain") and refers_to_job(command, rest, os.environ)):
             from elasticd_agent.cli.job_commands import run_command
 

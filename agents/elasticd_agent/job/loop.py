@@ -14,7 +14,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticd.errors import StoreRefused
@@ -54,6 +54,14 @@ at least; a service manager gives a stop little time."""
 TIMER_DELAY_S = 0.1
 """Messages that arrived meanwhile are read first, before a timer counts something as missing."""
 
+
+@dataclass(frozen=True, slots=True)
+class StraySignal:
+    """A signal that neither stops the job nor may end the agent."""
+
+    name: str
+
+
 Message = (
     notices.Notice
     | OwnerMessage
@@ -61,6 +69,7 @@ Message = (
     | DriverFailed
     | GatheredEvidence
     | DumpRequested
+    | StraySignal
     | MemoryChecked
     | FileTimerExpired
 )
@@ -175,6 +184,8 @@ class JobLoop:
                 self.workers.memory_checked(message)
             case OwnerLost():
                 self._owner_lost()
+            case StraySignal(name):
+                self._listener.log(f"{name} is ignored: --signals-to-handle names those that stop the job")
             case DumpRequested(out, reply):
                 self._monitor.detector.dump(out, reply)
             case FileTimerExpired():

@@ -157,8 +157,6 @@ class JobReporter:
         else:
             reason = f"{name} received: workers have {grace_s:g} s to stop"
         self._stopped = True
-        if name == "SIGINT" and grace_s:
-            self.console.log("Ctrl-C again kills the workers at once")
         self._job.write(events.StopRequestedEvent, request.at, reason, by=name, grace_seconds=grace_s)
 
     def _left(self, left: JobLeft, now: float) -> None:

@@ -27,7 +27,7 @@ from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceCollector
 from elasticd_agent.job import checkpoint_directory
 from elasticd_agent.job.join import JobMembership, join_job, listening_address, wait_for_route
-from elasticd_agent.job.loop import JobLoop, Message
+from elasticd_agent.job.loop import JobLoop, Message, StraySignal
 from elasticd_agent.job.monitor import GroupMonitor
 from elasticd_agent.job.node_name import claim_node_name
 from elasticd_agent.job.slots import Slots
@@ -276,11 +276,18 @@ def rank_row(seen: RankReport) -> dict[str, Any]:
     }
 
 
+STRAY_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGPOLL", "SIGPWR")
+"""Schedulers, limits and people send them; none says that the job shall end."""
+
+
 @contextlib.contextmanager
 def handled_signals(
     names: tuple[str, ...], inbox: queue.SimpleQueue[Message], stop_reason: Callable[[], str]
 ) -> Iterator[list[int]]:
-    """The first of these signals requests a stop, the second kills. Yields the list of those received so far."""
+    """The first of these signals requests a stop, the second kills. Yields the list of those received so far.
+
+    STRAY_SIGNALS that are not among them are logged: their default would end the agent, and with it the job.
+    """
     received: list[int] = []
 
     def handle(signum: int, _: FrameType | None) -> None:
@@ -289,11 +296,14 @@ def handled_signals(
         name, code, now = signal.Signals(signum).name, 128 + signum, time.monotonic()
         inbox.put(StopForced(name, code, now) if forced else StopRequested(name, code, now, stop_reason()))
 
+    def mention(signum: int, _: FrameType | None) -> None:
+        inbox.put(StraySignal(signal.Signals(signum).name))
+
     before = {}
-    for name in names:
+    for name in dict.fromkeys((*names, *STRAY_SIGNALS)):
         signum = signal.Signals[name]
         if signal.getsignal(signum) is not signal.SIG_IGN:  # ignored on purpose, by nohup
-            before[signum] = signal.signal(signum, handle)
+            before[signum] = signal.signal(signum, handle if name in names else mention)
     try:
         yield received
     finally:

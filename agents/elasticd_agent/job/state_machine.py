@@ -305,7 +305,8 @@ def _stop(round_: Round, event: StopRequested | StopForced, rules: StepRules) ->
         ]
     stop = PendingStop(event.signal, event.exit_code, event.at, event.why)
     grace = rules.shutdown_timeout_s
-    why = f"{event.why or event.signal}: workers have {grace:g} s to stop"
+    again = "; Ctrl-C again kills them at once" if event.signal == "SIGINT" and grace else ""
+    why = f"{event.why or event.signal}: workers have {grace:g} s to stop{again}"
     return Stopping(round_, stop=stop), [StopGroup(round_.number, why, grace, event.signal)]
 
 

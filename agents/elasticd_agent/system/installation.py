@@ -21,6 +21,7 @@ _PROGRAMS = {
     "template": "workers/launcher/template.py",
     "hidden_modules": "workers/launcher/hidden_modules.py",
     "debug_hooks": "workers/launcher/debug_hooks.py",
+    "console_streams": "workers/launcher/console_streams.py",
     "cuda_warm": "workers/launcher/cuda_warm.py",
     "start_up_hook": "workers/launcher/hook",
     "tcp_store": "system/tcp_store.py",

@@ -47,6 +47,14 @@ class NonBlockingWriter:
         """The other end is closed, or never existed."""
         return self._broken
 
+    def reader_gone(self) -> bool:
+        """Also if nothing has been written since."""
+        if self._broken or not self._thread.is_alive():
+            return True
+        poll = select.poll()
+        poll.register(self._fd, 0)
+        return bool(poll.poll(0))  # POLLERR, POLLHUP
+
     def room(self) -> int:
         """How many bytes `put` would accept now; a broken writer accepts and discards any number."""
         return self._capacity if self._broken else self._capacity - self._pending_bytes

@@ -254,10 +254,10 @@ class JobLogs:
 
     def _without_files(self, number: int, local_rank: int, rank: int) -> WorkerFiles:
         shown = self._spec.local_ranks_filter is None or local_rank in self._spec.local_ranks_filter
-        path = None if shown else os.devnull
+        out, err = (None if shown and not self._outlets[which].reader_gone() else os.devnull for which in STREAM_NAMES)
         error_dir = self._runtime / f"round-{number}"
         error_dir.mkdir(mode=0o700, exist_ok=True)
-        return WorkerFiles(path, path, str(error_dir / f"error-{rank}.json"))
+        return WorkerFiles(out, err, str(error_dir / f"error-{rank}.json"))
 
     def _open(
         self, which: Streams, number: int, local_rank: int, rank: int, rank_dir: Path, tail: LogTailer
@@ -266,7 +266,9 @@ class JobLogs:
         stream = plan_stream(self._spec, which, rank_dir, local_rank, prefix)
         if stream.path is not None and stream.path.parent == rank_dir:
             tail.follow(self._followed(which, number, rank, stream, stream.path))
-        return None if stream.path is None else str(stream.path)
+        if stream.path is None:
+            return os.devnull if self._outlets[which].reader_gone() else None
+        return str(stream.path)
 
     def _followed(self, which: Streams, number: int, rank: int, stream: OutputTarget, path: Path) -> TailedFile:
         spec = self._spec

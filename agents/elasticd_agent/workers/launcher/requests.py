@@ -194,7 +194,7 @@ def script_of(module: bool, entrypoint: str, cwd: Path) -> Path | None:
     return next((path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file()), None)
 
 
-LAUNCHER_FILES = ("template", "tcp_store", "hidden_modules", "debug_hooks", "cuda_warm")
+LAUNCHER_FILES = ("template", "tcp_store", "hidden_modules", "debug_hooks", "console_streams", "cuda_warm")
 LIBRARY = (
     "elasticd.errors",
     "elasticd.heartbeat.exit_report",

@@ -45,6 +45,9 @@ Config = dict[str, Any]
 
 def main(config: Config) -> None:
     """Returns in a worker, when the script may run; a template never returns."""
+    console = load_file("_elasticd_console", config["console_streams"])
+    console.survive_closed_console()
+    console.shorten_interrupts()
     library = load_library(config["library"])
     if config["mode"] == "cold":
         if "ELASTICD_HEARTBEAT" in os.environ:

@@ -1,0 +1,72 @@
+"""Keeps a worker independent of its console: a closed one costs its output, and Ctrl-C shows one line a rank.
+
+Set up before the script runs. Python's own streams raise BrokenPipeError once nobody reads them (`elasticd run … |
+head`), and EIO after the terminal has gone: a `print` would end the training.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+import sys
+from types import TracebackType
+from typing import Any
+
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python")
+
+
+class ConsoleFile(io.FileIO):
+    """A standard stream, which becomes /dev/null when its other end has gone."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            return memoryview(data).nbytes
+
+
+def survive_closed_console() -> None:
+    """Replace the standard streams that lead to a pipe, a socket or a terminal by ones that never fail."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name)
+        if type(old) is not io.TextIOWrapper or old.fileno() != fd or stat.S_ISREG(os.fstat(fd).st_mode):
+            continue
+        raw = ConsoleFile(fd, "w", closefd=False)
+        raw.name = f"<{name}>"
+        new = io.TextIOWrapper(
+            raw if isinstance(old.buffer, io.FileIO) else io.BufferedWriter(raw),  # python -u
+            old.encoding,
+            old.errors,
+            "\n",
+            old.line_buffering,
+            old.write_through,
+        )
+        new.mode = "w"  # type: ignore[misc]  # as that of Python's own
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
+
+
+def shorten_interrupts() -> None:
+    """An uncaught KeyboardInterrupt is one line with the script's innermost call, not a traceback a rank."""
+    sys.excepthook = _show
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, error, trace)
+        return
+    where = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not where or not any(part in code.co_filename for part in _LIBRARIES):
+            where = f" at {code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    print(f"KeyboardInterrupt{where}", file=sys.stderr)
