@@ -7,6 +7,7 @@ counted as tried and not detected.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -43,6 +44,8 @@ class HangOutcome:
     tried: int = 0
     detected: list[float] = field(default_factory=list)
     recovered: list[float] = field(default_factory=list)
+    reported: int = 0
+    """Of the detected ones: no kill followed."""
     right_cause: int = 0
     right_culprit: int = 0
     evidence_first: int = 0
@@ -91,6 +94,10 @@ def _one(run: Job, situation: Situation, outcome: HangOutcome) -> None:
     outcome.right_culprit += ranks == situation.blamed
     if outcome.right_cause + outcome.right_culprit < 2 * outcome.tried:
         outcome.wrong.append(f"{cause} {ranks}: {hung.get('reason')}")
+    if hung.get("action") == "report":  # a kill may cost a plain script its training
+        outcome.reported += 1
+        _see_evidence(outcome, run.work / "log", number, situation.workers, [])
+        return
     _until(lambda: run.events("group_ended", round=number), RECOVERED_S, f"{name}: its end", run)
     if situation.causes:
         exits = run.events("worker_exited", round=number)
@@ -128,7 +135,7 @@ def _see_evidence(outcome: HangOutcome, log: Path, number: int, workers: int, ex
 
 def _missing(folder: Path, workers: int, exits: Sequence[Event]) -> str:
     """ "" if stacks and facts of every rank that had not ended are on disk, and were taken before the first kill."""
-    killed = min((float(event["wall"]) for event in exits if event["exit_code"] != 0), default=0.0)
+    killed = min((float(event["wall"]) for event in exits if event["exit_code"] != 0), default=math.inf)
     ended = {event["rank"] for event in exits if event["exit_code"] == 0}
     for rank in set(range(workers)) - ended:
         facts, stacks = folder / f"rank-{rank}.json", folder / f"rank-{rank}.stacks.txt"

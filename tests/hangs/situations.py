@@ -14,7 +14,8 @@ from tests.faults.job import Fault
 SCRIPTS = Path(__file__).parent / "scripts"
 PLAIN, SESSION = "plain.py", "session.py"
 STOPPED, ZOMBIE, PROVEN, GIL, WEAK, CEILING = "stopped", "zombie", "proven mismatch", "GIL held", "idle", "ceiling"
-"""Classes of evidence, from the strongest to the weakest; CEILING: as long as an option says."""
+OUTSIDE = "by a scheduler"
+"""Classes of evidence, from the strongest to the weakest; CEILING: as long as an option says; OUTSIDE: no kill."""
 MISMATCH = ("mismatched_collectives", "missed_collective")
 
 
@@ -67,7 +68,7 @@ HUNG = (
     Situation("stopped rank 0", "stop", (0,), ("stopped",), evidence=STOPPED),
     Situation("stopped of 4", "stop", (2,), ("stopped",), workers=4, evidence=STOPPED),
     Situation("stopped, 2 of 4", "stop", (1, 3), ("stopped",), workers=4, evidence=STOPPED),
-    Situation("stopped, all", "stop", (0, 1), ("stopped",), evidence=STOPPED),
+    Situation("stopped, all", "stop", (0, 1), ("stopped",), evidence=OUTSIDE),
     Situation("zombie", "zombie", (1,), ("zombie",), evidence=ZOMBIE),
     Situation("skips a collective", "skip", (1,), MISMATCH, workers=3, evidence=PROVEN),
     Situation("another collective", "other", (1,), MISMATCH, workers=3, evidence=PROVEN),
@@ -123,7 +124,14 @@ HUNG = (
     Situation("blocked, 2 of 4", "fifo", (1, 2), ("blocked",), workers=4),
     Situation("everyone blocked", "fifo", (0, 1), ("everyone",), ()),
     Situation("checkpoint", "save", (0,), ("blocked",)),
-    Situation("restore", "restore", (1,), ("blocked",), at=0, first="kill", scripts=(SESSION,)),
+    Situation(
+        *("restore", "restore", (1,), ("blocked",)),
+        at=0,
+        first="kill",
+        scripts=(SESSION,),
+        ceiling="--startup-ceiling",
+        evidence=CEILING,
+    ),
     Situation("exit handler", "exit", (1,), ("exiting",), at=0, args=("--steps", "60")),
     Situation("infinite loop", "spin", (1,), ("spinning",), ceiling="--slow-ceiling", evidence=CEILING),
     Situation("regular expression", "regex", (1,), ("spinning", "gil"), ceiling="--slow-ceiling", evidence=CEILING),

@@ -333,6 +333,10 @@ def test_all_ranks_of_a_node_are_stopped_by_a_scheduler() -> None:
         found = judge([report(*(replace(one, stopped_s=seconds) for one in stopped)), waits], ["a", "b"], PLAIN)
         assert isinstance(found, kind)
         assert not (isinstance(found, Hang) and found.ends)
+    single = [report(stopped[0]), waits]
+    for reports, ends in ((single, True), ([single[0], replace(waits, ranks=(replace(stopped[0], rank=2),))], False)):
+        found = judge([*reports], ["a", "b"], PLAIN)
+        assert (isinstance(found, Hang) and found.ends) == ends, "all ranks of the job, or that of one node only"
     one = judge([report(stopped[0], replace(stopped[1], state="S")), waits], ["a", "b"], PLAIN)
     assert isinstance(one, Hang)
     assert (one.cause, one.ends) == ("stopped", True)

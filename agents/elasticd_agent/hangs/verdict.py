@@ -204,10 +204,14 @@ class _Case:
 
     @cached_property
     def suspended(self) -> list[RankState]:
-        """The ranks of nodes on which all ranks of the job are stopped: a scheduler did that, and will resume them."""
+        """The ranks of nodes on which all ranks of the job are stopped: a scheduler did that, and will resume them.
+
+        A single rank of a node may be stopped by itself, while those of other nodes run.
+        """
         ranks = Counter(rank.node for rank in self.live)
         stopped = Counter(rank.node for rank in self.live if rank.report.state == "T")
-        return [rank for rank in self.live if ranks[rank.node] == stopped[rank.node]]
+        everywhere = ranks == stopped
+        return [r for r in self.live if ranks[r.node] == stopped[r.node] and (everywhere or ranks[r.node] > 1)]
 
     @cached_property
     def blame(self) -> Blame:

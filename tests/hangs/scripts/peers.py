@@ -163,7 +163,7 @@ def _pace(bytes_per_s: int) -> None:
 
 def start_again(t: Training, use: Use, seconds: float) -> None:
     """One rank fails once; the start after that takes longer."""
-    if mishaps.ROUND > 1 and t.done < AT:
+    if mishaps.ROUND > 1:
         use(seconds)
     t.until(AT)
     if mishaps.ROUND == 1:

@@ -56,7 +56,8 @@ def headline(
     """What happened, in one sentence. `reason`: another node's verdict, or else why there was a suspicion."""
     which = f"round {number}" if number else "the group"
     if verdict is not None:
-        return f"{which} hung, and {_blamed(verdict)}: {verdict.why or 'no reason is given'}"
+        hung = "may have hung" if verdict.action == "report" else "hung"
+        return f"{which} {hung}, and {_blamed(verdict)}: {verdict.why or 'no reason is given'}"
     if kind == "dump":
         return f"{which}: {_dump_headline(ranks)}"
     if kind == "hang":
