@@ -22,6 +22,7 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.processes import adopt_orphans, end_all, end_at_once
 from benchmarks.recovery import as_plain, numbered, say
+from tests.hangs import harms
 from tests.hangs.healthy import HEALTHY, QUICK, HealthyOutcome, HealthyWait, observe
 
 Run = tuple[HealthyWait, bool]
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if wait.name not in skipped
     ]
     try:
-        outcomes = run_all(runs, args.at_once, args.keep, args.flags)
+        with harms.busy(2 * len(os.sched_getaffinity(0)) if args.busy else 0):
+            outcomes = run_all(runs, args.at_once, args.keep, args.flags)
     finally:
         end_all()
     facts = report.machine()
@@ -124,7 +126,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="jobs with one of these in their names")
     parser.add_argument("--quick", action="store_true", help="only jobs that wait for less than 20 s")
     parser.add_argument("--scripts", nargs="+", choices=["session", "plain"], default=["session", "plain"])
-    parser.add_argument("--at-once", type=int, default=6, help="jobs that mostly sleep (default %(default)s)")
+    parser.add_argument("--busy", action="store_true", help="beside two busy loops a core")
+    parser.add_argument("--at-once", type=int, default=12, help="jobs that mostly sleep (default %(default)s)")
     parser.add_argument("--keep", type=Path, help="an empty directory for the jobs' files")
     parser.add_argument("--json", type=Path, help="where the figures go (default bench-results/)")
     parser.add_argument("flags", nargs="*", help="more options of elasticd run, after --")

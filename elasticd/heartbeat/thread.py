@@ -156,8 +156,11 @@ class HeartbeatThread:
             self._writer.dump_done = requested
 
     def _read_wait_timeout(self, stands: bool) -> None:
-        """Once for each wait. What equals the default group's timeout is torch's default, or was not meant for it."""
-        if stands == self._stands:
+        """Now and then: a wait may follow another one in the same place.
+
+        What equals the default group's timeout is torch's default, or was not meant for this wait.
+        """
+        if stands == self._stands and not (stands and self._ticks_with_group % TIMEOUT_EVERY == 0):
             return
         self._stands, found_ms = stands, 0
         if stands:

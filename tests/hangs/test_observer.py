@@ -85,6 +85,41 @@ def test_device_age_counts_since_counts_changed(watch: GroupObserver, writer: He
     assert device_s(103.0) == -1, "what was read before a step says nothing after it"
 
 
+def test_ranks_that_are_all_stopped_do_not_grow_older(watch: GroupObserver, writer: HeartbeatWriter) -> None:
+    """A scheduler resumes them: what they waited for then is as old as before. Nor does their GIL."""
+    writer.step(1)
+    writer.tick(3, 0)
+    watch.state = lambda pid: "S"
+    before = [watch.observe(at).ranks[0] for at in (100.0, 101.0)][-1]
+    watch.state = lambda pid: "T"
+    stopped = [watch.observe(102.0 + at).ranks[0] for at in range(31)][-1]
+    assert stopped.stopped_s == 30.0
+    assert stopped.idle_s == before.idle_s
+    assert stopped.alive_s <= before.alive_s
+    watch.state = lambda pid: "S"
+    assert watch.observe(133.0).ranks[0].idle_s == before.idle_s + 1.0
+
+
+@pytest.mark.parametrize(
+    ("moved", "pids", "busy", "moves"),
+    [(0, (), False, False), (50, (), False, False), (500, (), True, True), (0, (7,), True, False)],
+    ids=["nothing", "a keep-alive", "an answer", "another child"],
+)
+def test_little_that_shows_a_wait_for_others(
+    watch: GroupObserver, writer: HeartbeatWriter, moved: int, pids: tuple[int, ...], busy: bool, moves: bool
+) -> None:
+    """A pool of threads asks a server, a child follows the other: the rank is not idle."""
+    writer.step(1)
+    watch.usage = lambda known, port: dict.fromkeys(known, Usage(0.0, 0, pids=frozenset({1})))
+    assert [watch.observe(100.0 + at).ranks[0] for at in range(10)][-1].quiet_s > 5
+    after = Usage(0.0, 0, moved=moved, pids=frozenset({1, *pids}))
+    watch.usage = lambda known, port: dict.fromkeys(known, after)
+    seen = [watch.observe(110.0 + at).ranks[0] for at in range(10)]
+    assert (min(one.quiet_s for one in seen) < 1) == busy
+    assert (min(one.sockets_s for one in seen) < 1) == moves
+    assert seen[-1].quiet_s > 5
+
+
 def test_requested_dump_is_no_work(watch: GroupObserver, writer: HeartbeatWriter) -> None:
     """A flight recorder is written in the middle of two samples; the answer comes when it is all there."""
     written = [0, 100, 500_000, 900_000, 900_100, 905_000, 906_000]

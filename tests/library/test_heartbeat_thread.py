@@ -79,6 +79,20 @@ def flight_of(rank: Any, wait_for: Any) -> tuple[int, bool]:
     return last["collective_seq_id"], last["retired"]
 
 
+def test_timeout_that_the_script_gave_a_wait(start: Any, wait_for: Any) -> None:
+    """The longest one of all groups is read as well: torch enforces it."""
+    job = start("heartbeat_ranks.py", "waiting_with_a_timeout")
+    first, second = job.ranks
+    for gate, timeout_s in enumerate((600.0, 555.0, 0.0), 1):
+        before = first.read_heartbeat().wait_ticks
+        wait_for(lambda before=before: first.read_heartbeat().wait_ticks > before + 3, "rank 0 to wait")
+        wait_for(lambda timeout_s=timeout_s: first.read_heartbeat().wait_timeout_s == timeout_s, f"{timeout_s} s")
+        assert second.read_heartbeat().wait_timeout_s == 0.0, "it waits for nobody"
+        wait_for(lambda: first.read_heartbeat().timeout_s == 555.0, "the longest timeout")
+        second.request(gate)
+    assert job.codes() == [0, 0], first.errors()
+
+
 def test_thread_stalls_while_gil_is_held(start: Any, wait_for: Any) -> None:
     job = start("heartbeat_ranks.py", "holding_the_gil", world_size=1)
     (rank,) = job.ranks

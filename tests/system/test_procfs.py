@@ -211,6 +211,47 @@ def test_polling_of_device_threads_is_no_work(process: str, thread: str, counts:
         assert (used_s > 0.1) == counts, used_s
 
 
+_ASKS = """
+import socket, sys, threading
+server = socket.create_server(("127.0.0.1", 0))
+kept = []
+def answer():
+    while True:
+        kept.append(server.accept()[0])
+        kept[-1].sendall(bytes(1000))
+threading.Thread(target=answer, daemon=True).start()
+for line in sys.stdin:
+    kept.clear()
+    with socket.create_connection(server.getsockname()) as one:
+        one.recv(1000, socket.MSG_WAITALL)
+        print(server.getsockname()[1], flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_bytes_of_connections_that_are_closed_count(until: Until) -> None:
+    """Each request has one of its own. Those of the round's store are no work."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", _ASKS], stdin=pipe, stdout=pipe, text=True) as asks:
+        assert asks.stdin is not None
+        assert asks.stdout is not None
+        reader, own, port, seen = UsageReader(), UsageReader(), 0, []
+        reader.read([asks.pid])
+        own.read([asks.pid])
+        for _ in range(3):
+            asks.stdin.write("\n")
+            asks.stdin.flush()
+            port = int(asks.stdout.readline())
+            seen.append(reader.read([asks.pid])[asks.pid].moved)
+            told = own.read([asks.pid], port)[asks.pid].moved
+            asks.stdin.write("\n")
+            asks.stdin.flush()
+        asks.stdin.close()
+    # TCP counts the end of a stream as a byte.
+    assert [round(one, -2) for one in seen] == [2000, 4000, 6000], "sent and received"
+    assert round(told, -2) == 3000, "only what its server has sent"
+
+
 def test_time_without_a_processor_counts_for_working_threads_only(
     until: Callable[[Callable[[], object], float], object],
 ) -> None:

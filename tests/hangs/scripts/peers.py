@@ -149,7 +149,7 @@ def slow_link(t: Training, use: Use, seconds: float) -> None:
     t.until(AT)
     _pace(250_000)
     dist.all_reduce(torch.ones(int(seconds * 250_000 / 4)))
-    _pace(0xFFFFFFFF)
+    _pace(1 << 30)
 
 
 def _pace(bytes_per_s: int) -> None:

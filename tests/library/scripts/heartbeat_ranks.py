@@ -70,6 +70,22 @@ def training() -> None:
     gate(7)
 
 
+def waiting_with_a_timeout() -> None:
+    """Rank 0 waits in a barrier with a timeout, in a group with another timeout than the default one, and as usual."""
+    thread.start()
+    join()
+    group = dist.new_group(timeout=timedelta(seconds=555))
+    waits = (
+        lambda: dist.monitored_barrier(timeout=timedelta(seconds=600)),
+        lambda: dist.all_reduce(torch.ones(3), group=group),
+        lambda: all_reduce(1),
+    )
+    for number, wait in enumerate(waits, 1):
+        if RANK == 1:
+            gate(number)
+        wait()
+
+
 def holding_the_gil() -> None:
     thread.start()
     gate(1)
