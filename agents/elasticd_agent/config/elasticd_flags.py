@@ -75,8 +75,9 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     ),
     _own(
         "--hang-floor TIME",
-        "No group counts as hung before this time without progress, however short the steps; stopped processes have "
-        "--stopped-after. Not given: 5s to 60s, by the evidence (https://elasticd.dev/hangs/).",
+        "No group counts as hung before this time without progress, however short the steps, and any may be ended "
+        "after it; stopped processes have --stopped-after. Not given: 5s to 60s, by the evidence, and where a kill may "
+        "cost more than the wait a hang is only reported (https://elasticd.dev/hangs/).",
     ),
     _own(
         "--hang-factor F",
@@ -92,7 +93,8 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     _own(
         "--slow-ceiling TIME",
         "A straggler that uses its CPU or disk counts as slow, not hung, until this time has passed "
-        "without progress. Not given: 30m, or the process group's own timeout if that is longer.",
+        "without progress. Not given: the process group's own timeout where a rank waits in a collective, else 30m, or "
+        "that timeout if it is longer.",
     ),
     _own(
         "--slow-factor F",

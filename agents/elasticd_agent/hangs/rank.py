@@ -233,7 +233,7 @@ class RankState:
             (report.state == "Z", f"is a zombie {idle}"),
             (report.state == "X", f"is exiting {idle}"),
             (report.state == "t", f"is traced by a debugger{where}{phase}, {idle}"),
-            (report.where == "debugger", f"is at a debugger's prompt{where}{phase}, {idle}"),
+            (report.where == "debugger", f"is at a prompt{where}{phase}, {idle}"),
             (report.where == "output", f"writes output that nobody reads{where}{phase}, {idle}"),
             (report.idle_s < RECENT_S, f"makes progress{phase}"),
             (self.holds_gil, f"holds the GIL{where}{phase}, {cpu}, for {report.alive_s:.1f} s"),

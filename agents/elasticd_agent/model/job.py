@@ -172,7 +172,7 @@ class Policy:
     hang_floor_s: float | None = None  #: None: by the strength of the evidence (docs/hangs.md)
     hang_factor: float = 5.0  #: the deadline of a step, in longest recent steps
     stopped_after_s: float = 2.5  #: how long a process is stopped (state T) before it is hung
-    slow_ceiling_s: float | None = None  #: None: 1800 s, or the process group's own timeout if that is longer
+    slow_ceiling_s: float | None = None  #: None: the process group's own timeout, or 1800 s
     slow_factor: float = 1.5  #: a straggler's own work, relative to its peers'
     evidence_timeout_s: float = EVIDENCE_S  #: for the evidence of a hang, before the group is killed
     on_hang: Literal["restart", "report"] = "restart"
