@@ -65,7 +65,16 @@ def test_clock_step_is_not_counted_as_time(set_s: float) -> None:
             140.0,
             0.5,
         ),
-        # A hang counts from when it began; a hold only while it lasts.
+        # A hang counts from when it began; a hold only while it lasts. One that is only reported may resume.
+        (
+            (
+                *STARTED,
+                line("hang_detected", 140.0, seconds=20.0, action="report"),
+                line("checkpoint_saved", 150.0, step=9),
+            ),
+            180.0,
+            40 / 80,
+        ),
         ((*STARTED, line("hang_detected", 140.0, seconds=20.0)), 140.0, 0.25),
         ((*STARTED, line("paused", 120.0)), 140.0, 0.25),
         ((*STARTED, *HELD), 140.0, 0.5),
