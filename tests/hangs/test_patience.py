@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from elasticd_agent.hangs.patience import PATIENCE, Evidence, Limits, Shown, limits
+from elasticd_agent.hangs.patience import PATIENCE, Evidence, Limits, Shown, limits, retransmission_s
 from elasticd_agent.model.job import Policy
 
 DEFAULT, FLOOR, LONG_FLOOR = Policy(), Policy(hang_floor_s=3.0), Policy(hang_floor_s=300.0)
@@ -31,6 +31,9 @@ def cheap(**shown: float) -> Shown:
         ("alike", FLOOR, Shown(3.0), 3, 3),
         ("device", DEFAULT, QUICK, 60, 60),
         ("device", FLOOR, Shown(3.0), 60, 60),
+        ("alike", DEFAULT, Shown(5.0, links_s=137.0), 167, 167),
+        ("device", FLOOR, Shown(3.0, links_s=4.0), 60, 60),
+        ("gil", DEFAULT, Shown(5.0, links_s=137.0), 15, 15),
         # What a restart costs decides.
         ("idle", DEFAULT, QUICK, 60, 1800),
         ("idle", DEFAULT, Shown(5.0, ceiling_s=603.0), 60, 603),
@@ -62,6 +65,21 @@ def cheap(**shown: float) -> Shown:
 )
 def test_limits(evidence: Evidence, policy: Policy, shown: Shown, report_s: float, kill_s: float) -> None:
     assert limits(evidence, policy, shown) == Limits(report_s, kill_s)
+
+
+@pytest.mark.parametrize(
+    ("environment", "seconds"),
+    [
+        ({}, 0.0),
+        ({"NCCL_IB_TIMEOUT": "22"}, 137.4),
+        ({"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "3"}, 68.7),
+        ({"NCCL_IB_RETRY_CNT": "7"}, 34.4),
+        ({"NCCL_IB_TIMEOUT": "soon"}, 0.0),
+        ({"NCCL_IB_TIMEOUT": "9" * 99}, 70368.7),
+    ],
+)
+def test_links_send_again(environment: dict[str, str], seconds: float) -> None:
+    assert retransmission_s(environment) == pytest.approx(seconds, abs=0.1)
 
 
 def test_every_row_says_why() -> None:

@@ -53,6 +53,8 @@ class HangDetector:
     listener: HangListener
     report_every_look: bool
     """The leader is in this process, so that reports cost nothing."""
+    links_s: float = 0.0
+    """As in HangReport."""
     last_verdict: Mapping[str, Any] | None = None
     """The content of verdict.json, which is in `last_verdict_dir` or soon will be."""
     last_verdict_dir: Path = Path()
@@ -239,6 +241,7 @@ class HangDetector:
             gathered=self._complete,
             store_state=seen.store_state,
             store_stopped_s=seen.store_stopped_s,
+            links_s=self.links_s,
         )
 
     def _gather(self, why: str, directory: Path) -> bool:

@@ -65,6 +65,22 @@ OVERDUE_DEADLINES = 5.0
 """A rank that waits in a collective for this many deadlines while others make progress is reported."""
 
 
+IB_GRACE_S = 30.0
+"""InfiniBand sends again for this long less than all ranks may wait alike."""
+_IB_RETRIES, _IB_TIMEOUT = 7, 20
+"""NCCL's defaults: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"""
+
+
+def retransmission_s(environment: Mapping[str, str]) -> float:
+    """For how long InfiniBand sends again before NCCL fails, where the job has changed that; else 0."""
+    timeout, retries = environment.get("NCCL_IB_TIMEOUT", ""), environment.get("NCCL_IB_RETRY_CNT", "")
+    if not (timeout.isdecimal() or retries.isdecimal()):
+        return 0.0
+    exponent = min(int(timeout) if timeout.isdecimal() else _IB_TIMEOUT, 31)
+    tries = min(int(retries) if retries.isdecimal() else _IB_RETRIES, _IB_RETRIES) + 1
+    return float(4.096e-6 * 2**exponent * tries)
+
+
 @dataclass(frozen=True, slots=True)
 class Shown:
     """What this job has shown of itself, in seconds."""
@@ -79,6 +95,8 @@ class Shown:
     """A restart costs less than this wait has lasted."""
     kills: int = 0
     """For the wait that its ranks are in now."""
+    links_s: float = 0.0
+    """For how long its links send again before they fail."""
     repeats: bool = False
     """The last of them changed nothing: its ranks wait there again, and no step was made."""
 
@@ -104,6 +122,8 @@ def limits(evidence: Evidence, policy: Policy, shown: Shown) -> Limits:
         seconds = policy.hang_floor_s
     elif row.ends == "if cheap":
         seconds = max(seconds, min(policy.hang_factor * shown.pause_s, shown.ceiling_s))
+    if shown.links_s and not by_floor and evidence in ("alike", "device"):
+        seconds = max(seconds, shown.links_s + IB_GRACE_S)
     if evidence == "overdue":
         seconds = max(seconds, OVERDUE_DEADLINES * shown.deadline_s)
     kill_s = seconds

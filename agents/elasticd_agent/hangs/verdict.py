@@ -361,6 +361,7 @@ def _decide(case: _Case, found: Blame, waited_s: float) -> SuspectedHang | Hang:
         ceiling_s=case.ceiling_s,
         cheap=case.restart_costs_s < waited_s,
         kills=max((one.times for one in before.values()), default=0),
+        links_s=max(report.links_s for report in case.reports.values()),
         repeats=bool(repeats),
     )
     limit = limits(found.evidence, case.policy, shown)

@@ -25,6 +25,7 @@ from elasticd.checkpointing.object_url import package_of
 from elasticd_agent.hangs.deadlines import StepHistory
 from elasticd_agent.hangs.detector import HangDetector
 from elasticd_agent.hangs.evidence import EvidenceCollector
+from elasticd_agent.hangs.patience import retransmission_s
 from elasticd_agent.job import checkpoint_directory
 from elasticd_agent.job.join import JobMembership, join_job, listening_address, wait_for_route
 from elasticd_agent.job.loop import JobLoop, Message, StraySignal
@@ -138,7 +139,7 @@ def _run(
         rendezvous=membership.rendezvous,
         turn_rendezvous=membership.turn,
         address=membership.address,
-        monitor=_group_monitor(policy, membership, evidence, reporting),
+        monitor=_group_monitor(spec, policy, membership, evidence, reporting),
         workers=running[0],
         make_workers=lambda: make_workers(start_owner()),
         prepare=WorkerSetup(spec, policy, node, runtime, reporting.logs, gpus=bool(gpus)).prepare,
@@ -199,11 +200,17 @@ def _step_rules(policy: Policy, membership: JobMembership, context: RunContext) 
 
 
 def _group_monitor(
-    policy: Policy, membership: JobMembership, evidence: EvidenceCollector, reporting: Reporting
+    spec: JobSpec, policy: Policy, membership: JobMembership, evidence: EvidenceCollector, reporting: Reporting
 ) -> GroupMonitor:
     member, reporter, shared = membership.rendezvous, reporting.reporter, membership.shared
     detector = HangDetector(
-        membership.node, policy, evidence, member.report_hang, reporter.hangs, report_every_look=not shared
+        membership.node,
+        policy,
+        evidence,
+        member.report_hang,
+        reporter.hangs,
+        report_every_look=not shared,
+        links_s=retransmission_s(spec.base_environment(os.environ)),
     )
     return GroupMonitor(member, StepHistory(policy), detector, reporter, shared=shared)
 

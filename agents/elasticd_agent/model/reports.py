@@ -95,6 +95,7 @@ class HangReport(Document):
     deadline_s: float = 0.0  #: the learned time without progress after which it suspects a hang
     pause_s: float = 0.0  #: the longest idle pause that the job has survived on this node
     restart_s: float = -1.0  #: the training since its last save, which a restart repeats; -1: it saves by itself
+    links_s: float = 0.0  #: for how long the job's links send again before they fail; 0: as usual
     gathered: bool = False  #: its evidence is on disk, or never will be
     store_state: str = ""  #: of the process that hosts the round's store, on rank 0's node
     store_stopped_s: float = 0.0  #: the same
