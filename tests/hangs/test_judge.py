@@ -41,6 +41,11 @@ def report(node: str, rank: int, slot: int, *, behind: bool, idle_s: float = 6.0
 A, B = report("a", 0, 0, behind=False), report("b", 1, 4, behind=True)
 
 
+def test_report_of_a_plain_script_can_be_read() -> None:
+    """Of what is unknown it says -1."""
+    assert HangReport.from_json(A.to_json()) == A
+
+
 def test_single_report_waits_for_others() -> None:
     judge = HangJudge(POLICY)
     assert judge.turn(ROUND, [A], NOBODY, NOW) is None
