@@ -253,7 +253,7 @@ class JobTimeline:
 
     def _on_hang_detected(self, line: _Line) -> None:
         self._on_fault(line.ledger_at - line.seconds)
-        if line.fields.get("action") != "report":  # the group goes on, and may resume
+        if line.fields.get("action") != "report":  # no worker is killed, and it may resume
             self._end_training(line.round, line.at - line.seconds)
 
     def _on_store_exited(self, line: _Line) -> None:
