@@ -358,3 +358,66 @@ def test_secrets_pass_through_memory() -> None:
     os.close(fd)
     assert "password='word'" in done.stdout, done.stderr
     assert "ca='ca', cert=None, key='key'" in done.stdout
+
+
+STAYS = """
+import ctypes, os, time
+ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG: the owner's end does not end it
+if os.fork() == 0:
+    os.setsid()
+    open(os.path.join(os.environ["WORK"], "stayed"), "w").write(str(os.getpid()))
+open(os.path.join(os.environ["WORK"], "ready"), "w").close()
+time.sleep(600)
+"""
+TAKES_THE_SLOT = """
+import ctypes, fcntl, os, signal, sys
+runner, unlock = int(sys.argv[1]), sys.argv[2] == "unlock"
+libc = ctypes.CDLL(None, use_errno=True)
+owner = int(open(f"/proc/{runner}/task/{runner}/children").read().split()[0])
+os.kill(owner, signal.SIGSTOP)
+if unlock:
+    pidfd = os.pidfd_open(owner)
+    for number in range(3, 40):
+        fd = libc.syscall(438, pidfd, number, 0)  # pidfd_getfd
+        if fd >= 0:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_UN)
+                print("unlocked")
+            except OSError:
+                pass
+else:
+    os.kill(owner, signal.SIGKILL)
+os.kill(runner, signal.SIGKILL)
+"""
+
+
+@pytest.mark.system
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
+@pytest.mark.parametrize("how", ["unlock", "kill"])
+@pytest.mark.parametrize("restart", [False, True], ids=["", "agent killed"])
+def test_slot_is_free_when_no_process_of_the_job_is_left(
+    node: MakeNode, open_place: Path, how: str, restart: bool
+) -> None:
+    """Its user can kill runner and owner at once, unlock what they hold, and have a worker outlive both."""
+    n1 = node("n1", root=open_place / "n1", slots=1)
+    usable_by_others(n1)
+    script = n1.work / "stays.py"
+    script.write_text(STAYS)
+    n1.job("one", str(script), workers=1, user="nobody", max_restarts=0)
+    os.chown(n1.work, SOMEBODY.pw_uid, SOMEBODY.pw_gid)
+    n1.start("--supervised")
+    until(lambda: (n1.work / "ready").exists() and (n1.work / "stayed").exists(), n1.diagnostics)
+    until(lambda: (n1.work / "stayed").read_text(), n1.diagnostics)
+    stayed, (worker,), runner = int((n1.work / "stayed").read_text()), n1.workers("one"), n1.runner("one")
+    agent = n1.events("agent_started")[0]["pid"]
+    if restart:
+        os.kill(agent, signal.SIGSTOP)
+    asks_as_somebody(TAKES_THE_SLOT, str(runner), how, python=n1.python)
+    assert not lives(runner)
+    if restart:
+        os.kill(agent, signal.SIGKILL)
+    ended = n1.event("runner_ended")
+    assert not lives(stayed) and not lives(worker), ended
+    n1.wait_for_log("killing processes that its runner has left behind")
+    assert n1.drain() == 0
+    n1.assert_gone()

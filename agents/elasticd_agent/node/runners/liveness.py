@@ -126,12 +126,17 @@ def is_locked(path: Path, *, exclusive: bool = False) -> bool:
 
 def lock_owner(path: Path) -> ProcessIdentity | None:
     """The process named in the file, if it is alive."""
+    named = named_owner(path)
+    return named if named is not None and named.alive else None
+
+
+def named_owner(path: Path) -> ProcessIdentity | None:
+    """The process named in the file, which may have ended."""
     try:
         with open(open_plain(path, os.O_RDONLY), "rb") as file:
-            named = ProcessIdentity.parse(file.read(OWNER_BYTES).decode("ascii", "replace"))
+            return ProcessIdentity.parse(file.read(OWNER_BYTES).decode("ascii", "replace"))
     except OSError:
         return None
-    return named if named is not None and named.alive else None
 
 
 def find_unnamed_owner(path: Path, name: bytes, user: int) -> tuple[ProcessIdentity | None, bool]:

@@ -36,6 +36,7 @@ from elasticd_agent.system import cgroups, procfs
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.system.files import rename_over, replace_file
 
+SUPERVISOR_COMM = "elasticd-super"
 KILL_DELAY_S = 5.0
 """From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
 REMNANT_GRACE_S = 25.0
@@ -68,6 +69,7 @@ class ManagedRunner:
     """How often in a row the lock was taken, but no process of the job's user had it: its descriptor is in a socket or
     another user's process, or a process that has it was being forked during the scan of /proc."""
     process_tree: tuple[ProcessIdentity, ...] = ()
+    has_orphans: bool = False
     last_status: Mapping[str, Any] | None = None
     user: int | None = field(init=False, default=None)
     """The job's: the owner of its folder, which only the agent can replace."""
@@ -157,12 +159,18 @@ class RunnerManager:
             spec = self._adoptable(files, until)
             if spec is None:
                 continue
-            if liveness.is_locked(files.lock):
-                runner = ManagedRunner(spec, files)
+            runner = ManagedRunner(spec, files)
+            # A job's user can unlock the lock: the runner that it names counts, and what it has left behind.
+            named = liveness.named_owner(files.lock)
+            if liveness.is_locked(files.lock) or (named is not None and named.alive):
                 self._runners[runner.key] = runner
                 self._identify(runner)
                 who = f"pid {runner.process.pid}" if runner.process is not None else "pid unknown yet"
                 self._log(f"job {spec.job}: adopted its runner ({who})")
+                continue
+            runner.process = named
+            if _is_news(files) and self._orphans(runner):
+                self._runners[runner.key] = runner  # `poll` kills them
             else:
                 ends.append(RunnerEnd(spec, read_exit(files), requested=False))
         self._update_poller()
@@ -303,6 +311,17 @@ class RunnerManager:
                 self._identify(runner)
             if runner.is_running():
                 self._enforce_deadlines(runner, now)
+            elif orphans := self._orphans(runner):
+                runner.state, runner.why = (
+                    "leaving",
+                    runner.why or "its runner has ended; its processes are being ended",
+                )
+                if not runner.has_orphans:
+                    runner.has_orphans = True
+                    pids = ", ".join(str(process.pid) for process in orphans)
+                    self._log(f"job {runner.spec.job}: killing processes that its runner has left behind: {pids}")
+                for process in orphans:
+                    _kill(process)
             elif runner.empty_scans >= EMPTY_SCANS or not liveness.is_locked(runner.files.lock):
                 del self._runners[key]
                 runner.close()
@@ -362,6 +381,30 @@ class RunnerManager:
             for process in left:
                 _kill(process)
 
+    def _orphans(self, runner: ManagedRunner) -> list[ProcessIdentity]:
+        """Processes of another user's job whose runner and owner have ended: he can kill both, unlock what they share
+        and forge their reports. They began after the runner, and nothing of the job's user that lives is above them.
+        """
+        if runner.user in (None, 0, os.geteuid()) or os.geteuid() != 0 or runner.process is None:
+            return []
+        if liveness.is_locked(runner.files.lock) and runner.empty_scans < EMPTY_SCANS:
+            return []  # an owner is ending them
+        there = procfs.scan()
+        supervisor = procfs.stat(os.getppid())
+        above = {supervisor.pid} if supervisor is not None and supervisor.comm == SUPERVISOR_COMM else set()
+        living = {one.process.pid for one in self._runners.values() if one.process is not None and one.is_running()}
+        found = [
+            one.pid
+            for one in there.values()
+            if one.started >= runner.process.started
+            and one.pid not in living
+            and liveness.process_user(one.pid) == runner.user
+            and (one.parent in above or (one.parent == 1 and cgroups.is_of_our_unit(one.pid)))
+        ]
+        trees = procfs.trees(found, there.values())
+        pids = {pid for tree in trees.values() for pid in tree if liveness.process_user(pid) == runner.user}
+        return [process for process in map(ProcessIdentity.of, sorted(pids)) if process is not None]
+
     def _process_tree(self, runner: ManagedRunner) -> tuple[ProcessIdentity, ...]:
         if runner.process is None:
             return ()
@@ -404,6 +447,13 @@ class RunnerManager:
 
     def _update_poller(self) -> None:
         self._poller.set_targets({r.key: (r.files, r.process) for r in self._runners.values() if r.process is not None})
+
+
+def _is_news(files: JobFiles) -> bool:
+    """No agent has seen yet that the run has ended."""
+    with contextlib.suppress(OSError):
+        return files.ended.stat().st_mtime == 0
+    return False
 
 
 def _spec_from_runner(files: JobFiles, until: float) -> RunnerSpec | None:
