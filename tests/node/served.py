@@ -79,7 +79,7 @@ class Served:
         here = LocalJobs(self.node, self.root / "state", self._ask)
         http = HttpSettings(port=0, token_file=token_file, **self.where)
         tls = http.tls_cert is not None
-        token = TokenAuth(token_file, http.tokens, http.read_only)
+        token = TokenAuth(token_file, http.tokens, http.read_only, http.agents_token_file)
         peers = Peers(token.token, tls, http.tls_ca, http.tls_name)
         self.service = JobService(self.store, here, peers, clock=self.now)
         well, absent = HealthProbeResult(True, "well"), HealthProbeResult(False, "not in")

@@ -65,6 +65,12 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "it. Without it, only the local socket grants access.",
         '"/etc/elasticd/token"',
     ] = None
+    agents_token_file: Annotated[
+        Path | None,
+        "A file with the token that agents send each other something derived from, the same on all nodes; it opens "
+        "nothing else. A node that must not submit jobs has it in place of token_file. Not given: token_file.",
+        '"/etc/elasticd/agents-token"',
+    ] = None
     tokens: Annotated[
         dict[str, Path],
         "Further tokens by name, a file for each, for people and programs: their names are in records and in the audit "

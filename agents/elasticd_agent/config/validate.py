@@ -185,7 +185,11 @@ def _check_http_tokens(http: HttpSettings) -> None:
     if unknown := [name for name in http.read_only if name not in http.tokens]:
         raise ConfigError("http.read_only", f"{unknown[0][:70]!r} is not one of http.tokens")
     named = {f"http.tokens.{name}": path for name, path in http.tokens.items()}
-    for key, path in {"http.token_file": http.token_file, **named}.items():
+    for key, path in {
+        "http.token_file": http.token_file,
+        "http.agents_token_file": http.agents_token_file,
+        **named,
+    }.items():
         if path is not None:
             _check_secrets({key: path})
             try:

@@ -243,7 +243,10 @@ def _prepare_code(state: Path, journal: AgentJournal) -> Path | None:
 def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
     """The HTTP API with the dashboard; its listeners keep the settings of the start. Raises UsageError."""
     settings, http = loop.settings, loop.settings.http
-    token, tls = TokenAuth(http.token_file, http.tokens, http.read_only), http.tls_cert is not None
+    token, tls = (
+        TokenAuth(http.token_file, http.tokens, http.read_only, http.agents_token_file),
+        http.tls_cert is not None,
+    )
 
     def check(job: JobFile) -> None:
         if (wrong := refusal(loop.settings.limits, job, loop.settings.user)) is not None:

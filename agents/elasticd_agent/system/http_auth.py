@@ -152,14 +152,19 @@ class TokenAuth:
     """
 
     def __init__(
-        self, file: Path | None, named: Mapping[str, Path] = MappingProxyType({}), read_only: Sequence[str] = ()
+        self,
+        file: Path | None,
+        named: Mapping[str, Path] = MappingProxyType({}),
+        read_only: Sequence[str] = (),
+        agents: Path | None = None,
     ) -> None:
-        """`read_only`: the names of tokens that change nothing."""
+        """`read_only`: the names of tokens that change nothing. `agents`: their own; None: that in `file`."""
         self.address = ""
         """Of this agent for other nodes: their requests are for it alone."""
         self.guesses = GuessLimit(time.monotonic)
-        self._cluster = None if file is None else _TokenFile(file, "http.token_file")
-        self._files = {} if self._cluster is None else {Caller("the token's holder"): self._cluster}
+        holders = None if file is None else _TokenFile(file, "http.token_file")
+        self._agents = holders if agents is None else _TokenFile(agents, "http.agents_token_file")
+        self._files = {} if holders is None else {Caller("the token's holder"): holders}
         for name, path in named.items():
             access: Access = "read" if name in read_only else "operate"
             self._files[Caller(f"token {name}", access=access)] = _TokenFile(path, f"http.tokens.{name}")
@@ -169,13 +174,13 @@ class TokenAuth:
         self._reported_at = float("-inf")
 
     def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> Caller | AccessDenied:
-        if not self._files:
+        if not self._files and self._agents is None:
             return AccessDenied(
                 403,
                 "this agent has no token, so only /metrics, /healthz and /readyz are public here; set "
                 "http.token_file in agent.toml, or use its unix socket on the node itself",
             )
-        if self.fingerprint() is None:
+        if self.fingerprint() is None and (self._agents is None or self._agents.read()[0] is None):
             return AccessDenied(403, f"access denied, since the token cannot be used: {self.problem()}")
         if len(authorization) != 1:
             return AccessDenied(
@@ -200,7 +205,7 @@ class TokenAuth:
         return found[0] if found else None
 
     def _agent(self, given: str) -> Caller | None:
-        digest = None if self._cluster is None else self._cluster.read()[0]
+        digest = None if self._agents is None else self._agents.read()[0]
         if digest is None or not self.address or not given.isascii():
             return None
         right = hmac.compare_digest(given.strip(), agent_credential(digest, self.address))
@@ -234,14 +239,15 @@ class TokenAuth:
 
     def problem(self) -> str:
         """What is wrong with the tokens' files, "" if nothing."""
-        return "; ".join(problem for file in self._files.values() if (problem := file.read()[1]))
+        files = dict.fromkeys([*self._files.values(), *([] if self._agents is None else [self._agents])])
+        return "; ".join(problem for file in files if (problem := file.read()[1]))
 
     def token(self) -> str | None:
-        """The token of all nodes, for requests to another agent; None if there is no usable one."""
-        if self._cluster is None or self._cluster.read()[0] is None:
+        """The agents' token, for requests to another agent; None if there is no usable one."""
+        if self._agents is None or self._agents.read()[0] is None:
             return None
         try:
-            return read_token(self._cluster.file, self._cluster.key)
+            return read_token(self._agents.file, self._agents.key)
         except UsageError:  # it was removed between the two reads
             return None
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import HttpSettings
 from elasticd_agent.node.api.client import AgentClient, Unreachable
 from elasticd_agent.node.api.server import MAX_CONNECTIONS, ApiServer
-from elasticd_agent.system.http_auth import BURST, TokenAuth
+from elasticd_agent.system.http_auth import AGENT_SCHEME, BURST, TokenAuth, agent_credential, token_digest
 from elasticd_agent.system.http_server import MAX_BODY_BYTES, MAX_HEAD_BYTES
 from tests.etcd import Authority
 from tests.node.api.test_audit import Lines
@@ -512,3 +512,35 @@ def test_socket_of_a_killed_agent_is_replaced(serve: Serve, tmp_path: Path) -> N
     one = Served(tmp_path / "0")
     assert one.unix().get("/v1/jobs").code == 200
     one.close()
+
+
+def test_token_of_agents_is_no_operators(tmp_path: Path) -> None:
+    """A node that is only to run jobs has it, and nothing that submits one."""
+    secret = "the-agents-own-token-0123456789abcdef"
+    theirs = tmp_path / "agents"
+    theirs.write_text(secret + "\n")
+    theirs.chmod(0o600)
+    with closing(Served(tmp_path / "one", where={"agents_token_file": theirs})) as one:
+        number = one.submit()
+        one.log(1, 0, "stdout", "hello\n")
+        token = one.service.peers.token()
+        assert token == secret, "what requests to other agents follow from"
+        address = "{}:{}".format(*one.address)
+        authenticator = one.server._listeners[1].authenticator
+        assert isinstance(authenticator, TokenAuth)
+        authenticator.address = address
+        path = f"/v1/local/jobs/llama?number={number}"
+
+        def codes(token: str) -> tuple[int, ...]:
+            given = agent_credential(token_digest(token), address)
+            agent = AgentClient(None, *one.address, given, scheme=AGENT_SCHEME)
+            bearer = one.tcp(token)
+            return (
+                agent.get(path).code,
+                agent.post("/v1/jobs", JOB, "application/toml").code,
+                bearer.get(path).code,
+                bearer.post("/v1/jobs/llama/cancel").code,
+            )
+
+        assert codes(secret) == (200, 403, 401, 401)
+        assert codes(TOKEN) == (401, 401, 200, 200)
