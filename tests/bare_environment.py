@@ -22,10 +22,11 @@ def make(folder: Path) -> Path:
         found = importlib.metadata.distribution(name)
         for file in found.files or []:
             top, target = file.parts[0], Path(str(found.locate_file(file)))
-            if top not in ("..", "__pycache__") and not (packages / top).exists():
+            if top == "..":  # a script names its interpreter, and is left out; py-spy is none
+                if file.parts[-2] == "bin" and target.read_bytes()[:2] != b"#!":
+                    (folder / "bin" / target.name).symlink_to(target)
+            elif top != "__pycache__" and not (packages / top).exists():
                 (packages / top).symlink_to(Path(str(found.locate_file(top))))
-            elif file.parts[-2] == "bin" and target.read_bytes()[:2] != b"#!":  # py-spy; a script names its interpreter
-                (folder / "bin" / target.name).symlink_to(target)
     return folder / "bin" / "python"
 
 
