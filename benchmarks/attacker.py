@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import json
 import os
+import pwd
 import random
 import runpy
 import signal
@@ -38,7 +39,15 @@ ATTACKS = (
     "port",
     "etcd",
     "own folder",
+    "shared memory",
 )
+NO_PID = 1 << 22
+"""Above every pid: a directory of this one looks as if a killed agent had left it."""
+DEPTH = 1500
+"""Above Python's recursion limit."""
+_FORGED = {"version": "1.0", "job": "../../x", "number": 1, "exit_code": -(10**9), "outcome": "failed", "step": 1 << 62,
+           "reason": "evil\n2026-01-01 elasticd: forged", "ended_at": -1e17, "kind": "round_published", "wall": 1e300,
+           "mono": 4e9, "round": 1, "rounds": [{"number": 1, "world_size": 2, "reason": "x", "at": 1e300}]}  # fmt: skip
 CHANGES: dict[str, Callable[[Path], object]] = {
     "a file in": lambda folder: (folder / "evil").touch(),
     "a link in": lambda folder: (folder / "evil").symlink_to("/"),
@@ -46,6 +55,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "name of": lambda folder: folder.rename(folder.with_name("evil")),
     "owner of": lambda folder: os.chown(folder, os.geteuid(), -1),
 }
+USERS = ("nobody", "daemon")
 _SECONDS = 3.0
 _PAUSE_S = 0.3
 _HOSTILE_JOB = b'{"command": ["/bin/true"], "workdir": "/", "no_python": true, "user": "root"}'
@@ -77,6 +87,7 @@ class Attacker:
         """Until the job's processes are killed."""
         attacks: list[Callable[[], None]] = [
             self.read_files, self.change_files, self.processes, self.sockets, self.ports_, self.store, self.own_folder,
+            self.shared_memory,
         ]  # fmt: skip
         while True:
             for attack in attacks:
@@ -162,7 +173,7 @@ class Attacker:
             with path.open("wb") as file:
                 file.truncate(1 << 40)
         elif how == "forged":
-            path.write_text(json.dumps({"kind": "job_ended", "wall": 4e9, "mono": 4e9, "job": "../../x", "number": -1}))
+            path.write_text(json.dumps({**_FORGED, "number": self.rng.choice((1, -1))}) + "\n")
         elif how == "slow socket":
             run = folder / "run"
             run.rename(folder / f"run.{time.monotonic_ns()}")
@@ -176,6 +187,23 @@ class Attacker:
             os.link(record, folder / "lock2")
             self.tried("own folder", "hard link of the lock", True)
         self.tried("own folder", f"{how} {name}", False)
+
+    def shared_memory(self) -> None:
+        """Directories that another user's next job would remove as its own, too deep for it. That they end no job is
+        seen in those jobs.
+        """
+        for user in (0, *(pwd.getpwnam(name).pw_uid for name in USERS)):
+            path = f"/dev/shm/elasticd-{user}-{NO_PID}-{self.job}"
+            if not os.path.lexists(path):
+                os.mkdir(path, 0o777)
+                above = os.open(path, os.O_RDONLY)
+                for _ in range(DEPTH):
+                    os.mkdir("d", 0o777, dir_fd=above)
+                    below = os.open("d", os.O_RDONLY, dir_fd=above)
+                    os.close(above)
+                    above = below
+                os.close(above)
+            self.tried("shared memory", user, False)
 
     # ---- processes
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import glob
+import gzip
+import http.client
 import json
 import os
 import pwd
@@ -17,24 +20,36 @@ import random
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.attacker import NO_PID, USERS
 from elasticd_agent.model.codec import Document
 from elasticd_agent.node import keys as names
 from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, SlotAssignment, Submission
 from tests.etcd import EtcdServers
 
-USERS = ("nobody", "daemon")
 HOSTILE_EVERY = 5
 ATTACKER = Path(__file__).with_name("attacker.py")
 STORE_USER, PASSWORD = "elasticd", "store-word-7d41"
 _PATHS = ("../../../../canary", "../canary", "/canary", ".", "..", "a/b", "x" * 300, " ", "\u2028", "%2e%2e")
 _GARBAGE = (b"", b"{", b"[]", b"null", b"[" * 50_000, b"\xff\xfe", b'{"version": "999.0"}', b'{"version": "1.0"}',
-            b'{"version": "1.0", "job": "\\ud800", "number": 1e999}', b"9" * 10_000, b"x\x9c\xed\xc1")  # fmt: skip
+            b'{"version": "1.0", "job": "\\ud800", "number": 1e999}', b"9" * 10_000, b"x\x9c\xed\xc1",
+            zlib.compress(b" " * (64 << 20), 9), zlib.compress(b'{"version":"1.0","x":[' + b"[]," * (21 << 20), 9),
+            b'{"version":"1.0","x":[' + b'{"":{}},' * 60_000 + b"0]}")  # fmt: skip
+_REQUESTS = (
+    ("/v1/jobs?id=evil", "application/toml", b"a." * 30_000 + b"a = 1"),
+    ("/v1/jobs?id=evil", "application/json", b'{"x": [' + b"[]," * 20_000 + b"0]}"),
+    ("/v1/uploads", "application/gzip", gzip.compress(b"".join(
+        tarfile.TarInfo.create_pax_global_header({f"{n}.{i}": "" for i in range(2000)}) for n in range(60)
+    ))),
+)  # fmt: skip
+"""Small, and large once they are decoded. Of somebody who has a token."""
 
 
 @functools.cache
@@ -74,6 +89,10 @@ class Adversary:
     etcd: EtcdServers
     rng: random.Random
     overheard: list[str] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
+    """Requests that no agent should take."""
+    _agents: list[int] = field(default_factory=list)
+    _token: str = ""
     canary: Path = field(init=False)
     _before: Mapping[str, object] = field(init=False)
     _listener: socket.socket = field(init=False)
@@ -93,6 +112,8 @@ class Adversary:
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes its accept(), which close() does not
         self._listener.close()
         self._thread.join()
+        # With rm, as they are too deep for Python.
+        subprocess.run(["rm", "-rf", *glob.glob(f"/dev/shm/elasticd-*-{NO_PID}-*")], check=True)
 
     # ---- jobs
 
@@ -107,11 +128,20 @@ class Adversary:
         targets: dict[str, Any] = {"nodes": [str(node) for node in nodes], "ports": ports, "etcd": self.etcd.port}
         targets |= {"token": str(token), "canary": str(self.canary), "job": job}
         (folder / "targets.json").write_text(json.dumps(targets))
+        self._agents, self._token = ports, token.read_text().strip()
 
     # ---- records
 
     def poison(self) -> Poison | None:
-        """Put a record into the store; None where the store does not answer."""
+        """Put a record into the store; None where the store does not answer. Beside it goes a request to an agent."""
+        if self._agents:
+            port, (path, kind, body) = self.rng.choice(self._agents), self.rng.choice(_REQUESTS)
+            head = {"Content-Type": kind, "Authorization": f"Bearer {self._token}"}
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
+                with contextlib.closing(connection):
+                    connection.request("POST", path, body, head)
+                    self.taken += [path] if connection.getresponse().status // 100 == 2 else []
         return self.rng.choice((self._beside, self._beside, self._instead))()
 
     def _beside(self) -> Poison | None:
@@ -121,8 +151,8 @@ class Adversary:
         records: tuple[tuple[str, Document], ...] = (
             (names.SUBMISSIONS, Submission(job, 99_999, '{"command": ["x"], "workdir": "/"}', 1, 1, 1, 1)),
             (names.PLACEMENTS, Placement(job, 99_999, (SlotAssignment("n1", (0,)),), "evil")),
-            (names.RESULTS, JobResult(job, 99_999, "succeeded", 0, "evil")),
-            (names.NODES, NodeStatus(job, "i", 0, f"127.0.0.1:{port}")),
+            (names.RESULTS, JobResult(job, 99_999, "succeeded", 0, "evil", self.rng.choice((0.0, -1e17, 1e300)))),
+            (names.NODES, NodeStatus(job, "i", 0, f"127.0.0.1:{port}", memory_bytes=self.rng.choice((0, -(10**9))))),
             (names.CORDONS, Cordon("n1", True, "evil")),
         )
         prefix, record = self.rng.choice(records)
@@ -188,6 +218,7 @@ class Adversary:
     def left(self, token: str) -> list[str]:
         """What changed that must not, and the secrets that a forged node received."""
         found = [f"the canary is {self._canary()}, it was {self._before}"] if self._canary() != self._before else []
+        found += [f"an agent took {path}, which is far larger than it seems" for path in self.taken]
         found += [f"a forged node received {what!r}" for what in self.overheard if token in what or PASSWORD in what]
         return found
 

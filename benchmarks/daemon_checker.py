@@ -98,6 +98,7 @@ def breaches(evidence: FleetLogs) -> list[str]:
         agents_leave_well,
         nothing_is_left,
         attacks_fail,
+        agents_stay_small,
     )
     return found + [f"{check.__name__.replace('_', ' ')}: {breach}" for check in checks for breach in check(evidence)]
 
@@ -293,6 +294,12 @@ def attacks_fail(evidence: FleetLogs) -> Iterator[str]:
         for what in ATTACKS:
             if what not in tried:
                 yield f"no hostile job tried: {what}"
+
+
+def agents_stay_small(evidence: FleetLogs) -> Iterator[str]:
+    """Whatever strangers send: the memory is for training."""
+    for line in evidence.of("observed", what="memory"):
+        yield f"the agent of {line['node']} had {line['bytes'] / 1e6:.0f} MB"
 
 
 # ---- reading

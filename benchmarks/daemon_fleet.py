@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -43,6 +44,8 @@ SAMPLES = 600
 DISK_MB = 24
 STEPS = (60, 300)
 """A job has so many, of some 20 ms, and starts in a few seconds."""
+MOST_MEMORY = 150_000_000
+"""Bytes of an agent, which has 55 to 85 MB without an adversary."""
 MOST_KEYS = 20
 _MARK = "SOAK_OF_DAEMONS"
 _LOOK_S = 0.25
@@ -344,12 +347,26 @@ class Fleet:
 
     def _watch_store(self) -> None:
         store = self.store()
+        known: dict[int, int] = {}
         try:
             while not self._over.wait(_LOOK_S):
                 with contextlib.suppress(ElasticdError):
                     self.look(store)
+                self._weigh(known)
         finally:
             store.close()
+
+    def _weigh(self, known: dict[int, int]) -> None:
+        """`known`: the most memory that each agent has had so far."""
+        for name, node in self.nodes.items():
+            pid = 0 if node.process is None else node.process.pid
+            with contextlib.suppress(OSError):
+                text = Path("/proc", str(pid), "status").read_text()
+                found = re.search(r"VmHWM:\s+(\d+) kB", text)
+                most = int(found[1]) << 10 if found else 0
+                if "elasticd-job" not in text and most > max(MOST_MEMORY, known.get(pid, 0)):
+                    known[pid] = most
+                    self.journal.write("observed", what="memory", node=name, pid=pid, bytes=most)
 
     def store(self) -> Store:
         """A client of its own, for its caller to close."""

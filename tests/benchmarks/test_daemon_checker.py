@@ -185,6 +185,10 @@ def no_attack_of_a_kind(d: Daemons) -> None:
     d["attacks"] = {2: ATTEMPTS[1:]}
 
 
+def an_agent_is_large(d: Daemons) -> None:
+    d["notes"]["observed"].append({"mono": 4.0, "what": "memory", "node": "a", "pid": 7, "bytes": 485_000_000})
+
+
 ATTEMPTS = [{"mono": 3.0, "what": what, "on": "x", "worked": False} for what in ATTACKS]
 
 FORGERIES: dict[Callable[[Daemons], None], str] = {
@@ -209,6 +213,7 @@ FORGERIES: dict[Callable[[Daemons], None], str] = {
     it_ends_too_early: "j1.1: it should end after step 9, and ended after 8",
     an_attack_works: "attacks fail: hostile job 2 did what it must not: read file, /token",
     no_attack_of_a_kind: "attacks fail: no hostile job tried: read file",
+    an_agent_is_large: "agents stay small: the agent of a had 485 MB",
     a_sample_is_lost: "j1.1: no sample lost or repeated: epoch 0: 1 samples were never trained on",
 }
 

@@ -34,14 +34,14 @@ class AgentJournal:
         return event_log.NullEventLog()
 
     def log(self, sentence: str) -> None:
-        self._console.log(sentence)
+        self._console.log(_one_line(sentence))
 
     def warn(self, sentence: str) -> None:
-        self._console.log(sentence, "warning")
+        self._console.log(_one_line(sentence), "warning")
 
     def event(self, kind: Callable[..., LogEvent], sentence: str, **fields: Any) -> None:
         """Log the sentence, and write it as an event of this kind."""
-        self._console.log(sentence)
+        self.log(sentence)
         self._events.write(kind(round=0, mono=time.monotonic(), reason=sentence, **fields))
 
     @property
@@ -51,3 +51,8 @@ class AgentJournal:
     def close(self) -> None:
         self._events.close()
         self.audit.close()
+
+
+def _one_line(sentence: str) -> str:
+    """A reason may be a job's: it must not write further lines of this log."""
+    return "\\n".join(sentence.splitlines())

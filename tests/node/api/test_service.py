@@ -10,9 +10,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,10 +23,12 @@ from elasticd_agent.node.api.local import READ_TIMEOUT_S
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.progress import JobTimeline
 from elasticd_agent.node.api.rank_logs import MAX_BYTES
+from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.records import JobResult, NodeStatus, RoundSummary, RunnerStatus
 from elasticd_agent.node.scheduler.policy import BEHIND_OTHERS
 from elasticd_agent.system.addresses import format_endpoint
 from elasticd_agent.system.http_auth import AGENT_SCHEME
+from elasticd_agent.telemetry.console import Level, QuietConsole
 from tests.etcd import Authority
 from tests.node.served import JOB, Outage, Served
 
@@ -593,6 +596,23 @@ def test_unfinished_jobs_of_a_submitter_are_limited(serve: Serve) -> None:
     assert submit(one.tcp(), "c", token="once") == 201, "the same submission, repeated after an outage"
     assert one.unix().post("/v1/jobs/a/cancel").code == 200
     assert submit(one.unix(), "e") == 201
+    one.service.limit = lambda: 5
+    with ThreadPoolExecutor(8) as pool:
+        codes = list(pool.map(lambda n: submit(one.unix(), f"at-once-{n}"), range(16)))
+    assert (codes.count(201), codes.count(409)) == (3, 13), "each is counted before the next one"
+
+
+def test_reason_with_line_ends_is_one_line_of_the_log(tmp_path: Path) -> None:
+    """It may be a job's, whose user must not write lines of the agent's log."""
+    written: list[str] = []
+
+    class Console(QuietConsole):
+        def log(self, sentence: str, level: Level = "info") -> None:
+            written.append(sentence)
+
+    journal = AgentJournal(Console(cast(Any, None)), None, "n1")
+    journal.log("job lm failed: one\n2026-01-01 elasticd[n1] two\u2028three\x85four")
+    assert written == ["job lm failed: one\\n2026-01-01 elasticd[n1] two\\nthree\\nfour"]
 
 
 def test_rounds_of_previous_nodes_belong_to_the_history(serve: Serve) -> None:

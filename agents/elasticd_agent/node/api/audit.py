@@ -45,8 +45,9 @@ class AuditedRoutes:
         answer = self.routes.reject(request, denied)
         if isinstance(answer, HttpResponse):
             target, caller = f"{request.method} {request.path}", denied.caller
-            has_token = caller is not None and caller.host != ""
-            once = target if has_token else ""  # others cannot flood the log with invented paths
+            # Nobody can flood the log with invented paths: of the same action, whatever its target, there is one line.
+            found = action_of(request.method, request.path)
+            once = found[0] if found is not None and caller is not None and caller.host else ""
             self._record(str(caller or request.host), DENIED, target, answer.status, denied.why, once=once)
         return answer
 

@@ -6,6 +6,8 @@ the store what is written here, as on every other node.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -60,6 +62,7 @@ class JobService:
     clock: Callable[[], float] = time.time
     cache: StoreCache | None = None
     _cluster: ClusterReader = field(init=False)
+    _submitting: threading.Lock = field(init=False, default_factory=threading.Lock)
     _index: JobIndex = field(init=False, default_factory=JobIndex)
     """Of the newest list of jobs."""
 
@@ -92,23 +95,25 @@ class JobService:
         job = job_file.read_job(data, kind, "the job")
         self.check(job)
         job_id = name or job.id
-        self._check_number(by, token)
         try:
-            made = job_queue.submit(
-                self.store,
-                job_file.to_json(job),
-                job=job_id,
-                nodes=job.node_range,
-                slots=job.slot_range,
-                submitted_by=by,
-                submitted_at=self.clock(),
-                token=token,
-                grow=job.grow != "never",
-                stem=name_of(job.command[0], job.module),
-                labels=job.node_labels,
-                priority=job.priority,
-                cache=self.cache,
-            )
+            # Of many at once, each is counted before the next one.
+            with self._submitting if self.limit() is not None else contextlib.nullcontext():
+                self._check_number(by, token)
+                made = job_queue.submit(
+                    self.store,
+                    job_file.to_json(job),
+                    job=job_id,
+                    nodes=job.node_range,
+                    slots=job.slot_range,
+                    submitted_by=by,
+                    submitted_at=self.clock(),
+                    token=token,
+                    grow=job.grow != "never",
+                    stem=name_of(job.command[0], job.module),
+                    labels=job.node_labels,
+                    priority=job.priority,
+                    cache=self.cache,
+                )
         except UsageError as error:
             if job_id is not None and any(one.job == job_id for one in self._view().unfinished()):
                 raise Conflict(str(error)) from None
