@@ -100,7 +100,12 @@ def test_help_and_mistakes_cost_less_than_twenty_starts_of_the_interpreter(argv:
         (["run"], "elasticd run: error: the script to run is missing"),
         (["run", "--nnodes", "2", "x.py"], "elasticd run: error: --nnodes 2 with the static backend is not supported"),
         (["run", "--rdzv-conf", "le\nase=1", "x.py"], "elasticd run: error: --rdzv-conf: unknown key 'le\\nase'"),
-        (["walk", "x.py"], "elasticd: error: unknown command 'walk'"),
+        (["walk", "x.py"], "elasticd: error: unknown command 'walk'; there are run, "),
+        (["statu"], "elasticd: error: unknown command 'statu'; did you mean status?"),
+        (
+            ["run", "--preload", "nosuch", __file__],
+            "elasticd run: error: --preload nosuch: there is no module 'nosuch'",
+        ),
     ],
 )
 def test_usage_error_is_one_line_and_exit_code_2(argv: list[str | bytes], line: str, tmp_path: Path) -> None:

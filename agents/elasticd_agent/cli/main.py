@@ -102,8 +102,11 @@ def _main(argv: Sequence[str] | None) -> int:
             return _load(entry)(rest)
     except (UsageError, StoreUnavailable) as error:
         return _error(f"elasticd {command}", str(error), REQUEUE if isinstance(error, StoreUnavailable) else 2)
-    known = ", ".join(COMMANDS)
-    return _error("elasticd", f"unknown command {command!r}; there are {known}, as in: elasticd run train.py")
+    from difflib import get_close_matches  # only this mistake needs it
+
+    near = get_close_matches(command, COMMANDS, n=1)
+    known = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}, as in: elasticd run train.py"
+    return _error("elasticd", f"unknown command {command!r}; {known}")
 
 
 def _help() -> str:

@@ -165,13 +165,20 @@ def _default(flag: Flag, environ: Mapping[str, str]) -> Any:
     return value
 
 
+_TELLING_PREFIX = len("--nproc")
+
+
 def _unknown(option: str) -> str:
     from difflib import get_close_matches  # only this mistake needs it
 
     spelled = option.split("=", 1)[0]
-    near = get_close_matches(
-        spelled, [name for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS) for name in flag.spellings], n=1
-    )
+    names = [name for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS) for name in flag.spellings]
+    # "--nprocs" is closer to "--nnodes" by its letters, but it begins as "--nproc-per-node" does.
+    alike_at = {name: [a == b for a, b in zip(name, spelled, strict=False)] for name in names}
+    shared = {name: [*alike, False].index(False) for name, alike in alike_at.items()}
+    most = max(shared.values())
+    alike = [name for name in names if shared[name] == most] if most >= _TELLING_PREFIX else []
+    near = get_close_matches(spelled, alike, n=1, cutoff=0.0) or get_close_matches(spelled, names, n=1)
     return f"unknown option {spelled}" + (f"; did you mean {near[0]}?" if near else "; elasticd run --help lists them")
 
 

@@ -33,6 +33,8 @@ def check(spec: JobSpec, settings: AgentSettings, environ: Mapping[str, str]) ->
         _module(spec)
     else:
         _program(spec, path)
+    if spec.mode is not Mode.EXEC:
+        _preloaded(spec, environ)
     _directory("--checkpoint-dir", spec.checkpoint_dir, read_only=True)
     if spec.checkpoint_dir is not None and (why := missing_package(spec.checkpoint_dir)):
         raise UsageError(f"--checkpoint-dir: {why}")
@@ -102,20 +104,39 @@ def _module(spec: JobSpec) -> None:
         raise UsageError(f"-m {name!r}: a module's name looks like pkg.module; without -m it is a script's path")
     if name.endswith(".py") and (spec.cwd / name).is_file():
         raise UsageError(f"-m {name}: that is a file, -m takes a module's name; write -m {name[:-3]}, or leave -m out")
+    if not _may_exist(spec, name, [str(spec.cwd)]):
+        raise UsageError(f"-m {name}: there is no module {_top(name)!r} in {str(spec.cwd)!r} or on Python's path")
+
+
+def _preloaded(spec: JobSpec, environ: Mapping[str, str]) -> None:
+    """Before the modules ahead of it, such as torch, have been imported."""
+    script = spec.cwd / spec.entrypoint
+    first = spec.cwd if spec.mode is Mode.MODULE else script if script.is_dir() else script.resolve().parent
+    folders = [str(first), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    for name in spec.preload:
+        if not _may_exist(spec, name, folders):
+            raise UsageError(
+                f"--preload {name}: there is no module {_top(name)!r} in {folders[0]!r} or on Python's path"
+            )
+
+
+def _may_exist(spec: JobSpec, name: str, folders: list[str]) -> bool:
+    """False if the module's package is neither in the folders nor on Python's path. It imports nothing."""
     if spec.python != sys.executable:
-        return  # another interpreter has other modules
+        return True  # another interpreter has other modules
     import importlib.machinery
     import importlib.util
 
-    top = name.split(".")[0]
-    if importlib.machinery.PathFinder.find_spec(top, [str(spec.cwd)]) is not None:
-        return
+    if importlib.machinery.PathFinder.find_spec(_top(name), folders) is not None:
+        return True
     try:
-        found = importlib.util.find_spec(top)  # for a name without dots this imports nothing
+        return importlib.util.find_spec(_top(name)) is not None  # for a name without dots this imports nothing
     except ValueError:  # it is loaded but has no spec, as __main__
-        return
-    if found is None:
-        raise UsageError(f"-m {name}: there is no module {top!r} in {str(spec.cwd)!r} or on Python's path")
+        return True
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _program(spec: JobSpec, path: str | None) -> None:

@@ -119,6 +119,11 @@ def test_values_are_put_in(tmp_path: Path) -> None:
     ("args", "why"),
     [
         (("--set", "etcd.enabled=false"), "etcd.endpoints: the addresses of your etcd"),
+        (("--set", "etcd.endpoints={https://e:2379}"), "set etcd.enabled to false, or leave them out"),
+        (("--set", "etcd.endpoints={https://e:2379},etcd.enabled=false,agentConfig=x=1"), "give them there"),
+        (("--set", "resources.limit.cpu=8"), "resources: Additional property limit is not allowed"),
+        (("--set", "resources.limits.memroy=8Gi"), "resources.limits"),
+        (("--set", "tolerations[0].efect=NoExecute"), "Additional property efect is not allowed"),
         (("--set", "nodeselector.x=y"), "Additional property nodeselector is not allowed"),
         (("--set", "shm=lots"), "shm: Does not match pattern"),
     ],

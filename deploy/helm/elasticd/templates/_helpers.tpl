@@ -19,6 +19,8 @@
 {{/* agent.toml. */}}
 {{- define "elasticd.config" -}}
 {{- $config := include "elasticd.manifest" (list . "agent.toml") -}}
+{{- if and .Values.etcd.endpoints .Values.etcd.enabled }}{{ fail "etcd.endpoints: they are of an etcd of yours: set etcd.enabled to false, or leave them out for the chart's own etcd" }}{{ end -}}
+{{- if and .Values.etcd.endpoints .Values.agentConfig }}{{ fail "etcd.endpoints: agentConfig is all of agent.toml: give them there" }}{{ end -}}
 {{- if .Values.agentConfig -}}
 {{- .Values.agentConfig -}}
 {{- else if .Values.etcd.enabled -}}
