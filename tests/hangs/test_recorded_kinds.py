@@ -6,10 +6,12 @@ records the inputs of one rank only. The recorder keeps no source or destination
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from elasticd_agent.hangs.blame import Blame, blame
 from elasticd_agent.hangs.proofs import prove
 from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.hangs.recordings import Recording, compare, parse
@@ -130,3 +132,22 @@ def test_ranks_of_groups_in_the_dump_of_nccl() -> None:
     assert in_job(config(g0="[0, 1, 2]", g1="[0, 2]", engine="[]")) == ["default group", "group 1"]
     assert in_job(config(g0="[]", g1="[0, 2]", engine="[0, 1]")) == []
     assert in_job(config(g0="oops")) == in_job([1]) == in_job({"": 3}) == []
+
+
+def test_broadcast_from_other_sources_is_no_fault_of_the_network() -> None:
+    """The sources are not recorded. All have issued it, one has finished it, and no byte is under way."""
+    issued = recording("gloo:broadcast", ONE)
+    finished = recording("gloo:broadcast", ONE, retired=True)
+    quiet = {"window_s": 3.0, "unsent": 0}
+
+    def judged(**more: Any) -> Blame:
+        ranks = [waiting(rank, one) for rank, one in enumerate((issued, issued, finished))]
+        reports = [replace(rank.report, **quiet, collectives=7) for rank in ranks]
+        reports[2] = replace(reports[2], function="DDP.forward", **more)
+        return blame([RankState("a", report) for report in reports], [], 1)
+
+    found = judged()
+    assert (found.cause, found.culprits, found.evidence) == ("mismatched_collectives", (), "alike")
+    assert "different sources" in found.why
+    assert "different sources" not in judged(unsent=9).why
+    assert "different sources" not in judged(where="elsewhere").why

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -275,3 +276,19 @@ def test_time_without_a_processor_counts_for_working_threads_only(
         for process in started:
             process.kill()
             process.wait()
+
+
+def test_process_whose_core_is_written_is_ending(tmp_path: Path) -> None:
+    """All of its threads stand still meanwhile, as if one of them had the GIL."""
+    if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0:
+        pytest.skip("the kernel writes no cores here")
+    script = "import os, resource; resource.setrlimit(resource.RLIMIT_CORE, (1 << 27, resource.RLIM_INFINITY))"
+    script += "; memory = bytearray(os.urandom(1 << 20) * 100); os.abort()"
+    seen = set()
+    with subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path) as process:
+        while process.poll() is None:
+            seen.add((procfs.condition(process.pid), procfs.state(process.pid)))
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert process.returncode == -signal.SIGABRT
+    assert {state for condition, state in seen if condition == "X"} - {"Z", ""}

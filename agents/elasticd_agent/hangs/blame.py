@@ -57,6 +57,11 @@ class _Group:
     exited: Sequence[RankState]
     nodes: int
 
+    @property
+    def is_whole(self) -> bool:
+        """All nodes have reported."""
+        return len({rank.node for rank in (*self.live, *self.exited)}) == self.nodes
+
     @cached_property
     def outside(self) -> list[RankState]:
         """The live ranks that wait for no other rank; without one, those that may wait for anything."""
@@ -122,8 +127,7 @@ def blame(live: Sequence[RankState], exited: Sequence[RankState], nodes: int) ->
     """Which of `live`, not empty, hold up the group on that many nodes. `exited`: ranks that ended with code 0."""
     group = _Group(live, exited, nodes)
     found = next(found for rule in RULES if (found := rule(group)) is not None)
-    whole = len({rank.node for rank in (*live, *exited)}) == nodes
-    proof = None if any(rank.is_busy for rank in live) else prove(live, exited, whole=whole)
+    proof = None if any(rank.is_busy for rank in live) else prove(live, exited, whole=group.is_whole)
     if proof is not None:
         named = found.culprits and found.cause in ("missed_collective", "mismatched_collectives")
         if named and not proof.culprits:
@@ -317,6 +321,24 @@ def _pending_alike(group: _Group) -> Blame | None:
     return _no_culprit(group, "and every rank has enqueued what the others wait in")
 
 
+def _other_sources(group: _Group) -> Blame | None:
+    """All have issued the broadcast that some wait in, and no byte is under way: the recorder keeps no sources."""
+    live = group.live
+    if not group.is_whole or not all(rank.has_nothing_under_way for rank in live):
+        return None
+    tails = [(rank, tail) for rank in live for tail in rank.report.groups]
+    for waiting, one in tails:
+        same = [(rank, tail) for rank, tail in tails if tail.group == one.group]
+        issued = one.pending and all(tail.last >= one.pending for _, tail in same)
+        if not issued or not dict(one.kinds).get(one.pending, "").startswith("broadcast") or not waiting.is_recorded:
+            continue
+        done = [rank for rank, tail in same if not 0 < tail.pending <= one.pending]
+        which = f"{labels(done)} {has_have(done)} finished" if done else "all of its ranks wait in"
+        why = f"{waiting.label()} waits in broadcast #{one.pending} of the {one.group}, which {which}; no byte of it is"
+        return Blame((), "mismatched_collectives", f"{why} under way: its ranks may have named different sources")
+    return None
+
+
 def _behind_without_stack(group: _Group) -> Blame | None:
     """All that is known of the ranks that are behind is that they are."""
     behind = group.behind
@@ -427,6 +449,7 @@ RULES: tuple[Callable[[_Group], Blame | None], ...] = (
     _exited_early,
     _single_rank,
     _pending_alike,
+    _other_sources,
     _behind_without_stack,
     _skipped_in_last_step,
     _split_by_node,

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from elasticd_agent.hangs.rank import BUSY_BYTES_PER_S, RankState, describe_waits
+from elasticd_agent.hangs.rank import RankState, describe_waits
 from elasticd_agent.hangs.recordings import agreed
 from elasticd_agent.model.phrases import has_have
 from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail
@@ -49,7 +49,7 @@ class _Collective:
 
 def prove(live: Sequence[RankState], exited: Sequence[RankState], *, whole: bool = False) -> Proof | None:
     """None: some rank may resume. `whole`: `live` and `exited` are all ranks of the job."""
-    stuck = _stuck(live, exited, quiet=whole and not exited and all(map(_has_nothing_under_way, live)))
+    stuck = _stuck(live, exited, quiet=whole and not exited and all(rank.has_nothing_under_way for rank in live))
     if not stuck:
         return None
     waits: dict[_Collective, list[RankState]] = {}
@@ -105,19 +105,6 @@ def _never_called(rank: RankState, stuck: Sequence[RankState], exited: Sequence[
     if rank.report.wait_call:
         return any(one.report.rank == rank.report.wait_rank for one in [*stuck, *exited])
     return bool(exited) or not all(map(_in_session_call, stuck))
-
-
-def _has_nothing_under_way(rank: RankState) -> bool:
-    """No rank's data reaches another one without its main thread. Only of gloo is that known: it sends by TCP."""
-    gloo = bool(rank.report.groups) and all(tail.backend == "gloo" for tail in rank.report.groups)
-    return (
-        gloo
-        and rank.knows_members
-        and not rank.has_unrecorded_group
-        and rank.report.unsent == 0
-        and rank.report.window_s > 0
-        and rank.bytes_per_s <= BUSY_BYTES_PER_S
-    )
 
 
 def _never_ends(one: _Collective, by: RankState, blocked: Sequence[RankState]) -> bool:

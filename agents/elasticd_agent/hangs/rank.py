@@ -88,6 +88,14 @@ class RankState:
         return all(tail.in_job for tail in self.report.groups)
 
     @property
+    def has_nothing_under_way(self) -> bool:
+        """No data of it reaches another one without its main thread. Only of gloo is that known: it sends by TCP."""
+        report = self.report
+        gloo = bool(report.groups) and all(tail.backend == "gloo" for tail in report.groups)
+        quiet = report.unsent == 0 and report.window_s > 0 and self.bytes_per_s <= BUSY_BYTES_PER_S
+        return gloo and self.knows_members and not self.has_unrecorded_group and quiet
+
+    @property
     def pending(self) -> Mapping[int, int]:
         """By NCCL group with collectives that its device has not completed: the last one that is completed."""
         return {group: completed for group, enqueued, completed in self.report.nccl_groups if enqueued > completed}

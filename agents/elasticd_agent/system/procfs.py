@@ -98,9 +98,12 @@ def state(pid: int) -> str:
 
 def condition(pid: int) -> str:
     """As `state`, but "X" for a process that is ending: its main thread becomes a zombie first, while another one may
-    free a driver's memory for seconds."""
+    free a driver's memory for seconds. The kernel may write its core for longer, with all threads stopped."""
     found = state(pid)
-    return "X" if found == "Z" and not _has_live_thread(pid) else found
+    ending = (found == "Z" and not _has_live_thread(pid)) or (
+        found and b"\nCoreDumping:\t1" in read(f"/proc/{pid}/status")
+    )
+    return "X" if ending else found
 
 
 def _has_live_thread(pid: int) -> bool:
