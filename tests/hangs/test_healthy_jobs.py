@@ -9,6 +9,20 @@ import pytest
 
 from tests.hangs.healthy import QUICK, HealthyWait, observe
 
+UNLIKE = (
+    HealthyWait("unequal all_to_all", "all-to-all", "idle", 9, workers=3),
+    HealthyWait("receive from another program", "engine", "idle", 9),
+)
+"""Each was ended by a false proof, 5 s after the ranks had begun to wait."""
+
+
+@pytest.mark.timeout(180)
+def test_ranks_that_legitimately_differ_are_not_killed(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(len(UNLIKE)) as pool:
+        outcomes = list(pool.map(lambda wait: observe(wait, False, tmp_path / wait.place), UNLIKE))
+    assert [str(one) for one in outcomes if not one.ok] == []
+    assert all(one.suspected for one in outcomes), "or nothing was tried"
+
 
 @pytest.mark.system
 @pytest.mark.timeout(300)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mishaps
 import torch
@@ -26,13 +26,26 @@ Use = Callable[[float], None]
 AT = 220
 """waits.WAIT_AT."""
 _SO_MAX_PACING_RATE = 47  # asm-generic/socket.h
+_JOIN = """
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+def join(store, rank):
+    # As libraries do that send weights to an inference engine.
+    store = dist.PrefixStore("engine", store)
+    group, _ = c10d._new_process_group_helper(
+        2, rank, [], c10d.Backend("gloo"), store, group_name="engine", timeout=c10d.default_pg_timeout
+    )
+    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    return group
+"""
 _ENGINE = """
-import sys, time, torch, torch.distributed as dist
+import os, sys, time, torch
 time.sleep(float(sys.argv[2]))
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
-group = dist.ProcessGroupGloo(dist.PrefixStore("engine/0", store), 1, 2)
-group.send([torch.ones(4)], 0, 0).wait()
+group = join(dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), 1)
+dist.send(torch.ones(4), 0, group=group)
 time.sleep(1)
+os._exit(0)
 """
 _LOCK = "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); "
 
@@ -78,10 +91,11 @@ def engine(t: Training, use: Use, seconds: float) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    command = f"exec setsid {sys.executable} - {port} {seconds} <<'END' & \n{_ENGINE}\nEND"
+    command = f"exec setsid {sys.executable} - {port} {seconds} <<'END' & \n{_JOIN}{_ENGINE}\nEND"
     subprocess.run(["bash", "-c", command], check=True)
-    group = dist.ProcessGroupGloo(dist.PrefixStore("engine/0", store), 0, 2)
-    group.recv([torch.empty(4)], 1, 0).wait()
+    names: dict[str, Any] = {}
+    exec(_JOIN, names)
+    dist.recv(torch.empty(4), src=1, group=names["join"](store, 0))
 
 
 def last_gather(t: Training, use: Use, seconds: float) -> None:
