@@ -66,7 +66,7 @@ GOALS_S: Mapping[str, Mapping[str, tuple[float, float]]] = {
     },
 }
 """Seconds to the verdict, at least and at most, by policy and class of evidence."""
-RIGHT_CAUSE, RIGHT_RANK = 0.98, 0.95
+RIGHT_CAUSE, RIGHT_RANK = 0.98, 0.97
 _TORCHRUN = "torchrun"
 _TORCHRUN_DEADLINE_S = 120.0
 
