@@ -64,7 +64,7 @@ def commits(model: Any, more: str, device: Any) -> tuple[float, float, str]:
                 numpy.random.rand()
             start = time.perf_counter()
             donor._expect(None)
-            donor._before_change()
+            donor._before_change(optimizer)
             ready = time.perf_counter()
             donor.begin()
             donor.commit(step)

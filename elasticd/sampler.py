@@ -11,6 +11,7 @@ group's rank and size and for the shuffle's arithmetic.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import sys
@@ -192,6 +193,9 @@ class ElasticBatchSampler:
         self._restored = False
         self._finished_here = False
         self._stopped = False
+        self.on_next: Callable[[bool], None] | None = None
+        """Called before a batch is given; with True when an iteration begins."""
+        self._is_past = False
         self._consumption = _Consumption(_Loader())
         self._usage = Usage()
 
@@ -296,22 +300,37 @@ class ElasticBatchSampler:
             self._refuse_skipped_steps(self._consumption.skipped(self._global_batch, self._world_size))
             self._place_cursor(epoch, 0)
 
+    @property
+    def is_at_end(self) -> bool:
+        """The epoch of the cursor is over."""
+        return self._offset == self._size
+
+    @contextlib.contextmanager
+    def in_next_epoch(self) -> Iterator[None]:
+        """In this block the state of an epoch that is over is that of the beginning of the next one."""
+        self._is_past = self.is_at_end
+        try:
+            yield
+        finally:
+            self._is_past = False
+
     def on_stop(self) -> None:
         """The job stops here: from now on every iteration ends, and the cursor stays. `session.step()` calls this."""
         self._stopped = True
 
     def state_dict(self) -> dict[str, int | bool | str]:
         """The cursor and the arguments it depends on: plain ints, bools and one str; the same on every rank."""
+        epoch, offset = (self._epoch + 1, 0) if self._is_past else (self._epoch, self._offset)
         return {
             "version": 1,
-            "order": self._order_name(self._epoch),
+            "order": self._order_name(epoch),
             "dataset_size": self._size,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "global_batch": self._global_batch,
             "drop_last": self._drop_last,
-            "epoch": self._epoch,
-            "offset": self._offset,
+            "epoch": epoch,
+            "offset": offset,
         }
 
     def _order_name(self, epoch: int) -> str:
@@ -357,6 +376,8 @@ class ElasticBatchSampler:
             )
         self._refuse_skipped_steps(self._consumption.skipped(self._global_batch, self._world_size))
         self._consumption = _Consumption(_calling_loader(self), steps=len(self._starts_left()))
+        if self.on_next is not None:
+            self.on_next(True)
         self._usage.begun += 1
         _ITERATED.add(self)
         # Not a generator itself: it starts at the cursor of iter(), not of the first next().
@@ -369,6 +390,7 @@ class ElasticBatchSampler:
         order = self._order(epoch)
         share = -(-self._global_batch // self._world_size)
         chunk, done = _FIRST_CHUNK, 0
+        self._report_next()
         while done < len(starts):
             steps = [self._step_from(start) for start in starts[done : done + max(1, chunk // share)]]
             slices = [self._slice_or_stand_in(step, micro) for step in steps for micro in range(self._accumulate)]
@@ -376,6 +398,7 @@ class ElasticBatchSampler:
             indices = positions if order is None else order.at(positions)
             taken = 0
             for number, (start, stop) in enumerate(slices):
+                self._report_next()
                 if self._stopped:
                     return
                 step, micro = steps[number // self._accumulate], number % self._accumulate
@@ -392,6 +415,10 @@ class ElasticBatchSampler:
         if generation == self._generation:
             self._consumption.exhausted = True
             self._refuse_skipped_steps(self._consumption.skips(self._global_batch))
+
+    def _report_next(self) -> None:
+        if self.on_next is not None:
+            self.on_next(False)
 
     def _order(self, epoch: int) -> Permutation | GivenOrder | None:
         if self._given is not None:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 from elasticd import process_group
 from elasticd.checkpointing import restore, sharded, state
 from elasticd.checkpointing.donor import Donor
+from elasticd.checkpointing.late_changes import StepEnd
 from elasticd.checkpointing.omissions import Omissions
 from elasticd.checkpointing.restore import Resumed
 from elasticd.checkpointing.saver import DEFAULT_KEEP, SaveInterval, Saver
@@ -38,6 +39,7 @@ from elasticd.heartbeat.collectives import Collectives, is_only_group
 from elasticd.heartbeat.main_thread import MainThread
 from elasticd.heartbeat.record import Phase
 from elasticd.heartbeat.scalars import ScalarSampler
+from elasticd.sampler import ElasticBatchSampler
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +114,11 @@ class Session:
         self._partial = 0
         """On rank 0: steps for which an optimizer's step was waited for."""
         self._said: set[str] = set()
+        self._step_end: StepEnd | None = None
+        self._thread = threading.get_ident()
+        """That steps."""
+        self._random_state: dict[str, Any] | None = None
+        """To be set when the first batch is given: an iteration that begins in the middle of an epoch draws a seed."""
         self._sigterm = SigtermHandler()
         self._steps = 0
         self._calls = 0
@@ -200,6 +207,8 @@ class Session:
             if callable(getattr(obj, "register_step_pre_hook", None)) and hasattr(obj, "_optimizer_step_pre_hooks"):
                 obj.register_step_pre_hook(self._on_optimizer_step)
                 self._optimizers.append(obj)
+            if isinstance(obj, ElasticBatchSampler):
+                obj.on_next = self._on_next
         self._attached.update(objects)
         self._saver.per_rank.update(own)
         self._optional |= {name for name, _ in every} if optional else set()
@@ -237,6 +246,8 @@ class Session:
             self._restored = True
             self._steps = resumed.step
             self._decisions.reset(resumed.step)
+            if any(each.offset for each in self._samplers()):
+                self._random_state = state.random_state(self._group.device)
         return resumed
 
     def checkpoint(
@@ -310,14 +321,27 @@ class Session:
             self._is_put_off = self._is_requested = True
             self._due = "requested by the script"
             return False
-        return self._save("requested by the script", wait=True)
+        is_past = how == "in the next epoch"
+        with ExitStack() as within:
+            for each in self._samplers() if is_past else ():
+                within.enter_context(each.in_next_epoch())
+            drawn = self._step_end.random_state if self._step_end is not None and not is_past else None
+            saved = self._save("requested by the script", wait=True, random_state=drawn)
+        if self._step_end is not None:
+            self._step_end.on_save(is_past)
+        return saved
 
     def _how_to_save(self) -> dict[str, Any]:
         """On rank 0, for all: what `save()` does."""
         if self._should_stop and self._optimized:
             return {"how": "after a stop"}
-        is_whole = not self._optimized and (self._was_optimized or not self._has_gradients())
-        return {"how": "now" if is_whole else "inside a step"}
+        if self._optimized or not (self._was_optimized or not self._has_gradients()):
+            return {"how": "inside a step"}
+        is_changed = self._step_end is not None and self._step_end.is_changed()
+        if is_changed and self._should_stop:
+            return {"how": "after a stop"}
+        is_past = is_changed and all(each.is_at_end for each in self._samplers())
+        return {"how": "in the next epoch" if is_past else "now"}
 
     def step(self) -> None:
         """End an optimizer step: count it, commit the sampler, write the heartbeat, decide with all ranks, save if due.
@@ -359,6 +383,8 @@ class Session:
             saved = self._save(decision.reason, wait=action != "save" or self._is_requested)
             self._is_put_off = self._is_requested = False
             self._due = ""
+        if self._step_end is not None:
+            self._step_end.commit(self._steps, is_saved=action != "continue")
         if action == "pause":
             action = self._pause(saved)
         if action == "stop":
@@ -389,6 +415,8 @@ class Session:
             known = {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
             self._events.write("attached", "a checkpoint is attached", self._steps, **known)
             self._donor = Donor(self._saver, self._attached, self._optimized, self._is_in_step)
+            self._step_end = StepEnd(self._attached, self._donor, self._group.device, is_first_run=self._steps == 0)
+            self._thread = threading.get_ident()
 
     def log(self, **values: SupportsFloat) -> None:
         """Show numbers of the script on the dashboard: `session.log(loss=loss, lr=0.1)`, a float or tensor each.
@@ -490,8 +518,30 @@ class Session:
     def _is_in_step(self) -> bool:
         return self._issued() > self._issued_at_step >= 0
 
+    def _samplers(self) -> list[ElasticBatchSampler]:
+        return [obj for obj in self._attached.values() if isinstance(obj, ElasticBatchSampler)]
+
     def _on_optimizer_step(self, *_: Any) -> None:
         self._optimized = True
+        if self._step_end is not None and not self._step_end.has_begun:
+            self._begin_step(is_certain=False)
+
+    def _on_next(self, is_iteration: bool) -> None:
+        """An attached sampler is asked for a batch."""
+        if threading.get_ident() != self._thread:
+            return
+        if self._random_state is not None and not is_iteration:
+            if not self._stepped:
+                state.set_random_state(self._random_state, self._group.device)
+            self._random_state = None
+        if self._step_end is not None and not self._step_end.has_begun:
+            self._begin_step(is_certain=True)
+
+    def _begin_step(self, is_certain: bool) -> None:
+        assert self._step_end is not None
+        if what := self._step_end.begin(is_certain):
+            self._say(what, key=" ".join(self._step_end.changed))
+            self._due = self._due or self._step_end.why_save_again()
 
     def _has_gradients(self) -> bool:
         return any(
@@ -507,22 +557,22 @@ class Session:
             "resumed run continues from there. Leave every loop and end the script when session.should_stop is True"
         )
 
-    def _say(self, what: str) -> None:
-        """Once: on this rank's stderr, and by rank 0 in the job's log."""
-        if what in self._said:
+    def _say(self, what: str, key: str = "") -> None:
+        """Once for each key: on this rank's stderr, and by rank 0 in the job's log."""
+        if (key or what) in self._said:
             return
-        self._said.add(what)
+        self._said.add(key or what)
         logger.warning(what)
         if self._group.rank == 0:
             self._events.write("message", what, self._steps)
 
-    def _save(self, why: str, wait: bool) -> bool:
+    def _save(self, why: str, wait: bool, random_state: dict[str, Any] | None = None) -> bool:
         if self._barrier_s is not None:
             self.barrier(f"checkpoint at step {self._steps}", self._barrier_s)
         if self._donor is not None:
             self._donor.look()
         try:
-            return self._saver.save(self._steps, self._attached, why, wait)
+            return self._saver.save(self._steps, self._attached, why, wait, random_state)
         except CheckpointRefused:
             if self._donor is not None:
                 self._donor.close()  # nor is it saved at the fault that this may be

@@ -154,6 +154,19 @@ class CommitRecord:
         self._copy(step, self._next, digest)
         self._next = 1 - self._next
 
+    def commit_again(self, step: int, digest: bytes = b"") -> None:
+        """In place of the last commit, of the same step. Raises OtherBuffers."""
+        self._next = 1 - self._next
+        self.commit(step, digest)
+
+    def has_drawn(self) -> bool:
+        """The generators have been used since the last commit."""
+        at = 1 - self._next
+        if self._written[at] is None or self._written[at][0] != self._generators.look():
+            return True
+        # Of bytes: a comparison of memoryviews takes ten times as long.
+        return any(place.tobytes() != memory.tobytes() for place, memory in self._copies[at])
+
     def expect(self, step: int) -> None:
         """What the commit of `step` will have if nothing draws or changes a buffer until then. Raises OtherBuffers.
 

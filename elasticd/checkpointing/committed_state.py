@@ -81,6 +81,8 @@ class CommittedState:
         self._recorded: Any = None
         """What the record is of."""
         self._hooks: list[Any] = []
+        self._more_hooks: dict[int, Any] = {}
+        """By the id of a parameter that was trained in a backward pass without a hook."""
         objects = list(self._attached.values())
         self.optimizers = [obj for obj in objects if is_optimizer(obj)]
         self._others = [obj for obj in objects if not is_module(obj) and not is_optimizer(obj)]
@@ -99,8 +101,9 @@ class CommittedState:
         """From the rank's GPU, for the thread that saves."""
 
     def close(self) -> None:
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._more_hooks.values()):
             hook.remove()
+        self._more_hooks.clear()
 
     def reason_against(self) -> str:
         return reason_against(self._saver, self._attached, self._averaged)
@@ -128,7 +131,8 @@ class CommittedState:
         # Of FSDP2 no hook runs before gradients are sent: the random state of a rank that dies after that is lost.
         parallel = [found for obj in self._attached.values() if (found := state.parallel(obj)) is not None]
         parameters: list[Any] = [parameter for each in parallel for parameter in itertools.islice(trained(each), 1)]
-        self.close()
+        for hook in self._hooks:
+            hook.remove()
         self._hooks = [each.register_post_accumulate_grad_hook(self._expect) for each in parameters]
 
     def _record_from(self, places: Mapping[Any, commit_record.Place], parameters: list[torch.Tensor]) -> None:
@@ -162,6 +166,13 @@ class CommittedState:
     def look(self) -> None:
         """At the next commit: a save has been made, which takes longer than that."""
         self._must_look = True
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its backward pass has come to no hook: what had one is frozen now, as where two models train in turn."""
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        first = next((each for each in parameters if each.requires_grad and each.grad is not None), None)
+        if first is not None and id(first) not in self._more_hooks and self.shards is None:
+            self._more_hooks[id(first)] = first.register_post_accumulate_grad_hook(self._expect)
 
     def before_change(self, is_committed: bool) -> None:
         """Before an optimizer's step; `is_committed`: the step before it has been."""
@@ -232,6 +243,22 @@ class CommittedState:
             self._whole = self._fingerprint.whole()
         self._ring.last.revision = self._fingerprint.revision
         return ""
+
+    def has_drawn(self) -> bool:
+        """Random numbers since the last commit."""
+        return self._record.has_drawn()
+
+    def commit_again(self, step: int) -> None:
+        """In place of the last commit: the script has changed something before the next step begins."""
+        kept = self._copy_objects()
+        with contextlib.suppress(commit_record.OtherBuffers):  # found at the next commit
+            self._record.commit_again(step, self._digest(kept) if self._unlike else b"")
+        self._ring.last.kept = kept
+        self._whole = None
+        if self.copies is None and self._fingerprint.changed():
+            self._fingerprint.restart()
+            self._fingerprint.commit()
+            self._ring.last.revision = self._fingerprint.revision
 
     def set_step_s(self, step_s: float) -> None:
         """How long a step takes, at least."""

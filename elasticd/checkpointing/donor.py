@@ -29,7 +29,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import commit_files, commit_record, device_copy
-from elasticd.checkpointing.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, donated_by_all, donated_number
+from elasticd.checkpointing.buffers import (
+    ANOTHER_SAVES,
+    PROTOCOL,
+    STILL_COPIED,
+    donated_by_all,
+    donated_number,
+    donated_step,
+)
 from elasticd.checkpointing.commit_ring import Commit
 from elasticd.checkpointing.committed_state import CommittedState
 from elasticd.checkpointing.donor_rules import averaged, reason_against
@@ -58,6 +65,8 @@ PROBE_S = 0.1
 """A copy of one byte from a GPU takes 0.1 ms, or does not end."""
 BEHIND_S = 0.25
 """For a GPU that is at the end of the last step: an optimizer's step of a large model takes 0.01 to 0.1 s there."""
+BEGIN_S = 0.1
+"""For a rank that is about to begin a step; what it does before, such as an evaluation, may take long."""
 LONGEST_STAY_S = 5.0
 """For the launcher to kill this rank, which it does at once."""
 LONGEST_WAIT_S = 5.0
@@ -84,6 +93,12 @@ class Donor:
         """How long it took lately from the optimizer's step to the commit."""
         self._optimized = optimized
         """An optimizer has begun a step since the last commit."""
+        self._has_begun = True
+        """The step after the last commit: until then the script may still change what belongs to the commit."""
+        self._is_changed = False
+        """The state of the last commit has been, since then."""
+        self._is_expected = True
+        """`_expect` has been called since the last optimizer's step began."""
         self._next_step = 0
         """That the next `session.step()` ends; 0 before the first one."""
         self._step = 0
@@ -135,7 +150,11 @@ class Donor:
         if not self._why:
             self._committed.look()
 
-    def _before_change(self, *_: Any) -> None:
+    def _before_change(self, optimizer: Any, *_: Any) -> None:
+        self._has_begun = True
+        if not self._is_expected and not self._why:
+            self._committed.follow(optimizer)
+        self._is_expected = False
         if self._changing:
             return
         self._optimized = True
@@ -151,6 +170,7 @@ class Donor:
 
     def _expect(self, _: torch.Tensor) -> None:
         """In the backward pass, before this rank sends a gradient that the others need for the step."""
+        self._has_begun = self._is_expected = True
         if not self._next_step or self._why or os.getpid() != self._pid:
             return
         start = time.perf_counter() if self._committed.commits < self._trials else 0.0
@@ -184,7 +204,23 @@ class Donor:
             self._optimized = self._changing = False
             self._change_s = max(time.monotonic() - self._changing_since, 0.8 * self._change_s)
             self._next_step = step + 1
+            self._has_begun = self._is_changed = False
             self._lock.release()
+
+    def begin_step(self, is_changed: bool) -> bool:
+        """What the script has changed since the last commit, or has drawn, belongs to that; True if it has drawn."""
+        self._has_begun = True
+        if self._why or not self._step or self._changing:
+            return False
+        has_drawn = False
+        try:
+            if (has_drawn := self._committed.has_drawn()) or is_changed:
+                with self._lock:
+                    self._committed.commit_again(self._step)
+                    self._is_changed = True
+        except Exception as error:  # noqa: BLE001 - as in `commit`
+            self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
+        return has_drawn
 
     def _copy(self, step: int) -> None:
         start = time.perf_counter() if self._committed.commits < self._trials else 0.0
@@ -266,6 +302,7 @@ class Donor:
                         until = time.monotonic() + min(WAIT_S + 2 * self._change_s, LONGEST_CHANGE_S)
                         if self._committed.copies is None:  # a GPU is behind what its processor has committed
                             self._catch_up(until)
+                        self._wait_for_begin()
                         self._save(max(until - time.monotonic(), 0.05), request.get("ends", False))
                     except Exception as error:  # noqa: BLE001 - the launcher waits for the answer
                         if not self._why:
@@ -296,6 +333,12 @@ class Donor:
                 if self._is_saved(client, ahead):
                     return
                 time.sleep(0.001)
+
+    def _wait_for_begin(self) -> None:
+        """A rank that waits for a dead one has begun the next step."""
+        until = time.monotonic() + BEGIN_S
+        while not (self._has_begun or self._changing or self._failed or self._why) and time.monotonic() < until:
+            time.sleep(0.001)
 
     def _client(self) -> WriterClient:
         if self._saver.writer is None:
@@ -428,9 +471,12 @@ class Donor:
         return Manifest(saver.round, commit.step, saver.parent, *whose, cursor, time.time())
 
     def _is_saved(self, client: WriterClient, step: int) -> bool:
-        """Another rank was faster, or it was saved at that step."""
+        """Another rank was faster, or it was saved at that step, and not changed since."""
         held = client.find()
-        return held is not None and (held.draft.round, held.draft.step) >= (self._saver.round, step)
+        if held is None:
+            return False
+        there, here = (held.draft.round, held.draft.step), (self._saver.round, step)
+        return there > here or (there == here and not (self._is_changed and donated_step(held.number) is None))
 
     def _borrow(self, client: WriterClient, draft: Manifest, number: int, digest: str) -> int | None:
         """A buffer, also after a rank has died that was copying the same step or a save; None when it is saved."""

@@ -201,8 +201,15 @@ class Saver:
         seconds = self.every.seconds if self.every else None
         return str(self.every) if seconds is not None and time.monotonic() - self._last_at >= seconds else ""
 
-    def save(self, step: int, attached: Mapping[str, Any], why: str, wait: bool = False) -> bool:
-        """Save the attached objects and all ranks' random states.
+    def save(
+        self,
+        step: int,
+        attached: Mapping[str, Any],
+        why: str,
+        wait: bool = False,
+        random_state: dict[str, Any] | None = None,
+    ) -> bool:
+        """Save the attached objects and all ranks' random states; this rank's is `random_state`, or the present one.
 
         With `wait`, True on every rank if the checkpoint is on the disk. Without it, where the launcher runs a writer,
         training is blocked only by a copy into memory; the writer reports what became of it, and the result is True on
@@ -221,7 +228,7 @@ class Saver:
         if not self._accepted:
             plain = (shards.plain_digests(), {}) if shards else ({}, state.samples(attached))
             digests = [state.digests(attached), *plain]
-        mine = state.to_bytes([state.random_state(self.group.device), own, digests])
+        mine = state.to_bytes([random_state or state.random_state(self.group.device), own, digests])
         if len(mine) > MOST_SENT_BYTES:
             mine = f"{_TOO_LARGE}rank {self.group.rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB".encode()
         every_rank = self.channel.collect(f"random/{self.saves}", mine, f"random states for the save at step {step}")

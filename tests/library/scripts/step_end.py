@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elasticd
+from elasticd.coordination import decisions
 
 DEFAULTS: dict[str, Any] = {
     "directory": None,
@@ -26,10 +27,13 @@ DEFAULTS: dict[str, Any] = {
     "sleep": 0.0,
     "save_at": None,  # [place, step]: "optimizer", "micro" or "tail"; save() there
     "tail": "",  # what ends an epoch: "scheduler", "scheduler, save"
+    "late": "",  # what changes after session.step(): "scheduler" or "model"
+    "late_every": 1,  # steps between two such changes
     "die": 0,  # every rank ends after this step
 }
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
 torch.set_num_threads(1)
+decisions.LONGEST_S = 0.0  # all ranks decide at each step
 
 
 def main() -> None:
@@ -64,6 +68,8 @@ def main() -> None:
             time.sleep(options["sleep"])
             session.step()
             save_at("micro")
+            if options["late"] and session.steps % options["late_every"] == 0:
+                change(options["late"], model, scheduler)
             if session.steps == options["die"]:
                 sys.exit(3)
             if session.should_stop and options["breaks"]:
@@ -87,6 +93,13 @@ def main() -> None:
     }
     session.close()
     sys.stdout.write(json.dumps(result) + "\n")
+
+
+def change(what: str, model: nn.Module, scheduler: Any) -> None:
+    if what == "scheduler":
+        scheduler.step()
+    for parameter in model.parameters() if what == "model" else ():
+        parameter.data.mul_(0.9)
 
 
 if __name__ == "__main__":

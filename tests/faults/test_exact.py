@@ -1,0 +1,37 @@
+"""A few kinds of scripts, killed at every place of a step: `python -m benchmarks.exact` has all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.exact import all_kinds, compare
+
+
+@pytest.mark.parametrize(("kind", "result"), [("saved_after_the_tail", "exact"), ("scheduler_after_step", "refused")])
+def test_kills_at_every_place_of_a_step_change_no_bit(tmp_path: Path, kind: str, result: str) -> None:
+    outcome = compare(kind, tmp_path)
+    assert outcome.result == result, outcome.what
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("kind", "result"),
+    [
+        ("gan_with_frozen_parts", "exact"),
+        ("dropout_with_the_usual_loader", "exact"),
+        ("accumulated_step_by_step", "exact"),
+        ("saved_before_step", "exact"),
+        ("saved_after_a_tail_that_draws", "exact"),
+        ("ema_after_step", "refused"),
+        ("plateau_in_an_epoch", "said"),
+    ],
+)
+def test_other_kinds(tmp_path: Path, kind: str, result: str) -> None:
+    outcome = compare(kind, tmp_path)
+    assert outcome.result in (result, "exact"), outcome.what
+
+
+def test_kinds_are_many() -> None:
+    assert len(all_kinds()) >= 60

@@ -1,0 +1,193 @@
+"""What is found to have changed between `session.step()` and the next step, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from elasticd.checkpointing.late_changes import FIRST_STEPS, LateChanges, StepEnd
+from elasticd.errors import CheckpointRefused
+from elasticd.sampler import ElasticBatchSampler
+
+CPU = torch.device("cpu")
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"count": 0, "mean": torch.zeros(2)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def objects() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    chained = torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)])
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    sampler = ElasticBatchSampler(8, 4)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "chained": chained,
+        "ema": averaged,
+        "scaler": scaler,
+        "sampler": sampler,
+        "meter": Meter(),
+    }
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
+    "nothing": (lambda each: None, []),
+    "forward": (lambda each: each["model"](torch.ones(4, 4)), []),
+    "gradients": (lambda each: each["model"](torch.ones(4, 4)).sum().backward(), []),
+    "zero_grad": (lambda each: each["optimizer"].zero_grad(), []),
+    "next epoch": (lambda each: each["sampler"].set_epoch(1), []),
+    "scheduler": (lambda each: each["scheduler"].step(), ["scheduler"]),
+    "chained": (lambda each: each["chained"].step(), ["chained"]),
+    "lr": (lambda each: each["optimizer"].param_groups[0].update(lr=0.5), ["optimizer"]),
+    "weights": (lambda each: each["model"][0].weight.data.clamp_(0.0, 0.0), ["model"]),
+    "averaged": (lambda each: each["ema"].update_parameters(each["model"]), ["ema"]),
+    "count": (lambda each: each["meter"].state.update(count=1), ["meter"]),
+    "mean": (lambda each: each["meter"].state["mean"].add_(1), ["meter"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_is_found_by_name(change: str) -> None:
+    attached = objects()
+    changes = LateChanges(attached)
+    changes.commit()
+    act, names = CHANGES[change]
+    act(attached)
+    assert changes.find() == names
+
+
+def test_state_of_a_frameworks_loop_is_not_looked_at() -> None:
+    """The integration does again what a fault has kept the loop from doing."""
+    own = type("State", (Meter,), {"__module__": "elasticd.integrations.transformers"})()
+    attached = {**objects(), "trainer": own}
+    changes = LateChanges(attached)
+    changes.commit()
+    own.state["count"] = 1
+    attached["optimizer"].param_groups[0]["lr"] = 0.5
+    assert changes.find() == []
+
+
+class Donor:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.has_drawn = False
+
+    def begin_step(self, is_changed: bool) -> bool:
+        self.calls.append(is_changed)
+        return self.has_drawn
+
+    def close(self) -> None:
+        self.calls.append("closed")
+
+
+def step_end(attached: dict[str, Any], is_first_run: bool = True) -> tuple[StepEnd, Donor]:
+    donor: Any = Donor()
+    return StepEnd(attached, donor, CPU, is_first_run), donor
+
+
+def change(attached: dict[str, Any]) -> None:
+    attached["ema"].update_parameters(attached["model"])
+
+
+def test_change_after_each_of_the_first_steps_is_an_error() -> None:
+    attached = objects()
+    end, donor = step_end(attached)
+    for step in range(1, FIRST_STEPS):
+        end.commit(step, is_saved=False)
+        change(attached)
+        assert f"ema changed after session.step() of step {step} and before" in end.begin(is_certain=True)
+    end.commit(FIRST_STEPS, is_saved=False)
+    change(attached)
+    with pytest.raises(CheckpointRefused, match=r"Move session\.step\(\) below"):
+        end.begin(is_certain=True)
+    assert donor.calls == [True] * FIRST_STEPS + ["closed"]
+
+
+@pytest.mark.parametrize(
+    ("is_first_run", "clean", "is_certain"),
+    [(False, (), True), (True, (1,), True), (True, (), False)],
+    ids=["resumed", "begins-later", "batch-is-not-asked-for"],
+)
+def test_other_changes_end_no_job(is_first_run: bool, clean: tuple[int, ...], is_certain: bool) -> None:
+    attached = objects()
+    end, _ = step_end(attached, is_first_run)
+    for step in range(1, 50):
+        end.commit(step, is_saved=step == 7)
+        if step not in clean:
+            change(attached)
+        assert bool(end.begin(is_certain)) == (step not in clean)
+        assert end.why_save_again() == ""  # each save is like that
+
+
+def test_saved_step_that_changes_afterwards_is_saved_again() -> None:
+    attached = objects()
+    end, _ = step_end(attached)
+    for step in (1, 2):
+        end.commit(step, is_saved=True)
+        if step == 2:
+            change(attached)
+        end.begin(is_certain=True)
+    assert end.why_save_again() == "step 2 was saved before a change"
+
+
+def end_epoch(sampler: ElasticBatchSampler) -> None:
+    for _ in sampler:
+        sampler.commit()
+
+
+def test_end_of_an_epoch_may_change_anything() -> None:
+    attached = objects()
+    end, donor = step_end(attached)
+    end_epoch(attached["sampler"])
+    for step in range(1, 8):
+        end.commit(step, is_saved=True)
+        change(attached)
+        assert end.begin(is_certain=True) == ""
+    assert donor.calls == [True] * 7  # it has what a fault in the next step needs
+
+
+def test_change_after_a_save_as_of_the_next_epoch_is_said() -> None:
+    attached = objects()
+    end, _ = step_end(attached)
+    end_epoch(attached["sampler"])
+    end.commit(4, is_saved=False)
+    change(attached)
+    assert end.is_changed()
+    end.on_save(is_past=True)
+    assert not end.is_changed()
+    change(attached)
+    assert "ema changed after session.step() of step 4" in end.begin(is_certain=True)
+
+
+def test_random_numbers_are_named() -> None:
+    end, donor = step_end(objects())
+    donor.has_drawn = True
+    end.commit(1, is_saved=False)
+    assert end.begin(is_certain=True).startswith("the random state changed after session.step() of step 1")
+
+
+def test_sampler_state_of_the_next_epoch() -> None:
+    sampler = ElasticBatchSampler(8, 4)
+    end_epoch(sampler)
+    with sampler.in_next_epoch():
+        saved = sampler.state_dict()
+    assert (saved["epoch"], saved["offset"]) == (1, 0)
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["offset"]) == (0, 8)
