@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _HEAD = struct.Struct(f"<qqqd{generators.DEVICE_BYTES}s16s")
 _NO_STEP = -1
+_BEGUN, _AGAIN = 32, 64
+"""Flags, beside those of `generators`: the next step has begun; what was changed before that is in the record."""
 PIECE_BYTES = 64
 MOST_PIECES = 16
 """Parameters of which a piece is copied, to find ranks that have diverged and changes that torch does not see."""
@@ -68,6 +70,10 @@ class RecordedCommit:
     """Of parameters: ranks with different ones have diverged. An expected commit has none."""
     digest: bytes
     """As given. An expected commit has none."""
+    is_begun: bool = False
+    """The next step has begun."""
+    is_again: bool = False
+    """It has what was changed, or drawn, before the next step began."""
 
     def draws_as(self, other: RecordedCommit) -> bool:
         return state.to_bytes(self.random_state) == state.to_bytes(other.random_state)
@@ -108,6 +114,7 @@ class CommitRecord:
             os.posix_fallocate(fd, 0, size)
         self._map = mmap.mmap(fd, size)
         self._steps = [memoryview(self._map)[slot : slot + 8].cast("q") for slot in range(0, size, places.bytes)]
+        self._flags = [memoryview(self._map)[slot + 8 : slot + 16].cast("q") for slot in range(0, size, places.bytes)]
         self._next = int(self._steps[0][0] > self._steps[1][0])
         """The slot of the next commit, and of what is expected of it."""
         self._written: list[Any] = [None] * _SLOTS
@@ -158,6 +165,11 @@ class CommitRecord:
         """In place of the last commit, of the same step. Raises OtherBuffers."""
         self._next = 1 - self._next
         self.commit(step, digest)
+        self._flags[1 - self._next][0] |= _AGAIN
+
+    def begin(self) -> None:
+        """The next step does."""
+        self._flags[1 - self._next][0] |= _BEGUN
 
     def has_drawn(self) -> bool:
         """The generators have been used since the last commit."""
@@ -182,6 +194,7 @@ class CommitRecord:
         if self._written[number] != (numbers, digest):
             _HEAD.pack_into(self._map, number * self._places.bytes, _NO_STEP, *numbers, digest)
             self._written[number] = numbers, digest
+        self._flags[number][0] = numbers[0]
         if self._generators.memory is not self._memory:
             self.locate()
         # What is read of a parameter that has moved is found at the fault: it differs from the parameter then.
@@ -229,7 +242,8 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
         end = at + buffer.numel() * buffer.element_size()
         copies.append(_tensor(slot[at:end], buffer))
         at = end
-    return RecordedCommit(random_state, copies, slot[places.pieces : places.buffers], digest)
+    pieces = slot[places.pieces : places.buffers]
+    return RecordedCommit(random_state, copies, pieces, digest, bool(flags & _BEGUN), bool(flags & _AGAIN))
 
 
 def steps(path: str) -> list[int]:

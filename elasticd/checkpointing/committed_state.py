@@ -248,6 +248,14 @@ class CommittedState:
         """Random numbers since the last commit."""
         return self._record.has_drawn()
 
+    def is_changed(self) -> bool:
+        """Tensors have been, since then, as far as that is known at once."""
+        return self.copies is None and self._fingerprint.changed()
+
+    def begin(self) -> None:
+        """The next step does."""
+        self._record.begin()
+
     def commit_again(self, step: int) -> None:
         """In place of the last commit: the script has changed something before the next step begins."""
         kept = self._copy_objects()
@@ -255,7 +263,7 @@ class CommittedState:
             self._record.commit_again(step, self._digest(kept) if self._unlike else b"")
         self._ring.last.kept = kept
         self._whole = None
-        if self.copies is None and self._fingerprint.changed():
+        if self.is_changed():
             self._fingerprint.restart()
             self._fingerprint.commit()
             self._ring.last.revision = self._fingerprint.revision
@@ -396,6 +404,12 @@ class CommittedState:
             raise CheckpointError(
                 "the parameters are not the same on every rank, as DistributedDataParallel keeps them: does each rank "
                 "change them by itself, by noise of its own or a step that it leaves out?"
+            )
+        # A record from before such a change, and one from after it, are no state of all ranks.
+        both = [(each.committed, mine.committed) for each in ranks if each.committed is not None]
+        if any((b.is_again and not a.is_begun) or (a.is_again and not b.is_begun) for a, b in both):
+            raise CheckpointError(
+                f"a rank had not begun the step after {step}, before which the script changes something"
             )
         random_states = []
         for rank, each in enumerate(ranks):

@@ -207,17 +207,22 @@ class Donor:
             self._has_begun = self._is_changed = False
             self._lock.release()
 
-    def begin_step(self, is_changed: bool) -> bool:
-        """What the script has changed since the last commit, or has drawn, belongs to that; True if it has drawn."""
+    def begin_step(self, is_changed: bool, is_tail: bool) -> bool:
+        """What the script has changed since the last commit, or has drawn, belongs to that; True if it has drawn.
+
+        `is_tail`: it is repeated by a run that resumes from that commit, as long as all tensors are those of it.
+        """
         self._has_begun = True
         if self._why or not self._step or self._changing:
             return False
         has_drawn = False
         try:
-            if (has_drawn := self._committed.has_drawn()) or is_changed:
+            has_drawn = not is_tail and self._committed.has_drawn()
+            if has_drawn or (is_changed and not (is_tail and not self._committed.is_changed())):
                 with self._lock:
                     self._committed.commit_again(self._step)
                     self._is_changed = True
+            self._committed.begin()
         except Exception as error:  # noqa: BLE001 - as in `commit`
             self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
         return has_drawn

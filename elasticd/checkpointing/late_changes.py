@@ -88,7 +88,7 @@ class StepEnd:
         self.has_begun = True
         found = self._changes.find()
         self.changed = [name for name in found if is_certain or name in self._changes.untrained]
-        if is_certain and self._donor.begin_step(bool(found)):
+        if is_certain and self._donor.begin_step(bool(found), self._ends_epoch):
             self.changed.append("the random state")
         if not self.changed or self._ends_epoch:
             self._in_a_row = 0

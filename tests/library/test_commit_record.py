@@ -240,3 +240,28 @@ def test_what_an_optimizer_keeps_in_the_hosts_memory_for_a_gpu_is_recorded(tmp_p
         assert committed.buffers[0].item() == step
         mine = commit_record.as_expected(expected.buffers, expected.buffers, committed.buffers)
         assert mine[0].item() == step, "a rank that died before its commit has expected nothing of them"
+
+
+@pytest.mark.parametrize("draw", [draw for name, draw in DRAWS if name != "nothing"])
+def test_commit_that_is_made_again_has_what_was_drawn_and_keeps_the_one_before(
+    tmp_path: Path, draw: Callable[[], Any]
+) -> None:
+    buffer, path = torch.zeros(3), str(tmp_path / "record")
+    record = CommitRecord(path, places([buffer]), [])
+    for step in (1, 2):
+        record.commit(step)
+    assert not record.has_drawn()
+    draw()
+    buffer += 1
+    assert record.has_drawn()
+    record.commit_again(2)
+    record.begin()
+    again, before = (commit_record.read(path, step, [buffer]) for step in (2, 1))
+    assert again is not None and before is not None
+    assert (again.is_begun, again.is_again, before.is_begun, before.is_again) == (True, True, False, False)
+    assert again.buffers[0].tolist() == [1.0] * 3
+    assert state.to_bytes(again.random_state["torch"]) == state.to_bytes(torch.get_rng_state())
+    assert not record.has_drawn()
+    record.commit(3)
+    newest = commit_record.read(path, 3, [buffer])
+    assert newest is not None and not newest.is_begun and not newest.is_again

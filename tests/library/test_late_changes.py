@@ -90,8 +90,8 @@ class Donor:
         self.calls: list[Any] = []
         self.has_drawn = False
 
-    def begin_step(self, is_changed: bool) -> bool:
-        self.calls.append(is_changed)
+    def begin_step(self, is_changed: bool, is_tail: bool) -> bool:
+        self.calls.append("tail" if is_tail else is_changed)
         return self.has_drawn
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ def test_end_of_an_epoch_may_change_anything() -> None:
         end.commit(step, is_saved=True)
         change(attached)
         assert end.begin(is_certain=True) == ""
-    assert donor.calls == [True] * 7  # it has what a fault in the next step needs
+    assert donor.calls == ["tail"] * 7
 
 
 def test_change_after_a_save_as_of_the_next_epoch_is_said() -> None:
