@@ -92,8 +92,8 @@ def test_epochs_tail_before_a_save_is_not_repeated(start: Any, tmp_path: Path) -
 def test_change_after_each_of_the_first_steps_is_refused(start: Any, tmp_path: Path, late: str) -> None:
     job = start(SCRIPT, {"late": late, "directory": str(tmp_path / "cut")})
     assert 0 not in job.codes()
-    for rank in job.ranks:
-        assert re.search(rf"CheckpointRefused: .*{late} changed after session.step\(\) of step 3", rank.errors())
+    refused = rf"CheckpointRefused: .*{late} changed after session.step\(\) of step 3"
+    assert any(re.search(refused, rank.errors()) for rank in job.ranks)  # the first one may end the store
 
 
 def test_change_after_some_steps_is_said_once_and_saved_again(start: Any, tmp_path: Path) -> None:
