@@ -93,6 +93,16 @@ def test_sizes_that_must_agree_are_a_proof(name: str) -> None:
     assert [rank.report.rank for rank in found.culprits] == [1]
 
 
+def test_bytes_are_compared_not_types() -> None:
+    """gloo and NCCL send a mask of bytes to a rank that expects booleans; of a wider type there is more."""
+    byte, boolean, long = (
+        recording("gloo:broadcast", [[2, 2]], input_dtypes=[name]) for name in ("Byte", "Bool", "Long")
+    )
+    assert prove([*map(waiting, (0, 1), (byte, boolean))], []) is None
+    assert prove([*map(waiting, (0, 1), (byte, long))], []) is not None
+    assert prove([waiting(0, byte), waiting(1, recording("gloo:broadcast", [[4]], input_dtypes=["Float4"]))], [])
+
+
 def test_other_operation_is_a_proof_whatever_its_sizes() -> None:
     ranks = [recording("gloo:all_to_all", [[n]]) for n in (1, 2)]
     found = prove([*map(waiting, (0, 1), ranks), waiting(2, recording("gloo:scatter", []))], [])
@@ -117,6 +127,18 @@ def test_group_that_was_never_used_has_a_tail() -> None:
     (outside,) = tails(process_groups=[group | {"unused": False, "in_job": False}])
     assert not outside["in_job"]
     assert tails(process_groups="none") == tails(process_groups=[1, {}])[1:] == []
+
+
+def test_first_collective_of_a_group_is_compared_with_ranks_that_have_not_used_it() -> None:
+    entry = {"collective_seq_id": 1, "profiling_name": "gloo:barrier", "process_group": ["3", "undefined"]}
+    groups = [
+        {"process_group": [n, "undefined"], "backend": "gloo", "unused": True, "in_job": True} for n in ("3", "4")
+    ]
+    used, unused = (parse({"version": "2.10", "entries": one, "process_groups": groups}) for one in ([entry], []))
+    assert used is not None
+    assert unused is not None
+    (found,) = compare({0: used, 1: unused})
+    assert (found.group, found.missing, str(found.waiting_for)) == ("group 3", (1,), "#1 barrier")
 
 
 def test_ranks_of_groups_in_the_dump_of_nccl() -> None:

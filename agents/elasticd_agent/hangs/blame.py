@@ -327,10 +327,14 @@ def _other_sources(group: _Group) -> Blame | None:
     if not group.is_whole or not all(rank.has_nothing_under_way for rank in live):
         return None
     tails = [(rank, tail) for rank in live for tail in rank.report.groups]
-    for waiting, one in tails:
+    broadcasts = {
+        one.group: (waiting, one)
+        for waiting, one in tails
+        if waiting.is_recorded and dict(one.kinds).get(one.pending, "").startswith("broadcast")
+    }
+    for waiting, one in broadcasts.values():
         same = [(rank, tail) for rank, tail in tails if tail.group == one.group]
-        issued = one.pending and all(tail.last >= one.pending for _, tail in same)
-        if not issued or not dict(one.kinds).get(one.pending, "").startswith("broadcast") or not waiting.is_recorded:
+        if any(tail.last < one.pending for _, tail in same):
             continue
         done = [rank for rank, tail in same if not 0 < tail.pending <= one.pending]
         which = f"{labels(done)} {has_have(done)} finished" if done else "all of its ranks wait in"

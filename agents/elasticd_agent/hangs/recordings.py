@@ -25,8 +25,13 @@ _OF_ONE_SIZE = re.compile(
     r"all_?reduce\w*|broadcast|reduce|_all_gather_base|all_gather_(?:into_tensor|single)\w*"
     r"|_reduce_scatter_base|reduce_scatter_(?:tensor|single)\w*"
 )
-"""What has as many elements on all ranks, of which the recorders keep the inputs. In an all_to_all and in NCCL's lists
+"""What has as many bytes on all ranks, of which the recorders keep the inputs. In an all_to_all and in NCCL's lists
 each rank has its own; of a scatter only the source has any. A collective of any other name may be one of those."""
+
+
+_WIDTHS = dict.fromkeys(("byte", "char", "bool"), 1) | dict.fromkeys(("short", "half", "bfloat16"), 2)
+_WIDTHS |= dict.fromkeys(("int", "float"), 4) | dict.fromkeys(("long", "double"), 8)
+"""The bytes of an element, by c10's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +149,19 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
 
 
 def agreed(kind: str, backend: str) -> str:
-    """The part of a collective's kind that all ranks must have in common: its name, and perhaps how many elements."""
+    """The part of a collective's kind that all ranks must have in common: its name, and perhaps how many bytes."""
     operation, _, sizes = kind.partition(" of ")
     if not _OF_ONE_SIZE.fullmatch(operation) and (operation, backend) != ("all_gather", _GLOO):
         return operation
-    scalars = re.sub(r"(^|, )(?=[a-z])", r"\g<1>1 ", sizes)
-    return f"{operation} of {re.sub(r'[0-9×]+', lambda size: _product(size[0]), scalars)}"
+    first, _, more = sizes.partition(" and ")
+    return f"{operation} of {', '.join(map(_bytes, first.split(', ')))} {more}"
 
 
-def _product(size: str) -> str:
-    return str(math.prod(int(n) for n in size.split("×") if n))
+def _bytes(size: str) -> str:
+    """Of "2×2 float"; the backends compare neither shapes nor types."""
+    shape, _, dtype = size.rpartition(" ")
+    elements = math.prod(int(n) for n in shape.split("×") if n.isdecimal())
+    return str(elements * _WIDTHS[dtype]) if dtype in _WIDTHS else f"{elements} {dtype}"
 
 
 def _listed(data: Mapping[str, Any]) -> dict[str, tuple[bool, bool]]:
@@ -203,7 +211,7 @@ def _unrecorded(data: Mapping[str, Any]) -> dict[str, str]:
 def compare(recorded: Mapping[int, Recording]) -> list[GroupComparison]:
     """One comparison for each process group, those with a difference first: of gloo's recordings only if all are."""
     recorded = {rank: one for rank, one in recorded.items() if one.nccl} or recorded
-    names = sorted({name for one in recorded.values() for name in one.groups})
+    names = sorted({name for one in recorded.values() for name, issued in one.groups.items() if issued})
     found = [_compare(name, {rank: one.groups.get(name) for rank, one in recorded.items()}) for name in names]
     return sorted(found, key=lambda one: (one.differing is None and not one.missing, not one.pending))[:MOST_GROUPS]
 
