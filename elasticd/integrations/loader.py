@@ -84,7 +84,7 @@ def batches_of(loader: Any) -> Any:
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError(
             f"{type(loader.dataset).__name__} is a stream, whose samples have no numbers: use a map-style dataset, or "
-            "keep the loader and attach its state on each rank: https://elasticd.dev/frameworks/#streams"
+            "keep the loader and attach its state on each rank: elasticd docs frameworks#streams"
         )
     batches = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):

@@ -35,7 +35,7 @@ def in_time(watch: Watch, notice: Notice, fault: float, true_since: float | None
     assert notice.at - since <= patience + 2 * SCRAPE_S, f"{notice}\n{watch.told()}"
     assert notice.annotations["summary"] and notice.annotations["description"]
     assert "<no value>" not in "".join(notice.annotations.values()) and "error" not in notice.annotations["description"]
-    assert notice.annotations["runbook_url"].endswith(f"#{notice.name.lower()}")
+    assert notice.annotations["runbook"].endswith(f"#{notice.name.lower()}")
     return notice
 
 

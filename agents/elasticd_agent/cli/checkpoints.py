@@ -93,7 +93,7 @@ def _parser() -> CommandParser:
         "checkpoints",
         "list names what DIR holds, the newest first; show prints the description of one checkpoint; verify reads "
         "checkpoints whole and compares their checksums; prune deletes all but the newest.",
-        "Exit codes: 0 done, 1 something is damaged or in use, 2 usage. More: https://elasticd.dev/checkpoints/",
+        "Exit codes: 0 done, 1 something is damaged or in use, 2 usage. More: elasticd docs checkpoints",
     )
     parser.add_argument("verb", choices=_VERBS)
     parser.add_argument(

@@ -34,7 +34,7 @@ def _parser() -> CommandParser:
 
 def all_parsers() -> argparse.ArgumentParser:
     """One parser with a subparser for every command; for its description only, not for parsing."""
-    from elasticd_agent.cli import checkpoints, config_command, doctor, dump, explain, job_commands, store_server
+    from elasticd_agent.cli import checkpoints, config_command, docs, doctor, dump, explain, job_commands, store_server
     from elasticd_agent.cli.main import COMMANDS
     from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
     from elasticd_agent.config.flag import Treatment
@@ -49,7 +49,7 @@ def all_parsers() -> argparse.ArgumentParser:
             run.add_argument(*flag.spellings, help=flag.help.replace("%", "%%"), **switch)  # type: ignore[arg-type]
     run.add_argument("script", metavar="SCRIPT", help="and its arguments")
     found: dict[str, argparse.ArgumentParser] = {"run": run, "completion": _parser()}
-    local = (agent, store_server, doctor, config_command, checkpoints)
+    local = (agent, store_server, doctor, config_command, checkpoints, docs)
     found |= {one.prog.split()[-1]: one for one in (module._parser() for module in local)}
     found |= {name: job_commands._parser(name) for name in COMMANDS if name not in found}
     # Without a JOB, or of a directory, these two are about this machine, and have options of their own.

@@ -48,7 +48,7 @@ def _parser() -> CommandParser:
         "config",
         "check reads FILE, an agent's configuration or a job file, and shows the effective settings, or one line with "
         "the error. example prints a file with every key in it.",
-        "Exit codes: 0 valid, 2 invalid. More: https://elasticd.dev/agent/, https://elasticd.dev/jobs/",
+        "Exit codes: 0 valid, 2 invalid. More: elasticd docs agent, elasticd docs jobs",
     )
     parser.add_argument("verb", choices=("check", "example"))
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=f"default: {DEFAULT_FILE}")

@@ -75,7 +75,7 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         "doctor",
         "Runs the agent's health checks on this node: GPUs, directories, memory, links, and the operator's own checks.",
-        "Exit codes: 0 all checks passed, 1 a check failed, 2 usage. More: https://elasticd.dev/health/",
+        "Exit codes: 0 all checks passed, 1 a check failed, 2 usage. More: elasticd docs health",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help=f"the agent's configuration; default: {DEFAULT_FILE} if it exists"

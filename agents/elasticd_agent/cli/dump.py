@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         "Takes stacks, /proc facts and last log lines of every rank of a job that runs on this machine, "
         "without disturbing it, and explains them. This finds `elasticd run`; of a daemon's job, wherever it runs: "
         "elasticd dump JOB [--node NODE] [--json] [--agent URL].",
-        "Exit codes: 0 taken, 1 not taken, 2 usage, or several jobs run here. More: https://elasticd.dev/hangs/",
+        "Exit codes: 0 taken, 1 not taken, 2 usage, or several jobs run here. More: elasticd docs hangs",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--job", metavar="ID", help="of the job with this id (--rdzv-id)")

@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         "Explains on one page which rank made a group hang and why, from the evidence on disk. A name "
         "without a slash that does not exist here is the id of a daemon's job, if `elasticd agent` runs on this node: "
         "elasticd explain JOB [--round N] [--node NODE] [--json] [--agent URL].",
-        "Exit codes: 0 explained, 1 nothing found, 2 usage. The page and its parts: https://elasticd.dev/hangs/",
+        "Exit codes: 0 explained, 1 nothing found, 2 usage. The page and its parts: elasticd docs hangs",
     )
     parser.add_argument("logdir", metavar="LOGDIR", help="the job's --log-dir, or a folder of evidence")
     parser.add_argument("--round", type=int, metavar="N", help="explain this round; default: the newest that hung")

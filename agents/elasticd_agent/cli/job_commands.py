@@ -390,7 +390,7 @@ _DESCRIPTIONS = {
 }
 _EPILOG = (
     f"--agent, --token-file and --ca may be in {AGENT_VARIABLE}, {TOKEN_FILE} and {CA}. "
-    "Exit codes: 0 done, 1 the agent refuses or does not answer, 2 usage. More: https://elasticd.dev/cli/"
+    "Exit codes: 0 done, 1 the agent refuses or does not answer, 2 usage. More: elasticd docs cli"
 )
 
 

@@ -49,6 +49,7 @@ COMMANDS = {
     "store": Command("hosts a c10d store, where nodes without etcd meet", "elasticd_agent.cli.store_server:store"),
     "doctor": Command("runs the agent's health checks on this machine", "elasticd_agent.cli.doctor:doctor"),
     "config": Command("checks and explains an agent.toml or a job file", "elasticd_agent.cli.config_command:config"),
+    "docs": Command("prints the documentation of this version", "elasticd_agent.cli.docs:docs"),
     "completion": Command("prints a script for the shell's completion", "elasticd_agent.cli.completion:completion"),
 }
 AGENT_COMMANDS = tuple(name for name, command in COMMANDS.items() if not command.entry)
@@ -115,7 +116,7 @@ def _help() -> str:
         "usage: elasticd run [options] SCRIPT [script's arguments]\n       elasticd COMMAND [options]\n"
         "       elasticd help COMMAND\n\nKeeps a PyTorch training job running while its workers fail.\n\n"
         + "".join(lines)
-        + "\nMost commands use the HTTP API of an agent: this node's, or --agent URL. More: https://elasticd.dev/cli/\n"
+        + "\nMost commands use the HTTP API of an agent: this node's, or --agent URL. More: elasticd docs cli\n"
     )
 
 

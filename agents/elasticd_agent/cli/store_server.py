@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "store",
         "Hosts a c10d store on all addresses of this machine, for jobs without an etcd. It has no "
-        "password: every client that reaches the port can stop the jobs (https://elasticd.dev/security/). "
+        "password: every client that reaches the port can stop the jobs (elasticd docs security). "
         "Exit codes: 0 ended by a signal, 1 the store failed, 2 usage.",
     )
     port = DEFAULT_PORTS["c10d"]

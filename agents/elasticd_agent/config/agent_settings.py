@@ -161,7 +161,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     job_memory_bytes: Annotated[
         Size | None,
-        "The most memory of one job on this node, by a control group (https://elasticd.dev/systemd/); a job's own "
+        "The most memory of one job on this node, by a control group (elasticd docs systemd); a job's own "
         "limits may be lower. Applies to jobs that start later, like the two keys below.",
         '"256GB"',
         RELOADABLE,

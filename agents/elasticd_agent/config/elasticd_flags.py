@@ -28,14 +28,14 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         "--cuda-warm",
         "The workers that wait for a fault make their CUDA context and cuBLAS handle after a round's first step. That "
         "takes 0.3 to 0.5 GB of every GPU while the job runs; it is given up where less than 2 GiB would be left, in "
-        "exclusive-process compute mode, and for a script that names CUDA_VISIBLE_DEVICES (https://elasticd.dev/nccl/).",
+        "exclusive-process compute mode, and for a script that names CUDA_VISIBLE_DEVICES (elasticd docs nccl).",
     ),
-    _own("--event-log FILE", "Appends one JSON object per event to FILE (https://elasticd.dev/events/)."),
+    _own("--event-log FILE", "Appends one JSON object per event to FILE (elasticd docs events)."),
     _own("--metrics-port PORT", "Serves Prometheus metrics on this port; 0 for a free one.", value_type=ValueType.INT),
     _own("--metrics-addr ADDR", "The address metrics are served on.", default="127.0.0.1"),
     _own(
         "--ui PORT",
-        "Serves the job's page (https://elasticd.dev/page/) on this port of 127.0.0.1, 0 for a free one, and prints a "
+        "Serves the job's page (elasticd docs page) on this port of 127.0.0.1, 0 for a free one, and prints a "
         "URL that logs a browser in. Without --log-dir the logs go to a new temporary directory, which stays.",
         value_type=ValueType.INT,
     ),
@@ -77,7 +77,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         "--hang-floor TIME",
         "No group counts as hung before this time without progress, however short the steps, and any may be ended "
         "after it; stopped processes have --stopped-after. Not given: 5s to 60s, by the evidence, and where a kill may "
-        "cost more than the wait a hang is only reported (https://elasticd.dev/hangs/).",
+        "cost more than the wait a hang is only reported (elasticd docs hangs).",
     ),
     _own(
         "--hang-factor F",

@@ -139,7 +139,7 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         JobLimits,
         "The most that the job's processes may use on each node: memory, pids (their number, threads included), and "
         "cpu_weight, their share of a busy machine, 1 to 10,000, where 100 is usual. Nodes without control groups "
-        "refuse the job (https://elasticd.dev/systemd/).",
+        "refuse the job (elasticd docs systemd).",
         '{ memory = "64GB", pids = 4096, cpu_weight = 50 }',
     ] = JobLimits()
     role: str | None = None

@@ -73,7 +73,7 @@ def template(which: Literal["agent", "job"]) -> str:
 
 
 def _agent_template() -> Iterator[str]:
-    yield "# agent.toml, for `elasticd agent --config FILE`. Every key is optional; see https://elasticd.dev/agent/.\n"
+    yield "# agent.toml, for `elasticd agent --config FILE`. Every key is optional; see elasticd docs agent.\n"
     yield "# Values shown are the defaults, or an example where there is none.\n"
     table = ""
     for row in agent_keys():
@@ -82,14 +82,14 @@ def _agent_template() -> Iterator[str]:
             table = outer
             yield f"\n[{outer}]\n"
         yield f"\n{_comment(row.help)}#{name} = {row.example}\n"
-    yield "\n# Jobs that this node submits by itself; https://elasticd.dev/jobs/ has the keys.\n#[[job]]\n"
+    yield "\n# Jobs that this node submits by itself; elasticd docs jobs has the keys.\n#[[job]]\n"
     for row in job_keys():
         if row.key in ("id", "command", "workdir"):
             yield f"#{row.key} = {row.example}\n"
 
 
 def _job_template() -> Iterator[str]:
-    yield "# A job file, for `elasticd submit FILE`. command and workdir are required; see https://elasticd.dev/jobs/.\n"
+    yield "# A job file, for `elasticd submit FILE`. command and workdir are required; see elasticd docs jobs.\n"
     yield "# Values shown are the defaults, or an example where there is none.\n"
     for row in job_keys():
         mark = "" if row.key in ("command", "workdir") else "#"

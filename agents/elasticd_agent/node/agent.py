@@ -376,7 +376,7 @@ def _parser() -> argparse.ArgumentParser:
         "agent",
         "Runs for months on one node: registers it, runs the jobs scheduled there, drains on request.",
         "SIGTERM drains the node and ends the agent, SIGHUP reloads its configuration, SIGUSR2 replaces it by "
-        "the installed version while jobs continue. Exit codes: 0 left on request, 2 usage. More: https://elasticd.dev/agent/",
+        "the installed version while jobs continue. Exit codes: 0 left on request, 2 usage. More: elasticd docs agent",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="agent.toml; otherwise defaults and ELASTICD_…")
     for flag, key in AGENT_FLAGS.items():

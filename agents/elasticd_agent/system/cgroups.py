@@ -112,6 +112,6 @@ def _parent(proc: str, root: str) -> Path:
     if own is None or own.name != AGENT_GROUP:
         raise NoLimits(
             f"this agent was started in the control group {own or 'of version 1'}, not in one named {AGENT_GROUP!r} of "
-            "a parent that was delegated to it (https://elasticd.dev/systemd/)"
+            "a parent that was delegated to it (elasticd docs systemd)"
         )
     return Path(root) / own.parent.relative_to("/")

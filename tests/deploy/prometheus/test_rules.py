@@ -160,9 +160,9 @@ def test_all_that_were_asked_for_are_there_and_say_what_a_person_needs() -> None
         assert set(alert["labels"]) == {"severity"} and alert["labels"]["severity"] in ("page", "ticket"), alert[
             "alert"
         ]
-        assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}, alert["alert"]
-        url, _, anchor = alert["annotations"]["runbook_url"].partition("#")
-        assert (url, anchor) == ("https://elasticd.dev/operations/", alert["alert"].lower())
+        assert set(alert["annotations"]) == {"summary", "description", "runbook"}, alert["alert"]
+        command, _, anchor = alert["annotations"]["runbook"].partition("#")
+        assert (command, anchor) == ("elasticd docs operations", alert["alert"].lower())
 
 
 def test_every_runbook_exists() -> None:

@@ -188,7 +188,7 @@ class DashboardRoutes:
                 return self._explain(request, job)
             case ["jobs", job, "log"] if job:
                 return self._download(job, _view(request.query))
-        raise NotFound("there are / and /jobs/JOB, and the routes in https://elasticd.dev/http/")
+        raise NotFound("there are / and /jobs/JOB, and the routes in elasticd docs http")
 
     def _overview(self, request: HttpRequest) -> HttpResponse:
         service = self.api.service

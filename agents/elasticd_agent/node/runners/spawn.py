@@ -110,7 +110,7 @@ def name_to_become(account: Account) -> str:
 def missing_capability(account: Account) -> str:
     return (
         f"this agent may not become user {account.name!r}: it is root without CAP_SETUID, CAP_SETGID or CAP_CHOWN, "
-        "which its unit removes (https://elasticd.dev/systemd/)"
+        "which its unit removes (elasticd docs systemd)"
     )
 
 
