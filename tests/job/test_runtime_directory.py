@@ -30,6 +30,13 @@ with runtime_directory(Path(sys.argv[1])) as path:
 
 
 @pytest.fixture
+def deep_place(tmp_path: Path) -> Iterator[Path]:
+    """For directories that Python cannot remove, and so neither pytest."""
+    yield tmp_path
+    subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
+
+
+@pytest.fixture
 def nobody() -> int:
     """A pid that nobody has."""
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
@@ -77,7 +84,7 @@ def test_new_runtime_directory_before_its_lock(tmp_path: Path, nobody: int) -> N
     assert not young.exists()
 
 
-def test_directories_of_others_are_left_alone_and_deep_ones_end_nothing(tmp_path: Path, nobody: int) -> None:
+def test_directories_of_others_are_left_alone_and_deep_ones_end_nothing(deep_place: Path, nobody: int) -> None:
     """All users may write to /dev/shm, and a name there is no proof of who made it."""
     script = """
 import os, sys
@@ -87,25 +94,24 @@ for _ in range(1500):
     os.mkdir("d")
     os.chdir("d")
 """
-    own, other, file, link = (tmp_path / f"elasticd-{os.getuid()}-{nobody}-{name}" for name in "abcd")
+    own, other, file, link = (deep_place / f"elasticd-{os.getuid()}-{nobody}-{name}" for name in "abcd")
     for path in (own, other):
         subprocess.run([sys.executable, "-c", script, str(path)], check=True)
     file.touch()
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "file").touch()
+    (deep_place / "kept").mkdir()
+    (deep_place / "kept" / "file").touch()
     link.symlink_to("kept")
     if os.geteuid() == 0:
         os.chown(other, 65534, 65534)
-    remove_stale(tmp_path)
+    remove_stale(deep_place)
     assert not own.exists()
-    assert file.exists() and link.is_symlink() and (tmp_path / "kept" / "file").exists()
+    assert file.exists() and link.is_symlink() and (deep_place / "kept" / "file").exists()
     assert other.exists() == (os.geteuid() == 0), "another user's may hold anything"
-    subprocess.run(["rm", "-rf", other], check=True)
 
 
-def test_deep_runtime_directory_is_removed_at_the_end(tmp_path: Path) -> None:
+def test_deep_runtime_directory_is_removed_at_the_end(deep_place: Path) -> None:
     """A rank of the job may make one: its exit code is the job's all the same."""
-    with runtime_directory(tmp_path / "run") as path:
+    with runtime_directory(deep_place / "run") as path:
         deep = "for _ in range(1500):\n os.mkdir('d')\n os.chdir('d')"
         subprocess.run([sys.executable, "-c", f"import os\n{deep}"], cwd=path, check=True)
     assert not path.exists()

@@ -580,8 +580,16 @@ def test_a_log_that_cannot_be_summed_up_is_not_locked_for_ever(serve: Serve, mon
     assert not one.service.local._cursors["llama", 1].lock.locked()
 
 
+class SlowWrites(Outage):
+    def compare_and_swap(
+        self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
+    ) -> bool:
+        time.sleep(0.01)
+        return super().compare_and_swap(key, expected, value, guard)
+
+
 def test_unfinished_jobs_of_a_submitter_are_limited(serve: Serve) -> None:
-    one = serve()
+    one = serve(store=SlowWrites())
     one.service.limit = lambda: 2
 
     def submit(client: AgentClient, job: str, token: str = "") -> int:
