@@ -7,6 +7,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The one that elasticd is tested with, and the first with a second class for NCCL.
+CUDA_TORCHES ?= $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt) 2.14.1
 READY := $(VENV)/.elasticd-ready
 # What exists of these is checked; examples and benchmarks are code, too.
 CODE := $(wildcard elasticd agents docs tests examples benchmarks)
@@ -37,10 +39,13 @@ test-upstream: $(READY)  ## PyTorch's own launcher and agent tests, fetched from
 	@folder=$$($(BIN)/python -m tests.upstream.sources $(VENV)/upstream) && $(BIN)/python -m tests.upstream.run "$$folder" $(W)
 
 # "===" excludes a CPU build, whose version has "+cpu" behind it.
-test-cuda-build: $(READY)  ## the CUDA build of torch without a device: template, forks, NCCL groups, recorder; installs 5 GB
-	@test -x $(VENV)/cuda/bin/python || $(PYTHON) -m venv $(VENV)/cuda
-	@$(VENV)/cuda/bin/python -m pip install --quiet --disable-pip-version-check numpy "torch===$$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt)"
-	@ELASTICD_CUDA_PYTHON=$(abspath $(VENV))/cuda/bin/python $(BIN)/python -m pytest -q -m cuda_build tests/gpu
+test-cuda-build: $(READY)  ## the CUDA builds of torch without a device: template, forks, both classes of NCCL groups, recorders; installs 5 GB each
+	@for torch in $(CUDA_TORCHES); do \
+	    python=$(abspath $(VENV))/cuda-$$torch/bin/python; \
+	    test -x $$python || $(PYTHON) -m venv $(VENV)/cuda-$$torch; \
+	    $$python -m pip install --quiet --disable-pip-version-check numpy "torch===$$torch" || exit 1; \
+	    echo "torch $$torch"; ELASTICD_CUDA_PYTHON=$$python $(BIN)/python -m pytest -q -m cuda_build tests/gpu || exit 1; \
+	done
 
 # What the frameworks ask for is not what elasticd needs; torch and elasticd are those of .venv.
 $(VENV)-frameworks/.ready: $(READY) tests/frameworks/requirements.txt

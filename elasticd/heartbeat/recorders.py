@@ -184,10 +184,15 @@ def _completes(recorder: str, group: Any, backend: Any) -> bool:
 
 def _recorded(world: Any) -> list[dict[str, Any]]:
     """Every backend of every group, its recorder, and whether that has what is completed."""
-    found = []
+    found: list[dict[str, Any]] = []
     for group in list(world.pg_map):
         for backend in _backends(group):
             recorder = _recorder_of(world, group, backend)
-            one = {"process_group": [group.group_name, group.group_desc], "backend": str(backend._get_backend_name())}
-            found.append(one | {"recorder": recorder, "complete": _completes(recorder, group, backend)})
+            one: dict[str, Any] = {
+                "process_group": [group.group_name, group.group_desc],
+                "backend": str(backend._get_backend_name()),
+            }
+            one |= {"recorder": recorder, "complete": _completes(recorder, group, backend)}
+            if one not in found[-1:]:  # one backend for several devices
+                found.append(one)
     return found

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.heartbeat.recorders import UNKNOWN
+from elasticd_agent.hangs.recordings import parse
 from elasticd_agent.system.python_packages import installed_version
-from elasticd_agent.workers.environment import FR_BUFFER, flight_recorder, nccl_environment
+from elasticd_agent.workers.environment import FR_BUFFER, FR_BY_HOOK, flight_recorder, nccl_environment
 from elasticd_agent.workers.launcher import cuda_warm, requests
 from tests.gpu.machine import FAKES, calls, look, make_gpu_machine
 
@@ -28,23 +30,29 @@ ASKS = "import torch; torch.cuda.is_available(); torch.cuda.device_count()"
 GROUPS = """
 import json, os, sys, time
 import torch, torch.distributed as dist, torch.distributed.distributed_c10d as c10d
-from elasticd.heartbeat.collectives import flight_recorder_dump, nccl_groups
+from elasticd.heartbeat.recorders import GroupCounts, flight_recorder_dump
+
+options = c10d.ProcessGroupNCCL.Options()
+if hasattr(options, "lazy_init"):  # nccl2 of torch 2.15 connects at once otherwise
+    options.lazy_init = True
 
 def make():
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    dist.new_group([0])
-    dist.new_group([0], use_local_synchronization=True)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, pg_options=options)
+    dist.new_group([0], pg_options=options)
+    dist.new_group([0], use_local_synchronization=True, pg_options=options)
 
 found = {}
+counts = GroupCounts()
 make()
-found["once"] = nccl_groups(8)
-dist.destroy_process_group()
-make()
-found["twice"] = nccl_groups(8)
-found["uids"] = [group._get_backend(torch.device("cuda")).uid for group in c10d._world.pg_map]
+found["once"] = counts.read(8)
+if sys.argv[1] == "nccl":  # the other class cannot be destroyed without a driver
+    dist.destroy_process_group()
+    make()
+found["twice"] = counts.read(8)
+found["uids"] = [getattr(group._get_backend(torch.device("cuda")), "uid", None) for group in c10d._world.pg_map]
 began = time.monotonic()
 for _ in range(200):
-    nccl_groups(8)
+    counts.read(8)
 found["us"] = (time.monotonic() - began) * 5000
 found["recorder"] = json.loads(flight_recorder_dump())
 found["threads"] = sorted({open(f"/proc/self/task/{tid}/comm").read().strip() for tid in os.listdir("/proc/self/task")})
@@ -52,13 +60,25 @@ print(json.dumps(found), flush=True)
 sys.stdin.read()
 os._exit(0)
 """
-
 ONE_GROUP = """
 import ctypes, sys, time
 import torch, torch.distributed as dist
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 print("ready", flush=True)
 (ctypes.PyDLL if sys.argv[1] == "held" else ctypes.CDLL)(None).sleep(600)
+"""
+HOOK = """
+import json, torch, torch.distributed as dist, torch.distributed.distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from elasticd.heartbeat.recorders import GroupCounts, flight_recorder_dump
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+group = dist.group.WORLD
+c10d._world.pg_flight_recorder_hooks[group] = c10d.FlightRecorderHook.attach(group, [0, 1])
+dist.all_reduce(torch.ones(4))
+dist.send(torch.ones(4), 1)
+dist.all_reduce(torch.ones(4))
+print(json.dumps([json.loads(flight_recorder_dump()), GroupCounts().read(8)]), flush=True)
 """
 CONTEXT = """
 import importlib.util, sys, torch
@@ -74,6 +94,21 @@ def python() -> str:
     found = os.environ.get("ELASTICD_CUDA_PYTHON")
     assert found, "make test-cuda-build sets it"
     return found
+
+
+@pytest.fixture(scope="session")
+def version(python: str) -> tuple[int, int]:
+    found = installed_version("torch", python, {})
+    assert found is not None
+    return found
+
+
+@pytest.fixture(params=["nccl", "nccl2"])
+def kind(request: pytest.FixtureRequest, version: tuple[int, int]) -> str:
+    """The class that torch makes for "nccl"."""
+    if request.param == "nccl2" and version < (2, 14):
+        pytest.skip(f"torch {version} has one class for NCCL")
+    return str(request.param)
 
 
 @pytest.fixture
@@ -125,7 +160,7 @@ def test_context_that_cannot_be_made(python: str, machine: dict[str, str], mode:
 @pytest.mark.parametrize("gil", ["free", "held"])
 def test_dump_through_the_pipe(python: str, tmp_path: Path, gil: str) -> None:
     """Of an empty recording, which names no frames: that does not need the GIL."""
-    env = nccl_environment({}, tmp_path, installed_version("torch", python, {}))
+    env = nccl_environment({}, tmp_path, installed_version("torch", python, {})) | {"TORCH_DIST_USE_NCCL2": "0"}
     pipe, dump = flight_recorder(env, 0) or (None, None)
     assert pipe is not None
     assert dump is not None
@@ -153,31 +188,65 @@ def start_groups(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_nccl_groups_pipe_and_variables(python: str, tmp_path: Path, known: bool) -> None:
-    """Every group's counts, exactly; a dump through the pipe; and no warning where the version is known."""
-    version = installed_version("torch", python, {})
-    assert version is not None
+def test_nccl_groups_and_variables(
+    python: str, tmp_path: Path, version: tuple[int, int], kind: str, known: bool
+) -> None:
+    """Every group's counts, exactly, or that they are unknown; a pipe of one class; no warning where the version is
+    known.
+    """
     env = nccl_environment({}, tmp_path, version if known else None)
-    pipe, dump = flight_recorder(env, 0) or (None, None)
+    env |= {"TORCH_DIST_USE_NCCL2": str(int(kind == "nccl2"))}
+    pipe, _ = flight_recorder(env, 0) or (None, None)
     assert pipe is not None
-    assert dump is not None
-    with start_groups(python, tmp_path, env) as process:
+    with start_groups(python, tmp_path, env, GROUPS, kind) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         line = process.stdout.readline()
         assert line, process.stderr.read()
         found = json.loads(line)
-        assert [len(found["once"]), len(found["twice"]), found["uids"]] == [3, 3, [3, 4, 5]]
+        recorder, threads = found["recorder"], {one for one in found["threads"] if one.startswith("pt_nccl")}
         assert found["us"] < 1000
-        assert found["recorder"] == found["recorder"] | {"comm_lib_version": "", "pg_status": {}}
-        assert {"pt_nccl_watchdg", "pt_nccl_heartbt"} <= set(found["threads"])
-        began = time.monotonic()
-        # The pipe belongs to the process' first group, which is gone: so is its reader.
-        with pytest.raises(OSError, match="No such device"):
-            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-        assert time.monotonic() - began < 5
+        assert recorder["pg_status"] == {}
+        assert [len(found["once"]), len(found["twice"])] == [3, 3]
+        if kind == "nccl":
+            assert found["uids"] == [3, 4, 5]
+            assert {counts[1:] for counts in map(tuple, found["twice"])} == {(0, 0)}
+            assert (recorder["recorder"], recorder["unrecorded"]) == ("nccl", [])
+            assert threads == {"pt_nccl_watchdg", "pt_nccl_heartbt"}
+            began = time.monotonic()
+            # The pipe belongs to the process' first group, which is gone: so is its reader.
+            with pytest.raises(OSError, match="No such device"):
+                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+            assert time.monotonic() - began < 5
+        else:
+            hooked = version >= FR_BY_HOOK
+            assert found["uids"] == [None] * 3
+            assert {counts[1:] for counts in map(tuple, found["twice"])} == {(0, 0) if hooked else UNKNOWN}
+            assert recorder["recorder"] == ("nccl2" if hooked else "gloo")
+            assert [one["backend"] for one in recorder["unrecorded"]] == ([] if hooked else ["nccl2"] * 3)
+            assert not threads
+            assert not pipe.exists()
         _, said = process.communicate("", timeout=30)
     assert (f"{FR_BUFFER[1]} is deprecated" in said) == (not known)
+    assert "deprecated" not in said or not known
+
+
+def test_recording_of_a_hook(python: str, tmp_path: Path, version: tuple[int, int]) -> None:
+    """By torch's own backend without a device, which does not report the end of a collective: that is unknown."""
+    if version < FR_BY_HOOK:
+        pytest.skip(f"torch {version} attaches no hooks")
+    with start_groups(python, tmp_path, {}, HOOK) as process:
+        said, errors = process.communicate(timeout=100)
+    assert said, errors
+    dump, counts = json.loads(said)
+    assert [one[1:] for one in counts] == [list(UNKNOWN)]
+    assert dump["recorder"] == "fake"
+    assert [one["complete"] for one in dump["unrecorded"]] == [False]
+    found = parse(dump)
+    assert found is not None
+    assert [(one["last"], one["pending"], one["backend"]) for one in found.tails() if "unrecorded" not in one] == [
+        (2, 0, "fake")
+    ]
 
 
 def test_job_of_the_cuda_build_starts_warm(python: str, tmp_path: Path, machine: dict[str, str]) -> None:

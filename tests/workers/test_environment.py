@@ -10,6 +10,7 @@ import pytest
 from elasticd_agent.workers.environment import (
     FR_BUFFER,
     FR_FILE,
+    FR_ON_TIMEOUT,
     FR_PIPE,
     NCCL_DEFAULTS,
     flight_recorder,
@@ -67,6 +68,12 @@ def test_names_by_torch_version(torch: tuple[int, int] | None, names: str) -> No
     new, old = (FR_BUFFER[0] in env, FR_FILE[0] in env), (FR_BUFFER[1] in env, FR_FILE[1] in env)
     assert (all(new), all(old)) == (any(new), any(old)) == (names != "old", names != "new")
     assert flight_recorder(env, 3) == (ROUND / "nccl-pipe-3.pipe", ROUND / "nccl-flight-3")
+
+
+@pytest.mark.parametrize(("torch", "given"), [((2, 14), True), ((2, 15), False), ((3, 0), False), (None, True)])
+def test_default_that_a_hook_warns_of_is_not_given(torch: tuple[int, int] | None, given: bool) -> None:
+    """At an error, from torch 2.15 on. Both classes of NCCL have it as their default there."""
+    assert (FR_ON_TIMEOUT in nccl_environment({}, ROUND, torch)) is given
 
 
 def test_without_gpus_there_is_none() -> None:

@@ -20,8 +20,11 @@ FR_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 FR_RENAMED = (2, 8)
 """The first torch with the new names: it warns of the old ones, and older ones know nothing else."""
 FR_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+FR_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+FR_BY_HOOK = (2, 15)
+"""From this torch on hooks, which record backends other than NCCL's and gloo's, warn of that name. It is on there."""
 NCCL_DEFAULTS = {
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    FR_ON_TIMEOUT: "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "600",
     "TORCH_NCCL_COORD_CHECK_MILSEC": "250",
@@ -103,6 +106,8 @@ def nccl_environment(given: Mapping[str, str], directory: Path, torch: tuple[int
     """
     known = slice(None) if torch is None else slice(1) if torch >= FR_RENAMED else slice(1, None)
     settings = {FR_PIPE: str(directory / "nccl-pipe-"), **NCCL_DEFAULTS}
+    if torch is not None and torch >= FR_BY_HOOK:
+        del settings[FR_ON_TIMEOUT]
     for names, value in ((FR_BUFFER, FR_ENTRIES), (FR_FILE, str(directory / "nccl-flight-"))):
         value_set = next((given[name] for name in names if name in given), value)
         settings |= dict.fromkeys(names[known], value_set)
