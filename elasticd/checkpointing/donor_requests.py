@@ -18,6 +18,8 @@ class DonorRequests:
         self._waiting: dict[socket.socket, set[socket.socket]] = {}
         """The ranks for which a launcher waits."""
         self._begun: set[socket.socket] = set()
+        self._answered: set[socket.socket] = set()
+        """Launchers for which a rank is done."""
 
     @property
     def are_busy(self) -> bool:
@@ -43,6 +45,10 @@ class DonorRequests:
 
     def done(self, rank: socket.socket) -> None:
         """With or without success."""
+        self._answered |= {launcher for launcher, ranks in self._waiting.items() if rank in ranks}
+        self._leave(rank)
+
+    def _leave(self, rank: socket.socket) -> None:
         self._begun.discard(rank)
         for ranks in self._waiting.values():
             ranks.discard(rank)
@@ -51,11 +57,13 @@ class DonorRequests:
     def lost(self, connection: socket.socket) -> None:
         self._rounds.pop(connection, None)
         self._waiting.pop(connection, None)
-        self.done(connection)
+        self._answered.discard(connection)
+        self._leave(connection)
 
     def _report(self) -> None:
         for launcher, ranks in list(self._waiting.items()):
             if not ranks:
                 del self._waiting[launcher]
+            state = {"busy": len(ranks & self._begun), "left": len(ranks), "answered": launcher in self._answered}
             with contextlib.suppress(OSError):
-                launcher.send(json.dumps({"busy": len(ranks & self._begun)} if ranks else {}).encode())
+                launcher.send(json.dumps(state if ranks else {}).encode())

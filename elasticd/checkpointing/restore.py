@@ -22,6 +22,7 @@ from typing import Any
 from elasticd.checkpointing import api as checkpoint
 from elasticd.checkpointing import (
     commit_files,
+    commit_record,
     committed_state,
     held_states,
     in_place,
@@ -173,6 +174,8 @@ class _Restore:
         while chosen["step"] is not None and (other := self._verify_shards(chosen, attempt)) is not None:
             chosen, attempt = other, attempt + 1
         if chosen["step"] is None:
+            if self.group.rank == 0 and (repeated := self._find_repeated(0)):
+                self._report(f"there is no checkpoint yet: {repeated[0]}", None)
             return None
         if self._shards is None:
             self._open_everywhere(chosen)
@@ -613,7 +616,8 @@ class _Restore:
         if self._donor is not None:
             where += f", saved by rank {self._donor}{' and others' if 'files' in chosen else ''} after the fault"
         if self.group.rank == 0:
-            reason = "; ".join([where + (", in memory" if chosen["number"] is not None else ""), *resumed.notes])
+            where += ", in memory" if chosen["number"] is not None else ""
+            reason = "; ".join([where, *self._find_repeated(resumed.step), *resumed.notes])
             origin = {"from_round": resumed.round, "from_step": resumed.step, "saved_at": chosen["wall"]}
             if self._donor is not None:
                 origin |= {"donor": self._donor, "steps_saved": max(resumed.step - chosen["on_disk"], 0)}
@@ -629,6 +633,18 @@ class _Restore:
             reason = f"{chosen['name']} could not become round {self.saver.round}'s first checkpoint: {error}"
             logger.warning(reason)
             self.events.write("checkpoint_failed", reason, resumed.step, path=str(self.directory / chosen["name"]))
+
+    def _find_repeated(self, step: int) -> list[str]:
+        """Of rank 0: a sentence about what the round before has trained, as far as this node knows, and is lost."""
+        round = self.saver.environment.round - 1
+        if self.step is not None or round < 1 or "ELASTICD_HEARTBEAT" not in os.environ:
+            return []
+        # The round before may have had more ranks: those of this node are beside rank 0's.
+        last = max(map(commit_record.last_step, commit_files.paths_of("commit", round)), default=0)
+        if last <= step:
+            return []
+        steps = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
+        return [f"{steps} trained again"]
 
     def _adopt(self, chosen: Mapping[str, Any]) -> None:
         """The state in memory is this round's from now on, and rank 0's writer makes it a checkpoint of this round.

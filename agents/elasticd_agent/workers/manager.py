@@ -426,6 +426,10 @@ class WorkerManager:
                 return self._exited(message)
             case "ended":
                 return self._group_ended(message)
+            case "unsaved":
+                count, seconds = message["ranks"], message["seconds"]
+                ranks = f"{count} rank{'s' if count > 1 else ''}"
+                self._report(f"{ranks} of this node did not save the last step within {seconds:.1f} s of the fault")
             case "without_writer":
                 self._report(f"there are no more copies of the state in memory: {message['why']}")
             case "reaped":

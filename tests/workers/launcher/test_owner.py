@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 
 import elasticd.checkpointing.writer
 import elasticd_agent.workers.launcher
-from elasticd.checkpointing.buffers import WriteTask, donated_number
+from elasticd.checkpointing.buffers import PROTOCOL, WriteTask, donated_number
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
 from elasticd.checkpointing.writer_client import WriterClient
 from elasticd_agent.workers.launcher import writer_process
@@ -170,6 +171,39 @@ def test_state_in_memory_is_written_at_the_end_though_its_writer_dies(tmp_path: 
     for _ in range(2 if dies == "meanwhile" else 1):
         assert json.loads(agent.recv(1 << 16)) == {"kind": "flushing", "bytes": 4096}
     assert json.loads(agent.recv(1 << 16)) == {"kind": "flushed", "step": 5, "path": path, "why": ""}
+    agent.close()
+    assert process.communicate(timeout=20)[1] == ""
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_rank_that_gets_no_processor_at_a_fault_has_the_time_that_would_be_lost(tmp_path: Path, answers: bool) -> None:
+    """It answers after 0.6 s, long after the time that a copy takes, or never."""
+    process, agent = owner(tmp_path)
+    agent.send(json.dumps({"do": "writer", "argv": WRITER, "env": {}}).encode())
+    connected(tmp_path).close()
+    worker = {"argv": ["sleep", "600"], "env": {}, "stdout": None, "stderr": None}
+    group = {"group": 1, "store": None, "keep": False, "cwd": "/", "env": {"PATH": "/usr/bin:/bin"}}
+    agent.send(json.dumps({"do": "exec", **group, "host": "127.0.0.1", "port": 0, "workers": [worker]}).encode())
+    assert json.loads(agent.recv(1 << 16))["kind"] == "started"
+    begun = time.monotonic()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank:
+        rank.connect(str(tmp_path / "run" / "writer"))
+        rank.send(json.dumps({"do": "donor", "round": 1, "version": PROTOCOL}).encode())
+        time.sleep(1.2)  # it trains
+        agent.send(json.dumps({"do": "signal", "group": 1, "signal": signal.SIGKILL, "save": 1}).encode())
+        asked = time.monotonic()
+        assert json.loads(rank.recv(4096)) == {"save": 1, "ends": True}
+        if answers:
+            time.sleep(0.6)
+            rank.send(json.dumps({"do": "donated"}).encode())
+        said = json.loads(agent.recv(1 << 16))
+    waited_s = time.monotonic() - asked
+    if answers:
+        assert said["kind"] == "exited", said
+        assert waited_s >= 0.6
+    else:
+        assert (said["kind"], said["ranks"]) == ("unsaved", 1)
+        assert asked - begun - 0.1 <= said["seconds"] <= waited_s + 0.1
     agent.close()
     assert process.communicate(timeout=20)[1] == ""
 

@@ -60,7 +60,9 @@ class OwnedGroup:
         self.saving: socket.socket | None = None
         """The answer to come before its workers get the signal `after_save`: they have saved their state."""
         self.after_save: int = signal.SIGKILL
-        self.saving_since = self.save_until = 0.0
+        self.saving_since = self.save_until = self.running_since = 0.0
+        self.unsaved = 0
+        """Workers that have not answered yet."""
         self.killed_at: float | None = None
         self.kill_deadline_s = KILL_DEADLINE_S
         self.last_exit_at = 0.0

@@ -10,7 +10,8 @@ of ours that need no more. It keeps each KEPT_FD open for as long as it has a pr
 
 Messages are one JSON object a packet. Requests of the agent ("do"): writer, template, park, make_contexts, release,
 release_held, exec, signal, flush, end_template. Reports to the agent ("kind"): template_ready, template_ended, parked,
-contexts_made, refused, store_ready, started, released, exited, ended, reaped, flushing, flushed, without_writer.
+contexts_made, refused, store_ready, started, released, exited, ended, reaped, flushing, flushed, unsaved,
+without_writer.
 `ended` has the processes that survive SIGKILL (`unkillable`); `reaped` follows when one of them has died.
 """
 
@@ -357,6 +358,7 @@ class Owner:
 
     def begin(self, group: OwnedGroup, pids: dict[int, int], keeps_store: bool) -> None:
         group.running, group.keeps_store, group.ranks = True, keeps_store, dict(group.alive)
+        group.running_since = time.monotonic()
         workers = [pids[rank] for rank in sorted(pids) if rank != STORE_RANK]
         self.send("started", group=group.name, pids=workers, store=pids.get(STORE_RANK, 0))
 
@@ -418,7 +420,8 @@ class Owner:
             group.saving = self.writer.request_save(message["save"], message["signal"] == signal.SIGKILL)
             if group.saving is not None:
                 group.saving_since = time.monotonic()
-                group.save_until = group.saving_since + self.writer.longest_save_s(False)
+                lost_s = group.saving_since - group.running_since
+                group.save_until = group.saving_since + self.writer.longest_save_s(False, lost_s)
                 group.after_save = message["signal"]
                 self.poll.register(group.saving.fileno(), select.POLLIN)
         if message["signal"] == signal.SIGKILL:
@@ -430,7 +433,9 @@ class Owner:
         assert group.saving is not None and self.writer is not None
         message = receive(group.saving)
         if "busy" in message:
-            group.save_until = group.saving_since + self.writer.longest_save_s(message["busy"] > 0)
+            group.unsaved = message.get("left", 0)
+            lost_s = 0.0 if message.get("answered") else group.saving_since - group.running_since
+            group.save_until = group.saving_since + self.writer.longest_save_s(message["busy"] > 0, lost_s)
         else:
             self.saved(group)
 
@@ -514,6 +519,8 @@ class Owner:
         """
         now = time.monotonic()
         if group.saving is not None and now >= group.save_until:
+            waited_s = now - group.saving_since
+            self.send("unsaved", group=group.name, ranks=group.unsaved or len(group.workers()), seconds=waited_s)
             self.saved(group)
         if not group.is_ending():
             return

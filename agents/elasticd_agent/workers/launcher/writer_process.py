@@ -30,6 +30,9 @@ SAVE_S_PER_BYTE = 1.2e-9
 """Three times as long as one rank takes to copy into memory that was not used before."""
 BUSY_FACTOR = 8
 """So much longer for a rank that has begun, on a machine with more to do than it can."""
+PATIENCE_S = 3.0
+"""The most that is waited for the first rank to answer. On a machine with more to do than it can a rank may get no
+processor for seconds, and without its answer all that was trained since the last save is trained again."""
 _SHORT_LIFE_S = 2.0
 _MAX_SHORT_LIVES = 3
 """A writer that ends at its start will do so again: then ranks find no writer, and write checkpoints themselves."""
@@ -96,9 +99,12 @@ class WriterProcess:
             return connection
         return None
 
-    def longest_save_s(self, busy: bool) -> float:
-        """How long ranks may take to copy a state before they are killed; `busy`: a rank has begun."""
-        return max(SAVE_S, self.held_bytes() * SAVE_S_PER_BYTE) * (BUSY_FACTOR if busy else 1)
+    def longest_save_s(self, busy: bool, lost_s: float) -> float:
+        """How long ranks may take to copy a state before they are killed. `busy`: a rank has begun. `lost_s`: the time
+        of what is trained again at most if none saves, 0 when one has answered.
+        """
+        copy_s = max(SAVE_S, self.held_bytes() * SAVE_S_PER_BYTE)
+        return max(copy_s * (BUSY_FACTOR if busy else 1), min(lost_s, PATIENCE_S))
 
     def ended(self, status: int) -> str:
         """It was reaped. Returns why no other one is started, "" if one may be."""
