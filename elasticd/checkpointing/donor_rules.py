@@ -198,9 +198,18 @@ def _own_state_dict(rank: _Rank) -> str:
 
 def _own_optimizer_state(rank: _Rank) -> str:
     for obj in rank.optimizers:
+        if any(state.components(each)[0] is not each for each in _kept(obj)):
+            return f"the state of {type(obj).__name__} has tensors that are made of others"
         if any((obj._optimizer_state_dict_pre_hooks, obj._optimizer_state_dict_post_hooks)):
             return "an optimizer has hooks for its state_dict"
     return MUTABLE if any(has_mutable_setting(obj.param_groups) for obj in rank.optimizers) else ""
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    import torch
+
+    for values in optimizer.state.values():
+        yield from (each for each in values.values() if isinstance(each, torch.Tensor))
 
 
 def _unusual_tensor(rank: _Rank) -> str:

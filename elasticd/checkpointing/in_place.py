@@ -175,6 +175,8 @@ def _is_whole(tensor: Any) -> bool:
 
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
+    if state.components(tensor)[0] is not tensor:
+        return False
     if not tensor.nbytes or tensor.nbytes != tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg():
         return False
     if tensor.is_contiguous():

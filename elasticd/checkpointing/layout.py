@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import device_copy
 from elasticd.checkpointing.device_copy import GpuCopies, Part
+from elasticd.checkpointing.state import components
 from elasticd.errors import CheckpointRefused
 
 if TYPE_CHECKING:
@@ -213,8 +214,7 @@ def tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
-            yield path, value
+        yield from ((path, part) for part in components(value) if part.layout is torch.strided)
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from tensors(item, f"{path}.{key}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import state
@@ -66,6 +66,9 @@ class Omissions:
 
     def watch(self) -> None:
         """More has been attached."""
+        for name, obj in self._attached.items():
+            for what in _kept_by_each_rank(obj) if self._saver.group.world_size > 1 else ():
+                self._warn(f"attach({name}=...): {what}")
         self._known = {id(obj) for obj in (*self._attached.values(), *self._saver.per_rank.values())}
         if self._hook is None:
             from torch.compiler import is_compiling
@@ -267,3 +270,18 @@ class Omissions:
         logger.warning(what)
         if self._saver.group.rank == 0:
             self._saver.events.write("message", what, None)
+
+
+def _kept_by_each_rank(obj: Any) -> Iterator[str]:
+    """What a rank has of an attached model, and gets from no checkpoint."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    wrapper = state.parallel(obj)
+    if wrapper is None:
+        return
+    saved = wrapper.module.state_dict().keys() - {name for name, _ in wrapper.module.named_parameters()}
+    if saved and not wrapper.broadcast_buffers:
+        yield "with broadcast_buffers=False each rank has buffers of its own, and after a restart all have rank 0's"
+    stateless = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+    if any(hook not in stateless and kept is not None for hook, kept in getattr(wrapper, "_comm_hooks", [])):
+        yield "the state of its communication hook is in no checkpoint, and begins anew after a restart"

@@ -37,6 +37,8 @@ class _Walk:
 
         self._torch = torch
         self._plain = (type(None), bool, float, str, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)
+        self._allowed = [each for each in torch.serialization.get_safe_globals() if isinstance(each, type)]
+        """Of packages that have registered them, such as torchao's tensors of 8 and 4 bits."""
         self._seen: set[int] = set()
         self._open: set[int] = set()
         # torch.save refuses one memory seen as two types.
@@ -54,6 +56,9 @@ class _Walk:
                 raise _refusal(path, "is empty bytes", "store None, an empty string or a tensor")
         elif kind is self._torch.Tensor or kind is self._torch.nn.Parameter:
             self._tensor(value, path)
+        elif kind in self._allowed and hasattr(kind, "__tensor_flatten__") and not hasattr(value, "_local_tensor"):
+            for name in value.__tensor_flatten__()[0]:
+                self.visit(getattr(value, name), (*path, name))
         elif kind in (dict, collections.OrderedDict, collections.Counter, list, tuple, set):
             self._container(value, path)
         else:
@@ -134,7 +139,8 @@ def _instead(value: Any, torch: Any) -> str:
         (torch.Generator, "store x.get_state()"),
         (
             torch.Tensor,
-            "store a plain tensor, x.as_subclass(torch.Tensor); gather a DTensor on all ranks before",
+            "import the package that registers its class (torch.serialization.add_safe_globals), or store a plain "
+            "tensor, x.as_subclass(torch.Tensor); gather a DTensor on all ranks before",
         ),
         (complex, "store [x.real, x.imag]"),
         (enum.Enum, "store x.value"),

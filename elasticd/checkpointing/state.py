@@ -158,7 +158,8 @@ def replicated(attached: Mapping[str, Any], world_size: int) -> frozenset[int]:
         if isinstance(obj, Optimizer) and type(obj).state_dict is Optimizer.state_dict:
             for parameter, values in obj.state.items():
                 if id(parameter) in parameters and isinstance(values, dict):
-                    tensors += [value for value in values.values() if isinstance(value, torch.Tensor)]
+                    kept = [value for value in values.values() if isinstance(value, torch.Tensor)]
+                    tensors += [part for value in kept for part in components(value)]
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
@@ -280,6 +281,8 @@ def _copied(state: Any) -> Any:
     """A deep copy, in which tensors that share memory still do. Torch has none of a compressed sparse tensor (CSR)."""
     import torch
 
+    if any(components(each)[0] is not each for each in _tensors(state)):
+        return from_bytes(to_bytes(state))  # their classes need not have a clone()
     usual = (torch.strided, torch.sparse_coo)
     return copy.deepcopy(state, {id(each): each.clone() for each in tensors(state) if each.layout not in usual})
 
@@ -292,13 +295,26 @@ def _addresses(state: Any) -> set[int]:
 
 
 def tensors(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers; in place of one that is made of others, such as of 8 bits, those."""
+    for each in _tensors(state):
+        yield from components(each)
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
     import torch
 
     if isinstance(state, torch.Tensor):
         yield state
     elif isinstance(state, (Mapping, list, tuple, set)):
         for value in state.values() if isinstance(state, Mapping) else state:
-            yield from tensors(value)
+            yield from _tensors(value)
+
+
+def components(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor itself; those in a tensor subclass that wraps others, but a DTensor."""
+    if not hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "_local_tensor"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in components(getattr(tensor, name))]
 
 
 def plain(key: str) -> str:

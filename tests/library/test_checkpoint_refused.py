@@ -296,3 +296,34 @@ def test_state_that_contains_itself_is_refused_with_the_reason_and_not_by_its_di
     assert states.digests({"kept": kept}) == {}
     with pytest.raises(CheckpointRefused, match=r"kept\.itself contains itself"):
         check_loadable(states.gather({"kept": kept}))
+
+
+class Halves(torch.Tensor):
+    """Made of two tensors, as those of 8 bits are of numbers and scales."""
+
+    @staticmethod
+    def __new__(cls, first: torch.Tensor, second: torch.Tensor) -> Halves:
+        made: Halves = torch.Tensor._make_wrapper_subclass(cls, (4,))  # type: ignore[attr-defined]
+        made.first, made.second = first, second  # type: ignore[attr-defined]
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["first", "second"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(args[0].first, args[0].second)  # of detach()
+
+
+def test_tensor_class_that_its_package_has_registered_is_saved(tmp_path: Path) -> None:
+    """As torchao registers its own; without that, torch.load would refuse it."""
+    kept = {"optimizer": {"state": {0: {"exp_avg": Halves(torch.ones(2), torch.full((2,), 3.0))}}, "param_groups": []}}
+    with pytest.raises(CheckpointRefused, match="import the package that registers its class"):
+        check_loadable(kept)
+    with torch.serialization.safe_globals([Halves]):
+        check_loadable(kept)
+        numbers = {"round": 1, "step": 1, "parent": None, "world_size": 1, "job": "job", "run": "run"}
+        loaded = checkpoint.load(checkpoint.save(tmp_path, **numbers, state=kept))  # type: ignore[arg-type]
+    found = loaded["optimizer"]["state"][0]["exp_avg"]
+    assert type(found) is Halves
+    assert [each.tolist() for each in states.tensors(found)] == [[1.0, 1.0], [3.0, 3.0]]

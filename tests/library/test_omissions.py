@@ -27,6 +27,7 @@ WARNINGS = {
     "no_step_in_one_epoch": "the script has ended after 12 optimizer steps without session.step()",
     "no_step_for_long": "1000 optimizer steps without session.step(): nothing is saved before it is called",
     "optimizer_made_again_late": "AdamW trains model and is not attached",
+    "buffers_of_each_rank": "attach(model=...): with broadcast_buffers=False each rank has buffers of its own",
     "no_optimizer_attached": "AdamW trains model and is not attached",
 }
 HEALTHY = {

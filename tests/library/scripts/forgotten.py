@@ -500,6 +500,15 @@ def noise_of_each_rank(loop: Loop) -> None:
 
 
 @case
+def buffers_of_each_rank(loop: Loop) -> None:
+    normed = nn.Sequential(loop.model, nn.BatchNorm1d(1))
+    loop.model = nn.parallel.DistributedDataParallel(normed, broadcast_buffers=False)  # type: ignore[assignment]
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
+    loop.attach()
+    loop.train()
+
+
+@case
 def averages_on_rank_0_alone(loop: Loop) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(loop.model)
     loop.attach(averaged=averaged)
