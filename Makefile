@@ -20,7 +20,7 @@ help:  ## this list
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing elasticd and its tools into $(VENV) (first time: a few minutes, mostly torch)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	@$(BIN)/python -m pip install $$(test -t 1 || echo --quiet) --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
 	@touch $@
 
 demo: $(READY)  ## train a small GPT on 4 CPU workers, kill one, watch it come back; draws demo.png

@@ -77,7 +77,7 @@ def running(command: list[str], deadline_s: float) -> Iterator[DemoJob]:
     """The job, ended with everything it started however this block is left."""
     process = subprocess.Popen(command)
     try:
-        yield DemoJob(process, time.monotonic() + deadline_s)
+        yield DemoJob(process, deadline_s)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -90,10 +90,10 @@ def running(command: list[str], deadline_s: float) -> Iterator[DemoJob]:
 
 @dataclass(frozen=True, slots=True)
 class DemoJob:
-    """The elasticd process and the moment at which the demo gives up on it."""
+    """The elasticd process, and how long the demo waits for its next step or event."""
 
     process: subprocess.Popen[bytes]
-    deadline: float
+    deadline_s: float
 
     def poll(self) -> int | None:
         return self.process.poll()
@@ -111,6 +111,8 @@ class DemoLogs:
     loss_log: Path
     events: list[dict[str, Any]] = field(default_factory=list)
     losses: list[dict[str, Any]] = field(default_factory=list)
+    moved_at: float = field(default_factory=time.monotonic)
+    """When one of them had a new line."""
     _read: dict[Path, int] = field(default_factory=dict)
 
     def kill_at(self, step: int, rng: random.Random, job: DemoJob) -> KilledWorker:
@@ -149,13 +151,16 @@ class DemoLogs:
                 return
             if ended:
                 raise DemoFailed(f"the job ended with exit code {job.returncode} before {what}")
-            if time.monotonic() > job.deadline:
-                raise DemoFailed(f"{what} did not come before the deadline")
+            if time.monotonic() > self.moved_at + job.deadline_s:
+                raise DemoFailed(f"{what} did not come, nor any other step or event in the last {job.deadline_s:g} s")
             time.sleep(0.02)
 
     def read(self) -> None:
-        self.events += self._new_lines(self.event_log)
-        self.losses += self._new_lines(self.loss_log)
+        events, losses = self._new_lines(self.event_log), self._new_lines(self.loss_log)
+        self.events += events
+        self.losses += losses
+        if events or losses:
+            self.moved_at = time.monotonic()
 
     def _new_lines(self, path: Path) -> list[dict[str, Any]]:
         if not path.exists():
@@ -206,7 +211,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=Path("demo-run"))
     parser.add_argument("--picture", type=Path, default=Path("demo.png"))
-    parser.add_argument("--deadline", type=float, default=900.0, help="give up after this many seconds")
+    parser.add_argument("--deadline", type=float, default=900.0, help="give up after so many seconds without progress")
     parser.add_argument("train_args", nargs="*", help="after --: more arguments for train_lm.py")
     return parser.parse_args()
 

@@ -83,6 +83,7 @@ class JobRow:
             exit_code=None if result is None else result.exit_code,
             leaving=() if result is None else tuple(sorted(nodes_still_running(runners))),
             reason=self.reason,
+            step=(result.step or None) if result is not None else None,
         )
 
     def has_words(self, state: str, words: Iterable[str]) -> bool:

@@ -222,6 +222,8 @@ class JobSummary(Record):
     leaving: tuple[str, ...] = ()
     """Nodes where workers of an ended job are still being stopped."""
     reason: str = ""
+    step: int | None = None
+    """The last one of an ended job."""
 
     @property
     def ended(self) -> bool:

@@ -121,7 +121,7 @@ def _jobs(rows: Sequence[JobSummary], local: Mapping[str, JobStatus]) -> Html | 
             (
                 tag("a", row.job, href=formatting.job_url(row.job)),
                 chip(*_state(row, local.get(row.job))),
-                _step(local.get(row.job)),
+                _step(row, local.get(row.job)),
                 _short_list(row.nodes),
                 submitter(row.submitted_by),
                 _since(row),
@@ -188,10 +188,10 @@ def _state(row: JobSummary, job: JobStatus | None) -> tuple[str, str]:
     return state(job) if job is not None else (row.state, JOB_STATE_STYLES.get(row.state, "idle"))
 
 
-def _step(job: JobStatus | None) -> Child:
+def _step(row: JobSummary, job: JobStatus | None) -> Child:
     progress = job.known if job is not None else None
-    if progress is None or progress.step is None:
-        return "–"
+    if progress is None or progress.step is None or row.ended:
+        return "–" if row.step is None else f"{row.step:,}"
     rate = progress.steps_per_second
     return [f"{progress.step:,}", None if rate is None else tag("span", f" {formatting.rate(rate)}", class_="quiet")]
 
@@ -203,9 +203,11 @@ def _since(row: JobSummary) -> str:
 
 
 def _reason(text: str) -> Child:
-    """A long one is whole in the tooltip, and on the job's own page."""
-    short = shortened(text, REASON_CHARS)
-    return text if short == text else tag("span", short, title=text)
+    """A long one is whole in the tooltip, and on the job's own page. Its end says what happened, as "ValueError: …"."""
+    if len(text) <= REASON_CHARS:
+        return text
+    end = text[-REASON_CHARS // 2 :].partition(" ")[2] or text[-REASON_CHARS // 2 :]
+    return tag("span", f"{shortened(text, REASON_CHARS // 2)} {end}", title=text)
 
 
 def _short_list(names: Sequence[str]) -> str:

@@ -71,14 +71,14 @@ def step_times(found: Sequence[RankSteps], width: int = 900) -> Child:
     if not known:
         return tag("p", "Nothing was measured in this round yet.", class_="quiet")
     usual = median(known)
-    worst = sorted(rows, key=lambda rank: -_mean(rows[rank], usual))
+    worst = sorted(rows, key=lambda rank: -_typical(rows[rank], usual))
     shown = sorted(worst[:MAX_ROWS])
     begin = min(spans[0].begin for spans in rows.values())
     end = max(spans[-1].end for spans in rows.values())
     scale = (width - NAMES) / max(end - begin, 1e-3)
     drawn = [_row(rank, rows[rank], y * ROW, begin, scale, usual) for y, rank in enumerate(shown)]
     title = f"Step times of {len(shown)} of {len(rows)} ranks, {formatting.clock(begin)} to {formatting.clock(end)}"
-    most = formatting.step_time(_mean(rows[worst[0]], usual))
+    most = formatting.step_time(_typical(rows[worst[0]], usual))
     slowest = f"The median is {formatting.step_time(usual)}; rank {worst[0]} is the slowest with {most}."
     svg = tag(
         "svg",
@@ -107,9 +107,10 @@ def _spans(one: RankSteps) -> list[_Span]:
     return spans or [_Span(one.points[0][0], one.points[0][0], None)]
 
 
-def _mean(spans: Sequence[_Span], usual: float) -> float:
+def _typical(spans: Sequence[_Span], usual: float) -> float:
+    """Of one rank: its median, as `usual` is that of all. The slowest rank's is then never below it."""
     known = [span.step_s for span in spans if span.step_s is not None]
-    return sum(known) / len(known) if known else 100 * usual
+    return median(known) if known else 100 * usual
 
 
 def _row(rank: int, spans: Sequence[_Span], y: int, begin: float, scale: float, usual: float) -> list[Html]:
