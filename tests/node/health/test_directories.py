@@ -90,13 +90,18 @@ def test_full_directory(node: Node, tmpfs: Path) -> None:
     assert node.run()[f"disk {tmpfs}"].outcome == "passed"
     (tmpfs / "big").write_bytes(b"x" * (200 << 10))
     assert node.run()[f"disk {tmpfs}"].why == f"{tmpfs} has 56 KiB free, less than 64 KiB"
-    node.with_settings(state_dir=tmpfs)
-    assert node.run()[f"disk {tmpfs}"].directory == EVERY_JOB, "its users can fill it: no running job is moved"
     with pytest.raises(OSError, match="No space"):
         (tmpfs / "more").write_bytes(b"x" * (200 << 10))
     found = node.with_health(disk_free_min_bytes=0)
     assert found.checks() is not None
     assert directories.check_directory("d", str(tmpfs), 0).why == f"{tmpfs} is not writable: No space left on device"
+
+
+@needs_root
+def test_full_state_directory_concerns_new_jobs_only(node: Node, tmpfs: Path) -> None:
+    """Its users can fill it: no running job is moved."""
+    found = node.with_settings(state_dir=tmpfs).with_health(disk_free_min_bytes=512 << 10).run()[f"disk {tmpfs}"]
+    assert (found.outcome, found.directory) == ("failed", EVERY_JOB)
 
 
 @needs_root
