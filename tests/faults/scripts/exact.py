@@ -798,20 +798,6 @@ def compiled(job: Script) -> None:
 
 
 @kind
-def group_added_late(job: Script) -> None:
-    job.ddp()
-    job.optimizer = torch.optim.AdamW(job.net[2].parameters(), lr=0.01)
-    job.attached["optimizer"] = job.optimizer
-
-    def extend() -> None:
-        if len(job.optimizer.param_groups) == 1 and job.session.steps >= 8:
-            job.optimizer.add_param_group({"params": list(job.net[0].parameters()), "lr": 0.02})
-
-    job.before_restore = extend
-    job.top.append(extend)
-
-
-@kind
 def unfrozen_late(job: Script) -> None:
     job.ddp(find_unused_parameters=True)
     job.top.append(lambda: job.net[0].requires_grad_(job.session.steps >= 8))
@@ -902,8 +888,6 @@ def main(args: argparse.Namespace) -> None:
     batch = 8 // job.micro
     job.sampler = sampler = elasticd.ElasticBatchSampler(job.dataset, global_batch=batch, accumulate=job.accumulate)
     session.attach(**job.attached, sampler=sampler)
-    if session.restarts:
-        getattr(job, "before_restore", lambda: None)()
     session.restore()
     session.checkpoint(every=args.every)
     loader = DataLoader(job.dataset, batch_sampler=sampler, **job.loader)
