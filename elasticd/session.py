@@ -412,11 +412,14 @@ class Session:
                 self._channel.call = "step()"
                 restore.check_unneeded(self._saver, self._channel)
             every = self._saver.every
-            known = {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
-            self._events.write("attached", "a checkpoint is attached", self._steps, **known)
+            known: dict[str, Any] = (
+                {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
+            )
             self._donor = Donor(self._saver, self._attached, self._optimized, self._is_in_step)
             self._step_end = StepEnd(self._attached, self._donor, self._group.device, is_first_run=self._steps == 0)
             self._thread = threading.get_ident()
+            known["saves_at_faults"] = self._donor.can_save
+            self._events.write("attached", "a checkpoint is attached", self._steps, **known)
 
     def log(self, **values: SupportsFloat) -> None:
         """Show numbers of the script on the dashboard: `session.log(loss=loss, lr=0.1)`, a float or tensor each.

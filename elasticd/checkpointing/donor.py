@@ -256,7 +256,12 @@ class Donor:
         self._step = 0
         if self._saver.writer is not None and self._saver.group.world_size > 1:
             reason = f"rank {self._saver.group.rank} cannot save its state at a fault: {why}"
-            self._saver.events.write("message", reason, None)
+            self._saver.events.write("message", reason, None, saves_at_faults=False)
+
+    @property
+    def can_save(self) -> bool:
+        """At a fault, as far as is known now."""
+        return not self._why
 
     def _report_unsaved(self, step: int, why: str) -> None:
         if self._is_silent:

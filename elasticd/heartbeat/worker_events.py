@@ -20,13 +20,13 @@ counts the lost ones.
                         the state after the fault) and steps_saved (against the newest checkpoint on the disk), if there
                         was one
     attached            every_seconds, if checkpoints are saved by time (this rank has attached objects and a
-                        checkpoint directory; once a process, on every rank)
+                        checkpoint directory; once a process, on every rank); saves_at_faults: it is a donor
     can_pause           (pauses are possible from now on; once a process)
     cannot_pause        (a requested pause is refused: why)
     paused              (all ranks wait at this step, whose checkpoint is on the disk)
     pause_ended         seconds
     scalars             values: the script's own numbers by name, null for one that is not finite
-    message             (something worth a line in the log)
+    message             (something worth a line in the log); saves_at_faults: false if the rank is no donor any more
 
 `mono` is CLOCK_MONOTONIC seconds, `wall` is for people only. Unknown kinds and fields are kept: a newer worker may
 write more.

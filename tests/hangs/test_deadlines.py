@@ -245,3 +245,21 @@ def test_history_adds_up_rounds_of_plain_script() -> None:
     history.begin()
     assert history.high_water(observation(0.0, 5)) == 45
     assert history.high_water(observation(0.0, 60, beat=Heartbeat(source=Source.SESSION))) == 60
+
+
+def test_cost_of_a_restart_is_the_training_since_the_last_save() -> None:
+    """Of the session's node; without a session nothing is known, and with a donor nothing is repeated."""
+    history = StepHistory(Policy())
+    seen = Observation(1, (Heartbeat(step=5, progress_ns=int(100e9)),), (), 30.0)
+    assert history.restart_s(seen) == -1
+    history.state_kept(40.0)
+    assert history.restart_s(seen) == 60
+    history.state_kept(90.0)
+    history.state_kept(70.0)
+    assert history.restart_s(seen) == 10
+    history.rank_saves_at_faults(1, True)
+    assert history.restart_s(seen) == 0
+    history.rank_saves_at_faults(1, False)
+    assert history.restart_s(seen) == 10
+    history.begin()
+    assert history.restart_s(seen) == -1

@@ -102,6 +102,7 @@ class StepHistory:
     _startup_s: float = 0.0
     _phases: dict[int, tuple[str, float]] = field(default_factory=dict)
     _saved_at: float | None = None
+    _donors: set[int] = field(default_factory=set)
 
     @property
     def pause_s(self) -> float:
@@ -117,6 +118,7 @@ class StepHistory:
         self._looked_at = self._idle_s = self._startup_s = 0.0
         self._phases = {}
         self._saved_at = None
+        self._donors = set()
 
     def high_water(self, seen: Observation) -> int:
         """The highest step seen so far.
@@ -152,11 +154,15 @@ class StepHistory:
         """The state of this CLOCK_MONOTONIC time is saved or, of a session with attached objects, the first one."""
         self._saved_at = max(mono, self._saved_at or mono)
 
+    def rank_saves_at_faults(self, rank: int, saves: bool) -> None:
+        """Where one rank does, a restart repeats nothing."""
+        self._donors = self._donors | {rank} if saves else self._donors - {rank}
+
     def restart_s(self, seen: Observation) -> float:
         """The training that a restart would repeat, as far as this node knows; -1: the script saves by itself."""
         if self._saved_at is None:
             return -1.0
-        return max(0.0, (seen.progress_at or self._saved_at) - self._saved_at)
+        return 0.0 if self._donors else max(0.0, (seen.progress_at or self._saved_at) - self._saved_at)
 
     def _record(self, seen: Observation) -> None:
         now = seen.observed_s

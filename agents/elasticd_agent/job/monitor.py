@@ -205,6 +205,8 @@ class GroupMonitor:
         number, step = event.round, event.step
         if number == self.number and event.kind in STATE_KEPT:
             self._history.state_kept(event.mono)
+        if number == self.number and "saves_at_faults" in event.extra:
+            self._history.rank_saves_at_faults(event.rank, event.extra["saves_at_faults"] is True)
         match event.kind:
             case "checkpoint_saved" if step is not None:
                 # A save that is waited for takes as long as the disk, although the others block only for a copy.
