@@ -186,8 +186,10 @@ def recorder() -> Result:
     micros = (time.monotonic() - began) * 1e4
     pending = any(enqueued > completed for _, enqueued, completed in groups)
     dump = (flight_recorder_dump() or b"").decode()
-    said = f"torch {torch.__version__}, {micros:.0f} us, groups {groups}: {dump[:300]}"
-    return said, (pending and micros < 1000) if CUDA else None
+    kind = type(dist.group.WORLD._get_backend(torch.device(DEVICE))).__name__
+    said = f"torch {torch.__version__}, {kind}, {micros:.0f} us, groups {groups}: {dump[:300]}"
+    unknown = any(enqueued < 0 for _, enqueued, _ in groups)
+    return said, (pending and micros < 1000) if CUDA and not unknown else None
 
 
 KERNEL = """
@@ -219,6 +221,7 @@ def long_kernel() -> Result:
 def pipe() -> Result:
     if not CUDA:
         return "only NCCL has a pipe", None
+    # Only the older of its two classes, that is.
     where = f"/dev/shm/gpu-day-{os.getpid()}-"
     os.environ |= {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
@@ -226,6 +229,7 @@ def pipe() -> Result:
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{where}dump-",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_COORD_CHECK_MILSEC": "250",
+        "TORCH_DIST_USE_NCCL2": "0",
     }
     dist = join()
     torch = module("torch")
