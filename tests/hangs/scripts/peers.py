@@ -41,8 +41,8 @@ def join(store, rank):
 """
 _ENGINE = """
 import os, sys, time, torch
-time.sleep(float(sys.argv[2]))
 group = join(dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), 1)
+time.sleep(float(sys.argv[2]))
 dist.send(torch.ones(4), 0, group=group)
 time.sleep(1)
 os._exit(0)
