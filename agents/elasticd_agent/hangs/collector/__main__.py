@@ -52,8 +52,8 @@ def _raise_priority() -> None:
     """With the right to, which root has; of the session, too, where the kernel groups processes by session."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
-    with suppress(OSError), open("/proc/self/autogroup", "w") as autogroup:
-        autogroup.write(str(PRIORITY))
+    with suppress(OSError), open("/proc/self/autogroup", "wb") as autogroup:
+        autogroup.write(b"%d" % PRIORITY)
 
 
 if __name__ == "__main__":
