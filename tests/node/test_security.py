@@ -363,10 +363,14 @@ FORBIDDEN = {"marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
 PICKLE = {
     "elasticd/checkpointing/api.py": "names its errors",
     "elasticd/checkpointing/committed_state.py": "copies small objects within its own process",
+    "elasticd/checkpointing/late_changes.py": "compares small objects of its own process, loads none",
+    "elasticd/process_group.py": "ranks of one job send each other objects, as torch's own collectives for them do",
     "elasticd/checkpointing/shard_plan.py": "DCP's metadata is a pickle: its own classes only",
     "elasticd/checkpointing/layout.py": "writes what torch.load(weights_only=True) reads",
     "agents/elasticd_agent/hangs/collector/flight_recorder.py": "NCCL writes pickles: reads plain values only",
 }
+LOADS_ITS_JOBS_OWN = {"elasticd/checkpointing/committed_state.py", "elasticd/process_group.py"}
+"""Of bytes that a process of the same job has made, within the process or over the job's process group."""
 CALLS = {"eval", "exec", "__import__"}
 
 
@@ -393,8 +397,8 @@ def sins(path: Path, tree: ast.Module) -> list[str]:
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             how = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            if called == "pickle.loads" and name == "elasticd/checkpointing/committed_state.py":
-                continue  # of bytes that it has made itself
+            if called == "pickle.loads" and name in LOADS_ITS_JOBS_OWN:
+                continue
             if called in CALLS or called in (
                 "pickle.loads",
                 "pickle.load",

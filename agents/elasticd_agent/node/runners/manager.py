@@ -86,6 +86,11 @@ class ManagedRunner:
     def summary(self) -> LocalRunner:
         return LocalRunner(self.spec, self.state, self.why)
 
+    @property
+    def is_of_another_user(self) -> bool:
+        """The job's user can unlock what its processes share, and kill them; the agent can act on all of them."""
+        return os.geteuid() == 0 and self.user not in (None, 0)
+
     def is_running(self) -> bool:
         """The runner process itself; the lock shows whether any other process of the job is left."""
         if self.child is not None:
@@ -161,7 +166,7 @@ class RunnerManager:
                 continue
             runner = ManagedRunner(spec, files)
             # A job's user can unlock the lock: the runner that it names counts, and what it has left behind.
-            named = liveness.named_owner(files.lock)
+            named = liveness.named_owner(files.lock) if runner.is_of_another_user else None
             if liveness.is_locked(files.lock) or (named is not None and named.alive):
                 self._runners[runner.key] = runner
                 self._identify(runner)
@@ -385,7 +390,7 @@ class RunnerManager:
         """Processes of another user's job whose runner and owner have ended: he can kill both, unlock what they share
         and forge their reports. They began after the runner, and nothing of the job's user that lives is above them.
         """
-        if runner.user in (None, 0, os.geteuid()) or os.geteuid() != 0 or runner.process is None:
+        if not runner.is_of_another_user or runner.process is None:
             return []
         if liveness.is_locked(runner.files.lock) and runner.empty_scans < EMPTY_SCANS:
             return []  # an owner is ending them

@@ -55,18 +55,25 @@ def survive_closed_console() -> None:
 
 
 def shorten_interrupts() -> None:
-    """An uncaught KeyboardInterrupt is one line with the script's innermost call, not a traceback a rank."""
-    sys.excepthook = _show
+    """An uncaught KeyboardInterrupt is one line with the script's innermost call, not a traceback a rank.
+
+    Libraries compare the hook with Python's own before they set theirs, so both names lead to this one.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = sys.__excepthook__ = _show
+
+
+_show_all = sys.__excepthook__
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if kind is not KeyboardInterrupt:
-        sys.__excepthook__(kind, error, trace)
+        _show_all(kind, error, trace)
         return
     where = ""
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not where or not any(part in code.co_filename for part in _LIBRARIES):
+        if not where or not any(part in code.co_filename for part in (*_LIBRARIES, _show.__code__.co_filename)):
             where = f" at {code.co_filename}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
     print(f"KeyboardInterrupt{where}", file=sys.stderr)

@@ -202,6 +202,7 @@ LIBRARY = (
     "elasticd.heartbeat.collectives",
     "elasticd.heartbeat.optimizer_hook",
     "elasticd.heartbeat.main_thread",
+    "elasticd.heartbeat.recorders",
     "elasticd.heartbeat.thread",
 )
 """Modules of the library that every worker loads by path, each after those that it imports."""
