@@ -21,9 +21,9 @@ for step in range(1 << 30):
 open(f"{sys.argv[1]}-{os.environ['RANK']}", "x").close()
 """
 INTERRUPTED = """
-import signal
+import signal, sys
 def train():
-    print("ready", flush=True)
+    sys.stdout.write("ready\\n")
     signal.pause()
 train()
 """

@@ -779,7 +779,7 @@ class Checkpointed(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from torch.utils.checkpoint import checkpoint
 
-        result: torch.Tensor = self[-1](checkpoint(super().__getitem__(slice(0, 3)), x, use_reentrant=False))
+        result: torch.Tensor = self[-1](checkpoint(nn.Sequential(*list(self)[:3]), x, use_reentrant=False))
         return result
 
 
