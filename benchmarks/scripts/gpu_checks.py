@@ -310,24 +310,22 @@ def state() -> Result:
 
 
 def recovery() -> Result:
-    """Of two ranks that share the GPU, and of one, without and with contexts made ahead."""
+    """Of two ranks that share the GPU, and of one."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    measured = [(what, recovery_of(*what.split())) for what in ("2", "1", "1 --cuda-warm")]
+    measured = [(workers, recovery_of(workers)) for workers in ("2", "1")]
     told = [f"{what}: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts) for what, parts in measured]
     return "; ".join(told) + " s", all(parts[-1][1] < 12 for _, parts in measured)
 
 
-def recovery_of(workers: str, *flags: str) -> list[tuple[str, float]]:
+def recovery_of(workers: str) -> list[tuple[str, float]]:
     """Seconds from a kill, by part."""
     jobs, gpu = module("tests.faults.job"), module("tests.gpu.conftest")
     with TemporaryDirectory(prefix="gpu-day-") as directory:
-        shared = ("--virtual-local-rank", "--max-restarts", "5", "--checkpoint-dir", f"{directory}/checkpoints")
+        flags = ["--virtual-local-rank", "--max-restarts", "5", "--checkpoint-dir", f"{directory}/checkpoints"]
         env = {"TEST_DEVICE": DEVICE, "TEST_COMMUNICATORS": "1", "CUDA_VISIBLE_DEVICES": "0" if CUDA else ""}
-        job = jobs.Job(
-            Path(directory) / "job", gpu.SCRIPT, workers=workers, flags=[*shared, *flags], env=env | gpu.ALONE
-        )
+        job = jobs.Job(Path(directory) / "job", gpu.SCRIPT, workers=workers, flags=flags, env=env | gpu.ALONE)
         try:
-            job.step(job.event("first_step", round=1)["step"] + 100, round=1)  # contexts are made meanwhile
+            job.step(job.event("first_step", round=1)["step"] + 100, round=1)
             killed = time.monotonic()
             job.kill(int(workers) - 1, 1)
             kinds = (("planned", "round_published"), ("started", "group_started"), ("step", "first_step"))

@@ -20,7 +20,7 @@ from elasticd.heartbeat.recorders import UNKNOWN
 from elasticd_agent.hangs.recordings import parse
 from elasticd_agent.system.python_packages import installed_version
 from elasticd_agent.workers.environment import FR_BUFFER, FR_BY_HOOK, flight_recorder, nccl_environment
-from elasticd_agent.workers.launcher import cuda_warm, requests
+from elasticd_agent.workers.launcher import requests
 from tests.gpu.machine import FAKES, calls, look, make_gpu_machine
 
 pytestmark = pytest.mark.cuda_build
@@ -80,13 +80,6 @@ dist.send(torch.ones(4), 1)
 dist.all_reduce(torch.ones(4))
 print(json.dumps([json.loads(flight_recorder_dump()), GroupCounts().read(8)]), flush=True)
 """
-CONTEXT = """
-import importlib.util, sys, torch
-spec = importlib.util.spec_from_file_location("cuda_warm", sys.argv[1])
-cuda_warm = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cuda_warm)
-print(cuda_warm.make_context(torch, 0, 1)["why"].splitlines()[0], torch.cuda.is_initialized())
-"""
 
 
 @pytest.fixture(scope="session")
@@ -144,17 +137,6 @@ def test_parked_worker_shares_the_templates_memory(python: str, machine: dict[st
     done = subprocess.run([python, "-c", source], env=machine, capture_output=True, text=True, timeout=100, check=True)
     private = sum(int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("Private"))
     assert private < 8 << 10, f"{private} KiB of its own"
-
-
-@pytest.mark.parametrize(("mode", "why"), [("0", "RuntimeError: "), ("3", "GPU 0 is in compute mode exclusive")])
-def test_context_that_cannot_be_made(python: str, machine: dict[str, str], mode: str, why: str) -> None:
-    """The stub is no driver that CUDA's runtime could use: torch says so, and nothing else happens."""
-    command = [python, "-c", CONTEXT, cuda_warm.__file__]
-    env = machine | {"FAKE_CUDA_MODE": mode}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout.startswith(why)
-    assert done.stdout.endswith("False\n")
-    assert not [call for call in calls(machine) if ":" in call]
 
 
 @pytest.mark.parametrize("gil", ["free", "held"])

@@ -24,12 +24,6 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         default=(),
         repeatable=True,
     ),
-    _own(
-        "--cuda-warm",
-        "The workers that wait for a fault make their CUDA context and cuBLAS handle after a round's first step. That "
-        "takes 0.3 to 0.5 GB of every GPU while the job runs; it is given up where less than 2 GiB would be left, in "
-        "exclusive-process compute mode, and for a script that names CUDA_VISIBLE_DEVICES (elasticd docs nccl).",
-    ),
     _own("--event-log FILE", "Appends one JSON object per event to FILE (elasticd docs events)."),
     _own("--metrics-port PORT", "Serves Prometheus metrics on this port; 0 for a free one.", value_type=ValueType.INT),
     _own("--metrics-addr ADDR", "The address metrics are served on.", default="127.0.0.1"),

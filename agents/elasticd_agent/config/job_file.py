@@ -152,7 +152,6 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     preload: Annotated[
         tuple[str, ...], "Modules imported once, before the workers are forked.", '["transformers"]'
     ] = ()
-    cuda_warm: bool = False
     virtual_local_rank: bool = False
     duplicate_stdout_filters: Annotated[
         tuple[str, ...], "Stdout lines that contain one of these words go to filtered_stdout.log as well.", '["loss"]'
@@ -337,7 +336,6 @@ def runner_model(
         devices=tuple(gpus[slot] for slot in slots) if max(slots) < len(gpus) else (),
         checkpoint_dir=None if job.checkpoint_dir is None else resolve(job.checkpoint_dir),
         preload=preloaded_modules(job.preload),
-        cuda_warm=job.cuda_warm,
         log_dir=files.logs,
         redirects=dict.fromkeys(range(len(slots)), Streams.BOTH),
         duplicate_stdout_filters=job.duplicate_stdout_filters,

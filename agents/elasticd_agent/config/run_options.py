@@ -211,7 +211,6 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
         devices=gpus[:high] if len(gpus) >= high else (),
         checkpoint_dir=None if parsed.checkpoint_dir is None else resolve(cwd / parsed.checkpoint_dir),
         preload=_modules(parsed.preload or []),
-        cuda_warm=parsed.cuda_warm,
         log_dir=_path(parsed.log_dir, cwd),
         redirects=_streams("--redirects", parsed.redirects, high),
         tee=_streams("--tee", parsed.tee, high),

@@ -439,7 +439,7 @@ class JobLoop:
         if first is not None:
             self._events.append(first)
             # With a store, wherever rank 0 is now: if it is here in the next round, there is no time to fork one.
-            self.workers.first_step(first.number, self._max_workers, with_store=True)
+            self.workers.park(self._max_workers, with_store=True)
 
     def _turn_rendezvous(self, now: float) -> None:
         if isinstance(self.phase, messages.Ended):

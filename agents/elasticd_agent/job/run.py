@@ -45,7 +45,6 @@ from elasticd_agent.workers.launcher.client import OwnerClient
 from elasticd_agent.workers.launcher.requests import (
     Preload,
     plan_preload,
-    refuse_contexts,
     script_of,
     worker_base_environment,
 )
@@ -174,15 +173,12 @@ def _worker_factory(
     base_env = worker_base_environment(inherited, spec.max_workers)
     preload = preload_for(spec)
     slot_gpus = spec.devices or (gpus if len(gpus) == spec.max_workers else ())
-    why_no_contexts = refuse_contexts(script_for(spec), slot_gpus) if spec.cuda_warm else ""
-    if why_no_contexts:
-        _log.warning("--cuda-warm is refused: %s", why_no_contexts)
     memory = open_gpu_memory(gpus, inbox.put, _log.warning)
     stack.callback(memory.close)
 
     def make(owner: OwnerClient) -> WorkerManager:
         host, wait = listening_address(spec), MemoryWait(memory, slot_gpus)
-        return WorkerManager(spec, node, base_env, preload, owner, host, wait, spec.cuda_warm and not why_no_contexts)
+        return WorkerManager(spec, node, base_env, preload, owner, host, wait)
 
     return make
 

@@ -109,7 +109,6 @@ class JobSpec:
     devices: tuple[str, ...] = ()  #: a GPU for each slot, as in CUDA_VISIBLE_DEVICES; empty: not one GPU per worker
     checkpoint_dir: Path | None = None
     preload: tuple[str, ...] = ()
-    cuda_warm: bool = False  #: parked workers make their CUDA contexts
     log_dir: Path | None = None  #: /dev/null: no log files are kept
     redirects: Mapping[int, Streams] = field(default_factory=dict)  #: by local rank; a rank without an entry has none
     tee: Mapping[int, Streams] = field(default_factory=dict)  #: the same

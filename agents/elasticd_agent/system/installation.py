@@ -22,7 +22,6 @@ _PROGRAMS = {
     "hidden_modules": "workers/launcher/hidden_modules.py",
     "debug_hooks": "workers/launcher/debug_hooks.py",
     "console_streams": "workers/launcher/console_streams.py",
-    "cuda_warm": "workers/launcher/cuda_warm.py",
     "start_up_hook": "workers/launcher/hook",
     "tcp_store": "system/tcp_store.py",
     "nvml": "system/nvml_process.py",

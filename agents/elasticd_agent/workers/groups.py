@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from elasticd.errors import WireError
 from elasticd.heartbeat.exit_report import ExitReport
@@ -50,23 +49,10 @@ class ParkedGroup:
     size: int
     with_store: bool
     ready: bool = False
-    contexts: tuple[dict[str, Any], ...] = ()
-    """The CUDA contexts that its workers make or have, by local rank: see `cuda_place`."""
-    contexts_due: float | None = None
-    """Until when they are made."""
 
     def fits(self, start: PendingStart) -> bool:
-        """A release ends surplus processes and cannot add any, nor move a context to another GPU."""
-        places = map(cuda_place, start.workers)
-        alike = all(mine == theirs for mine, theirs in zip(self.contexts, places, strict=False))
-        enough = self.size >= len(start.workers) and (self.with_store or start.master is not None)
-        return enough and alike and self.contexts_due is None
-
-
-def cuda_place(worker: WorkerSpec) -> dict[str, Any]:
-    """The GPU on which the worker's script makes its context, by convention: that of LOCAL_RANK."""
-    visible = {name: worker.env[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in worker.env}
-    return {"env": visible, "device": int(worker.env.get("LOCAL_RANK", "0"))}
+        """A release ends surplus processes and cannot add any."""
+        return self.size >= len(start.workers) and (self.with_store or start.master is not None)
 
 
 def with_master(master: Master | None, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:

@@ -24,7 +24,6 @@ from elasticd_agent.workers.groups import (
     ParkedGroup,
     PendingStart,
     WorkerGroup,
-    cuda_place,
     keeps_store,
     read_exit_report,
     with_master,
@@ -109,10 +108,6 @@ template's start, and then starts cold."""
 PRELOAD_DEADLINE_S = 600.0
 """For one module."""
 FORK_DEADLINE_S = 10.0
-CONTEXTS_S = 60.0
-"""For the CUDA contexts of a whole parked group: half a second each, as a rule."""
-CUDA_RESERVE_BYTES = 2 << 30
-"""What a GPU must have left beside the contexts of --cuda-warm: the running group may need more later."""
 TEMPLATE_TRIES = 3
 
 OwnerEvent = Event | GroupStarted | WorkersReleased | StoreReady | ProcessUnkillable | ProcessReaped
@@ -135,12 +130,8 @@ class WorkerManager:
         owner: OwnerClient,
         host: str = "127.0.0.1",
         memory: MemoryWait | None = None,
-        cuda_warm: bool = False,
     ) -> None:
-        """`host` is where the stores of rounds whose rank 0 is here listen: a literal address, "0.0.0.0" or "::".
-
-        `cuda_warm`: parked workers make their CUDA contexts after a round's first step.
-        """
+        """`host` is where the stores of rounds whose rank 0 is here listen: a literal address, "0.0.0.0" or "::"."""
         self._node = node
         self._owner = owner
         self._requests = LaunchRequests(spec, base_env, preload)
@@ -161,9 +152,6 @@ class WorkerManager:
         """The group to park once the template is ready: size, with a store."""
         self._start: PendingStart | None = None
         self._memory = memory or MemoryWait()
-        self._cuda_warm = cuda_warm
-        self._stepped: WorkerGroup | None = None
-        """The group that has made a step, and whose successor is to make contexts."""
         self._waiting_for_memory: PendingStart | None = None
         """The start that waits until memory of the last group is free on one of its GPUs."""
         self._unkillable: set[int] = set()
@@ -213,7 +201,6 @@ class WorkerManager:
         self.end_store()
         self._memory.begin(self._unkillable)
         start = PendingStart(round, with_master(master, workers), master, 0.0)
-        self._stepped = None
         if self._memory.due is None:
             self._begin(start)
             return
@@ -263,44 +250,11 @@ class WorkerManager:
         self._park_request = None
         self._advance()
 
-    def first_step(self, number: int, size: int, with_store: bool) -> None:
-        """Round `number` has made a step: fork the next group ahead, with CUDA contexts where that is wanted."""
-        self.park(size, with_store)
-        if self._cuda_warm:
-            self._stepped = next((group for group in self._groups.values() if group.round.number == number), None)
-            self._make_contexts()
-
     def park(self, size: int, with_store: bool) -> None:
         """Fork the next group ahead, unless one is parked, as soon as forking works."""
         if self._spare is None and self._start is None and self._cold_reason is None:
             self._park_request = (size, with_store)
             self._advance()
-
-    def _make_contexts(self) -> None:
-        group, spare = self._stepped, self._spare
-        if group is not None and spare is not None and spare.ready and not spare.contexts:
-            spare.contexts = tuple(map(cuda_place, group.workers))
-            spare.contexts_due = time.monotonic() + CONTEXTS_S
-            workers = [{**place, "reserve": CUDA_RESERVE_BYTES} for place in spare.contexts]
-            self._owner.send(do="make_contexts", group=spare.name, workers=workers)
-
-    def _contexts_made(self, message: dict[str, Any]) -> None:
-        spare = self._spare
-        if spare is None or spare.name != message["group"]:
-            return
-        spare.contexts_due = None
-        if message["why"]:
-            self._refuse_cuda_warm(message["why"], spare)
-            return
-        free = f"a GPU has at least {message['free'] / (1 << 30):.1f} GiB left"
-        self._report(f"the parked workers have CUDA contexts, in {message['seconds']:.1f} s; {free}")
-
-    def _refuse_cuda_warm(self, why: str, spare: ParkedGroup) -> None:
-        """Park the next group without contexts instead of `spare`, for the rest of the job."""
-        self._cuda_warm, self._stepped = False, None
-        self._report(f"--cuda-warm is given up: {why}")
-        self._end_spare()
-        self.park(spare.size, spare.with_store)
 
     def end_store(self) -> None:
         """End the store of a round that is over, as the next start does.
@@ -380,14 +334,11 @@ class WorkerManager:
                     f"later rounds may use it"
                 )
                 self._execute()
-        spare = self._spare
-        if spare is not None and spare.contexts_due is not None and now >= spare.contexts_due:
-            self._refuse_cuda_warm(f"the contexts were not made within {CONTEXTS_S:g} s", spare)
         if (overdue := self._memory.overdue(now)) is not None:
             self.memory_checked(overdue)
         deadlines = [] if self._start is None else [self._start.deadline]
-        optional = (self._memory.due, self._spare.contexts_due if self._spare is not None else None)
-        deadlines += [due for due in optional if due is not None]
+        if self._memory.due is not None:
+            deadlines.append(self._memory.due)
         if self._template_since is not None:
             deadlines.append(since + PRELOAD_DEADLINE_S)
         return min(deadlines, default=None)
@@ -407,8 +358,6 @@ class WorkerManager:
                 self._template_ended(message["why"])
             case "parked":
                 self._parked(message["group"])
-            case "contexts_made":
-                self._contexts_made(message)
             case "refused":
                 return self._refused(message)
             case "store_ready":
@@ -481,19 +430,15 @@ class WorkerManager:
         self._template_tries = 0
         if self._spare is not None and self._spare.name == name:
             self._spare.ready = True
-        self._make_contexts()
         self._begin_where_free()
         self._advance()
 
     def _refused(self, message: dict[str, Any]) -> list[OwnerEvent]:
         """A cold group that could not be started is a failed start; a warm one starts cold instead."""
         name, why = message["group"], message["why"]
-        spare = self._spare
-        was_spare = spare is not None and spare.name == name
+        was_spare = self._spare is not None and self._spare.name == name
         if was_spare:
             self._spare = None
-        if was_spare and spare is not None and spare.contexts:
-            self._refuse_cuda_warm(why, spare)
         group = self._groups.pop(name, None)
         if group is not None and not group.warm:
             return [StartFailed(group.round.number, why, time.monotonic()), GroupEnded(group.round.number)]

@@ -48,10 +48,6 @@ class OwnedGroup:
         self.running = False
         self.held: dict[int, bytes] = {}
         """The releases that workers of a running group still wait for, by local rank."""
-        self.without_context: list[tuple[int, dict[str, Any]]] = []
-        """(local rank, place) of parked workers that are to make a CUDA context; the first one does it now."""
-        self.contexts: dict[str, Any] = {}
-        """The report on them: least free memory, seconds, why not."""
         self.keeps_store = False
         """After a success the store stays until it is killed: other nodes' workers may need it."""
         self.ended = False

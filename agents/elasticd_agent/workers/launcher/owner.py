@@ -8,9 +8,9 @@ too, ends the rest. The owner starts, releases, signals and reaps the processes 
 Runs as `python -I -S owner.py FD RUNTIME_DIR [KEPT_FD ...]`, in one thread, with the standard library and a few modules
 of ours that need no more. It keeps each KEPT_FD open for as long as it has a process to end: a lock on one shows that.
 
-Messages are one JSON object a packet. Requests of the agent ("do"): writer, template, park, make_contexts, release,
+Messages are one JSON object a packet. Requests of the agent ("do"): writer, template, park, release,
 release_held, exec, signal, flush, end_template. Reports to the agent ("kind"): template_ready, template_ended, parked,
-contexts_made, refused, store_ready, started, released, exited, ended, reaped, flushing, flushed, unsaved,
+refused, store_ready, started, released, exited, ended, reaped, flushing, flushed, unsaved,
 without_writer.
 `ended` has the processes that survive SIGKILL (`unkillable`); `reaped` follows when one of them has died.
 """
@@ -26,7 +26,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 if __name__ == "__main__":  # run as a file, isolated: our own packages come after the standard library
@@ -95,11 +95,6 @@ class Owner:
         while self.running:
             waiting = any(group.is_ending() or group.saving for group in self.groups.values())
             saving = {group.saving.fileno(): group for group in self.groups.values() if group.saving is not None}
-            contexts = {
-                group.channels[group.without_context[0][0]].fileno(): group
-                for group in self.groups.values()
-                if group.without_context
-            }
             for fd, _ in self.poll.poll(50 if waiting else None):
                 if fd == self.wakeup:
                     os.read(fd, 4096)
@@ -109,8 +104,6 @@ class Owner:
                     self.receive_from_template()
                 elif fd in saving:
                     self.receive_from_donors(saving[fd])
-                elif fd in contexts:
-                    self.context_made(contexts[fd])
                 elif self.flushing is not None and fd == self.flushing.fileno():
                     self.flushed()
                 elif self.writer is not None:
@@ -261,45 +254,6 @@ class Owner:
             if at > group.since:  # otherwise an earlier process had that pid
                 self.member_exited(group, pid, status, at)
 
-    def do_make_contexts(self, message: Message) -> None:
-        """Have parked workers make CUDA contexts, one after another: {group, workers: [{env, device, reserve}]}."""
-        group = self.groups.get(message["group"])
-        if group is not None and group.alive and not group.running:
-            group.without_context = list(enumerate(message["workers"]))
-            group.contexts = {"free": float("inf"), "seconds": 0.0, "why": ""}
-            self.make_context(group)
-
-    def make_context(self, group: OwnedGroup) -> None:
-        if not group.without_context:
-            self.send("contexts_made", group=group.name, **group.contexts)
-            return
-        rank, place = group.without_context[0]
-        channel = group.channels[rank]
-        self.poll.register(channel.fileno(), select.POLLIN)
-        with contextlib.suppress(OSError):  # it has died: the group is refused when it is reaped
-            channel.send(encode({"context": place}))
-
-    def context_made(self, group: OwnedGroup) -> None:
-        rank = group.without_context[0][0]
-        self.stop_contexts(group, but=group.without_context[1:])
-        try:
-            made = json.loads(group.channels[rank].recv(PACKET))
-        except (OSError, ValueError):
-            return  # as above
-        if "why" in made:
-            self.stop_contexts(group)
-            group.contexts["why"] = made["why"]
-        else:
-            group.contexts["free"] = min(group.contexts["free"], made["free"])
-            group.contexts["seconds"] += made["seconds"]
-        self.make_context(group)
-
-    def stop_contexts(self, group: OwnedGroup, but: Sequence[tuple[int, Message]] = ()) -> None:
-        if group.without_context:
-            with contextlib.suppress(KeyError):
-                self.poll.unregister(group.channels[group.without_context[0][0]].fileno())
-        group.without_context = list(but)
-
     def do_release(self, message: Message) -> None:
         """Release a parked group: {group, store, keep, host, port, workers: [{env, stdout, stderr}], held}; the surplus
         ends.
@@ -311,7 +265,6 @@ class Owner:
         group = self.groups.get(message["group"])
         if group is None or not group.alive:
             raise OSError("there is no such parked group")
-        self.stop_contexts(group)
         if message["store"]:
             if group.port == 0:
                 self.give_store_its_port(group, message["host"], message["port"])
@@ -459,7 +412,6 @@ class Owner:
 
     def drop(self, group: OwnedGroup) -> None:
         self.end_saving(group)
-        self.stop_contexts(group)
         for channel in group.channels.values():
             channel.close()
         for pid in group.alive:

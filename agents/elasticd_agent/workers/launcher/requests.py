@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,6 @@ COMPILE = ("torch._inductor.compile_fx",)
 LAZY_LIBRARY = ("elasticd.session", "elasticd.checkpointing.api", "elasticd.sampler")
 """The lazy imports of `import elasticd`."""
 READ_AT_IMPORT = re.compile(r"(OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|NUMEXPR)_|TORCH(?!ELASTIC|_NCCL)|PYTORCH_")
-
-CHOOSES_GPU = "CUDA_VISIBLE_DEVICES"
-
 MAX_FILES = 500
 """Of a script's own modules that are read."""
 
@@ -65,19 +62,6 @@ def plan_preload(
         if "torch.compile" in source or ".compile(" in source:
             modules += COMPILE
     return Preload(tuple(modules) + required, required)
-
-
-def refuse_contexts(script: Path | None, gpus: Sequence[str]) -> str:
-    """Why workers must not have CUDA contexts before the script runs, "" if they may. `gpus`: one for each slot."""
-    if not gpus:
-        return "there is not one GPU for each worker"
-    try:
-        if script is not None and CHOOSES_GPU not in script.read_text(encoding="utf-8"):
-            return ""
-    except (OSError, ValueError):
-        pass
-    name = script.name if script is not None else "the program"
-    return f"{name} may choose its GPU by {CHOOSES_GPU}, which has no effect once there is a context"
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -194,7 +178,7 @@ def script_of(module: bool, entrypoint: str, cwd: Path) -> Path | None:
     return next((path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file()), None)
 
 
-LAUNCHER_FILES = ("template", "tcp_store", "hidden_modules", "debug_hooks", "console_streams", "cuda_warm")
+LAUNCHER_FILES = ("template", "tcp_store", "hidden_modules", "debug_hooks", "console_streams")
 LIBRARY = (
     "elasticd.errors",
     "elasticd.heartbeat.exit_report",

@@ -304,22 +304,11 @@ class Template:
         for number, before in self.signal_handlers.items():
             if signal.getsignal(number) is ignore_signal:  # unless a preloaded module has installed its own
                 signal.signal(number, before)
-        while packet := channel.recv(PACKET):
-            message: Config = json.loads(packet)
-            if "context" not in message:
-                channel.close()
-                return message
-            self.make_context(message["context"], channel)
+        if packet := channel.recv(PACKET):
+            channel.close()
+            release: Config = json.loads(packet)
+            return release
         os._exit(0)
-
-    def make_context(self, place: Config, channel: socket.socket) -> None:
-        """For --cuda-warm, in a parked worker: a context of its own on the GPU that it will use."""
-        os.environ.update(place["env"])
-        module = load_file("_elasticd_cuda_warm", self.config["cuda_warm"])
-        with self.hidden.visible():
-            made = module.make_context(self.hidden.get("torch"), place["device"], place["reserve"])
-        with contextlib.suppress(OSError):  # it is released meanwhile
-            channel.send(json.dumps(made).encode())
 
     def await_owner(self) -> None:
         """PDEATHSIG refers to the parent at the time of the call: set it after the owner has adopted this process.
