@@ -51,11 +51,6 @@ def donated_step(number: int) -> int | None:
     return None if number < _DONATED else (number - _DONATED) // _MOST_RANKS
 
 
-def donated_by_all(step: int) -> int:
-    """The number of a state that all surviving ranks save together at a fault."""
-    return donated_number(step, 0)
-
-
 def donor_of(number: int | None) -> int | None:
     """The rank that saved this state at a fault; None for a save as usual, or a checkpoint."""
     return None if number is None or number < _DONATED else _MOST_RANKS - 1 - number % _MOST_RANKS

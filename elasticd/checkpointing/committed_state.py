@@ -17,7 +17,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from elasticd.checkpointing import commit_files, commit_record, device_copy, sharded, state
+from elasticd.checkpointing import commit_files, commit_record, device_copy, state
 from elasticd.checkpointing.commit_record import RecordedCommit
 from elasticd.checkpointing.commit_ring import Commit, CommitRing, ring_of
 from elasticd.checkpointing.donor_rules import (
@@ -31,10 +31,7 @@ from elasticd.checkpointing.donor_rules import (
     trained,
 )
 from elasticd.checkpointing.fingerprint import Fingerprint
-from elasticd.checkpointing.layout import Layout
-from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.saver import Saver, cursor_of
-from elasticd.checkpointing.shard_donor import Content
 from elasticd.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -91,9 +88,7 @@ class CommittedState:
         self._updates = self._scaler_updates()
         self._unlike = [index for index, obj in enumerate(self._others) if not is_alike(obj)]
         """Those that may differ between ranks: saves are refused then."""
-        self.shards = saver.shard_donor
-        modules = [obj for obj in objects if is_module(obj)] if self.shards is None else [self.shards]
-        self._fingerprint = Fingerprint(modules, self.optimizers)
+        self._fingerprint = Fingerprint([obj for obj in objects if is_module(obj)], self.optimizers)
         self._watch()
         device = commit_files.gpu(saver.group.device)
         # Made here and not at the fault: it would break a CUDA graph that the script captures meanwhile.
@@ -171,7 +166,7 @@ class CommittedState:
         """Its backward pass has come to no hook: what had one is frozen now, as where two models train in turn."""
         parameters = (each for group in optimizer.param_groups for each in group["params"])
         first = next((each for each in parameters if each.requires_grad and each.grad is not None), None)
-        if first is not None and id(first) not in self._more_hooks and self.shards is None:
+        if first is not None and id(first) not in self._more_hooks:
             self._more_hooks[id(first)] = first.register_post_accumulate_grad_hook(self._expect)
 
     def before_change(self, is_committed: bool) -> None:
@@ -360,20 +355,6 @@ class CommittedState:
                 saved.update({key: value for key, value in committed.items() if key != "params"})
         return {**content, **self._own_part(step, random_states, is_as_expected)}
 
-    def files(self, commit: Commit) -> dict[str, tuple[int, Content]]:
-        """Of a sharded state, as `ShardDonor.files` has them. Raises as `content` does."""
-        self.shards = self._saver.shard_donor  # a save may have made another plan
-        assert self.shards is not None
-        self.check_unchanged(commit)
-        random_states, is_as_expected, buffers = self._records(commit.step)
-        own = {sharded.NAMES: self.shards.names, DONOR: self._saver.group.rank}
-        small = {**dict(self._kept(commit)), **self._own_part(commit.step, random_states, is_as_expected)}
-        small[state.RESERVED] |= own
-        check_loadable(small)
-        if any(map(has_mutable_setting, commit.kept[1])):
-            raise CheckpointError(MUTABLE)
-        return self.shards.files(commit.kept[1], buffers, Layout(small))
-
     def cursor(self, commit: Commit) -> Any:
         """The position of the attached sampler."""
         return cursor_of(self._attached, dict(self._kept(commit)))
@@ -398,9 +379,7 @@ class CommittedState:
         ):
             names = [name for name, obj in self._attached.items() if any(obj is self._others[i] for i in self._unlike)]
             raise CheckpointError(may_differ(" or ".join(names)))
-        alike = range(group.world_size) if self.shards is None else self.shards.replicas
-        every = (ranks[rank].committed for rank in alike)
-        if any(each is not None and each.pieces != mine.committed.pieces for each in every):
+        if any(each.committed and each.committed.pieces != mine.committed.pieces for each in ranks):
             raise CheckpointError(
                 "the parameters are not the same on every rank, as DistributedDataParallel keeps them: does each rank "
                 "change them by itself, by noise of its own or a step that it leaves out?"

@@ -10,8 +10,6 @@ thread holds a lock for that time, and a thread that saves holds it, too: so a s
 changed, and cannot be changed while it is copied. What changes at other times is kept as of the commit, by
 `committed_state`.
 
-Of a sharded state each rank has a part. Where others have the same (HSDP), all survivors save theirs: `shard_donor`.
-
 In doubt a rank is no donor; it gives the reason once, as a worker event.
 """
 
@@ -33,7 +31,6 @@ from elasticd.checkpointing.buffers import (
     ANOTHER_SAVES,
     PROTOCOL,
     STILL_COPIED,
-    donated_by_all,
     donated_number,
     donated_step,
 )
@@ -113,8 +110,6 @@ class Donor:
         self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
         self._why = ""
         try:
-            if saver.group.device.type == "cpu" and (shards := saver.shards(attached)) is not None:
-                shards.prepare_for_faults()
             parameters = averaged(attached)
             self._why = reason_against(saver, attached, parameters)
             if not self._why:
@@ -435,9 +430,7 @@ class Donor:
     def _save_clean(self, commit: Commit) -> None:
         client = self._client()
         try:
-            if self._committed.shards is not None:
-                self._save_shards(client, commit)
-            elif not self._is_saved(client, commit.step):
+            if not self._is_saved(client, commit.step):
                 self._save_whole(client, commit)
                 if not self._is_saved(client, commit.step):
                     raise CheckpointError("the writer has ended meanwhile")
@@ -463,16 +456,6 @@ class Donor:
             os.close(fd)
         self._check_unchanged(commit)
         client.copied(draft, number, 0)
-
-    def _save_shards(self, client: WriterClient, commit: Commit) -> None:
-        """This rank's files, and those of dead ranks that held the same."""
-        files = self._committed.files(commit)
-        number = donated_by_all(commit.step)
-
-        def check() -> None:
-            self._check_unchanged(commit)
-
-        client.copy_files(self._draft(commit, 0), number, files, check, LONGEST_WAIT_S)
 
     def _draft(self, commit: Commit, size: int) -> Manifest:
         saver = self._saver

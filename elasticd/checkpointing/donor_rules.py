@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import state
-from elasticd.checkpointing.commit_record import local
 from elasticd.checkpointing.layout import tensors
 from elasticd.sampler import ElasticBatchSampler
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from elasticd.checkpointing.saver import Saver
-    from elasticd.checkpointing.shard_donor import ShardDonor
 
 
 MOST_BUFFER_BYTES = 16 << 20
@@ -32,7 +30,6 @@ MUTABLE = "a parameter group of the optimizer has values that can change in plac
 class _Rank:
     saver: Saver
     attached: Mapping[str, Any]
-    shards: ShardDonor | None
     averaged: Mapping[int, torch.nn.Parameter]
 
     @property
@@ -51,8 +48,8 @@ class _Rank:
 
 def reason_against(saver: Saver, attached: Mapping[str, Any], averaged: Mapping[int, torch.nn.Parameter]) -> str:
     """Why this rank can never be a donor, "" if it can: by the first rule that applies."""
-    rank = _Rank(saver, attached, saver.shard_donor, averaged)
-    return next((why for rule in (_RULES_IN_SHARDS if saver.is_sharded else _RULES) if (why := rule(rank))), "")
+    rank = _Rank(saver, attached, averaged)
+    return next((why for rule in _RULES if (why := rule(rank))), "")
 
 
 def _no_launcher(rank: _Rank) -> str:
@@ -60,6 +57,10 @@ def _no_launcher(rank: _Rank) -> str:
     if rank.saver.writer is None or not environment.round or "ELASTICD_HEARTBEAT" not in os.environ:
         return "there is no launcher that keeps states in memory"
     return ""
+
+
+def _sharded_state(rank: _Rank) -> str:
+    return "the state is sharded, and no other rank has this one's part" if rank.saver.is_sharded else ""
 
 
 def _one_rank_or_another_device(rank: _Rank) -> str:
@@ -91,28 +92,6 @@ def _ahead_of_a_gpu(rank: _Rank) -> str:
     if all(value is None or hasattr(value, "data_ptr") for value in kept):
         return ""
     return "an optimizer's state has values that are no tensors, and may be ahead of the GPU"
-
-
-def _shards_on_a_gpu(rank: _Rank) -> str:
-    return "of a sharded state this is built for CPUs" if rank.saver.group.device.type != "cpu" else ""
-
-
-def _no_replica(rank: _Rank) -> str:
-    if rank.shards is None or len(rank.shards.replicas) < 2:
-        return "no other rank has its part of the sharded state; the next round resumes from the last save"
-    return ""
-
-
-def _unrecorded_in_shards(rank: _Rank) -> str:
-    what = "" if rank.shards is None else rank.shards.unrecorded
-    return what and f"{what} is no tensor, and may change at every step"
-
-
-def _trains_unsharded(rank: _Rank) -> str:
-    every = [parameter for each in rank.optimizers for group in each.param_groups for parameter in group["params"]]
-    if any(local(parameter) is parameter for parameter in every):
-        return "an optimizer trains a parameter that is not sharded, and may differ between ranks"
-    return ""
 
 
 def _no_replicated_model(rank: _Rank) -> str:
@@ -176,8 +155,7 @@ def _unlike_rank_0(rank: _Rank) -> str:
     """Of small objects a digest is compared with rank 0's, at the fault."""
     if rank.saver.group.rank == 0:
         return ""
-    names = [] if rank.shards is None else rank.shards.names
-    modules = ((name, obj) for name, obj in rank.attached.items() if name not in names and is_module(obj))
+    modules = ((name, obj) for name, obj in rank.attached.items() if is_module(obj))
     return next((may_differ(name) for name, obj in modules if not is_alike(obj)), "")
 
 
@@ -231,6 +209,7 @@ def _unusual_tensor(rank: _Rank) -> str:
 
 _RULES = (
     _no_launcher,
+    _sharded_state,
     _one_rank_or_another_device,
     _aborted_collectives,
     _large_device_buffers,
@@ -246,20 +225,6 @@ _RULES = (
     _own_optimizer_state,
     _unusual_tensor,
 )
-_RULES_IN_SHARDS = (
-    _no_launcher,
-    _one_rank_or_another_device,
-    _shards_on_a_gpu,
-    _no_replica,
-    _unrecorded_in_shards,
-    _trains_unsharded,
-    _only_at_saves,
-    _tensors_elsewhere,
-    _state_of_each_rank,
-    _unlike_rank_0,
-    _own_optimizer_state,
-)
-"""A thread may apply them while FSDP2 has whole parameters in the modules: none looks into a module."""
 
 
 def has_mutable_setting(groups: Sequence[Mapping[str, Any]]) -> bool:

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from elasticd.checkpointing import transfer
-from elasticd.checkpointing.buffers import Snapshot, donated_step
+from elasticd.checkpointing.buffers import Snapshot
 from elasticd.checkpointing.manifest import STATE, Manifest
 from elasticd.checkpointing.manifest import parse as parse_manifest
 from elasticd.checkpointing.shard_plan import View, file_names, map_file
@@ -51,15 +51,6 @@ class HeldState:
         if not self.nodes:
             return []
         return [name for name in file_names(self.snapshot.draft.world_size) if not self.nodes.get(name)]
-
-    @property
-    def is_partial(self) -> bool:
-        """Some ranks saved it at a fault, and others, with other shards, had not reached that step or are dead."""
-        return bool(self.missing) and donated_step(self.snapshot.number) is not None
-
-    def describe_partial(self) -> str:
-        lost, step = ", ".join(self.missing), self.snapshot.draft.step
-        return f"step {step} cannot be resumed from: no rank saved {lost} at the fault"
 
     @property
     def copied(self) -> list[str]:

@@ -165,10 +165,7 @@ class _Restore:
     def _run(self) -> Resumed | None:
         is_sharded = self.saver.shards(self.attached) is not None
         held = self.channel.collect("held", self._find_held(), "what its node has in memory")
-        found, self._servers = held_states.parse(held)
-        self._states = [each for each in found if not each.is_partial]
-        if found and found[0].is_partial:
-            self._report(found[0].describe_partial(), found[0].snapshot.draft.step)
+        self._states, self._servers = held_states.parse(held)
         chosen = self._choose_together(0, may_wait=is_sharded)
         attempt = 0
         while chosen["step"] is not None and (other := self._verify_shards(chosen, attempt)) is not None:
@@ -614,7 +611,7 @@ class _Restore:
         """The chosen state becomes this round's first, so that what older rounds write later is not loaded."""
         where = f"resumed from step {resumed.step} of round {resumed.round}"
         if self._donor is not None:
-            where += f", saved by rank {self._donor}{' and others' if 'files' in chosen else ''} after the fault"
+            where += f", saved by rank {self._donor} after the fault"
         if self.group.rank == 0:
             where += ", in memory" if chosen["number"] is not None else ""
             reason = "; ".join([where, *self._find_repeated(resumed.step), *resumed.notes])
@@ -653,13 +650,12 @@ class _Restore:
         """
         writer, key = self.saver.writer, tuple(chosen["key"])
         copied = chosen.get("copied")
-        at_fault = "files" in chosen and donor_of(chosen["number"]) is not None
-        if copied or at_fault:
-            self.saver.owed = f"resumed from copies of {', '.join(copied)}" if copied else "resumed from memory"
+        if copied:
+            self.saver.owed = f"resumed from copies of {', '.join(copied)}"
         if writer is None or writer.share != 0:
             return
-        if copied or at_fault:
-            writer.settle(False, parts_s=0.0 if copied else LOST_PART_S)
+        if copied:
+            writer.settle(False, parts_s=0.0)
         held = next((each for each in self._held if each.key == key), None)
         if held is not None and key[0] != self.saver.round:
             # How many are kept the script says after `restore()`.

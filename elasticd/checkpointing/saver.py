@@ -32,7 +32,6 @@ from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest, parse
 from elasticd.checkpointing.object_store import store_of
 from elasticd.checkpointing.object_url import missing_package, resolve, shown
 from elasticd.checkpointing.safe_types import check_loadable
-from elasticd.checkpointing.shard_donor import ShardDonor
 from elasticd.checkpointing.sharded_saver import ShardedSaver
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
 from elasticd.coordination.store_channel import StoreChannel
@@ -321,11 +320,6 @@ class Saver:
     def is_sharded(self) -> bool:
         """`shards` has been called with a sharded object."""
         return self._shards is not None
-
-    @property
-    def shard_donor(self) -> ShardDonor | None:
-        """What saves this rank's shards at a fault, where other ranks have the same."""
-        return None if self._shards is None else self._shards.donor
 
     def shards(self, attached: Mapping[str, Any]) -> ShardedSaver | None:
         """What saves the sharded objects, None without any; all ranks call it at the same place.

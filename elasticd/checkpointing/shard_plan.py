@@ -27,7 +27,7 @@ from elasticd.process_group import DefaultGroup, gather_objects, host_bytes, sca
 if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+    from torch.distributed.checkpoint.planner import ReadItem, SavePlanner, WriteItem
 
 METADATA = ".metadata"
 _VECTORS, _VECTOR_BYTES = 1000, 64 << 20
@@ -56,19 +56,16 @@ class ShardPlan:
         plans = gather_objects(self._planner.create_local_plan(), group)
         answer: list[Any] = []
         metadata: Metadata | None = None
-        replicas = _replicas(plans)
         if plans:
             try:
                 global_plan, metadata = self._planner.create_global_plan(plans)
-                answer = [({each: global_plan[each] for each in same}, "") for same in replicas]
+                answer = [(plan, "") for plan in global_plan]
             except Exception as error:  # noqa: BLE001 - the planner raises many kinds, and all ranks wait
                 answer = [(None, str(error))] * group.world_size
         found, why = scatter_objects(answer, group)
         if found is None:
             raise CheckpointError(f"torch.distributed.checkpoint cannot plan this state: {why}")
-        self._files = {rank: _File(plan.items) for rank, plan in found.items()}
-        """What this rank writes, and what its replicas write: the ranks that hold the same parts of all tensors."""
-        self._own = self._files[group.rank]
+        self._own = _File(found.items)
         self._own_sizes = self._own.value_sizes(self._planner)
         at = 0
         places = []
@@ -76,25 +73,18 @@ class ShardPlan:
             places.append((item.index, filesystem._StorageInfo(file_name(group.rank), at, size)))
             at += size
         data = b""
-        every = gather_objects((at, places, self._own_sizes), group)
+        every = gather_objects((at, places), group)
         if metadata is not None:
             metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.6 has none
-            metadata.storage_data = dict(pair for _, found, _ in every for pair in found)
+            metadata.storage_data = dict(pair for _, found in every for pair in found)
             data = pickle.dumps(metadata)
-            answer = [
-                ([size for size, _, _ in every], {each: every[each][2] for each in same}, data if 0 in same else b"")
-                for same in replicas
-            ]
+            sizes = [size for size, _ in every]
+            answer = [(sizes, b"" if rank else data) for rank in range(group.world_size)]
         self.sizes: list[int]
         """The bytes of each rank's file."""
         self.metadata: bytes
-        """The content of .metadata, on rank 0 and its replicas."""
-        self.sizes, self._value_sizes, self.metadata = scatter_objects(answer, group)
-
-    @property
-    def replicas(self) -> list[int]:
-        """The ranks whose files this rank can write: itself, and those that hold the same parts."""
-        return sorted(self._files)
+        """The content of .metadata, on rank 0."""
+        self.sizes, self.metadata = scatter_objects(answer, group)
 
     def fits(self, state: dict[str, Any]) -> bool:
         """Use this state from now on; False if another plan has to be made for it."""
@@ -108,16 +98,6 @@ class ShardPlan:
     def content(self) -> Iterator[bytes | memoryview]:
         """This rank's file from its beginning to its end."""
         return self._own.content(self._planner)
-
-    def content_of(self, rank: int, flat: dict[str, Any]) -> Iterator[bytes | memoryview]:
-        """The file of a replica, of another state, flat. Raises CheckpointError if that does not fit."""
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-        planner = DefaultSavePlanner()
-        planner.state_dict = flat
-        if self._files[rank].value_sizes(planner) != self._value_sizes[rank]:
-            raise CheckpointError("a number beside the tensors takes more or fewer bytes than at the first step")
-        return self._files[rank].content(planner)
 
 
 class _File:
@@ -158,17 +138,6 @@ class _File:
     def _value_bytes(self, planner: SavePlanner) -> list[bytes]:
         found = [planner.resolve_data(item) for item in self._values]
         return [each.getvalue() for each in found if isinstance(each, io.BytesIO)]
-
-
-def _replicas(plans: list[SavePlan]) -> list[list[int]]:
-    """Of each rank the ranks that hold what it holds, itself among them. What only rank 0 saves, each rank has."""
-    held = [{item.index for item in plan.items} for plan in plans]
-    only_rank_0 = held[0].difference(*held[1:]) if len(held) > 1 else set()
-    same: dict[frozenset[MetadataIndex], list[int]] = {}
-    for rank, each in enumerate(held):
-        same.setdefault(frozenset(each - only_rank_0), []).append(rank)
-    of_rank = {rank: ranks for ranks in same.values() for rank in ranks}
-    return [of_rank[rank] for rank in range(len(plans))]
 
 
 def write_pieces(fd: int, offset: int, content: Iterator[bytes | memoryview]) -> None:

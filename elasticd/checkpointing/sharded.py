@@ -65,16 +65,6 @@ def names(attached: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(large) if is_sharded else frozenset()
 
 
-def is_replicated(attached: Mapping[str, Any]) -> bool:
-    """Several ranks have the same shards of some parameter; the same answer on all ranks."""
-    parameters = [each for obj in attached.values() for _, each in _parameters(obj) if _is_dtensor(each)]
-    return any(
-        placement.is_replicate() and each.device_mesh.size(dimension) > 1
-        for each in parameters
-        for dimension, placement in enumerate(each.placements)
-    )
-
-
 def digests(attached: Mapping[str, Any]) -> dict[str, str]:
     """Of each object, what has to be the same on all ranks."""
     described: dict[str, Any] = {}

@@ -25,7 +25,6 @@ from elasticd.checkpointing.manifest import STATE, FileState, Manifest
 from elasticd.checkpointing.mapped_buffer import MappedBuffers
 from elasticd.checkpointing.object_url import url_of
 from elasticd.checkpointing.safe_types import check_loadable
-from elasticd.checkpointing.shard_donor import ShardDonor
 from elasticd.checkpointing.shard_plan import ShardPlan
 from elasticd.checkpointing.shard_server import Server
 from elasticd.checkpointing.state import RESERVED, no_garbage_collection
@@ -47,8 +46,6 @@ class ShardedSaver:
         """`objects` are saved in shards. Raises UsageError on every rank where they differ between ranks."""
         self._saver, self.objects = saver, objects
         self._plan: ShardPlan | None = None
-        self.donor: ShardDonor | None = None
-        """What this rank can save at a fault; None where no other rank has the same shards."""
         self._mapped = MappedBuffers()
         self._is_unserved = False
         try:
@@ -156,18 +153,9 @@ class ShardedSaver:
         if self._agree("settled", what, has_ended, lambda every: {"all": all(every)})["all"]:
             self.is_busy(False, None if self._saver.group.rank else LOST_PART_S)
 
-    def prepare_for_faults(self) -> None:
-        """At the first step, on all ranks: where ranks have the same shards, these can be saved before the first save.
-
-        Raises CheckpointError on all of them.
-        """
-        if self._plan is None and sharded.is_replicated(self.objects):
-            self._make_plan(sharded.gather(self.objects, self._saver.group.rank))
-
     def _make_plan(self, state: dict[str, Any]) -> None:
         with no_garbage_collection():
             self._plan = ShardPlan(state, self._saver.group)
-            self.donor = ShardDonor(self._plan, self.objects) if len(self._plan.replicas) > 1 else None
 
     def _agree(self, key: str, what: str, mine: Any, decide: Callable[[list[Any]], dict[str, Any]]) -> dict[str, Any]:
         """Rank 0's decision about every rank's word, on every rank."""

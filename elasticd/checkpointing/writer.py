@@ -14,10 +14,6 @@
                                                                         with its descriptor, or {refused: why}
     rank        serve {address}                                     ->  {server}: there other nodes read shards, or
                                                                         {refused: why}
-    rank        lend {round, number, files}                         ->  {file, start} to copy, with the descriptor; file
-                                                                        "" while others copy the rest, null when all
-                                                                        are there; or {refused: why}
-    rank        returned {round, number, draft, at_end}             ->  {}: that file is in the buffer
     rank        donor {round}                                       it saves its state when {save} arrives, and
     rank        saving {}                                           says that it has begun, and
     rank        donated {}                                          that it is done, with or without success
@@ -80,7 +76,6 @@ from elasticd.checkpointing.buffers import (
 )
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.donor_requests import DonorRequests
-from elasticd.checkpointing.file_fill import FileFill
 from elasticd.checkpointing.last_write import END_PARTS_S, FLUSH_PARTS_S, LastWrite
 from elasticd.checkpointing.manifest import Manifest, parse, read
 from elasticd.checkpointing.memory_limit import oom_kills, refusal
@@ -124,7 +119,6 @@ class Writer:
         self._last = LastWrite(buffers, lambda: self._ending)
         self._flushes: list[socket.socket] = []
         self._donors = DonorRequests()
-        self._at_fault = FileFill(buffers, refusal)
         self._oom_kills = oom_kills()
         self._gives_up_copies = False
         self._locks: dict[tuple[str, str, str], DirectoryLock] = {}
@@ -212,7 +206,6 @@ class Writer:
                 if rank in fill.copying:
                     fill.copying.discard(rank)
                     self._fail(fill, "a rank ended while it copied its share of the state")
-            self._at_fault.lost(rank)
         self._waiting = [(key, other) for key, other in self._waiting if other is not rank]
         self._donors.lost(rank)
         self._selector.unregister(rank)
@@ -276,7 +269,7 @@ class Writer:
 
     def _drop_dead(self) -> None:
         """Ranks whose end is not known yet, as their children hold the connection open."""
-        copying = {*self._at_fault.ranks, *(rank for fill in self._fills for rank in fill.copying)}
+        copying = {rank for fill in self._fills for rank in fill.copying}
         for rank in [each for each in copying if peer.has_ended(each)]:
             self._receive(rank)  # its report may still be unread
             self._lost(rank)
@@ -290,7 +283,7 @@ class Writer:
 
     def _free_buffer(self) -> int:
         """One that no rank fills and that is not being written; not the only whole state. -1 if there is none."""
-        busy = {self._writing, *(fill.buffer for fill in self._fills), *self._at_fault.busy}
+        busy = {self._writing, *(fill.buffer for fill in self._fills)}
         if self._writing is None:
             busy.add(self._buffers.newest())
         return min(set(range(COUNT)) - busy, default=-1)
@@ -320,7 +313,6 @@ class Writer:
                 self._whole_at = {key: time.monotonic(), **dict(list(self._whole_at.items())[:RESULTS])}
                 if fill.files:
                     self._partner.request(fill.snapshot, fill.partner)
-                    self._at_fault.release(fill.key, fill.buffer)
             except ValueError as error:
                 self._fail(fill, str(error))
             fill.snapshot = None
@@ -407,18 +399,6 @@ class Writer:
 
     def _do_donated(self, rank: socket.socket, message: Message) -> None:
         self._donors.done(rank)
-
-    def _do_lend(self, rank: socket.socket, message: Message) -> None:
-        self._drop_dead()
-        filled = {self._writing, *(fill.buffer for fill in self._fills if fill.is_open)}
-        answer, fd = self._at_fault.lend(rank, (message["round"], message["number"]), message["files"], filled)
-        socket.send_fds(rank, [json.dumps(answer).encode()], [] if fd is None else [fd])
-
-    def _do_returned(self, rank: socket.socket, message: Message) -> None:
-        draft = parse(message["draft"].encode())
-        assert isinstance(draft, Manifest)
-        self._at_fault.returned(rank, (message["round"], message["number"]), draft, self._task(message))
-        _send(rank, {})
 
     # --- results --------------------------------------------------------------------------------------------------
 

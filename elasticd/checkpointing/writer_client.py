@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,7 +13,6 @@ from elasticd.checkpointing.buffers import PARTNER, PROTOCOL, Snapshot, WriteTas
 from elasticd.checkpointing.layout import Layout
 from elasticd.checkpointing.manifest import Manifest
 from elasticd.checkpointing.mapped_buffer import MappedBuffers
-from elasticd.checkpointing.shard_plan import write_pieces
 from elasticd.checkpointing.shard_server import Server
 
 VARIABLE = "ELASTICD_WRITER"
@@ -115,37 +113,6 @@ class WriterClient:
         key = {"round": draft.round, "number": number, "share": share, "files": files or {}}
         described = {**self._described(draft, task and task()), "partner": partner}
         self._send({"do": "copied", **key, **(described if share == 0 else {})})
-
-    def copy_files(
-        self,
-        draft: Manifest,
-        number: int,
-        files: Mapping[str, tuple[int, Callable[[], Iterator[bytes | memoryview]]]],
-        check: Callable[[], None],
-        wait_s: float,
-    ) -> None:
-        """Copy the files, by size and content, that no other rank of this node copies; returns when all are there.
-
-        `check` raises after a copy that must not count. Raises SnapshotRefused, OSError: TimeoutError after `wait_s`.
-        """
-        key = {"round": draft.round, "number": number}
-        sizes = [(name, size) for name, (size, _) in files.items()]
-        deadline = time.monotonic() + wait_s
-        while True:
-            answer, fds = self._request({"do": "lend", **key, "files": sizes})
-            if answer["file"] is None:
-                return
-            if not answer["file"]:  # another rank copies the rest
-                if time.monotonic() > deadline:
-                    raise TimeoutError("another rank has not copied its files")
-                time.sleep(0.002)
-                continue
-            try:
-                write_pieces(fds[0], answer["start"], files[answer["file"]][1]())
-            finally:
-                os.close(fds[0])
-            check()
-            self._request({"do": "returned", **key, **self._described(draft)})
 
     def find(self) -> Snapshot | None:
         """The newest state that is whole in one buffer of this node. Raises SnapshotRefused, and OSError when there is

@@ -26,7 +26,6 @@ from elasticd.checkpointing.buffers import (
     PROTOCOL,
     STILL_COPIED,
     WriteTask,
-    donated_by_all,
     donated_number,
 )
 from elasticd.checkpointing.layout import Layout, write_at
@@ -616,19 +615,6 @@ def test_state_is_saved_at_a_fault_once_a_rank_that_copies_a_save_has_ended(node
     finally:
         if child:
             os.kill(child, signal.SIGKILL)
-
-
-def test_file_of_a_rank_that_has_ended_is_lent_again_at_a_fault(node: Node) -> None:
-    """While a child of that rank holds its connection."""
-    draft, number = Manifest(1, 5, None, 2, 0, NO_CHECKSUM, "job", "run"), donated_by_all(5)
-    lend = {"do": "lend", "round": 1, "number": number, "files": [("a", 10)], "version": PROTOCOL}
-    child = int(subprocess.check_output([sys.executable, "-ISc", FORKS, str(node.path), json.dumps(lend)]))
-    rank = node.client()
-    try:
-        rank.copy_files(draft, number, {"a": (10, lambda: iter([b"x" * 10]))}, lambda: None, 1)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        rank.close()
 
 
 LEADER_ENDS = """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elasticd.checkpointing import last_write
-from elasticd.checkpointing.buffers import Buffers, WriteTask, donated_by_all, donated_number
+from elasticd.checkpointing.buffers import Buffers, WriteTask, donated_number
 from elasticd.checkpointing.manifest import NO_CHECKSUM, STATE, Manifest
 from elasticd.checkpointing.shard_files import stream
 from elasticd.checkpointing.shard_plan import METADATA, file_name, file_names
@@ -44,10 +44,15 @@ class LastNode:
         self.rank.find()  # the writer has handled the packet before this one
 
     def save_files(self, step: int, names: list[str]) -> None:
-        """Files of a sharded state, at a fault."""
-        draft = Manifest(1, step, None, RANKS, 0, NO_CHECKSUM, *self.whose, None, 0.0)
-        files = {name: (SIZE, lambda name=name: iter([content(name, step)])) for name in names}
-        self.rank.copy_files(draft, donated_by_all(step), files, lambda: None, 5)
+        """Files of a sharded state that nothing on this node is to write before the end."""
+        draft = Manifest(1, step, None, RANKS, SIZE * len(names), NO_CHECKSUM, *self.whose, None, 0.0)
+        fd, _ = self.rank.begin(draft, step, 0, 1, "", copies=1)
+        files = {name: (at * SIZE, SIZE) for at, name in enumerate(names)}
+        for name, (offset, _) in files.items():
+            os.pwrite(fd, content(name, step), offset)
+        os.close(fd)
+        self.rank.copied(draft, step, 0, files=files)
+        self.rank.find()  # the writer has handled the packet before this one
 
     def close(self) -> None:
         self.rank.close()
