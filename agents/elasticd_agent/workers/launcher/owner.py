@@ -1,19 +1,48 @@
-"""The owner: the parent of every process that a job runs on this node, which also ends them all.
+"""The owner: the parent of every process that a job runs on one node, and the process that ends them all.
 
-No death may leave a process behind. The owner is a child subreaper, so every process that a worker starts, daemonised
-or not, becomes its child in the end. When the agent dies, the owner reads end of file on its socket and kills all of
-its descendants. When the owner dies, PDEATHSIG ends the template, the workers and the store, and the agent, a subreaper
-too, ends the rest. The owner starts, releases, signals and reaps the processes that the agent names, and reports that.
+**Invariant.** When a group has ended, no process of it is left; when the agent or the owner has died, no process of
+the job is left. Only processes that the kernel cannot kill are excepted, and they are reported. Nothing else on a node
+can keep this: PDEATHSIG reaches a direct child only, a daemonised grandchild goes to init, where nothing tells whose
+it was, and a mark in the environment is lost, since the /proc/PID/environ of a forked worker is its template's.
 
-Runs as `python -I -S owner.py FD RUNTIME_DIR [KEPT_FD ...]`, in one thread, with the standard library and a few modules
-of ours that need no more. It keeps each KEPT_FD open for as long as it has a process to end: a lock on one shows that.
+Each process is covered by one of these:
 
-Messages are one JSON object a packet. Requests of the agent ("do"): writer, template, park, release,
-release_held, exec, signal, flush, end_template. Reports to the agent ("kind"): template_ready, template_ended, parked,
-refused, store_ready, started, released, exited, ended, reaped, flushing, flushed, unsaved,
-without_writer.
-`ended` has the processes that survive SIGKILL (`unkillable`); `reaped` follows when one of them has died.
-"""
+    worker, store, writer   are children of the owner, which reaps them and reports their exits
+    what a worker starts    becomes a child of the owner, a child subreaper, when its parent ends: see `finish`
+    the agent dies          its socket reads end of file: `end_everything` kills child after child until none is left
+    the owner dies          PDEATHSIG ends template, workers, store and writer; the agent, a subreaper as well, ends
+                            what these leave behind, and starts another owner
+    the template dies       workers that run are not its children; those that are parked read end of file and exit
+    both at one instant     a daemonised grandchild may survive: nobody is left who knows of it
+
+The order of some operations keeps the invariant:
+
+1. A worker arms PDEATHSIG after the owner has adopted it. PDEATHSIG refers to the parent at the time of the call, which
+   until then is the intermediate process of the template; the worker would die with that.
+2. The exit of a child that the template has not reported yet is kept in `early_exits`, with its time. Without that a
+   worker which dies at once would be waited for until its round is given up; without the time an earlier process with
+   the same number would be taken for it.
+3. A number is signalled only as long as it has not been reaped. The kernel gives it to no other process until then, so
+   no pidfd is needed.
+4. A group's leftovers are looked for only while no group is about to be parked. A process that the template has forked
+   and not reported yet would look like one.
+5. A store listens before a worker runs, and its port is reported before `started`. Workers of other nodes would spend
+   their first second on a refused connection.
+6. A signal with `save` waits for the ranks that save, until a deadline, and then becomes the signal that was asked for.
+   A second SIGKILL does not shorten that; closing the socket does.
+
+The owner decides nothing about the job: what the death of a rank means is the agent's concern. Processes that survive
+SIGKILL are waited for until a deadline and then reported with `ended`; `reaped` follows when one of them ends after
+all.
+
+It runs as `python -I -S owner.py FD RUNTIME_DIR [KEPT_FD ...]`, in one thread, with the standard library and a few
+modules of ours that need no more. Each KEPT_FD stays open as long as there is a process to end: a lock on it shows
+that.
+
+Messages are one JSON object a packet. Requests of the agent ("do"): writer, template, park, release, release_held,
+exec, signal, flush, end_template. Reports to the agent ("kind"): template_ready, template_ended, template_unfit,
+preloading, parked, refused, store_ready, started, released, exited, ended, reaped, flushing, flushed, unsaved,
+without_writer."""
 
 from __future__ import annotations
 

@@ -1,11 +1,33 @@
 """The template: the job's own interpreter, paused before the script, with torch in memory.
 
-It runs as `python -u script.py args…` with a start-up hook (hook/sitecustomize.py), preloads, and then serves fork
-requests of the owner. A forked worker returns from the hook, and the interpreter runs the script, so that `__main__`,
-pickling, multiprocessing, tracebacks, exit codes and /proc are those of a run without us.
+It runs as `python -u script.py args…` with a start-up hook (hook/sitecustomize.py), imports what the job
+preloads, and then serves fork requests of the owner. A forked worker returns from the hook, and the interpreter runs
+the script. So `__main__`, pickling, multiprocessing, tracebacks, exit codes and /proc are those of a run without us.
 
-It never touches an accelerator, never runs a parallel region, has one thread at every fork (checked), and never runs a
-line of the user's code. In a cold start (`"mode": "cold"`) it only installs the worker's heartbeat and returns.
+**Invariant.** A worker is what a fresh interpreter would be, except that its imports are fast. What a fork would carry
+over is kept out of the template, or put right in the worker:
+
+    threads         a lock that another thread holds at a fork is never released in the child. There is one thread at
+                    every fork: libraries are told to start none, and `unfit` counts them before each fork
+    accelerators    a driver's state does not survive a fork. No device file is open (`unfit`), NVML is shut down after
+                    torch has counted devices by it, and a child is asked whether torch would refuse CUDA (`bad_fork`)
+    modules         a script must not notice that torch is loaded: `hidden_modules` keeps modules, and the side
+                    effects of their imports, from sight until the script imports them
+    environment     a worker gets the job's own, and what the script sets before it imports torch takes effect then
+                    (`apply_environment`), or is said to be too late
+    random numbers  generators that a fork would share are seeded anew (`reseed`)
+    the user's code is never run here. An exception that left this module would make the interpreter run the script in
+                    the template, so every way out of it is `os._exit`
+
+A module that breaks a rule is left out by name, and another template preloads the rest: one bad module costs its own
+import, not the warm start. Only what torch itself breaks makes workers start cold, with the reason.
+
+A worker has the owner as its parent, not the template, so that its exit status outlives both. Therefore the template
+forks an intermediate process, which forks the workers, reports their numbers and exits; the owner, a child subreaper,
+adopts them. Each worker waits for that (`await_owner`) before it asks to die with its parent, and then for its release:
+groups are forked ahead, and wait parked until a round needs them. A parked worker that reads end of file exits.
+
+In a cold start (`"mode": "cold"`) the hook only installs the worker's heartbeat and returns.
 """
 
 from __future__ import annotations
