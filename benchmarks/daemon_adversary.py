@@ -11,7 +11,6 @@ import base64
 import contextlib
 import functools
 import glob
-import gzip
 import http.client
 import json
 import os
@@ -20,7 +19,6 @@ import random
 import socket
 import subprocess
 import sys
-import tarfile
 import threading
 import zlib
 from collections.abc import Mapping
@@ -45,9 +43,6 @@ _GARBAGE = (b"", b"{", b"[]", b"null", b"[" * 50_000, b"\xff\xfe", b'{"version":
 _REQUESTS = (
     ("/v1/jobs?id=evil", "application/toml", b"a." * 30_000 + b"a = 1"),
     ("/v1/jobs?id=evil", "application/json", b'{"x": [' + b"[]," * 20_000 + b"0]}"),
-    ("/v1/uploads", "application/gzip", gzip.compress(b"".join(
-        tarfile.TarInfo.create_pax_global_header({f"{n}.{i}": "" for i in range(2000)}) for n in range(60)
-    ))),
 )  # fmt: skip
 """Small, and large once they are decoded. Of somebody who has a token."""
 

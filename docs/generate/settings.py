@@ -135,8 +135,7 @@ the user exists, whether the job may run there. Each node checks them for the fi
 jobs still have the slots, and again when it is about to run the job. A node that cannot run it shows the job as
 refused, with the reason, and the job is scheduled elsewhere. A job that every node refuses blocks no other job, and
 has failed after `refuse_timeout` (60 s), wherever in the queue it is: its script has to be there by then. Where jobs
-make the scripts of later ones, set `refuse_timeout` to hours. (An uploaded directory is checked only when the job
-starts.)
+make the scripts of later ones, set `refuse_timeout` to hours.
 
 **Where it runs.** In `workdir`, as `user`, with the agent's environment without the agent's own variables (its
 `ELASTICD_` and `PYTHON…` variables, systemd's), then `HOME` and the like of the user, then `env`. `PATH` and

@@ -104,18 +104,6 @@ def test_follow_ends_with_the_traceback_of_the_rank_that_failed(node: MakeNode, 
     assert ask("submit", *options, "--", str(tmp_path / "shape.py"), code=1, err=end).startswith("shape\nhello\n")
 
 
-def test_follow_prints_the_output_of_an_uploaded_directory_until_the_end(node: MakeNode, tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    (mine / "pkg").mkdir(parents=True)
-    (mine / "pkg" / "words.py").write_text("HELLO = 'hello from the upload'\n")
-    (mine / "hello.py").write_text("import os, pkg.words\nprint(pkg.words.HELLO, os.getcwd(), flush=True)\n")
-    n1 = node().start()
-    ask = asker(n1)
-    options = ["--id", "copied", "--follow", "--workers", "1", "--upload", str(mine)]
-    out = ask("submit", *options, "--", "hello.py", code=0, err="succeeded: 1 worker ended with code 0")
-    assert out.startswith("copied\nhello from the upload ") and f"/jobs/copied.{1}/work" in out
-
-
 def test_job_from_submit_to_cancel(node: MakeNode) -> None:
     n1 = node()
     n1.start()
@@ -355,8 +343,6 @@ def test_command_with_missing_packages_names_one() -> None:
         ("submit --workers 2 job.toml", "--workers is for a command; write"),
         ("submit job.toml -- train.py", "give a job file, or -- and a command, not both"),
         ("submit --", "a job file is missing"),
-        ("submit --upload . job.toml", "--upload is for a command; write: elasticd submit --upload . -- train.py"),
-        ("submit --check --upload . -- train.py", "--upload is not for --check, which submits nothing"),
         ("submit --env A -- train.py", "argument --env: 'A' is not NAME=VALUE"),
         (
             "submit -- python train.py 3",

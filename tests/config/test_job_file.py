@@ -139,7 +139,6 @@ def test_every_flag_is_a_key_or_says_why_not() -> None:
         "limits",
         "node_labels",
         "priority",
-        "upload",
         "command",
         "workdir",
         "python",

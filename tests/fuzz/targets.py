@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import pickle
 import socket
 import tempfile
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from tarfile import PAX_FORMAT, TarInfo
 
 from elasticd.errors import UsageError, WireError
 from elasticd.heartbeat import record
@@ -22,13 +19,12 @@ from elasticd_agent.config.job_file import read_job
 from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.collector import flight_recorder
 from elasticd_agent.model.codec import LEAST_NUMBER, Document, Record
-from elasticd_agent.node import keys, uploads
+from elasticd_agent.node import keys
 from elasticd_agent.node.api.progress import JobTimeline
 from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
 from elasticd_agent.node.dashboard.login import LoginCookies
 from elasticd_agent.node.dashboard.routes import DashboardRoutes, ResponseCache
-from elasticd_agent.store.memory import MemoryStore
 from elasticd_agent.system.http_auth import TokenAuth
 from elasticd_agent.system.http_server import HttpRequest, _Handler
 from tests.node.api.test_fuzzed import RECORDS
@@ -119,18 +115,6 @@ def _stored(served: Served, data: bytes) -> None:
         store.delete(folder + key)
 
 
-def _upload(data: bytes) -> None:
-    """Headers of an archive, as they are and packed: what they are in memory is bounded."""
-    for one in (data, gzip.compress(data, 1)):
-        tracemalloc.start()
-        try:
-            uploads.put(MemoryStore(), one, lambda name: False)
-        finally:
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-            assert peak < 64 << 20, peak
-
-
 def _job_file(data: bytes) -> None:
     for kind in ("toml", "yaml", "json"):
         with suppress(UsageError):
@@ -189,13 +173,9 @@ def targets() -> Iterator[dict[str, Target]]:
 
         seeds = [f"{type(one).__name__} ".encode() + one.to_json() for one in RECORDS]
         dumps = [json.dumps(RECORDING).encode(), pickle.dumps(RECORDING, 2)]
-        archive = b"".join(
-            TarInfo(name).tobuf(PAX_FORMAT) + (b"x" * 512 if name == "a" else b"") for name in ("a", "b" * 200, "c/d")
-        )
         yield {
             "records": Target(_records, seeds, (WireError,)),
             "stored": Target(lambda data: _stored(pages, data), seeds, ()),
-            "uploads": Target(_upload, [archive, gzip.compress(archive)], (UsageError,)),
             "jobs": Target(_job_file, [JOB, YAML_JOB, b'{"command": ["train.py"], "workdir": "/tmp"}'], ()),
             "beats": Target(beats, [beat.read_bytes()], (WireError,)),
             "recordings": Target(_recording, dumps, (ValueError, RecursionError)),

@@ -43,7 +43,7 @@ class FakeRunners:
     def group_limits(self, spec: RunnerSpec) -> dict[str, int]:
         return {}
 
-    def start(self, spec: RunnerSpec, account: Any, secrets: Any, upload: None, limits: dict[str, int]) -> int:
+    def start(self, spec: RunnerSpec, account: Any, secrets: Any, limits: dict[str, int]) -> int:
         self.calls.append("start")
         if self.start_fails:
             raise self.start_fails
@@ -73,7 +73,7 @@ PLAN = NodePlan(start=(RunnerStart(Submission("llm", 1, "{}", 1, 1, 1, 1), (0,))
 def executor_for(runners: FakeRunners) -> tuple[Executor, RunOutcomes, list[str]]:
     journal, outcomes = RecordingJournal(), RunOutcomes()
     fake: Any = runners
-    made = Executor(fake, journal, NodeMetrics("n1", "1"), fake, outcomes, lambda name: b"")  # type: ignore[arg-type]
+    made = Executor(fake, journal, NodeMetrics("n1", "1"), fake, outcomes)  # type: ignore[arg-type]
     return made, outcomes, journal.sentences
 
 

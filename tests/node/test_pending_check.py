@@ -99,12 +99,11 @@ def test_cordon_ends_a_refusal() -> None:
         (view(placement=replace(WAITS, previous_nodes=("b",))), NODE),
         (view(placement=replace(WAITS, refusals=(Refusal("a", "no"),))), NODE),
         (view(replace(SUBMISSION, labels=("gpu=h100",))), NODE),
-        (view(replace(SUBMISSION, spec='{"command": ["a.py"], "workdir": "/", "upload": "' + "a" * 64 + '"}')), NODE),
         (view(), replace(NODE, slots=1)),
         (view(), replace(NODE, state="quarantined")),
         (ClusterView(submissions=(SUBMISSION,)), NODE),
     ],
-    ids=["has run", "refused", "labels", "upload", "small", "quarantined", "not placed"],
+    ids=["has run", "refused", "labels", "small", "quarantined", "not placed"],
 )
 def test_other_jobs_are_not_checked(seen: ClusterView, node: NodeStatus) -> None:
     it = Checked("no")

@@ -22,7 +22,6 @@ from elasticd.errors import UsageError, WireError
 from elasticd_agent.cli import tables
 from elasticd_agent.cli.log_follower import LogFollower, LogQuery
 from elasticd_agent.cli.main import AGENT_VARIABLE
-from elasticd_agent.cli.packing import pack
 from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.model.job import without_python
 from elasticd_agent.model.phrases import is_are
@@ -77,12 +76,8 @@ def _split_command(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 def _submit(client: AgentClient, options: argparse.Namespace) -> int:
     if options.command and options.file is not None:
         raise UsageError("give a job file, or -- and a command, not both")
-    if options.upload is not None and options.check:
-        raise UsageError("--upload is not for --check, which submits nothing")
-    if options.upload is not None and not options.command:
-        raise UsageError("--upload is for a command; write: elasticd submit --upload . -- train.py")
     if options.command:
-        return _submit_file(client, options, Path("the command"), _job_of(client, options), "application/json")
+        return _submit_file(client, options, Path("the command"), _job_of(options), "application/json")
     given = [name for name in _JOB_OPTIONS if getattr(options, name) is not None]
     if options.file is None or given:
         what = f"--{given[0].replace('_', '-')} is for a command" if given else "a job file is missing"
@@ -98,14 +93,11 @@ def _submit(client: AgentClient, options: argparse.Namespace) -> int:
     return _submit_file(client, options, path, data, _CONTENT_TYPES[options.kind or format_of(path.name)])
 
 
-def _job_of(client: AgentClient, options: argparse.Namespace) -> bytes:
-    """The job file for a command that is run in this directory, as `elasticd run` would, or in the uploaded one."""
+def _job_of(options: argparse.Namespace) -> bytes:
+    """The job file for a command that is run in this directory, as `elasticd run` would."""
     if not (options.module or options.no_python):
-        _check_is_script(options.command, options.upload or Path.cwd())
+        _check_is_script(options.command)
     job: dict[str, Any] = {"command": options.command, "workdir": str(Path.cwd())}
-    if options.upload is not None:
-        packed = client.post("/v1/uploads", pack(options.upload), "application/gzip").result()
-        job |= {"workdir": str(options.upload.absolute()), "upload": packed["upload"]}
     for name in _JOB_OPTIONS:
         value = getattr(options, name)
         if value is not None:
@@ -115,15 +107,15 @@ def _job_of(client: AgentClient, options: argparse.Namespace) -> bytes:
     return json.dumps(job).encode()
 
 
-def _check_is_script(command: Sequence[str], workdir: Path) -> None:
-    """Raises UsageError for an interpreter or another program, unless a file of the directory has the latter's name."""
+def _check_is_script(command: Sequence[str]) -> None:
+    """Raises UsageError for an interpreter, or another program that no file of this directory is named like."""
     name = command[0]
     if found := without_python(command):
         key, words = found
         option = [f"--{key.replace('_', '-')}"] if key else []
         instead = shlex.join(["elasticd", "submit", *option, "--", *words])
         raise UsageError(f"the command begins with a script, not with {name!r}; write: {instead}")
-    if name and "/" not in name and not name.endswith(".py") and not (workdir / name).exists() and shutil.which(name):
+    if name and "/" not in name and not name.endswith(".py") and not Path(name).exists() and shutil.which(name):
         instead = shlex.join(["elasticd", "submit", "--no-python", "--", *command])
         raise UsageError(f"{name!r} is a program, not a script of this directory; write: {instead}")
 
@@ -432,12 +424,6 @@ def _add_submit_options(parser: argparse.ArgumentParser) -> None:
     add("--kind", choices=tuple(_CONTENT_TYPES), help="the format of FILE, without a suffix")
     add("--check", action="store_true", help="submit nothing; ask every node, and say whether the job would start")
     add("-f", "--follow", action="store_true", help="print rank 0's output until the end; exit code 1 if it failed")
-    add(
-        "--upload",
-        type=Path,
-        metavar="DIR",
-        help="of a command: copy this small directory to every node, as the job's working directory",
-    )
     add("--module", action="store_true", default=None, help="the command is a module's name and arguments: python -m")
     add("--no-python", action="store_true", default=None, help="the command is a program, started as it is")
     add("--python", metavar="FILE", help="of a command: its interpreter on the nodes; default: the agent's own")

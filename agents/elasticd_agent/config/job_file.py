@@ -70,9 +70,6 @@ def job_environment(daemon_env: Mapping[str, str], job_env: Mapping[str, str], u
     return {**env, **job_env}
 
 
-_AN_UPLOAD = '"' + 64 * "0" + '"'
-
-
 class JobLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Of the control group of one job on one node; None: no limit."""
 
@@ -99,12 +96,6 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         '["train.py", "--epochs", "3"]',
     ]
     workdir: Annotated[Path, "The working directory of the job, on every node.", '"/home/me/project"']
-    upload: Annotated[
-        str | None,
-        "The archive of a working directory, which submit --upload has put into the store. Its copy on each node is "
-        "the working directory, in place of workdir.",
-        _AN_UPLOAD,
-    ] = None
     module: Annotated[bool, "The command is a module's name and its arguments, run as python -m does."] = False
     no_python: Annotated[bool, "The command is a program and its arguments, started as it is; not with module."] = False
     python: Annotated[
@@ -230,6 +221,7 @@ JOB_KEY_HINTS: Mapping[str, str] = {
     "args": 'they are part of command, as in command = ["train.py", "--epochs", "3"]',
     "script": 'write command, as in command = ["train.py"]',
     "environment": "write env",
+    "upload": "workdir must exist on every node that runs the job",
     **dict.fromkeys(("rdzv_id", "name"), "write id"),
     **dict.fromkeys(("event_log_handler", "event_log"), "the daemon keeps every job's events"),
     **dict.fromkeys(("metrics_port", "metrics_addr"), "the daemon serves every job's metrics on its own port"),
@@ -411,8 +403,6 @@ def _check_texts(job: JobFile) -> None:
             raise ConfigError(key, "is empty; leave it out, or name it")
         if text is not None and not text.isprintable():
             raise ConfigError(key, f"{text[:60]!r} holds a character that cannot be printed")
-    if job.upload is not None and not re.fullmatch(r"[0-9a-f]{64}", job.upload):
-        raise ConfigError("upload", "is set by elasticd submit --upload DIRECTORY")
     if job.id is not None and job.id.startswith("-"):
         raise ConfigError("id", f"{job.id[:60]!r} begins with '-': commands would take it for an option")
     if job.python is not None and "/" in job.python and not job.python.startswith("/"):

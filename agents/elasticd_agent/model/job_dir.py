@@ -22,8 +22,6 @@ class JobFiles:
         self.refusal = self.record / "refused.json"  #: RunnerExit of a job that the agent could not start
         self.ended = self.record / "ended"  #: its mtime: when the run was first seen to have ended, 0 before
         self.runtime = self.root / "run"  #: the runner's runtime directory, with its control socket `control`
-        self.upload = self.root / "upload.tar.gz"  #: the uploaded working directory, and where it is unpacked
-        self.work = self.root / "work"
         self.logs = self.root / "logs"
         self.events = self.root / "events.jsonl"
         self.output = self.root / "runner.log"  #: what `elasticd run` would print

@@ -6,11 +6,9 @@ the main loop's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent.config.job_file import from_json
+from elasticd.errors import UsageError
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.metrics import RUNNER_EXITS, RUNNER_STARTS, NodeMetrics
 from elasticd_agent.node.reconcile import NodePlan, RunnerEnd, RunnerStart, RunOutcomes
@@ -32,8 +30,6 @@ class Executor:
     metrics: NodeMetrics
     specs: SpecBuilder
     outcomes: RunOutcomes
-    read_upload: Callable[[str], bytes]
-    """Of a job's archive, by its name. Raises UsageError if it is gone, StoreUnavailable."""
     _retry_at: dict[tuple[str, int], float] = field(default_factory=dict)
     _started_at: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -59,7 +55,7 @@ class Executor:
         spec = self.specs.build(start)
         try:
             pid = self._start_or_refuse(spec, now)
-        except (OSError, UsageError, StoreUnavailable) as error:
+        except (OSError, UsageError) as error:
             where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
             why = f"{where}{error.strerror}" if isinstance(error, OSError) else str(error)
             self._retry_at[key] = now + RETRY_S
@@ -76,17 +72,14 @@ class Executor:
         )
 
     def _start_or_refuse(self, spec: RunnerSpec, now: float) -> int | None:
-        """The runner's pid; None: this node cannot run the job. Others raise OSError, UsageError, StoreUnavailable."""
+        """The runner's pid; None: this node cannot run the job. Others raise OSError, UsageError."""
         try:
             account = self.specs.account(spec)
         except UsageError as error:
             self.record_end(self.runners.refuse(spec, None, str(error)), now)
             return None
         try:
-            digest = from_json(spec.job_file).upload
-            upload = None if digest is None else self.read_upload(digest)
-            limits = self.specs.group_limits(spec)
-            return self.runners.start(spec, account, self.specs.secrets(), upload, limits)
+            return self.runners.start(spec, account, self.specs.secrets(), self.specs.group_limits(spec))
         except NotAllowed as error:
             self.record_end(self.runners.refuse(spec, account, str(error)), now)
             return None

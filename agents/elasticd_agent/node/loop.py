@@ -7,7 +7,6 @@ The scheduler decides where jobs run, `reconcile` what that means for this node,
 
 from __future__ import annotations
 
-import functools
 import queue
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Literal
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.config.agent_settings import NodeSettings
-from elasticd_agent.node import keys, metrics, uploads
+from elasticd_agent.node import keys, metrics
 from elasticd_agent.node.configured_jobs import ConfiguredJobs
 from elasticd_agent.node.executor import Executor
 from elasticd_agent.node.health.job_failures import JobFailures
@@ -106,8 +105,7 @@ class NodeLoop:
         self._reported_name_conflict = ""
         self._name_taken_since: float | None = None
         self._missing_since: float | None = None
-        read_upload = functools.partial(uploads.read, parts.store)
-        self._executor = Executor(parts.runners, parts.journal, parts.metrics, specs, self._outcomes, read_upload)
+        self._executor = Executor(parts.runners, parts.journal, parts.metrics, specs, self._outcomes)
         self._pending_check = PendingCheck(self.refusal, lambda: parts.inbox.put(Wakeup()))
         self._last_turn_at = time.monotonic()
         self._next_at = 0.0

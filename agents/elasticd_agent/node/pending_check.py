@@ -17,7 +17,6 @@ from itertools import islice
 from typing import TypeAlias
 
 from elasticd.errors import ElasticdError
-from elasticd_agent.config.job_file import from_json
 from elasticd_agent.node.records import NodeStatus, RunnerStatus, Submission
 from elasticd_agent.node.scheduler.policy import ClusterView, head_of_queue
 from elasticd_agent.system.bounded_io import DeadlineExceeded
@@ -87,8 +86,7 @@ class PendingCheck:
     def _run(self, submission: Submission, now: float) -> None:
         why: str | None
         try:
-            uploaded = from_json(submission.spec).upload is not None  # it is unpacked when its runner starts
-            why = "" if uploaded else self.refusal(submission)
+            why = self.refusal(submission)
         except (DeadlineExceeded, ElasticdError, OSError):
             why = None
         self._answers.append((_key(submission), now, why))

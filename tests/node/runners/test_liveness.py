@@ -25,7 +25,6 @@ from elasticd_agent.node.runners.spec import (
     MAX_EXIT_BYTES,
     RunnerExit,
     RunnerSpec,
-    StoreSecrets,
     read_exit,
     read_spec,
     write_exit,
@@ -344,26 +343,6 @@ def test_lock_out_of_reach_keeps_no_slots(
         assert fd is not None, "the next runner of this run needs it"
         os.close(fd)
         keeper.communicate("\n")
-
-
-@needs_root
-def test_upload_is_the_users_before_it_is_in_its_folder(open_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There he could put another file in its place, which root would give him."""
-    chown = os.chown
-
-    def given(path: Path, *to: int, **how: object) -> None:
-        assert not path.is_relative_to(open_state / "jobs")
-        chown(path, *to)
-
-    monkeypatch.setattr(os, "chown", given)
-    with (
-        subprocess.Popen(["true"]) as runner,
-        closing(RunnerManager(open_state, lambda: None, lambda line: None)) as runners,
-    ):
-        monkeypatch.setattr(manager, "spawn", lambda *_: runner)
-        runners.start(ORDER, Account.of("nobody"), StoreSecrets(), b"archive")
-    upload = job_files(open_state, "mine", 1).upload
-    assert (upload.read_bytes(), upload.stat().st_uid, upload.stat().st_mode & 0o777) == (b"archive", 65534, 0o600)
 
 
 @needs_root

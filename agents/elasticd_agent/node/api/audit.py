@@ -69,7 +69,7 @@ class AuditedRoutes:
             return
         action, target = found
         if action == "submit" and status == 201:
-            target = next(iter(map(str, json.loads(body).values())))  # the job, or the upload's name
+            target = json.loads(body)["job"]
         by = request.requested_by or request.host
         is_repeatable = action == "read" or (action == "login" and status >= 400)
         self._record(by, action, target, status, once=target if is_repeatable else None)
@@ -102,7 +102,7 @@ def action_of(method: str, path: str) -> tuple[str, str] | None:
     if words[:2] == ["v1", "local"]:
         words = ["v1", *words[2:]]
     match method, words:
-        case "POST", ["v1", "jobs" | "uploads"]:
+        case "POST", ["v1", "jobs"]:
             return "submit", ""
         case "POST", ["v1", "jobs" | "nodes", target, action] | ["jobs" | "nodes", target, action] if action in ACTIONS:
             return action, target

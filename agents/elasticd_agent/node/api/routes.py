@@ -67,7 +67,6 @@ class ApiRoutes:
                 **pages.handlers(),
                 "GET /v1/jobs": lambda request: self._jobs(),
                 "POST /v1/jobs": self._submit,
-                "POST /v1/uploads": lambda request: json_response({"upload": service.upload(request.body)}, 201),
                 "POST /v1/try": lambda request: json_response(
                     service.try_job(request.body, _job_file_type(request), request.requested_by)
                 ),

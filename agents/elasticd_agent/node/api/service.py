@@ -22,7 +22,6 @@ from elasticd_agent.config.run_model import name_of
 from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.phrases import count, is_are, listing
 from elasticd_agent.model.records import Round
-from elasticd_agent.node import uploads
 from elasticd_agent.node.api import views
 from elasticd_agent.node.api.cluster import ClusterReader, NotFound
 from elasticd_agent.node.api.job_list import JobIndex, JobList
@@ -119,10 +118,6 @@ class JobService:
                 raise Conflict(str(error)) from None
             raise
         return {"job": made.job, "number": made.number}
-
-    def upload(self, data: bytes) -> str:
-        """Keep a working directory, packed, for jobs that name it. Raises UsageError."""
-        return uploads.put(self.store, data, lambda name: any(name in one.spec for one in self._view().unfinished()))
 
     def try_job(self, data: bytes, kind: FileFormat, by: str) -> dict[str, Any]:
         """What would come of a submission, by the scheduler's own rules, and what each node says of the job.

@@ -18,8 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.config import job_file
 from elasticd_agent.config.agent_settings import Limits
@@ -34,7 +32,6 @@ from elasticd_agent.model.job import AgentSettings, JobSpec, Policy
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.version import version
-from elasticd_agent.node import uploads
 from elasticd_agent.node.keys import RUNNER_COMM
 from elasticd_agent.node.runners import liveness
 from elasticd_agent.node.runners.history import RoundHistory, RunnerMetrics
@@ -169,9 +166,6 @@ def _print(sentence: str) -> None:
 def checked_model(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles | None) -> RunModel:
     """What this runner does. Raises UsageError if this node cannot run the job. `files`: None for a trial."""
     job = job_file.from_json(runner_spec.job_file)
-    if job.upload is not None and files is not None:
-        uploads.unpack(files.upload, files.work)
-        job = msgspec.structs.replace(job, workdir=files.work)
     directories = None if (below := runner_spec.directories) is None else tuple(map(Path, below))
     if wrong := path_refusal(Limits(commands=runner_spec.commands, directories=directories), job):
         raise wrong

@@ -34,7 +34,7 @@ from elasticd_agent.node.runners.spec import (
 )
 from elasticd_agent.system import cgroups, procfs
 from elasticd_agent.system.control_socket import ControlSocketError
-from elasticd_agent.system.files import rename_over, replace_file
+from elasticd_agent.system.files import replace_file
 
 SUPERVISOR_COMM = "elasticd-super"
 KILL_DELAY_S = 5.0
@@ -212,12 +212,11 @@ class RunnerManager:
         spec: RunnerSpec,
         account: Account,
         secrets: StoreSecrets,
-        upload: bytes | None = None,
         limits: Mapping[str, int] | None = None,
     ) -> int:
         """Start a runner; its pid. Raises OSError if its folder or process cannot be created, UsageError.
 
-        `upload`: the archive of its working directory. `limits`: of its control group, by controller.
+        `limits`: of its control group, by controller.
         """
         if limits:
             try:
@@ -227,11 +226,6 @@ class RunnerManager:
             spec = replace(spec, control_group=str(group))
         files = self._folder(spec, account)
         replace_file(files.runner_spec, spec.to_json())
-        if upload is not None:
-            received = files.record / files.upload.name  # in the user's folder he could have us chown another file
-            replace_file(received, upload)
-            os.chown(received, account.uid, account.gid)
-            rename_over(received, files.upload)
         for earlier in (files.runner_exit, files.refusal):
             earlier.unlink(missing_ok=True)
         lock = liveness.take_lock(files.lock)
