@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from elasticd_agent.node.api.client import AgentClient
+
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = Path(__file__).parent / "scripts" / "steps.py"
 STEP_S = 0.2
@@ -48,11 +50,11 @@ class MeasuredFault:
 class InstalledAgent:
     """One `elasticd agent` with a local store, in a folder of its own."""
 
-    def __init__(self, folder: Path, job: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder, self.state = folder, folder / "state"
         self.config = folder / "agent.toml"
         head = [f'state_dir = "{self.state}"', f'run_dir = "{folder / "run"}"', 'node = "bench"', "slots = 8"]
-        self.config.write_text("\n".join([*head, "[http]", "port = 0", "[health]", "all_reduce = false", job]))
+        self.config.write_text("\n".join([*head, "[http]", "port = 0", "[health]", "all_reduce = false"]))
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -67,6 +69,12 @@ class InstalledAgent:
                 stderr=log,
             )
         wait_for(lambda: self.joined() > before, "the agent to take part")
+
+    def submit(self, name: str, notes: Path, workers: int) -> None:
+        """A job that makes steps and writes them into `notes`."""
+        command = [str(SCRIPT), "--notes", str(notes), "--pause", str(STEP_S)]
+        job = {"id": name, "command": command, "workdir": str(notes), "workers": workers}
+        AgentClient(self.folder / "run" / "agent.sock").post("/v1/jobs", json.dumps(job).encode()).result()
 
     def kill(self) -> None:
         assert self.process is not None
@@ -168,19 +176,13 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def job_table(place: Path, workers: int) -> str:
-    command = [str(SCRIPT), "--notes", str(place), "--pause", str(STEP_S)]
-    return "\n".join(
-        ["[[job]]", 'id = "bench"', f"command = {json.dumps(command)}", f'workdir = "{place}"', f"workers = {workers}"]
-    )
-
-
 def measure(times: int, workers: int, idle_s: float) -> dict[str, object]:
     faults: list[MeasuredFault] = []
     with folder() as place:
-        agent, notes = InstalledAgent(place, job_table(place, workers)), StepLog(place, workers)
+        agent, notes = InstalledAgent(place), StepLog(place, workers)
         try:
             agent.start()
+            agent.submit("bench", place, workers)
             wait_for(lambda: len(notes.steps()) > 5, "steps")
             time.sleep(CALM_S)
             now = time.monotonic()
@@ -192,7 +194,7 @@ def measure(times: int, workers: int, idle_s: float) -> dict[str, object]:
         finally:
             agent.drain()
     with folder() as place:
-        agent = InstalledAgent(place, "")
+        agent = InstalledAgent(place)
         try:
             agent.start()
             time.sleep(5)

@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.daemon import SCRIPT, STEP_S, InstalledAgent, StepLog, cpu_s, folder, wait_for
+from benchmarks.daemon import InstalledAgent, StepLog, cpu_s, folder, wait_for
 
 MOST_MS = 20.0
 PAUSE_S = 0.1
@@ -31,13 +31,6 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
-
-
-def table(number: int, place: Path, workers: int) -> str:
-    notes = place / f"job{number}"
-    notes.mkdir()
-    command = json.dumps([str(SCRIPT), "--notes", str(notes), "--pause", str(STEP_S)])
-    return f'[[job]]\nid = "bench{number}"\ncommand = {command}\nworkdir = "{notes}"\nworkers = {workers}\n'
 
 
 def timed(url: str, times: int) -> tuple[list[float], bytes]:
@@ -62,12 +55,15 @@ def summary(took: Sequence[float]) -> dict[str, float]:
 
 def measure(jobs: int, workers: int, scrapes: int) -> dict[str, object]:
     with folder() as place:
-        agent, port = InstalledAgent(place, "\n".join(table(n, place, workers) for n in range(jobs))), free_port()
+        agent, port = InstalledAgent(place), free_port()
         text = agent.config.read_text().replace("port = 0", f"port = {port}").replace("slots = 8", "slots = 64")
         agent.config.write_text(text)
         try:
             agent.start()
             notes = [StepLog(place / f"job{number}", workers) for number in range(jobs)]
+            for number, one in enumerate(notes):
+                one.folder.mkdir()
+                agent.submit(f"bench{number}", one.folder, workers)
             wait_for(lambda: all(len(one.steps(workers - 1)) > 5 for one in notes), "steps of every job")
             locks = sorted((agent.state / "runners").glob("bench*/lock"))
             pids = [agent.pid, *(int(lock.read_text().split()[0]) for lock in locks)]

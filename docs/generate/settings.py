@@ -59,7 +59,6 @@ An error is one line on stderr and exit code 2, and nothing is started:
 /etc/elasticd/agent.toml: store.endpoint: is not a key here: write endpoints = ["HOST:PORT"]
 /etc/elasticd/agent.toml: lease: 3 s must exceed renewal 2 s + 2 × store_timeout 0.9 s, so that …; raise it by …
 /etc/elasticd/agent.toml: http.token_file: '/etc/elasticd/token': anybody can read it (mode 0644); chmod 600 …
-/etc/elasticd/agent.toml: job[1].workers: 8, but this node has 4 slots and a local store has no other node
 ```
 
 The check covers this machine: files with secrets exist and only their owner and group can read them (`root:elasticd`
@@ -67,10 +66,10 @@ The check covers this machine: files with secrets exist and only their owner and
 exceed the number of GPUs. The file itself must not be writable by everybody, as it can name commands.
 
 **Values.** A time is in seconds, or text with its unit: `0.5`, `"500ms"`, `"5s"`, `"2m"`, `"1.5h"`, `"7d"`. A size is
-in bytes, or text: `"500MB"`, `"10GiB"`. Paths are absolute. The file may be YAML or JSON if its name ends so. In YAML,
-`2:8` needs no quotes and `no` is text (YAML 1.2); aliases and tags are refused. A key given twice is refused.
+in bytes, or text: `"500MB"`, `"10GiB"`. Paths are absolute. The file may be JSON if its name ends so. A key given
+twice is refused.
 
-**Variables.** Every key except `[[job]]` can be set by a variable, which overrides the file: `ELASTICD_` and the key in
+**Variables.** Every key can be set by a variable, which overrides the file: `ELASTICD_` and the key in
 capitals, with its table in front, `ELASTICD_HTTP_PORT`. Lists are separated by commas. An empty variable counts as
 unset. A variable that begins like one of the tables (`ELASTICD_STORE_…`) without being a key is refused. Secrets are
 only ever in files: there is no variable for a password or a token. The variables that elasticd sets for workers
@@ -81,17 +80,11 @@ only ever in files: there is no variable for a password or a token. The variable
 **SIGHUP** (`systemctl reload elasticd-agent`) reads the file and the variables of the agent's start again. After an
 error the sentence is logged and nothing changes. Otherwise the keys marked *reloads* take effect at once. For each
 other key that differs, one log line says that it takes effect at the next start: SIGUSR2, which replaces the agent
-without disturbing a job, or `systemctl restart`, which drains the node. New `[[job]]` tables are submitted; a job whose
-table is gone continues, and `elasticd cancel` ends it.
+without disturbing a job, or `systemctl restart`, which drains the node.
 
 ## Keys
 
 @KEYS@
-
-### [[job]]
-
-Jobs that this node submits by itself, one table each, with the keys of a job file ([jobs.md](jobs.md)). Each needs an
-`id`, so that it is submitted only once, and again when it has ended and its table has changed.
 
 ## Limits
 
@@ -119,7 +112,7 @@ JOBS = """\
 <!-- Written by `make docs` from docs/generate/settings.py and agents/elasticd_agent/config/; a test compares. -->
 
 A job file holds the options of `elasticd run` for a job that is submitted to the agents: `elasticd submit job.toml`. It
-is TOML, YAML or JSON. The smallest one:
+is TOML or JSON. The smallest one:
 
 ```toml
 command = ["train.py", "--epochs", "3"]

@@ -238,37 +238,6 @@ TOML: list[tuple[str, str]] = [
     (ABOUT + 'id="a\\nb"', "id: 'a\\nb' holds a character that cannot be printed"),
     (ABOUT + 'zz""=1', "is not TOML: …"),
 ]
-YAML: list[tuple[str, str]] = [
-    ("a", "must be a table of keys and values, not a single value"),
-    ("- a", "must be a table of keys and values, not a list"),
-    ("", "must be a table of keys and values, not nothing"),
-    ("a: &x [1]\nb: *x", "line 1: YAML aliases (*name) are not understood; write the value out"),
-    ("a: !!int 3", "line 1: YAML tags (tag:yaml.org,2002:int) are not understood; write the plain value"),
-    ("a: !x 3", "line 1: YAML tags (!x) are not understood; write the plain value"),
-    ("{", "is not YAML: …"),
-    ("a: 1\na: 2", "line 2: a: is given twice; keep one"),
-    (
-        "command: [a]\nworkdir: /tmp\nnodes: 2:8\nworkers: 010\nuser: no\nid: 3",
-        "id: must be text, not a whole number 3",
-    ),
-    ("? [a]\n: 1", "line 1: a key must be text, not a list or a table"),
-    ('a: "\\ud800"', "'\\ud800' holds half a character (a lone surrogate)"),
-    ("--- a\n--- b", "is not YAML: …"),
-    ("a: [", "is not YAML: …"),
-    ("\x00", "is not YAML: …"),
-    (
-        ("a: [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]"),
-        "tables and lists are nested too deep; 16 levels are understood",
-    ),
-    ('"\\x00": 1', "'\\x00' holds a zero byte, which no file name, argument or variable can"),
-    ("command: [a]\nworkdir: /tmp\n<<: {a: 1}", "<<: is not a key; elasticd config example lists them"),
-    (
-        "command:\n  - a\nworkdir: /tmp\nhang_floor: 1:30",
-        "hang_floor: '1:30' is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d",
-    ),
-    ("command: [a]\nworkdir: ~", "workdir: nothing is not a path; write it as text, as in /srv/data"),
-    ("%YAML 9.9\n---\na: 1", "is not YAML: …"),
-]
 JSON: list[tuple[bytes, str]] = [
     (b"\xff", "is not text: byte 0 is not UTF-8"),
     (b'{"a":1,"a":2}', "a: is given twice; keep one"),

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 ETCD = '[store]\nbackend="etcd"\nendpoints=["h:2379"]\n'
 TLS = ETCD.replace("h:2379", "https://h")
-JOB = '[[job]]\nid="a"\ncommand=["t.py"]\nworkdir="/tmp"\n'
-JOB_B, JOB_C = JOB.replace('"a"', '"b"'), JOB.replace('"a"', '"c"')
 
 BAD: list[tuple[str, str]] = [
     ("slot=4", "slot: is not a key; did you mean slots?"),
@@ -231,60 +229,8 @@ BAD: list[tuple[str, str]] = [
     ('[limits]\nusers=[""]', "limits.users: holds an empty entry; leave it out"),
     ('[limits]\ndirectories=["srv"]', "limits.directories[0]: 'srv' is not an absolute path; begin it with /"),
     ('[limits]\ncommand=["/x"]', "limits.command: is not a key; did you mean commands?"),
-    ("job=3", "job: must be a list, not a whole number 3; write [[job]]"),
-    ('job={id="x"}', "job: must be a list, not a table; write [[job]]"),
-    ('[job]\nid="x"', "job: must be a list, not a table; write [[job]]"),
-    ("[jobs]\n", "jobs: is not a key here: write [[job]], once per job"),
-    ('[[jobs]]\nid="a"', "jobs: is not a key here: write [[job]], once per job"),
-    (
-        '[[job]]\ncommand=["t.py"]\nworkdir="/tmp"',
-        "job[0].id: is missing; a job that a node submits by itself needs one, so that it is submitted only once",
-    ),
-    (
-        JOB.replace('"a"', '"bad id"'),
-        "job[0].id: 'bad id' has characters that a shell or a URL reads otherwise; use letters, digits, '.', '_' and "
-        "'-', and begin with a letter or a digit",
-    ),
-    (
-        JOB.replace('["t.py"]', '["python", "t.py"]'),
-        "job[0].command: begins with a script, not with 'python'; write: command = [\"t.py\"]",
-    ),
-    (JOB + JOB, "job[1].id: 'a' is job[0]'s, too; two jobs need two ids"),
-    (JOB + JOB_B + JOB, "job[2].id: 'a' is job[0]'s, too; two jobs need two ids"),
-    (JOB + "worker=3", "job[0].worker: is not a key; did you mean workers?"),
-    (JOB + 'workers="x"', "job[0].workers: 'x' is neither a number nor MIN:MAX, as in 4 or 2:8"),
-    (
-        "slots=1\n" + JOB + "workers=400",
-        "job[0].workers: 400, but this node has 1 slot(s) and a local store knows no other",
-    ),
-    (JOB + "nodes=2", "job[0].nodes: 2, but a local store is one node's; set store.backend to etcd"),
-    (
-        JOB + 'user="nobody-at-all"',
-        "job[0].user: 'nobody-at-all' does not exist on this machine; create it, or name another",
-    ),
-    (
-        JOB + 'shutdown_timeout="2m"',
-        "job[0].shutdown_timeout: 2m must be less than drain_timeout 1m, so that the job can end by "
-        "itself when the node is drained; raise drain_timeout by more than 60 s, or lower "
-        "shutdown_timeout",
-    ),
-    (
-        JOB + 'hang_floor="1 parsec"',
-        "job[0].hang_floor: '1 parsec' is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d",
-    ),
-    (JOB + "[job.env]\nA=3", "job[0].env.A: must be text, not a whole number"),
-    (
-        '[limits]\ndirectories=["/srv"]\n' + JOB,
-        "job[0].workdir: '/tmp' is not below one of this node's [limits] directories: /srv",
-    ),
-    (
-        '[limits]\ncommands=["/srv/"]\n' + JOB,
-        "job[0].command: '/tmp/t.py' is not one of this node's [limits] commands: /srv/",
-    ),
-    (
-        JOB + JOB_B + JOB_C + "workers=2.5",
-        'job[2].workers: must be a whole number or text, not a number 2.5; write it as in workers = "1:8"',
-    ),
+    ('[[job]]\nid="x"', "job: is not a key here: submit each job with elasticd submit FILE"),
+    ("[jobs]\n", "jobs: is not a key here: submit each job with elasticd submit FILE"),
     ('token="abc"', "token: is not a key here: secrets are in files of their own; write token_file below [http]"),
     ('etcd="x"', 'etcd: is not a key here: write [store] with backend = "etcd"'),
     ('a"b=1', "is not TOML: …"),
@@ -292,9 +238,8 @@ BAD: list[tuple[str, str]] = [
     ('node="a"\nnode="b"', "is not TOML: a key is given twice…"),
     (
         '[agent]\nnode="x"',
-        "agent: is not a key here: this file is all about the agent; tables are [store], [http], "
-        "[health], [limits] and [[job]]",
+        "agent: is not a key here: this file is all about the agent; tables are [store], [http], [health] and [limits]",
     ),
-    ('workdir="/x"', "workdir: is not a key here: it is a job's; write it below [[job]]"),
+    ('workdir="/x"', "workdir: is not a key here: it is a job's; write it in a job file"),
     ("nnodes=3", "nnodes: is not a key; did you mean node?"),
 ]

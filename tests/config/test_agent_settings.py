@@ -30,7 +30,7 @@ from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import JobSpec, Mode, Policy, Tls
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
-from tests.config.bad_settings import BAD, ETCD, JOB
+from tests.config.bad_settings import BAD, ETCD
 from tests.etcd import Authority
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +148,7 @@ def test_a_file_that_anybody_can_write_or_nobody_can_read(here: Path) -> None:
 def test_an_empty_file_is_a_node_that_works_alone(here: Path) -> None:
     assert _load(here, "") == load(None, {})
     alone = load(None, {})
-    assert (alone.store.backend, alone.http.bind, alone.http.port, alone.jobs) == ("local", "127.0.0.1", 9411, ())
+    assert (alone.store.backend, alone.http.bind, alone.http.port) == ("local", "127.0.0.1", 9411)
     assert (alone.socket_path, alone.logs) == (Path("/run/elasticd/agent.sock"), Path("/var/lib/elasticd/logs"))
     assert store_rendezvous(alone).backend == "memory"
     assert store_policy(alone) == Policy()
@@ -174,11 +174,6 @@ token_file = "TMP/token"
 disk_free_min = "2GiB"
 [limits]
 directories = ["/tmp"]
-[[job]]
-id = "a"
-command = ["t.py"]
-workdir = "/tmp"
-workers = "1:8"
 """
 
 
@@ -186,7 +181,6 @@ def test_a_whole_one(here: Path) -> None:
     found = _load(here, FULL)
     assert (found.node, found.slots, found.labels) == ("n7", 2, ("rack=7",))
     assert (found.drain_timeout_s, found.keep_ended_s, found.health.disk_free_min_bytes) == (90, 3600, 2 << 30)
-    assert found.jobs == (read_job(b'{id: a, command: [t.py], workdir: /tmp, workers: "1:8"}', "yaml", "j"),)
     place = store_rendezvous(found)
     assert place.endpoints == (("a", 2379), ("::1", 2379))
     assert (place.user, place.password, place.node) == ("elasticd", SECRET, "n7")
@@ -295,13 +289,9 @@ def test_what_reloads_counts_and_what_does_not_is_said(here: Path) -> None:
     assert merge_reloaded(new, new) == (new, [])
 
 
-def test_new_jobs_and_limits_reload(here: Path) -> None:
+def test_limits_reload(here: Path) -> None:
     counts, sentences = merge_reloaded(_load(here, ""), _load(here, '[limits]\nusers=["root"]\ndirectories=["/tmp"]\n'))
     assert counts.limits.users == ("root",)
-    assert sentences
-    assert all(sentence.endswith(" from now on") for sentence in sentences)
-    counts, sentences = merge_reloaded(_load(here, ""), _load(here, JOB))
-    assert [job.id for job in counts.jobs] == ["a"]
     assert sentences
     assert all(sentence.endswith(" from now on") for sentence in sentences)
 
@@ -325,17 +315,16 @@ def test_check_shows_what_counts_and_no_secret(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELASTICD_HTTP_PORT", "9999")
-    path = _file(here, FULL + 'env = { WANDB_API_KEY = "s3cret" }\n')
+    path = _file(here, FULL)
     code, out, err = _config(capsys, "check", str(path))
     assert (code, err) == (0, "")
     assert "s3cret" not in out
     assert "port = 9999  # ELASTICD_HTTP_PORT\n" in out
     # What is shown can be read again, and means the same.
     again = parse(out.encode(), "toml", "shown")
-    assert (again["node"], again["store"]["user"], again["job"][0]["hang_factor"]) == ("n7", "elasticd", 5)
-    assert load(_file(here, out), {}) == msgspec.structs.replace(
-        load(path, {"ELASTICD_HTTP_PORT": "9999"}), jobs=load(_file(here, out), {}).jobs
-    )
+    assert (again["node"], again["store"]["user"]) == ("n7", "elasticd")
+    shown = _file(here, out, "shown.toml")
+    assert load(shown, {}) == load(path, {"ELASTICD_HTTP_PORT": "9999"})
     code, out, _ = _config(capsys, "check", str(path), "--json")
     told = json.loads(out)
     assert (code, told["kind"], told["values"]["drain_timeout"]) == (0, "agent", "90s")
@@ -344,7 +333,7 @@ def test_check_shows_what_counts_and_no_secret(
 
 
 def test_check_tells_job_files_by_what_is_in_them(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = _file(here, "command: [t.py]\nworkdir: /tmp\nenv: {KEY: s3cret}\nlease: 6s\n", "j.yaml")
+    path = _file(here, 'command = ["t.py"]\nworkdir = "/tmp"\nenv = { KEY = "s3cret" }\nlease = "6s"\n', "j.toml")
     code, out, err = _config(capsys, "check", str(path))
     assert (code, err) == (0, "")
     assert 'env = { KEY = "…" }\n' in out
@@ -369,6 +358,7 @@ def test_check_tells_job_files_by_what_is_in_them(here: Path, capsys: pytest.Cap
         (["example", "a"], "example reads no file; it prints one"),
         (["check", "/no/such"], "/no/such: cannot be read: No such file or directory"),
         (["check", "a\0b"], "'a\\x00b' cannot be the name of a file"),
+        (["check", "j.yaml"], "j.yaml: YAML is not understood; write TOML, as elasticd config example --job prints it"),
     ],
 )
 def test_what_config_refuses(capsys: pytest.CaptureFixture[str], argv: list[str], says: str) -> None:
@@ -465,5 +455,5 @@ def test_the_examples_are_right(here: Path) -> None:
     me = pwd.getpwuid(os.geteuid()).pw_name
     text = text.replace("/etc/elasticd", str(here)).replace('"elasticd"', f'"{me}"')
     found = _load(here, text)
-    assert (found.jobs[0].id, found.http.bind, found.drain_timeout_s) == ("warm-cache", "0.0.0.0", 90)
+    assert (found.http.bind, found.drain_timeout_s) == ("0.0.0.0", 90)
     assert store_rendezvous(found).tls == Tls(here / "ca.pem", here / "node.pem", here / "node.key")

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import Limits, NodeSettings
 from elasticd_agent.config.job_file import JobFile, decode_job, to_json
 from elasticd_agent.config.limits import refusal
-from elasticd_agent.config.load import load
 from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.node.reconcile import RunnerStart
 from elasticd_agent.node.records import Submission
@@ -213,11 +211,3 @@ def test_an_empty_list_lets_nothing_through(tree: Path) -> None:
         "workdir: 'TREE/allowed' is not below one of this node's [limits] directories: none"
     )
     assert refusal(Limits(), job, None) is None
-
-
-def test_jobs_in_the_nodes_own_file_are_asked_too(tree: Path) -> None:
-    file = tree / "agent.toml"
-    file.write_text(f'[limits]\nusers = ["trainer"]\n[[job]]\nid = "a"\ncommand = ["t.py"]\nworkdir = "{tree}"\n')
-    file.chmod(0o644)
-    with pytest.raises(UsageError, match=r"agent\.toml: job\[0\]\.user: is not given, and"):
-        load(file, {})

@@ -43,7 +43,6 @@ STORED = {
     b"Cordon": (keys.CORDONS, "a"),
 }
 NOW = 1_800_000_000.0
-YAML_JOB = b"command: [train.py]\nworkdir: /tmp\nworkers: 1:2\nenv: {A: b}\n"
 EVENT = {"kind": "round_published", "wall": 1.5, "mono": 1.0, "round": 1, "world_size": 2, "reason": "start"}
 REQUESTS = [
     b"GET /v1/jobs HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -116,7 +115,7 @@ def _stored(served: Served, data: bytes) -> None:
 
 
 def _job_file(data: bytes) -> None:
-    for kind in ("toml", "yaml", "json"):
+    for kind in ("toml", "json"):
         with suppress(UsageError):
             read_job(data, kind, "the job")
 
@@ -176,7 +175,7 @@ def targets() -> Iterator[dict[str, Target]]:
         yield {
             "records": Target(_records, seeds, (WireError,)),
             "stored": Target(lambda data: _stored(pages, data), seeds, ()),
-            "jobs": Target(_job_file, [JOB, YAML_JOB, b'{"command": ["train.py"], "workdir": "/tmp"}'], ()),
+            "jobs": Target(_job_file, [JOB, b'{"command": ["train.py"], "workdir": "/tmp"}'], ()),
             "beats": Target(beats, [beat.read_bytes()], (WireError,)),
             "recordings": Target(_recording, dumps, (ValueError, RecursionError)),
             "events": Target(_events, [json.dumps(EVENT).encode()], (ValueError, RecursionError)),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd_agent.model.job_dir import JobFiles, job_files
+from elasticd_agent.node.api.client import AgentClient
 from elasticd_agent.node.runners import liveness as alive
 from elasticd_agent.node.runners import poller as visiting
 from elasticd_agent.node.runners.spec import RunnerExit, read_exit
@@ -65,7 +66,7 @@ class AgentNode:
     # --- configuration --------------------------------------------------------------------------------------------
 
     def job(self, name: str, script: str, *args: str, **how: Any) -> dict[str, Any]:
-        """Have a job in agent.toml from the next `write` on."""
+        """Have a job submitted by the next `start` or `submit_jobs`."""
         job = self.job_table(name, script, *args, **how)
         self.jobs.append(job)
         return job
@@ -87,8 +88,6 @@ class AgentNode:
 
     def write(self) -> Path:
         lines = [f"{key} = {toml(value)}" for key, value in self.settings.items()]
-        for job in self.jobs:
-            lines += ["[[job]]", *(f"{key} = {toml(value)}" for key, value in job.items())]
         self.config.write_text("\n".join(lines) + "\n")
         return self.config
 
@@ -111,7 +110,15 @@ class AgentNode:
             )
         if wait:
             self.until(lambda: len(self.events("node_registered")) > joined, "the agent to take part")
+            self.submit_jobs()
         return self
+
+    def submit_jobs(self) -> None:
+        """Submit what `job` has described since the last time."""
+        while self.jobs:
+            body = json.dumps(self.jobs.pop(0)).encode()
+            reply = AgentClient(self.root / "run" / "agent.sock").post("/v1/jobs", body)
+            assert reply.code == 201, reply
 
     @property
     def pid(self) -> int:

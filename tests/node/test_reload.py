@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
 
+from elasticd_agent.node.api.client import AgentClient
 from tests.node.conftest import MakeNode
 from tests.node.node import COLD, lives, until
 
@@ -18,35 +20,24 @@ def test_reload_is_atomic_and_names_changes_that_need_a_restart(node: MakeNode) 
     workers = n1.workers("first")
     until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
 
-    n1.config.write_text(n1.config.read_text() + "worker = 3\n")
+    n1.config.write_text(n1.config.read_text() + "slot = 3\n")
     n1.signal(signal.SIGHUP)
     line = n1.wait_for_log("the configuration was not reloaded")
-    assert line.endswith(f"{n1.config}: job[0].worker: is not a key; did you mean workers?")
+    assert line.endswith(f"{n1.config}: slot: is not a key; did you mean slots?")
 
     # A job may use the directory of this node's jobs and no other from now on; its slots are another matter.
     n1.settings |= {"limits": {"directories": [str(n1.work)]}, "slots": 3}
-    n1.job("second", "plain.py", COLD, "sleep", workers=1)
-    n1.job("outside", "plain.py", COLD, "sleep", workers=1, checkpoint_dir="/elsewhere")
-    n1.write()
-    n1.signal(signal.SIGHUP)
-    n1.wait_for_log(
-        f"{n1.config}: job[2].checkpoint_dir: '/elsewhere' is not below one of this node's [limits] directories"
-    )
-    n1.jobs.pop()
     n1.write()
     n1.signal(signal.SIGHUP)
     line = n1.wait_for_log("SIGHUP: slots: 3 instead of 2 takes effect at the next start")
     assert 'limits.directories: ["/' in line
-    assert "job: first, second instead of first from now on" in line
+    n1.job("second", "plain.py", COLD, "sleep", workers=1)
+    n1.submit_jobs()
+    outside = n1.job_table("outside", "plain.py", COLD, "sleep", workers=1, checkpoint_dir="/elsewhere")
+    reply = AgentClient(n1.root / "run" / "agent.sock").post("/v1/jobs", json.dumps(outside).encode())
+    assert (reply.code, "'/elsewhere' is not below one of this node's [limits] directories" in reply.why) == (400, True)
     assert lives(n1.workers("second", 2)[0])
     assert n1.workers("first") == workers
-    assert lives(workers[0])
-
-    # What is gone from the file goes on.
-    n1.jobs.clear()
-    n1.write()
-    n1.signal(signal.SIGHUP)
-    n1.wait_for_log("job: none instead of first, second")
     assert lives(workers[0])
     assert n1.drain() == 0
     n1.assert_gone()

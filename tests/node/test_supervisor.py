@@ -165,6 +165,8 @@ def test_stopped_agent_is_restarted_without_effect_on_jobs(node: MakeNode) -> No
             stdout=log,
             stderr=log,
         )
+    n1.event("node_registered")
+    n1.submit_jobs()
     (worker,) = n1.workers("one")
     agent = n1.events("agent_started")[0]["pid"]
     os.kill(agent, signal.SIGSTOP)

@@ -98,7 +98,7 @@ def test_the_search_finds(code: str, what: str) -> None:
 def test_job_on_a_dead_file_system_stops_only_itself(node: MakeNode, tmp_path: Path) -> None:
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("there is no /dev/fuse")
-    one = node("n1", slots=2, limits={"directories": [tmp_path]})
+    one = node("n1", slots=2)
     api = AgentClient(one.root / "run" / "agent.sock")
     (tmp_path / "dead").mkdir()
     with closing(DeadMount(tmp_path / "dead")) as dead:

@@ -26,13 +26,13 @@ INSTALL = str(REPOSITORY / "deploy" / "systemd" / "install.sh")
 UNINSTALL = str(REPOSITORY / "deploy" / "systemd" / "uninstall.sh")
 PYTHON = "/opt/elasticd/venv/bin/python"
 WORK = "/srv/train"
-CONFIG = f"""\
+CONFIG = """\
 node = "machine"
 slots = 2
 adopt_timeout = "30s"
 drain_timeout = "30s"
-
-[[job]]
+"""
+JOB = f"""\
 id = "train"
 command = ["{REPOSITORY}/tests/systemd/train.py", "{WORK}"]
 workdir = "{WORK}"
@@ -157,6 +157,11 @@ def installed(machine: Nspawn, wheels: dict[str, Path]) -> Nspawn:
     return machine
 
 
+def submit(machine: Nspawn, job: str) -> None:
+    machine.write("/root/job.toml", job)
+    machine.run("/opt/elasticd/venv/bin/elasticd", "submit", "/root/job.toml")
+
+
 @pytest.fixture
 def service(installed: Nspawn, wheels: dict[str, Path], until: Until) -> Iterator[AgentService]:
     """Started, with a job that trains and has saved a checkpoint."""
@@ -164,6 +169,7 @@ def service(installed: Nspawn, wheels: dict[str, Path], until: Until) -> Iterato
     installed.write("/etc/elasticd/agent.toml", CONFIG, 0o640)
     installed.run("chown", "root:elasticd", "/etc/elasticd/agent.toml")
     installed.run("systemctl", "start", UNIT)
+    submit(installed, JOB)
     made = AgentService(installed, until)
     made.wait_for_steps(EVERY + 5, within=120)
     yield made
@@ -263,10 +269,8 @@ def test_upgrade(service: AgentService, wheels: dict[str, Path]) -> None:
 
 def test_submission_through_the_socket(service: AgentService) -> None:
     machine = service.machine
-    job = CONFIG[CONFIG.index("[[job]]") :].replace("[[job]]\n", "").replace('"train"', '"second"')
-    machine.write("/root/second.toml", job)
+    submit(machine, JOB.replace('"train"', '"second"'))
     elasticd = "/opt/elasticd/venv/bin/elasticd"
-    assert machine.output_of(elasticd, "submit", "/root/second.toml") == "second"
     jobs = {one["job"]: one for one in json.loads(machine.output_of(elasticd, "jobs", "--json"))["jobs"]}
     assert (jobs["train"]["state"], jobs["second"]["state"]) == ("running", "pending")
     stranger = machine.run(
@@ -301,10 +305,10 @@ def test_agent_of_root_runs_jobs_as_their_users(service: AgentService) -> None:
     machine.run("systemctl", "stop", UNIT, timeout=120)
     machine.run("sh", "-c", f"rm -rf {WORK}/* /var/lib/elasticd/*; useradd alice")
     machine.run("chown", "-R", "alice:", WORK)
-    machine.write("/etc/elasticd/agent.toml", CONFIG.replace('id = "train"', 'id = "hers"\nuser = "alice"'))
     machine.write(f"/etc/systemd/system/{UNIT}.d/root.conf", "[Service]\nUser=\nCapabilityBoundingSet=~\n")
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "start", UNIT)
+    submit(machine, JOB.replace('id = "train"', 'id = "hers"\nuser = "alice"'))
     service.wait_for_steps(within=120)
     status = dict(
         line.split(":\t", 1)

@@ -30,7 +30,6 @@ limits = { job_pids = 400, job_cpu_weight = 100 }
 """
 LIMITS = {"memory": 'memory = "150MB"', "pids": "pids = 60", "share": "cpu_weight = 7, pids = 1000"}
 JOB = """\
-[[job]]
 id = "NAME"
 command = ["/repository/tests/node/scripts/hungry.py", "NAME", "${local_rank}"]
 workdir = "/srv/work"
@@ -41,6 +40,10 @@ env = { WORK = "/srv/work", PYTHONPATH = "/repository:/repository/agents" }
 """
 WATCH = f"""\
 #!/bin/sh
+export PYTHONPATH=/repository:/repository/agents
+for job in memory pids share; do
+    until /repository/.venv/bin/python -m elasticd_agent submit /etc/elasticd/$job.toml; do sleep 1; done
+done
 until [ "$(ls /var/lib/elasticd/jobs/*/exit.json 2>/dev/null | wc -l)" = 3 ]; do sleep 1; done
 for file in /var/lib/elasticd/jobs/*/exit.json; do cat $file; echo; done >/srv/exits
 tail -n 1 /srv/work/*-group >/srv/groups
@@ -64,8 +67,9 @@ def prepare(root: Path) -> None:
     write(root / "etc/fstab", "".join(f"{mount} 0 0\n" for mount in mounts))
     write(root / "etc/passwd", (root / "etc/passwd").read_text() + "elasticd:x:990:990::/:/bin/false\n")
     write(root / "etc/group", (root / "etc/group").read_text() + "elasticd:x:990:\n")
-    jobs = "".join(JOB.replace("NAME", name).replace("LIMITS", limits) for name, limits in LIMITS.items())
-    write(root / "etc/elasticd/agent.toml", CONFIG + jobs)
+    write(root / "etc/elasticd/agent.toml", CONFIG)
+    for name, limits in LIMITS.items():
+        write(root / f"etc/elasticd/{name}.toml", JOB.replace("NAME", name).replace("LIMITS", limits))
     units = root / "etc/systemd/system"
     shutil.copy(REPOSITORY / "deploy" / "systemd" / UNIT, units)
     page = (REPOSITORY / "docs" / "systemd.md").read_text()

@@ -64,7 +64,7 @@ def _check(file: Path, given: str | None, as_json: bool, environ: Mapping[str, s
     kind = format_of(file.name)
     data, _ = read_config(file)
     table = parse(data, kind, str(file), MAX_BYTES)
-    what = given or ("job" if "command" in table and "job" not in table else "agent")
+    what = given or ("job" if "command" in table else "agent")
     if what == "job":
         values = job_values(read_job(data, kind, str(file)))
         sources = dict.fromkeys(table, "file")
@@ -89,11 +89,7 @@ def _has(table: Mapping[str, Any], key: str) -> bool:
 def settings_values(settings: NodeSettings) -> dict[str, Any]:
     """By key, as a file would have them, tables inside; None where nothing is given."""
     return {
-        field.encode_name: [job_values(job) for job in value]
-        if field.name == "jobs"
-        else _table(value)
-        if isinstance(value, msgspec.Struct)
-        else _plain(value)
+        field.encode_name: _table(value) if isinstance(value, msgspec.Struct) else _plain(value)
         for field, value in _fields(settings)
     }
 
@@ -135,9 +131,6 @@ def _toml(values: Mapping[str, Any], sources: Mapping[str, str], outer: str = ""
         key = f"{outer}{name}"
         if isinstance(value, dict) and "command" not in values:  # a job's are inline
             tables += ["", f"[{key}]", *_toml(value, sources, f"{key}.")]
-        elif name == "job":
-            for job in value:
-                tables += ["", "[[job]]", *_toml(job, dict.fromkeys(job, "file"), "")]
         else:
             source = "" if sources.get(key) in (None, "file") else f"  # {sources[key]}"
             lines.append(f"#{name}: not given" if value is None else f"{name} = {to_toml(value)}{source}")

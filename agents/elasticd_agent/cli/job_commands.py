@@ -43,7 +43,7 @@ TRY_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 3600.0
 POLL_S = 0.5
 _MAX_FILE_BYTES = 64 * 1024
-_CONTENT_TYPES = {"toml": "application/toml", "yaml": "application/yaml", "json": "application/json"}
+_CONTENT_TYPES = {"toml": "application/toml", "json": "application/json"}
 _SUBMIT_TRIES = 3
 _FAILURE_LINES = 40
 _JOB_OPTIONS = ("module", "no_python", "python", "env", "nodes", "workers", "checkpoint_dir", "priority", "node_labels")
@@ -361,7 +361,7 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 _DESCRIPTIONS = {
-    "submit": "Submits a job and prints its id. FILE is TOML, YAML or JSON, by its name; - is standard input. "
+    "submit": "Submits a job and prints its id. FILE is TOML or JSON, by its name; - is standard input. "
     "Without a file: elasticd submit [options] -- SCRIPT [arguments], run in this directory on the nodes.",
     "jobs": "Lists the jobs: the unfinished ones in the order of their submission, then the ended ones.",
     "queue": "Lists the pending jobs in the order in which they start, and how many slots their submitters use.",

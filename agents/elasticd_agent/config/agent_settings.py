@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 import msgspec
 
 from elasticd_agent.config.decode import RELOADABLE
-from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.config.quantities import Seconds, Size
 from elasticd_agent.system.devices import cpu_count, visible_gpus
 
@@ -230,9 +229,6 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     http: HttpSettings = HttpSettings()
     health: HealthSettings = HealthSettings()
     limits: Limits = Limits()
-    jobs: Annotated[
-        tuple[JobFile, ...], "Jobs that this node submits by itself, [[job]], with the keys of job files.", RELOADABLE
-    ] = ()
 
     @property
     def socket_path(self) -> Path:

@@ -35,9 +35,6 @@ class ConfigError(UsageError):
         key, _, problem = str(error).partition(" ")
         return cls(key, problem)
 
-    def nested_in(self, outer: str) -> ConfigError:
-        return ConfigError(f"{outer}.{self.key}" if self.key else outer, self.problem)
-
 
 KeyHints = Mapping[type, Mapping[str, str]]
 """By struct: what to say of keys that are not its keys, but that people may well try."""
@@ -125,8 +122,7 @@ def _correction(path: str, value: Any, expected: str, field: msgspec.structs.Fie
     name = path.rpartition(".")[2]
     struct = struct_in(field.type) if field else None
     if expected == "object" or struct is not None:
-        table = f"[[{name}]]" if expected == "array" else f"[{name}]" if struct else ""
-        return f"; write {table}" if table else ""
+        return f"; write [{name}]" if struct is not None else ""
     literal = _literal(name, value, expected) if not is_secret(path) or expected in ("int", "bool") else ""
     if literal:
         return f"; write {literal}"
@@ -225,8 +221,8 @@ def _struct_at(kind: Any, path: str) -> type | None:
     """The struct whose keys stand at `path`."""
     for step in _steps(path):
         struct = struct_in(kind)
-        field = None if struct is None or isinstance(step, int) else _field(struct, step)
-        kind = kind if isinstance(step, int) else None if field is None else field.type
+        field = None if struct is None else _field(struct, str(step))
+        kind = None if field is None else field.type
     return struct_in(kind)
 
 

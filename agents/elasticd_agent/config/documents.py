@@ -1,7 +1,6 @@
-"""TOML, YAML and JSON parsed into plain values, or one sentence that says where the error is.
+"""TOML and JSON parsed into plain values, or one sentence that says where the error is.
 
-Sizes and depths are bounded, and a key given twice is refused. YAML is data only: no tags, no aliases, and the scalars
-of YAML 1.2, so that `nodes: 2:8` is text and not 128.
+Sizes and depths are bounded, and a key given twice is refused.
 """
 
 from __future__ import annotations
@@ -20,16 +19,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-FileFormat = Literal["toml", "yaml", "json"]
+FileFormat = Literal["toml", "json"]
 
 MAX_JOB_FILE_BYTES = 64 * 1024
 """Bytes. A job file is a page; it is kept in the store for as long as the job is remembered."""
 MAX_DEPTH = 16
 """Tables and lists inside each other: far above what any key needs, far below Python's recursion limit."""
-
-_BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_NULLS = ("", "~", "null", "Null", "NULL")
-_INT, _FLOAT = re.compile(r"[-+]?[0-9]{1,18}"), re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?")
 
 
 class _DocumentError(ValueError):
@@ -59,8 +54,10 @@ def parse(data: bytes, kind: FileFormat, where: str, largest: int = MAX_JOB_FILE
 
 
 def format_of(name: str) -> FileFormat:
-    """What a file's name says it holds; TOML if nothing."""
-    return "yaml" if name.endswith((".yaml", ".yml")) else "json" if name.endswith(".json") else "toml"
+    """What a file's name says it holds; TOML if nothing. Raises UsageError for YAML."""
+    if name.endswith((".yaml", ".yml")):
+        raise UsageError(f"{name}: YAML is not understood; write TOML, as elasticd config example --job prints it")
+    return "json" if name.endswith(".json") else "toml"
 
 
 def _describe(error: ValueError) -> str:
@@ -127,59 +124,7 @@ def _no_constant(name: str) -> Any:
     raise _DocumentError(f"{name} is not a number JSON knows")
 
 
-def _yaml(text: str) -> Any:
-    import yaml  # 30 ms that only YAML needs
-
-    try:
-        # Nothing is constructed: the composer knows no tags, and its nodes hold nothing but text.
-        node = yaml.compose(text, Loader=yaml.BaseLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ValueError(f"{at}{error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(_one_line(error)) from None
-    return None if node is None else _to_plain(node, set())
-
-
-def _to_plain(node: Any, seen: set[int]) -> Any:
-    """`node` as plain values. The same node twice is an alias: a few of them can stand for gigabytes."""
-    line = f"line {node.start_mark.line + 1}"
-    if id(node) in seen:
-        raise _DocumentError(f"{line}: YAML aliases (*name) are not understood; write the value out")
-    seen.add(id(node))
-    if node.tag != f"tag:yaml.org,2002:{_TAGS[node.id]}":
-        raise _DocumentError(f"{line}: YAML tags ({node.tag[:40]}) are not understood; write the plain value")
-    if node.id == "sequence":
-        return [_to_plain(item, seen) for item in node.value]
-    if node.id == "scalar":
-        return _scalar(node.value) if node.style is None else node.value
-    table: dict[str, Any] = {}
-    for key, value in node.value:
-        if key.id != "scalar":
-            raise _DocumentError(f"{line}: a key must be text, not a list or a table")
-        if key.value in table:
-            raise _DocumentError(f"line {key.start_mark.line + 1}: {_one_line(key.value)}: is given twice; keep one")
-        table[key.value] = _to_plain(value, seen)
-    return table
-
-
-_TAGS = {"scalar": "str", "sequence": "seq", "mapping": "map"}
-
-
-def _scalar(text: str) -> Any:
-    """YAML 1.2's core schema: `no` is text, 010 is ten, 1:30 is no number."""
-    if text in _NULLS:
-        return None
-    if text in _BOOLS:
-        return _BOOLS[text]
-    if _INT.fullmatch(text):
-        return int(text)
-    return float(text) if _FLOAT.fullmatch(text) else text
-
-
 _PARSERS: Mapping[FileFormat, Callable[[str], Any]] = {
     "toml": _toml,
-    "yaml": _yaml,
     "json": partial(json.loads, object_pairs_hook=_unique_keys, parse_constant=_no_constant),
 }

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.decode import struct_in
 
 PREFIX = "ELASTICD_"
 AGENT_FLAGS: Mapping[str, str] = {"--bind": "http.bind", "--port": "http.port", "--drain-timeout": "drain_timeout"}
@@ -28,12 +27,12 @@ class Override:
 
 
 def config_keys(kind: type[msgspec.Struct], outer: str = "") -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
-    """Every key that is a value, "http.port", with its field; lists of tables are not."""
+    """Every key, "http.port", with its field."""
     for field in msgspec.structs.fields(kind):
         inner = _struct_type(field.type)
         if inner is not None:
             yield from config_keys(inner, f"{outer}{field.encode_name}.")
-        elif struct_in(field.type) is None:
+        else:
             yield f"{outer}{field.encode_name}", field
 
 

@@ -86,8 +86,7 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     id: Annotated[
         str | None,
-        "The job's name, unique among jobs that have not ended. Not given: elasticd submit generates one; a [[job]] "
-        "in agent.toml needs one.",
+        "The job's name, unique among jobs that have not ended. Not given: elasticd submit generates one.",
         '"llm-7b"',
     ] = None
     command: Annotated[

@@ -15,17 +15,16 @@ from elasticd_agent.config.agent_settings import HttpSettings, NodeSettings, Sto
 from elasticd_agent.config.decode import ConfigError, KeyHints, decode, meta_of, short_toml
 from elasticd_agent.config.documents import format_of, parse
 from elasticd_agent.config.env_variables import read_overrides
-from elasticd_agent.config.job_file import JOB_KEY_HINTS, JobFile
+from elasticd_agent.config.job_file import JobFile
 from elasticd_agent.config.validate import check_settings
 
 DEFAULT_FILE = Path("/etc/elasticd/agent.toml")
 MAX_BYTES = 1 << 20
-"""Bytes of agent.toml: room for many jobs."""
+"""Bytes of agent.toml."""
 
 _SECRETS = "secrets are in files of their own; write"
-_TABLE_NAMES = "tables are [store], [http], [health], [limits] and [[job]]"
+_TABLE_NAMES = "tables are [store], [http], [health] and [limits]"
 KEY_HINTS: KeyHints = {
-    JobFile: JOB_KEY_HINTS,
     StoreSettings: {
         "password": f"{_SECRETS} password_file",
         "token": f"{_SECRETS} password_file",
@@ -38,10 +37,10 @@ KEY_HINTS: KeyHints = {
     HttpSettings: {"token": f"{_SECRETS} token_file", "host": "write bind", "address": "write bind"},
     NodeSettings: {
         **dict.fromkeys(
-            (field.encode_name for field in msgspec.structs.fields(JobFile)), "it is a job's; write it below [[job]]"
+            (field.encode_name for field in msgspec.structs.fields(JobFile)), "it is a job's; write it in a job file"
         ),
         **dict.fromkeys(("agent", "elasticd"), f"this file is all about the agent; {_TABLE_NAMES}"),
-        "jobs": "write [[job]], once per job",
+        **dict.fromkeys(("job", "jobs"), "submit each job with elasticd submit FILE"),
         "etcd": 'write [store] with backend = "etcd"',
         "token": f"{_SECRETS} token_file below [http]",
         "token_file": "write it below [http]",
@@ -126,13 +125,11 @@ def _merge_structs(old: Any, new: Any, outer: str, sentences: list[str]) -> Any:
         elif before != now:
             at_once = meta_of(field).reloadable
             when = "from now on" if at_once else _AFTER_RESTART
-            sentences.append(f"{key}: {_value_text(key, now)} instead of {_value_text(key, before)} {when}")
+            sentences.append(f"{key}: {_value_text(now)} instead of {_value_text(before)} {when}")
             if not at_once:
                 kept[field.name] = before
     return msgspec.structs.replace(new, **kept)
 
 
-def _value_text(key: str, value: Any) -> str:
-    if key == "job":
-        return ", ".join(str(job.id) for job in value) or "none"
+def _value_text(value: Any) -> str:
     return "nothing" if value is None else short_toml(value)

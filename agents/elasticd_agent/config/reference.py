@@ -82,10 +82,6 @@ def _agent_template() -> Iterator[str]:
             table = outer
             yield f"\n[{outer}]\n"
         yield f"\n{_comment(row.help)}#{name} = {row.example}\n"
-    yield "\n# Jobs that this node submits by itself; elasticd docs jobs has the keys.\n#[[job]]\n"
-    for row in job_keys():
-        if row.key in ("id", "command", "workdir"):
-            yield f"#{row.key} = {row.example}\n"
 
 
 def _job_template() -> Iterator[str]:

@@ -1,8 +1,7 @@
-"""Checks of agent.toml against itself, this machine and its [[job]] tables, before anything is started."""
+"""Checks of agent.toml against itself and this machine, before anything is started."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pwd
 import re
@@ -12,13 +11,11 @@ from pathlib import Path
 from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import HealthSettings, HttpSettings, NodeSettings, StoreSettings
 from elasticd_agent.config.decode import ConfigError
-from elasticd_agent.config.job_file import JobFile, check_job, check_limits, check_new_job, job_policy
-from elasticd_agent.config.limits import PATHS_TIMEOUT_S, path_refusal, user_refusal
+from elasticd_agent.config.job_file import check_limits
 from elasticd_agent.config.quantities import MAX_SLOTS
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import Rendezvous, Tls
 from elasticd_agent.store import tls as certificate_files
-from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.devices import cpu_count, visible_gpus
 from elasticd_agent.system.durations import setting_text
 from elasticd_agent.system.files import find_problem
@@ -50,18 +47,6 @@ def check_settings(settings: NodeSettings, environ: Mapping[str, str]) -> None:
     check_limits("limits.job_", limits.job_memory_bytes, limits.job_pids, limits.job_cpu_weight)
     if settings.limits.jobs_per_submitter is not None:
         _at_least(1, {"limits.jobs_per_submitter": settings.limits.jobs_per_submitter})
-    ids: dict[str, int] = {}
-    for number, job in enumerate(settings.jobs):
-        try:
-            _check_configured_job(job, settings, environ)
-        except ConfigError as error:
-            raise error.nested_in(f"job[{number}]") from None
-        other = ids.setdefault(str(job.id), number)
-        if other != number:
-            raise ConfigError(f"job[{number}].id", f"{job.id!r} is job[{other}]'s, too; two jobs need two ids")
-    # A file system that does not answer is the job's fault, which its runner reports: the agent starts.
-    with contextlib.suppress(DeadlineExceeded):
-        run_within(PATHS_TIMEOUT_S, lambda: _check_job_paths(settings))
 
 
 # ---- one by one
@@ -219,41 +204,6 @@ def _check_health(health: HealthSettings) -> None:
         )
     if health.plugins_dir.exists() and not health.plugins_dir.is_dir():
         raise ConfigError("health.plugins_dir", f"{str(health.plugins_dir)!r} is a file, not a directory")
-
-
-def _check_configured_job(job: JobFile, settings: NodeSettings, environ: Mapping[str, str]) -> None:
-    check_job(job)
-    check_new_job(job)
-    if job.id is None:
-        raise ConfigError(
-            "id", "is missing; a job that a node submits by itself needs one, so that it is submitted only once"
-        )
-    low, _ = job.slot_range
-    slots, local = settings.slot_count(environ), settings.store.backend == "local"
-    if local and low > slots:
-        raise ConfigError(
-            "workers", f"{job.workers}, but this node has {slots} slot(s) and a local store knows no other"
-        )
-    if local and job.node_range[0] > 1:
-        raise ConfigError("nodes", f"{job.nodes}, but a local store is one node's; set store.backend to etcd")
-    _check_user("user", job.user)
-    why = user_refusal(settings.limits, job, settings.user)
-    if why is not None:
-        raise why
-    grace = job_policy(job).shutdown_timeout_s
-    if job.shutdown_timeout is not None and not settings.drain_timeout_s > grace:
-        raise ConfigError(
-            "shutdown_timeout",
-            f"{setting_text(grace)} must be less than drain_timeout {setting_text(settings.drain_timeout_s)}, so "
-            f"that the job can end by itself when the node is drained; raise drain_timeout by more than "
-            f"{grace - settings.drain_timeout_s:.6g} s, or lower shutdown_timeout",
-        )
-
-
-def _check_job_paths(settings: NodeSettings) -> None:
-    for number, job in enumerate(settings.jobs):
-        if (why := path_refusal(settings.limits, job)) is not None:
-            raise why.nested_in(f"job[{number}]")
 
 
 def _at_least(least: int, values: Mapping[str, float]) -> None:

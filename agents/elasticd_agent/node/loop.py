@@ -16,7 +16,6 @@ from typing import Literal
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.node import keys, metrics
-from elasticd_agent.node.configured_jobs import ConfiguredJobs
 from elasticd_agent.node.executor import Executor
 from elasticd_agent.node.health.job_failures import JobFailures
 from elasticd_agent.node.health.monitor import HealthMonitor
@@ -95,7 +94,6 @@ class NodeLoop:
         self._replacement_error = replacement_error
         self._registration = parts.registration
         self._cache = parts.cache
-        self._configured_jobs = ConfiguredJobs(specs.settings.state_dir)
         self._job_failures = JobFailures(parts.status.node)
         self._outcomes = RunOutcomes()
         self._cluster_view = ClusterView()
@@ -300,11 +298,6 @@ class NodeLoop:
             self._cluster_view = job_queue.cached_view(self._cache)
             self._publish_results()
             self._resubmit_missing(now)
-            if not self._draining:
-                for sentence in self._configured_jobs.submit_new(
-                    self._parts.store, self.settings.jobs, self._cluster_view, self.status.node, time.time()
-                ):
-                    self._parts.journal.log(sentence)
             for sentence in self._parts.scheduler.turn(now) if self.settings.scheduler else ():
                 self._parts.journal.event(events.JobScheduledEvent, sentence)
             self._cluster_view = job_queue.cached_view(self._cache)

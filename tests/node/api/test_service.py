@@ -237,7 +237,7 @@ def test_submission_repeated_with_its_token_is_one_job(serve: Serve) -> None:
         (b"command = [", "application/toml", 400, "the job: is not TOML"),
         (b'command = ["x"]\nworkdir = "/"\ncolour = 1', "application/toml", 400, "colour"),
         (b'{"command": ["x"], "workdir": "/", "nodes": "3:1"}', "application/json", 400, "nodes"),
-        (b"command: [x]\nworkdir: /\nworkers: 0\n", "application/yaml", 400, "workers"),
+        (b"command: [x]\nworkdir: /\n", "application/yaml", 415, "application/toml"),
         (b"\xff\xfe", "application/toml", 400, "UTF-8"),
         (b"", "application/toml", 400, "a job file is missing"),
         (JOB, "text/plain", 415, "application/toml"),

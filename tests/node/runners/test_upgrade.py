@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from tests.faults.job import Event, until
@@ -36,14 +34,12 @@ def test_runner_of_an_agent(node: MakeNode) -> None:
 
     n1.job("new", "train.py", "1000000", workers=2, env=env | {"WORK": str(n1.root)})
     (n1.root / "faults.json").write_text("[]")
-    n1.write()
-    n1.signal(signal.SIGHUP)
+    n1.submit_jobs()
     until(lambda: n1.job_events("new", "first_step", number=2), n1.diagnostics)
     versions = n1.state / "versions"
     assert len(list(versions.iterdir())) == 2
     assert n1.drain() == 0
     n1.assert_gone()
-    n1.jobs.clear()
     n1.start()
     assert len(list(versions.iterdir())) == 1, "no process uses the old version"
     assert n1.drain() == 0

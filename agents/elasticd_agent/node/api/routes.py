@@ -40,9 +40,6 @@ LogStream = Literal["stdout", "stderr", "elasticd", "events"]
 _JOB_FILE_TYPES: dict[str, FileFormat] = {
     "application/toml": "toml",
     "text/x-toml": "toml",
-    "application/yaml": "yaml",
-    "application/x-yaml": "yaml",
-    "text/yaml": "yaml",
     "application/json": "json",
 }
 _MAX_PARAMETERS = 32

@@ -15,7 +15,7 @@ from pathlib import Path
 from elasticd.errors import UsageError
 from elasticd_agent.config import limits
 from elasticd_agent.config.agent_settings import NodeSettings
-from elasticd_agent.config.job_file import JobFile, from_json
+from elasticd_agent.config.job_file import from_json
 from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.reconcile import RunnerStart
@@ -210,10 +210,3 @@ class SpecBuilder:
         if (refusal := limits.user_refusal(self.settings.limits, job, self.settings.user)) is not None:
             raise UsageError(str(refusal))
         return Account.of(job.user or self.settings.user)
-
-
-def required_id(job: JobFile) -> str:
-    """Raises UsageError for a [[job]] without an id."""
-    if job.id is None:
-        raise UsageError("a [[job]] needs an id, so that it is submitted only once")
-    return job.id
