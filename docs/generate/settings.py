@@ -124,11 +124,9 @@ workdir = "/home/me/project"
 the error and its correction, or where the job would start, and which nodes refuse it and why. Without an agent,
 `elasticd config check job.toml` does the first half, and prints the effective settings. The checks are those of
 `elasticd run` ([torchrun.md](torchrun.md)). Some facts are known on a node only: whether the script is there, whether
-the user exists, whether the job may run there. Each node checks them for the first jobs of the queue (50), while other
-jobs still have the slots, and again when it is about to run the job. A node that cannot run it shows the job as
-refused, with the reason, and the job is scheduled elsewhere. A job that every node refuses blocks no other job, and
-has failed after `refuse_timeout` (60 s), wherever in the queue it is: its script has to be there by then. Where jobs
-make the scripts of later ones, set `refuse_timeout` to hours.
+the user exists, whether the job may run there. Each node checks them when it is about to run the job. A node that
+cannot run it shows the job as refused, with the reason, and the job is scheduled elsewhere. A job that every node
+refuses blocks no other job, and has failed after `refuse_timeout` (60 s).
 
 **Where it runs.** In `workdir`, as `user`, with the agent's environment without the agent's own variables (its
 `ELASTICD_` and `PYTHON…` variables, systemd's), then `HOME` and the like of the user, then `env`. `PATH` and

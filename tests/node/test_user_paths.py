@@ -38,7 +38,6 @@ FOR_OTHER_THREADS = {
     "node/runners/trial.py _ask_process: subprocess.run",
     "node/scheduler/retention.py _remove_folder: subprocess.run",
     "node/loop.py refusal: trial.refusal",
-    "node/pending_check.py _run: self.refusal",
     "node/agent.py _open_api: refusal",
     "node/agent.py check: refusal",
 }

@@ -22,7 +22,6 @@ from elasticd_agent.node.health.monitor import HealthMonitor
 from elasticd_agent.node.health.policy import NOT_CHECKED_YET, HealthVerdict
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.metrics import NodeMetrics
-from elasticd_agent.node.pending_check import PendingCheck
 from elasticd_agent.node.reconcile import NodePlan, RunOutcomes, reconcile
 from elasticd_agent.node.records import NodeState, NodeStatus, RunnerStatus, Submission
 from elasticd_agent.node.registration import NameTaken, NodeStatusPublisher
@@ -104,7 +103,6 @@ class NodeLoop:
         self._name_taken_since: float | None = None
         self._missing_since: float | None = None
         self._executor = Executor(parts.runners, parts.journal, parts.metrics, specs, self._outcomes)
-        self._pending_check = PendingCheck(self.refusal, lambda: parts.inbox.put(Wakeup()))
         self._last_turn_at = time.monotonic()
         self._next_at = 0.0
 
@@ -268,7 +266,6 @@ class NodeLoop:
             parts.health.record_job_failure(failure)
         self._update_status(self.status.runners)
         self._sync_with_store(now)
-        self._pending_check.turn(self._cluster_view, self.status, float(self.settings.refuse_timeout_s), now)
         plan = self._plan(now)
         self._executor.execute(plan, now)
         changed = self._update_status(self._plan(now).runners if plan.start else plan.runners)
@@ -367,13 +364,7 @@ class NodeLoop:
             )
         before = self.status
         self.status = replace(
-            before,
-            state=state,
-            why=why,
-            runners=runners,
-            failing=health.failing,
-            unusable=health.unusable,
-            would_refuse=self._pending_check.refusals,
+            before, state=state, why=why, runners=runners, failing=health.failing, unusable=health.unusable
         )
         return self.status != before
 

@@ -209,8 +209,6 @@ class NodeStatus(Document):
     """The names of the health checks that fail."""
     unusable: tuple[str, ...] = ()
     """Shared directories whose check fails; `why` has the reason."""
-    would_refuse: tuple[RunnerStatus, ...] = ()
-    """Pending jobs that its checks refuse while others have its slots: they block no other job."""
 
     def check(self) -> None:
         _check_name("node", self.node)

@@ -68,7 +68,6 @@ def node_statuses(draw: st.DrawFn, names: list[str]) -> tuple[NodeStatus, ...]:
             draw(st.integers(0, 6)),
             state=draw(states),
             runners=tuple(draw(st.lists(runners, max_size=2))) if draw(st.booleans()) else (),
-            would_refuse=tuple(draw(st.lists(runners, max_size=2))) if draw(st.booleans()) else (),
         )
         for name in names
     )
@@ -316,34 +315,17 @@ def test_refusal_is_kept_after_the_runner_is_gone() -> None:
     assert words(after(other_run), "a") == "runs on n1 (slots 0-3)"
 
 
-def test_job_that_a_busy_node_would_refuse_blocks_nobody_and_starts_where_slots_are_free() -> None:
-    long, other, behind = (Submission(job, n, "{}", 1, 1, 2, 2) for n, job in enumerate(("long", "llm", "next"), 1))
-    would = (RunnerStatus("llm", 2, (), "refused", "no script"),)
-    node = NodeStatus("a", "i", 2, would_refuse=would)
-    runs = Placement("long", 1, (SlotAssignment("a", (0, 1)),), "runs on a (slots 0-1)")
-    view = ClusterView(nodes=(node,), submissions=(long, other, behind), placements=(runs,))
-    llm, waits = schedule(view)
-    assert llm.reason == (
-        "pending: needs 1 node with 2 free slots, and the only node cannot run it: a would refuse it now: no script; "
-        f"{BLOCKS_NOBODY}"
-    )
-    assert (waits.job, waits.reason.startswith("pending: needs 1 node")) == ("next", True)
-    assert not llm.refusals
-    then = replace(view, placements=(runs, llm, waits))
-    assert refused_everywhere(then) == {("llm", 2): "a refused it: no script"}
-    assert refused_everywhere(replace(then, cordons=(Cordon("a", False, "repair"),))) == {}
-    assert refused_everywhere(replace(then, nodes=(node, NodeStatus("b", "i", 2)))) == {}, "b may run it"
-    assert refused_everywhere(replace(then, nodes=(node,), absent=(NodeStatus("b", "i", 2),))) == {}
-    has_run = replace(llm, previous_nodes=("a",))
-    assert refused_everywhere(replace(then, placements=(runs, has_run, waits))) == {}
-    free = replace(view, placements=(llm, waits), results=(JobResult("long", 1, "succeeded", 0, "", 0.0),))
-    assert [(p.job, bool(p.assignments)) for p in schedule(free)] == [("next", True)], "it was next, and stays so"
-    alone = replace(free, submissions=(long, other))
-    assert [(p.job, bool(p.assignments)) for p in schedule(alone)] == [("llm", True)]
-    two = replace(alone, nodes=(node, NodeStatus("b", "i", 2)))
-    assert [(p.job, p.assignments[0].node) for p in schedule(two)] == [("llm", "b")]
-    two = replace(free, nodes=two.nodes)
-    assert [(p.job, p.assignments[0].node) for p in schedule(two)] == [("llm", "b"), ("next", "a")]
+def test_job_that_every_node_refused_is_named_with_their_reasons() -> None:
+    refused = RunnerStatus("a", 1, (), "refused", "no script")
+    one = after(view(job(), job("b", 2), nodes={"n1": 4}))
+    (node,) = one.nodes
+    then = after(replace(one, nodes=(replace(node, runners=(refused,)),)))
+    assert words(then, "a").endswith(f"the only node cannot run it: n1 refused it: no script; {BLOCKS_NOBODY}")
+    assert words(then, "b") == "runs on n1 (slots 0-3)"
+    assert refused_everywhere(then) == {("a", 1): "n1 refused it: no script"}
+    assert refused_everywhere(replace(then, cordons=(Cordon("n1", False, "repair"),))) == {}
+    assert refused_everywhere(replace(then, nodes=(*then.nodes, NodeStatus("n2", "i", 4)))) == {}, "n2 may run it"
+    assert refused_everywhere(replace(then, absent=(NodeStatus("n2", "i", 4),))) == {}
 
 
 def test_job_that_needs_more_nodes_than_refuse_it_waits_for_them() -> None:

@@ -13,8 +13,7 @@ The rules, in order:
 3. Pending jobs start strictly in the order of `_turns`: by priority; then jobs that have run before; then the job of
    the submitter whose jobs use the fewest slots; then by number. A job that the present nodes could run if they were
    empty blocks the jobs behind it, and stays first of its priority until it starts, so that a large job is not starved
-   by small ones; a job that they could not run blocks none. Nor does one that their checks refuse at the moment: where
-   slots are free it starts all the same, and the checks of its runner count.
+   by small ones; a job that they could not run blocks none.
 4. Jobs below their maximum grow onto free nodes once no pending job could use them.
 """
 
@@ -73,9 +72,6 @@ def schedule(view: ClusterView) -> tuple[Placement, ...]:
     nodes = _nodes(view)
     written = {(p.job, p.number): p for p in view.placements}
     jobs = [_job(s, written.get((s.job, s.number)), view, nodes) for s in view.unfinished()]
-    checked = _would_refuse(view)
-    for job in jobs:
-        job.would_refuse = checked.get((job.submission.job, job.submission.number), {})
     _restore_minimum(jobs, nodes)
     _start_pending(_turns(jobs, head_of_queue(view)), nodes)
     _grow(jobs, nodes)
@@ -124,21 +120,17 @@ def _head(unfinished: list[tuple[Submission, Placement | None]]) -> Submission |
 
 def refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
     """(job, number) of the pending jobs that every node refuses which has the slots and labels, in whatever state it
-    is; and the nodes' reasons. The nodes have tried to run it, or only checked it, while other jobs have their slots.
-    A job that needs more such nodes than there are waits for others.
+    is; and the nodes' reasons. A job that needs more such nodes than there are waits for others.
     """
     nodes = _nodes(view)
     written = {(p.job, p.number): p for p in view.placements}
-    checked = _would_refuse(view)
     found = {}
     for submission in view.unfinished():
         key = (submission.job, submission.number)
         placement = written.get(key)
-        if placement is None or placement.assignments or not (placement.refusals or key in checked):
+        if placement is None or placement.assignments or not placement.refusals:
             continue
         job = _Job(submission, placement, {}, _refusals(key, placement, view), [])
-        if not placement.previous_nodes:
-            job.refusals = {**checked.get(key, {}), **job.refusals}
         able = {
             name
             for name, node in nodes.items()
@@ -239,8 +231,6 @@ class _Job:
     changes: list[str]
     """What has happened to its assignments in this turn, in sentences."""
     pending: str = ""
-    would_refuse: dict[str, str] = field(default_factory=dict)
-    """Nodes whose checks refuse it while other jobs have their slots, and why."""
 
     @property
     def runs(self) -> bool:
@@ -300,16 +290,6 @@ def _refusals(key: tuple[str, int], written: Placement | None, view: ClusterView
             if (runner.job, runner.number) == key and runner.state == "refused":
                 found[status.node] = runner.why
     return {node: why for node, why in found.items() if node not in cordoned}
-
-
-def _would_refuse(view: ClusterView) -> dict[tuple[str, int], dict[str, str]]:
-    """Of (job, number): the nodes whose checks refuse it, and why."""
-    found: dict[tuple[str, int], dict[str, str]] = {}
-    cordoned = {cordon.node for cordon in view.cordons}
-    for status in view.nodes:
-        for runner in () if status.node in cordoned else status.would_refuse:
-            found.setdefault((runner.job, runner.number), {})[status.node] = runner.why
-    return found
 
 
 def _running(key: tuple[str, int], view: ClusterView) -> tuple[SlotAssignment, ...]:
@@ -424,10 +404,10 @@ def _bind(job: _Job, nodes: dict[str, _Node]) -> bool:
     known = () if job.written is None else (*job.written.previous_nodes, *(a.node for a in job.written.assignments))
     fit = [node for name, node in nodes.items() if name not in job.assignments and _fits(job, node)]
 
-    def preference(node: _Node) -> tuple[bool, bool, int, int, str]:
+    def preference(node: _Node) -> tuple[bool, int, int, str]:
         # Nodes it ran on may have its checkpoints; then the most slots; then the tightest fit: others stay whole.
         free, name = len(node.free), node.status.node
-        return name in job.would_refuse, name not in known, -min(free, submission.max_slots), free, name
+        return name not in known, -min(free, submission.max_slots), free, name
 
     if len(job.assignments) + len(fit) < submission.min_nodes:
         return False
@@ -459,8 +439,7 @@ def _feasible(job: _Job, nodes: dict[str, _Node]) -> bool:
 def _fits_empty(job: _Job, node: _Node) -> bool:
     name = node.status.node
     usable = not node.unschedulable or (node.absent and node.unschedulable == _absent(name))
-    fits = usable and name not in job.refusals and name not in job.would_refuse
-    fits = fits and node.status.slots >= job.submission.min_slots
+    fits = usable and name not in job.refusals and node.status.slots >= job.submission.min_slots
     return fits and not _missing_labels(job, node) and not _unusable_directory(job, node)
 
 
@@ -506,7 +485,6 @@ def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: 
     """What is in the way on each of the other nodes; those that refused the job for one reason are named together."""
     found: list[str] = []
     refused: dict[str, list[str]] = {}
-    would_refuse: dict[str, list[str]] = {}
     for name, node in sorted(nodes.items()):
         slots = node.status.slots
         if name in without:
@@ -520,14 +498,11 @@ def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: 
         elif directory := _unusable_directory(job, node):
             cannot = "start a job" if directory == EVERY_JOB else f"use {directory}"
             found.append(_with_reason(f"{name} cannot {cannot}", node.status.why))
-        elif not free and name in job.would_refuse:
-            would_refuse.setdefault(job.would_refuse[name], []).append(name)
         elif free and slots >= job.submission.min_slots:
             found.append(f"{name} has {len(node.free)} of {slots} free")
         else:
             found.append(f"{name} has {count(slots, 'slot')}" + (" in all" if free else ""))
-    found += [_refused(names, why) for why, names in refused.items()]
-    return [*found, *(_with_reason(f"{listing(names)} would refuse it now", w) for w, names in would_refuse.items())]
+    return [*found, *(_refused(names, why) for why, names in refused.items())]
 
 
 def _refused(names: Iterable[str], why: str) -> str:
