@@ -438,7 +438,7 @@ def test_job_page_is_complete_without_script(serve: Serve) -> None:
 
 
 @pytest.mark.system
-def test_ten_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, collector: None) -> None:
+def test_two_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, collector: None) -> None:
     """Over etcd, of processor time, from the request to the answer, client included: others are busy, too. Every second
     job has ended; another one ends before each of some requests.
     """
@@ -461,7 +461,7 @@ def test_ten_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, colle
         closing(Served(tmp_path / "n", store, now=lambda: NOW, front=routes)) as one,  # type: ignore[arg-type]
     ):
         with ThreadPoolExecutor(8) as threads:
-            assert list(threads.map(submitted, range(1, 10_001))).count(None) == 10_000
+            assert list(threads.map(submitted, range(1, 2001))).count(None) == 2000
         one.announce()
         cache = one.service.cache = StoreCache(store, print)
         cache.watch("this test", job_queue.CACHED)
@@ -469,7 +469,7 @@ def test_ten_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, colle
         cookie = come_in(one)
         page = lambda path: lambda: browse(one, path, cookie)  # noqa: E731
         took: dict[str, float] = {}
-        pending = iter(range(12, 10_000, 50))
+        pending = iter(range(12, 2000, 50))
 
         def job_ends() -> None:
             before, n = cache.generation, next(pending)
@@ -478,10 +478,10 @@ def test_ten_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, colle
             until(lambda: cache.generation > before, "the watch reports it")
 
         for what, ask, says in (
-            ("all", page("/"), "of 10,000 jobs"),
-            ("a search", page("/?q=user-8+pending"), "of 200 jobs"),
-            ("a late page", page("/?state=pending&page=40"), "of 4,990 jobs"),
-            ("elasticd jobs", lambda: one.unix().get("/v1/jobs"), '"j10000"'),
+            ("all", page("/"), "of 2,000 jobs"),
+            ("a search", page("/?q=user-8+pending"), "of 40 jobs"),
+            ("a late page", page("/?state=pending&page=8"), "of 990 jobs"),
+            ("elasticd jobs", lambda: one.unix().get("/v1/jobs"), '"j2000"'),
         ):
             said = ask().body.decode()
             assert says in said and (len(said) < 150_000 or what == "elasticd jobs"), what
@@ -494,7 +494,7 @@ def test_ten_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, colle
                     spent.append(time.process_time() - began)
                 took[what + when] = sorted(spent)[2]
         print(took)
-        assert {what: s for what, s in took.items() if s > (0.3 if "change" in what else 0.2)} == {}, took
+        assert {what: s for what, s in took.items() if s > 0.2} == {}, took
         etcd.kill()
         assert b"The store does not answer" in browse(one, "/", cookie).body
 

@@ -105,7 +105,7 @@ class ApiRoutes:
 
     def _jobs(self) -> HttpResponse:
         jobs, problems = self.service.jobs()
-        return _listing("jobs", jobs.json(), problems)
+        return _listing("jobs", [msgspec.Raw(views.encoded(row)) for row in jobs.summaries()], problems)
 
     def _nodes(self) -> HttpResponse:
         nodes, problems = self.service.nodes()

@@ -24,7 +24,7 @@ from elasticd_agent.model.phrases import count, is_are, listing
 from elasticd_agent.model.records import Round
 from elasticd_agent.node.api import views
 from elasticd_agent.node.api.cluster import ClusterReader, NotFound
-from elasticd_agent.node.api.job_list import JobIndex, JobList
+from elasticd_agent.node.api.job_list import JobList
 from elasticd_agent.node.api.local import DUMP_TIMEOUT_S, READ_TIMEOUT_S, LocalJobs
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.rank_logs import LogRequest
@@ -62,8 +62,6 @@ class JobService:
     cache: StoreCache | None = None
     _cluster: ClusterReader = field(init=False)
     _submitting: threading.Lock = field(init=False, default_factory=threading.Lock)
-    _index: JobIndex = field(init=False, default_factory=JobIndex)
-    """Of the newest list of jobs."""
 
     def __post_init__(self) -> None:
         self._cluster = ClusterReader(self.local, self.peers)
@@ -71,19 +69,19 @@ class JobService:
     def jobs(self) -> tuple[JobList, list[str]]:
         """Every job, and a sentence for each record in the store that cannot be read."""
         problems: list[str] = []
-        return self._job_list(self._view(problems.append)), problems
+        return JobList.of(self._view(problems.append), self.clock()), problems
 
     def overview(self) -> tuple[JobList, list[NodeSummary], list[str]]:
         """Every job and every node, as this agent knows them, and the same sentences."""
         problems: list[str] = []
         view = job_queue.read_view(self.store, problems.append, self.cache, watched=True)
-        return self._job_list(view), views.nodes(view), problems
+        return JobList.of(view, self.clock()), views.nodes(view), problems
 
     def job(self, name: str) -> JobStatus:
         """Raises NotFound."""
         view, submission = self._find_job(name)
-        jobs = self._job_list(view)
-        summary, now = jobs.summary(jobs.index.rows[name]), jobs.now
+        now = self.clock()
+        summary = JobList.of(view, now).rows[name].summary(now)
         assigned = () if summary.ended else views.assignments(view, submission)
         progress = self._cluster.progress(view, submission, summary.nodes, now)
         result = view.result(submission.job, submission.number)
@@ -219,8 +217,7 @@ class JobService:
         runners = views.runners_of(view, submission.job, submission.number)
         nodes = [node for node, one in runners.items() if one.state in ("starting", "running")]
         if not nodes:
-            jobs = self._job_list(view)
-            row = jobs.summary(jobs.index.rows[name])
+            row = JobList.of(view, self.clock()).rows[name]
             raise Conflict(f"job {name!r} runs on no node, so there is no evidence to take: {row.state}: {row.reason}")
         question = ("POST", f"/v1/local/jobs/{quote(name, safe='')}/dump", {"number": submission.number})
         own = lambda: self.local.dump(name, submission.number)  # noqa: E731
@@ -237,11 +234,6 @@ class JobService:
 
     def _view(self, log: Callable[[str], None] = job_queue.ignore) -> ClusterView:
         return job_queue.read_view(self.store, log, self.cache)
-
-    def _job_list(self, view: ClusterView) -> JobList:
-        found = JobList.of(view, self.clock(), self._index)
-        self._index = found.index  # of two threads either one's: it says itself which records it is of
-        return found
 
     def _find_job(self, name: str) -> tuple[ClusterView, Submission]:
         view = self._view()

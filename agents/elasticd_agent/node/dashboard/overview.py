@@ -53,8 +53,8 @@ class ListQuery:
 
     def listed(self, jobs: JobList) -> JobPage:
         found = jobs.find(self.state, self.text.casefold().split())
-        shown = [jobs.summary(row) for row in found[(self.page - 1) * ROWS : self.page * ROWS]]
-        return JobPage(shown, len(found), len(jobs.index.unfinished), len(jobs.index.rows))
+        shown = [row.summary(jobs.now) for row in found[(self.page - 1) * ROWS : self.page * ROWS]]
+        return JobPage(shown, len(found), len(jobs.unfinished), len(jobs.rows))
 
     def link(self, page: int) -> str:
         given = {"q": self.text, "state": self.state, "page": str(page) if page > 1 else ""}

@@ -26,7 +26,7 @@ from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Lease, Store, Versioned
 
 RETENTION_S = 7 * 86400.0
-MAX_RESULTS = 500
+MAX_RESULTS = 1000
 """Ended jobs whose records are kept: every read of the queue reads them."""
 MAX_RUN_FOLDERS = 500
 """Ended jobs whose files are kept on a node."""
