@@ -131,7 +131,7 @@ def test_the_environment_stands_in() -> None:
 WRONG = [
     ("", "the script to run is missing"),
     ("--standalone", "the script to run is missing"),
-    ("--nprocs 2 t.py", r"unknown option --nprocs; did you mean --nproc-per-node\?"),
+    ("--nprocs 2 t.py", r"unknown option --nprocs; elasticd run --help lists them"),
     ("--nodes 2 t.py", r"unknown option --nodes; did you mean --nnodes\?"),
     ("--checkpoints-dir c t.py", r"unknown option --checkpoints-dir; did you mean --checkpoint-dir\?"),
     ("--nproc-per-nood 3 t.py", r"unknown option --nproc-per-nood; did you mean --nproc-per-node\?"),

@@ -15,7 +15,7 @@ import msgspec
 
 from elasticd.errors import UsageError
 from elasticd_agent.config.quantities import Seconds, Size, decode_quantity, format_size
-from elasticd_agent.model.phrases import listing
+from elasticd_agent.model.phrases import did_you_mean, listing
 from elasticd_agent.system.durations import setting_text
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -70,15 +70,12 @@ def _translate(text: str, table: Mapping[str, Any], kind: type, words: KeyHints)
 
 
 def _unknown_key(name: str, struct: type | None, words: KeyHints) -> str:
-    from difflib import get_close_matches  # only this mistake needs it
-
     spelled, known = name.replace("-", "_"), words.get(struct, {}) if struct else {}
     if spelled in known:
         return f"is not a key here: {known[spelled]}"
     names = [field.encode_name for field in msgspec.structs.fields(struct)] if struct else []
-    near = get_close_matches(spelled[:80], names, n=1)
     listed = f"there are {', '.join(names)}" if len(names) <= 12 else "elasticd config example lists them"
-    return f"is not a key; did you mean {near[0]}?" if near else f"is not a key; {listed}"
+    return f"is not a key; {did_you_mean(spelled, names, listed)}"
 
 
 def _missing_key(name: str, struct: type | None) -> str:

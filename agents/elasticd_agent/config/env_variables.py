@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from elasticd.errors import UsageError
+from elasticd_agent.model.phrases import did_you_mean
 
 PREFIX = "ELASTICD_"
 AGENT_FLAGS: Mapping[str, str] = {"--bind": "http.bind", "--port": "http.port", "--drain-timeout": "drain_timeout"}
@@ -65,14 +66,11 @@ def read_overrides(
 
 def _reject_misspelled(name: str, known: Mapping[str, object], kind: type[msgspec.Struct]) -> None:
     """Refuse an unknown ELASTICD_ variable that resembles a key; other programs may own the rest."""
-    from difflib import get_close_matches  # only this mistake needs it
-
     tables = tuple(variable_name(f.encode_name) + "_" for f in msgspec.structs.fields(kind) if _struct_type(f.type))
-    near = get_close_matches(name, known, n=1, cutoff=0.6 if name.startswith(tables) else 0.9)
-    if near or name.startswith(tables):
-        raise UsageError(
-            f"{name}: is not a variable elasticd reads" + (f"; did you mean {near[0]}?" if near else f"; {_HINT}")
-        )
+    is_ours = name.startswith(tables)
+    near = did_you_mean(name, known, _HINT if is_ours else "", 0.7 if is_ours else 0.9)
+    if near:
+        raise UsageError(f"{name}: is not a variable elasticd reads; {near}")
 
 
 _HINT = "elasticd config example lists the keys"

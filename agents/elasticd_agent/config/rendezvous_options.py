@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 from elasticd.errors import UsageError
 from elasticd_agent.config.quantities import parse_count_range
 from elasticd_agent.model.job import Policy, Rendezvous, Tls
+from elasticd_agent.model.phrases import did_you_mean
 
 BACKENDS = ("static", "c10d", "etcd")
 DEFAULT_PORTS = {"c10d": 29400, "etcd": 2379}
@@ -215,10 +216,7 @@ def _conf(text: str) -> dict[str, str]:
         if not key or not value:
             raise UsageError(f"--rdzv-conf: {pair!r} is not KEY=VALUE")
         if key not in KEYS:
-            from difflib import get_close_matches  # only this mistake needs it
-
-            near = get_close_matches(key, KEYS, n=1)
-            known = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(KEYS))}"
+            known = did_you_mean(key, KEYS, f"there are {', '.join(sorted(KEYS))}")
             raise UsageError(f"--rdzv-conf: unknown key {key!r}; {known}")
         if conf.setdefault(key, value) != value:
             raise UsageError(f"--rdzv-conf: {key} is given twice")

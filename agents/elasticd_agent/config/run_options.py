@@ -22,6 +22,7 @@ from elasticd_agent.config.rendezvous_options import RendezvousOptions, read_ren
 from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, name_of, policy_with, preloaded_modules
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Streams
+from elasticd_agent.model.phrases import did_you_mean
 from elasticd_agent.system.devices import cpu_count, visible_gpus
 from elasticd_agent.system.durations import parse_duration
 
@@ -165,21 +166,10 @@ def _default(flag: Flag, environ: Mapping[str, str]) -> Any:
     return value
 
 
-_TELLING_PREFIX = len("--nproc")
-
-
 def _unknown(option: str) -> str:
-    from difflib import get_close_matches  # only this mistake needs it
-
     spelled = option.split("=", 1)[0]
     names = [name for flag in (*TORCHRUN_FLAGS, *ELASTICD_FLAGS) for name in flag.spellings]
-    # "--nprocs" is closer to "--nnodes" by its letters, but it begins as "--nproc-per-node" does.
-    alike_at = {name: [a == b for a, b in zip(name, spelled, strict=False)] for name in names}
-    shared = {name: [*alike, False].index(False) for name, alike in alike_at.items()}
-    most = max(shared.values())
-    alike = [name for name in names if shared[name] == most] if most >= _TELLING_PREFIX else []
-    near = get_close_matches(spelled, alike, n=1, cutoff=0.0) or get_close_matches(spelled, names, n=1)
-    return f"unknown option {spelled}" + (f"; did you mean {near[0]}?" if near else "; elasticd run --help lists them")
+    return f"unknown option {spelled}; {did_you_mean(spelled, names, 'elasticd run --help lists them')}"
 
 
 def _path(text: str | None, cwd: Path) -> Path | None:

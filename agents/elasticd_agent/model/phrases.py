@@ -44,6 +44,14 @@ def listing(items: Iterable[object], max_items: int | None = MAX_ITEMS, *, conju
     return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
 
 
+def did_you_mean(word: str, names: Iterable[str], else_say: str, cutoff: float = 0.7) -> str:
+    """The end of a sentence about a name that is not known; `else_say` where none is similar."""
+    from difflib import get_close_matches  # only a mistake needs it
+
+    near = get_close_matches(word[:80], list(names), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else else_say
+
+
 def ranges(numbers: Iterable[int], min_length: int = 2) -> list[str]:
     """ "0-3", "6": numbers in order, runs of at least `min_length` neighbours as one range each."""
     runs: list[list[int]] = []
