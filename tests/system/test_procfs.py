@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.system import procfs
-from elasticd_agent.system.procfs import Stat, Usage, UsageReader
+from elasticd_agent.system import process_usage, procfs
+from elasticd_agent.system.process_usage import Usage, UsageReader
+from elasticd_agent.system.procfs import Stat
 
 Until = Callable[[Callable[[], object], float], object]
 
@@ -90,8 +91,8 @@ def test_invalid_stat_lines(line: bytes) -> None:
 
 def test_bytes_are_those_of_system_calls_and_of_disks() -> None:
     text = b"rchar: 1\nwchar: 20\nsyscr: 7\nsyscw: 7\nread_bytes: 300\nwrite_bytes: 4000\ncancelled_write_bytes: 7\n"
-    assert procfs.parse_io(text) == 4321
-    assert procfs.parse_io(b"") == 0
+    assert process_usage.parse_io(text) == 4321
+    assert process_usage.parse_io(b"") == 0
 
 
 def test_tree_has_descendants_and_session() -> None:
@@ -150,7 +151,7 @@ def test_a_childs_work_counts_even_if_its_parent_has_ended(until: Until, tmp_pat
 
 def test_usage_reader_finds_new_processes(until: Until, tmp_path: Path) -> None:
     """Also whom it took for somebody else's before it was asked about him."""
-    usages = procfs.UsageReader()
+    usages = UsageReader()
     with running(IDLE) as first, running(FORKS) as second:
         assert set(usages.read([first.pid])) == {first.pid}
         before = usages.read([first.pid, second.pid])[second.pid].cpu_s
@@ -262,7 +263,7 @@ def test_time_without_a_processor_counts_for_working_threads_only(
     pin = f"import os; os.sched_setaffinity(0, {{{core}}})\n"
     started = [subprocess.Popen([sys.executable, "-I", "-S", "-c", pin + code]) for code in codes]
     try:
-        reader, pids = procfs.UsageReader(), [process.pid for process in started]
+        reader, pids = UsageReader(), [process.pid for process in started]
 
         def waited(pid: int) -> float:
             found = reader.read(pids).get(pid)

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model.exit_codes import INTERRUPTED, REQUEUE
-
-DEFAULT_SOCKET = "/run/elasticd/agent.sock"
-AGENT_VARIABLE = "ELASTICD_AGENT"
+from elasticd_agent.model.phrases import did_you_mean
+from elasticd_agent.node.api.agent_address import AGENT_VARIABLE, DEFAULT_SOCKET
 
 
 class Command(NamedTuple):
@@ -103,11 +102,8 @@ def _main(argv: Sequence[str] | None) -> int:
             return _load(entry)(rest)
     except (UsageError, StoreUnavailable) as error:
         return _error(f"elasticd {command}", str(error), REQUEUE if isinstance(error, StoreUnavailable) else 2)
-    from difflib import get_close_matches  # only this mistake needs it
-
-    near = get_close_matches(command, COMMANDS, n=1)
-    known = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}, as in: elasticd run train.py"
-    return _error("elasticd", f"unknown command {command!r}; {known}")
+    known = f"there are {', '.join(COMMANDS)}, as in: elasticd run train.py"
+    return _error("elasticd", f"unknown command {command!r}; {did_you_mean(command, COMMANDS, known)}")
 
 
 def _help() -> str:

@@ -18,6 +18,7 @@ from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader
 from elasticd_agent.hangs.rank import BUSY_BYTES_PER_S, BUSY_CORES
 from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import procfs
+from elasticd_agent.system.process_usage import Usage, UsageReader
 
 LATE_KINDS = ("checkpoint_saved", "checkpoint_failed", "checkpoint_dropped", "message")
 """What the writer may report of a save after its group has ended."""
@@ -125,7 +126,7 @@ class _Ages:
         elif self.device_s >= 0:
             self.device_s += passed_s
 
-    def on_usage(self, cores: float, bytes_per_s: float, before: procfs.Usage, after: procfs.Usage) -> None:
+    def on_usage(self, cores: float, bytes_per_s: float, before: Usage, after: Usage) -> None:
         """What was used between two samples. A wait for a server, or for one process after the other, moves little."""
         moves = after.moved - before.moved > KEEPALIVE_BYTES
         if moves:
@@ -175,9 +176,7 @@ class GroupObserver:
     heartbeat_files: Sequence[Path]
     worker_event_files: Sequence[Path]
     state: Callable[[int], str] = procfs.condition
-    usage: Callable[[Sequence[int], int], Mapping[int, procfs.Usage]] = field(
-        default_factory=lambda: procfs.UsageReader().read
-    )
+    usage: Callable[[Sequence[int], int], Mapping[int, Usage]] = field(default_factory=lambda: UsageReader().read)
     earlier: Sequence[WorkerEventReader] = ()
     """Of the group before: its last save may still be written."""
     _pids: tuple[int, ...] = ()
@@ -191,7 +190,7 @@ class GroupObserver:
     _store: _Ages = field(default_factory=_Ages)
     _last_look: float | None = None
     _observed_s: float = 0.0
-    _usage_samples: deque[tuple[float, Mapping[int, procfs.Usage]]] = field(default_factory=deque)
+    _usage_samples: deque[tuple[float, Mapping[int, Usage]]] = field(default_factory=deque)
     _exited: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -326,7 +325,7 @@ class GroupObserver:
             reader.close()
 
 
-def _used(before: procfs.Usage, after: procfs.Usage, passed_s: float) -> tuple[float, int]:
+def _used(before: Usage, after: Usage, passed_s: float) -> tuple[float, int]:
     """The processor time between two samples, and the bytes.
 
     What waits for a processor for most of the time is as good as running: a quota or a busy machine makes it slow. An

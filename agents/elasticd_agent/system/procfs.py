@@ -1,4 +1,4 @@
-"""Processes as /proc shows them: the state of one, what whole trees have used, and which process belongs to which tree.
+"""Processes as /proc shows them: the state of one, and which process belongs to which tree.
 
 Only files that the kernel answers at once are read, also for a stuck process: never cmdline, environ, maps or another
 file that waits for the process's memory lock. A process that ends meanwhile is no error.
@@ -7,53 +7,15 @@ file that waits for the process's memory lock. A process that ends meanwhile is 
 from __future__ import annotations
 
 import os
-import re
-import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-from elasticd_agent.system import cgroups, sockets
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _READ_LIMIT = 4096
 """A stat line is below 400 bytes, an io file below 200."""
-WORKING_SHARE = 0.005
-"""Of the time a starved thread runs more than this, even under a quota of 1 %. The heartbeat thread, which wakes ten
-times a second, runs a tenth of it and waits for a core each time."""
-DEVICE_THREADS = re.compile(rb"NCCL |pt_nccl_|cuda-EvtHandlr|cuda\d+$")
-"""The names of threads that spin or poll for as long as their device is busy or hung: NCCL's proxy ("NCCL Progress 0"),
-torch's watchdog, CUDA's ("cuda-EvtHandlr", "cuda00001400006"). They do no work of the script, and wait for none. A
-thread that the script calls "cuda_prefetch" is its own: Python 3.14 gives its threads' names to the kernel."""
 _FLAGS, _PF_EXITING = 6, 0x4
 """The flags' index behind the name in a stat line, and the flag of a thread that exits (linux/sched.h)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Of a whole process tree so far, except DEVICE_THREADS. Bytes count when a system call moves them, and again
-    when a disk does, so that both cached reads and reads through a memory map are counted; those of TCP sockets count
-    as well.
-
-    `wait_s` is the time in which working threads could run and got no processor, because of others or of a CPU quota.
-    """
-
-    cpu_s: float
-    io_bytes: int
-    wait_s: float | None = 0.0
-    """None: the kernel does not say."""
-    running: bool = False
-    """Some main thread could run at this moment."""
-    traced: bool = False
-    """A debugger is attached to the first process."""
-    throttled_s: float = 0.0
-    """For how long a CPU quota has kept its control groups from running."""
-    queued: int | None = None
-    """Bytes in the queues of its TCP sockets, unsent or unread. None: no socket of it is known."""
-    moved: int = 0
-    """Bytes that its TCP sockets have sent and received since the first reading, those closed meanwhile included, but
-    not those of the round's store: ranks and torch's watchdogs talk to it all the time."""
-    pids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +43,6 @@ def parse_stat(line: bytes) -> Stat:
     state = chr(fields[0][0])
     threads, started = int(fields[17]), int(fields[19])
     return Stat(int(line[:opened]), comm, state, int(fields[1]), int(fields[3]), ticks * TICK_S, threads, started)
-
-
-def parse_io(text: bytes) -> int:
-    """/proc/PID/io -> bytes read and written, through system calls and by disks."""
-    counted = (b"rchar", b"wchar", b"read_bytes", b"write_bytes")
-    fields = (line.partition(b":") for line in text.splitlines())
-    return sum(int(value) for name, _, value in fields if name in counted)
 
 
 def state(pid: int) -> str:
@@ -125,119 +80,6 @@ def stat(pid: int) -> Stat | None:
         return parse_stat(line)
     except ValueError:
         return None
-
-
-class UsageReader:
-    """What the trees of processes have used so far, again and again for the same ones: unrelated ones are read once.
-
-    Reading costs 6 µs a process, and a machine with many cores has thousands. A process that is neither below another
-    one nor in its session never gets there later. A process id that is reused between two calls may be missed.
-    """
-
-    def __init__(self) -> None:
-        self._pids: tuple[int, ...] = ()
-        self._unrelated: set[int] = set()
-        self._threads: dict[int, tuple[float, float]] = {}
-        self._waited: dict[int, float] = {}
-        self._polled: dict[int, float] = {}
-        self._sockets: dict[int, dict[int, int]] = {}
-        self._moved: dict[int, int] = {}
-        self._read_at = 0.0
-
-    def read(self, pids: Sequence[int], store_port: int = 0) -> dict[int, Usage]:
-        """By process; ended ones are left out. `store_port`: of the round's store."""
-        if tuple(pids) != self._pids:
-            self._pids = tuple(pids)
-            self._unrelated = set()
-            self._threads = {}
-            self._waited = {}
-            self._polled = {}
-            self._sockets = {}
-            self._moved = {}
-        everyone = all_pids()
-        known = scan(everyone - self._unrelated)
-        by_root = trees(pids, known.values())
-        ours = {member for members in by_root.values() for member in members}
-        self._unrelated = (self._unrelated & everyone) | (known.keys() - ours)
-        self._count_threads(by_root)
-        all_sockets = sockets.tcp_bytes()
-        found = {}
-        for pid, members in by_root.items():
-            ours_by_inode = {i: all_sockets[i] for i in sockets.sockets_of(members) if i in all_sockets}
-            tcp = ours_by_inode.values()
-            own = {inode: one.moved for inode, one in ours_by_inode.items() if one.peer_port != (store_port or -1)}
-            self._count_moved(pid, own)
-            found[pid] = Usage(
-                sum(known[member].cpu_s for member in members) - self._polled.get(pid, 0.0),
-                sum(parse_io(read(f"/proc/{member}/io")) for member in members) + self._moved[pid],
-                self._waited.get(pid),
-                any(known[member].state == "R" for member in members),
-                _tracer(pid) != 0,
-                cgroups.throttled_s(members),
-                sum(one.queued for one in tcp) if tcp else None,
-                self._moved[pid],
-                frozenset(members),
-            )
-        return found
-
-    def _count_moved(self, root: int, by_inode: dict[int, int]) -> None:
-        """Add up socket by socket: a request may have a connection of its own, which is closed after it."""
-        if root in self._sockets:
-            before = self._sockets[root]
-            self._moved[root] += sum(max(0, moved - before.get(inode, 0)) for inode, moved in by_inode.items())
-        else:
-            self._moved[root] = 0
-        self._sockets[root] = by_inode
-
-    def _count_threads(self, by_root: Mapping[int, tuple[int, ...]]) -> None:
-        """Add up how long working threads have waited for a processor, and DEVICE_THREADS run, since the last call."""
-        now, threads = time.monotonic(), {}
-        passed_s, self._read_at = now - self._read_at, now
-        for root, members in by_root.items():
-            ours = {tid: (member, times) for member in members for tid, times in schedstat(member).items()}
-            threads.update({tid: times for tid, (_, times) in ours.items()})
-            if not ours:
-                continue  # the kernel does not say
-            self._waited.setdefault(root, 0.0)
-            for tid, (member, (ran, waited)) in ours.items():
-                ran_before, waited_before = self._threads.get(tid, (ran, waited))
-                if ran - ran_before <= WORKING_SHARE * passed_s:
-                    continue
-                if _is_device_thread(member, tid):
-                    self._polled[root] = self._polled.get(root, 0.0) + ran - ran_before
-                else:
-                    self._waited[root] += waited - waited_before
-        self._threads = threads
-
-
-def _is_device_thread(pid: int, tid: int) -> bool:
-    """By its name, unless it has that of its process: a thread without a name of its own inherits it."""
-    name = read(f"/proc/{pid}/task/{tid}/comm")
-    return DEVICE_THREADS.match(name) is not None and name != read(f"/proc/{pid}/comm")
-
-
-def schedstat(pid: int) -> dict[int, tuple[float, float]]:
-    """By thread: for how long it ran, and for how long it was able to run and did not, in seconds.
-
-    /proc/PID/task/TID/schedstat is run, wait (ns), slices. {} without that file.
-    """
-    found: dict[int, tuple[float, float]] = {}
-    try:
-        tids = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return found
-    for tid in tids:
-        fields = read(f"/proc/{pid}/task/{tid}/schedstat").split()
-        if len(fields) == 3:
-            found[int(tid)] = int(fields[0]) / 1e9, int(fields[1]) / 1e9
-    return found
-
-
-def _tracer(pid: int) -> int:
-    """The process that traces it (ptrace), 0 for none."""
-    _, _, rest = read(f"/proc/{pid}/status").partition(b"TracerPid:")
-    value = rest.split(maxsplit=1)[:1]
-    return int(value[0]) if value and value[0].isdigit() else 0
 
 
 def all_pids() -> set[int]:

@@ -20,6 +20,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from elasticd import bounded_json
 from elasticd.errors import ElasticdError, UsageError
+from elasticd_agent.node.api.agent_address import AGENT_VARIABLE, DEFAULT_SOCKET
 from elasticd_agent.store.tls import tls_context
 from elasticd_agent.system.control_socket import short_path
 from elasticd_agent.system.http_auth import read_token
@@ -29,9 +30,7 @@ MAX_RESPONSE_BYTES = 64 << 20
 DEFAULT_PORT = 9411
 _NAME_MISMATCH_CODES = (62, 64)
 """X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH (openssl/x509_vfy.h)."""
-_ADDRESS_FORMS = "unix:/run/elasticd/agent.sock, http://HOST:PORT or https://HOST:PORT"
-
-DEFAULT_SOCKET = "/run/elasticd/agent.sock"
+_ADDRESS_FORMS = f"unix:{DEFAULT_SOCKET}, http://HOST:PORT or https://HOST:PORT"
 
 
 class Unreachable(ElasticdError):
@@ -167,7 +166,7 @@ class AgentClient:
             return ""
         if isinstance(error, PermissionError):
             return "; access is for root and http.users and http.groups of agent.toml"
-        return "; is `elasticd agent` running on this node? --agent or ELASTICD_AGENT names another one"
+        return f"; is `elasticd agent` running on this node? --agent or {AGENT_VARIABLE} names another one"
 
 
 class _Connection(http.client.HTTPConnection):

@@ -24,8 +24,8 @@ from elasticd_agent.model.job import Tls
 from elasticd_agent.store import Traffic
 from elasticd_agent.store.etcd import diagnose
 from elasticd_agent.store.etcd.errors import ClassifiedError, ErrorKind, LeaseNotFound, classify
+from elasticd_agent.store.etcd.keys import key_range
 from elasticd_agent.store.etcd.proto import rpc
-from elasticd_agent.store.etcd.store import to_bytes
 from elasticd_agent.system.addresses import format_endpoint
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 0.4
@@ -431,13 +431,6 @@ class WatchStream:
     def _end(self) -> None:
         self._requests.put(None)  # ends gRPC's thread that waits for requests
         self._on_end()
-
-
-def key_range(prefix: str) -> dict[str, bytes]:
-    """The keys that begin with `prefix`, as arguments of etcd's requests; b"\\0" as an end means no end."""
-    first = to_bytes(prefix)
-    stem = first.rstrip(b"\xff")
-    return {"key": first or b"\0", "range_end": stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"}
 
 
 def _classify(error: grpc.RpcError, member: _Member, key: str = "") -> ClassifiedError:

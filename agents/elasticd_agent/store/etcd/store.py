@@ -18,6 +18,7 @@ from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model.job import Tls
 from elasticd_agent.store import Lease, Traffic, Versioned, Watch
 from elasticd_agent.store.etcd.errors import LeaseNotFound
+from elasticd_agent.store.etcd.keys import to_bytes, to_text
 
 if TYPE_CHECKING:
     from elasticd_agent.store.etcd.connection import EtcdConnection
@@ -179,12 +180,3 @@ class _EtcdLease:
 
     def withdraw(self) -> None:
         self._store._revoke(self._number)
-
-
-def to_bytes(key: str) -> bytes:
-    # Other programs' keys need not be UTF-8; ours are.
-    return key.encode("utf-8", "surrogateescape")
-
-
-def to_text(key: bytes) -> str:
-    return key.decode("utf-8", "surrogateescape")
