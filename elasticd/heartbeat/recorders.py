@@ -25,27 +25,28 @@ def flight_recorder_dump() -> bytes | None:
     """A flight recorder as JSON, None before torch 2.8; with 2000 collectives 0.9 MB and 25 ms with the GIL held.
 
     If the process has made an NCCL group, its recorder is dumped: its collectives are what the other ranks wait for,
-    even if this rank has issued none. "recorder" is its name, and "unrecorded" the groups whose collectives are neither
-    in it nor in gloo's.
+    even if this rank has issued none. "recorder" is its name, "gloo" what gloo's recorder has beside it, if there are
+    such groups, and "unrecorded" the groups whose collectives are in neither.
     """
     try:
         groups = _recorded(sys.modules[_C10D]._world)
     except Exception:  # noqa: BLE001 the script's groups may be of any class, and it must not notice the call
         groups = []
     used = {one["recorder"] for one in groups}
-    found, recorder = None, ""
+    found, recorder, beside = b"", "", b""
     for name in (NCCL, *sorted(used - {"", NCCL, GLOO}), GLOO):
-        try:
-            found, recorder = bytes(_dump(name)), name
-        except Exception:  # noqa: BLE001 as above, and torch may lack the function
-            continue
-        if b'"entries":' in found or name in used - {GLOO} or json.loads(found).get("comm_lib_version"):
-            break
-    if found is None:
+        if dump := _try_dump(name):
+            found, recorder = dump, name
+            if b'"entries":' in found or name in used - {GLOO} or json.loads(found).get("comm_lib_version"):
+                break
+    if not found:
         return None
-    unrecorded = [one for one in groups if not one["complete"] or one["recorder"] not in (recorder, GLOO)]
-    facts = {"recorder": recorder, "unrecorded": unrecorded}
-    return b"%b, %b" % (json.dumps(facts).encode()[:-1], found.lstrip()[1:])
+    if GLOO in used and recorder != GLOO:
+        beside = _try_dump(GLOO)
+    dumped = (recorder, GLOO) if beside else (recorder,)
+    unrecorded = [one for one in groups if not one["complete"] or one["recorder"] not in dumped]
+    facts = json.dumps({"recorder": recorder, "unrecorded": unrecorded}).encode()[:-1]
+    return facts + (b', "gloo": ' + beside if beside else b"") + b", " + found.lstrip()[1:]
 
 
 class GroupCounts:
@@ -154,6 +155,14 @@ def _numbers(status: dict[str, str]) -> tuple[int, int]:
     return enqueued, completed
 
 
+def _try_dump(recorder: str) -> bytes:
+    """b"" where torch has no such recorder."""
+    try:
+        return bytes(_dump(recorder))
+    except Exception:  # noqa: BLE001 as above, and torch may lack the function
+        return b""
+
+
 def _dump(recorder: str, **arguments: Any) -> Any:
     torch = sys.modules[_TORCH]
     if recorder == NCCL:
@@ -195,4 +204,7 @@ def _recorded(world: Any) -> list[dict[str, Any]]:
             one |= {"recorder": recorder, "complete": _completes(recorder, group, backend)}
             if one not in found[-1:]:  # one backend for several devices
                 found.append(one)
+        if any(hasattr(group._get_backend(device), "wrapped_pg") for device in group._device_types):
+            hidden = {"backend": GLOO, "recorder": "", "complete": True}  # which compares arguments before each call
+            found.append({"process_group": [group.group_name, group.group_desc]} | hidden)
     return found

@@ -30,6 +30,7 @@ PROXY = {"cpu_s": 3.0, "quiet_s": 0.0, "where": "device", "function": "train.py:
 """The main thread sleeps in a synchronisation, NCCL's proxy thread spins."""
 IN_ITEM = {"where": "device", "function": "train.py:12 item"}
 IN_GLOO = {"where": "collective", "function": "barrier"}
+IN_BARRIER = {"where": "barrier", "function": "session.barrier"}
 SLEEPS = {"where": "elsewhere", "function": "data.py:3 read"}
 COMPUTES = SLEEPS | {"cpu_s": 3.0, "quiet_s": 0.0, "moved_s": 0.0}
 NO_GIL = SLEEPS | {"alive_s": 1e6}
@@ -86,9 +87,17 @@ SITUATIONS = {
     "never enqueued anything in a new group": Cuda(
         [rank({WORLD: (9, 9), PAIR: (1, 0)}), rank({WORLD: (9, 9), PAIR: (0, 0)}, SLEEPS)], 59, 61, "blocked", (1,)
     ),
-    "waits in gloo for ranks in NCCL": Cuda(
+    "waits in gloo for ranks in NCCL, without gloo's recording": Cuda(
         [rank({WORLD: (9, 8)}, IN_ITEM), rank({WORLD: (8, 8)}, IN_GLOO), rank({WORLD: (9, 8)}, IN_ITEM)],
+        *(59, 61, "missed_collective", (1,)),
+    ),
+    "waits in the session for ranks in NCCL": Cuda(
+        [rank({WORLD: (9, 8)}, IN_ITEM), rank({WORLD: (8, 8)}, IN_BARRIER), rank({WORLD: (9, 8)}, IN_ITEM)],
         *(4, 6, "missed_collective", (1,)),
+    ),
+    "another thread of the script may enqueue it": Cuda(
+        [rank({WORLD: (9, 8)}, IN_ITEM), rank({WORLD: (8, 8)}, IN_BARRIER, alone=False)],
+        *(59, 61, "missed_collective", (1,)),
     ),
     "two groups in opposite order": Cuda(
         [rank({PAIR: (1, 0), OTHER: (0, 0)}, IN_ITEM), rank({PAIR: (0, 0), OTHER: (1, 0)}, IN_ITEM)],
@@ -168,7 +177,8 @@ def verdict(case: Cuda, idle_s: float, kind: Kind = "nccl") -> Hang | None:
     for number, stated in enumerate(case.ranks):
         given = stated | {"nccl_groups": Reader(kind).read(groups[number], members(groups))}
         ages = {name: min(given.get(name, usual), idle_s) for name, usual in (("device_s", -1.0), ("alive_s", 0.1))}
-        facts = {"collectives": 400, "state": "S", "window_s": 3.0, "moved_s": idle_s, "quiet_s": idle_s} | given | ages
+        facts = {"collectives": 400, "state": "S", "window_s": 3.0, "moved_s": idle_s, "quiet_s": idle_s, "alone": True}
+        facts |= given | ages
         ranks.append(RankReport(number, number, "step", 100, usual=4, timeout_s=600.0, idle_s=idle_s, **facts))
     nodes = [f"n{number}" for number in range(case.nodes)]
     reports = [
@@ -256,7 +266,7 @@ def test_sequence_of_recorder_status(name: str, kind: Kind) -> None:
             counts = reader.read(groups[number], members(groups))
             step = 100 + max(0, second - case.steps_from_s)
             each.on_heartbeat(Heartbeat(step=step, groups=counts, alive_ticks=10 * second + 1), 1.0, float(second))
-            facts = {"where": "elsewhere", "state": "S", "window_s": 3.0} | (case.facts or FULL_QUEUE)
+            facts = {"where": "elsewhere", "state": "S", "window_s": 3.0, "alone": True} | (case.facts or FULL_QUEUE)
             facts |= {"quiet_s": min(facts.get("quiet_s", each.idle_s), each.idle_s), "moved_s": each.idle_s}
             seen = {"nccl_groups": each.groups, "device_s": each.device_s, "idle_s": each.idle_s, "alive_s": 0.1}
             collectives = next(iter(groups[number].values()))[0]

@@ -41,6 +41,8 @@ class FakeGroup:
     """So many of them, the first ones."""
     collectives: int = 0
     _device_types: tuple[str, ...] = ("cuda",)
+    gloo: FakeGroup | None = None
+    """What `cpu:gloo,cuda:nccl` issues through gloo, under numbers of its own."""
 
     @property
     def group_name(self) -> str:
@@ -141,7 +143,12 @@ class FakeTorch:
     def group(self, name: str, ranks: tuple[int, ...], kind: Kind, **more: Any) -> FakeGroup:
         found = FakeGroup(name, ranks, kind, len(self.made), **more)
         self.made.append(found)
-        self.world.pg_map[found] = ("gloo" if kind == "gloo" else "nccl", self.store)
+        backend = "gloo" if kind == "gloo" else "nccl"
+        if "cpu" in found._device_types:
+            found.gloo = FakeGroup(name, ranks, "gloo", len(self.made))
+            self.made.append(found.gloo)
+            backend = f"cpu:gloo,cuda:{backend}"
+        self.world.pg_map[found] = (backend, self.store)
         self.world.default_pg = self.world.default_pg or found
         self.world.pg_group_ranks[found] = dict.fromkeys(ranks)
         if kind == "nccl2":

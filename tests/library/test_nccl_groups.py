@@ -166,6 +166,22 @@ def test_dump_names_groups_without_a_recorder(torch: FakeTorch, kind: Kind) -> N
     assert dumped()["unrecorded"] == [unrecorded | {"recorder": torch.made[1].recorder}]
 
 
+def test_dump_names_the_hidden_group_of_a_wrapper(torch: FakeTorch) -> None:
+    torch.group("0", ALL, "wrapped").at(2, 1)
+    assert [(one["backend"], one["recorder"]) for one in dumped()["unrecorded"]] == [("gloo", "")]
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_gloo_is_dumped_beside_nccl(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+    """Unless torch has no recorder of gloo: then its groups are unrecorded."""
+    group = torch.group("0", ALL, kind, _device_types=("cpu", "cuda")).at(2, 1)
+    assert group.gloo is not None
+    group.gloo.at(4, 3)
+    found = dumped()
+    assert (found["recorder"], len(found["entries"]), len(found["gloo"]["entries"])) == (kind, 2, 4)
+    assert found["unrecorded"] == []
+
+
 @pytest.mark.parametrize("missing", ["_dump_nccl_trace_json", "_dump_fr_trace_json"])
 def test_torch_with_one_recorder(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     torch.group("0", ALL, "gloo")

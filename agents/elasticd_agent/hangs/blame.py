@@ -216,7 +216,7 @@ def _missing_in_group(group: _Group) -> Blame | None:
         return None if group.exited else _no_culprit(group, "some of them in a group that all of its ranks wait in")
     if not culprits:
         why = f"ranks wait for each other in different NCCL groups: {_activity(late)}"
-        return Blame((), "mismatched_collectives", why, "proven" if _only_wait(late) else "device")
+        return Blame((), "mismatched_collectives", why, _strength_of_cycle(group, late))
     return _not_enqueued(group, culprits)
 
 
@@ -228,19 +228,31 @@ def _not_enqueued(group: _Group, culprits: Sequence[RankState]) -> Blame:
     why = f"{labels(culprits)} {has_have(culprits)} not enqueued collective {first.number:,} of the NCCL group of "
     why += f"{_members(group, first.group)}{_namely(culprits)}{_activity(culprits)}{_held_up(waiting, culprits)}"
     if all(rank.report.phase == "exit" or rank.report.where in ("collective", "barrier") for rank in culprits):
-        evidence: Evidence = "proven" if _only_wait(group.live) else "idle"
+        evidence: Evidence = "proven" if _only_wait(group, group.live) else "idle"
         return Blame(tuple(culprits), "missed_collective", why, evidence)
     cause = min((rank.likely_cause for rank in culprits), key=_WORST_FIRST.index)
     return Blame(tuple(culprits), cause, why, _strength(culprits, cause))
 
 
-def _only_wait(ranks: Sequence[RankState]) -> bool:
-    """For ranks of the job, and their main threads do, too: one that does not may enqueue what others wait in."""
-    return all(
+def _strength_of_cycle(group: _Group, ranks: Sequence[RankState]) -> Evidence:
+    """Their devices wait for each other. One whose main thread waits in gloo may do so for a rank that is healthy."""
+    if _only_wait(group, ranks):
+        return "proven"
+    return "unrecorded" if any(rank.report.where == "collective" for rank in ranks) else "device"
+
+
+def _only_wait(group: _Group, ranks: Sequence[RankState]) -> bool:
+    """For ranks of the job, and so does all of their code: what does not may enqueue what others wait in.
+
+    These counts do not tell whether a rank waits in a collective of NCCL, or in one of gloo that makes progress: only
+    recordings may prove that.
+    """
+    return group.is_whole and all(
         rank.knows_members
         and not rank.has_unrecorded_group
+        and rank.report.alone
         and rank.report.phase != "exit"
-        and (rank.at_barrier or rank.is_recorded or (rank.report.where == "device" and rank.has_pending_collective))
+        and (rank.at_barrier or (rank.report.where == "device" and rank.has_pending_collective))
         for rank in ranks
     )
 

@@ -73,6 +73,7 @@ class RankState:
         if report.where == "device":
             return any(tail.pending and tail.backend != "gloo" for tail in report.groups)
         unrecorded = self.transfers or report.function == "monitored_barrier" or report.function.endswith(_BY_SOURCE)
+        unrecorded = unrecorded or any(tail.unrecorded for tail in report.groups)  # by gloo: it may be one of those
         return report.where == "collective" and not unrecorded
 
     @property
@@ -102,8 +103,12 @@ class RankState:
 
     @property
     def has_unrecorded_group(self) -> bool:
-        """It has a group whose collectives, or their end, no recorder has: it may wait there, and may resume."""
-        return any(tail.unrecorded for tail in self.report.groups) or any(n < 0 for _, n, _ in self.report.nccl_groups)
+        """It has a group whose collectives, or their end, no recorder has: it may wait there, and may resume.
+
+        One of gloo does not count: no device waits in it, and bytes tell whether its collectives move.
+        """
+        unknown = any(tail.unrecorded and tail.backend != "gloo" for tail in self.report.groups)
+        return unknown or any(enqueued < 0 for _, enqueued, _ in self.report.nccl_groups)
 
     @property
     def has_pending_collective(self) -> bool:

@@ -67,6 +67,8 @@ class Recording:
     """The groups all of whose members are ranks of this job."""
     unrecorded: Mapping[str, str] = field(default_factory=dict)
     """The backends of the groups whose collectives are in no recorder."""
+    gloo: Recording | None = None
+    """What gloo's recorder has, if this is of another one: by a group of its own, or by one with both backends."""
 
     def deviation(self) -> Deviation:
         """Whether one of the last collectives follows another that it never followed before, and why."""
@@ -85,7 +87,7 @@ class Recording:
 
     def tails(self) -> list[dict[str, Any]]:
         """By group the last number, the first unfinished one, 0 for none, and the kinds around them."""
-        found = []
+        found = [] if self.gloo is None else self.gloo.tails()
         for group, issued in self.groups.items():
             pending = next((number for number in sorted(issued) if not issued[number].done), 0)
             last = max(issued, default=0)
@@ -145,7 +147,11 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
         if group not in groups and (not own or (unused and not nccl)):
             groups[group] = {}
     in_job = frozenset(group for group, (own, _) in listed.items() if own)
-    return Recording(len(entries), dict(groups), tuple(order), nccl, in_job, _unrecorded(data))
+    beside, gloo = data.get("gloo"), None
+    # By gloo's alone a rank would have no group of NCCL, whose messages are in no recorder.
+    if isinstance(beside, dict) and nccl and groups:
+        gloo = parse(beside | {"recorder": _GLOO, "gloo": None, "process_groups": data.get("process_groups")})
+    return Recording(len(entries), dict(groups), tuple(order), nccl, in_job, _unrecorded(data), gloo)
 
 
 def agreed(kind: str, backend: str) -> str:
@@ -174,7 +180,7 @@ def _listed(data: Mapping[str, Any]) -> dict[str, tuple[bool, bool]]:
     if isinstance(listed, list):
         groups = [one for one in listed if isinstance(one, dict)]
         return {
-            _group(one): (one.get("in_job") is True, one.get("unused") is True and _GLOO in str(one.get("backend")))
+            _group(one): (one.get("in_job") is True, one.get("unused") is True and _is_gloo(one.get("backend")))
             for one in groups
         }
     members = {
@@ -183,6 +189,11 @@ def _listed(data: Mapping[str, Any]) -> dict[str, tuple[bool, bool]]:
         if isinstance(one, dict)
     }
     return {group: (known, False) for group, known in members.items() if known and members.get(_DEFAULT)}
+
+
+def _is_gloo(backend: object) -> bool:
+    """Of "cpu:gloo,cuda:nccl" the other backend's collectives are counted."""
+    return all(one.endswith(_GLOO) for one in str(backend).split(","))
 
 
 def _has_ranks(text: object) -> bool:

@@ -320,10 +320,12 @@ def _stopped_culprits(case: _Case) -> SuspectedHang | None:
 
 
 def _slow_collective(case: _Case) -> SuspectedHang | None:
-    """All ranks wait in one collective, and data flows."""
-    if case.blame.evidence != "alike" or case.idle_s >= case.ceiling_s:
+    """All ranks wait in one collective, or those that the others wait for do, and data flows."""
+    culprits = [rank for rank in case.blame.culprits if rank.report.where == "collective"]
+    ranks = case.live if case.blame.evidence == "alike" else culprits if case.blame.evidence == "idle" else []
+    if not ranks or case.idle_s >= case.ceiling_s:
         return None
-    moved_s, sender = min(((rank.moved_bytes_s, rank) for rank in case.live), key=lambda one: one[0])
+    moved_s, sender = min(((rank.moved_bytes_s, rank) for rank in ranks), key=lambda one: one[0])
     if moved_s >= (PATIENCE["alike"].seconds or 0.0) or moved_s >= case.idle_s / 2:
         return None
     flow = f"{sender.label()} has moved data {moved_s:.1f} s ago"

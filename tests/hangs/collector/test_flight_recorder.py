@@ -27,7 +27,7 @@ while True:
     writer.tick(7, 0)
     if writer.dump_requested != writer.dump_done:
         with open(sys.argv[2], "w") as file:
-            file.write('{{"entries": [1]}}')
+            file.write('{{"entries": [1], "recorder": "nccl"}}')
         writer.dump_done = writer.dump_requested
     time.sleep(0.05)
 """
@@ -66,7 +66,7 @@ def test_dump_by_heartbeat_thread(
     beat.create(path)
     target = EvidenceTarget(2, worker(ANSWERS, str(path), str(flight)), heartbeat=path, flight=flight)
     found, recorded = gathered(evidence, posted, target, tmp_path / "log")
-    assert json.loads(recorded.read_text()) == {"entries": [1]}
+    assert json.loads(recorded.read_text()) == {"entries": [1], "recorder": "nccl"}
     facts = json.loads((tmp_path / "log" / "rank-2.json").read_text())
     assert (facts["phase"], facts["collectives"]) == ("starting", 7)
     assert found.ranks[0].source == "py-spy"
@@ -88,8 +88,21 @@ def test_dump_by_nccl_pipe(worker: StartWorker, evidence: EvidenceCollector, pos
     pipe, dump = tmp_path / "nccl.pipe", tmp_path / "nccl_trace"
     pid = worker(MONITOR, str(pipe), str(dump))
     dump.write_bytes(pickle.dumps({"entries": ["of another time"]}))
-    _, recorded = gathered(evidence, posted, EvidenceTarget(0, pid, pipe=pipe, dump=dump), tmp_path / "log")
+    found, recorded = gathered(evidence, posted, EvidenceTarget(0, pid, pipe=pipe, dump=dump), tmp_path / "log")
     assert json.loads(recorded.read_text())["entries"] == [{"collective_seq_id": 5, "sizes": [2, 3]}]
+    assert found.ranks[0].groups == (), "it may wait in a group of gloo, which is not in there"
+
+
+def test_dump_by_both(worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path) -> None:
+    """NCCL's own names the frames; the heartbeat thread's says what else there is."""
+    path, flight, pipe, dump = (tmp_path / name for name in ("beat", "flight", "nccl.pipe", "nccl_trace"))
+    beat.create(path)
+    worker(MONITOR, str(pipe), str(dump))
+    pid = worker(ANSWERS, str(path), str(flight))
+    target = EvidenceTarget(0, pid, heartbeat=path, flight=flight, pipe=pipe, dump=dump)
+    _, recorded = gathered(evidence, posted, target, tmp_path / "log")
+    found = json.loads(recorded.read_text())
+    assert (found["recorder"], found["entries"][0]["collective_seq_id"]) == ("nccl", 5)
 
 
 def test_nccl_pipe_without_reader(
@@ -118,7 +131,7 @@ def test_heartbeat_thread_after_a_silent_pipe(
     )
     _, recorded = gathered(evidence, posted, target, tmp_path / "log")
     os.close(reader)
-    assert json.loads(recorded.read_text()) == {"entries": [1]}
+    assert json.loads(recorded.read_text()) == {"entries": [1], "recorder": "nccl"}
 
 
 def test_older_nccl_dump_is_kept_and_proves_nothing(

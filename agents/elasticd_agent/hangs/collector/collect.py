@@ -41,8 +41,7 @@ LOG_GRACE_S = 0.5
 FLIGHT_S, FLIGHT_PART = 0.6, 0.1
 """The heartbeat thread reads requests ten times a second, and writes for 25 ms; or this part of the time, if longer."""
 NCCL_S, NCCL_PART = 1.0, 0.1
-"""NCCL's monitor thread reads its pipe four times a second (docs/nccl.md). Where nothing comes, as with an interval of
-the user's own, the heartbeat thread is asked in the time that is left."""
+"""NCCL's monitor thread reads its pipe four times a second (docs/nccl.md), or in an interval of the user's own."""
 CHILDREN, CHILDREN_S = 16, 1.0
 """The stacks of at most this many processes below a worker are read, too, one after the other: 40 ms each."""
 
@@ -203,17 +202,21 @@ class Collection:
     def _flight(self, worker: EvidenceTarget) -> None:
         if procfs.state(worker.pid) in ("", "T", "t"):
             return
-        recorded = b""
+        request = flight.request_dump(worker.heartbeat) if worker.heartbeat and worker.flight else 0
+        by_nccl, recorded = b"", b""
         if worker.pipe and worker.dump:
             until = time.monotonic() + max(NCCL_S, NCCL_PART * self._request.seconds)
-            recorded = flight.nccl_dump(worker.pipe, worker.dump, min(self._until, until))
-        if not recorded and worker.heartbeat and worker.flight:
+            by_nccl = flight.nccl_dump(worker.pipe, worker.dump, min(self._until, until))
+        if worker.heartbeat and worker.flight:
             until = min(self._until, time.monotonic() + max(FLIGHT_S, FLIGHT_PART * self._request.seconds))
-            recorded = flight.await_dump(worker.heartbeat, flight.request_dump(worker.heartbeat), worker.flight, until)
-        # NCCL writes a dump at a timeout of its own, too. An older one is worth reading, and proves nothing.
-        shown = recorded or (flight.whole(worker.dump) if worker.dump else b"")
+            recorded = flight.await_dump(worker.heartbeat, request, worker.flight, until)
+        # NCCL writes a dump at a timeout of its own, too. An older one is worth reading.
+        shown = by_nccl or recorded or (flight.whole(worker.dump) if worker.dump else b"")
+        if by_nccl and recorded:
+            shown = json.dumps(json.loads(recorded) | json.loads(by_nccl)).encode()
         if shown:
             disk.write(self._path(f"rank-{worker.rank}.flight.json"), shown)
+        # A dump of NCCL's own proves nothing: it does not say what other groups there are, in which the rank may wait.
         if recorded:
             found = recordings.parse(json.loads(recorded))
             if found is not None:
