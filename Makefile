@@ -61,12 +61,16 @@ test-frameworks: $(VENV)-frameworks/.ready  ## Hugging Face Trainer, Accelerate,
 matrix: $(READY)  ## what needs no fault timing on Python 3.10 to 3.14 and torch 2.6, 2.13 and the newest, as far as they can be had; README's table
 	@$(BIN)/python -m tests.matrix
 
-test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, under 8 minutes; skips without one; ON=cpu tries the tests themselves over gloo
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'
-	@ELASTICD_TEST_DEVICE=$(or $(ON),cuda) $(BIN)/python -m pytest -q -m gpu tests/gpu
+# One line says what this machine lacks.
+NEEDS_GPU = $(if $(ON),:,$(BIN)/python -m tests.gpu.machine || exit 0)
 
-gpu-day: $(READY)  ## what only a GPU can tell, 16 checks into gpu-day/report.md, 10 minutes a call; ON=fake tries the checks
-	@$(BIN)/python benchmarks/gpu_day.py --on $(or $(ON),cuda)
+test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, 8 minutes for each class that torch has; ON=cpu tries the tests themselves over gloo
+	@$(NEEDS_GPU); \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'; \
+	    ELASTICD_TEST_DEVICE=$(or $(ON),cuda) $(BIN)/python -m pytest -q -m gpu tests/gpu
+
+gpu-day: $(READY)  ## what only a GPU can tell, 19 checks into gpu-day/report.md, 10 minutes a call; ON=fake tries the checks
+	@$(NEEDS_GPU); $(BIN)/python benchmarks/gpu_day.py --on $(or $(ON),cuda)
 
 check: $(READY)  ## style, types, layers
 	@$(BIN)/ruff check --quiet $(CODE)

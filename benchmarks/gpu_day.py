@@ -1,4 +1,4 @@
-"""What only a device can tell, measured in one go: sixteen checks, each with an expectation, into gpu-day/report.md.
+"""What only a device can tell, measured in one go: nineteen checks, each with an expectation, into gpu-day/report.md.
 
     python benchmarks/gpu_day.py [--on cuda|fake] [--seconds 600] [--again]
 
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elasticd_agent.system.python_packages import installed_version
+
 CHECKS_SCRIPT = Path(__file__).parent / "scripts" / "gpu_checks.py"
 
 
@@ -30,6 +32,8 @@ class Check:
     limit_s: int
     command: tuple[str, ...] = ()
     """Default: the function of this name in scripts/gpu_checks.py."""
+    nccl2: bool = False
+    """Of torch's second class for NCCL, where it has one: a check whose name has this in addition."""
 
 
 FAKE_LIMIT_S = 240
@@ -42,12 +46,15 @@ CHECKS = (
     Check("contexts", "0.2 to 0.5 s and 250 to 500 MB for one; 8 at once below 3 s", 120),
     Check("launches", "blocked after about 1,000 launches, with a whole core", 60),
     Check("waits", "item() and backward leave the GIL free", 60),
-    Check("hang", "verdict within the limit, on rank 1", 300, (*GPU_TESTS, "does_not_come")),
+    Check("hang", "verdict within the limit, on rank 1", 300, (*GPU_TESTS, "does_not_come and not nccl2")),
+    Check("hang-nccl2", "the same", 300, (*GPU_TESTS, "does_not_come and nccl2"), nccl2=True),
     Check("recorder", "enqueued above completed while a rank is missing, below 1 ms", 90),
+    Check("recorder-nccl2", "the same", 90, nccl2=True),
     Check("long_kernel", "8 s under item() on all ranks: no kill", 120),
     Check("pipe", "a dump within 6 s, for it names frames; none while the GIL is held", 90),
     Check("killed", "reaped, NVML's process gone, memory free: within 30 s", 200),
-    Check("tests", "make test-gpu passes", 480, (*GPU_TESTS, "not does_not_come")),
+    Check("tests", "make test-gpu passes", 480, (*GPU_TESTS, "not does_not_come and not nccl2")),
+    Check("tests-nccl2", "the same", 480, (*GPU_TESTS, "not does_not_come and nccl2"), nccl2=True),
     Check("state", "10 GB to the processor and back at the speed of the bus", 240),
     Check("recovery", "kill to next step, by part: below 12 s with a small state", 400),
     Check("donors", "no step differs after 20 kills", 240, DONORS),
@@ -62,8 +69,9 @@ def limit_s(check: Check, device: str) -> int:
 
 def run(number: int, check: Check, device: str, log: Path) -> dict[str, Any]:
     """What the check printed as its last line, in JSON, or how it ended."""
-    command = check.command or (sys.executable, str(CHECKS_SCRIPT), check.name, device)
+    command = check.command or (sys.executable, str(CHECKS_SCRIPT), check.name.removesuffix("-nccl2"), device)
     env = os.environ | {"ELASTICD_TEST_DEVICE": "cpu" if device == "fake" else "cuda"}
+    env |= {"TORCH_DIST_USE_NCCL2": str(int(check.nccl2))}
     began = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -112,7 +120,10 @@ def main() -> int:
     results = json.loads(kept.read_text()) if kept.exists() and not options.again else {}
     results = {name: one for name, one in results.items() if one["device"] == options.on}
     began = time.monotonic()
+    classes = 2 if (installed_version("torch", sys.executable, {}) or (0, 0)) >= (2, 14) else 1
     for number, check in enumerate(CHECKS, 1):
+        if check.nccl2 and classes == 1:
+            continue
         if check.name in results or (options.only and check.name not in options.only):
             continue
         may_take_s = limit_s(check, options.on)

@@ -1,4 +1,4 @@
-"""A machine with a GPU whose libraries are stubs that log their calls (fakes/), and what a template makes of it."""
+"""What NCCL jobs need of this machine; and one with a GPU whose libraries are stubs that log their calls (fakes/)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elasticd_agent.system.devices import visible_gpus
 from elasticd_agent.workers.launcher import template
 
 FAKES = Path(__file__).parent / "fakes"
 LIBRARIES = {"libcuda.c": "libcuda.so.1", "libnvml.c": "libnvidia-ml.so.1"}
+CHECK = "import torch; raise SystemExit(not (torch.cuda.is_available() and torch.distributed.is_nccl_available()))"
 LOOK = """
 import ctypes, os, sys
 sys.path.insert(0, os.path.dirname(sys.argv[1]))
@@ -32,7 +36,18 @@ if not pid:
     os._exit(0)
 os.waitpid(pid, 0)
 """
+LIMIT_S = 300
+"""On a machine that does much else an import of the CUDA build takes minutes."""
 NVML = "nvml = ctypes.CDLL('libnvidia-ml.so.1'); nvml.nvmlInit_v2(); nvml.nvmlInit_v2()"
+
+
+def missing(environ: Mapping[str, str]) -> str:
+    """One sentence; "" if jobs can use NCCL on a GPU here."""
+    if not visible_gpus(environ):
+        return "no CUDA device: this needs one that CUDA_VISIBLE_DEVICES does not hide, and torch's CUDA build"
+    if subprocess.run([sys.executable, "-c", CHECK], timeout=LIMIT_S, capture_output=True).returncode:
+        return "there is a GPU, but this torch cannot use CUDA and NCCL: this needs its CUDA build and a driver"
+    return ""
 
 
 def make_gpu_machine(directory: Path) -> dict[str, str]:
@@ -59,6 +74,11 @@ def calls(machine: dict[str, str]) -> list[str]:
 def look(machine: dict[str, str], before: str, python: str = sys.executable) -> list[str]:
     """Run `before` in a template's process; its verdict, and whether a worker has a device open, at first and later."""
     command = [python, "-c", "import sys; exec(sys.stdin.read())", template.__file__, before]
-    done = subprocess.run(command, env=machine, input=LOOK, capture_output=True, text=True, timeout=60, check=False)
+    pipes: dict[str, Any] = {"input": LOOK, "capture_output": True, "text": True}
+    done = subprocess.run(command, env=machine, timeout=LIMIT_S, check=False, **pipes)
     assert not done.returncode, done.stderr
     return done.stdout.splitlines()
+
+
+if __name__ == "__main__":
+    raise SystemExit(missing(os.environ))

@@ -35,7 +35,7 @@ def test_check_is_bounded(tmp_path: Path, given: Check, ok: bool, measured: str)
 
 def test_checks_of_the_script_on_fakes(tmp_path: Path) -> None:
     by_name = {one.name: one for one in gpu_day.CHECKS}
-    assert len(by_name) == 16
+    assert len(by_name) == 19
     found = run(1, by_name["facts"], "fake", tmp_path / "log")
     assert found["ok"] is True
     assert "schedstat True" in found["measured"]

@@ -73,6 +73,7 @@ OTHER = Hang("other", ("mismatched_collectives", "missed_collective"), (0, 1, 2)
 SHAPE = Hang("shape", ("mismatched_collectives", "missed_collective"), (0, 1, 2))
 
 
+@pytest.mark.usefixtures("recorder")
 def test_a_rank_that_does_not_come_is_found_while_nccl_waits_for_it(gpu_job: StartGpuJob, device: str) -> None:
     hangs = (STOPPED, NEVER_CALLS)
     run = gpu_job([Fault(1, GAP * number, hang.what, number) for number, hang in enumerate(hangs, start=1)])
@@ -81,6 +82,7 @@ def test_a_rank_that_does_not_come_is_found_while_nccl_waits_for_it(gpu_job: Sta
     ends_well(run, len(hangs) + 1)
 
 
+@pytest.mark.usefixtures("recorder")
 @pytest.mark.parametrize("hang", [SKIPS, OTHER, SHAPE], ids=lambda hang: hang.what)
 def test_ranks_that_diverge(gpu_job: StartGpuJob, device: str, hang: Hang) -> None:
     """Three ranks, so that two agree."""
