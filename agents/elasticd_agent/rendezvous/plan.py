@@ -1,9 +1,29 @@
 """Pure: `plan(view, policy, now) -> Round | Pause | Wait`, the job's next Round, if any, and the reason.
 
 Membership, restarts, quarantined slots and the end of a job are decided here, from a view that can be written down.
+The rules are tried in order, and the first one with an answer decides: see `_plan`, `_after_failure` and `_resize`.
 Nothing is kept between calls: counters and cool-offs are in the Round, ages are taken on the caller's monotonic clock,
-and the same view gives the same answer. The rules are tried in order, and the first one with an answer decides: see
-`_plan`, `_after_failure` and `_resize`.
+and the same view gives the same answer. So a leader may die after any line: its successor reads the same view and
+comes to the same Round, or to the one that was published meanwhile.
+
+**A Round** is one generation of the job: a number, the members in rank order with their slots, and the reason. What it
+promises is the first invariant of docs/protocol.md: numbers only grow, a number names one Round, and an agent starts a
+group only after its previous one is gone. Three fences keep that, each for a process that acts late:
+
+1. *A late leader* cannot publish. A Round is written by compare-and-swap of the key's version, guarded by the version
+   of the leader's key. A leader that was paused, and has been replaced, loses that race although it still believes to
+   lead. Where the store compares one key at a time, a new leader first gives the Round another version.
+2. *A late member* cannot train. It follows Rounds upwards only, and a member reports `ready_round` when every process
+   of its old group has ended, or has been killed and can act no more. The workers' store of each Round is its own, so
+   that an old worker meets nobody in the new one. Without this two groups would average their gradients into each
+   other.
+3. *A late writer of checkpoints* changes nothing. A Round names where it resumes, and before its first step it makes
+   that checkpoint its own; what an older Round's rank 0 still writes is not in the lineage that any later Round loads.
+
+**What has to be waited for** is in the answers: a `Wait` has its reason and the time at which the same view could have
+another answer, so that the caller sleeps exactly as long as nothing can change. A failure waits for its root cause
+(the first report is often of a rank that lost its peer), and for the probes that tell a dead node from a silent one. A
+Round that grows waits for a decision point, so that nothing trained is lost; one that replaces a dead member does not.
 """
 
 from __future__ import annotations

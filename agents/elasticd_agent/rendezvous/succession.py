@@ -1,13 +1,29 @@
 """Pure except one memory: which Round may follow, where an agent hosts the store and another may host the next one.
 
-Two stores of one job may be used at once, by two sides of a partition, and each has a leader. An agent uses them in the
-order of their terms and never goes back. So these two rules let at most one side continue:
+A c10d store lives in one of the job's agents and dies with it. What matters in it is the Round, which every member has
+in memory, so another agent may host an empty store and the members restore it there (`takeover` decides who). Then two
+stores may be in use at once, by two sides of a partition, each with a leader. **Invariant: at most one side
+continues.** An agent uses stores in the order of their terms and never goes back. Given that, two rules are enough:
 
 1. A Round keeps a quorum of the last one's electors: its members, without those that leave for good.
 2. A Round is followed by another one only once a quorum of the electors before it has read it.
 
 A quorum is more than half, or half for the store in which the last Round was published: nobody else has more than half
-then. A leader in a later store first publishes the Round that it found there once more, with the store's term.
+then. A leader in a later store first publishes the Round that it found there once more, with the store's term; no
+worker notices.
+
+Why that is enough: suppose a Round R had two successors, published in stores S and the later T, and both trained. By 1
+and 2 a quorum of R's electors has read each of them. Two quorums meet in a member. It was in T when T's leader counted
+it, had not read S's successor by then, and cannot have read it afterwards, since it does not go back. So it is not in
+the quorum that has read S's. No lease, no clock and no proof of a death is used, only what an agent has read and the
+order of terms.
+
+What rule 2 prevents: of {a, b, c, d, e}, d and e are cut off and a publishes {a, b, c}. Before c has read that, it is
+cut off from a and joins d and e. If a may leave c out as well, {a, b} are a quorum of {a, b, c} and train, while {c,
+d, e} are a quorum of the five and train, too. `tests/rendezvous/test_takeover_model.py` takes the rule out and finds
+this.
+
+What it does not cover, and what an operator sees, is in docs/adr/0011 and docs/protocol.md.
 """
 
 from __future__ import annotations

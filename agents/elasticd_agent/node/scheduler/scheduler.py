@@ -1,9 +1,28 @@
 """Schedules jobs while this agent holds the scheduler key: one agent of the cluster at a time.
 
-Each turn reads the records, calls `schedule()` and writes the placements that differ. Every write also compares the
-version of the scheduler key, so an agent that was paused and preempted loses the race. All state is in the store except
-the moments at which nodes became absent, which are of this agent's own clock: a new scheduler waits for absent nodes a
-little longer at worst.
+**Invariant.** A slot of a node is placed with one job at a time, whichever agents die or come back. What a turn does:
+
+1. It reads all records: nodes, cordons, submissions, placements, results. Watches only say that something changed; all
+   of it is read again every REFRESH_S, so a missed one costs seconds.
+2. It calls `schedule(view)`, which is pure and has the placements of the view as its only memory. Calling it twice
+   gives the same answer, and once that is written there is nothing left to change. So a scheduler may die between two
+   writes: the next one finds some of them done, and does the rest.
+3. It writes the placements that differ. Every write compares the version of the placement *and* of the scheduler key.
+   An agent that was paused in the middle of a turn, and has been replaced, loses from its next write on. Without the
+   second comparison it would give slots away that its successor has given to another job.
+
+A placement is a promise about slots, not about processes: nothing here starts or stops one. An agent reconciles its
+runners with the placements (`node.reconcile`), and reports in its status which slots still have processes. A slot that
+a job has left is free only once no process of it is left there, so a placement is never taken over by two jobs at
+once.
+
+All state is in the store except the moments at which nodes became absent, which are of this agent's own clock. A new
+scheduler therefore waits for absent nodes a little longer at worst. An outage of the store does not count as absence,
+and neither does the time in which no agent was the scheduler: otherwise all jobs would be moved when the store comes
+back.
+
+The first BOOT_S after the boot of this machine are special: when the power comes back one node may be alone, with its
+file servers away, and jobs that every node refuses then must not fail for that.
 """
 
 from __future__ import annotations

@@ -1,9 +1,30 @@
 """A connection to a TCPStore, and how elasticd's records are stored in one: key names, registers and envelopes.
 
-A TCPStore stores bytes without versions, so every value is in an envelope with its own. It cannot delete a key only if
-it is unchanged, so a deleted key first becomes a tombstone by compare-and-set, which the host removes later
-(server_process.py). Everything works with torch 2.6 and newer and imports only the standard library: this runs in the
-helper process, which passes torch in.
+torch's TCPStore has get, set, add, compare-and-set and delete of single keys. The store's contract
+(`elasticd_agent.store`) needs versions, leases, watches, lists and guarded writes. They are built from these few
+verbs, by rules that every client keeps; `server_process` maintains what no client can.
+
+    version     a value is in an envelope with a number from one counter, so that a compare-and-set of the whole
+                envelope is a compare-and-set of the version. Two writes of one value differ
+    deletion    a key cannot be deleted on the condition that it is unchanged. So it becomes a tombstone by
+                compare-and-set first, and the host removes that when it is older than any request. A client that has
+                read the key, or its name in an index, is done by then; without the wait it would write into a key that
+                is gone
+    list        a directory is an index of names, to which a name is added before its key is written and from which the
+                host removes it after the key is. So a list may name a key that is not there, and never lacks one that
+                is
+    lease       a counter that its holder adds to. The host ends a lease whose counter has not moved for its time on
+                the host's clock, while the host itself was awake: a suspended host must not end all leases. An ended
+                lease has so low a count that no renewal brings it above zero again
+    watch       a change adds to the counters of the prefixes that some client watches, and only those clients wake. A
+                watch says that a key is worth reading again: one that is missed costs time, never correctness
+    guard       two keys cannot be compared at once. The guard is read first and the key written then; a new leader
+                therefore gives the guarded key another version, and a former one loses its compare-and-set
+    host        a restarted host has lost everything. `MARKER`, written last, names one start of the host: a client
+                that finds another one treats all of its leases as ended and all versions as invalid
+
+Everything works with torch 2.6 and newer and imports only the standard library: this runs in the helper process, which
+passes torch in, so that no agent process loads torch.
 """
 
 from __future__ import annotations
