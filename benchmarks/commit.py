@@ -94,7 +94,7 @@ def without_writer(attached: dict[str, Any], device: Any) -> Any:
     from elasticd.checkpointing.donor import Donor
 
     group = SimpleNamespace(rank=0, world_size=1, device=device)
-    saver: Any = SimpleNamespace(group=group, writer=None, shard_donor=None)
+    saver: Any = SimpleNamespace(group=group, writer=None)
     donor: Any = Donor(saver, attached, True)
     donor._committed = CommittedState(saver, attached, {}, donor._expect)
     donor._committed.reason_against = str

@@ -205,7 +205,7 @@ def test_what_would_be_ahead_of_a_gpu(on: str, kept: Any, why: str) -> None:
     optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.ones(1))])
     optimizer.state[parameter] = {"kept": kept}
     saver: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device(on)))
-    found = donor_rules._ahead_of_a_gpu(donor_rules._Rank(saver, {"optimizer": optimizer}, None, {}))
+    found = donor_rules._ahead_of_a_gpu(donor_rules._Rank(saver, {"optimizer": optimizer}, {}))
     assert why in found
     assert bool(why) == bool(found)
 
@@ -222,7 +222,7 @@ def test_nothing_waits_for_what_a_gradscaler_keeps_on_a_gpu(on: str | None) -> N
     found = committed_state._state_of(scaler)()
     assert found.keys() | keys == torch.amp.GradScaler("cpu").state_dict().keys()
     assert (found["growth_interval"], found.get("scale", 8.0)) == (5, 8.0)
-    assert not donor_rules._tensors_elsewhere(donor_rules._Rank(SimpleNamespace(), {"scaler": scaler}, None, {}))  # type: ignore[arg-type]
+    assert not donor_rules._tensors_elsewhere(donor_rules._Rank(SimpleNamespace(), {"scaler": scaler}, {}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("moves", [False, True])
@@ -243,7 +243,7 @@ def test_buffers_that_a_dead_rank_expected_count_unless_this_rank_found_them_els
     survivor: Any = object.__new__(committed_state.CommittedState)
     survivor._saver = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2))
     survivor._buffers, survivor._on_host = {"mean": held[1]["mean"]}, ["mean"]
-    survivor._unlike, survivor.shards, survivor._record = [], None, records[1]
+    survivor._unlike, survivor._record = [], records[1]
     _, _, buffers = survivor._records(1)
     assert buffers["mean"].tolist() == [float(moves)] * 3
 
@@ -284,7 +284,7 @@ def test_random_state_of_a_rank_that_dies_before_the_commit(
                 states[rank] = expected
     survivor: Any = object.__new__(committed_state.CommittedState)
     survivor._saver = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2))
-    survivor._buffers, survivor._on_host, survivor._unlike, survivor.shards = {}, [], [], None
+    survivor._buffers, survivor._on_host, survivor._unlike = {}, [], []
     survivor._record = records[1]
     if outcome == "unknown":
         with pytest.raises(CheckpointError, match="rank 0 had not finished step 3, and draws random numbers"):
