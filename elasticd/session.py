@@ -8,6 +8,7 @@ reads checkpoints, coordination/ makes ranks agree and meet; this module puts th
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -117,6 +118,8 @@ class Session:
         self._step_end: StepEnd | None = None
         self._thread = threading.get_ident()
         """That steps."""
+        self._loop: ElasticBatchSampler | None = None
+        """The attached sampler that a step asks first: where a step takes batches of two, the loop is over this one."""
         self._random_state: dict[str, Any] | None = None
         """To be set when the first batch is given: an iteration that begins in the middle of an epoch draws a seed."""
         self._sigterm = SigtermHandler()
@@ -208,7 +211,7 @@ class Session:
                 obj.register_step_pre_hook(self._on_optimizer_step)
                 self._optimizers.append(obj)
             if isinstance(obj, ElasticBatchSampler):
-                obj.on_next = self._on_next
+                obj.on_next = functools.partial(self._on_next, obj)
         self._attached.update(objects)
         self._saver.per_rank.update(own)
         self._optional |= {name for name, _ in every} if optional else set()
@@ -340,7 +343,7 @@ class Session:
         is_changed = self._step_end is not None and self._step_end.is_changed()
         if is_changed and self._should_stop:
             return {"how": "after a stop"}
-        is_past = is_changed and all(each.is_at_end for each in self._samplers())
+        is_past = is_changed and self._is_at_end()
         return {"how": "in the next epoch" if is_past else "now"}
 
     def step(self) -> None:
@@ -384,7 +387,7 @@ class Session:
             self._is_put_off = self._is_requested = False
             self._due = ""
         if self._step_end is not None:
-            self._step_end.commit(self._steps, is_saved=action != "continue")
+            self._step_end.commit(self._steps, is_saved=action != "continue", ends_epoch=self._is_at_end())
         if action == "pause":
             action = self._pause(saved)
         if action == "stop":
@@ -524,15 +527,21 @@ class Session:
     def _samplers(self) -> list[ElasticBatchSampler]:
         return [obj for obj in self._attached.values() if isinstance(obj, ElasticBatchSampler)]
 
+    def _is_at_end(self) -> bool:
+        """The loop over the batches has come to the end of an epoch. A second sampler has epochs of its own."""
+        return any(each.is_at_end for each in ([self._loop] if self._loop is not None else self._samplers()))
+
     def _on_optimizer_step(self, *_: Any) -> None:
         self._optimized = True
         if self._step_end is not None and not self._step_end.has_begun:
             self._begin_step(is_certain=False)
 
-    def _on_next(self, is_iteration: bool) -> None:
+    def _on_next(self, sampler: ElasticBatchSampler, is_iteration: bool) -> None:
         """An attached sampler is asked for a batch."""
         if threading.get_ident() != self._thread:
             return
+        if self._loop is None or (self._step_end is not None and not self._step_end.has_begun):
+            self._loop = sampler
         if self._random_state is not None and not is_iteration:
             if not self._stepped:
                 state.set_random_state(self._random_state, self._group.device)

@@ -42,7 +42,6 @@ class StepEnd:
     """Of a session: between `session.step()` and the beginning of the next step."""
 
     def __init__(self, attached: Mapping[str, Any], donor: Donor, device: torch.device, is_first_run: bool) -> None:
-        self._samplers = [obj for obj in attached.values() if isinstance(obj, ElasticBatchSampler)]
         self._changes, self._donor, self._is_first_run = LateChanges(attached), donor, is_first_run
         self._step = self._count = 0
         self._in_a_row = 0
@@ -56,11 +55,11 @@ class StepEnd:
         self._random_state: dict[str, Any] | None = None
         """At the end of an epoch: what follows is repeated by a run that resumes there."""
 
-    def commit(self, step: int, is_saved: bool) -> None:
+    def commit(self, step: int, is_saved: bool, ends_epoch: bool) -> None:
         self._step, self._is_saved = step, is_saved
         self._count += 1
         self._changes.commit()
-        self._ends_epoch = any(each.is_at_end for each in self._samplers)
+        self._ends_epoch = ends_epoch
         self._random_state = state.random_state(self._device) if self._ends_epoch else None
         self.has_begun = False
 

@@ -111,10 +111,10 @@ def test_change_after_each_of_the_first_steps_is_an_error() -> None:
     attached = objects()
     end, donor = step_end(attached)
     for step in range(1, FIRST_STEPS):
-        end.commit(step, is_saved=False)
+        end.commit(step, is_saved=False, ends_epoch=False)
         change(attached)
         assert f"ema changed after session.step() of step {step} and before" in end.begin(is_certain=True)
-    end.commit(FIRST_STEPS, is_saved=False)
+    end.commit(FIRST_STEPS, is_saved=False, ends_epoch=False)
     change(attached)
     with pytest.raises(CheckpointRefused, match=r"Move session\.step\(\) below"):
         end.begin(is_certain=True)
@@ -130,7 +130,7 @@ def test_other_changes_end_no_job(is_first_run: bool, clean: tuple[int, ...], is
     attached = objects()
     end, _ = step_end(attached, is_first_run)
     for step in range(1, 50):
-        end.commit(step, is_saved=step == 7)
+        end.commit(step, is_saved=step == 7, ends_epoch=False)
         if step not in clean:
             change(attached)
         assert bool(end.begin(is_certain)) == (step not in clean)
@@ -141,7 +141,7 @@ def test_saved_step_that_changes_afterwards_is_saved_again() -> None:
     attached = objects()
     end, _ = step_end(attached)
     for step in (1, 2):
-        end.commit(step, is_saved=True)
+        end.commit(step, is_saved=True, ends_epoch=False)
         if step == 2:
             change(attached)
         end.begin(is_certain=True)
@@ -156,9 +156,8 @@ def end_epoch(sampler: ElasticBatchSampler) -> None:
 def test_end_of_an_epoch_may_change_anything() -> None:
     attached = objects()
     end, donor = step_end(attached)
-    end_epoch(attached["sampler"])
     for step in range(1, 8):
-        end.commit(step, is_saved=True)
+        end.commit(step, is_saved=True, ends_epoch=True)
         change(attached)
         assert end.begin(is_certain=True) == ""
     assert donor.calls == ["tail"] * 7
@@ -167,8 +166,7 @@ def test_end_of_an_epoch_may_change_anything() -> None:
 def test_change_after_a_save_as_of_the_next_epoch_is_said() -> None:
     attached = objects()
     end, _ = step_end(attached)
-    end_epoch(attached["sampler"])
-    end.commit(4, is_saved=False)
+    end.commit(4, is_saved=False, ends_epoch=True)
     change(attached)
     assert end.is_changed()
     end.on_save(is_past=True)
@@ -180,7 +178,7 @@ def test_change_after_a_save_as_of_the_next_epoch_is_said() -> None:
 def test_random_numbers_are_named() -> None:
     end, donor = step_end(objects())
     donor.has_drawn = True
-    end.commit(1, is_saved=False)
+    end.commit(1, is_saved=False, ends_epoch=False)
     assert end.begin(is_certain=True).startswith("the random state changed after session.step() of step 1")
 
 

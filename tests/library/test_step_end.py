@@ -88,6 +88,19 @@ def test_epochs_tail_before_a_save_is_not_repeated(start: Any, tmp_path: Path) -
     assert [again[key] for key in ("steps", "lr", "digest")] == [whole[key] for key in ("steps", "lr", "digest")]
 
 
+def test_end_of_a_second_samplers_epoch_is_no_end_of_an_epoch(start: Any, tmp_path: Path) -> None:
+    """Its epochs have three steps, those of the loop four: a change after step 3 belongs to that step."""
+    options = {"second": 24, "directory": str(tmp_path / "cut"), "epochs": 2}
+    job = start(SCRIPT, {**options, "late": "scheduler", "late_every": 3}, world_size=1)
+    job.results()
+    assert "scheduler changed after session.step() of step 3 " in job.ranks[0].errors()
+    job = start(SCRIPT, {**options, "tail": "scheduler, save", "directory": str(tmp_path / "tail")}, world_size=1)
+    assert job.results()[0]["saves"] == [True, True]
+    assert job.ranks[0].errors() == ""
+    held = newest(tmp_path / "tail")
+    assert (held["sampler"]["epoch"], held["second"]["epoch"], held["second"]["offset"]) == (2, 2, 16)
+
+
 @pytest.mark.parametrize("late", ["scheduler", "model"])
 def test_change_after_each_of_the_first_steps_is_refused(start: Any, tmp_path: Path, late: str) -> None:
     job = start(SCRIPT, {"late": late, "directory": str(tmp_path / "cut")})

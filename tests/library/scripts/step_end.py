@@ -8,6 +8,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "every": 1000,  # None: no checkpoint()
     "micro": 1,  # session.step() after each of so many micro-batches of a step
     "breaks": True,  # the inner loop is left at a stop
+    "second": 0,  # samples of which each step takes a batch as well, in epochs of their own
     "sleep": 0.0,
     "save_at": None,  # [place, step]: "optimizer", "micro" or "tail"; save() there
     "tail": "",  # what ends an epoch: "scheduler", "scheduler, save"
@@ -47,6 +49,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     session.attach(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+    more = iter(())
+    if options["second"]:
+        second = elasticd.ElasticBatchSampler(dataset.tensors[0][: options["second"]], global_batch=8)
+        session.attach(second=second)
+        more = batches(second)
     resumed = session.restore(options["directory"])
     if options["every"]:
         session.checkpoint(every=options["every"], directory=options["directory"])
@@ -59,6 +66,7 @@ def main() -> None:
     for epoch in range(sampler.epoch, options["epochs"]):
         sampler.set_epoch(epoch)
         for number, (x, y) in enumerate(DataLoader(dataset, batch_sampler=sampler)):
+            next(more, None)
             nn.functional.mse_loss(model(x), y).backward()
             trained += 1
             if (number + 1) % options["micro"] == 0:
@@ -93,6 +101,12 @@ def main() -> None:
     }
     session.close()
     sys.stdout.write(json.dumps(result) + "\n")
+
+
+def batches(sampler: elasticd.ElasticBatchSampler) -> Iterator[list[int]]:
+    while True:
+        yield from sampler
+        sampler.set_epoch(sampler.epoch + 1)
 
 
 def change(what: str, model: nn.Module, scheduler: Any) -> None:
