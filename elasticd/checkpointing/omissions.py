@@ -120,7 +120,8 @@ class Omissions:
     def _check_optimizers(self, stepped: Mapping[int, weakref.ref[Any]], number: int) -> None:
         """One that was made again, or forgotten: what it keeps for attached parameters is in no checkpoint.
 
-        What an attached one steps afterwards is its own: the other one has searched for a learning rate.
+        What an attached one steps afterwards is its own: the other one has searched for a learning rate. Not so if it
+        holds the other one, which it has called.
         """
         from torch.nn import Module
         from torch.optim import Optimizer
@@ -129,7 +130,9 @@ class Omissions:
         of_module = {id(each): name for name, module in modules.items() for each in module.parameters()}
         last: dict[int, torch.optim.Optimizer] = {}
         for optimizer in filter(None, (of() for of in stepped.values())):
-            last |= {id(each): optimizer for group in optimizer.param_groups for each in group["params"]}
+            held = {id(each) for each in vars(optimizer).values() if isinstance(each, Optimizer)}
+            every = (each for group in optimizer.param_groups for each in group["params"])
+            last |= {id(each): optimizer for each in every if id(last.get(id(each))) not in held}
         others = {id(each): each for parameter, each in last.items() if parameter in of_module}
         for key, optimizer in others.items():
             kept = sorted({str(name) for values in optimizer.state.values() for name in values})
@@ -148,12 +151,14 @@ class Omissions:
     def _is_saved(self, optimizer: Any) -> bool:
         """As a part of something else that is attached, such as a wrapper around it."""
         from torch.nn import Module
+        from torch.optim import Optimizer
 
         own = {each.untyped_storage().data_ptr() for each in map(local, state.tensors(dict(optimizer.state)))}
         for obj in self._attached.values():
             if isinstance(obj, Module):
                 continue
-            if any(each is optimizer for each in getattr(obj, "__dict__", {}).values()):
+            saves_others = getattr(type(obj), "state_dict", None) is not Optimizer.state_dict
+            if saves_others and any(each is optimizer for each in getattr(obj, "__dict__", {}).values()):
                 return True
             try:
                 saved = {each.untyped_storage().data_ptr() for each in map(local, state.tensors(obj.state_dict()))}

@@ -338,6 +338,33 @@ def wrapper_around_an_optimizer(loop: Loop) -> None:
     loop.train()
 
 
+class SharpnessAware(torch.optim.Optimizer):
+    """As the public code of SAM: the inner optimizer's state is not in `state_dict()`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@case
+def inner_optimizer_unattached(loop: Loop) -> None:
+    loop.optimizer = SharpnessAware(loop.optimizer)
+    loop.attach()
+    loop.train()
+
+
+@case
+def inner_optimizer(loop: Loop) -> None:
+    inner = loop.optimizer
+    loop.optimizer = SharpnessAware(inner)
+    loop.session.attach(inner=inner)
+    loop.attach()
+    loop.train()
+
+
 # --- the order of the two steps ---------------------------------------------------------------------------------------
 
 
