@@ -34,4 +34,4 @@ def test_other_kinds(tmp_path: Path, kind: str, result: str) -> None:
 
 
 def test_kinds_are_many() -> None:
-    assert len(all_kinds()) >= 60
+    assert len(all_kinds()) >= 100

@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import itertools
 import json
 import math
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import faults
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import elasticd
 from elasticd.checkpointing import donor
-from elasticd.checkpointing.state import GeneratorState
+from elasticd.checkpointing.state import GeneratorState, tensors
 
 STEPS_PER_EPOCH = 6
 PLACES = ("forward", "backward", "optimizer", "step", "tail")
@@ -38,8 +39,8 @@ KINDS: dict[str, Callable[[Script], None]] = {}
 
 
 class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    def __init__(self, augment: Callable[[], Any] = lambda: 0.0) -> None:
-        self._x = torch.randn(8 * STEPS_PER_EPOCH, 16, generator=torch.Generator().manual_seed(1))
+    def __init__(self, augment: Callable[[], Any] = lambda: 0.0, count: int = 8 * STEPS_PER_EPOCH) -> None:
+        self._x = torch.randn(count, 16, generator=torch.Generator().manual_seed(1))
         self._augment = augment
 
     def __len__(self) -> int:
@@ -50,6 +51,35 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return x + float(self._augment()), x.square().sum(dim=0, keepdim=True)
 
 
+class Stream:
+    """Samples without numbers: each rank takes its share of what comes next."""
+
+    def __init__(self, rank: int) -> None:
+        self._x = Samples()
+        self._rank = rank
+        self.epoch = self.position = 0
+
+    @property
+    def offset(self) -> int:
+        return self.position
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        while self.position < len(self._x):
+            first = self.position + 4 * self._rank
+            self.position += 8
+            yield [torch.stack(each) for each in zip(*map(self._x.__getitem__, range(first, first + 4)), strict=True)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
 class Script:
     """`train` is one step without `session.step()`; the others are called around it."""
 
@@ -58,20 +88,27 @@ class Script:
         self.rank = session.rank
         self.net: Any = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
         self.attached: dict[str, Any] = {}
-        self.dataset = Samples()
+        self.per_rank: dict[str, Any] = {}
+        self.dataset: Any = Samples()
+        self.stream: Stream | None = None
+        """In place of the dataset and the sampler."""
         self.accumulate = self.micro = 1
         self.loader: dict[str, Any] = {"generator": torch.Generator()}
         self.train: Callable[[torch.Tensor, torch.Tensor], None] = self.plain
         self.zero_at_top = False
         self.to_none = True
+        self.start: list[Hook] = []
+        """Once, in a run that resumes from nothing."""
         self.top: list[Hook] = []
         self.before: list[Hook] = []
         """Between the optimizer's step and `session.step()`."""
         self.after: list[Hook] = []
         self.tail: list[Hook] = []
-        self.most = STEPS_PER_EPOCH
+        self.most = 0
         """Steps after which the loop leaves an epoch."""
         self.number = 0
+        self.noted: Hook = lambda: [*own_part(self.attached, self.rank)]
+        """What is compared; the cursor beside."""
 
     def ddp(self, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **how: Any) -> None:
         self.model: Any = DistributedDataParallel(self.net, **how)
@@ -133,6 +170,172 @@ optimizer_kind("adagrad", torch.optim.Adagrad)
 optimizer_kind("radam", torch.optim.RAdam)
 
 
+optimizer_kind("adamw_fused", lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True))
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 8, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.table((x * 8).long() % 32).mean(dim=(1, 2)).unsqueeze(1)
+        return result
+
+
+@kind
+def sparse_adam(job: Script) -> None:
+    job.net = Embedded()
+    job.ddp(torch.optim.SparseAdam)
+
+
+class Wrapper:
+    """As of FP16_Optimizer or Lookahead: no `Optimizer`, but it has one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self, **how: Any) -> None:
+        self.optimizer.zero_grad(**how)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+@kind
+def wrapped_optimizer(job: Script) -> None:
+    job.ddp()
+    job.optimizer = job.attached["optimizer"] = Wrapper(job.optimizer)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """SAM as its public code has it: `state_dict()` lacks what the inner optimizer keeps."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.inner = torch.optim.AdamW(self.param_groups, lr=lr)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for each in self.param_groups[0]["params"]:
+            self.state[each]["old"] = each.data.clone()
+            each.add_(0.05 * each.grad)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for each in self.param_groups[0]["params"]:
+            each.data = self.state[each]["old"]
+        self.inner.step()
+        self.zero_grad()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.inner.param_groups = self.param_groups
+
+
+def sharpness(job: Script) -> None:
+    job.ddp(SharpnessAware)
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        with job.model.no_sync():
+            job.loss(x, y).backward()
+        job.optimizer.first_step()
+        job.loss(x, y).backward()
+        job.at("backward")
+        job.optimizer.second_step()
+
+    job.train = train
+
+
+@kind
+def sharpness_aware(job: Script) -> None:
+    sharpness(job)
+
+
+@kind
+def sharpness_aware_whole(job: Script) -> None:
+    sharpness(job)
+    job.attached["inner"] = job.optimizer.inner
+
+
+@kind
+def stepped_in_backward(job: Script) -> None:
+    """By an optimizer for each parameter, whose gradient is averaged by hand and never kept."""
+    without_ddp(job)
+    every = {each: torch.optim.AdamW([each], lr=0.01) for each in job.net.parameters()}
+    job.attached |= {f"optimizer_{number}": each for number, each in enumerate(every.values())}
+
+    def step(parameter: torch.Tensor) -> None:
+        torch.distributed.all_reduce(parameter.grad)
+        every[parameter].step()
+        every[parameter].zero_grad()
+
+    for each in every:
+        each.register_post_accumulate_grad_hook(step)
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        (job.loss(x, y) / job.session.world_size).backward()
+        job.at("backward")
+
+    job.train = train
+
+
+def without_ddp(job: Script) -> None:
+    job.model = job.net
+    for each in job.net.parameters():
+        torch.distributed.broadcast(each.detach(), 0)
+    job.attached["model"] = job.net
+
+
+@kind
+def gradients_averaged_by_hand(job: Script) -> None:
+    without_ddp(job)
+    job.optimizer = job.attached["optimizer"] = torch.optim.AdamW(job.net.parameters(), lr=0.01)
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        (job.loss(x, y) / job.session.world_size).backward()
+        job.at("backward")
+        for each in job.net.parameters():
+            torch.distributed.all_reduce(each.grad)
+        job.optimizer.step()
+        job.zero()
+
+    job.train = train
+
+
+@kind
+def zero_redundancy(job: Script) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    job.ddp(lambda p, lr: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=lr))
+    job.noted = lambda: [dict(job.net.named_parameters()), job.optimizer.optim.state_dict()]
+
+
+@kind
+def fully_sharded(job: Script) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    job.model = fully_shard(job.net, mesh=init_device_mesh("cpu", (job.session.world_size,)))
+    job.optimizer = torch.optim.AdamW(job.net.parameters(), lr=0.01)
+    job.attached |= {"model": job.net, "optimizer": job.optimizer}
+
+    def noted() -> list[Any]:
+        kept = [job.optimizer.state[each] for each in job.net.parameters()]
+        return [getattr(each, "to_local", lambda each=each: each)() for each in [*job.net.parameters(), *tensors(kept)]]
+
+    job.noted = noted
+
+
 @kind
 def lbfgs(job: Script) -> None:
     job.ddp(lambda p, lr: torch.optim.LBFGS(p, lr=lr, max_iter=3))
@@ -163,7 +366,7 @@ def scheduled(name: str, make: Callable[..., Any], *args: Any, **how: Any) -> No
 
 
 scheduled("cosine", _LR.CosineAnnealingLR, 40)
-scheduled("one_cycle", _LR.OneCycleLR, 0.05, total_steps=60)
+scheduled("one_cycle", _LR.OneCycleLR, 0.05, total_steps=120)
 scheduled("warm_restarts", _LR.CosineAnnealingWarmRestarts, 5)
 scheduled("warmup", _LR.LambdaLR, lambda step: min(1.0, (step + 1) / 10))
 scheduled(
@@ -203,7 +406,7 @@ def scheduler_every_fourth_step_late(job: Script) -> None:
 def plateau_by_epoch(job: Script) -> None:
     job.ddp()
     scheduler = job.scheduler(_LR.ReduceLROnPlateau, patience=0, factor=0.5)
-    job.tail.append(lambda: scheduler.step(1.0 + 0.1 * (job.sampler.epoch % 2)))
+    job.tail.append(lambda: scheduler.step(1.0 + 0.1 * (job.place.epoch % 2)))
 
 
 @kind
@@ -253,6 +456,84 @@ def ema_after_step_from_step_10(job: Script) -> None:
 @kind
 def swa_by_epoch(job: Script) -> None:
     averages(job, job.tail)
+
+
+@kind
+def evaluated_with_averaged_weights(job: Script) -> None:
+    """Between two steps, in which the model has those."""
+    averages(job, job.before)
+
+    def exchanged() -> None:
+        kept = [each.detach().clone() for each in job.net.parameters()]
+        with torch.no_grad():
+            for each, other in zip(job.net.parameters(), job.attached["ema"].module.parameters(), strict=True):
+                each.copy_(other)
+            evaluate(job)
+            for each, other in zip(job.net.parameters(), kept, strict=True):
+                each.copy_(other)
+
+    job.after.append(lambda: job.session.steps % 5 == 0 and exchanged())
+
+
+class Best:
+    """Of several epochs."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"states": self.states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.states = state["states"]
+
+
+@kind
+def rolled_back(job: Script) -> None:
+    """After every other epoch to what was kept after the one before."""
+    job.ddp()
+    job.attached["best"] = best = Best()
+
+    def after_epoch() -> None:
+        both = (job.model, job.optimizer)
+        if job.place.epoch % 2 == 0:
+            best.states = [copy.deepcopy(each.state_dict()) for each in both]
+        else:
+            for each, state in zip(both, best.states, strict=True):
+                each.load_state_dict(copy.deepcopy(state))
+
+    job.tail.append(after_epoch)
+
+
+class Contrast(nn.Module):
+    """MoCo: a forward pass changes an encoder that no optimizer trains, and a queue."""
+
+    queue: torch.Tensor
+    place: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(16, 8), nn.Linear(8, 1)
+        self.follower = copy.deepcopy(self.encoder).requires_grad_(False)
+        self.register_buffer("queue", torch.zeros(12, 8))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for each, own in zip(self.follower.parameters(), self.encoder.parameters(), strict=True):
+                each.lerp_(own, 0.1)
+            first = int(self.place)
+            self.queue[first : first + 4] = self.follower(x)
+            self.place.fill_((first + 4) % 12)
+        found = self.encoder(x)
+        result: torch.Tensor = self.head(found) + (found @ self.queue.clone().T).mean(dim=1, keepdim=True)
+        return result
+
+
+@kind
+def momentum_encoder(job: Script) -> None:
+    job.net = Contrast()
+    job.ddp()
 
 
 @kind
@@ -365,7 +646,7 @@ def scaled_by(job: Script, scaler: Any, update: list[Hook] | None = None, overfl
     job.attached["scaler"] = scaler
 
     def train(x: torch.Tensor, y: torch.Tensor) -> None:
-        loss = job.loss(x, y) * (math.inf if job.session.steps + 1 in overflow else 1.0)
+        loss = job.loss(x, y) * (math.inf if (job.session.steps + 1) % 36 in overflow else 1.0)
         scaler.scale(loss).backward()
         job.at("backward")
         scaler.step(job.optimizer)
@@ -435,6 +716,59 @@ def accumulated_step_by_step(job: Script) -> None:
     job.ddp()
     job.micro = 2
     accumulates(job)
+
+
+@kind
+def accumulated_by_amount(job: Script) -> None:
+    """Of micro-batches that differ in size, and so in number."""
+    job.ddp()
+    job.micro = 2
+    held = 0
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        nonlocal held
+        held += 1 + job.session.steps % 3
+        with contextlib.nullcontext() if held >= 4 else job.model.no_sync():
+            job.loss(x, y).backward()
+        job.at("backward")
+        if held >= 4:
+            held = 0
+            job.optimizer.step()
+            job.zero()
+
+    job.train = train
+
+
+@kind
+def steps_left_out(job: Script) -> None:
+    """As where the loss is not finite: the script makes no optimizer's step, and counts one."""
+    job.ddp()
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        job.loss(x, y).backward()
+        job.at("backward")
+        if (job.session.steps + 1) % 4 != 3:
+            job.optimizer.step()
+        job.zero()
+
+    job.train = train
+
+
+@kind
+def learning_rate_searched(job: Script) -> None:
+    """Before training, which begins with the weights from before."""
+    job.ddp()
+
+    def search() -> None:
+        both = (job.model, job.optimizer)
+        kept = copy.deepcopy([each.state_dict() for each in both])
+        for lr in (0.001, 0.01, 0.1):
+            job.optimizer.param_groups[0]["lr"] = lr
+            job.plain(torch.ones(4, 16), torch.ones(4, 1))
+        for each, state in zip(both, kept, strict=True):
+            each.load_state_dict(state)
+
+    job.start.append(search)
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -534,6 +868,75 @@ def own_generator(job: Script) -> None:
     own = torch.Generator().manual_seed(3)
     job.attached["noise"] = GeneratorState(own)
     job.train = lambda x, y: job.plain(x + 0.1 * torch.randn(x.shape, generator=own), y)
+
+
+# --- what ranks do together -------------------------------------------------------------------------------------------
+
+
+@kind
+def loss_averaged_before_step(job: Script) -> None:
+    """So that a rank waits there for one that has died."""
+    job.ddp()
+    job.before.append(lambda: torch.distributed.all_reduce(torch.ones(1)))
+
+
+class Average(nn.Module):
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.detach().mean(dim=0), 0.1)
+        return x - self.mean.clone()
+
+
+@kind
+def buffers_of_rank_0(job: Script) -> None:
+    """That a forward pass uses, not only an evaluation."""
+    job.net.insert(1, Average())
+    job.ddp()
+
+
+@kind
+def buffers_apart(job: Script) -> None:
+    job.net.insert(1, Average())
+    job.ddp(broadcast_buffers=False)
+
+
+@kind
+def power_sgd(job: Script) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    job.ddp()
+    job.model.register_comm_hook(power.PowerSGDState(None, 1, start_powerSGD_iter=2), power.powerSGD_hook)
+
+
+@kind
+def compressed(job: Script) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    job.ddp()
+    job.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+@kind
+def trained_apart(job: Script) -> None:
+    """Local SGD: ranks are averaged every fourth step, at which the state is saved, too."""
+    job.ddp()
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        with job.model.no_sync():
+            job.loss(x, y).backward()
+        job.at("backward")
+        job.optimizer.step()
+        job.zero()
+        if (job.session.steps + 1) % 4 == 0:
+            for each in job.net.parameters():
+                torch.distributed.all_reduce(each.detach(), torch.distributed.ReduceOp.AVG)
+
+    job.train = train
 
 
 # --- several models ---------------------------------------------------------------------------------------------------
@@ -720,6 +1123,112 @@ def persistent_worker_processes(job: Script) -> None:
 
 
 @kind
+def ragged_epochs(job: Script) -> None:
+    """The last step of each epoch has fewer samples."""
+    job.dataset = Samples(count=8 * STEPS_PER_EPOCH - 3)
+    job.ddp()
+
+
+def two_loaders(job: Script) -> None:
+    """The second one's epochs have five steps."""
+    job.ddp()
+    more = Samples(count=40)
+    job.attached["second"] = second = elasticd.ElasticBatchSampler(more, global_batch=8, seed=1)
+
+    def batches() -> Iterator[list[torch.Tensor]]:
+        while True:
+            yield from DataLoader(more, batch_sampler=second, generator=torch.Generator())
+            second.set_epoch(second.epoch + 1)
+
+    every = batches()
+    job.train = lambda x, y: job.plain(*map(torch.cat, zip((x, y), next(every), strict=True)))
+
+
+@kind
+def labelled_and_unlabelled(job: Script) -> None:
+    two_loaders(job)
+
+
+@kind
+def labelled_and_unlabelled_late(job: Script) -> None:
+    """A change after `session.step()` at the end of the second one's epoch is not at the end of an epoch."""
+    two_loaders(job)
+    scheduler = job.scheduler(_LR.ExponentialLR, 0.8)
+    job.after.append(lambda: job.session.steps % 5 == 0 and scheduler.step())
+
+
+@kind
+def streamed(job: Script) -> None:
+    """At the same place on each rank."""
+    job.ddp()
+    job.stream = job.attached["stream"] = Stream(job.rank)
+
+
+@kind
+def streamed_by_rank(job: Script) -> None:
+    job.ddp()
+    job.stream = job.per_rank["stream"] = Stream(job.rank)
+
+
+class Replay:
+    """Of reinforcement learning: what this rank has seen, from which it draws."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[torch.Tensor]] = []
+
+    def exchange(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        self.seen = [*self.seen, [x, y]][-10:]
+        return random.choice(self.seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+@kind
+def replayed(job: Script) -> None:
+    job.ddp()
+    job.per_rank["replay"] = replay = Replay()
+    job.train = lambda x, y: job.plain(*replay.exchange(x, y))
+
+
+class Carried:
+    """What a recurrent model is at, at the end of a batch."""
+
+    def __init__(self) -> None:
+        self.hidden: tuple[torch.Tensor, ...] = (torch.zeros(1, 4, 8), torch.zeros(1, 4, 8))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"hidden": list(self.hidden)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.hidden = tuple(state["hidden"])
+
+
+class Continued(nn.Module):
+    def __init__(self, carried: Carried) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 1)
+        self._carried = carried
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        every, hidden = self.lstm(x.view(-1, 4, 4), self._carried.hidden)
+        self._carried.hidden = tuple(each.detach() for each in hidden)
+        result: torch.Tensor = self.head(every[:, -1])
+        return result
+
+
+@kind
+def carried_over(job: Script) -> None:
+    """From one batch to the next, by each rank."""
+    job.per_rank["carried"] = carried = Carried()
+    job.net = Continued(carried)
+    job.ddp()
+
+
+@kind
 def short_epochs(job: Script) -> None:
     """The loop leaves each epoch early."""
     job.ddp()
@@ -787,6 +1296,28 @@ class Checkpointed(nn.Sequential):
 def recomputed(job: Script) -> None:
     job.net = Checkpointed(nn.Linear(16, 32), nn.Dropout(0.3), nn.ReLU(), nn.Linear(32, 1))
     job.ddp()
+
+
+class CheckpointedTwice(nn.Module):
+    """Parameters that are used twice need a static graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3)), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        for _ in range(2):
+            x = checkpoint(self.inner, x if x.grad_fn else x.clone().requires_grad_(), use_reentrant=True)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+@kind
+def static_graph(job: Script) -> None:
+    job.net = CheckpointedTwice()
+    job.ddp(static_graph=True)
 
 
 @kind
@@ -885,21 +1416,33 @@ def main(args: argparse.Namespace) -> None:
     Script.faults = json.loads((faults.WORK / "places.json").read_text())
     job = Script(session)
     KINDS[args.kind](job)
-    batch = 8 // job.micro
-    job.sampler = sampler = elasticd.ElasticBatchSampler(job.dataset, global_batch=batch, accumulate=job.accumulate)
-    session.attach(**job.attached, sampler=sampler)
-    session.restore()
+    place: Any
+    if job.stream is not None:
+        loader = place = job.stream
+    else:
+        batch = 8 // job.micro
+        place = elasticd.ElasticBatchSampler(job.dataset, global_batch=batch, accumulate=job.accumulate)
+        job.attached["sampler"] = place
+        loader = DataLoader(job.dataset, batch_sampler=place, **job.loader)
+    job.place = place
+    session.attach(**job.attached, per_rank=job.per_rank)
+    if session.restore() is None:
+        for hook in job.start:
+            hook()
     session.checkpoint(every=args.every)
-    loader = DataLoader(job.dataset, batch_sampler=sampler, **job.loader)
 
     def note() -> None:
-        held = [*own_part(job.attached, session.rank), sampler.state_dict()]
+        held = [job.noted(), place.state_dict(), *(each.state_dict() for each in job.per_rank.values())]
         drawn = [torch.get_rng_state(), random.getstate()]
         faults.write(f"steps-{session.rank}", f"{session.round} {session.steps + 1} {digest([held, drawn])}\n")
 
-    for epoch in range(sampler.epoch, args.epochs):
-        sampler.set_epoch(epoch)
+    for epoch in itertools.count(place.epoch):
+        if session.steps >= args.steps:
+            break
+        place.set_epoch(epoch)
         for number, (x, y) in enumerate(loader):
+            if job.most and place.offset >= 8 * job.most:  # a run may resume there
+                break
             if number % job.accumulate == 0:
                 note()
             for hook in job.top:
@@ -915,8 +1458,6 @@ def main(args: argparse.Namespace) -> None:
             job.at("step")
             for hook in job.after:
                 hook()
-            if sampler.offset == 8 * job.most:
-                break
         for hook in job.tail:
             hook()
         job.at("tail")
@@ -927,6 +1468,6 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=sorted(KINDS))
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=4)
     main(parser.parse_args())
