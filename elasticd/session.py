@@ -122,6 +122,10 @@ class Session:
         """The attached sampler that a step asks first: where a step takes batches of two, the loop is over this one."""
         self._random_state: dict[str, Any] | None = None
         """To be set when the first batch is given: an iteration that begins in the middle of an epoch draws a seed."""
+        self._continued: list[ElasticBatchSampler] = []
+        """Samplers whose next iteration begins there."""
+        self._before_seed: tuple[ElasticBatchSampler, torch.Tensor] | None = None
+        """Of a second one, whose iteration begins in a step."""
         self._sigterm = SigtermHandler()
         self._steps = 0
         self._calls = 0
@@ -249,7 +253,8 @@ class Session:
             self._restored = True
             self._steps = resumed.step
             self._decisions.reset(resumed.step)
-            if any(each.offset for each in self._samplers()):
+            self._continued = [each for each in self._samplers() if each.offset]
+            if self._continued:
                 self._random_state = state.random_state(self._group.device)
         return resumed
 
@@ -542,12 +547,26 @@ class Session:
             return
         if self._loop is None or (self._step_end is not None and not self._step_end.has_begun):
             self._loop = sampler
-        if self._random_state is not None and not is_iteration:
+        self._put_back_random_state(sampler, is_iteration)
+        if self._step_end is not None and not self._step_end.has_begun:
+            self._begin_step(is_certain=True)
+
+    def _put_back_random_state(self, sampler: ElasticBatchSampler, is_iteration: bool) -> None:
+        """For its DataLoader's iteration draws a seed, and an undisturbed run draws none in the middle of an epoch."""
+        before, self._before_seed = self._before_seed, None
+        is_continued = sampler in self._continued
+        if is_iteration:
+            if is_continued:
+                self._before_seed = sampler, state.torch_state()
+            return
+        if is_continued:
+            self._continued.remove(sampler)
+        if self._random_state is not None:
             if not self._stepped:
                 state.set_random_state(self._random_state, self._group.device)
             self._random_state = None
-        if self._step_end is not None and not self._step_end.has_begun:
-            self._begin_step(is_certain=True)
+        elif is_continued and before is not None and before[0] is sampler:
+            state.take_back_seed(before[1])
 
     def _begin_step(self, is_certain: bool) -> None:
         assert self._step_end is not None

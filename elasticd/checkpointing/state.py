@@ -476,6 +476,24 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
+def torch_state() -> torch.Tensor:
+    """Of its default generator."""
+    import torch
+
+    return torch.get_rng_state()
+
+
+def take_back_seed(before: torch.Tensor) -> None:
+    """Back to this state, if a DataLoader's seed is all that was drawn since then."""
+    import torch
+
+    generator = torch.Generator()
+    generator.set_state(before)
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
+    if torch.equal(generator.get_state(), torch.get_rng_state()):
+        torch.set_rng_state(before)
+
+
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> list[str]:
     """Restore this rank's random streams; returns sentences about those that could not be restored."""
     import torch

@@ -101,6 +101,16 @@ def test_end_of_a_second_samplers_epoch_is_no_end_of_an_epoch(start: Any, tmp_pa
     assert (held["sampler"]["epoch"], held["second"]["epoch"], held["second"]["offset"]) == (2, 2, 16)
 
 
+def test_second_samplers_iteration_draws_nothing_in_the_middle_of_its_epoch(start: Any, tmp_path: Path) -> None:
+    """Its DataLoader draws a seed when a resumed run takes the first batch."""
+    options = {"second": 24, "epochs": 2, "every": 5, "directory": str(tmp_path / "cut")}
+    assert start(SCRIPT, {**options, "die": 5}, world_size=1).codes() == [3]
+    again = start(SCRIPT, options, world_size=1, round=2).results()[0]
+    whole = start(SCRIPT, {**options, "directory": str(tmp_path / "whole")}, world_size=1).results()[0]
+    assert again["resumed"] == 5
+    assert again["random"] == whole["random"]
+
+
 @pytest.mark.parametrize("late", ["scheduler", "model"])
 def test_change_after_each_of_the_first_steps_is_refused(start: Any, tmp_path: Path, late: str) -> None:
     job = start(SCRIPT, {"late": late, "directory": str(tmp_path / "cut")})

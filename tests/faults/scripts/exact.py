@@ -1137,7 +1137,7 @@ def two_loaders(job: Script) -> None:
 
     def batches() -> Iterator[list[torch.Tensor]]:
         while True:
-            yield from DataLoader(more, batch_sampler=second, generator=torch.Generator())
+            yield from DataLoader(more, batch_sampler=second, **job.loader)
             second.set_epoch(second.epoch + 1)
 
     every = batches()
@@ -1146,6 +1146,14 @@ def two_loaders(job: Script) -> None:
 
 @kind
 def labelled_and_unlabelled(job: Script) -> None:
+    two_loaders(job)
+
+
+@kind
+def labelled_and_unlabelled_with_usual_loaders(job: Script) -> None:
+    """Each iteration of both draws a seed."""
+    job.net.insert(1, nn.Dropout(0.3))
+    job.loader = {}
     two_loaders(job)
 
 

@@ -49,11 +49,12 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     session.attach(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
-    more = iter(())
+    more: Iterator[torch.Tensor] = iter(())
     if options["second"]:
-        second = elasticd.ElasticBatchSampler(dataset.tensors[0][: options["second"]], global_batch=8)
+        more_inputs = inputs[: options["second"]]
+        second = elasticd.ElasticBatchSampler(more_inputs, global_batch=8)
         session.attach(second=second)
-        more = batches(second)
+        more = batches(more_inputs, second)
     resumed = session.restore(options["directory"])
     if options["every"]:
         session.checkpoint(every=options["every"], directory=options["directory"])
@@ -98,14 +99,15 @@ def main() -> None:
         "lr": scheduler.get_last_lr(),
         "epoch": sampler.epoch,
         "digest": digest.hexdigest(),
+        "random": torch.rand(()).item(),
     }
     session.close()
     sys.stdout.write(json.dumps(result) + "\n")
 
 
-def batches(sampler: elasticd.ElasticBatchSampler) -> Iterator[list[int]]:
+def batches(inputs: torch.Tensor, sampler: elasticd.ElasticBatchSampler) -> Iterator[torch.Tensor]:
     while True:
-        yield from sampler
+        yield from DataLoader(inputs, batch_sampler=sampler)  # type: ignore[arg-type]
         sampler.set_epoch(sampler.epoch + 1)
 
 
