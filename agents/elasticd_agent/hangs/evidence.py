@@ -91,7 +91,7 @@ class GatheredEvidence:
     trouble: str = ""
     """What is missing, and why."""
     late: bool = False
-    """There was too little time for the stacks of a process that could have shown them."""
+    """There was too little time for the stacks, or the flight recorder, of a process that could have shown them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +254,7 @@ class EvidenceCollector:
         if troubles:
             _log.info("evidence of round %d: %s", request.round, "; ".join(troubles))
         found = tuple(_rank_evidence(target, ranks.get(target.rank, {})) for target in request.targets)
+        late = late or any(rank.get("late") is True for rank in ranks.values())
         late = kept and (late or any(not rank.source and rank.state in ("R", "S") for rank in found))
         self._times = min(2 * self._times, MOST_TIMES) if late else self._times
         if not published and request.why == DUMP_REASON:

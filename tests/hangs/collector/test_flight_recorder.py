@@ -13,7 +13,7 @@ from elasticd.heartbeat import record as beat
 from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.collector.flight_recorder import as_json
 from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, GatheredEvidence
-from tests.hangs.stuck_worker import Posted, StartWorker
+from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker
 
 REPO = str(Path(__file__).parents[3])
 # The background thread's side of the beat: it counts, and writes when it is asked to.
@@ -31,6 +31,7 @@ while True:
         writer.dump_done = writer.dump_requested
     time.sleep(0.05)
 """
+ANSWERS_LATE = ANSWERS.replace("        with open", "        time.sleep(float(sys.argv[3]))\n        with open")
 COUNTED_ONCE = f"""
 import sys, time
 sys.path.append({REPO!r})
@@ -82,6 +83,20 @@ def test_heartbeat_thread_without_answer(
     assert not recorded.exists()
     assert found.trouble == ""
     assert found.seconds < 10
+
+
+@pytest.mark.parametrize(("seconds", "late"), [(3.0, False), (1e6, True)])
+def test_heartbeat_thread_that_writes_slowly(
+    worker: StartWorker, takes: MakeEvidence, posted: Posted, tmp_path: Path, seconds: float, late: bool
+) -> None:
+    """As on a busy machine: it has all of the time for evidence, and more of it the next time."""
+    path, flight = tmp_path / "beat", tmp_path / "flight"
+    beat.create(path)
+    pid = worker(ANSWERS_LATE, str(path), str(flight), str(seconds))
+    evidence = takes(2.0 if late else 10.0)
+    target = EvidenceTarget(2, pid, heartbeat=path, flight=flight)
+    found, recorded = gathered(evidence, posted, target, tmp_path / "log")
+    assert (recorded.exists(), found.late) == (not late, late)
 
 
 def test_dump_by_nccl_pipe(worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path) -> None:

@@ -38,8 +38,9 @@ IDLE_SHARE = 0.1
 SOURCE_S = 0.2
 LOG_GRACE_S = 0.5
 """Logs, read in milliseconds, may take this much longer than all else."""
-FLIGHT_S, FLIGHT_PART = 0.6, 0.1
-"""The heartbeat thread reads requests ten times a second, and writes for 25 ms; or this part of the time, if longer."""
+FLIGHT_S, FLIGHT_PART = 0.6, 0.25
+"""The heartbeat thread reads requests ten times a second, and writes for 25 ms; or this part of the time, if longer.
+One that runs has all of the time."""
 NCCL_S, NCCL_PART = 1.0, 0.1
 """NCCL's monitor thread reads its pipe four times a second (docs/nccl.md), or in an interval of the user's own."""
 CHILDREN, CHILDREN_S = 16, 1.0
@@ -202,14 +203,18 @@ class Collection:
     def _flight(self, worker: EvidenceTarget) -> None:
         if procfs.state(worker.pid) in ("", "T", "t"):
             return
-        request = flight.request_dump(worker.heartbeat) if worker.heartbeat and worker.flight else 0
+        request = flight.request_dump(worker.heartbeat) if worker.heartbeat and worker.flight else flight.NO_REQUEST
         by_nccl, recorded = b"", b""
         if worker.pipe and worker.dump:
             until = time.monotonic() + max(NCCL_S, NCCL_PART * self._request.seconds)
             by_nccl = flight.nccl_dump(worker.pipe, worker.dump, min(self._until, until))
         if worker.heartbeat and worker.flight:
             until = min(self._until, time.monotonic() + max(FLIGHT_S, FLIGHT_PART * self._request.seconds))
-            recorded = flight.await_dump(worker.heartbeat, request, worker.flight, until)
+            last = max(until, self._until - self._spare_s)
+            by_thread = flight.await_dump(worker.heartbeat, request, worker.flight, until, last)
+            if by_thread is None:
+                self._emit({"rank": worker.rank, "late": True})
+            recorded = by_thread or b""
         # NCCL writes a dump at a timeout of its own, too. An older one is worth reading.
         shown = by_nccl or recorded or (flight.whole(worker.dump) if worker.dump else b"")
         if by_nccl and recorded:

@@ -22,24 +22,35 @@ LIMIT = 64 << 20
 POLL_S = 0.01
 
 
-def request_dump(beat: FilePath) -> int:
-    """Have the heartbeat thread write. Returns the number that `await_dump` waits for; 0 without such a thread."""
+DumpRequest = tuple[int, int]
+"""The number that `await_dump` waits for, 0 for none, and the heartbeat thread's ticks before it."""
+NO_REQUEST: DumpRequest = (0, 0)
+
+
+def request_dump(beat: FilePath) -> DumpRequest:
+    """Have the heartbeat thread write, where there is one."""
     try:
         with HeartbeatReader(beat) as reader:
-            return reader.request_dump() if reader.read().alive_ticks else 0
+            ticks = reader.read().alive_ticks
+            return (reader.request_dump(), ticks) if ticks else NO_REQUEST
     except (OSError, WireError):
-        return 0
+        return NO_REQUEST
 
 
-def await_dump(beat: FilePath, request: int, path: FilePath, until: float) -> bytes:
-    """What the heartbeat thread has written by `until`; b"" for nothing."""
-    if not request:
+def await_dump(beat: FilePath, request: DumpRequest, path: FilePath, until: float, last: float) -> bytes | None:
+    """What the heartbeat thread has written by `until`, or by `last` if it runs; b"" for nothing.
+
+    None: it runs, and has not come so far. On a busy machine 25 ms of work take seconds; without the GIL it never runs.
+    """
+    number, ticks = request
+    if not number:
         return b""
     try:
         with HeartbeatReader(beat) as reader:
-            while reader.read().dump_done != request:
-                if time.monotonic() >= until:
-                    return b""
+            while (seen := reader.read()).dump_done != number:
+                runs = seen.alive_ticks != ticks
+                if time.monotonic() >= (last if runs else until):
+                    return None if runs else b""
                 time.sleep(POLL_S)
         return disk.read(path, LIMIT)
     except (OSError, WireError):
