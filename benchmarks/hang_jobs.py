@@ -87,7 +87,9 @@ def _one(run: Job, situation: Situation, outcome: HangOutcome) -> None:
         at = time.monotonic()
         os.kill(run.helper(name.split()[0]), signal.SIGSTOP)  # of the store, or of the owner
     found = "hang_detected" if situation.causes else "group_ended"
-    hung = _until(lambda: run.events(found, round=number), FOUND_S, f"{name}: a verdict", run)[0]
+    hung = _until(
+        lambda: run.events(found, round=number) or missed_call(run, number), FOUND_S, f"{name}: a verdict", run
+    )[0]
     outcome.detected.append(float(hung["mono"]) - at)
     cause, ranks = (hung["cause"], tuple(hung["ranks"])) if situation.causes else ("", ())
     outcome.right_cause += cause in situation.causes or not situation.causes
@@ -99,12 +101,21 @@ def _one(run: Job, situation: Situation, outcome: HangOutcome) -> None:
         _see_evidence(outcome, run.work / "log", number, situation.workers, [])
         return
     _until(lambda: run.events("group_ended", round=number), RECOVERED_S, f"{name}: its end", run)
-    if situation.causes:
+    if hung["kind"] == "round_published":
+        outcome.evidence_first += 1  # a traceback of the rank at fault
+    elif situation.causes:
         exits = run.events("worker_exited", round=number)
         _see_evidence(outcome, run.work / "log", number, situation.workers, exits)
     if situation.what != "exit":  # nothing is left to be trained: the next round ends at once
         first = _until(lambda: stepped(run.work, number, situation.workers), RECOVERED_S, f"{name}: steps again", run)
         outcome.recovered.append(first - at)
+
+
+def missed_call(run: Job, number: int) -> list[Event]:
+    """The library may prove it before the verdict: the rank at fault raises MissedCall, and the round ends by that."""
+    ranks = [event["rank"] for event in run.events("worker_exited", round=number, requested=False)]
+    published = run.events("round_published", round=number + 1)
+    return [{**e, "cause": "missed_collective", "ranks": ranks} for e in published if ".MissedCall: " in e["reason"]]
 
 
 def fired(work: Path, faults: int) -> float | None:

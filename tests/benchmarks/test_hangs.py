@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import hangs
-from benchmarks.hang_jobs import HangOutcome
+from benchmarks.hang_jobs import HangOutcome, missed_call
+from tests.faults.job import Job
 from tests.hangs.healthy import HealthyOutcome
 
 
@@ -61,3 +62,17 @@ def test_parts_of_a_run_are_added_up(tmp_path: Path) -> None:
 )
 def test_healthy_job_is_neither_killed_nor_lost(found: HealthyOutcome, ok: bool) -> None:
     assert found.ok is ok
+
+
+@pytest.mark.parametrize(("error", "found"), [("elasticd.errors.MissedCall", [("missed_collective", [1])]), ("E", [])])
+def test_error_of_a_session_call_is_a_verdict(tmp_path: Path, error: str, found: list[object]) -> None:
+    """Of the rank that raised it, not of those that were ended for it."""
+    events = [
+        {"kind": "worker_exited", "round": 1, "rank": 1, "requested": False},
+        {"kind": "round_published", "round": 2, "reason": f"rank 1 exited with code 1 ({error}: rank 0 has not …)"},
+        {"kind": "worker_exited", "round": 1, "rank": 0, "requested": True},
+    ]
+    run = object.__new__(Job)
+    run._log = tmp_path / "events.jsonl"
+    run._log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert [(one["cause"], one["ranks"]) for one in missed_call(run, 1)] == found
