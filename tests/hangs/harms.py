@@ -84,7 +84,7 @@ def profile(pid: int, seconds: float) -> None:
     """py-spy samples the process, stopping it each time."""
     spy = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     command = [str(spy), "record", "--pid", str(pid), "--duration", f"{seconds:g}", "--format", "raw", "-o", os.devnull]
-    subprocess.run(command, check=True, capture_output=True, timeout=seconds + 60)
+    subprocess.run(command, check=True, capture_output=True, timeout=seconds + 180)
 
 
 _CGROUP_1, _CGROUP_2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
