@@ -24,7 +24,7 @@ SCRIPT = SCRIPTS / "waits.py"
 WAIT_AT = 220
 """As in the script."""
 AROUND_S = 600.0
-"""What a job takes at most beside its wait: at a load of 100 on 2 cores, 300 s. It bounds a run, it measures nothing."""
+"""What a job takes at most beside its wait: 300 s at a load of 100 on 2 cores. It bounds a run, it measures nothing."""
 QUICK_S = 20.0
 
 
@@ -136,6 +136,7 @@ HEALTHY = (
     HealthyWait("uneven all_gather by broadcasts, rank 1 20 s late", "uneven", "idle", 20, workers=3),
     HealthyWait("gather as the last act, last rank 25 s late", "last-gather", "idle", 25, workers=3),
     HealthyWait("receive from a process outside of the job after 30 s", "engine", "idle", 30),
+    HealthyWait("rank 0 meets a process outside of the job that starts 75 s late", "slow-engine", "idle", 75, kills=1),
     HealthyWait("collective in an exit handler after 25 s", "exit-barrier", "idle", 25),
     HealthyWait("a model per rank, one barrier, 70 s apart", "own-models", "probe", 70),
     HealthyWait("linear probe of 70 s on rank 0", "rank0", "probe", 70),

@@ -16,11 +16,9 @@ from functools import cached_property
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP
 from elasticd_agent.hangs.patience import Evidence
 from elasticd_agent.hangs.proofs import prove
-from elasticd_agent.hangs.rank import RankState, describe_waits, labels
+from elasticd_agent.hangs.rank import RENDEZVOUS, RankState, describe_waits, labels
 from elasticd_agent.model.phrases import has_have
 
-RENDEZVOUS = "rendezvous"
-"""The collector's name for the first part of init_process_group, in which a rank connects to the store."""
 MOST_PLACES = 4
 """Of one hang: ranks that wait in more places than this have no wait that could be told again."""
 _WORST_FIRST = ("stopped", "zombie", "gil", "blocked", "spinning")

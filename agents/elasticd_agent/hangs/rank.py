@@ -25,6 +25,10 @@ _LINE = re.compile(r":\d+ ")
 _POINT_TO_POINT = re.compile(r"i?send|i?recv|batch_isend|send_object|recv_object")
 _BY_SOURCE = ".wait"
 """The end of the function's name where a line of source calls `wait` of an unknown object, perhaps of a store."""
+RENDEZVOUS = "rendezvous"
+"""The collector's name for the first part of init_process_group, in which a rank connects to the store."""
+_MEETS = (RENDEZVOUS, "_new_process_group_helper")
+"""What scripts call to make a group beside the job's own, as for the weights of an inference engine."""
 GIL_S = 1.0
 """The heartbeat comes ten times a second; on a crowded machine it was never seen to be this late."""
 
@@ -78,8 +82,11 @@ class RankState:
 
     @property
     def waits_for_anything(self) -> bool:
-        """It is in such a line, and its recorder has no unfinished collective."""
+        """It is in such a line, and its recorder has no unfinished collective; or it meets processes in a store of the
+        script's own, perhaps those of another program."""
         report = self.report
+        if report.where == "init" and report.collectives >= 0 and report.function in _MEETS:
+            return True
         called = report.where == "collective" and report.function.endswith(_BY_SOURCE)
         return called and bool(report.groups) and not any(tail.pending for tail in report.groups)
 

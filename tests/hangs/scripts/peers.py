@@ -47,6 +47,12 @@ dist.send(torch.ones(4), 0, group=group)
 time.sleep(1)
 os._exit(0)
 """
+_SLOW_ENGINE = """
+import sys, time, torch.distributed as dist
+time.sleep(float(sys.argv[2]))
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=True, wait_for_workers=False)
+time.sleep(20)
+"""
 _LOCK = "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); "
 
 
@@ -87,15 +93,34 @@ def engine(t: Training, use: Use, seconds: float) -> None:
     t.until(AT)
     if t.rank != 0:
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    command = f"exec setsid {sys.executable} - {port} {seconds} <<'END' & \n{_JOIN}{_ENGINE}\nEND"
-    subprocess.run(["bash", "-c", command], check=True)
+    _start_engine(_JOIN + _ENGINE, port, seconds)
     names: dict[str, Any] = {}
     exec(_JOIN, names)
     dist.recv(torch.empty(4), src=1, group=names["join"](store, 0))
+
+
+def slow_engine(t: Training, use: Use, seconds: float) -> None:
+    """Rank 0 meets a process that is not of this job and starts late, in the store of that process."""
+    t.until(AT)
+    if t.rank == 0:
+        port = _free_port()
+        _start_engine(_SLOW_ENGINE, port, seconds)
+        meeting = dist.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=timedelta(minutes=30))
+        next(iter(meeting))
+    dist.barrier()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _start_engine(code: str, port: int, seconds: float) -> None:
+    command = f"exec setsid {sys.executable} - {port} {seconds} <<'END' & \n{code}\nEND"
+    subprocess.run(["bash", "-c", command], check=True)
 
 
 def last_gather(t: Training, use: Use, seconds: float) -> None:
@@ -281,6 +306,7 @@ PLACES = {
     "gather": gather,
     "uneven": uneven_all_gather,
     "engine": engine,
+    "slow-engine": slow_engine,
     "last-gather": last_gather,
     "exit-barrier": exit_barrier,
     "own-models": own_models,
