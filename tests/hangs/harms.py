@@ -81,10 +81,16 @@ def debug(pid: int, seconds: float) -> None:
 
 
 def profile(pid: int, seconds: float) -> None:
-    """py-spy samples the process, stopping it each time."""
+    """py-spy samples the process, stopping it each time, for so long or, where it comes late to its samples, twice."""
     spy = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     command = [str(spy), "record", "--pid", str(pid), "--duration", f"{seconds:g}", "--format", "raw", "-o", os.devnull]
-    subprocess.run(command, check=True, capture_output=True, timeout=seconds + 180)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            process.wait(2 * seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        if process.wait(180):
+            raise subprocess.CalledProcessError(process.returncode, command)
 
 
 _CGROUP_1, _CGROUP_2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
