@@ -128,6 +128,7 @@ HEALTHY = (
         "pair of ranks waits 30 s for one of its own, third rank in another collective", "pair", "idle", 30, 0, 3
     ),
     HealthyWait("thread of rank 1 saves for 30 s and then reduces in a group of its own", "async-save", "idle", 30),
+    HealthyWait("thread of rank 1 saves for 75 s and then reduces in a group of its own", "async-save", "idle", 75),
     HealthyWait("torch.compile in the first step", "first", "inductor", 30, busy=True, harm="inductor"),
     # Ranks that legitimately differ.
     HealthyWait("unequal all_to_all, rank 1 20 s late", "all-to-all", "idle", 20, workers=3),

@@ -7,7 +7,7 @@ the heartbeat thread reads from a recorder with them, for each kind of backend t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -209,6 +209,13 @@ def test_group_of_unknown_kind_ends_no_job(case: Cuda, idle_s: float) -> None:
     """No recorder has what nccl2 of torch 2.14 completes. A rank that holds the GIL needs none."""
     found = verdict(case, idle_s, "nccl2 of 2.14")
     assert found is None or not found.ends or found.cause == "gil" or not any(one["nccl_groups"] for one in case.ranks)
+
+
+@pytest.mark.parametrize("idle_s", [6, 61, 590])
+def test_thread_of_the_script_may_still_enqueue(idle_s: float) -> None:
+    case = SITUATIONS["two groups in opposite order"]
+    found = verdict(replace(case, ranks=[one | {"alone": False} for one in case.ranks]), idle_s)
+    assert found is None or not found.ends
 
 
 def test_ceiling_ends_a_group_of_unknown_kind() -> None:

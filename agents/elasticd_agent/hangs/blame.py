@@ -134,9 +134,17 @@ def blame(live: Sequence[RankState], exited: Sequence[RankState], nodes: int) ->
             found = Blame(proof.culprits, proof.cause, proof.why, "proven")
     culprits = [rank for rank in found.culprits if rank in live]
     evidence = "left" if exited and found.evidence == "idle" else found.evidence
-    if evidence in ("alike", "device") and any(rank.has_unrecorded_group for rank in live):
+    unrecorded = any(rank.has_unrecorded_group for rank in live) or _thread_may_come(group, found)
+    if evidence in ("alike", "device") and unrecorded:
         evidence = "unrecorded"
     return replace(found, evidence=evidence, places=_places(culprits or group.outside or live))
+
+
+def _thread_may_come(group: _Group, found: Blame) -> bool:
+    """Ranks wait for each other, and a thread of one runs code of the script: it may issue what others wait in."""
+    apart = found.cause in ("missed_collective", "mismatched_collectives")
+    apart = apart or (found.evidence == "alike" and bool(group.behind))
+    return apart and not group.exited and not all(rank.report.alone for rank in group.live)
 
 
 def blame_overdue(waiting: Sequence[RankState], others: Sequence[RankState]) -> Blame:

@@ -320,7 +320,7 @@ class HangReporter:
 
     def suspicion_lasts(self, number: int, why: str) -> None:
         """Once a minute: a person may wonder, or have a debugger open."""
-        self.job.console.log(f"round {number} makes no progress, and is not hung so far: {why}")
+        self.job.console.log(f"round {number} makes no progress so far: {why}")
 
     def hang_cleared(self, number: int, seconds: float) -> None:
         reason = f"the workers make progress again; a hang was suspected for {seconds:.1f} s"

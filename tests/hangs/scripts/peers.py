@@ -49,8 +49,9 @@ os._exit(0)
 """
 _SLOW_ENGINE = """
 import sys, time, torch.distributed as dist
+from datetime import timedelta
 time.sleep(float(sys.argv[2]))
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, is_master=True, wait_for_workers=False)
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, True, timedelta(minutes=30))  # waits for rank 0
 time.sleep(20)
 """
 _LOCK = "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); "
