@@ -27,7 +27,14 @@ from tests.gpu.machine import FAKES, LIMIT_S, calls, look, make_gpu_machine
 pytestmark = [pytest.mark.cuda_build, pytest.mark.timeout(2 * LIMIT_S)]
 REPO = Path(__file__).parents[2]
 TRIES = 10
-PRELOAD = f"import importlib\nfor name in {requests.ALWAYS + requests.COMPILE!r}: importlib.import_module(name)\n"
+PRELOAD = f"""
+import importlib
+for name in {requests.ALWAYS + requests.COMPILE!r}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:  # the template goes without a module that this torch does not have
+        if error.name != name: raise
+"""
 ASKS = "import torch; torch.cuda.is_available(); torch.cuda.device_count()"
 GROUPS = """
 import json, os, sys, time
@@ -197,7 +204,7 @@ def test_nccl_groups_and_variables(
         found = json.loads(line)
         recorder, threads = found["recorder"], {one for one in found["threads"] if one.startswith("pt_nccl")}
         assert found["us"] < 1000
-        assert recorder["pg_status"] == {}
+        assert recorder["recorder"] == "gloo" or recorder["pg_status"] == {}
         assert [len(found["once"]), len(found["twice"])] == [3, 3]
         assert {one["profiling_name"] for one in recorded_by_gloo(recorder)} == {"gloo:barrier"}
         if kind == "nccl":

@@ -189,6 +189,7 @@ print("ready", flush=True)
     ("process", "thread", "counts"),
     [
         ("python", "NCCL Progress 0", False),
+        ("python", "NCCL GIN Progre", False),
         ("python", "pt_nccl_watchdg", False),
         ("python", "pt_autograd_0", True),
         ("python", "Thread-1 (read)", True),
