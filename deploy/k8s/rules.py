@@ -1,8 +1,8 @@
 """Writes components/prometheus/rules.yaml and dashboard.yaml: the rules of deploy/prometheus as one PrometheusRule, the
-Grafana dashboards as a ConfigMap. `make docs` runs it.
+Grafana dashboards as a ConfigMap; and copies the manifests into the Helm chart. `make docs` runs it.
 
 kustomize reads no file outside of the component, and the operator needs the groups inside a PrometheusRule object. They
-are copied verbatim, comments included.
+are copied verbatim, comments included. Helm reads no file outside of the chart, and warns of each symbolic link in it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,23 @@ metadata:
     grafana_dashboard: "1"
 data:
 """
+CHART = Path(__file__).parents[1] / "helm" / "elasticd" / "manifests"
+CHART_MANIFESTS = {
+    "agent.toml": "base/agent.toml",
+    "checkpoints.yaml": "base/checkpoints.yaml",
+    "daemonset.yaml": "base/daemonset.yaml",
+    "dashboard.yaml": "components/prometheus/dashboard.yaml",
+    "etcd.yaml": "overlays/etcd/etcd.yaml",
+    "host-network.yaml": "components/host-network/host-network.yaml",
+    "metrics-network-policy.yaml": "components/prometheus/network-policy.yaml",
+    "network-policy.yaml": "base/network-policy.yaml",
+    "pod-monitor.yaml": "components/prometheus/pod-monitor.yaml",
+    "priority-class.yaml": "base/priority-class.yaml",
+    "rdma.yaml": "components/rdma/rdma.yaml",
+    "rules.yaml": "components/prometheus/rules.yaml",
+    "service.yaml": "base/service.yaml",
+}
+"""What the chart copies, and from which file below this directory."""
 HEAD = """\
 # Written by `make docs` from deploy/prometheus/recording.yaml and alerts.yaml; a test keeps it in step.
 # EDIT: `release`, where your Prometheus selects by it.
@@ -64,3 +81,5 @@ def dashboard() -> str:
 if __name__ == "__main__":
     WRITTEN.write_text(written())
     DASHBOARD_WRITTEN.write_text(dashboard())
+    for name, source in CHART_MANIFESTS.items():
+        (CHART / name).write_bytes((Path(__file__).parent / source).read_bytes())

@@ -582,3 +582,13 @@ def toml(name: str) -> dict[str, Any]:
     pod = agents(overlay(name))
     wanted = pod.volumes["config"]["configMap"]["name"]
     return parse(one(overlay(name), "ConfigMap", wanted)["data"]["agent.toml"].encode(), "toml", "agent.toml")
+
+
+# --- Helm -------------------------------------------------------------------------------------------------------------
+
+
+def test_chart_has_the_manifests() -> None:
+    """As files of its own: helm warns of each symbolic link, and needs the rest of the repository to follow it."""
+    assert {path.name: path.read_text() for path in rules.CHART.iterdir() if not path.is_symlink()} == {
+        name: (K8S / source).read_text() for name, source in rules.CHART_MANIFESTS.items()
+    }, "make docs"
