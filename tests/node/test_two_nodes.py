@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from typing import Any
 
 import pytest
 
 from elasticd_agent.node import keys as names
+from elasticd_agent.node.api.client import AgentClient
 from elasticd_agent.store.etcd.store import EtcdStore
 from tests.etcd import EtcdServers
 from tests.faults.job import Event
@@ -34,6 +37,12 @@ def rounds(size: int, *nodes: AgentNode, after: int = 0) -> list[Event]:
     )
 
 
+def rows(node: AgentNode) -> list[dict[str, Any]]:
+    """What `elasticd nodes` shows there."""
+    found: list[dict[str, Any]] = AgentClient(node.root / "run" / "agent.sock").get("/v1/nodes").document()["nodes"]
+    return found
+
+
 def trains_in(n1: AgentNode, number: int) -> None:
     until(lambda: n1.steps()[-1][0] >= number, n1.diagnostics)
 
@@ -53,6 +62,29 @@ def test_killed_runner_costs_one_round_and_is_restarted(nodes: MakeNode) -> None
     again = until(lambda: rounds(2, n1, n2, after=both["round"]), n1.diagnostics)[-1]
     trains_in(n1, again["round"])
     assert n1.runner("both") == stays
+    assert {n1.drain(), n2.drain()} == {0}
+
+
+def test_lost_node_is_shown_and_one_that_left_is_not(nodes: MakeNode) -> None:
+    """By the scheduler's own node, which is the one that is lost, and by an agent that has started since."""
+    n1, n2, n3 = nodes("n1"), nodes("n2"), nodes("n3")
+    for one in (n1, n2, n3):
+        one.start()
+
+    def shown() -> dict[str, str]:
+        return {row["node"]: row["state"] for row in rows(n2)}
+
+    until(lambda: shown() == dict.fromkeys(("n1", "n2", "n3"), "ready"), n2.diagnostics)
+    assert n3.drain() == 0
+    n1.kill()
+    until(lambda: shown() == {"n1": "lost", "n2": "ready"}, n2.diagnostics)
+    until(lambda: "node n1 is lost" in n2.log, n2.diagnostics)
+    n2.kill()
+    n2.start()
+    lost, _ = rows(n2)
+    assert re.fullmatch(r"for .+, since .+ UTC: its agent, the machine or its network is down", lost["reason"])
+    n1.start()
+    until(lambda: shown() == {"n1": "ready", "n2": "ready"}, n2.diagnostics)
     assert {n1.drain(), n2.drain()} == {0}
 
 

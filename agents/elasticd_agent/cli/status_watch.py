@@ -25,7 +25,7 @@ TOP_JOBS = 32
 SPARKS = " ▁▂▃▄▅▆▇█"
 SPARK_COLUMNS, SPARK_S = 40, 600.0
 _STYLES = {
-    r"\bstopped\b|\bdead\b|\bstalled\b|\bfailed\b|\boffline\b|\bquarantined\b": "bold red",
+    r"\bstopped\b|\bdead\b|\bstalled\b|\bfailed\b|\blost\b|\boffline\b|\bquarantined\b": "bold red",
     r"\brecovering\b|\bstarting\b|\bstopping\b|\bpending\b|\bdraining\b": "yellow",
     r"\brunning\b|\bsucceeded\b|\bready\b": "green",
     r"(?m)^(?:RANK|ROUND|JOB|NODE) .*$": "dim",

@@ -33,7 +33,7 @@ SHOWN_ROUNDS = 20
 """Of more rounds, the newest are shown; --json has up to a hundred."""
 SHOWN_PROBLEMS = 20
 RECENT_S = 3600.0
-FAILING = ("offline", "quarantined")
+FAILING = ("lost", "offline", "quarantined")
 """States of a node that nobody asked for."""
 _NAME = 11
 

@@ -381,7 +381,7 @@ class NodeLoop:
     def close(self, *, leaves: bool) -> None:
         """Give up the scheduler's role; `leaves`: also delete the node's status. Raises nothing."""
         self._cache.unwatch(self)
-        for release in (self._parts.scheduler.close, *([self._registration.key.withdraw] if leaves else [])):
+        for release in (self._parts.scheduler.close, *([self._registration.leave] if leaves else [])):
             try:
                 release()
             except (StoreUnavailable, StoreRefused):

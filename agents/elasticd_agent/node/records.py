@@ -217,6 +217,24 @@ class NodeStatus(Document):
 
 
 @dataclass(frozen=True, slots=True)
+class KnownNode(Document):
+    """A node whose agent has registered and has not left. Under no lease; the scheduler notes in it its loss."""
+
+    NAMED_BY: ClassVar[str] = "node"
+    node: str
+    address: str = ""
+    lost_s: float | None = None
+    """When the scheduler first saw it without a status, by the schedulers' clock (keys.CLOCK); None: it has one."""
+    lost_at: float = 0.0
+    """The same by the time of day."""
+    jobs: tuple[str, ...] = ()
+    """Those that were placed there then."""
+
+    def check(self) -> None:
+        _check_name("node", self.node)
+
+
+@dataclass(frozen=True, slots=True)
 class Cordon(Document):
     """No new jobs for a node; with `drain`, its jobs leave it, too. It outlives every agent."""
 

@@ -6,6 +6,7 @@ replaced, is taken over at once. Another agent's is never touched while its leas
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -13,12 +14,12 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from elasticd.errors import ElasticdError, StoreUnavailable, WireError
+from elasticd.errors import ElasticdError, StoreRefused, StoreUnavailable, WireError
 from elasticd_agent.config.agent_settings import NodeSettings
 from elasticd_agent.model.keys import decode_record
 from elasticd_agent.model.version import version
 from elasticd_agent.node import keys
-from elasticd_agent.node.records import NodeStatus
+from elasticd_agent.node.records import KnownNode, NodeStatus
 from elasticd_agent.store import Store
 from elasticd_agent.store.lease import LeasedKey, RenewalListener, ignore_renewals
 from elasticd_agent.system import procfs
@@ -40,7 +41,9 @@ class NodeStatusPublisher:
         renewal_s: float,
         on_renewal: RenewalListener = ignore_renewals,
     ) -> None:
+        self._store = store
         self._status = status
+        self._remembered = False
         self.key = LeasedKey(
             store, keys.NODES + status.node, lease_s, renewal_s, is_own=self._is_own, on_renewal=on_renewal
         )
@@ -54,11 +57,29 @@ class NodeStatusPublisher:
         alive = self.key.renew(now)
         if alive and (status == self._status or self.key.replace(status.to_json())):
             self._status = status
+            self._remember()
             return False
         if not self.key.create(status.to_json(), now, self._may_replace):
             raise StoreUnavailable(f"{self.key.key}: other agents write it as fast as this one")
         self._status = status
+        self._remembered = False
         return True
+
+    def leave(self) -> None:
+        """Nobody misses this node then. May raise StoreRefused."""
+        self.key.withdraw()
+        self._store.delete(keys.KNOWN + self._status.node)
+
+    def _remember(self) -> None:
+        """A lost race is the scheduler's, which sees that this node is there."""
+        if self._remembered:
+            return
+        key, value = keys.KNOWN + self._status.node, KnownNode(self._status.node, self._status.address).to_json()
+        with contextlib.suppress(StoreRefused):  # by the role of a node that an older version's page has made
+            found = self._store.read(key)
+            if found is None or found.value != value:
+                self._store.compare_and_swap(key, None if found is None else found.version, value)
+        self._remembered = True
 
     def _may_replace(self, value: bytes) -> bool:
         other = self._decode(value)

@@ -10,8 +10,11 @@ from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import NodeStatus, Placement, RunnerStatus, SlotAssignment
+from elasticd_agent.node.api import views
+from elasticd_agent.node.records import KnownNode, NodeStatus, Placement, RunnerStatus, SlotAssignment
+from elasticd_agent.node.registration import NodeStatusPublisher
 from elasticd_agent.node.scheduler import job_queue as queue
+from elasticd_agent.node.scheduler import retention
 from elasticd_agent.node.scheduler.scheduler import BOOT_S, REFRESH_S, Scheduler
 from elasticd_agent.store import Lease, Store
 from elasticd_agent.store.etcd.store import EtcdStore
@@ -502,3 +505,53 @@ def test_two_schedulers_on_etcd(until: Until) -> None:
         finally:
             for store in stores:
                 store.close()
+
+
+def test_lost_node_is_shown_until_it_is_back_or_long_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since when, and what ran there; also by a scheduler that has never seen it. A node that left is not missed."""
+    monkeypatch.setattr("time.time", lambda: 1_800_000_000.0)
+    fleet = Fleet("a", "b")
+    publishers = {node: NodeStatusPublisher(fleet.memory, NodeStatus(node, "i", 4, "h:1"), 3.0, 1.0) for node in "cd"}
+
+    def turn(*nodes: str, seconds: float = 1.0) -> None:
+        for node in nodes:
+            publishers[node].turn(NodeStatus(node, "i", 4, "h:1"), fleet.clock.now)
+        fleet.turn(seconds)
+
+    def shown(after_s: float = 0.0) -> dict[str, tuple[str, str]]:
+        rows = views.nodes(queue.read_view(fleet.memory), 1_800_000_000.0 + after_s)
+        return {row.node: (row.state, row.reason) for row in rows if row.node in "cd"}
+
+    for _ in range(3):
+        turn("c", "d")
+    fleet.submit("llama", (4, 4))
+    turn("c", "d")
+    assert shown() == {"c": ("ready", ""), "d": ("ready", "")}
+    for scheduler in fleet.schedulers.values():
+        scheduler.close()  # the next one knows no node yet
+        scheduler.retention_s = 30.0
+    publishers["d"].leave()
+    fleet.clock.now += 4.0
+    assert shown() == {"c": ("lost", "its agent, the machine or its network is down")}
+    for _ in range(4):
+        turn()
+    why = "for 12 min, since 2027-01-15 08:00:00 UTC: its agent, the machine or its network is down; it ran llama"
+    assert shown(720.0) == {"c": ("lost", why)}
+    queue.cordon(fleet.memory, "c", True, "fan", "ann", 0.0)
+    assert shown(720.0) == {"c": ("lost", f"{why}; cordoned: fan (by ann)")}
+    queue.uncordon(fleet.memory, "c")
+    for _ in range(3):
+        turn("c")
+    assert shown() == {"c": ("ready", "")}
+    fleet.clock.now += 4.0
+    turn()
+    assert shown()["c"][0] == "lost"
+    for _ in range(40):
+        turn()
+    assert shown() == {}
+
+
+def test_lost_nodes_are_bounded_by_number() -> None:
+    lost = tuple(KnownNode(f"spot-{at:03}", lost_s=float(at)) for at in range(retention.MAX_LOST_NODES + 2))
+    view = queue.ClusterView(known=lost)
+    assert retention.forgotten_nodes(view, 300.0, retention.RETENTION_S) == ("spot-000", "spot-001")

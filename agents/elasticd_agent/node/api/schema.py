@@ -277,6 +277,7 @@ class NodeSummary(Record):
     labels: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     cordoned_by: str | None = None
+    lost_at: float | None = None
 
 
 _LOG_NUMBERS = ("round", "start", "next", "size", "newest")

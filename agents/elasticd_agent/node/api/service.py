@@ -75,7 +75,8 @@ class JobService:
         """Every job and every node, as this agent knows them, and the same sentences."""
         problems: list[str] = []
         view = job_queue.read_view(self.store, problems.append, self.cache, watched=True)
-        return JobList.of(view, self.clock()), views.nodes(view), problems
+        now = self.clock()
+        return JobList.of(view, now), views.nodes(view, now), problems
 
     def job(self, name: str) -> JobStatus:
         """Raises NotFound."""
@@ -191,7 +192,7 @@ class JobService:
     def nodes(self) -> tuple[list[NodeSummary], list[str]]:
         """Every node, and a sentence for each record in the store that cannot be read."""
         problems: list[str] = []
-        return views.nodes(self._view(problems.append)), problems
+        return views.nodes(self._view(problems.append), self.clock()), problems
 
     def cordon(self, node: str, *, drain: bool, reason: str, by: str) -> NodeSummary:
         """Raises NotFound."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import fields
 
 import msgspec
 
+from elasticd_agent.model.phrases import listing
 from elasticd_agent.node.api.schema import AssignmentStatus, JobProgress, JobStatus, JobSummary, NodeSummary
-from elasticd_agent.node.records import Cordon, NodeStatus, Placement, RunnerStatus, Submission
+from elasticd_agent.node.records import Cordon, KnownNode, NodeStatus, Placement, RunnerStatus, Submission
 from elasticd_agent.node.scheduler.policy import ClusterView
+from elasticd_agent.system.durations import in_words
 
 
 def job_status(
@@ -58,9 +61,10 @@ def assignments(view: ClusterView, submission: Submission) -> tuple[AssignmentSt
     return tuple(rows[node] for node in dict.fromkeys([*assigned, *rows]))
 
 
-def nodes(view: ClusterView) -> list[NodeSummary]:
-    """Every node whose agent is registered, or that is cordoned."""
+def nodes(view: ClusterView, now: float) -> list[NodeSummary]:
+    """Every node whose agent is registered, or was lost, or that is cordoned. `now`: the time of day."""
     statuses = {one.node: one for one in view.nodes}
+    lost = {one.node: one for one in view.known if one.node not in statuses}
     cordons = {one.node: one for one in view.cordons}
     ended = {(one.job, one.number) for one in view.results}
     assigned: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -69,19 +73,25 @@ def nodes(view: ClusterView) -> list[NodeSummary]:
             for one in placement.assignments:
                 assigned.setdefault(one.node, {})[placement.job] = one.slots
     return [
-        _node(name, statuses.get(name), cordons.get(name), assigned.get(name, {}))
-        for name in sorted(statuses.keys() | cordons.keys())
+        _node(name, statuses.get(name) or lost.get(name), cordons.get(name), assigned.get(name, {}), now)
+        for name in sorted(statuses.keys() | lost.keys() | cordons.keys())
     ]
 
 
 def _node(
-    name: str, status: NodeStatus | None, cordon: Cordon | None, assigned: dict[str, tuple[int, ...]]
+    name: str,
+    found: NodeStatus | KnownNode | None,
+    cordon: Cordon | None,
+    assigned: dict[str, tuple[int, ...]],
+    now: float,
 ) -> NodeSummary:
-    """`assigned`: the slots of each job that is placed there."""
-    known = status or NodeStatus(name, "", 0)
+    """`found`: of a lost node what is known of it. `assigned`: the slots of each job that is placed there."""
+    status = found if isinstance(found, NodeStatus) else None
+    lost = found if isinstance(found, KnownNode) else None
+    known = status or NodeStatus(name, "", 0, "" if lost is None else lost.address)
     runners = [one for one in known.runners if one.state != "refused"]
     used = {slot for slots in (*(one.slots for one in runners), *assigned.values()) for slot in slots}
-    state, reason = _node_state(status, cordon, busy=bool(runners or assigned))
+    state, reason = _node_state(status, lost, cordon, now, busy=bool(runners or assigned))
     versions = {"elasticd": known.elasticd, "python": known.python, "torch": known.torch, "driver": known.driver}
     return NodeSummary(
         node=name,
@@ -97,21 +107,36 @@ def _node(
         labels=known.labels,
         versions=versions if status is not None else {},
         cordoned_by=None if cordon is None else cordon.cordoned_by,
+        lost_at=None if lost is None or lost.lost_s is None else lost.lost_at,
     )
 
 
-def _node_state(status: NodeStatus | None, cordon: Cordon | None, *, busy: bool) -> tuple[str, str]:
+def _node_state(
+    status: NodeStatus | None, lost: KnownNode | None, cordon: Cordon | None, now: float, *, busy: bool
+) -> tuple[str, str]:
     """The state and why. A cordon counts above the state that the agent reports, except quarantine."""
+    by = f"(by {cordon.cordoned_by})" if cordon is not None and cordon.cordoned_by else ""
+    why = f"{cordon.reason} {by}".strip() if cordon is not None else ""
+    cordoned = f"cordoned: {why}" if why else "cordoned"
+    if lost is not None:
+        return "lost", _loss(lost, now) + (f"; {cordoned}" if cordon is not None else "")
     if cordon is None or (status is not None and status.state == "quarantined"):
         assert status is not None
         return status.state, status.why
-    by = f"(by {cordon.cordoned_by})" if cordon.cordoned_by else ""
-    why = f"{cordon.reason} {by}".strip()
     if status is None:
-        return "offline", f"cordoned: {why}" if why else "cordoned"
+        return "offline", cordoned
     if not cordon.drain:
         return "cordoned", why
     return "draining" if busy else "drained", why
+
+
+def _loss(lost: KnownNode, now: float) -> str:
+    down = "its agent, the machine or its network is down"
+    if lost.lost_s is None:  # the scheduler has not noted it yet
+        return down
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lost.lost_at))
+    ran = f"; it ran {listing(lost.jobs)}" if lost.jobs else ""
+    return f"for {in_words(now - lost.lost_at)}, since {at}: {down}{ran}"
 
 
 def placement_of(view: ClusterView, submission: Submission) -> Placement | None:

@@ -22,6 +22,7 @@ NODE_STATE_STYLES = {
     "drained": "idle",
     "cordoned": "idle",
     "quarantined": "bad",
+    "lost": "bad",
     "offline": "bad",
 }
 STATES = ("unfinished", "running", "pending", "succeeded", "failed", "cancelled")

@@ -17,7 +17,7 @@ from elasticd_agent.model.job import check_identifier, check_new_id
 from elasticd_agent.model.keys import decode_record
 from elasticd_agent.model.phrases import shortened
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Submission
+from elasticd_agent.node.records import Cordon, JobResult, KnownNode, NodeStatus, Placement, Submission
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Store, Versioned
 from elasticd_agent.store.cache import StoreCache
@@ -58,6 +58,7 @@ def read_view(
     cache = cache or StoreCache(store, ignore)
     return ClusterView(
         nodes=cache.read_records(names.NODES, NodeStatus, log),
+        known=cache.read_records(names.KNOWN, KnownNode, log, watched=watched),
         cordons=cache.read_records(names.CORDONS, Cordon, log, watched=watched),
         submissions=cache.read_records(names.SUBMISSIONS, Submission, log, watched=watched),
         placements=cache.read_records(names.PLACEMENTS, Placement, log, watched=watched),

@@ -28,7 +28,16 @@ from itertools import groupby
 from elasticd_agent.config.job_file import shared_directories
 from elasticd_agent.model.phrases import count, has_have, is_are, listing, plural, ranges
 from elasticd_agent.node.health.result import EVERY_JOB
-from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Refusal, SlotAssignment, Submission
+from elasticd_agent.node.records import (
+    Cordon,
+    JobResult,
+    KnownNode,
+    NodeStatus,
+    Placement,
+    Refusal,
+    SlotAssignment,
+    Submission,
+)
 
 BEHIND_OTHERS = "pending behind other jobs"
 """Of every job behind the head of the queue. It names no job: each start would rewrite it for the whole queue."""
@@ -50,6 +59,8 @@ class ClusterView:
     """The last status of each node that has none now, but not for long enough to be given up."""
     left_behind: frozenset[tuple[str, str]] = frozenset()
     """(job, node) where the node is absent and the job's own rendezvous has continued without it."""
+    known: tuple[KnownNode, ...] = ()
+    """For people only: which nodes are lost."""
 
     def result(self, job: str, number: int) -> JobResult | None:
         return next((r for r in self.results if (r.job, r.number) == (job, number)), None)

@@ -20,7 +20,7 @@ from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.records import Round
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import JobResult, Placement, Submission
+from elasticd_agent.node.records import JobResult, KnownNode, Placement, Submission
 from elasticd_agent.node.runners.liveness import is_locked
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Lease, Store, Versioned
@@ -34,6 +34,10 @@ SAVE_CLOCK_S = 600.0
 """The scheduler clock is saved this often; a change of schedulers loses at most that much."""
 REMOVAL_TIMEOUT_S = 300.0
 """For the files of one run; the next cleanup continues."""
+MAX_LOST_NODES = 200
+"""Lost nodes that are kept: where machines come and go without leaving, each has another name."""
+STAMPS_PER_TURN = 20
+"""Lost nodes whose records are written in one turn."""
 REMOVALS_PER_TURN = 4
 """Jobs whose records are removed in one turn, which keeps it short."""
 Guard = tuple[str, int]
@@ -82,6 +86,34 @@ def stamp_results(view: ClusterView, clock_s: float) -> tuple[Placement, ...]:
         if placement.number == result.number and placement.ended_s is None:
             found.append(replace(placement, ended_s=clock_s))
     return tuple(found)
+
+
+def stamp_nodes(view: ClusterView, clock_s: float, wall: float) -> tuple[KnownNode, ...]:
+    """Pure. The records of the nodes that were lost or came back since they were written."""
+    present = {one.node for one in view.nodes}
+    ended = {(one.job, one.number) for one in view.results}
+    placed: dict[str, list[str]] = {}
+    for placement in view.placements:
+        for one in () if (placement.job, placement.number) in ended else placement.assignments:
+            placed.setdefault(one.node, []).append(placement.job)
+    lost = [
+        replace(one, lost_s=clock_s, lost_at=wall, jobs=tuple(placed.get(one.node, ())))
+        for one in view.known
+        if one.lost_s is None and one.node not in present
+    ]
+    back = [
+        replace(one, lost_s=None, lost_at=0.0, jobs=())
+        for one in view.known
+        if one.lost_s is not None and one.node in present
+    ]
+    return (*lost, *back)
+
+
+def forgotten_nodes(view: ClusterView, clock_s: float, retention_s: float) -> tuple[str, ...]:
+    """Pure. The nodes lost more than `retention_s` ago, and the longest lost of those above MAX_LOST_NODES."""
+    lost = sorted((one.lost_s, one.node) for one in view.known if one.lost_s is not None)
+    surplus = len(lost) - MAX_LOST_NODES
+    return tuple(node for i, (lost_s, node) in enumerate(lost) if i < surplus or clock_s >= lost_s + retention_s)
 
 
 def expired(

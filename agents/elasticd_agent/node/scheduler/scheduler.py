@@ -37,7 +37,7 @@ from elasticd.errors import StoreUnavailable, WireError
 from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.records import Round
 from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, Submission
+from elasticd_agent.node.records import Cordon, JobResult, KnownNode, NodeStatus, Placement, Submission
 from elasticd_agent.node.scheduler import job_queue, retention
 from elasticd_agent.node.scheduler.policy import ClusterView, refused_everywhere, schedule
 from elasticd_agent.store import Lease, Store, Watch
@@ -50,7 +50,7 @@ RETRY_REMOVAL_S = 600.0
 """Before the records of an ended job that could not be removed are tried again."""
 BOOT_S = 600.0
 """After the boot of this machine: when the power comes back, one node may be alone, and its file servers away."""
-WATCHED = (names.NODES, names.CORDONS, names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS)
+WATCHED = (names.NODES, names.KNOWN, names.CORDONS, names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS)
 
 
 @dataclass(eq=False, slots=True)
@@ -229,6 +229,7 @@ class Scheduler:
         for placement in retention.stamp_results(view, clock_s):
             if not self._write(placement):
                 return
+        self._note_lost_nodes(view, clock_s)
         expired = retention.expired(view, clock_s, self.retention_s, self.max_results)
         keys = {(result.job, result.number) for result in expired}
         self._not_removed = {key: until for key, until in self._not_removed.items() if key in keys and now < until}
@@ -239,6 +240,16 @@ class Scheduler:
                 self._sentences.append(f"the records of job {result.job}, number {result.number}, were removed")
             else:
                 self._not_removed[result.job, result.number] = now + RETRY_REMOVAL_S
+
+    def _note_lost_nodes(self, view: ClusterView, clock_s: float) -> None:
+        """In their records, for people: `schedule` times absent nodes itself."""
+        written = self._records.list(names.KNOWN)
+        for one in retention.stamp_nodes(view, clock_s, time.time())[: retention.STAMPS_PER_TURN]:
+            before = written.get(key := names.KNOWN + one.node)
+            if before and self.store.compare_and_swap(key, before.version, one.to_json(), self._guard):
+                self._sentences.append(f"node {one.node} is {'back' if one.lost_s is None else 'lost'}")
+        for node in retention.forgotten_nodes(view, clock_s, self.retention_s):
+            self.store.delete(names.KNOWN + node)
 
     def _view(self, now: float) -> ClusterView:
         nodes, undecodable = self._records.decoded(names.NODES, NodeStatus)
@@ -256,6 +267,7 @@ class Scheduler:
         submissions = self._records.records(names.SUBMISSIONS, Submission)
         return ClusterView(
             nodes=tuple(present.values()),
+            known=self._records.records(names.KNOWN, KnownNode),
             cordons=self._records.records(names.CORDONS, Cordon),
             submissions=tuple(s for s in submissions if s.job not in odd),
             placements=placements,
