@@ -20,7 +20,7 @@ help:  ## this list
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing elasticd and its tools into $(VENV) (first time: a few minutes, mostly torch)"
-	@$(BIN)/python -m pip install $$(test -t 1 || echo --quiet) --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	@tests/pip-install $(BIN)/python -c constraints.txt -e '.[dev,demo]'
 	@touch $@
 
 demo: $(READY)  ## train a small GPT on 4 CPU workers, kill one, watch it come back; draws demo.png
@@ -35,7 +35,7 @@ test-system: $(READY)  ## the slow tests: variants of faults, several hosts, the
 	@$(BIN)/python -m pytest -q -m system
 
 test-upstream: $(READY)  ## PyTorch's own launcher and agent tests, fetched from Debian's source package, on elasticd; W='…' selects by name
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[upstream]'
+	@tests/pip-install $(BIN)/python -c constraints.txt -e '.[upstream]'
 	@folder=$$($(BIN)/python -m tests.upstream.sources $(VENV)/upstream) && $(BIN)/python -m tests.upstream.run "$$folder" $(W)
 
 # "===" excludes a CPU build, whose version has "+cpu" behind it.
@@ -43,7 +43,7 @@ test-cuda-build: $(READY)  ## the CUDA builds of torch without a device: templat
 	@for torch in $(CUDA_TORCHES); do \
 	    python=$(abspath $(VENV))/cuda-$$torch/bin/python; \
 	    test -x $$python || $(PYTHON) -m venv $(VENV)/cuda-$$torch; \
-	    $$python -m pip install --quiet --disable-pip-version-check numpy "torch===$$torch" || exit 1; \
+	    tests/pip-install $$python numpy "torch===$$torch" || exit 1; \
 	    echo "torch $$torch"; ELASTICD_CUDA_PYTHON=$$python $(BIN)/python -m pytest -q -m cuda_build tests/gpu || exit 1; \
 	done
 
@@ -52,7 +52,7 @@ $(VENV)-frameworks/.ready: $(READY) tests/frameworks/requirements.txt
 	@test -x $(VENV)-frameworks/bin/python || $(BIN)/python -m venv --without-pip $(VENV)-frameworks
 	@for folder in $(VENV)-frameworks/lib/python3*/site-packages; do \
 	    echo "import site; site.addsitedir('$$(cd $(VENV)/$${folder#$(VENV)-frameworks/} && pwd)')" > $$folder/elasticd.pth; done
-	@$(VENV)-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -r tests/frameworks/requirements.txt
+	@tests/pip-install $(VENV)-frameworks/bin/python -r tests/frameworks/requirements.txt
 	@touch $@
 
 test-frameworks: $(VENV)-frameworks/.ready  ## Hugging Face Trainer, Accelerate, Lightning and torchdata themselves, killed and stopped
@@ -66,7 +66,7 @@ NEEDS_GPU = $(if $(ON),:,$(BIN)/python -m tests.gpu.machine || exit 0)
 
 test-gpu: $(READY)  ## NCCL jobs on one CUDA GPU, 8 minutes for each class that torch has; ON=cpu tries the tests themselves over gloo
 	@$(NEEDS_GPU); \
-	    $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'; \
+	    tests/pip-install $(BIN)/python -c constraints.txt -e '.[gpu]'; \
 	    ELASTICD_TEST_DEVICE=$(or $(ON),cuda) $(BIN)/python -m pytest -q -m gpu tests/gpu
 
 gpu-day: $(READY)  ## what only a GPU can tell, 19 checks into gpu-day/report.md, 10 minutes a call; ON=fake tries the checks
@@ -90,7 +90,7 @@ fuzz: $(READY)  ## mutated records, HTTP requests, job files, heartbeats, record
 # Tools of their own environment: what they need is not what elasticd needs.
 $(VENV)-audit/.ready: Makefile
 	@test -x $(VENV)-audit/bin/python || $(PYTHON) -m venv $(VENV)-audit
-	@$(VENV)-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit cyclonedx-bom pip-tools
+	@tests/pip-install $(VENV)-audit/bin/python pip-audit cyclonedx-bom pip-tools
 	@touch $@
 
 lock: $(VENV)-audit/.ready  ## rewrite deploy/requirements.txt: every dependency but torch, with its version and hashes; needs the package index
@@ -115,7 +115,7 @@ docs: $(READY)  ## rewrite the generated pages under docs/
 	@$(BIN)/python deploy/k8s/rules.py
 
 site: $(READY)  ## the documentation as a web site, into site/; fails for a link that leads nowhere
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
+	@tests/pip-install $(BIN)/python -c constraints.txt -e '.[site]'
 	@$(BIN)/mkdocs build --strict
 
 clean:  ## remove caches and what demo and bench wrote; the environment stays

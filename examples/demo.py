@@ -27,6 +27,8 @@ from typing import Any
 from demo_picture import KilledWorker, draw
 
 TRAIN = Path(__file__).with_name("train_lm.py")
+SAY_EVERY_S = 30.0
+"""Without a terminal, too: at its start a busy machine may be silent for minutes."""
 
 
 class DemoFailed(Exception):
@@ -98,6 +100,10 @@ class DemoJob:
     def poll(self) -> int | None:
         return self.process.poll()
 
+    def patience_s(self) -> float:
+        """`deadline_s`, times as long as a process waits for a processor."""
+        return self.deadline_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
     @property
     def returncode(self) -> int:
         return self.process.returncode
@@ -144,6 +150,7 @@ class DemoLogs:
         return next((e for e in self.events if e["kind"] == "first_step" and e["mono"] > at), None)
 
     def until(self, condition: Callable[[], bool], job: DemoJob, what: str) -> None:
+        began = said = time.monotonic()
         while not condition():
             ended = job.poll() is not None
             self.read()
@@ -151,9 +158,18 @@ class DemoLogs:
                 return
             if ended:
                 raise DemoFailed(f"the job ended with exit code {job.returncode} before {what}")
-            if time.monotonic() > self.moved_at + job.deadline_s:
-                raise DemoFailed(f"{what} did not come, nor any other step or event in the last {job.deadline_s:g} s")
+            now, patience_s = time.monotonic(), job.patience_s()
+            if now > self.moved_at + patience_s:
+                raise DemoFailed(f"{what} did not come, nor any other step or event in the last {patience_s:.0f} s")
+            if now > said + SAY_EVERY_S:
+                said = now
+                print(f"demo: waiting for {what} for {now - began:.0f} s, {self.newest()}", flush=True)
             time.sleep(0.02)
+
+    def newest(self) -> str:
+        if self.losses:
+            return f"now after step {self.losses[-1]['step']}"
+        return f"the last event is {self.events[-1]['kind']}" if self.events else "elasticd is starting"
 
     def read(self) -> None:
         events, losses = self._new_lines(self.event_log), self._new_lines(self.loss_log)
@@ -211,7 +227,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=Path("demo-run"))
     parser.add_argument("--picture", type=Path, default=Path("demo.png"))
-    parser.add_argument("--deadline", type=float, default=900.0, help="give up after so many seconds without progress")
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=900.0,
+        help="give up after so many seconds without progress, later on a busy machine",
+    )
     parser.add_argument("train_args", nargs="*", help="after --: more arguments for train_lm.py")
     return parser.parse_args()
 
