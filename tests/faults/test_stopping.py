@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import StartJob
-from tests.faults.job import SCRIPTS, Job, until
+from tests.faults.job import REPOSITORY, SCRIPTS, Job, until
 
 COLD = "${local_rank}"
 
@@ -55,6 +56,49 @@ def test_stray_signal_ends_nothing(job: StartJob) -> None:
         run.process.send_signal(signum)
         said = f"{signum.name} is ignored: --signals-to-handle names those that stop the job"
         until(lambda said=said: said in run.err, 20)
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+
+
+def test_stray_signals_end_no_process_of_ours(job: StartJob, tmp_path: Path) -> None:
+    """A batch system sends them to every process of a job. Workers get them with their usual meaning, or with that of a
+    preloaded module, in C, too."""
+    (tmp_path / "dumps.py").write_text(
+        "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1, all_threads=False)\n"
+    )
+    path = f"{tmp_path}:{REPOSITORY}:{REPOSITORY / 'agents'}"
+    flags = ["--preload", "dumps", "--checkpoint-dir", "checkpoints"]
+    run = job("resume.py", "--steps", "100000", flags=flags, env={"PYTHONPATH": path})
+    run.step(12)
+    ours = {name: run.helper(name) for name in ("owner", "templ", "store", "writer")}
+    parked = {pid for pid, comm in run.processes().items() if comm == "elasticd-templ"}
+    for name in (
+        "USR1",
+        "USR2",
+        "ALRM",
+        "PIPE",
+        "XCPU",
+        "XFSZ",
+        "VTALRM",
+        "PROF",
+        "IO",
+        "PWR",
+        "RTMAX",
+        "INT",
+        "HUP",
+        "QUIT",
+    ):
+        for pid in {*ours.values(), *parked}:
+            os.kill(pid, signal.Signals[f"SIG{name}"])
+    run.step(run.steps()[-1][1] + 20)
+    assert {name: run.helper(name) for name in ours} == ours
+    assert parked <= run.processes().keys()
+    os.kill(run.worker(0, 1), signal.SIGUSR1)
+    until(lambda: "most recent call first" in run.err, "a traceback of rank 0")
+    os.kill(run.worker(1, 1), signal.SIGUSR2)
+    run.step(run.steps()[-1][1] + 1, round=2)
+    assert {event["signal"] for event in run.events("worker_exited", requested=False)} == {signal.SIGUSR2}
+    assert all(event["warm"] for event in run.events("group_started"))
     run.process.terminate()
     assert run.wait() == 128 + signal.SIGTERM
 

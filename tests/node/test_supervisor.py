@@ -14,6 +14,7 @@ import pytest
 
 from elasticd_agent.node.sd_notify import open_notifier
 from elasticd_agent.node.supervisor import WatchdogMonitor
+from elasticd_agent.system.process import signal_name
 from tests.faults.job import REPOSITORY, parent_of
 from tests.node.conftest import MakeNode
 from tests.node.node import COLD, comm_of, lives, until
@@ -50,6 +51,25 @@ def test_killed_agent_is_restarted_and_adopts_its_runners(node: MakeNode) -> Non
     assert n1.drain() == 0
     assert not lives(worker)
     n1.assert_gone()
+
+
+def test_stray_signals_end_neither_supervisor_agent_nor_runner(node: MakeNode) -> None:
+    """As schedulers, limits and timers send them. The log names each."""
+    n1 = node()
+    n1.job("one", "plain.py", COLD, "sleep", workers=1)
+    n1.start("--supervised")
+    until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
+    (agent,), runner, workers = children(n1.pid) - {n1.runner("one")}, n1.runner("one"), n1.workers("one")
+    stray = [signal.SIGUSR1, signal.SIGALRM, signal.SIGPROF, signal.SIGPIPE, signal.SIGIO, signal.SIGRTMIN + 3]
+    for signum in stray:
+        n1.signal(signum)
+        os.kill(runner, signum)
+    for name in (signal_name(one) for one in stray if one != signal.SIGPIPE):  # which Python ignores
+        n1.wait_for_log(f"{name} is ignored: SIGTERM drains")
+        until(lambda name=name: f"{name} is ignored" in n1.files("one").output.read_text(), n1.diagnostics)
+    assert agent in children(n1.pid)
+    assert (n1.runner("one"), n1.workers("one")) == (runner, workers)
+    assert n1.drain() == 0
 
 
 def test_wrong_configuration_is_not_retried(node: MakeNode) -> None:

@@ -39,6 +39,7 @@ from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import installation
 from elasticd_agent.system.devices import visible_gpus
 from elasticd_agent.system.files import remove_tree
+from elasticd_agent.system.process import STRAY_SIGNALS, signal_name, take_signals
 from elasticd_agent.workers.file_timer import ENABLE_VARIABLE, FILE_VARIABLE, FileTimerServer
 from elasticd_agent.workers.gpu_memory import MemoryWait, open_gpu_memory
 from elasticd_agent.workers.launcher.client import OwnerClient
@@ -279,10 +280,6 @@ def rank_row(seen: RankReport) -> dict[str, Any]:
     }
 
 
-STRAY_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGPOLL", "SIGPWR")
-"""Schedulers, limits and people send them; none says that the job shall end."""
-
-
 @contextlib.contextmanager
 def handled_signals(
     names: tuple[str, ...], inbox: queue.SimpleQueue[Message], stop_reason: Callable[[], str]
@@ -300,13 +297,10 @@ def handled_signals(
         inbox.put(StopForced(name, code, now) if forced else StopRequested(name, code, now, stop_reason()))
 
     def mention(signum: int, _: FrameType | None) -> None:
-        inbox.put(StraySignal(signal.Signals(signum).name))
+        inbox.put(StraySignal(signal_name(signum)))
 
-    before = {}
-    for name in dict.fromkeys((*names, *STRAY_SIGNALS)):
-        signum = signal.Signals[name]
-        if signal.getsignal(signum) is not signal.SIG_IGN:  # ignored on purpose, by nohup
-            before[signum] = signal.signal(signum, handle if name in names else mention)
+    stops = [signal.Signals[name] for name in names]
+    before = take_signals(stops, handle) | take_signals(set(STRAY_SIGNALS).difference(stops), mention)
     try:
         yield received
     finally:

@@ -61,6 +61,7 @@ from elasticd_agent.system import installation
 from elasticd_agent.system.addresses import format_endpoint, local_address
 from elasticd_agent.system.http_auth import TokenAuth
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
+from elasticd_agent.system.process import STRAY_SIGNALS, signal_name, take_signals
 from elasticd_agent.telemetry import events
 from elasticd_agent.telemetry.console import PlainConsole
 from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages
@@ -314,9 +315,10 @@ def signals_to_inbox(inbox: queue.SimpleQueue[Message]) -> Iterator[None]:
     """Signals become messages, also those that arrived while this process was replacing itself."""
 
     def handle(signum: int, _: FrameType | None) -> None:
-        inbox.put(_SIGNAL_REQUESTS[signum])
+        inbox.put(_SIGNAL_REQUESTS.get(signum) or SignalRequest("ignore", signal_name(signum)))
 
-    before = {signum: signal.signal(signum, handle) for signum in _SIGNAL_REQUESTS}
+    stray = take_signals(set(STRAY_SIGNALS) - _SIGNAL_REQUESTS.keys(), handle)
+    before = {**stray, **{signum: signal.signal(signum, handle) for signum in _SIGNAL_REQUESTS}}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNAL_REQUESTS)
     try:
         yield
@@ -359,10 +361,10 @@ def _exec_replacement(notifier: Notifier, inbox: queue.SimpleQueue[Message]) -> 
     Unhandled requests become signals again: a stop that systemd requests during the replacement must not be lost.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNAL_REQUESTS)
-    numbers = {request: signum for signum, request in _SIGNAL_REQUESTS.items()}
+    numbers = {one: signum for signum, one in _SIGNAL_REQUESTS.items() if one.action != "replace"}
     with contextlib.suppress(queue.Empty):
         while True:
-            if isinstance(message := inbox.get_nowait(), SignalRequest) and message.action != "replace":
+            if (message := inbox.get_nowait()) in numbers:
                 signal.raise_signal(numbers[message])
     os.execve(sys.executable, _own_command(), {**os.environ, **notifier.inherited})
 

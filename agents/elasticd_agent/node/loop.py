@@ -52,7 +52,7 @@ class Wakeup:
 
 @dataclass(frozen=True, slots=True)
 class SignalRequest:
-    action: Literal["drain", "reload", "replace"]
+    action: Literal["drain", "reload", "replace", "ignore"]
     signal_name: str
 
 
@@ -246,6 +246,10 @@ class NodeLoop:
                 except UsageError as error:
                     journal.warn(f"{request.signal_name}: the configuration was not reloaded: {error}")
                 self._parts.notifier.ready(f"node {self.status.node}")
+            case "ignore":
+                journal.warn(
+                    f"{request.signal_name} is ignored: SIGTERM drains, SIGHUP reloads, SIGUSR2 replaces the agent"
+                )
             case "replace":
                 if why := self._replacement_error():
                     journal.warn(f"{request.signal_name}: this agent keeps running: {why}")

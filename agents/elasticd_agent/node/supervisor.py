@@ -16,14 +16,15 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from elasticd_agent.system.process import prctl, signal_name
+from elasticd_agent.system.process import STRAY_SIGNALS, prctl, signal_name
 
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NAME = 15
 BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 STABLE_S = 60.0
 """An agent that ran this long started correctly: the backoff begins again."""
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STRAY_SIGNALS)
+"""The agent says what they mean to it."""
 HANG_TIMEOUT_S = 30.0
 """The same as WatchdogSec in deploy/systemd, and less than the timeout of the kubelet's liveness probe."""
 ABORT_GRACE_S = 5.0

@@ -10,19 +10,58 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from types import FrameType
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""They do not end the owner, and keep their usual meaning for its children."""
+_ERRORS = {signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGSYS}
+_NO_END = {
+    signal.SIGCHLD,
+    signal.SIGCONT,
+    signal.SIGSTOP,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+    signal.SIGURG,
+}
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+STRAY_SIGNALS = tuple(
+    sorted(signal.valid_signals() - _ERRORS - _NO_END - {*_REQUESTS, signal.SIGKILL, signal.SIGWINCH})
+)
+"""All others that end a process by default. Schedulers, limits, timers and people send them; none asks for an end."""
+IGNORED_SIGNALS = (*_REQUESTS, *STRAY_SIGNALS)
+"""They do not end the owner, and keep their usual meaning for its children. A batch system sends them to every process
+of a job."""
+
+
+def take_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Handle these signals, except those ignored on purpose, as by nohup, and those that a library in C handles, as a
+    profiler does. Returns the handlers before. Other programs inherit SIG_IGN, but no handler.
+    """
+    return {one: signal.signal(one, handler) for one in numbers if signal.getsignal(one) not in (signal.SIG_IGN, None)}
+
+
+def ignore_signal(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 def prctl(option: int, argument: int | bytes) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0)
 
 
-def spawn(argv: list[str], env: dict[str, str], cwd: str, stdout: str | None, stderr: str | None) -> int:
-    """Fork and exec as `Popen(start_new_session=True)` would; the child dies with its parent."""
+def spawn(
+    argv: list[str],
+    env: dict[str, str],
+    cwd: str,
+    stdout: str | None,
+    stderr: str | None,
+    ignored: Collection[int] = (),
+) -> int:
+    """Fork and exec as `Popen(start_new_session=True)` would; the child dies with its parent.
+
+    `ignored`: some of IGNORED_SIGNALS, for a program of ours.
+    """
     owner = os.getpid()
     # Until its exec the child has our handlers: a signal in between waits for the default action.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
@@ -36,10 +75,10 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, stdout: str | None, st
         if os.getppid() != owner:
             os._exit(0)
         signal.set_wakeup_fd(-1)
-        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(ignored, signal.SIG_DFL)
         for signum in IGNORED_SIGNALS:
-            if signal.getsignal(signum) is not signal.SIG_IGN:
+            if signum in ignored:
+                signal.signal(signum, signal.SIG_IGN)
+            elif signal.getsignal(signum) is not signal.SIG_IGN or signum in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         redirect(stdout, stderr)

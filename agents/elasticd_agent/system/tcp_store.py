@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def serve(tcp_store: Callable[..., Any] | None, host: str, listen_fd: int, channel: socket.socket) -> None:
@@ -25,8 +22,6 @@ def serve(tcp_store: Callable[..., Any] | None, host: str, listen_fd: int, chann
     Clients that connect earlier wait in the socket's backlog. Without torch (None) the job cannot use a store, and none
     is served.
     """
-    for number in IGNORED_SIGNALS:  # batch systems signal every process of a job
-        signal.signal(number, signal.SIG_IGN)
     store = None if tcp_store is None else start(tcp_store, host, listen_fd)
     while channel.recv(4096):
         pass

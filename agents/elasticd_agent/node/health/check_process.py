@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from elasticd_agent.model.phrases import shortened
 from elasticd_agent.node.health import directories, network_ports
 from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
-from elasticd_agent.system.process import signal_name
+from elasticd_agent.system.process import STRAY_SIGNALS, ignore_signal, signal_name, take_signals
 from elasticd_agent.system.procfs import read, stat
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -62,7 +62,8 @@ class CheckRunner:
         self._awake = awake
         self._wake = wake
         signal.set_wakeup_fd(wake.fileno())
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCHLD, ignore_signal)
+        take_signals(STRAY_SIGNALS, ignore_signal)
         self._selector.register(awake, selectors.EVENT_READ)
         self._selector.register(stop_fd, selectors.EVENT_READ)
         self._stop_fd = stop_fd

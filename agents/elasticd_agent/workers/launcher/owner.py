@@ -67,12 +67,14 @@ from elasticd_agent.system.process import (
     children,
     describe_status,
     end_children,
+    ignore_signal,
     is_shell,
     may_be_cleaner,
     prctl,
     session_of,
     signal_child,
     spawn,
+    take_signals,
 )
 from elasticd_agent.workers.launcher.owned_group import LEFTOVER_GRACE_S, STORE_RANK, OwnedGroup
 from elasticd_agent.workers.launcher.sockets import PACKET, encode, listen, pair
@@ -202,7 +204,7 @@ class Owner:
     def do_template(self, message: Message) -> None:
         """Start the template: {argv, env, cwd, launch}; `launch` reaches the start-up hook through the environment."""
         ours, theirs = pair()
-        launch = {**message["launch"], "fd": theirs.fileno(), "owner": os.getpid()}
+        launch = {**message["launch"], "fd": theirs.fileno(), "owner": os.getpid(), "signals": IGNORED_SIGNALS}
         env = {**message["env"], "ELASTICD_LAUNCH": json.dumps(launch)}
         os.set_inheritable(theirs.fileno(), True)
         self.template_pid = spawn(message["argv"], env, message["cwd"], None, None)
@@ -358,7 +360,7 @@ class Owner:
             for fd in (listener.fileno(), theirs.fileno()):
                 os.set_inheritable(fd, True)
             argv = [*message["store"]["argv"], message["host"], str(listener.fileno()), str(theirs.fileno())]
-            group.alive[spawn(argv, message["env"], message["cwd"], None, None)] = STORE_RANK
+            group.alive[spawn(argv, message["env"], message["cwd"], None, None, IGNORED_SIGNALS)] = STORE_RANK
         self.report_port(group)
 
     def report_port(self, group: OwnedGroup) -> None:
@@ -583,9 +585,7 @@ def main() -> None:
     fd, runtime_dir = int(sys.argv[1]), sys.argv[2]
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_NAME, b"elasticd-owner")
-    for number in IGNORED_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # only the agent's end of file ends this process
-            signal.signal(number, lambda *_: None)  # a handler: an ignored signal would stay ignored in the workers
+    take_signals(IGNORED_SIGNALS, ignore_signal)  # only the agent's end of file ends this process
     agent = socket.socket(fileno=fd)
     agent.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
     for ours in (fd, *map(int, sys.argv[3:])):

@@ -59,8 +59,6 @@ THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 """torch takes the first one that has a number."""
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 MOST_NVML_USERS = 64
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""A batch system signals every process of a job, also a template that is importing torch for it."""
 
 Config = dict[str, Any]
 
@@ -135,12 +133,15 @@ class Template:
         """Preload, then fork on request. Returns a worker's release, in that worker."""
         os.set_inheritable(self.control.fileno(), False)
         self.libc.prctl(PR_SET_NAME, b"elasticd-templ", 0, 0, 0)
-        for number in IGNORED_SIGNALS:
-            if (before := signal.getsignal(number)) is not signal.SIG_IGN:
-                self.signal_handlers[number] = before
-                signal.signal(
-                    number, ignore_signal
-                )  # a handler: an ignored signal would stay ignored in processes that imports start
+        for number in self.config[
+            "signals"
+        ]:  # a batch system signals every process of a job, also one that is importing
+            before = signal.getsignal(number)
+            if before in (signal.SIG_IGN, None) or (before is signal.SIG_DFL and self.handler_in_c(number)):
+                continue
+            # A handler: an ignored signal would stay ignored in processes that imports start.
+            signal.signal(number, ignore_signal)
+            self.signal_handlers[number] = before, self.handler_in_c(number)
         started = time.monotonic()
         try:
             left_out = self.preload()
@@ -323,14 +324,25 @@ class Template:
             if packet:
                 self.store.serve(self.tcp_store, json.loads(packet)["host"], fds[0], channel)
             os._exit(0)
-        for number, before in self.signal_handlers.items():
-            if signal.getsignal(number) is ignore_signal:  # unless a preloaded module has installed its own
-                signal.signal(number, before)
         if packet := channel.recv(PACKET):
             channel.close()
+            self.restore_signals()
             release: Config = json.loads(packet)
             return release
         os._exit(0)
+
+    def restore_signals(self) -> None:
+        """But those for which a preloaded module has installed a handler of its own."""
+        for number, (before, ours) in self.signal_handlers.items():
+            if signal.getsignal(number) is ignore_signal and self.handler_in_c(number) == ours:
+                signal.signal(number, before)
+
+    def handler_in_c(self, number: int) -> int:
+        """What the kernel calls, 0 for the default: faulthandler.register and libraries install handlers that Python
+        does not know of."""
+        action = (ctypes.c_void_p * 64)()  # struct sigaction, which begins with it; longer than any
+        self.libc.sigaction(number, None, action)
+        return action[0] or 0
 
     def await_owner(self) -> None:
         """PDEATHSIG refers to the parent at the time of the call: set it after the owner has adopted this process.

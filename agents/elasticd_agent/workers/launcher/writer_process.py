@@ -15,7 +15,7 @@ import socket
 import time
 from typing import Any
 
-from elasticd_agent.system.process import describe_status, signal_child, spawn
+from elasticd_agent.system.process import IGNORED_SIGNALS, describe_status, signal_child, spawn
 from elasticd_agent.workers.launcher.sockets import encode
 
 SOCKET = "writer"
@@ -62,8 +62,9 @@ class WriterProcess:
         fds = [self.listener.fileno(), *self._memory]
         for fd in fds:
             os.set_inheritable(fd, True)
+        ignored = [one for one in IGNORED_SIGNALS if one != signal.SIGTERM]  # with which `end` asks for its end
         try:
-            self.pid = spawn([*self._argv, *map(str, fds)], self._env, "/", None, None)
+            self.pid = spawn([*self._argv, *map(str, fds)], self._env, "/", None, None, ignored)
         except OSError as error:  # no memory, or too many processes
             why = f"their writer could not be started: {error}"
         for fd in fds:
