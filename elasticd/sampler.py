@@ -264,7 +264,8 @@ class ElasticBatchSampler:
             raise SamplerError(
                 f"commit() at {self._position()}, but that step's samples have not all been fetched. Commit once for "
                 f"each optimizer step, after all of its micro-batches ({self._accumulate}); session.step() already "
-                "commits an attached sampler, so do not call both"
+                "commits an attached sampler, so do not call both. It commits each of several: of samplers that take "
+                "turns attach one object with state_dict(), load_state_dict() and a commit() for the one in use"
             )
         if self._consumption.loader.unordered:
             raise SamplerError(

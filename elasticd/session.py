@@ -194,8 +194,8 @@ class Session:
 
         Modules may be wrapped (DDP, torch.compile): the checkpoint holds what is inside. An object with a `commit()`
         method gets that call at every `step()`, one with `on_stop()` when all ranks stop. Sends nothing to other ranks.
-        Raises UsageError for an object that cannot be saved and loaded, for a name given twice, and after a `restore()`
-        that loaded something.
+        Raises UsageError for an object that cannot be saved and loaded, for a name given twice, and after `restore()`.
+        Where that has loaded nothing, a call after the first step is a warning.
         """
         objects, own = (
             {name: state.attachable(name, obj) for name, obj in each.items()} for each in (objects, per_rank or {})
@@ -207,8 +207,11 @@ class Session:
             if name in names:
                 raise UsageError(f"attach({name}=...): that name is taken; each object needs its own")
             names.add(name)
-        if every and self._restored:
-            raise UsageError(f"attach({every[0][0]}=...) after restore(): attach everything before it")
+        if every and self._has_called_restore:
+            what = f"attach({every[0][0]}=...) after restore(): attach everything before it, also what is used later"
+            if self._restored or not self._stepped:
+                raise UsageError(what)
+            self._say(f"{what}; a run that resumes from here refuses this call")
         for obj in objects.values():
             # A wrapper around an optimizer may be one without having called its __init__.
             if callable(getattr(obj, "register_step_pre_hook", None)) and hasattr(obj, "_optimizer_step_pre_hooks"):

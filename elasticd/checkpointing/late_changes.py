@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing import state
-from elasticd.checkpointing.commit_record import PIECE_BYTES, local, piece
+from elasticd.checkpointing.commit_record import local
 from elasticd.checkpointing.donor_rules import is_module, is_optimizer
 from elasticd.errors import CheckpointRefused
 from elasticd.sampler import ElasticBatchSampler
@@ -35,6 +35,8 @@ LONGEST_LOOK_S = 20e-6
 FIRST_LOOKS = 8
 _REPEATED_BY = "elasticd.integrations."
 """Where the attached state of a framework's loop is made, which does again what a fault kept it from."""
+_PIECE_BYTES = 1024
+"""Of the beginning, the middle and the end of a parameter."""
 Look = Callable[[], Any]
 
 
@@ -87,7 +89,7 @@ class StepEnd:
         self.has_begun = True
         found = self._changes.find()
         self.changed = [name for name in found if is_certain or name in self._changes.untrained]
-        if is_certain and self._donor.begin_step(bool(found), self._ends_epoch):
+        if is_certain and self._donor.begin_step(bool(found) or self._changes.are_counted(), self._ends_epoch):
             self.changed.append("the random state")
         if not self.changed or self._ends_epoch:
             self._in_a_row = 0
@@ -114,6 +116,11 @@ class LateChanges:
 
     def __init__(self, attached: Mapping[str, Any]) -> None:
         self._looks: dict[str, Look] = {}
+        self._sample: list[torch.Tensor] = []
+        """Parameters in the host's memory, whose values show a change. An evaluation may have put other ones there for
+        a while, and that moves their counters.
+        """
+        self._counters: list[int] = []
         self._own: set[str] = set()
         if not any(type(obj).__module__.startswith(_REPEATED_BY) for obj in attached.values()):
             for name, obj in attached.items():
@@ -132,7 +139,7 @@ class LateChanges:
         if isinstance(obj, ElasticBatchSampler):
             return None
         if is_module(obj):
-            return _module(obj)
+            return self._module(obj)
         if is_optimizer(obj):
             return lambda: [group.get("lr") for group in obj.param_groups]
         if _is_scheduler(obj):
@@ -140,6 +147,8 @@ class LateChanges:
             return lambda: [getattr(each, "last_epoch", None) for each in nested]
         if isinstance(obj, GradScaler):
             return lambda: id(getattr(obj, "_per_optimizer_states", None))
+        if _copies_tensors(obj):
+            return None
         self._own.add(name)
         return lambda: _pickled(obj)
 
@@ -148,11 +157,30 @@ class LateChanges:
         if self._count == FIRST_LOOKS:
             self._drop_slow()
         self._kept = {name: look() for name, look in self._looks.items()}
+        self._counters = [each._version for each in self._sample]
         self._count += 1
 
     def find(self) -> list[str]:
         """The names of what has changed since."""
         return [name for name, kept in self._kept.items() if self._looks[name]() != kept]
+
+    def are_counted(self) -> bool:
+        """Changes of parameters since, also of those that have their values back."""
+        return [each._version for each in self._sample] != self._counters
+
+    def _module(self, module: torch.nn.Module) -> Look | None:
+        """The first and the last parameter: of those elsewhere than in the host's memory their counters of changes."""
+        import torch
+
+        every = [each for each in module.parameters() if not each.is_inference()]
+        sample = every[:1] + every[1:][-1:]
+        plain = all(type(each.data) is torch.Tensor and each.layout is torch.strided for each in sample)
+        if sample and plain and all(each.device.type == "cpu" for each in sample):
+            self._sample += sample
+            looks = list(map(_pieces, sample))
+            return lambda: [look() for look in looks]
+        counted = list(map(local, sample))
+        return (lambda: [each._version for each in counted]) if counted else None
 
     def _drop_slow(self) -> None:
         for name in self._own & self._looks.keys():
@@ -176,23 +204,18 @@ def _is_scheduler(obj: Any) -> bool:
     return isinstance(obj, LRScheduler)
 
 
-def _module(module: torch.nn.Module) -> Look | None:
-    """Counters of changes and, in the host's memory, pieces of the first and the last parameter: changes through
-    `.data` are not counted.
-    """
-    import torch
+def _pieces(parameter: torch.Tensor) -> Look:
+    """Of its memory, which may be another one each time."""
+    known, pieces = 0, set[tuple[int, int]]()
 
-    every = [each for each in module.parameters() if not each.is_inference()]
-    if not every:
-        return None
-    sample = every[:1] + every[1:][-1:]
-    counted = list(map(local, sample))
-    plain = [each for each in sample if type(each.data) is torch.Tensor and each.layout is torch.strided]
-    pieces = [piece(each, PIECE_BYTES) for each in plain if each.device.type == "cpu" and each.numel()]
-
-    def look() -> Any:
-        copied = [ctypes.string_at(each.data_ptr(), len(each)) for each in pieces]
-        return [each._version for each in counted], copied
+    def look() -> list[bytes]:
+        nonlocal known, pieces
+        if (start := parameter.data_ptr()) != known:
+            size = parameter.untyped_storage().nbytes() - parameter.storage_offset() * parameter.itemsize
+            size = int(min(size, parameter.nbytes))
+            length = min(size, _PIECE_BYTES)
+            known, pieces = start, {(start + skipped, length) for skipped in (0, (size - length) // 2, size - length)}
+        return [ctypes.string_at(*each) for each in pieces]
 
     return look
 
@@ -202,6 +225,16 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         return (obj.data_ptr(), obj._version) if hasattr(obj, "_version") and hasattr(obj, "data_ptr") else None
+
+
+def _copies_tensors(obj: Any) -> bool:
+    """Into each state that it gives, so that their places say nothing. False for a state that cannot be had."""
+    try:
+        first, second = obj.state_dict(), obj.state_dict()
+    except Exception:  # noqa: BLE001 - of any object
+        return False
+    places = [[local(each).data_ptr() for each in state.tensors(found)] for found in (first, second)]
+    return places[0] != places[1]
 
 
 def _pickled(obj: Any) -> bytes:

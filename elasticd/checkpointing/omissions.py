@@ -32,6 +32,9 @@ fetches once, and training before each."""
 MANY_STEPS, MANY_S = 1000, 60.0
 """Optimizer steps without a `session.step()`, or their time, that no usual loop makes: one of reinforcement learning
 makes hundreds for each."""
+SEARCH_STEPS = 200
+"""Optimizer steps that a search for a learning rate makes at most before training: 100 as a rule, also of a small data
+set."""
 _WRONG_ORDERS = 2
 """Times that an optimizer is seen to step after `session.step()`, with the gradients from before it."""
 _GRADIENTS = 4
@@ -53,6 +56,8 @@ class Omissions:
         """Optimizers since the last of these calls, in the order of their last steps."""
         self._counts: dict[int, int] = {}
         """Steps of attached optimizers before the first call."""
+        self._judged: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers that are not attached, and of which all has been said."""
         self._first_at = 0.0
         self._told: set[str] = set()
         self._fetched: dict[int, tuple[int, int]] = {}
@@ -103,7 +108,8 @@ class Omissions:
             self._keep_gradients(number)
 
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
-        if self._is_compiling():  # as a part of the graph, which this would break
+        # As a part of a graph that is compiled this would break it.
+        if self._is_compiling() or optimizer in self._judged:
             return
         key = id(optimizer)
         if key in self._stepped:
@@ -120,33 +126,38 @@ class Omissions:
     def _check_optimizers(self, stepped: Mapping[int, weakref.ref[Any]], number: int) -> None:
         """One that was made again, or forgotten: what it keeps for attached parameters is in no checkpoint.
 
-        What an attached one steps afterwards is its own: the other one has searched for a learning rate. Not so if it
-        holds the other one, which it has called.
+        What an attached one steps afterwards is its own: the other one has searched for a learning rate, if it is no
+        part of that one.
         """
         from torch.nn import Module
         from torch.optim import Optimizer
 
         modules = {name: obj for name, obj in self._attached.items() if isinstance(obj, Module)}
         of_module = {id(each): name for name, module in modules.items() for each in module.parameters()}
-        last: dict[int, torch.optim.Optimizer] = {}
-        for optimizer in filter(None, (of() for of in stepped.values())):
-            held = {id(each) for each in vars(optimizer).values() if isinstance(each, Optimizer)}
-            every = (each for group in optimizer.param_groups for each in group["params"])
-            last |= {id(each): optimizer for each in every if id(last.get(id(each))) not in held}
-        others = {id(each): each for parameter, each in last.items() if parameter in of_module}
-        for key, optimizer in others.items():
+        steppers: list[torch.optim.Optimizer] = [each for of in stepped.values() if (each := of()) is not None]
+        last = {id(each): of for of in steppers for group in of.param_groups for each in group["params"]}
+        another = {name: obj for name, obj in self._attached.items() if isinstance(obj, Optimizer)}
+        inside = {id(each): f"{of}.{name}" for of, obj in another.items() for name, each in vars(obj).items()}
+        for optimizer in steppers:
+            key, parameters = id(optimizer), [id(each) for group in optimizer.param_groups for each in group["params"]]
+            own = [each for each in parameters if key in inside or last[each] is optimizer]
+            names = [of_module[each] for each in own if each in of_module]
             kept = sorted({str(name) for values in optimizer.state.values() for name in values})
-            if key in self._known or not kept or self._is_saved(optimizer):
+            if key in self._known or not kept or not names or optimizer in self._judged:
                 continue
-            name = next(of_module[each] for each, of in last.items() if of is optimizer and each in of_module)
+            self._judged.add(optimizer)
+            if self._is_saved(optimizer):
+                continue
+            name = names[0]
             what = f"{type(optimizer).__name__} trains {name} and is not attached: at each restart its state "
             what += f"({', '.join(kept)}) would begin anew. "
-            has_another = any(isinstance(obj, Optimizer) for obj in self._attached.values())
-            if has_another:
+            if key in inside:
+                what += f"Attach {inside[key]}, too: nothing that is attached saves its state"
+            elif another:
                 what += "Make it before session.attach(), attach it, and do not make it again after that"
             else:
                 what += "Attach it before session.restore(): session.attach(optimizer=optimizer)"
-            self._tell(what, is_error=has_another and number < FIRST_STEPS)
+            self._tell(what, is_error=bool(another) and number < FIRST_STEPS)
 
     def _is_saved(self, optimizer: Any) -> bool:
         """As a part of something else that is attached, such as a wrapper around it."""
@@ -157,14 +168,13 @@ class Omissions:
         for obj in self._attached.values():
             if isinstance(obj, Module):
                 continue
-            saves_others = getattr(type(obj), "state_dict", None) is not Optimizer.state_dict
-            if saves_others and any(each is optimizer for each in getattr(obj, "__dict__", {}).values()):
-                return True
             try:
                 saved = {each.untyped_storage().data_ptr() for each in map(local, state.tensors(obj.state_dict()))}
             except Exception:  # noqa: BLE001 - of any object: ZeroRedundancyOptimizer has none before it is gathered
                 return True
-            if saved & own - {0}:
+            # One that has a method of its own, and knows the optimizer, may save copies. A scheduler knows it, too.
+            has_own = saved and getattr(type(obj), "state_dict", None) is not Optimizer.state_dict
+            if saved & own - {0} or (has_own and any(each is optimizer for each in _attributes(obj).values())):
                 return True
         return False
 
@@ -206,7 +216,7 @@ class Omissions:
             )
         for usage in self._usages():
             first = self._iterations.setdefault(id(usage), usage.begun)
-            if first <= usage.exhausted < usage.begun and not usage.has_committed:
+            if count > SEARCH_STEPS and first <= usage.exhausted < usage.begun and not usage.has_committed:
                 raise UsageError(
                     f"an epoch of the attached sampler has ended, with {count - 1} optimizer steps, and session.step() "
                     "was not called: nothing of it would be in a checkpoint. Call it after each optimizer step"
@@ -275,6 +285,10 @@ class Omissions:
         logger.warning(what)
         if self._saver.group.rank == 0:
             self._saver.events.write("message", what, None)
+
+
+def _attributes(obj: Any) -> dict[str, Any]:
+    return getattr(obj, "__dict__", {})
 
 
 def _kept_by_each_rank(obj: Any) -> Iterator[str]:

@@ -47,6 +47,12 @@ def objects() -> dict[str, Any]:
     }
 
 
+def change(attached: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for parameter in attached["ema"].parameters():
+            parameter.add_(1)
+
+
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
     "nothing": (lambda each: None, []),
     "forward": (lambda each: each["model"](torch.ones(4, 4)), []),
@@ -57,7 +63,9 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
     "chained": (lambda each: each["chained"].step(), ["chained"]),
     "lr": (lambda each: each["optimizer"].param_groups[0].update(lr=0.5), ["optimizer"]),
     "weights": (lambda each: each["model"][0].weight.data.clamp_(0.0, 0.0), ["model"]),
-    "averaged": (lambda each: each["ema"].update_parameters(each["model"]), ["ema"]),
+    "one embedding": (lambda each: each["model"][0].weight.data[0].zero_(), ["model"]),
+    "other memory": (lambda each: setattr(each["model"][0].weight, "data", torch.ones(4, 4)), ["model"]),
+    "averaged": (change, ["ema"]),
     "count": (lambda each: each["meter"].state.update(count=1), ["meter"]),
     "mean": (lambda each: each["meter"].state["mean"].add_(1), ["meter"]),
 }
@@ -72,6 +80,32 @@ def test_change_is_found_by_name(change: str) -> None:
     act, names = CHANGES[change]
     act(attached)
     assert changes.find() == names
+
+
+def test_weights_that_were_averages_during_an_evaluation_are_not_changed() -> None:
+    """The donor has to know, since their counters have moved."""
+    attached = objects()
+    end, donor = step_end(attached)
+    for step in range(1, FIRST_STEPS + 1):
+        end.commit(step, is_saved=True)
+        with torch.no_grad():
+            for parameter in attached["model"].parameters():
+                own = parameter.clone()
+                parameter.zero_()
+                parameter.copy_(own)
+        assert not end.is_changed()
+        assert end.begin(is_certain=True) == ""
+    assert donor.calls == [True] * FIRST_STEPS
+
+
+def test_object_that_copies_its_tensors_into_each_state_is_not_changed_by_that() -> None:
+    own = Meter()
+    own.state_dict = lambda: {"mean": own.state["mean"].clone()}  # type: ignore[method-assign]
+    changes = LateChanges({"meter": own})
+    changes.commit()
+    kept = [own.state_dict() for _ in range(3)]
+    assert changes.find() == []
+    assert len(kept) == 3
 
 
 def test_state_of_a_frameworks_loop_is_not_looked_at() -> None:
@@ -101,10 +135,6 @@ class Donor:
 def step_end(attached: dict[str, Any], is_first_run: bool = True) -> tuple[StepEnd, Donor]:
     donor: Any = Donor()
     return StepEnd(attached, donor, CPU, is_first_run), donor
-
-
-def change(attached: dict[str, Any]) -> None:
-    attached["ema"].update_parameters(attached["model"])
 
 
 def test_change_after_each_of_the_first_steps_is_an_error() -> None:

@@ -11,10 +11,10 @@ import pytest
 ERRORS = {
     "unattached_sampler": "an ElasticBatchSampler gives batches for each step and is not attached",
     "unattached_sampler_with_workers": "an ElasticBatchSampler gives batches for each step and is not attached",
-    "no_step": "an epoch of the attached sampler has ended, with 12 optimizer steps, and session.step() was not called",
+    "no_step": "an epoch of the attached sampler has ended, with 200 optimizer steps, and session.step() was not",
     "optimizer_made_again": "AdamW trains model and is not attached: at each restart its state (exp_avg, exp_avg_sq, ",
     "second_optimizer_unattached": "Adam trains model and is not attached",
-    "inner_optimizer_unattached": "AdamW trains model and is not attached: at each restart its state",
+    "optimizer_inside_another_one": "SGD trains model and is not attached: at each restart its state (momentum_buffer)",
     "steps_in_wrong_order": "session.step() is called before optimizer.step()",
     "steps_in_wrong_order_with_clipping": "session.step() is called before optimizer.step()",
     "steps_in_wrong_order_without_sampler": "session.step() is called before optimizer.step()",
@@ -29,6 +29,7 @@ WARNINGS = {
     "no_step_for_long": "1000 optimizer steps without session.step(): nothing is saved before it is called",
     "optimizer_made_again_late": "AdamW trains model and is not attached",
     "buffers_of_each_rank": "attach(model=...): with broadcast_buffers=False each rank has buffers of its own",
+    "no_optimizer_attached_but_its_scheduler": "AdamW trains model and is not attached",
     "no_optimizer_attached": "AdamW trains model and is not attached",
 }
 HEALTHY = {
@@ -48,8 +49,10 @@ HEALTHY = {
     "no_optimizer_attached_and_no_state": 24,
     "probe": 24,
     "search_of_a_learning_rate": 24,
+    "search_on_the_attached_sampler": 24,
     "wrapper_around_an_optimizer": 24,
-    "inner_optimizer": 24,
+    "wrapper_that_saves_copies": 24,
+    "both_optimizers_attached": 24,
     "gradients_in_place": 12,
     "closure": 12,
     "accumulation": 12,

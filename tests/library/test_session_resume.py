@@ -225,3 +225,16 @@ def test_object_that_differs_between_ranks_is_refused_at_the_first_save(start: A
     for rank in job.ranks:
         assert "the state of counter on rank 1 differs from rank 0's" in rank.errors()
         assert "attach(per_rank={'counter': ...})" in rank.errors()
+
+
+def test_object_attached_after_restore_is_refused_in_the_first_run_already(start: Any, tmp_path: Path) -> None:
+    """Where it is first used later, that is a warning: there are steps to lose."""
+    directory = str(tmp_path / "shared")
+    job = start("forgotten.py", "attached_after_restore", directory, world_size=1)
+    assert job.codes() == [1]
+    assert "attach(ema=...) after restore(): attach everything before it" in job.ranks[0].errors()
+    (seen,) = start("forgotten.py", "attached_in_a_second_phase", directory, world_size=1).results()
+    (warning,) = seen["warnings"]
+    assert "attach(ema=...) after restore()" in warning
+    assert "a run that resumes from here refuses this call" in warning
+    assert start("forgotten.py", "attached_in_a_second_phase", directory, world_size=1, round=2).codes() == [1]

@@ -6,6 +6,7 @@ Arguments: the case, the checkpoint directory.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import sys
@@ -186,7 +187,7 @@ def sampler_without_checkpoint(loop: Loop) -> None:
 @case
 def no_step(loop: Loop) -> None:
     loop.attach()
-    for epoch in range(2):
+    for epoch in range(20):
         loop.sampler.set_epoch(epoch)
         for batch in loop.loader:
             loop.learn(batch)
@@ -284,6 +285,15 @@ def no_optimizer_attached(loop: Loop) -> None:
 
 
 @case
+def no_optimizer_attached_but_its_scheduler(loop: Loop) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 10)
+    loop.session.attach(model=loop.model, scheduler=scheduler, sampler=loop.sampler)
+    loop.session.restore(loop.directory)
+    loop.session.checkpoint(4, loop.directory)
+    loop.train()
+
+
+@case
 def no_optimizer_attached_and_no_state(loop: Loop) -> None:
     loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
     loop.attach_all_but("optimizer")
@@ -316,6 +326,19 @@ def search_of_a_learning_rate(loop: Loop) -> None:
 
 
 @case
+def search_on_the_attached_sampler(loop: Loop) -> None:
+    """Over the end of an epoch, with the optimizer that trains afterwards."""
+    loop.attach()
+    before = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    batches = itertools.chain.from_iterable(itertools.repeat(loop.loader))
+    for batch in itertools.islice(batches, 100):
+        loop.learn(batch)
+    loop.model.load_state_dict(before[0])
+    loop.optimizer.load_state_dict(before[1])
+    loop.train()
+
+
+@case
 def wrapper_around_an_optimizer(loop: Loop) -> None:
     class Wrapper:
         def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -338,30 +361,49 @@ def wrapper_around_an_optimizer(loop: Loop) -> None:
     loop.train()
 
 
-class SharpnessAware(torch.optim.Optimizer):
-    """As the public code of SAM: the inner optimizer's state is not in `state_dict()`."""
+class Outer(torch.optim.Optimizer):
+    """Whose inner optimizer keeps a state of its own, as in public code of SAM."""
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01, "momentum": 0.9})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.01, momentum=0.9)  # type: ignore[arg-type]
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["old"] = each.detach().clone()
         self.inner.step()
 
 
 @case
-def inner_optimizer_unattached(loop: Loop) -> None:
-    loop.optimizer = SharpnessAware(loop.optimizer)
+def optimizer_inside_another_one(loop: Loop) -> None:
+    loop.optimizer = Outer(loop.model.parameters())
     loop.attach()
     loop.train()
 
 
 @case
-def inner_optimizer(loop: Loop) -> None:
-    inner = loop.optimizer
-    loop.optimizer = SharpnessAware(inner)
-    loop.session.attach(inner=inner)
-    loop.attach()
+def both_optimizers_attached(loop: Loop) -> None:
+    loop.optimizer = outer = Outer(loop.model.parameters())
+    loop.attach(inner=outer.inner)
+    loop.train()
+
+
+@case
+def wrapper_that_saves_copies(loop: Loop) -> None:
+    class Wrapper:
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"inner": copy.deepcopy(self.inner.state_dict())}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.inner.load_state_dict(state["inner"])
+
+    loop.session.attach(model=loop.model, wrapper=Wrapper(loop.optimizer), sampler=loop.sampler)
+    loop.session.restore(loop.directory)
+    loop.session.checkpoint(4, loop.directory)
     loop.train()
 
 
@@ -443,6 +485,19 @@ def accumulation(loop: Loop) -> None:
 def no_restore(loop: Loop) -> None:
     loop.attach(restore=False)
     loop.train()
+
+
+@case
+def attached_after_restore(loop: Loop) -> None:
+    loop.attach()
+    loop.session.attach(ema=copy.deepcopy(loop.model))
+
+
+@case
+def attached_in_a_second_phase(loop: Loop) -> None:
+    loop.attach()
+    loop.train()
+    loop.session.attach(ema=copy.deepcopy(loop.model))
 
 
 @case
