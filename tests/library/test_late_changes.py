@@ -87,7 +87,7 @@ def test_weights_that_were_averages_during_an_evaluation_are_not_changed() -> No
     attached = objects()
     end, donor = step_end(attached)
     for step in range(1, FIRST_STEPS + 1):
-        end.commit(step, is_saved=True)
+        end.commit(step, is_saved=True, ends_epoch=False)
         with torch.no_grad():
             for parameter in attached["model"].parameters():
                 own = parameter.clone()
