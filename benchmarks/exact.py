@@ -35,6 +35,7 @@ REFUSED = re.compile(r"(?:CheckpointRefused|StateDiffers|UsageError): (.*)")
 SAID = re.compile(
     r"[\w ]+ changed after session\.step\(\)|random state of rank .* is lost|draws .*numbers.*"
     r"|communication hook is in no checkpoint|after a restart all have rank 0's"
+    r"|[\w, ]+ differs? from rank 0's"
 )
 FIRST_STEPS = 3
 

@@ -539,8 +539,9 @@ class Session:
         """The loop over the batches has come to the end of an epoch. A second sampler has epochs of its own."""
         return any(each.is_at_end for each in ([self._loop] if self._loop is not None else self._samplers()))
 
-    def _on_optimizer_step(self, *_: Any) -> None:
+    def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         self._optimized = True
+        self._saver.rank_state.stepped.add(id(optimizer))
         if self._step_end is not None and not self._step_end.has_begun:
             self._begin_step(is_certain=False)
 

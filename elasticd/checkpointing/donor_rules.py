@@ -175,9 +175,15 @@ def _own_state_dict(rank: _Rank) -> str:
 
 
 def _own_optimizer_state(rank: _Rank) -> str:
+    """Of a number that is no count, such as a loss, the dead rank's may have been another one."""
+    import torch
+
     for obj in rank.optimizers:
         if any(state.components(each)[0] is not each for each in _kept(obj)):
             return f"the state of {type(obj).__name__} has tensors that are made of others"
+        for key, value in (item for values in obj.state.values() for item in values.items()):
+            if not isinstance(value, (torch.Tensor, int, str, type(None))):
+                return f"{key} in the state of {type(obj).__name__} is no tensor, and may differ between ranks"
         if any((obj._optimizer_state_dict_pre_hooks, obj._optimizer_state_dict_post_hooks)):
             return "an optimizer has hooks for its state_dict"
     return MUTABLE if any(has_mutable_setting(obj.param_groups) for obj in rank.optimizers) else ""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 64
 """As torch's own writer aligns records."""
-_SAMPLES, _SAMPLE_BYTES = 64, 1024
-"""So many shared storages are compared by their beginnings: every step changes every one of them."""
+_SAMPLES, _SAMPLE_BYTES = 256, 256
+"""So many shared storages are compared by pieces from their middles; where there are more, others at the next save."""
 _ROOT = "archive/"
 _OVER = 0xFFFFFFFF
 # What pickle and torch raise for a value that passed our own list of types.
@@ -53,12 +53,14 @@ class Layout:
 
     `shared` holds the addresses of storages that are equal on all ranks: any rank may copy them. `at_once`: copies
     a GPU's memory as it is, without waiting for what is queued there. Raises CheckpointRefused for a state that
-    cannot be pickled. The object keeps the state's storages alive.
+    cannot be pickled. The object keeps the state's storages alive. `save` is the save's number, the same on all ranks.
     """
 
-    def __init__(self, state: Any, shared: frozenset[int] = frozenset(), at_once: GpuCopies | None = None) -> None:
+    def __init__(
+        self, state: Any, shared: frozenset[int] = frozenset(), at_once: GpuCopies | None = None, save: int = 0
+    ) -> None:
         pickled, storages = _pickle(state)
-        self._state, self._at_once = state, at_once
+        self._state, self._at_once, self._save = state, at_once, save
         self._records: list[_Record] = []
         self._end = 0
         self._own: list[tuple[int, torch.UntypedStorage]] = []
@@ -99,8 +101,11 @@ class Layout:
             if tensor.untyped_storage().data_ptr() in places
         ]
         digest = hashlib.sha256(repr((list(places.values()), named)).encode())
-        samples = self._shared[:: len(self._shared) // _SAMPLES + 1]
-        parts = [(0, storage, 0, min(_SAMPLE_BYTES, storage.nbytes())) for _, storage in samples]
+        interval = len(self._shared) // _SAMPLES + 1
+        parts = []
+        for _, storage in self._shared[self._save % interval :: interval]:
+            start = max(storage.nbytes() - _SAMPLE_BYTES, 0) // 2
+            parts.append((0, storage, start, min(start + _SAMPLE_BYTES, storage.nbytes())))
         for _, piece in _pieces(parts, self._at_once):
             digest.update(piece)
         return digest.hexdigest()

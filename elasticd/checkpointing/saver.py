@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import sharded, state, writer_client
+from elasticd.checkpointing import rank_differences, sharded, state, writer_client
 from elasticd.checkpointing.buffers import KILLED, WriteTask
 from elasticd.checkpointing.directory_lock import DirectoryLock
 from elasticd.checkpointing.layout import Layout, write_packed
@@ -31,6 +31,7 @@ from elasticd.checkpointing.lineage import Entry
 from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest, parse
 from elasticd.checkpointing.object_store import store_of
 from elasticd.checkpointing.object_url import missing_package, resolve, shown
+from elasticd.checkpointing.rank_differences import RankState
 from elasticd.checkpointing.safe_types import check_loadable
 from elasticd.checkpointing.sharded_saver import ShardedSaver
 from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
@@ -119,6 +120,9 @@ class Saver:
     saves: int = 0
     _accepted: bool = False
     """The state can be saved, and is not refused; all ranks know that."""
+    rank_state: RankState = field(default_factory=RankState)
+    _differing: set[str] = field(default_factory=set)
+    """Names that have been reported."""
     _copied: int = 0
     """The last save of which the writer has a copy."""
     _copied_step: int = 0
@@ -223,26 +227,31 @@ class Saver:
         attached = {name: obj for name, obj in attached.items() if shards is None or name not in shards.objects}
         own: dict[str, Any] = {name: obj.state_dict() for name, obj in self.per_rank.items()}
         check_loadable(own)
-        digests: list[Any] = []
-        if not self._accepted:
-            plain = (shards.plain_digests(), {}) if shards else ({}, state.samples(attached))
-            digests = [state.digests(attached), *plain]
-        mine = state.to_bytes([random_state or state.random_state(self.group.device), own, digests])
+        in_shards = shards.objects if shards else {}
+        is_first, world_size = not self._accepted, self.group.world_size
+        compared = self.rank_state.describe(attached, in_shards, world_size, step, is_first)
+        mine = state.to_bytes([random_state or state.random_state(self.group.device), own, compared])
         if len(mine) > MOST_SENT_BYTES:
             mine = f"{_TOO_LARGE}rank {self.group.rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB".encode()
-        every_rank = self.channel.collect(f"random/{self.saves}", mine, f"random states for the save at step {step}")
-        if not self._accepted:
+        received = self.channel.collect(f"random/{self.saves}", mine, f"random states for the save at step {step}")
+        larger = _larger(received)
+        every_rank = [] if larger else list(map(state.from_bytes, received))
+        if is_first:
             what = f"whether the state of step {step} can be loaded again"
-            self.channel.on_rank0(f"first save/{self.saves}", what, lambda: self._check(step, attached, every_rank))
+            check = functools.partial(self._check, step, attached, every_rank, larger)
+            self._report(self.channel.on_rank0(f"first save/{self.saves}", what, check), step)
             self._accepted = True
+        elif every_rank:
+            found = rank_differences.find([compared for _, _, compared in every_rank])
+            self._report({each.name: each.what for each in found}, step)
         before = self.heartbeat.current_phase
         self.heartbeat.set_phase(Phase.CHECKPOINT)
         try:
             if shards is not None:
                 content = functools.partial(self._content, step, attached, every_rank)
-                saved = shards.save(self._draft(step, 0, attached), content, _larger(every_rank), why, wait)
+                saved = shards.save(self._draft(step, 0, attached), content, larger, why, wait)
             else:
-                saved = self._save(step, attached, every_rank, why, wait)
+                saved = self._save(step, attached, every_rank, larger, why, wait)
             if wait:
                 what = f"whether the checkpoint of step {step} is on the disk"
                 saved = bool(self.channel.on_rank0(f"saved/{self.saves}", what, lambda: {"saved": saved})["saved"])
@@ -252,48 +261,49 @@ class Saver:
             self.heartbeat.set_phase(before)
             self._last_at = time.monotonic()
 
-    def _check(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes]) -> dict[str, Any]:
-        if larger := _larger(every_rank):
+    def _check(
+        self, step: int, attached: Mapping[str, Any], every_rank: Sequence[Sequence[Any]], larger: str
+    ) -> dict[str, Any]:
+        """At the first save. Returns what differs between ranks, by name. Raises StateDiffers for that in the first
+        round of a job: a later one resumes from a state that this job could live with.
+        """
+        if larger:
             raise CheckpointRefused(larger)
         check_loadable(self._content(step, attached, every_rank))
-        objects, tensors, samples = zip(*(state.from_bytes(each)[2] for each in every_rank), strict=True)
-        if found := _different(objects):
-            name, ranks = found
-            raise StateDiffers(
-                f"the state of {name} on rank {ranks} differs from rank 0's, which alone would be saved. Attach it "
-                f"with attach(per_rank={{{name!r}: ...}}) if each rank needs its own, or make it the same on all "
-                "ranks, for example by averaging the number that it depends on"
-            )
-        if found := _different(tensors):
-            name, ranks = found
-            raise StateDiffers(
-                f"{name} is not sharded, and on rank {ranks} it differs from rank 0's, which alone would be saved. "
-                "Shard it, or broadcast it from rank 0 and average its gradient over all ranks, or attach its module "
-                "with per_rank= if each rank needs its own"
-            )
-        if apart := state.find_apart(samples):
-            name, numbers = apart
-            raise StateDiffers(
-                f"the parameters of {name} on rank {', '.join(map(str, numbers))} differ from rank 0's, which alone "
-                "would be saved. Train it in DistributedDataParallel, and change it on all ranks alike (noise "
-                "of one seed, no step left out, no no_sync() before a save); or attach it with per_rank= if each rank "
-                "trains its own"
-            )
-        return {}
+        found = list(rank_differences.find([compared for _, _, compared in every_rank]))
+        if self.parent is None and (errors := [each.what for each in found if each.is_error]):
+            raise StateDiffers(errors[0])
+        return {each.name: each.what for each in found}
 
-    def _content(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes]) -> dict[str, Any]:
+    def _report(self, differences: Mapping[str, str], step: int) -> None:
+        """Of each name once: on this rank's stderr, and by rank 0 in the job's log."""
+        for name, what in differences.items():
+            if name not in self._differing:
+                self._differing.add(name)
+                logger.warning(what)
+                if self.group.rank == 0:
+                    self.events.write("message", what, step)
+
+    def _content(self, step: int, attached: Mapping[str, Any], every_rank: Sequence[Sequence[Any]]) -> dict[str, Any]:
         own = {"step": step, "round": self.round, "world_size": self.group.world_size}
-        every = [state.from_bytes(each) for each in every_rank]
-        streams = [random_state for random_state, _, _ in every]
-        per_rank = {name: [states[name] for _, states, _ in every] for name in self.per_rank}
+        streams = [random_state for random_state, _, _ in every_rank]
+        per_rank = {name: [states[name] for _, states, _ in every_rank] for name in self.per_rank}
         kept = {"rng": streams, **({"per_rank": per_rank} if per_rank else {})}
         return {**state.gather(attached), state.RESERVED: {**own, **kept}}
 
-    def _save(self, step: int, attached: Mapping[str, Any], every_rank: list[bytes], why: str, wait: bool) -> bool:
+    def _save(
+        self,
+        step: int,
+        attached: Mapping[str, Any],
+        every_rank: Sequence[Sequence[Any]],
+        larger: str,
+        why: str,
+        wait: bool,
+    ) -> bool:
         start = time.monotonic()
         if self.group.rank != 0 and not (self.writer and self._keeps_copies):
             return False
-        if larger := _larger(every_rank):
+        if larger:
             assert self.directory is not None
             self._send_own(lambda: _NOT_SAVED)
             reason = f"checkpoint of step {step} failed ({larger}); {self.next_try}"
@@ -302,7 +312,7 @@ class Saver:
         content = self._content(step, attached, every_rank)
         if self.group.rank == 0:
             check_loadable(content)
-        layout = Layout(content, state.replicated(attached, self.group.world_size))
+        layout = Layout(content, state.replicated(attached, self.group.world_size), save=self.saves)
         draft = self._draft(step, layout.bytes, attached)
         if self.group.rank == 0:
             checkpoint.check_cursor(draft)
@@ -512,15 +522,6 @@ def _larger(every_rank: list[bytes]) -> str:
     """Which ranks have more than can be sent, "" for none."""
     found = [each.decode().removeprefix(_TOO_LARGE) for each in every_rank if each.startswith(_TOO_LARGE.encode())]
     return f"{'; '.join(found)}; at most {MOST_SENT_BYTES >> 20} MB of each rank are sent to rank 0" if found else ""
-
-
-def _different(digests: Sequence[Mapping[str, str]]) -> tuple[str, str] | None:
-    """The first name of which a rank has another digest than rank 0, and these ranks; None if all are equal."""
-    for name in {name: None for each in digests for name in each}:
-        ranks = [str(rank) for rank, each in enumerate(digests) if each.get(name) != digests[0].get(name)]
-        if ranks:
-            return name, ", ".join(ranks)
-    return None
 
 
 def cursor_of(attached: Mapping[str, Any], states: Mapping[str, Any] | None = None) -> dict[str, Any] | None:

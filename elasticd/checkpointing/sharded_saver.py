@@ -88,10 +88,6 @@ class ShardedSaver:
             )
         return {}
 
-    def plain_digests(self) -> dict[str, str]:
-        """As `sharded.plain_digests`."""
-        return sharded.plain_digests(self.objects, self._saver.group.world_size)
-
     def save(self, draft: Manifest, content: Callable[[], dict[str, Any]], unable: str, why: str, wait: bool) -> bool:
         """As `Saver.save`. On rank 0 `content` returns what goes into state.pt, and `unable` why there is none."""
         saver, start = self._saver, time.monotonic()

@@ -10,13 +10,12 @@ import contextlib
 import copy
 import ctypes
 import gc
-import hashlib
 import io
 import random
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import CheckpointError, UsageError
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
 
 RESERVED = "elasticd"
 _COMPILED = "_orig_mod"
-_SAMPLED = 16
-"""Parameters of a module of which a sample is compared, and numbers of each."""
-_ROUNDING = 1e-5
-"""Ranks on GPUs of different kinds round differently, at every step."""
 _HUGE_BYTES = 2 << 20
 _HUGE = 14
 """MADV_HUGEPAGE of linux/mman.h."""
@@ -346,85 +341,6 @@ def _renamed(state: OrderedDict[str, Any], rename: Callable[[str], str]) -> Orde
         # torch keeps the versions of the modules there.
         renamed._metadata = OrderedDict((rename(key), value) for key, value in metadata.items())  # type: ignore[attr-defined]
     return renamed
-
-
-def digests(attached: Mapping[str, Any]) -> dict[str, str]:
-    """Of the state of each object that is neither a module nor an optimizer, tensors aside: rank 0's is saved for all
-    ranks, so they should be equal.
-    """
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    small = {
-        name: obj
-        for name, obj in attached.items()
-        if not isinstance(obj, (Module, Optimizer)) and not getattr(obj, RANK_INDEPENDENT, False)
-    }
-    found: dict[str, str] = {}
-    for name, obj in small.items():
-        with contextlib.suppress(RecursionError):  # rank 0 refuses it with a reason
-            found[name] = hashlib.sha256(_text(obj.state_dict()).encode()).hexdigest()[:16]
-    return found
-
-
-def samples(attached: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor, float]]:
-    """Some numbers of each attached module that this rank trains, and the share of them that rounding may change.
-
-    They are equal on all ranks if DistributedDataParallel, or the script, averages gradients. A communication hook may
-    leave them different for some steps.
-    """
-    import torch
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    optimizers = [obj for obj in attached.values() if isinstance(obj, Optimizer)]
-    trained = {id(each) for optimizer in optimizers for each, values in optimizer.state.items() if values}
-    found: dict[str, tuple[torch.Tensor, float]] = {}
-    for name, obj in attached.items():
-        wrapper = parallel(obj)
-        if not isinstance(obj, Module) or getattr(obj, RANK_INDEPENDENT, False) or getattr(wrapper, "_comm_hooks", []):
-            continue
-        ignored = set() if wrapper is None else wrapper.parameters_to_ignore
-        named = (obj if wrapper is None else wrapper.module).named_parameters()
-        every = [
-            each.detach()
-            for path, each in named
-            if (id(each) in trained if wrapper is None else each.requires_grad and path not in ignored)
-        ]
-        every = [each for each in every if type(each) is torch.Tensor and each.is_floating_point() and each.numel()]
-        if every := every[:: len(every) // _SAMPLED + 1]:
-            pieces = [each.flatten()[:_SAMPLED].float().cpu() for each in every]
-            rounding = max(torch.finfo(each.dtype).eps for each in every)
-            found[name] = torch.cat(pieces).nan_to_num(), max(_ROUNDING, 4 * rounding)
-    return found
-
-
-def find_apart(every_rank: Sequence[Mapping[str, tuple[torch.Tensor, float]]]) -> tuple[str, list[int]] | None:
-    """The first name of which `samples` are not those of rank 0, and on which ranks; None if there is none."""
-    for name, (first, share) in every_rank[0].items():
-        ranks = []
-        for rank, each in enumerate(every_rank):
-            own = each.get(name, (first, share))[0]
-            if own.shape != first.shape or (own - first).abs().max() > share * first.abs().max():
-                ranks.append(rank)
-        if ranks:
-            return name, ranks
-    return None
-
-
-def _text(value: Any) -> str:
-    """Equal for equal values, whatever the order of keys."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{key!r}: {_text(item)}' for key, item in value.items()))}}}"
-    if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(_text, value)))}}}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text, value))}]"
-    return repr(value)
 
 
 def scatter_per_rank(

@@ -10,6 +10,7 @@ from tests.faults.test_save_at_failure import digests
 
 pytestmark = pytest.mark.system
 FLAGS = ["--checkpoint-dir", "checkpoints"]
+DIFFERS = "the parameters of model on rank 1 differ from rank 0's, which alone are saved. Train it in Distributed"
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,17 @@ def test_state_that_is_not_that_of_a_step_is_never_saved(job: StartJob, kind: st
     assert all(noted[step] == found for _, step, found in digests(run, "restored"))
 
 
+def test_rank_that_trains_a_layer_by_itself_is_named_at_the_save_at_which_it_first_does(job: StartJob) -> None:
+    """It ends no job: a fault costs the steps since the last state of all ranks, and later ones are rank 0's."""
+    run = job("kinds.py", "unfrozen_apart", faults=[Fault(1, 17, "SIGKILL")], flags=FLAGS)
+    assert run.wait() == 0
+    log, ranks = run.err.count(f"] {DIFFERS}"), run.err.count(f"\n{DIFFERS}")
+    assert (log, ranks) == (2, 3), run.err  # at step 15 in both rounds, in the second one the first save: on every rank
+    assert [event["step"] for event in run.events("resumed")] == [10]
+    saved = [(event["round"], event["step"]) for event in run.events("checkpoint_saved")]
+    assert (2, 20) in saved
+
+
 @pytest.mark.parametrize(("kind", "what"), [("averaged_late", "ema"), ("clamped_late", "model")])
 def test_change_after_each_step_ends_the_job_in_its_first_steps(job: StartJob, kind: str, what: str) -> None:
     run = job("kinds.py", kind, flags=FLAGS)
@@ -118,10 +130,10 @@ def test_change_after_each_step_ends_the_job_in_its_first_steps(job: StartJob, k
     ],
 )
 def test_scheduler_that_follows_each_ranks_own_loss(job: StartJob, kind: str, dies: int, why: str) -> None:
-    """It is no state of all ranks. The next round's first save refuses the scheduler and gives the remedy."""
+    """It is no state of all ranks. The next round's first save names the scheduler and gives the remedy."""
     run = job("kinds.py", kind, faults=[Fault(dies, 13, "SIGKILL")], flags=FLAGS)
     assert run.wait() == 0
-    assert run.events("resumed")[0]["step"] == 10
+    assert [event["step"] for event in run.events("resumed")] == [10]
     assert why in run.err
     assert "the state of scheduler on rank 1 differs from rank 0's" in run.err
     noted = {step: found for _, step, found in digests(run, "steps")}

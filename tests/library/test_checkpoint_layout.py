@@ -6,15 +6,14 @@ import functools
 import io
 import os
 import zipfile
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import state
 from elasticd.checkpointing.layout import Layout, write_at, write_packed
+from elasticd.checkpointing.rank_differences import digest
 
 WEIGHT = torch.arange(30_000.0).reshape(100, 300)
 STATES: dict[str, dict[str, Any]] = {
@@ -97,14 +96,22 @@ def test_other_names_order_or_shapes_have_another_digest() -> None:
     assert len({Layout(state, shared).shared_digest for state in states}) == len(states)
 
 
-def test_objects_without_a_stable_order_do_not_differ() -> None:
-    def keeping(**state: Any) -> dict[str, Any]:
-        return {"x": SimpleNamespace(state_dict=lambda: state)}
+@pytest.mark.parametrize("number", [0, 150, 699])
+def test_any_tensor_that_differs_is_found_at_some_save(number: int) -> None:
+    """An embedding may be the same at its beginning, and ranks may train one layer of many apart."""
+    states = [[torch.zeros(99, 9) for _ in range(700)] for _ in range(2)]
+    states[1][number][49] = 1.0
 
-    assert state.digests(keeping(a={"k": 1, "j": {3, 1, 2}}, b=2)) == state.digests(
-        keeping(b=2, a={"j": {2, 3, 1}, "k": 1})
-    )
-    assert state.digests(keeping(a=[1, 2])) != state.digests(keeping(a=[2, 1]))
+    def digest_of(state: list[torch.Tensor], save: int) -> str:
+        return Layout({"w": state}, frozenset(each.data_ptr() for each in state), save=save).shared_digest
+
+    differ = [digest_of(states[0], save) != digest_of(states[1], save) for save in range(1, 4)]
+    assert sum(differ) == 1
+
+
+def test_objects_without_a_stable_order_do_not_differ() -> None:
+    assert digest({"a": {"k": 1, "j": {3, 1, 2}}, "b": 2}) == digest({"b": 2, "a": {"j": {2, 3, 1}, "k": 1}})
+    assert digest({"a": [1, 2]}) != digest({"a": [2, 1]})
 
 
 def test_large_own_part_is_not_packed() -> None:

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import saver, shard_plan, sharded, state
+from elasticd.checkpointing import rank_differences, shard_plan, sharded, state
 from elasticd.errors import CheckpointCorrupt, UsageError
 from elasticd.process_group import DefaultGroup
 from elasticd_agent.cli.main import main
@@ -74,7 +74,7 @@ MISTAKES = {
     "fsdp 1": "attach(model=...): FullyShardedDataParallel is not supported; shard it with fully_shard()",
     "twice": "attach(optimizer=...): its parameters are sharded already, and ZeroRedundancyOptimizer would divide them",
     "stranger": "attach(optimizer=...): it trains a parameter of no attached module",
-    "plain": "model.norm.weight is not sharded, and on rank 1 it differs from rank 0's, which alone would be saved",
+    "plain": "model.norm.weight is not sharded, and on rank 1 it differs from rank 0's, which alone is saved",
     "local": "optimizer.state.first.weight.m is not sharded, and on rank 1 it differs from rank 0's",
 }
 ALONE = [each for each in MISTAKES if each != "optimizer"]
@@ -176,8 +176,9 @@ def test_what_is_not_sharded_is_compared() -> None:
     optimizer.state[model[1].bias]["exp_avg"][2] += 1
     after = sharded.plain_digests(attached, 2)
     assert [key for key in before if before[key] != after[key]] == ["optimizer.state.1.bias.exp_avg"]
-    assert saver._different([before, before, after]) == ("optimizer.state.1.bias.exp_avg", "2")
-    assert saver._different([before, before]) is None
+    (difference,) = rank_differences.find([[{}, each, {}] for each in (before, before, after)])
+    assert difference.what.startswith("optimizer.state.1.bias.exp_avg is not sharded, and on rank 2 it differs")
+    assert not list(rank_differences.find([[{}, before, {}]] * 2))
 
 
 def test_metadata_cannot_run_code(tmp_path: Path) -> None:

@@ -1,0 +1,203 @@
+"""What differs between ranks is found at the save at which it first shows; what only seems to differ is left alone."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elasticd.checkpointing import state
+from elasticd.checkpointing.rank_differences import LONGEST_DIGEST_S, MOST_SAMPLED, TRIALS, Difference, RankState, find
+
+DDP = "Train it in DistributedDataParallel"
+Attached = dict[str, Any]
+
+
+class Ranks:
+    """Two ranks with equal state, each of which an optimizer has trained."""
+
+    def __init__(
+        self, module: nn.Module, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **more: Any
+    ) -> None:
+        self.attached: list[Attached] = []
+        self._states = [RankState(), RankState()]
+        for each in self._states:
+            model = copy.deepcopy(module)
+            optimizer = make(model.parameters(), lr=0.01)
+            self.attached.append({"model": model, "optimizer": optimizer, **copy.deepcopy(more)})
+            each.stepped.add(id(optimizer))
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step(lambda: torch.tensor(1.0))
+        self._is_first = True
+
+    def save(self, step: int = 10, in_shards: list[Attached] | None = None) -> list[Difference]:
+        every = zip(self._states, self.attached, in_shards or [{}, {}], strict=True)
+        found = [mine.describe(attached, shards, 2, step, self._is_first) for mine, attached, shards in every]
+        self._is_first = False
+        return list(find([state.from_bytes(state.to_bytes(each)) for each in found]))
+
+
+class Small:
+    """An object of the script's."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values, self.calls, self.takes_s = values, 0, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls += 1
+        time.sleep(self.takes_s)
+        return self.values
+
+
+@pytest.mark.parametrize("saves", [0, 1, 7], ids="at save {}".format)
+def test_parameters_that_differ(saves: int) -> None:
+    ranks = Ranks(nn.Linear(4, 4))
+    for _ in range(saves):
+        assert not ranks.save()
+    with torch.no_grad():
+        ranks.attached[1]["model"].weight[1] += 0.01
+    (found,) = ranks.save()
+    assert (found.name, found.is_error) == ("model", True)
+    assert found.what.startswith("the parameters of model on rank 1 differ from rank 0's, which alone are saved.")
+    assert DDP in found.what
+
+
+def test_each_parameter_of_a_large_module_is_seen() -> None:
+    count = 3 * MOST_SAMPLED
+    ranks = Ranks(nn.ParameterList(torch.ones(3) for _ in range(count)), torch.optim.SGD)
+    for number in (0, 100, count - 1):
+        with torch.no_grad():
+            ranks.attached[1]["model"][number] += 0.1
+        found = [ranks.save() for _ in range(count // MOST_SAMPLED + 1)]
+        assert sum(map(len, found)) == 1
+        with torch.no_grad():
+            ranks.attached[1]["model"][number] -= 0.1
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last), nn.Linear(64, 64).bfloat16(), nn.Embedding(9, 3)],
+    ids=["channels_last", "bfloat16", "embedding"],
+)
+def test_layouts_and_types(module: nn.Module) -> None:
+    ranks = Ranks(module)
+    assert not ranks.save()
+    with torch.no_grad():
+        ranks.attached[1]["model"].weight += 0.5
+    assert [each.name for each in ranks.save()] == ["model"]
+
+
+def test_rounding_of_gpus_of_two_kinds_grows_with_the_steps() -> None:
+    ranks = Ranks(nn.Linear(4, 4))
+    with torch.no_grad():
+        ranks.attached[1]["model"].weight *= 1 + 5e-5
+    assert ranks.save(step=1000)
+    assert not ranks.save(step=100_000)
+
+
+def test_slice_of_another_tensor() -> None:
+    """What lies between its numbers in memory is not a part of it."""
+    ranks = Ranks(nn.Linear(4, 4), torch.optim.SGD)
+    for rank, attached in enumerate(ranks.attached):
+        whole = torch.full((8, 8), float(rank))
+        whole[:, ::2] = 1.0
+        attached["model"].weight.data = whole[:, ::2]
+    assert not ranks.save()
+
+
+def test_rank_that_does_not_train_a_module_has_none_that_differs() -> None:
+    ranks = Ranks(nn.Linear(4, 4))
+    del ranks.attached[1]["optimizer"]
+    with torch.no_grad():
+        ranks.attached[1]["model"].weight.zero_()
+    assert not ranks.save()
+
+
+def test_frozen_parameters_are_not_compared_without_distributed_data_parallel() -> None:
+    ranks = Ranks(nn.Linear(4, 4))
+    for rank, attached in enumerate(ranks.attached):
+        attached["model"].weight.requires_grad_(False).fill_(rank)
+    assert not ranks.save()
+
+
+def test_module_of_which_any_ranks_state_will_do() -> None:
+    ranks = Ranks(nn.Linear(4, 4))
+    for rank, attached in enumerate(ranks.attached):
+        attached["model"].rank_independent = True
+        attached["model"].weight.data.fill_(rank)
+    assert not ranks.save()
+
+
+def test_number_in_the_state_of_an_optimizer() -> None:
+    """LBFGS keeps the loss of the last step, which each rank has of its own batch."""
+    ranks = Ranks(nn.Linear(4, 4), torch.optim.LBFGS)
+    assert not ranks.save()
+    (kept,) = ranks.attached[1]["optimizer"].state.values()
+    kept["prev_loss"] = 2.0
+    (found,) = ranks.save()
+    assert not found.is_error
+    assert found.what.startswith("prev_loss in the state of optimizer on rank 1 differs from rank 0's")
+
+
+def test_counts_and_other_values_of_an_optimizer() -> None:
+    ranks = Ranks(nn.Linear(4, 4))
+    optimizer = ranks.attached[1]["optimizer"]
+    optimizer.state[ranks.attached[1]["model"].bias]["count"] = 3
+    optimizer.state["trust"] = 0.5
+    (found,) = ranks.save()
+    assert found.what.startswith("trust, count in the state of optimizer on rank 1 differs")
+
+
+def test_order_in_which_an_optimizer_has_come_to_its_parameters_does_not_count() -> None:
+    ranks = Ranks(nn.Linear(4, 4), torch.optim.SGD)
+    for attached in ranks.attached:
+        optimizer, model = attached["optimizer"], attached["model"]
+        optimizer.state["whole"] = {"norm": 1.0}
+        parameters = [model.weight, model.bias]
+        for each in parameters if attached is ranks.attached[0] else reversed(parameters):
+            optimizer.state[each]["shape"] = list(each.shape)
+    assert not ranks.save()
+
+
+def test_small_object_that_differs_from_some_save_on() -> None:
+    ranks = Ranks(nn.Linear(4, 4), counter=Small(value=1))
+    assert not ranks.save()
+    ranks.attached[1]["counter"].values["value"] = 2
+    (found,) = ranks.save()
+    assert (found.name, found.is_error) == ("counter", True)
+    assert "per_rank={'counter': ...}" in found.what
+
+
+def test_object_that_rank_0_alone_has() -> None:
+    ranks = Ranks(nn.Linear(4, 4))
+    ranks.attached[0]["counter"] = Small(value=1)
+    assert [each.name for each in ranks.save()] == ["counter"]
+
+
+def test_object_with_hooks_is_asked_at_the_first_save_only_and_a_slow_one_at_few() -> None:
+    ranks = Ranks(nn.Linear(4, 4), slow=Small(value=1), hooked=Small(value=1))
+    ranks.attached[1]["slow"].takes_s = 2 * LONGEST_DIGEST_S
+    for attached in ranks.attached:
+        attached["hooked"].only_at_saves = True
+    for _ in range(TRIALS):
+        assert not ranks.save()
+    ranks.attached[1]["slow"].values["value"] = ranks.attached[1]["hooked"].values["value"] = 2
+    assert not ranks.save()
+    calls = [[attached[name].calls for name in ("slow", "hooked")] for attached in ranks.attached]
+    assert [calls[0][1], *calls[1]] == [1, TRIALS, 1]  # on rank 0 the machine may have been slow, too
+
+
+def test_unsharded_parameters_of_a_sharded_module_at_later_saves() -> None:
+    ranks = Ranks(nn.Linear(4, 4))
+    shards = [{name: attached.pop(name) for name in ("model", "optimizer")} for attached in ranks.attached]
+    for weight in (1.0, 1.0, 2.0):
+        with torch.no_grad():
+            shards[1]["model"].weight.copy_(shards[0]["model"].weight * weight)
+        found = ranks.save(in_shards=shards)
+        assert [each.name for each in found] == (["model"] if weight > 1.0 else [])
