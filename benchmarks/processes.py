@@ -26,11 +26,12 @@ def adopt_orphans() -> None:
 def descendants(root: int) -> list[int]:
     """Every process below root, parents before children."""
     children: dict[int, list[int]] = defaultdict(list)
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                stat = Path(entry.path, "stat").read_bytes()
-                children[int(stat.rpartition(b")")[2].split()[1])].append(int(entry.name))
+    with os.scandir("/proc") as entries:
+        for entry in entries:
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    stat = Path(entry.path, "stat").read_bytes()
+                    children[int(stat.rpartition(b")")[2].split()[1])].append(int(entry.name))
     found: list[int] = []
     waiting = [root]
     while waiting:

@@ -227,7 +227,8 @@ def _ended_runs(jobs: Path, needed: Collection[tuple[str, int]], now: float) -> 
     """The folders of runs that are not in use, and when each was first seen to have ended."""
     found: dict[Path, float] = {}
     try:
-        folders = list(os.scandir(jobs))
+        with os.scandir(jobs) as entries:
+            folders = list(entries)
     except OSError:
         return found
     for folder in folders:
