@@ -1,7 +1,8 @@
 """`python -m benchmarks.commit [--gpu]`: what `session.step()` costs for the sake of saves at a fault, without a job.
 
 Times what a donor does at a commit (random states, buffers, small objects, learning rates, counters and pieces of
-tensors) for models of several sizes, in this process; medians of 2000 commits, in microseconds of the training thread.
+tensors) for models of several sizes, in this process, and what looks for changes between `session.step()` and the next
+batch; medians of 2000 commits, in microseconds of the training thread.
 """
 
 from __future__ import annotations
@@ -32,31 +33,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     normed = [nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)) for _ in range(20)]
     models = {"3 layers": small, "160 parameters": nn.Sequential(*blocks), "20 BatchNorms": nn.Sequential(*normed)}
     for name, model in models.items():
-        for more in ("", "a scheduler", "dropout", "numpy's draws"):
-            whole, step, numbers = commits(model.to(device), more, torch.device(device))
-            print(f"{name:<16}{f' and {more}' if more else '':<18} {whole:6.1f} µs, {step:.1f} in step()   {numbers}")
+        for more in ("", "a scheduler", "an object", "dropout", "numpy's draws"):
+            whole, step, end, numbers = commits(model.to(device), more, torch.device(device))
+            what = f"{name:<16}{f' and {more}' if more else '':<18}"
+            print(f"{what} {whole:6.1f} µs, {step:.1f} in step(), {end:.1f} for the end of a step   {numbers}")
     return 0
 
 
-def commits(model: Any, more: str, device: Any) -> tuple[float, float, str]:
-    """The medians of a whole commit, of what `session.step()` has of it, and of its parts, in µs. The rest is done in
-    the backward pass and before the optimizer's step.
+def commits(model: Any, more: str, device: Any) -> tuple[float, float, float, str]:
+    """The medians of a whole commit, of what `session.step()` has of it, of what looks for late changes (in `step()`
+    and where the next batch is asked for), and of a commit's parts, in µs. The rest is done in the backward pass and
+    before the optimizer's step.
     """
     import numpy
     import torch
+
+    from elasticd.checkpointing.late_changes import StepEnd
 
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     attached = {"model": model, "optimizer": optimizer}
+    if more == "an object":
+        attached["own"] = SimpleNamespace(state_dict=lambda: {"loss": 0.1, "count": 7}, load_state_dict=None)
     if more == "a scheduler":
         attached["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     with tempfile.TemporaryDirectory() as directory:
         os.environ["ELASTICD_HEARTBEAT"] = os.path.join(directory, "beat-0")
         donor = without_writer(attached, device)
         committed = donor._committed
-        times, in_step = [], []
+        step_end = StepEnd(attached, donor, device, is_first_run=True)
+        times, in_step, at_end = [], [], []
         for step in range(1, COMMITS + 1):
             if more == "dropout":
                 torch.rand(1, device=device)
@@ -71,6 +79,10 @@ def commits(model: Any, more: str, device: Any) -> tuple[float, float, str]:
             end = time.perf_counter()
             times.append(end - start)
             in_step.append(end - ready)
+            step_end.commit(step, is_saved=False, ends_epoch=False)
+            if step_end.begin(is_certain=True):
+                raise AssertionError("nothing has changed")
+            at_end.append(time.perf_counter() - end)
         parts = {
             "record": lambda: committed._record.commit(7),
             "objects": lambda: committed._copy_objects(),
@@ -78,8 +90,8 @@ def commits(model: Any, more: str, device: Any) -> tuple[float, float, str]:
             "ring": lambda: (committed._ring.begin(), committed._ring.commit(7, None)),
         }
         found = {name: statistics.median(timed(part) for _ in range(COMMITS)) for name, part in parts.items()}
-    whole, part = (statistics.median(each) * 1e6 for each in (times, in_step))
-    return whole, part, ", ".join(f"{name} {found[name] * 1e6:.1f}" for name in found)
+    whole, part, last = (statistics.median(each) * 1e6 for each in (times, in_step, at_end))
+    return whole, part, last, ", ".join(f"{name} {found[name] * 1e6:.1f}" for name in found)
 
 
 def timed(call: Any) -> float:

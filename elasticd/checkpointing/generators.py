@@ -1,8 +1,9 @@
-"""Where the default random generators of torch, python and numpy keep their states, to be copied at little cost.
+"""The states of the default random generators of torch, python and numpy, to be copied at little cost.
 
-What they offer for that takes 1 to 10 µs each, a copy of their memory 0.1: it is copied where it is found to be as we
-know it, else what they offer. If the script draws in another thread at the same moment, the copy may be of the middle
-of a draw: the order of draws is not defined there either.
+What torch offers for that takes 1 µs; what python and numpy offer takes 12 and 24, three times a step, and a copy of
+their objects' memory 0.1: it is copied where it is found to be as we know it, else what they offer. If the script draws
+in another thread at the same moment, the copy may be of the middle of a draw: the order of draws is not defined there
+either.
 
     memory:  python's index, 624 words | numpy's 624 words, position | numpy's half of a pair: valid, value | torch's
 """
@@ -10,7 +11,6 @@ of a draw: the order of draws is not defined there either.
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 import struct
 import sys
@@ -24,8 +24,7 @@ from elasticd.process_group import host_bytes
 if TYPE_CHECKING:
     import torch
 
-_WORDS, _COUNTERS_BYTES, _SAMPLES_BYTES, _GENERATOR_BYTES = 624, 20, 28, 3072
-"""Of at::CPUGeneratorImpl: its words, what it keeps before and after them, and more than the whole of it."""
+_WORDS = 624
 _WORD = "I"
 """Of `array`: 32 bits."""
 _INDEX = struct.Struct("=i")
@@ -43,9 +42,9 @@ Source = memoryview | Callable[[], bytes]
 
 Numbers = tuple[int, bool, float, bytes]
 """Flags; python's half of a pair of normal samples: valid, value; the state of a GPU's generator."""
-HAS_NUMPY, HAS_DEVICE, IS_MEMORY, KNOWN = 2, 4, 8, 16
-"""Flags. IS_MEMORY: of torch's generator there is its memory, not the state that it offers. KNOWN is in all records of
-this layout; an earlier one, which a round before an upgrade may have left, has 1.
+HAS_NUMPY, HAS_DEVICE, KNOWN = 2, 4, 128
+"""Flags. KNOWN is in all records of this layout; earlier ones, which a round before an upgrade may have left, have 1 or
+16.
 """
 DEVICE_BYTES = 16
 """Of a GPU's generator: a seed and how much was drawn. Its processor keeps them."""
@@ -63,7 +62,7 @@ class Generators:
         self._seed: Any = None
         if self._gpu is not None:
             self._follow_gpu()
-        self._torch = _torch_source(torch.default_generator)
+        self._torch = torch.default_generator
         self._python: Any = vars(random)["_inst"]
         self._numpy: Any = None
         """The default generator, once the script has imported numpy."""
@@ -89,6 +88,10 @@ class Generators:
             of_device = b"" if self._gpu is None else self._of_device()
             self._numbers = self._flags, half is not None, half or 0.0, of_device
         return self._numbers
+
+    def _of_torch(self) -> bytes:
+        offered = self._torch.get_state()
+        return ctypes.string_at(offered.data_ptr(), offered.numel())
 
     def _of_device(self) -> bytes:
         if self._seed is None:
@@ -120,18 +123,17 @@ class Generators:
     def _follow(self, *sources: Source) -> None:
         """Memory that has the states of python and numpy, and what is called before it is read to copy them there."""
         own = [memoryview(bytearray(size)) for size in (*OTHERS_SIZES, torch_bytes())]
-        every = [*sources, *own[len(sources) : -1], self._torch]
+        every = [*sources, *own[len(sources) : -1], self._of_torch]
         self.memory: list[memoryview] = [
             empty if callable(each) else each for empty, each in zip(own, every, strict=True)
         ]
         self._offered = [(empty, each) for empty, each in zip(own, every, strict=True) if callable(each)]
         self._flags = KNOWN | HAS_NUMPY * (self._numpy is not None) | HAS_DEVICE * (self._gpu is not None)
-        self._flags |= IS_MEMORY * (not callable(self._torch))
         self._half = ...  # `look` sets the numbers
 
 
 def torch_bytes() -> int:
-    """What torch's generator offers; its memory is smaller."""
+    """The size of what torch's generator offers."""
     import torch
 
     return torch.default_generator.get_state().numel()
@@ -148,8 +150,7 @@ def decode(memory: bytes, numbers: Numbers) -> dict[str, Any]:
         return torch.tensor(array(_WORD, others[start : start + 4 * _WORDS]))
 
     (index,) = _INDEX.unpack_from(others)
-    offered = torch.frombuffer(bytearray(of_torch[: torch_bytes()]), dtype=torch.uint8)
-    states: dict[str, Any] = {"torch": _offered_by_torch(of_torch) if flags & IS_MEMORY else offered}
+    states: dict[str, Any] = {"torch": torch.frombuffer(bytearray(of_torch[: torch_bytes()]), dtype=torch.uint8)}
     states["python"] = [_VERSION, torch.cat([words(_INDEX.size), torch.tensor([index])]), half if has_half else None]
     if flags & HAS_DEVICE:
         states["cuda"] = torch.frombuffer(bytearray(of_device), dtype=torch.uint8)
@@ -212,56 +213,3 @@ def _memory(generator: Any) -> memoryview:
 
 def _view(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-
-
-def _torch_source(generator: torch.Generator) -> Source:
-    """Where a generator (at::CPUGeneratorImpl) keeps its state: seed and counters, 624 words, two normal samples for
-    later. Found by the words, where it is as in the versions of torch that we know.
-    """
-    import torch
-
-    def offered() -> bytes:
-        return bytes(host_bytes(generator.get_state()))
-
-    trial = torch.Generator()
-    found, memory = _torch_place(generator), _torch_place(trial)
-    if found is None or memory is None:
-        return offered
-    for kind in (torch.float32, torch.float32, torch.float64, torch.float64):  # every second one is a kept sample
-        before = bytes(_view(*memory))
-        torch.randn(1, generator=trial, dtype=kind)
-        if bytes(_view(*memory)) == before:
-            return offered
-    return _view(*found)
-
-
-def _offered_by_torch(memory: bytes) -> torch.Tensor:
-    """What a generator with this memory offers."""
-    import torch
-
-    trial = torch.Generator()
-    place = _torch_place(trial)
-    if place is None:
-        raise CheckpointError("the memory of torch's random generator is not found")
-    ctypes.memmove(place[0], memory, place[1])
-    return trial.get_state()
-
-
-def _torch_place(generator: torch.Generator) -> tuple[int, int] | None:
-    """Address and size."""
-    import torch
-
-    legacy = generator.get_state()
-    if type(generator).__basicsize__ < object.__basicsize__ + 8 or legacy.numel() < 8 * (3 + _WORDS):
-        return None
-    words = bytes(host_bytes(legacy[: 8 * (3 + _WORDS)].view(torch.int64)[3:].to(torch.int32)))
-    with open("/proc/self/mem", "rb", buffering=0) as memory:  # a wrong address is an error there, and no crash
-        try:
-            pointer = os.pread(memory.fileno(), 8, id(generator) + object.__basicsize__)
-            address = int.from_bytes(pointer, sys.byteorder)
-            found = os.pread(memory.fileno(), _GENERATOR_BYTES, address).find(words)
-        except (OSError, OverflowError):
-            return None
-    if found < _COUNTERS_BYTES:
-        return None
-    return address + found - _COUNTERS_BYTES, _COUNTERS_BYTES + len(words) + _SAMPLES_BYTES
