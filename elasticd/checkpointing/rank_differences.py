@@ -176,7 +176,9 @@ def samples(attached: Mapping[str, Any], stepped: Collection[int], step: int, sa
             continue
         wrapper = state.parallel(obj)
         parameters = (obj if wrapper is None else wrapper.module).parameters()
-        every = [each for each in parameters if wrapper is not None or id(each) in trained]
+        # One that is frozen may be a rank's own by design, which is no error at the first save.
+        is_in_ddp = wrapper is not None
+        every = [each for each in parameters if id(each) in trained or (is_in_ddp and (each.requires_grad or save > 1))]
         interval = len(every) // MOST_SAMPLED + 1
         every = [each.detach() for each in every[save % interval :: interval] if each.is_floating_point()]
         if every := [each for each in every if type(each) is torch.Tensor and each.numel()]:

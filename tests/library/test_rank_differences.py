@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,36 @@ def test_frozen_parameters_are_not_compared_without_distributed_data_parallel() 
     for rank, attached in enumerate(ranks.attached):
         attached["model"].weight.requires_grad_(False).fill_(rank)
     assert not ranks.save()
+
+
+def test_frozen_parameters_in_distributed_data_parallel_are_compared_at_later_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some are a rank's own by design, such as a codebook that follows its batches."""
+    ranks = Ranks(nn.Linear(4, 4))
+    wrappers = {
+        id(each["model"]): SimpleNamespace(module=each["model"], parameters_to_ignore=()) for each in ranks.attached
+    }
+    monkeypatch.setattr(state, "parallel", lambda obj: wrappers[id(obj)])
+    for rank, attached in enumerate(ranks.attached):
+        attached["model"].weight.requires_grad_(False).fill_(rank)
+    assert not ranks.save()
+    assert [each.name for each in ranks.save()] == ["model"]
+
+
+@pytest.mark.parametrize("left", [{"parameters_to_ignore": ["weight"]}, {"_comm_hooks": [(print, None)]}], ids=str)
+def test_parameters_that_may_differ_by_design_are_no_error(
+    left: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(nn.Linear(4, 4))
+    wrappers = {
+        id(each["model"]): SimpleNamespace(**{"module": each["model"], "parameters_to_ignore": (), **left})
+        for each in ranks.attached
+    }
+    monkeypatch.setattr(state, "parallel", lambda obj: wrappers[id(obj)])
+    with torch.no_grad():
+        ranks.attached[1]["model"].weight += 1.0
+    assert [each.is_error for each in ranks.save()] == [False]
 
 
 def test_module_of_which_any_ranks_state_will_do() -> None:
