@@ -19,6 +19,7 @@ class JobFiles:
         self.record = self.root.parent.parent / "runners" / self.root.name  #: 0700 and the agent's
         self.runner_spec = self.record / "runner-spec.json"  #: RunnerSpec; may hold secrets, so it is in no argv
         self.lock = self.record / "lock"  #: locked (flock) while a process of the job lives; liveness.py
+        self.keeper = self.record / "keeper"  #: locked by the keeper of another user's job; keeper.py
         self.refusal = self.record / "refused.json"  #: RunnerExit of a job that the agent could not start
         self.ended = self.record / "ended"  #: its mtime: when the run was first seen to have ended, 0 before
         self.runtime = self.root / "run"  #: the runner's runtime directory, with its control socket `control`

@@ -93,22 +93,9 @@ def remove_empty_groups(proc: str = "/proc", root: str = ROOT) -> None:
                 group.rmdir()
 
 
-def is_of_our_unit(pid: int, proc: str = "/proc") -> bool:
-    """Whether it is in the group of our service, or below it; False where we are in none but the root's."""
-    own, other = _own_group(proc), _own_group(proc, str(pid))
-    if own is None or other is None:
-        return False
-    unit = own.parent if own.name == AGENT_GROUP else own
-    return unit != PurePosixPath("/") and other.is_relative_to(unit)
-
-
-def _own_group(proc: str, pid: str = "self") -> PurePosixPath | None:
-    lines = os.fsdecode(procfs.read(f"{proc}/{pid}/cgroup")).splitlines()
-    return next((PurePosixPath(line[3:]) for line in lines if line.startswith("0::")), None)
-
-
 def _parent(proc: str, root: str) -> Path:
-    own = _own_group(proc)
+    lines = os.fsdecode(procfs.read(f"{proc}/self/cgroup")).splitlines()
+    own = next((PurePosixPath(line[3:]) for line in lines if line.startswith("0::")), None)
     if own is None or own.name != AGENT_GROUP:
         raise NoLimits(
             f"this agent was started in the control group {own or 'of version 1'}, not in one named {AGENT_GROUP!r} of "

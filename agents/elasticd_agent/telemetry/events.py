@@ -338,7 +338,7 @@ class RunnerStartedEvent(LogEvent, kind="runner_started"):
     name: str = _field("the job's id")
     number: int = _field("which run of the job")
     slots: tuple[int, ...] = _field("the node's slots that it has")
-    pid: int = _field("its process id")
+    pid: int = _field("its process id, or that of its keeper (another user's job)")
 
 
 @dataclass(frozen=True, kw_only=True)

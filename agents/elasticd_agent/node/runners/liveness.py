@@ -15,6 +15,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.system import procfs
 from elasticd_agent.system.files import open_plain
 
@@ -124,19 +125,19 @@ def is_locked(path: Path, *, exclusive: bool = False) -> bool:
     return False
 
 
+def has_processes(files: JobFiles) -> bool:
+    """True while a process of the run has one of its locks, or if that cannot be determined."""
+    return is_locked(files.lock) or is_locked(files.keeper)
+
+
 def lock_owner(path: Path) -> ProcessIdentity | None:
     """The process named in the file, if it is alive."""
-    named = named_owner(path)
-    return named if named is not None and named.alive else None
-
-
-def named_owner(path: Path) -> ProcessIdentity | None:
-    """The process named in the file, which may have ended."""
     try:
         with open(open_plain(path, os.O_RDONLY), "rb") as file:
-            return ProcessIdentity.parse(file.read(OWNER_BYTES).decode("ascii", "replace"))
+            named = ProcessIdentity.parse(file.read(OWNER_BYTES).decode("ascii", "replace"))
     except OSError:
         return None
+    return named if named is not None and named.alive else None
 
 
 def find_unnamed_owner(path: Path, name: bytes, user: int) -> tuple[ProcessIdentity | None, bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -35,6 +36,7 @@ from elasticd_agent.model.version import version
 from elasticd_agent.node.keys import RUNNER_COMM
 from elasticd_agent.node.runners import liveness
 from elasticd_agent.node.runners.history import RoundHistory, RunnerMetrics
+from elasticd_agent.node.runners.keeper import keep
 from elasticd_agent.node.runners.spawn import Account, become, check_interpreter
 from elasticd_agent.node.runners.spec import (
     MAX_SPEC_BYTES,
@@ -50,7 +52,7 @@ from elasticd_agent.node.runners.trial import REFUSED
 from elasticd_agent.system.cgroups import join_group
 from elasticd_agent.system.control_socket import Verb
 from elasticd_agent.system.files import open_plain, replace_link
-from elasticd_agent.system.process import prctl
+from elasticd_agent.system.process import PR_SET_PDEATHSIG, prctl
 from elasticd_agent.telemetry import event_log, metrics
 
 PR_SET_NAME = 15
@@ -63,15 +65,17 @@ def job(argv: Sequence[str]) -> int:
     """Run the job of the folder `argv[0]` to its end. Returns the exit code, which is also written to the folder.
 
     The other arguments are the user to run as, if this process runs as root for another one, and file descriptors: the
-    run's lock, the store's secrets and, where the runner was started from a copy of the code, the lock of that copy.
+    run's lock, the store's secrets, the keeper's lock if there is such a user, and, where the runner was started from a
+    copy of the code, the lock of that copy.
     """
-    if len(argv) not in (4, 5) or not all(text.isdecimal() for text in argv[2:]):
+    if len(argv) not in (4, 5, 6) or not all(text.isdecimal() for text in argv[2:]):
         raise UsageError("job is an internal command: use elasticd agent --config FILE")
     os.umask(0o077)
     prctl(PR_SET_NAME, RUNNER_COMM)
     _reset_oom_score()
     files = JobFiles(Path(argv[0]))
-    lock, secrets_fd, *code_lock = map(int, argv[2:])
+    lock, secrets_fd, *locks = map(int, argv[2:])
+    keeper, code_lock = (keep(locks[0], (lock, secrets_fd)), locks[1:]) if argv[1] else (0, locks)
     for fd in (lock, *code_lock):
         os.set_inheritable(fd, False)
     liveness.write_owner(files.lock)
@@ -85,6 +89,9 @@ def job(argv: Sequence[str]) -> int:
             # Only now: processes of that user may read the memory and the files of one that is theirs.
             become(account)
             prctl(PR_SET_DUMPABLE, 0)  # the kernel resets it
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != keeper:
+                return 1
     except (OSError, WireError) as error:
         raise UsageError(f"{files.runner_spec}: {error}") from None
     _write_to_log(files)

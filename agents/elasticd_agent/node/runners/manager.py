@@ -36,7 +36,6 @@ from elasticd_agent.system import cgroups, procfs
 from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.system.files import replace_file
 
-SUPERVISOR_COMM = "elasticd-super"
 KILL_DELAY_S = 5.0
 """From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
 REMNANT_GRACE_S = 25.0
@@ -59,6 +58,9 @@ class ManagedRunner:
     process: ProcessIdentity | None = None
     pidfd: int | None = None
     child: subprocess.Popen[bytes] | None = None
+    """The runner, or its keeper."""
+    keeper: ProcessIdentity | None = None
+    """That of an adopted runner: it may be our child from before an exec of ourselves."""
     is_missing: bool = False
     """The lock names no live process, and none that has it is a runner."""
     search_owner_at: float = field(default_factory=lambda: time.monotonic() + SIGN_GRACE_S)
@@ -69,7 +71,6 @@ class ManagedRunner:
     """How often in a row the lock was taken, but no process of the job's user had it: its descriptor is in a socket or
     another user's process, or a process that has it was being forked during the scan of /proc."""
     process_tree: tuple[ProcessIdentity, ...] = ()
-    has_orphans: bool = False
     last_status: Mapping[str, Any] | None = None
     user: int | None = field(init=False, default=None)
     """The job's: the owner of its folder, which only the agent can replace."""
@@ -86,18 +87,13 @@ class ManagedRunner:
     def summary(self) -> LocalRunner:
         return LocalRunner(self.spec, self.state, self.why)
 
-    @property
-    def is_of_another_user(self) -> bool:
-        """The job's user can unlock what its processes share, and kill them; the agent can act on all of them."""
-        return os.geteuid() == 0 and self.user not in (None, 0)
-
     def is_running(self) -> bool:
-        """The runner process itself; the lock shows whether any other process of the job is left."""
-        if self.child is not None:
+        """The runner process itself; the locks show whether any other process of the job is left."""
+        if self.child is not None and (self.process is None or self.child.pid == self.process.pid):
             return self.child.poll() is None
         if self.process is None:
             # Its identity is not written yet, or could not be.
-            return not self.is_missing and liveness.is_locked(self.files.lock)
+            return not self.is_missing and liveness.has_processes(self.files)
         with contextlib.suppress(ChildProcessError):  # our child from before an exec of ourselves
             os.waitpid(self.process.pid, os.WNOHANG)
         if self.pidfd is None:
@@ -110,6 +106,16 @@ class ManagedRunner:
         if self.pidfd is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(self.pidfd, signum)
+
+    def reap_keeper(self) -> None:
+        """It has released its lock, so it is ending."""
+        if self.child is not None:
+            self.child.wait()
+        elif self.keeper is not None:
+            stat = procfs.stat(self.keeper.pid)
+            if stat is not None and stat.started == self.keeper.started:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(self.keeper.pid, 0)
 
     def close(self) -> None:
         if self.pidfd is not None:
@@ -165,17 +171,12 @@ class RunnerManager:
             if spec is None:
                 continue
             runner = ManagedRunner(spec, files)
-            # A job's user can unlock the lock: the runner that it names counts, and what it has left behind.
-            named = liveness.named_owner(files.lock) if runner.is_of_another_user else None
-            if liveness.is_locked(files.lock) or (named is not None and named.alive):
+            if liveness.has_processes(files):
+                runner.keeper = liveness.lock_owner(files.keeper)
                 self._runners[runner.key] = runner
                 self._identify(runner)
                 who = f"pid {runner.process.pid}" if runner.process is not None else "pid unknown yet"
                 self._log(f"job {spec.job}: adopted its runner ({who})")
-                continue
-            runner.process = named
-            if _is_news(files) and self._orphans(runner):
-                self._runners[runner.key] = runner  # `poll` kills them
             else:
                 ends.append(RunnerEnd(spec, read_exit(files), requested=False))
         self._update_poller()
@@ -190,7 +191,7 @@ class RunnerManager:
                 raise WireError(f"it is of job {spec.job} number {spec.number}")
             return spec
         except (OSError, WireError) as error:
-            if not liveness.is_locked(files.lock):
+            if not liveness.has_processes(files):
                 if not isinstance(error, FileNotFoundError):
                     self._log(f"{files.runner_spec}: {error}; ignored")
                 return None
@@ -306,23 +307,13 @@ class RunnerManager:
                     runner.state = "running"
                 if not runner.spec.slots:
                     runner.spec = replace(runner.spec, slots=_reported_slots(status))
-            if runner.process is None:
+            if runner.last_status is None:  # until it has named itself, the lock names the process that was started
                 self._identify(runner)
             if runner.is_running():
                 self._enforce_deadlines(runner, now)
-            elif orphans := self._orphans(runner):
-                runner.state, runner.why = (
-                    "leaving",
-                    runner.why or "its runner has ended; its processes are being ended",
-                )
-                if not runner.has_orphans:
-                    runner.has_orphans = True
-                    pids = ", ".join(str(process.pid) for process in orphans)
-                    self._log(f"job {runner.spec.job}: killing processes that its runner has left behind: {pids}")
-                for process in orphans:
-                    _kill(process)
-            elif runner.empty_scans >= EMPTY_SCANS or not liveness.is_locked(runner.files.lock):
+            elif runner.empty_scans >= EMPTY_SCANS or not liveness.has_processes(runner.files):
                 del self._runners[key]
+                runner.reap_keeper()
                 runner.close()
                 ends.append(RunnerEnd(runner.spec, read_exit(runner.files), requested=runner.stop_requested))
                 if liveness.is_locked(runner.files.lock, exclusive=True):  # the next runner takes another one
@@ -371,7 +362,8 @@ class RunnerManager:
             runner.remnants_deadline = now + REMNANT_GRACE_S
             keepers, complete = self._lock_keepers(runner)
             left = {process for process in runner.process_tree if process.alive} | set(keepers)
-            runner.empty_scans = runner.empty_scans + 1 if not left and complete else 0
+            is_empty = not left and complete and not liveness.is_locked(runner.files.keeper)
+            runner.empty_scans = runner.empty_scans + 1 if is_empty else 0
             if runner.empty_scans >= EMPTY_SCANS:
                 self._log(f"job {runner.spec.job}: no process of its user has its lock any more; its slots are free")
                 return
@@ -379,30 +371,6 @@ class RunnerManager:
             self._log(f"job {runner.spec.job}: killing its remaining processes {pids or '(not found)'}")
             for process in left:
                 _kill(process)
-
-    def _orphans(self, runner: ManagedRunner) -> list[ProcessIdentity]:
-        """Processes of another user's job whose runner and owner have ended: he can kill both, unlock what they share
-        and forge their reports. They began after the runner, and nothing of the job's user that lives is above them.
-        """
-        if not runner.is_of_another_user or runner.process is None:
-            return []
-        if liveness.is_locked(runner.files.lock) and runner.empty_scans < EMPTY_SCANS:
-            return []  # an owner is ending them
-        there = procfs.scan()
-        supervisor = procfs.stat(os.getppid())
-        above = {supervisor.pid} if supervisor is not None and supervisor.comm == SUPERVISOR_COMM else set()
-        living = {one.process.pid for one in self._runners.values() if one.process is not None and one.is_running()}
-        found = [
-            one.pid
-            for one in there.values()
-            if one.started >= runner.process.started
-            and one.pid not in living
-            and liveness.process_user(one.pid) == runner.user
-            and (one.parent in above or (one.parent == 1 and cgroups.is_of_our_unit(one.pid)))
-        ]
-        trees = procfs.trees(found, there.values())
-        pids = {pid for tree in trees.values() for pid in tree if liveness.process_user(pid) == runner.user}
-        return [process for process in map(ProcessIdentity.of, sorted(pids)) if process is not None]
 
     def _process_tree(self, runner: ManagedRunner) -> tuple[ProcessIdentity, ...]:
         if runner.process is None:
@@ -423,13 +391,13 @@ class RunnerManager:
     def _identify(self, runner: ManagedRunner) -> None:
         """Open a pidfd for the process that has the lock, which can never refer to another process."""
         process = liveness.lock_owner(runner.files.lock)
-        if process is None and time.monotonic() >= runner.search_owner_at:
+        if runner.process is None and process is None and time.monotonic() >= runner.search_owner_at:
             runner.search_owner_at = time.monotonic() + SIGN_GRACE_S
             user = runner.user
             if user is not None:
                 process, complete = liveness.find_unnamed_owner(runner.files.lock, RUNNER_COMM, user)
                 runner.is_missing = process is None and complete
-        if process is None:
+        if process is None or process == runner.process:
             return
         try:
             fd = os.pidfd_open(process.pid)
@@ -438,6 +406,7 @@ class RunnerManager:
         if ProcessIdentity.of(process.pid) != process:
             os.close(fd)
             return
+        runner.close()
         runner.process = process
         runner.pidfd = fd
         if runner.stop_requested:
@@ -446,13 +415,6 @@ class RunnerManager:
 
     def _update_poller(self) -> None:
         self._poller.set_targets({r.key: (r.files, r.process) for r in self._runners.values() if r.process is not None})
-
-
-def _is_news(files: JobFiles) -> bool:
-    """No agent has seen yet that the run has ended."""
-    with contextlib.suppress(OSError):
-        return files.ended.stat().st_mtime == 0
-    return False
 
 
 def _spec_from_runner(files: JobFiles, until: float) -> RunnerSpec | None:

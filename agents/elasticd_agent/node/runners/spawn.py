@@ -19,7 +19,7 @@ from elasticd_agent.config.job_file import from_json
 from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.reconcile import RunnerStart
-from elasticd_agent.node.runners import versions
+from elasticd_agent.node.runners import liveness, versions
 from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets
 from elasticd_agent.system import procfs
 
@@ -62,21 +62,25 @@ class Account:
 def spawn(
     files: JobFiles, lock: int, account: Account, secrets: StoreSecrets, code: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """`code`: the copy of elasticd to start from; without it, or if it is gone, the installation.
+    """The runner, or its keeper if it is of another user.
 
-    The runner starts as this process's user, and gives root up only once no other process can inspect it: before that
-    its user cannot stop it either, while we wait for its start. Raises OSError, UsageError.
+    `code`: the copy of elasticd to start from; without it, or if it is gone, the installation. The runner starts as
+    this process's user, and gives root up only once no other process can inspect it: before that its user cannot stop
+    it either, while we wait for its start. Raises OSError, UsageError.
     """
     as_user = name_to_become(account)
-    secrets_fd = secrets.to_fd()
-    fds = [lock, secrets_fd]
+    fds = [lock, secrets.to_fd()]
     command = own_command()
-    if code is not None:
-        with contextlib.suppress(OSError):
-            fds.append(versions.lock(code))
-            command = [*command[:2], str(code)]
     try:
-        return subprocess.Popen(
+        if as_user:
+            if (keeper := liveness.take_lock(files.keeper)) is None:
+                raise UsageError(f"{files.root}: processes of an earlier start are left")
+            fds.append(keeper)
+        if code is not None:
+            with contextlib.suppress(OSError):
+                fds.append(versions.lock(code))
+                command = [*command[:2], str(code)]
+        child = subprocess.Popen(
             [*command, "job", str(files.root), as_user, *map(str, fds)],
             stdin=subprocess.DEVNULL,
             stdout=2,  # until the runner has opened its own log
@@ -85,6 +89,9 @@ def spawn(
             pass_fds=fds,
             start_new_session=True,
         )
+        if as_user:
+            liveness.write_owner(files.keeper, child.pid)
+        return child
     finally:
         for fd in fds[1:]:
             os.close(fd)

@@ -21,7 +21,7 @@ from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.records import Round
 from elasticd_agent.node import keys as names
 from elasticd_agent.node.records import JobResult, KnownNode, Placement, Submission
-from elasticd_agent.node.runners.liveness import is_locked
+from elasticd_agent.node.runners.liveness import has_processes
 from elasticd_agent.node.scheduler.policy import ClusterView
 from elasticd_agent.store import Lease, Store, Versioned
 
@@ -236,7 +236,7 @@ def _ended_runs(jobs: Path, needed: Collection[tuple[str, int]], now: float) -> 
         if not (dot and number.isdecimal() and folder.is_dir(follow_symlinks=False)):
             continue
         files = JobFiles(Path(folder.path))
-        if (job, int(number)) in needed or is_locked(files.lock):
+        if (job, int(number)) in needed or has_processes(files):
             continue
         with contextlib.suppress(OSError):
             found[files.root] = _ended_at(files, now)

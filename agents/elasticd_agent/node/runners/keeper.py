@@ -1,0 +1,73 @@
+"""The keeper: root's process above the runner of another user's job, which that user can neither signal nor inspect.
+
+The lock that runner and owner share shows where the job runs, but its user can unlock it, or kill both at once and keep
+a GPU with a worker that outlives them. The keeper has a lock of its own. It is a child subreaper, so every process of
+the job becomes its child in the end; it ends, and with it the lock, when none is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+from elasticd_agent.system import procfs
+from elasticd_agent.system.process import IGNORED_SIGNALS, children, end_children, prctl
+
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+OWNER_COMM = b"elasticd-owner"
+GRACE_S = 25.0
+"""For the owner of a killed runner to end the workers and to remove their shared memory."""
+PAUSE_S = 1.0
+"""Between attempts to kill processes that survive SIGKILL."""
+
+
+def keep(lock: int, others: Iterable[int]) -> int:
+    """Return in a child, which is to be the runner, with our pid. The keeper itself never returns.
+
+    `lock`: the keeper's, closed in the child. `others`: files that the keeper must not have open.
+    """
+    keeper = os.getpid()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    runner = os.fork()
+    if not runner:
+        os.close(lock)
+        os.setsid()
+        return keeper
+    code = 1
+    try:
+        prctl(PR_SET_NAME, b"elasticd-keeper")
+        for signum in IGNORED_SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
+        for fd in others:
+            os.close(fd)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+        code = _wait_for_all(runner)
+    finally:
+        os._exit(code)
+
+
+def _wait_for_all(runner: int) -> int:
+    """Until no process of the job is left. The runner's exit code."""
+    pid, status = 0, 0
+    while pid != runner:
+        pid, status = os.waitpid(-1, 0)
+    until = time.monotonic() + GRACE_S
+    while time.monotonic() < until and OWNER_COMM in [procfs.read(f"/proc/{pid}/comm").strip() for pid in children()]:
+        _reap()
+        time.sleep(0.02)
+    while children():
+        end_children(PAUSE_S)
+        time.sleep(PAUSE_S if children() else 0.0)
+    return max(0, os.waitstatus_to_exitcode(status))
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
