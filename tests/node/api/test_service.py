@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from elasticd_agent.node.api.local import READ_TIMEOUT_S
 from elasticd_agent.node.api.peers import Peers
 from elasticd_agent.node.api.progress import JobTimeline
 from elasticd_agent.node.api.rank_logs import MAX_BYTES
+from elasticd_agent.node.api.service import Conflict, JobService
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.records import JobResult, NodeStatus, RoundSummary, RunnerStatus
 from elasticd_agent.node.scheduler.policy import BEHIND_OTHERS
@@ -608,6 +610,24 @@ def test_unfinished_jobs_of_a_submitter_are_limited(serve: Serve) -> None:
     with ThreadPoolExecutor(8) as pool:
         codes = list(pool.map(lambda n: submit(one.unix(), f"at-once-{n}"), range(16)))
     assert (codes.count(201), codes.count(409)) == (3, 13), "each is counted before the next one"
+
+
+def test_submissions_at_several_agents_are_limited(serve: Serve) -> None:
+    one = serve(store=SlowWrites())
+    services = [replace(one.service, limit=lambda: 4, check=lambda _: met.wait(10)) for _ in range(6)]
+    met = threading.Barrier(len(services))  # none counts before all have come
+
+    def submit(service: JobService) -> str:
+        try:
+            service.submit(JOB, "toml", None, "uid 7")
+        except Conflict as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(services)) as pool:
+        refusals = list(pool.map(submit, services))
+    assert len(one.service._view().unfinished()) == refusals.count("") <= 4
+    assert {"jobs_per_submitter is 4" in why for why in refusals if why} == {True}
 
 
 def test_reason_with_line_ends_is_one_line_of_the_log(tmp_path: Path) -> None:

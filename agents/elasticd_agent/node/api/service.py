@@ -92,7 +92,7 @@ class JobService:
         """Raises UsageError for an invalid job, Conflict for an id whose job has not ended."""
         job = job_file.read_job(data, kind, "the job")
         self.check(job)
-        job_id = name or job.id
+        job_id, now = name or job.id, self.clock()
         try:
             # Of many at once, each is counted before the next one.
             with self._submitting if self.limit() is not None else contextlib.nullcontext():
@@ -104,7 +104,7 @@ class JobService:
                     nodes=job.node_range,
                     slots=job.slot_range,
                     submitted_by=by,
-                    submitted_at=self.clock(),
+                    submitted_at=now,
                     token=token,
                     grow=job.grow != "never",
                     stem=name_of(job.command[0], job.module),
@@ -112,6 +112,8 @@ class JobService:
                     priority=job.priority,
                     cache=self.cache,
                 )
+                if made.submitted_at == now:  # else it is known, and this is a repetition
+                    self._check_made(made, by)
         except UsageError as error:
             if job_id is not None and any(one.job == job_id for one in self._view().unfinished()):
                 raise Conflict(str(error)) from None
@@ -173,6 +175,21 @@ class JobService:
         own = [one for one in self._view().unfinished() if one.submitter == name]
         if len(own) >= most and not (token and any(one.token == token for one in own)):
             raise Conflict(f"{name} has {count(len(own), 'unfinished job')}: [limits] jobs_per_submitter is {most}")
+
+    def _check_made(self, made: Submission, by: str) -> None:
+        """Raises Conflict, with `made` cancelled, if other agents have let in others of its submitter meanwhile.
+
+        Each agent looks after it has written, so the last one sees all, and no more than the limit stay.
+        """
+        most = self.limit()
+        if most is None:
+            return
+        own = [one for one in self._view().unfinished() if one.submitter == made.submitter]
+        if len(own) > most:
+            job_queue.cancel(self.store, made.job, "[limits] jobs_per_submitter", self.clock())
+            raise Conflict(
+                f"{submitter(by)} has submitted too many jobs at once: [limits] jobs_per_submitter is {most}"
+            )
 
     def cancel(self, name: str, by: str) -> dict[str, Any]:
         """Raises NotFound, or Conflict for a job that has ended by itself."""
