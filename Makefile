@@ -84,7 +84,7 @@ bench: $(READY)  ## recovery time, start time and overhead, side by side with to
 soak: $(READY)  ## 200 kills in a row, every way to hang and to be slow, 200 faults of nodes, network and store, 300 of agents with an adversary; needs root
 	@$(BIN)/python benchmarks/soak.py
 
-fuzz: $(READY)  ## mutated records, HTTP requests, job files, heartbeats, recordings and events, 2 minutes each; SECONDS=N, the corpus is in .fuzz
+fuzz: $(READY)  ## mutated records, answers, requests, job files, evidence and whatever else comes from elsewhere, 2 minutes each; SECONDS=N, the corpus is in .fuzz
 	@$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),120)
 
 # Tools of their own environment: what they need is not what elasticd needs.

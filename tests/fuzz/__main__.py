@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import random
+import resource
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from tests.fuzz.targets import corpus, targets
 
 CORPUS = Path(".fuzz")
 """What was found in earlier runs, by target; not a part of the repository."""
+MOST_MEMORY = 150 << 20
+"""Of this process, which is an agent with its API and pages: whatever it reads, it stays small."""
 
 
 def main() -> int:
@@ -38,7 +41,10 @@ def main() -> int:
                 continue
             for data in fresh:
                 (folder / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
-            print(f"{name}: {tried} inputs, {len(fresh)} kept, {lines} lines reached", flush=True)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+            failed += peak > MOST_MEMORY
+            so_far = f"{peak >> 20} MiB of memory so far" + (", which is too much" if peak > MOST_MEMORY else "")
+            print(f"{name}: {tried} inputs, {len(fresh)} kept, {lines} lines reached, {so_far}", flush=True)
     return 1 if failed else 0
 
 

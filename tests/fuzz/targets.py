@@ -5,28 +5,57 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, cast
 
+from elasticd import bounded_json
+from elasticd.checkpointing import manifest
 from elasticd.errors import UsageError, WireError
 from elasticd.heartbeat import record
 from elasticd_agent.cli import tables
 from elasticd_agent.config.job_file import read_job
 from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.collector import flight_recorder
+from elasticd_agent.hangs.explain import load, locate
+from elasticd_agent.hangs.explain.json_report import document
+from elasticd_agent.hangs.explain.text import page
 from elasticd_agent.model.codec import LEAST_NUMBER, Document, Record
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.records import Exclusion, Failure, Member, NodeRecord, QuarantinedSlot, Round, StoreLife
+from elasticd_agent.model.reports import GroupTail, HangReport, RankReport
 from elasticd_agent.node import keys
+from elasticd_agent.node.api.client import Reply, Unreachable
+from elasticd_agent.node.api.cluster import ClusterReader
 from elasticd_agent.node.api.progress import JobTimeline
 from elasticd_agent.node.api.routes import ApiRoutes
-from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
+from elasticd_agent.node.api.schema import (
+    CheckpointStatus,
+    GpuStatus,
+    JobProgress,
+    JobStatus,
+    JobSummary,
+    MemberSlots,
+    NodeSummary,
+    RankProgress,
+    RankSteps,
+    RoundStatus,
+    RunnerAnswer,
+    ScalarSeries,
+)
 from elasticd_agent.node.dashboard.login import LoginCookies
 from elasticd_agent.node.dashboard.routes import DashboardRoutes, ResponseCache
+from elasticd_agent.node.records import NodeStatus
+from elasticd_agent.rendezvous.probe import ProbeAlive
 from elasticd_agent.system.http_auth import TokenAuth
 from elasticd_agent.system.http_server import HttpRequest, _Handler
+from elasticd_agent.torchrun_plugin.member import JobClosed
+from elasticd_agent.torchrun_plugin.plan import Candidate, TorchrunMember, TorchrunRound
 from tests.node.api.test_fuzzed import RECORDS
 from tests.node.served import JOB, TOKEN, Served
 
@@ -35,7 +64,38 @@ RECORDING = {
     "entries": [{"collective_seq_id": 4, "pg_id": 0, "process_group": ["0", "default_pg"], "state": "started",
                  "profiling_name": "nccl:all_reduce", "input_sizes": [[2, 3]], "input_dtypes": ["Float"]}],
 }  # fmt: skip
+RANK = RankReport(0, 0, "training", 7, 12, 4, wait_call="save()", nccl_groups=((0, 3, 2),), where="collective",
+                  groups=(GroupTail("0", 4, 3, ((3, "all_reduce"),), "nccl"),))  # fmt: skip
+ROUND = Round(3, (Member("n1", "i1", (0, 1), "trainer", "127.0.0.1:9"),), (2, 10), 1, run="1", reason="start",
+              quarantined_slots=(QuarantinedSlot("n1", 1, 2, 1, 3.5),), excluded=(Exclusion("n2", 1, 2.0),),
+              hang_places=(("all_reduce", 2),), store=StoreLife(1, "127.0.0.1:9", "127.0.0.1:8"))  # fmt: skip
+OTHERS: list[Document] = [
+    ROUND,
+    NodeRecord("n1", "i1", "127.0.0.1:9", (0, 1), checkpoint=(2, 10), wait_counts=((0, 5, 2),), unreachable=("n2",)),
+    Failure(3, "n1", "crash", ((0, 1),), "why", 12, (2, 10), "ValueError", "Traceback", step=11, places=("x",)),
+    HangReport(3, "n1", (RANK,), "no progress", 20.0, 1.5),
+    ProbeAlive("n1", "i1", StoreLife(1, "127.0.0.1:9", "127.0.0.1:8")),
+    JobClosed("n1"),
+    Candidate(TorchrunMember("n1", "127.0.0.1", 2000), 3),
+    TorchrunRound(4, (TorchrunMember("n1", "127.0.0.1", 2000),)),
+]
+"""Records of a job's nodes, besides those of the API."""
+PROGRESS: dict[bytes, Record] = {
+    b"runner": RunnerAnswer(3, 2, "running", (MemberSlots("n1", (0, 1)),), 7, 1.5, ((1e9, 3, 7),),
+                            (RankProgress(0, "n1", 0, "training", 7, 0.5, "R"),), CheckpointStatus(3, 6, 1e9),
+                            (RankSteps(0, ((1e9, 7),)),)),
+    b"node": JobProgress("n2", 3, "running", 2, (MemberSlots("n2", (0, 1)),), 1, 7, 1.5, CheckpointStatus(3, 6, 1e9),
+                         goodput=0.9, started_at=1e9, rounds=(RoundStatus(3, 1e9, 2, ("n2",), "start", "why"),),
+                         step_samples=((1e9, 3, 7),), scalars=(ScalarSeries("loss", ((7, 0.5),)),),
+                         gpus=(GpuStatus("n2", 0),), unreachable={"n3": "why"}),
+}  # fmt: skip
+"""What a runner, which is a job's user's, and another node answer about a job."""
+EVIDENCE = Path(__file__).parents[1] / "cli" / "explain" / "everyone"
+CHECKPOINT = manifest.Manifest(
+    3, 7, (2, 5), 2, 9, "xxh3_128:00", "llama", "1", {"epoch": 1}, files={"a": (9, "sha256:00")}
+)
 STORED = {
+    b"Round": (Keys("j").round, ""),
     b"Submission": (keys.SUBMISSIONS, "j"),
     b"Placement": (keys.PLACEMENTS, "j"),
     b"JobResult": (keys.RESULTS, "j"),
@@ -63,7 +123,7 @@ class Target:
 
 
 def _records(data: bytes) -> None:
-    kinds = {type(one).__name__.encode(): type(one) for one in RECORDS}
+    kinds = {type(one).__name__.encode(): type(one) for one in (*RECORDS, *OTHERS)}
     name, _, text = data.partition(b" ")
     kind: type[Document] | None = kinds.get(name)
     if kind is not None:
@@ -112,6 +172,69 @@ def _stored(served: Served, data: bytes) -> None:
             JobStatus.from_dict(found["/v1/jobs/j"])
     finally:
         store.delete(folder + key)
+
+
+@dataclass(slots=True)
+class _Peers:
+    """Another node, which answers `answer` whatever it is asked."""
+
+    answer: dict[str, Any] = field(default_factory=dict)
+
+    def request(self, *_: object, **__: object) -> Reply:
+        raise Unreachable("it has no log")
+
+    def request_all(
+        self, addresses: Mapping[str, str], *_: object, meanwhile: Callable[[], None] = lambda: None, **__: object
+    ) -> dict[str, dict[str, Any] | str]:
+        return {node: dict(self.answer) for node in addresses}
+
+
+def _answers(served: Served, peers: _Peers, data: bytes) -> None:
+    """An answer about a job in every page of it."""
+    name, _, text = data.partition(b" ")
+    found = bounded_json.loads(text)
+    if name not in PROGRESS or not isinstance(found, dict):
+        return
+    served.answers["status"], peers.answer = (found, {}) if name == b"runner" else ({}, found)
+    api = served.server._listeners[0].routes
+    for path in ("/v1/jobs/llama", "/v1/local/jobs/llama", "/jobs/llama", "/"):
+        answer = api.answer(HttpRequest("GET", path, "number=1" if "local" in path else "", "root"))
+        assert answer.status == 200, (path, answer.body[:300])
+        if path == "/v1/jobs/llama":
+            JobStatus.from_dict(json.loads(answer.body, parse_constant=_no_constant))
+
+
+def _no_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def _evidence(logs: Path, data: bytes) -> None:
+    """One file of a folder of evidence, which is a job's user's."""
+    name, _, content = data.partition(b"\n")
+    file = next((path for path in logs.rglob("*.*") if path.name.encode() == name), None)
+    if file is None:
+        return
+    before = file.read_bytes()
+    file.write_bytes(content)
+    try:
+        place = locate.choose_folder(locate.find_all(logs))
+        if place is not None:
+            explained = load.explain(place, logs / "events.jsonl")
+            json.dumps(document(explained), allow_nan=False)
+            assert page(explained)
+    finally:
+        file.write_bytes(before)
+
+
+def _manifest(data: bytes) -> None:
+    """Of a checkpoint; with a seal that fits, which everybody can make."""
+    manifest.parse(data)
+    found = json.loads(data)
+    if isinstance(found, dict):
+        found.pop("seal", None)
+        read = manifest.parse(json.dumps({**found, "seal": manifest._seal(found)}).encode())
+        if isinstance(read, manifest.Manifest):
+            assert manifest.parse(read.to_json()) == read
 
 
 def _job_file(data: bytes) -> None:
@@ -170,11 +293,32 @@ def targets() -> Iterator[dict[str, Target]]:
                 assert answer.startswith(b"HTTP/1.1 ") or not answer, answer[:80]
                 assert b" 500 " not in answer[:14], answer
 
-        seeds = [f"{type(one).__name__} ".encode() + one.to_json() for one in RECORDS]
+        pages.announce()
+        pages.place("llama", pages.submit(), "n1", "n2")
+        pages.event("round_published", NOW, 3)
+        other = NodeStatus("n2", "i2", 2, "127.0.0.1:9", elasticd="0.1.0")
+        assert pages.store.announce(keys.NODES + "n2", other.to_json(), 1e6) is not None
+        peers = _Peers()
+        pages.service._cluster = ClusterReader(pages.service.local, cast(Any, peers))
+        logs = Path(place) / "logs"
+        shutil.copytree(EVIDENCE, logs)
+
+        seeds = [f"{type(one).__name__} ".encode() + one.to_json() for one in (*RECORDS, *OTHERS)]
         dumps = [json.dumps(RECORDING).encode(), pickle.dumps(RECORDING, 2)]
         yield {
             "records": Target(_records, seeds, (WireError,)),
             "stored": Target(lambda data: _stored(pages, data), seeds, ()),
+            "answers": Target(
+                lambda data: _answers(pages, peers, data),
+                [name + b" " + json.dumps(one.to_dict()).encode() for name, one in PROGRESS.items()],
+                (ValueError, RecursionError),
+            ),
+            "evidence": Target(
+                lambda data: _evidence(logs, data),
+                [path.name.encode() + b"\n" + path.read_bytes() for path in sorted(logs.rglob("*.*"))],
+                (),
+            ),
+            "manifests": Target(_manifest, [CHECKPOINT.to_json()], (ValueError, RecursionError)),
             "jobs": Target(_job_file, [JOB, b'{"command": ["train.py"], "workdir": "/tmp"}'], ()),
             "beats": Target(beats, [beat.read_bytes()], (WireError,)),
             "recordings": Target(_recording, dumps, (ValueError, RecursionError)),
