@@ -99,9 +99,14 @@ def test_full_directory(node: Node, tmpfs: Path) -> None:
 
 @needs_root
 def test_full_state_directory_concerns_new_jobs_only(node: Node, tmpfs: Path) -> None:
-    """Its users can fill it: no running job is moved."""
+    """Its users can fill it: no running job is moved, and who has most of it is named."""
+    for job, size in (("one.1", 40), ("two.7", 200)):
+        (tmpfs / "jobs" / job / "logs").mkdir(parents=True)
+        (tmpfs / "jobs" / job / "logs" / "out").write_bytes(b"x" * (size << 10))
+    os.chown(tmpfs / "jobs" / "two.7", 1234, -1)
     found = node.with_settings(state_dir=tmpfs).with_health(disk_free_min_bytes=512 << 10).run()[f"disk {tmpfs}"]
     assert (found.outcome, found.directory) == ("failed", EVERY_JOB)
+    assert found.why.endswith("less than 512 KiB; most of it, 200 KiB, has job two.7 of uid 1234")
 
 
 @needs_root

@@ -5,14 +5,18 @@ The test file has no name and so leaves nothing behind; it has a name of its own
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+import time
 
 from elasticd_agent.node.health.result import CheckResult, failed, full, passed
 
 MIN_FREE_INODES = 1000
 """A round of a job makes a few dozen files. File systems without inodes report 0 of 0."""
+LOOK_S = 0.5
+"""For the job that has most of a full state directory: the check must end in time."""
 TEST_DATA = b"\0" * 4096
 """One page, synced: a full file system may still accept data that fits into the inode."""
 
@@ -33,7 +37,8 @@ def check_directory(check: str, directory: str, free_min_bytes: float, made: boo
             check, f"{directory} is mounted read-only; the kernel also does that after disk errors: see dmesg"
         )
     if free < free_min_bytes:
-        return full(check, f"{directory} has {format_size(free)} free, less than {format_size(free_min_bytes)}")
+        why = f"{directory} has {format_size(free)} free, less than {format_size(free_min_bytes)}"
+        return full(check, why + largest_job(directory))
     if room.f_files > 0 and room.f_favail < min(MIN_FREE_INODES, room.f_files / 2):
         return full(check, f"{directory} has {room.f_favail} of {room.f_files} inodes left: too many files")
     try:
@@ -44,8 +49,31 @@ def check_directory(check: str, directory: str, free_min_bytes: float, made: boo
                 check, f"{format_size(free)} free; root cannot test whether users can write there (root_squash)"
             )
         why = f"{directory} is not writable: {_os_error(error)}"
-        return full(check, why) if error.errno in (errno.ENOSPC, errno.EDQUOT) else failed(check, why)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return full(check, why + largest_job(directory))
+        return failed(check, why)
     return passed(check, f"{format_size(free)} free, writable")
+
+
+def largest_job(directory: str) -> str:
+    """Which job has most of the agent's state directory, and its user, as far as LOOK_S shows; "" of another one."""
+    until = time.monotonic() + LOOK_S
+    most, which = 0, ""
+    try:
+        with os.scandir(os.path.join(directory, "jobs")) as jobs:
+            for job in jobs:
+                size, user = 0, job.stat(follow_symlinks=False).st_uid
+                for folder, _, names in os.walk(job.path):
+                    for name in names:
+                        if time.monotonic() > until:
+                            break
+                        with contextlib.suppress(OSError):  # it has just been removed
+                            size += os.lstat(os.path.join(folder, name)).st_blocks * 512
+                if size > most:
+                    most, which = size, f"; most of it, {format_size(size)}, has job {job.name} of uid {user}"
+    except OSError:
+        pass
+    return which
 
 
 def try_write(directory: str) -> None:
