@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -40,11 +41,20 @@ ATTACKS = (
     "etcd",
     "own folder",
     "shared memory",
+    "own slot",
+    "disk",
 )
 NO_PID = 1 << 22
 """Above every pid: a directory of this one looks as if a killed agent had left it."""
 DEPTH = 1500
 """Above Python's recursion limit."""
+OUTLIVED_S = 90.0
+"""After which nothing of a job may live whose runner was killed; the owner has 25 s, and the machine may be busy."""
+SMALL_DISK = 1 << 30
+"""Only a larger one is the machine's."""
+FILLED_S = 4.0
+_GETFD = 438
+"""pidfd_getfd(2), of all architectures."""
 _FORGED = {"version": "1.0", "job": "../../x", "number": 1, "exit_code": -(10**9), "outcome": "failed", "step": 1 << 62,
            "reason": "evil\n2026-01-01 elasticd: forged", "ended_at": -1e17, "kind": "round_published", "wall": 1e300,
            "mono": 4e9, "round": 1, "rounds": [{"number": 1, "world_size": 2, "reason": "x", "at": 1e300}]}  # fmt: skip
@@ -82,17 +92,21 @@ class Attacker:
     job: str
     rng: random.Random = field(default_factory=random.Random)
     _known: set[tuple[str, str, bool]] = field(default_factory=set)
+    _must_be_gone_at: float = float("inf")
+    _filled: int = 0
 
     def run(self) -> None:
         """Until the job's processes are killed."""
         attacks: list[Callable[[], None]] = [
             self.read_files, self.change_files, self.processes, self.sockets, self.ports_, self.store, self.own_folder,
-            self.shared_memory,
+            self.shared_memory, self.own_slot, self.disk,
         ]  # fmt: skip
         while True:
             for attack in attacks:
                 with contextlib.suppress(OSError, ValueError):
                     attack()
+                if time.monotonic() > self._must_be_gone_at:
+                    self.tried("own slot", "outlives its runner", True)
                 time.sleep(_PAUSE_S)
 
     def tried(self, what: str, on: object, worked: object) -> None:
@@ -205,6 +219,41 @@ class Attacker:
                 os.close(above)
             self.tried("shared memory", user, False)
 
+    def own_slot(self) -> None:
+        """Once: keep the slot; what runner and owner share is unlocked, the owner stopped and the runner killed."""
+        mark = self.work / "own-slot"
+        owner = os.getppid()
+        while owner > 1 and _comm(owner) != "elasticd-owner":
+            owner = _parent(owner)
+        if mark.exists() or owner <= 1 or self.rng.random() < 0.8:
+            return
+        mark.touch()
+        self.tried("own slot", "unlocks its lock and kills its runner", False)
+        runner, libc, pidfd = _parent(owner), ctypes.CDLL(None), os.pidfd_open(owner)
+        os.kill(owner, signal.SIGSTOP)
+        for number in range(3, 64):
+            with contextlib.suppress(OSError):
+                if (fd := libc.syscall(_GETFD, pidfd, number, 0)) >= 0:
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+        self._must_be_gone_at = time.monotonic() + OUTLIVED_S
+        os.kill(runner, signal.SIGKILL)
+
+    def disk(self) -> None:
+        """All of a small disk that other users' jobs use, too; freed at the latest when this process is killed."""
+        for node in self.nodes:
+            folder = node / "state" / "jobs" / f"{self.job}.{os.environ['ELASTICD_RUN']}"
+            with contextlib.suppress(OSError):
+                room = os.statvfs(folder)
+                if folder.stat().st_uid == os.geteuid() and room.f_blocks * room.f_frsize < SMALL_DISK:
+                    fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600)
+                    self._filled += 1
+                    self.tried("disk", f"{node.name} {self._filled}", False)
+                    try:
+                        os.posix_fallocate(fd, 0, room.f_bavail * room.f_frsize)
+                        time.sleep(FILLED_S)
+                    finally:
+                        os.close(fd)
+
     # ---- processes
 
     def processes(self) -> None:
@@ -281,6 +330,14 @@ def _request(sock: socket.socket, method: str, path: str, body: bytes, header: s
     sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     status = sock.recv(4096).split(b" ", 2)
     return int(status[1]) if len(status) > 2 else 0
+
+
+def _comm(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _opens(path: Path) -> bool:

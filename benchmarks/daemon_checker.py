@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import checker
-from benchmarks.attacker import ATTACKS
+from benchmarks.attacker import ATTACKS, FILLED_S
 from benchmarks.checker import Line, Log
 
 SLOTS = 2
@@ -313,16 +313,22 @@ def read(work: Path, samples: int = SAMPLES) -> FleetLogs:
         if line["what"] == "full disk"
         for node, _, seconds, _ in [line["detail"].split()]
     ]
+    requests = [line for line in notes.get("requests", ()) if line["do"] == "submit"]
+    hostile = {line["seq"] for line in requests if line.get("hostile")}
+    attacks = {seq: tuple(_whole(work / "jobs" / str(seq) / "attacks.jsonl")) for seq in hostile}
+    full += [
+        (line["on"].split()[0], line["mono"], line["mono"] + 2 * FILLED_S)
+        for lines in attacks.values()
+        for line in lines
+        if line["what"] == "disk"
+    ]
     lossy = {node for node, _, _ in full}
     agents = {}
     for node in sorted((work / "nodes").iterdir()):
         agents[node.name] = tuple(_whole(node / "state" / "logs" / "events.jsonl"))
-    requests = [line for line in notes.get("requests", ()) if line["do"] == "submit"]
     numbers = {line["seq"]: line["number"] for line in requests}
     numbers |= {line["seq"]: line["number"] for line in notes.get("observed", ()) if line["what"] == "submission"}
     runs = []
-    hostile = {line["seq"] for line in requests if line.get("hostile")}
-    attacks = {seq: tuple(_whole(work / "jobs" / str(seq) / "attacks.jsonl")) for seq in hostile}
     for line in requests:
         number = numbers[line["seq"]]
         if not number:

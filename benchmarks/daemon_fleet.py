@@ -308,10 +308,9 @@ class Fleet:
         """The pid that holds each job's lock on this node, 0 where the lock has none."""
         found = {}
         for folder in self._folders(name):
-            lock = folder / "lock"
-            if lock.exists() and alive.is_locked(lock):
+            if alive.has_processes(JobFiles(folder)):
                 job, _, number = folder.name.rpartition(".")
-                holder = alive.lock_owner(lock)
+                holder = alive.lock_owner(folder / "lock")
                 found[job, int(number)] = 0 if holder is None else holder.pid
         return found
 
@@ -329,14 +328,14 @@ class Fleet:
                 held: dict[int, Path] = {}
                 for folder in self._folders(name):
                     slots = _slots(folder)
-                    if not slots or not alive.is_locked(folder / "lock"):
+                    if not slots or not alive.has_processes(JobFiles(folder)):
                         continue
                     for slot in slots:
                         other = held.setdefault(slot, folder)
                         if (
                             other is folder
-                            or not alive.is_locked(other / "lock")
-                            or not alive.is_locked(folder / "lock")
+                            or not alive.has_processes(JobFiles(other))
+                            or not alive.has_processes(JobFiles(folder))
                         ):
                             continue
                         if slot in _slots(other) and (other.name, folder.name) not in reported:
