@@ -93,9 +93,12 @@ $(VENV)-audit/.ready: Makefile
 	@tests/pip-install $(VENV)-audit/bin/python pip-audit cyclonedx-bom pip-tools
 	@touch $@
 
-lock: $(VENV)-audit/.ready  ## rewrite deploy/requirements.txt: every dependency but torch, with its version and hashes; needs the package index
-	@$(VENV)-audit/bin/pip-compile --quiet --generate-hashes --unsafe-package torch --strip-extras --no-header --no-annotate \
-	    --no-emit-index-url --no-emit-find-links --constraint constraints.txt --output-file deploy/requirements.txt pyproject.toml
+LOCK := pip-compile --quiet --generate-hashes --unsafe-package torch --strip-extras --no-header --no-annotate \
+    --no-emit-index-url --no-emit-find-links --constraint constraints.txt --output-file
+BUILDERS := import tomllib; print("build", *tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
+lock: $(VENV)-audit/.ready  ## rewrite deploy/*requirements.txt: every dependency but torch, and what builds the wheel, with hashes; needs the package index
+	@$(VENV)-audit/bin/$(LOCK) deploy/requirements.txt pyproject.toml
+	@$(PYTHON) -c '$(BUILDERS)' | $(VENV)-audit/bin/$(LOCK) deploy/build-requirements.txt -
 
 audit: $(VENV)-audit/.ready  ## known vulnerabilities of deploy/requirements.txt (pip-audit); needs the network
 	@$(VENV)-audit/bin/pip-audit --requirement deploy/requirements.txt --require-hashes --disable-pip --strict

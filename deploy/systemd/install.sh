@@ -51,15 +51,21 @@ if [ -z "$python" ]; then
     python=$prefix/venv/bin/python
     if [ -z "$from" ]; then
         from=$here/../..
-        [ -e "$from/pyproject.toml" ] || from=elasticd
+        [ -e "$from/pyproject.toml" ] || refuse "this script is in no checkout: name what to install, --from WHAT"
     fi
     [ -x "$python" ] || python3 -m venv "$prefix/venv" || refuse "no virtual environment (Debian: apt install python3-venv)"
     say "pip installs $from into $prefix/venv"
     # All that it depends on but torch, which is installed with it, from the index in pip's variables, unless it is there.
     "$python" -m pip install --quiet --disable-pip-version-check --require-hashes -r "$here/../requirements.txt"
+    # What builds the wheel comes with hashes, too; in isolation pip would install it without.
+    build=()
+    if [ -e "$from/pyproject.toml" ]; then
+        "$python" -m pip install --quiet --disable-pip-version-check --require-hashes -r "$here/../build-requirements.txt"
+        build=(--no-build-isolation)
+    fi
     # A folder's version may not change with its content; without this a second install of it would do nothing.
-    "$python" -m pip install --quiet --disable-pip-version-check --upgrade "$from"
-    case $from in */*) "$python" -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$from" ;; esac
+    "$python" -m pip install --quiet --disable-pip-version-check --upgrade "${build[@]}" "$from"
+    case $from in */*) "$python" -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "${build[@]}" "$from" ;; esac
 fi
 as_elasticd() { (cd / && setpriv --reuid=elasticd --regid=elasticd --init-groups "$@"); }
 installed=$(as_elasticd "$python" -m elasticd_agent --version) ||

@@ -149,6 +149,10 @@ BAD: list[tuple[str, str]] = [
         '[http]\ntoken_file="TMP/open"',
         "http.token_file: 'TMP/open': anybody can read it (mode 0644); chmod 600 TMP/open",
     ),
+    (
+        '[http]\ntoken_file="TMP/token"\nagents_token_file="TMP/group"',
+        "http.agents_token_file: holds the token of http.token_file, which may do more; it needs another",
+    ),
     ('[http]\ntoken_file="token"', "http.token_file: 'token' is not an absolute path; begin it with /"),
     ("[http]\ntoken_file=3", "http.token_file: 3 is not a path; write it as text, as in /srv/data"),
     (TLS + 'ca="TMP/text"', "store.ca: 'TMP/text' holds no certificate in PEM form"),

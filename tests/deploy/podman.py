@@ -21,8 +21,6 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 UID = 10001
 IMAGE = "localhost/elasticd:test"
-BUILDS_WITH = ("hatchling", "hatch-fancy-pypi-readme")
-"""What pip needs to build elasticd's own wheel."""
 
 _CONTAINERS = """\
 [containers]
@@ -92,7 +90,12 @@ class Podman:
         """What the image's pip is to find, from wherever this machine's pip finds it."""
         asked = [
             (REPOSITORY / name).read_bytes()
-            for name in ("pyproject.toml", "constraints.txt", "deploy/requirements.txt")
+            for name in (
+                "pyproject.toml",
+                "constraints.txt",
+                "deploy/requirements.txt",
+                "deploy/build-requirements.txt",
+            )
         ]
         into = self._where / f"wheels-{hashlib.sha256(b''.join(asked)).hexdigest()[:12]}"
         if not into.exists():
@@ -102,7 +105,8 @@ class Podman:
             shutil.rmtree(making, ignore_errors=True)
             for words in (
                 ["download", "--require-hashes", "-r", "deploy/requirements.txt", "-d", str(making)],
-                ["wheel", "-c", "constraints.txt", "-w", str(making), "torch", "numpy", *BUILDS_WITH],
+                ["download", "--require-hashes", "-r", "deploy/build-requirements.txt", "-d", str(making)],
+                ["wheel", "-c", "constraints.txt", "-w", str(making), "torch", "numpy"],
             ):
                 pip = [sys.executable, "-m", "pip", *words, "--quiet", "--disable-pip-version-check"]
                 made = subprocess.run(pip, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)

@@ -40,6 +40,25 @@ def test_every_dependency_but_torch_is_pinned_with_hashes() -> None:
         assert "==" not in block or "--hash=sha256:" in block, block
 
 
+def test_what_builds_the_wheel_is_pinned_with_hashes() -> None:
+    locked = (REPOSITORY / "deploy" / "build-requirements.txt").read_text()
+    needed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["build-system"]["requires"]
+    names = {NAME.match(one)[0].lower() for one in needed} | {"build"}  # type: ignore[index]
+    assert names <= pins(locked).keys(), "make lock"
+    known = pins((REPOSITORY / "constraints.txt").read_text())
+    assert {name: version for name, version in pins(locked).items() if known.get(name, version) != version} == {}
+    for name in ("deploy/Containerfile", "deploy/systemd/install.sh", ".github/workflows/release.yml"):
+        text = (REPOSITORY / name).read_text()
+        assert re.search(r"pip install .*--require-hashes -r \S*build-requirements\.txt", text), name
+        assert "--no-build-isolation" in text or "--no-isolation" in text, name
+
+
+def test_installer_takes_no_name_of_an_index() -> None:
+    """Whoever registers a name decides what it installs."""
+    text = (REPOSITORY / "deploy" / "systemd" / "install.sh").read_text()
+    assert set(re.findall(r"\bfrom=(\S*)", text)) == {"''", "$here/../.."}
+
+
 def test_workflows_use_actions_by_their_commits() -> None:
     """Their owners can move tags; a workflow of this repository ("./…") comes with the commit that names it."""
     found = [path.read_text() for path in (REPOSITORY / ".github" / "workflows").glob("*.yml")]

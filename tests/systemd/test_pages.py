@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import pytest
 from tests.docs.pages import blocks
 from tests.systemd.conftest import REPOSITORY
 from tests.systemd.machine import Nspawn
-from tests.systemd.test_agent import NEW, UNIT, wheels  # noqa: F401 a fixture
+from tests.systemd.test_agent import UNIT
 
 STAND_INS = {
     "curl": "exec python3 -c 'import sys, urllib.request as r; print(r.urlopen(sys.argv[2]).read().decode())' \"$@\"",
@@ -28,7 +29,7 @@ STAND_INS = {
     "git": '[ "$1 $3" = "clone elasticd" ] && cp -r /root/checkout elasticd',
 }
 INTERACTIVE = re.compile(r"^(journalctl .*-f|elasticd status .*--watch)( |$)")
-# pip finds elasticd here instead of in the index: as an operator without a network does.
+# pip finds what builds elasticd here instead of in the index: as an operator without a network does.
 ENV = [
     "PIP_NO_INDEX=1",
     "PIP_NO_DEPS=1",
@@ -39,7 +40,7 @@ ENV = [
 
 
 @pytest.fixture(scope="module")
-def fresh(machine: Nspawn, wheels: dict[str, Path]) -> Nspawn:  # noqa: F811
+def fresh(machine: Nspawn) -> Nspawn:
     """A bare machine, with this checkout where `git clone` takes it from, and torch where the venv finds it."""
     for name, script in STAND_INS.items():
         machine.write(f"/usr/local/sbin/{name}", f"#!/bin/sh\n{script}\n", 0o755)
@@ -50,10 +51,19 @@ def fresh(machine: Nspawn, wheels: dict[str, Path]) -> Nspawn:  # noqa: F811
     machine.write(f"/opt/elasticd/venv/lib/{site}/site-packages/machine.pth", f"{packages}\n")
     # The venv's own would hide the version that requirements.txt asks for.
     machine.run("/opt/elasticd/venv/bin/pip", "uninstall", "--quiet", "--yes", "setuptools", env=["HOME=/root"])
-    for folder in ("deploy", "examples"):
-        shutil.copytree(REPOSITORY / folder, machine.file("/root/checkout") / folder)
-    machine.file("/root/wheels").mkdir()
-    shutil.copy(wheels[NEW], machine.file("/root/wheels"))
+    for folder in ("deploy", "examples", "elasticd", "agents", "docs/man"):
+        caches = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / folder, machine.file("/root/checkout") / folder, ignore=caches)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, machine.file("/root/checkout"))
+    builders = [
+        "--require-hashes",
+        "-r",
+        REPOSITORY / "deploy/build-requirements.txt",
+        "-d",
+        machine.file("/root/wheels"),
+    ]
+    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *builders], check=True, timeout=300)
     return machine
 
 

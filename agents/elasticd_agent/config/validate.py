@@ -181,6 +181,11 @@ def _check_http_tokens(http: HttpSettings) -> None:
                 read_token(path, "")
             except UsageError as error:
                 raise ConfigError(key, str(error).removeprefix(": ")) from None
+    if (agents := http.agents_token_file) is not None:
+        for key, path in {"http.token_file": http.token_file, **named}.items():
+            if path is not None and read_token(path, "") == read_token(agents, ""):
+                why = f"holds the token of {key}, which may do more; it needs another"
+                raise ConfigError("http.agents_token_file", why)
 
 
 def _check_health(health: HealthSettings) -> None:
