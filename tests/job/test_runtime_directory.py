@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd_agent.job import run
 from elasticd_agent.job.run import remove_stale, runtime_directory
 from elasticd_agent.job.worker_setup import WorkerSetup
 from elasticd_agent.model.job import JobSpec, Mode, Policy
@@ -107,6 +108,18 @@ for _ in range(1500):
     assert not own.exists()
     assert file.exists() and link.is_symlink() and (deep_place / "kept" / "file").exists()
     assert other.exists() == (os.geteuid() == 0), "another user's may hold anything"
+
+
+def test_stale_directory_that_cannot_be_removed_costs_a_sentence(
+    tmp_path: Path, nobody: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stale = tmp_path / f"elasticd-{os.getuid()}-{nobody}-a"
+    (stale / "round-1").mkdir(parents=True)
+    monkeypatch.setattr(run, "remove_tree", lambda path: None)
+    remove_stale(tmp_path)
+    assert [one.message for one in caplog.records] == [
+        f"{stale}, which a killed agent has left, cannot be removed; it takes memory"
+    ]
 
 
 def test_deep_runtime_directory_is_removed_at_the_end(deep_place: Path) -> None:

@@ -339,6 +339,8 @@ def remove_stale(base: Path) -> None:
         is_of_agent = name.startswith(f"elasticd-{os.getuid()}-") and pid.isdecimal()
         if is_of_agent and not Path(f"/proc/{pid}").exists() and _is_abandoned(path):
             remove_tree(path)
+            if os.path.lexists(path):
+                _log.warning("%s, which a killed agent has left, cannot be removed; it takes memory", path)
 
 
 def _is_abandoned(path: Path) -> bool:

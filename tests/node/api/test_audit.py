@@ -79,6 +79,8 @@ def test_who_did_what(tmp_path: Path) -> None:
             assert one.unix().get("/v1/jobs/lm/logs").code == 200
         assert one.tcp().post("/v1/nodes/n1/drain").code == 200
         assert one.tcp().post("/v1/jobs/no/cancel").code == 404
+        for number in range(3):
+            assert one.tcp().get(f"/v1/jobs/invented-{number}/logs").code == 404
         for _ in range(3):
             assert one.tcp("x" * 40).get("/v1/jobs").code == 401
     me = lines.events[0].by
@@ -87,6 +89,7 @@ def test_who_did_what(tmp_path: Path) -> None:
         (me, "read", "lm", 200),
         ("the token's holder at 127.0.0.1", "drain", "n1", 200),
         ("the token's holder at 127.0.0.1", "cancel", "no", 404),
+        ("the token's holder at 127.0.0.1", "read", "invented-0", 404),
         ("127.0.0.1", "denied", "GET /v1/jobs", 401),
     ]
     assert lines.counted == [one.action for one in lines.events]

@@ -1,8 +1,9 @@
 """The audit log, `<logs>/audit.jsonl`: who changed something, who read logs, and who was denied access.
 
 It stands in front of the routes, so no request is missed. A caller that repeats the same reading, as `elasticd logs
---follow` does, gets one line a minute, and so does a token that is denied the same request; and an address or a local
-user without credentials that is denied whatever it asks for, also at the login.
+--follow` does, gets one line a minute, and so do a caller that names what does not exist, whatever it is, and a token
+that is denied the same request; and an address or a local user without credentials that is denied whatever it asks
+for, also at the login.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class AuditedRoutes:
             target = json.loads(body)["job"]
         by = request.requested_by or request.host
         is_repeatable = action == "read" or (action == "login" and status >= 400)
-        self._record(by, action, target, status, once=target if is_repeatable else None)
+        # Of names that are nobody's there are as many as somebody likes.
+        once = "" if status == 404 else target if is_repeatable else None
+        self._record(by, action, target, status, once=once)
 
     def _record(self, by: str, action: str, target: str, status: int, why: str = "", *, once: str | None) -> None:
         """`once`: what makes a line a repetition of another one of this caller and action; None: it never is."""
