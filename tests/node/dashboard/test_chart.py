@@ -10,7 +10,7 @@ import pytest
 from elasticd_agent.node.api.schema import JobStatus
 from elasticd_agent.node.dashboard import chart
 from elasticd_agent.node.dashboard.chart import TimeWindow
-from tests.node.dashboard.hostile_texts import WICKED, read
+from tests.node.dashboard.hostile_texts import WICKED
 from tests.node.dashboard.samples import NOW, a_job
 
 TEN = TimeWindow(0.0, 10.0)
@@ -75,8 +75,7 @@ def test_drawing_names_each_round_and_its_cost() -> None:
     job = JobStatus.from_dict(a_job())
     first, second = job.known.rounds
     job = replace(job, progress=replace(job.known, rounds=(first, replace(second, reason=WICKED))))
-    page = read(chart.chart(job, NOW, None))
-    text = "\n".join(page.text)
-    assert "Round 1, 4 workers: first round" in text
-    assert "4.0 s without a step" in text
-    assert "onerror" in text
+    drawn = chart.chart(job, NOW, None)
+    assert [one.title for one in drawn.blocks] == ["Round 1, 4 workers: first round", f"Round 2, 4 workers: {WICKED}"]
+    assert [one.title for one in drawn.lost] == ["4.0 s without a step"]
+    assert "onerror" in drawn.marks[-1].title

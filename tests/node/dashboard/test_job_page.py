@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import WireError
-from elasticd_agent.node.api.job_list import JobIndex, JobList
+from elasticd_agent.node.api.job_list import JobList
 from elasticd_agent.node.api.schema import JobStatus, JobSummary, NodeSummary
-from elasticd_agent.node.dashboard import job_page, status
-from elasticd_agent.node.dashboard.job_page import LogTail, PageQuery
+from elasticd_agent.node.dashboard import job_page, overview, status
+from elasticd_agent.node.dashboard.job_page import Evidence, LogTail, PageQuery
 from elasticd_agent.node.dashboard.layout import page
-from elasticd_agent.node.dashboard.overview import JobPage, ListQuery, overview
+from elasticd_agent.node.dashboard.overview import JobPage, ListQuery
 from elasticd_agent.node.records import JobResult, NodeStatus, Placement, RunnerStatus, SlotAssignment, Submission
 from elasticd_agent.node.scheduler.policy import ClusterView
 from tests.node.dashboard.hostile_texts import PAYLOADS, WICKED, Read, read
@@ -26,9 +26,26 @@ def rendered(
     answer: dict[str, Any] | JobStatus, tail: LogTail | None = None, evidence: list[dict[str, Any]] | None = None
 ) -> Read:
     job = answer if isinstance(answer, JobStatus) else JobStatus.from_dict(answer)
-    explained = job_page.explanation(job.job, evidence or [], brief=True)
-    content = job_page.job_page(job, PageQuery(), NOW, tail or LogTail("a line\n", "on a"), explained)
-    return read(page(job.job, "a", "0.1.0", *content, now=NOW, logout=True))
+    return read(job_html(job, tail or LogTail("a line\n", "on a"), job_page.explanations(evidence or [], brief=True)))
+
+
+def job_html(job: JobStatus, tail: LogTail, evidence: Evidence | None = None, failure: LogTail | None = None) -> str:
+    values = job_page.values(job, PageQuery(), NOW, tail, evidence, failure)
+    return page("job.html", job.job, "a", "0.1.0", values, now=NOW, logout=True)
+
+
+def overview_html(
+    jobs: JobPage,
+    nodes: list[NodeSummary],
+    here: str,
+    query: ListQuery,
+    *,
+    local: dict[str, JobStatus] | None = None,
+    problems: list[str] | None = None,
+    key: str = "",
+) -> str:
+    values = overview.values(jobs, nodes, here, local or {}, problems or [], query, key)
+    return page("overview.html", "jobs", here, "0", values, now=NOW, logout=True)
 
 
 def text_of(answer: dict[str, Any]) -> str:
@@ -125,8 +142,7 @@ def test_failed_job_begins_with_the_traceback_of_its_rank() -> None:
     assert job.failed_rank == 3
     noise = "Traceback (most recent call last):\n  an earlier one\n" + "step\n" * 99
     wrote = LogTail(noise + "Traceback (most recent call last):\n  File x, line 7\nValueError: no\n", "on b")
-    content = job_page.job_page(job, PageQuery(), NOW, LogTail(), None, wrote)
-    text = "".join(read(page("p", "a", "0", *content, now=NOW, logout=True)).text)
+    text = "".join(read(job_html(job, LogTail(), None, wrote)).text)
     assert "What rank 3 wrote last" in text and "line 7\nValueError: no" in text and "an earlier one" not in text
     assert text.index("ValueError: no") < text.index("Step rate")
     assert JobStatus.from_dict({**failed, "reason": "cancelled"}).failed_rank is None
@@ -138,7 +154,7 @@ def test_list_shows_the_end_of_a_reason_and_the_last_step() -> None:
     reason += "rank 3 raised ValueError: no such column"
     ended = JobSummary("a", 1, "failed", reason=reason, ended_at=NOW, ended_seconds=1.0, step=12_345)
     node = NodeSummary("n", "quarantined", reason=reason)
-    text = "".join(map(str, overview(JobPage([ended], 1, 0, 1), [node], "n", {}, [], ListQuery())))
+    text = overview_html(JobPage([ended], 1, 0, 1), [node], "n", ListQuery())
     assert text.count(f'title="{reason}"') == 2
     shown = text.partition(f'title="{reason}">')[2].partition("<")[0]
     assert shown.startswith("3 of 3 restarts used") and "… " in shown
@@ -161,20 +177,17 @@ def test_numbers_and_step_times_are_drawn() -> None:
               {"rank": 1, "points": [[NOW, 5], [NOW + 2, 6], [NOW + 4, 7], [NOW + 4.5, 8]]}]  # fmt: skip
     assert "The median is 2.00 s; rank 0 is the slowest with 2.00 s." in text_of(a_job(rank_steps=uneven))
     many = [{"rank": k, "points": [[NOW + 2 * i, i * 7] for i in range(80)]} for k in range(500)]
-    content = job_page.job_page(JobStatus.from_dict(a_job(rank_steps=many)), PageQuery(), NOW, LogTail(), None)
-    assert len(page("p", "a", "0", *content, now=NOW, logout=True)) < 100_000
+    assert len(job_html(JobStatus.from_dict(a_job(rank_steps=many)), LogTail())) < 100_000
 
 
 def test_pages_of_a_large_cluster_stay_small() -> None:
     ranks = [a_rank(0) | {"rank": k, "node": f"gpu-{k // 8:04}", "idle_seconds": k / 100} for k in range(4096)]
     job = {**a_job(ranks=ranks, world_size=4096), "nodes": [f"gpu-{n:04}" for n in range(512)]}
-    content = job_page.job_page(JobStatus.from_dict(job), PageQuery(), NOW, LogTail("x" * 16_000), None)
-    whole = page("p", "a", "0", *content, now=NOW, logout=True)
+    whole = job_html(JobStatus.from_dict(job), LogTail("x" * 16_000))
     assert len(whole) < 125_000 and "3,968 more ranks" in whole
     nodes = [NodeSummary(f"gpu-{n:04}", "cordoned" if n == 400 else "ready", 8, 8) for n in range(512)]
     rows = [JobSummary(f"j{n}", n, "pending", reason="pending behind other jobs") for n in range(100)]
-    content = overview(JobPage(rows, 10_000, 10_000, 10_000), nodes, "gpu-0001", {}, [], ListQuery(), "k" * 64)
-    whole = page("p", "gpu-0001", "0", *content, now=NOW, logout=True)
+    whole = overview_html(JobPage(rows, 10_000, 10_000, 10_000), nodes, "gpu-0001", ListQuery(), key="k" * 64)
     assert len(whole) < 125_000 and whole.index("gpu-0001</b>") < whole.index("gpu-0400") < whole.index("gpu-0002")
     assert "and 448 more nodes" in whole
 
@@ -185,7 +198,7 @@ def test_list_is_searched_and_paged() -> None:
     placed = Placement("j300", 300, (SlotAssignment("gpu-7", (0,)),), "runs on gpu-7")
     node = NodeStatus("gpu-7", "i", 8, runners=(RunnerStatus("j300", 300, (0,), "running"),))
     view = ClusterView((node,), submissions=tuple(submitted), placements=(placed,), results=tuple(failed))
-    jobs = JobList.of(view, NOW, JobIndex())
+    jobs = JobList.of(view, NOW)
 
     def names(text: str = "", state: str = "") -> list[str]:
         pages = [ListQuery(text, state, page).listed(jobs) for page in range(1, 5)]
@@ -197,8 +210,7 @@ def test_list_is_searched_and_paged() -> None:
     assert names(state="running") == ["j300"] and names(state="failed") == ["j302", "j301"]
     assert names("GPU-7 uid") == ["j300"] and names("valueerror 301") == ["j301"] and names("zz") == []
     query = ListQuery("uid", "unfinished", 2)
-    content = overview(query.listed(jobs), [], "a", {}, [], query)
-    seen = read(page("p", "a", "0", *content, now=NOW, logout=True))
+    seen = read(overview_html(query.listed(jobs), [], "a", query))
     assert "101 to 200 of 300 jobs" in " ".join("".join(seen.text).split())
     assert {"/?q=uid&state=unfinished", "/?q=uid&state=unfinished&page=3"} <= set(seen.links)
 
@@ -228,7 +240,9 @@ def test_job_page_escapes_everything() -> None:
     text = "".join(rendered(job, LogTail(WICKED, WICKED), evidence).text)
     assert text.count("onmouseover='alert(1)") > 20
     assert "".join(rendered(job, LogTail(why=WICKED)).text).count("CDATA") > 10
-    read(page(WICKED, WICKED, WICKED, job_page.evidence_link(WICKED), now=NOW, logout=False))
+    shown = job_page.explanations(evidence, brief=False)
+    values = {"job": WICKED, "evidence": shown}
+    read(page("evidence.html", WICKED, WICKED, WICKED, values, now=NOW, logout=False))
 
 
 def test_overview_escapes_everything() -> None:
@@ -238,8 +252,10 @@ def test_overview_escapes_everything() -> None:
     local = {WICKED: wicked(JobStatus.from_dict(a_job()))}
     for here in (WICKED, "elsewhere"):
         query = ListQuery(WICKED, WICKED, 2)
-        content = overview(JobPage([job], 300, 1, 1), [node], here, local, list(PAYLOADS), query, WICKED)
-        assert "".join(read(page("jobs", here, "0", *content, now=NOW, logout=True)).text).count("onmouseover") > 5
+        whole = overview_html(
+            JobPage([job], 300, 1, 1), [node], here, query, local=local, problems=list(PAYLOADS), key=WICKED
+        )
+        assert "".join(read(whole).text).count("onmouseover") > 5
 
 
 JSON = st.recursive(

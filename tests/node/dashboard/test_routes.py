@@ -199,9 +199,9 @@ def test_failed_job_opens_with_its_rank(serve: Serve) -> None:
     result = JobResult("llama", 1, "failed", 1, "rank 3 raised KeyError: 'x'", NOW)
     assert one.store.compare_and_swap(names.RESULTS + "llama", None, result.to_json())
     page = browse(one, "/jobs/llama", come_in(one)).body.decode()
-    assert "What rank 3 wrote last" in page and "KeyError: &#x27;x&#x27;" in page
+    assert "What rank 3 wrote last" in page and "KeyError: &#39;x&#39;" in page
     assert '<option value="3" selected>' in page and '<option value="stderr" selected>' in page
-    assert "&quot;command&quot;" in page, "its file"
+    assert "&#34;command&#34;" in page, "its file"
 
 
 @pytest.mark.parametrize("cookie", ["", f"{COOKIE}=", f"{COOKIE}={TOKEN}", f"{COOKIE}={int(NOW) + 9}.{'0' * 64}"])

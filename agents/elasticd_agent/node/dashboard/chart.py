@@ -1,7 +1,7 @@
 """A job's history as one drawing: the step rate, and below it each round with its number of workers. Pure.
 
-It is SVG made by the agent, so that a page without a script shows it, too. Time without a step is part of the rate, so
-that even a short fault is a dent; the gap between two blocks is the cost of a fault.
+Time without a step is part of the rate, so that even a short fault is a dent; the gap between two blocks is the cost of
+a fault.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticd_agent.model.phrases import count
 from elasticd_agent.node.api.schema import JobStatus, RoundStatus, StepSample
 from elasticd_agent.node.dashboard import formatting
-from elasticd_agent.node.dashboard.markup import Html, tag
 from elasticd_agent.system.durations import in_words
 
 WIDTH, LEFT, RIGHT = 960, 56, 12
 TOP, RATE_H, GAP, BLOCKS_H, AXIS = 22, 130, 30, 40, 22
 HEIGHT = TOP + RATE_H + GAP + BLOCKS_H + AXIS
+_GEOMETRY = {
+    "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "middle": TOP + RATE_H / 2,
+    "base": TOP + RATE_H, "floor": TOP + RATE_H + GAP + BLOCKS_H,
+}  # fmt: skip
 COLUMNS = 180
 MAX_MARKS = 40
 """Of more rounds in the window only the newest are marked with a line."""
@@ -107,8 +110,37 @@ def rates(samples: Sequence[StepSample], shown: TimeWindow, live: bool, columns:
     return found
 
 
-def chart(job: JobStatus, now: float, seconds: float | None) -> Html:
-    """The drawing, or nothing before the first step."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Something of one round. Where its height is 0, it is as high as the drawing."""
+
+    title: str
+    x: float
+    width: float
+    kind: str
+    height: float = 0.0
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What templates/drawings.html draws."""
+
+    title: str
+    description: str
+    labels: Sequence[tuple[str, float]]
+    """Of the axes: text, y."""
+    ticks: Sequence[tuple[float, str]]
+    """x and time of day, from the end."""
+    areas: Sequence[tuple[str, str]]
+    """Of each stretch of known columns: the points around what is below it, and of its outline."""
+    lost: Sequence[Shape]
+    blocks: Sequence[Shape]
+    marks: Sequence[Shape]
+    geometry: Mapping[str, float]
+
+
+def chart(job: JobStatus, now: float, seconds: float | None) -> Chart:
     shown = window(job, now, seconds)
     found = rates(points(job), shown, live=not job.ended)
     most = _round_up(max((one for one in found if one is not None), default=0.0))
@@ -116,21 +148,17 @@ def chart(job: JobStatus, now: float, seconds: float | None) -> Html:
     newest = progress.newest_round
     rounds = [one for one in progress.rounds if (one.ended_at or shown.until) >= shown.since or one is newest]
     size = max([one.world_size for one in rounds], default=1) or 1
-    return tag(
-        "svg",
-        tag(
-            "title",
-            f"Step rate and rounds of {job.job}, {formatting.clock(shown.since)} to {formatting.clock(shown.until)}",
-        ),
-        tag("desc", _description(found, rounds)),
-        [_lost(one, shown) for one in rounds if one.lost_seconds],
-        _grid(shown, most, size),
-        _area(found, shown, most),
-        [_block(one, rounds, shown, size) for one in rounds],
-        [_mark(one, shown) for one in rounds[-MAX_MARKS:] if one.at > shown.since],
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        role="img",
-        class_="chart",
+    blocks = (_block(one, rounds, shown, size) for one in rounds)
+    return Chart(
+        title=f"Step rate and rounds of {job.job}, {formatting.clock(shown.since)} to {formatting.clock(shown.until)}",
+        description=_description(found, rounds),
+        labels=_labels(most, size),
+        ticks=_ticks(shown),
+        areas=_areas(found, most),
+        lost=[_lost(one, shown) for one in rounds if one.lost_seconds],
+        blocks=[block for block in blocks if block is not None],
+        marks=[_mark(one, shown) for one in rounds[-MAX_MARKS:] if one.at > shown.since],
+        geometry=_GEOMETRY,
     )
 
 
@@ -142,39 +170,23 @@ def _description(found: Sequence[float | None], rounds: Sequence[RoundStatus]) -
     return f"{fastest} at most, {last} at the end, in {count(len(rounds), 'round')}; see the list of rounds."
 
 
-def _grid(shown: TimeWindow, most: float, size: int) -> list[Html]:
-    base, floor = TOP + RATE_H, TOP + RATE_H + GAP + BLOCKS_H
-    lines = [
-        tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid")
-        for y in (TOP, TOP + RATE_H / 2, base)
-    ]  # fmt: skip
-    lines += [
-        tag("text", "steps/s", x=LEFT - 6, y=TOP - 9, class_="number"),
-        tag("text", _short(most), x=LEFT - 6, y=TOP + 4, class_="number"),
-        tag("text", _short(most / 2), x=LEFT - 6, y=TOP + RATE_H / 2 + 4, class_="number"),
-        tag("text", "0", x=LEFT - 6, y=base + 4, class_="number"),
-        tag("text", "workers", x=LEFT - 6, y=base + GAP - 7, class_="number"),
-        tag("text", str(size), x=LEFT - 6, y=base + GAP + 9, class_="number"),
-    ]
+def _labels(most: float, size: int) -> list[tuple[str, float]]:
+    base = TOP + RATE_H
+    rates = [("steps/s", TOP - 9), (_short(most), TOP + 4), (_short(most / 2), TOP + RATE_H / 2 + 4), ("0", base + 4)]
+    return [*rates, ("workers", base + GAP - 7), (str(size), base + GAP + 9)]
+
+
+def _ticks(shown: TimeWindow) -> list[tuple[float, str]]:
     span = shown.until - shown.since
     every = next((tick for tick in _TICKS if span / tick <= 8), span / 6)
     # Counted back from the end: a tick keeps its place while the window only grows.
-    back, at = 0, shown.until
-    while at > shown.since:
-        x = shown.x(at)
-        anchor = "end" if back == 0 else "middle"
-        lines.append(tag("line", x1=x, x2=x, y1=floor + 2, y2=floor + 6, class_="tick"))
-        if x > LEFT + 30:
-            lines.append(tag("text", formatting.clock(at), x=x, y=floor + 19, text_anchor=anchor, class_="time"))
-        back += 1
-        at = shown.until - back * every
-    return lines
+    times = (shown.until - back * every for back in itertools.count())
+    return [(shown.x(at), formatting.clock(at)) for at in itertools.takewhile(lambda at: at > shown.since, times)]
 
 
-def _area(found: Sequence[float | None], shown: TimeWindow, most: float) -> list[Html]:
-    """Each stretch of known columns: what is below it, and its outline."""
+def _areas(found: Sequence[float | None], most: float) -> list[tuple[str, str]]:
     base, width = TOP + RATE_H, (WIDTH - LEFT - RIGHT) / COLUMNS
-    drawn: list[Html] = []
+    drawn: list[tuple[str, str]] = []
     column = 0
     while column < len(found):
         if found[column] is None:
@@ -187,12 +199,11 @@ def _area(found: Sequence[float | None], shown: TimeWindow, most: float) -> list
             path += [f"{left:.1f},{y:.1f}", f"{left + width:.1f},{y:.1f}"]
             column += 1
         low, high = f"{LEFT + first * width:.1f},{base}", f"{LEFT + column * width:.1f},{base}"
-        drawn.append(tag("polygon", points=" ".join([low, *path, high]), class_="area"))
-        drawn.append(tag("polyline", points=" ".join(path), class_="rate"))
+        drawn.append((" ".join([low, *path, high]), " ".join(path)))
     return drawn
 
 
-def _block(one: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, size: int) -> list[Html]:
+def _block(one: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, size: int) -> Shape | None:
     """From its first step to its last, as high as its number of workers; an outline before the first step."""
     after = next((later for later in rounds if later.round > one.round), None)
     ends = [at for at in (one.ended_at, after.at if after is not None else None) if at is not None]
@@ -200,44 +211,30 @@ def _block(one: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, s
     begin = one.first_step_at if one.first_step_at is not None else one.at
     left, right = shown.x(begin), shown.x(until)
     if right <= LEFT:
-        return []
-    floor = TOP + RATE_H + GAP + BLOCKS_H
-    height = round(BLOCKS_H * min(1.0, one.world_size / size), 1)
-    kind = "block" if one.first_step_at is not None else "block none"
+        return None
     wide = max(1.5, right - left - 0.5)
-    label = f"{one.round}" if wide > 9 * len(str(one.round)) + 6 else ""
-    title = f"Round {one.round}, {count(one.world_size, 'worker')}: {one.reason}"
-    return [
-        tag(
-            "g",
-            tag("title", title),
-            tag("rect", x=left, y=floor - height, width=round(wide, 1), height=height, rx=2, class_=kind),
-            tag("text", label, x=round(left + wide / 2, 1), y=floor - height / 2 + 4, class_="in") if label else None,
-        )
-    ]
+    return Shape(
+        f"Round {one.round}, {count(one.world_size, 'worker')}: {one.reason}",
+        left,
+        wide,
+        "block" if one.first_step_at is not None else "block none",
+        round(BLOCKS_H * min(1.0, one.world_size / size), 1),
+        f"{one.round}" if wide > 9 * len(str(one.round)) + 6 else "",
+    )
 
 
-def _lost(one: RoundStatus, shown: TimeWindow) -> Html:
+def _lost(one: RoundStatus, shown: TimeWindow) -> Shape:
     """From the last step of the round before to the first step of this one."""
     assert one.lost_seconds is not None
     until = one.first_step_at if one.first_step_at is not None else shown.until
     left, right = shown.x(until - one.lost_seconds), shown.x(until)
-    title = tag("title", f"{in_words(one.lost_seconds)} without a step")
-    height = RATE_H + GAP + BLOCKS_H
     kind = "pause" if one.planned else "lost"
-    return tag("rect", title, x=left, y=TOP, width=max(0.0, round(right - left, 1)), height=height, class_=kind)
+    return Shape(f"{in_words(one.lost_seconds)} without a step", left, max(0.0, round(right - left, 1)), kind)
 
 
-def _mark(one: RoundStatus, shown: TimeWindow) -> Html:
-    x, bottom = shown.x(one.at), TOP + RATE_H + GAP + BLOCKS_H
-    kind = "planned" if one.planned else "fault"
-    return tag(
-        "g",
-        tag("title", f"{formatting.clock(one.at)} round {one.round}: {one.reason}"),
-        tag("line", x1=x, x2=x, y1=TOP - 4, y2=bottom, class_=f"mark {kind}"),
-        tag("path", d=f"M{x - 4},{TOP - 12}h8l-4,7z", class_=f"flag {kind}"),
-        tag("rect", x=x - 5, y=TOP - 14, width=10, height=bottom - TOP + 14, class_="touch"),
-    )
+def _mark(one: RoundStatus, shown: TimeWindow) -> Shape:
+    title = f"{formatting.clock(one.at)} round {one.round}: {one.reason}"
+    return Shape(title, shown.x(one.at), 0.0, "planned" if one.planned else "fault")
 
 
 def _round_up(value: float) -> float:

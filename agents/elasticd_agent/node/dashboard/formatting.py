@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from urllib.parse import quote
 
-from elasticd_agent.node.dashboard.markup import Html, tag
 from elasticd_agent.system.durations import in_words
 
 
@@ -27,11 +26,12 @@ def clock(at: float, *, day: bool = False) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S" if day else "%H:%M:%S", time.localtime(at))
 
 
-def timestamp(at: float, now: float) -> Html:
-    """Today only the time of day, with the date in the tooltip."""
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(at))
-    today = time.localtime(at)[:3] == time.localtime(now)[:3]
-    return tag("time", clock(at, day=not today), datetime=whole, title=clock(at, day=True))
+def iso(at: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(at))
+
+
+def same_day(at: float, now: float) -> bool:
+    return time.localtime(at)[:3] == time.localtime(now)[:3]
 
 
 def job_url(job: str, more: str = "") -> str:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from elasticd_agent.model.phrases import count
 from elasticd_agent.node.api.schema import AssignmentStatus, GpuStatus, JobProgress, JobStatus, RankProgress
-from elasticd_agent.node.dashboard.layout import chip
-from elasticd_agent.node.dashboard.markup import Child, Html, tag
-from elasticd_agent.system.durations import in_words
 
 MAX_RANKS = 128
 """Of more ranks, those with the oldest progress are shown."""
@@ -37,8 +34,22 @@ def condition(rank: RankProgress, progress: JobProgress) -> tuple[str, str]:
     return phase, "good" if rank.phase == "step" else "busy"
 
 
-def grid(job: JobStatus) -> Child:
-    """A box for each node of the round, with its ranks; a node that did not answer is named."""
+@dataclass(frozen=True, slots=True)
+class NodeBox:
+    """A node of the round with its ranks, each with a word and its style; one that did not answer is named."""
+
+    name: str
+    state: str
+    style: str
+    reason: str
+    gpus: Sequence[str]
+    ranks: Sequence[tuple[RankProgress, str, str]]
+    absent: str
+    """Why it has no ranks."""
+
+
+def grid(job: JobStatus) -> tuple[list[NodeBox], int]:
+    """The boxes, and how many more ranks there are."""
     progress = job.known
     shown = sorted(progress.ranks, key=lambda rank: -rank.idle_seconds)[:MAX_RANKS]
     ranks: dict[str, list[RankProgress]] = {}
@@ -47,25 +58,26 @@ def grid(job: JobStatus) -> Child:
     more = len(progress.ranks) - len(shown)
     names = dict.fromkeys([*(() if more else job.nodes), *progress.unreachable, *ranks])
     assigned = {one.node: one for one in job.assignments}
-    boxes = [_node(name, assigned.get(name), progress, ranks.get(name, ())) for name in names]
-    rest = tag("p", f"and {count(more, 'more rank')} with newer progress", class_="below") if more else None
-    return [tag("div", boxes, class_="grid-of-nodes"), rest]
+    return [_box(name, assigned.get(name), progress, ranks.get(name, ())) for name in names], more
 
 
-def _node(name: str, assigned: AssignmentStatus | None, progress: JobProgress, ranks: Sequence[RankProgress]) -> Html:
+def _box(name: str, assigned: AssignmentStatus | None, progress: JobProgress, ranks: Sequence[RankProgress]) -> NodeBox:
     problem = progress.unreachable.get(name, "")
-    reason = problem or (assigned.reason if assigned is not None else "")
-    gpus = [_gpu(one) for one in progress.gpus if one.node == name]
     state = "unreachable" if problem else assigned.state if assigned is not None else ""
-    return tag(
-        "div",
-        tag("h3", name, " ", chip(state, _STATE_STYLES.get(state, "busy")) if state else None),
-        tag("p", reason, class_="quiet") if reason else None,
-        tag("p", " · ".join(gpus), class_="quiet") if gpus else None,
-        tag("ul", [_cell(rank, progress) for rank in ranks], class_="ranks") if ranks else None,
-        tag("p", _absent(progress), class_="quiet") if not ranks and not problem else None,
-        class_="of-node",
+    return NodeBox(
+        name,
+        state,
+        _STATE_STYLES.get(state, "busy"),
+        problem or (assigned.reason if assigned is not None else ""),
+        [_gpu(one) for one in progress.gpus if one.node == name],
+        [(rank, *condition(rank, progress)) for rank in ranks],
+        _absent(progress) if not ranks and not problem else "",
     )
+
+
+def behind(rank: RankProgress, progress: JobProgress) -> str:
+    missing = max(one.step for one in progress.ranks) - rank.step
+    return f" ({missing:,} behind)" if missing > 1 and rank.phase != "starting" else ""
 
 
 def _absent(progress: JobProgress) -> str:
@@ -79,17 +91,3 @@ def _gpu(one: GpuStatus) -> str:
     if one.memory_used_bytes is not None and one.memory_total_bytes:
         facts.append(f"{one.memory_used_bytes / 1e9:.0f} of {one.memory_total_bytes / 1e9:.0f} GB")
     return f"GPU {one.gpu}: {', '.join(facts)}"
-
-
-def _cell(rank: RankProgress, progress: JobProgress) -> Html:
-    word, style = condition(rank, progress)
-    missing = max(one.step for one in progress.ranks) - rank.step
-    behind = f" ({missing:,} behind)" if missing > 1 and rank.phase != "starting" else ""
-    return tag(
-        "li",
-        tag("span", tag("span", "rank ", class_="quiet"), str(rank.rank), class_="which"),
-        tag("span", word, class_="word"),
-        tag("span", f"step {rank.step:,}{behind}", class_="step"),
-        tag("span", f"progress {in_words(rank.idle_seconds)} ago", class_="age"),
-        class_=f"rank {style}",
-    )

@@ -27,11 +27,10 @@ from elasticd_agent.node.api.rank_logs import MAX_BYTES, LogRequest
 from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.node.api.schema import JobProgress, JobStatus, JobSummary, LogChunk, NodeSummary
 from elasticd_agent.node.api.service import Conflict
-from elasticd_agent.node.dashboard import formatting, job_page, layout
-from elasticd_agent.node.dashboard.job_page import STREAMS, WINDOWS, LogTail, PageQuery
+from elasticd_agent.node.dashboard import formatting, job_page, layout, overview
+from elasticd_agent.node.dashboard.job_page import STREAMS, WINDOWS, Evidence, LogTail, PageQuery
 from elasticd_agent.node.dashboard.login import CODE_LIFETIME_S, LoginCookies, OneTimeCodes
-from elasticd_agent.node.dashboard.markup import Child, tag
-from elasticd_agent.node.dashboard.overview import STATES, ListQuery, overview
+from elasticd_agent.node.dashboard.overview import STATES, ListQuery
 from elasticd_agent.node.dashboard.status import problem
 from elasticd_agent.node.records import submitter
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
@@ -199,8 +198,8 @@ class DashboardRoutes:
         own = [row for row in listed.shown if here in row.nodes and not row.ended][:MAX_OVERVIEW_JOBS]
         local = self._local_progress(own)
         key = self._form_key(request)
-        content = overview(listed, nodes, here, local, problems, query, key)
-        return self._render(request, f"{here} · elasticd", *content)
+        values = overview.values(listed, nodes, here, local, problems, query, key)
+        return self._render(request, "overview.html", f"{here} · elasticd", values)
 
     def _form_key(self, request: HttpRequest) -> str:
         """Of the buttons of this page; "" for one who may not press any."""
@@ -255,37 +254,35 @@ class DashboardRoutes:
         if rank is not None and "rank" not in _pairs(request.query):
             view = replace(view, rank=rank, stream="stderr")
         failure = None if rank is None else self._tail(job, PageQuery(rank=rank, stream="stderr"))
-        key, explained = self._form_key(request), self._explanation(job)
-        content = job_page.job_page(job, view, now, self._tail(job, view), explained, failure, key)
+        key, evidence = self._form_key(request), self._newest_evidence(job)
+        values = job_page.values(job, view, now, self._tail(job, view), evidence, failure, key)
         mark = "▲ " if problem(job) else ""
         every_s = max(SEARCH_S if view.find else layout.REFRESH_S, len(job.nodes) / NODES_PER_SECOND)
-        return self._render(request, f"{mark}{job.job}: {job.state} · elasticd", *content, every_s=every_s)
+        title = f"{mark}{job.job}: {job.state} · elasticd"
+        return self._render(request, "job.html", title, values, every_s=every_s)
 
     def _explain(self, request: HttpRequest, name: str) -> HttpResponse:
         job = self._job_status(name)
         rows = self._evidence.get((name, job.number, "all"), lambda: self.api.service.explain(name, None))["nodes"]
-        back = tag("p", tag("a", f"← {name}", href=formatting.job_url(name)))
-        found = job_page.explanation(name, rows, brief=False)
-        title = tag("h1", "Evidence of all nodes")
-        return self._render(request, f"{name}: evidence · elasticd", back, title, found, every_s=None)
+        values = {"job": name, "evidence": job_page.explanations(rows, brief=False)}
+        return self._render(request, "evidence.html", f"{name}: evidence · elasticd", values, every_s=None)
 
     def _job_status(self, name: str) -> JobStatus:
         return self._jobs.get(name, lambda: self.api.service.job(name))
 
-    def _explanation(self, job: JobStatus) -> Child:
-        """The newest hang's; read once for each, since evidence does not change."""
+    def _newest_evidence(self, job: JobStatus) -> Evidence | None:
+        """The newest hang's; read once for each, since evidence does not change. None: no round followed a hang."""
         number = job_page.last_hung_round(job.known.rounds)
         if not number:
-            return job_page.evidence_link(job.job)
+            return None
         key, service = (job.job, job.number, number), self.api.service
         try:
             found = run_within(
                 PAGE_TIMEOUT_S, lambda: self._evidence.get(key, lambda: service.explain(job.job, None)), job.job
             )
         except (ElasticdError, DeadlineExceeded):
-            link = tag("a", "try again", href=formatting.job_url(job.job, "/explain"))
-            return tag("p", "Reading the evidence takes long: ", link, ".", class_="quiet")
-        return job_page.explanation(job.job, found["nodes"], brief=True)
+            return Evidence(is_late=True)
+        return job_page.explanations(found["nodes"], brief=True)
 
     def _tail(self, job: JobStatus, view: PageQuery) -> LogTail:
         try:
@@ -333,19 +330,20 @@ class DashboardRoutes:
     def _render(
         self,
         request: HttpRequest,
+        template: str,
         title: str,
-        *content: Child,
+        values: Mapping[str, object],
+        *,
         every_s: float | None = layout.REFRESH_S,
         code: int = 200,
     ) -> HttpResponse:
         service, logout = self.api.service, bool(request.host)
         node, now = service.local.node, service.clock()
-        page = layout.page(title, node, self.version, *content, now=now, logout=logout, every_s=every_s)
+        page = layout.page(template, title, node, self.version, values, now=now, logout=logout, every_s=every_s)
         return layout.html_response(code, page)
 
     def _error_page(self, code: int, title: str, why: str, request: HttpRequest) -> HttpResponse:
-        content = [tag("h1", title), layout.banner("bad", why), tag("p", tag("a", "Jobs and nodes", href="/"))]
-        return self._render(request, f"{title} · elasticd", *content, code=code)
+        return self._render(request, "error.html", f"{title} · elasticd", {"heading": title, "why": why}, code=code)
 
     def _login(self, request: HttpRequest) -> HttpResponse:
         form = _form(request)
@@ -364,7 +362,8 @@ class DashboardRoutes:
         return self._login_form(401, "That is not the token of this page.", target)
 
     def _login_form(self, code: int, why: str, then: str, *headers: tuple[str, str]) -> HttpResponse:
-        page = layout.login(why, then, self.texts.token_file)
+        values = {"why": why, "then": then, "token_file": self.texts.token_file}
+        page = layout.public_page("login.html", "Log in · elasticd", **values)
         return layout.html_response(code, page, layout.PUBLIC_POLICY, *headers)
 
     def _no_login(self) -> HttpResponse:
@@ -450,5 +449,5 @@ def _redirect(where: str, cookie: str = "") -> HttpResponse:
 
 
 def _public_response(code: int, title: str, why: str) -> HttpResponse:
-    page = layout.public_page(f"{title} · elasticd", tag("h1", title), tag("p", why))
+    page = layout.public_page("message.html", f"{title} · elasticd", heading=title, why=why)
     return layout.html_response(code, page, layout.PUBLIC_POLICY)
