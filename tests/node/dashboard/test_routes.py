@@ -479,7 +479,7 @@ def test_two_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, colle
 
         for what, ask, says in (
             ("all", page("/"), "of 2,000 jobs"),
-            ("a search", page("/?q=user-8+pending"), "of 40 jobs"),
+            ("a search", page("/?q=user-4+pending"), "of 240 jobs"),
             ("a late page", page("/?state=pending&page=8"), "of 990 jobs"),
             ("elasticd jobs", lambda: one.unix().get("/v1/jobs"), '"j2000"'),
         ):
