@@ -22,9 +22,9 @@ from elasticd.errors import UsageError, WireError
 from elasticd_agent.cli import tables
 from elasticd_agent.cli.log_follower import LogFollower, LogQuery
 from elasticd_agent.config.command_parser import CommandParser
+from elasticd_agent.model.agent_address import AGENT_VARIABLE
 from elasticd_agent.model.job import without_python
 from elasticd_agent.model.phrases import is_are
-from elasticd_agent.node.api.agent_address import AGENT_VARIABLE
 from elasticd_agent.node.api.client import (
     AgentClient,
     Reply,

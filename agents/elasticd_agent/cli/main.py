@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elasticd.errors import StoreUnavailable, UsageError
+from elasticd_agent.model.agent_address import AGENT_VARIABLE, DEFAULT_SOCKET
 from elasticd_agent.model.exit_codes import INTERRUPTED, REQUEUE
 from elasticd_agent.model.phrases import did_you_mean
-from elasticd_agent.node.api.agent_address import AGENT_VARIABLE, DEFAULT_SOCKET
 
 
 class Command(NamedTuple):

@@ -20,7 +20,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from elasticd import bounded_json
 from elasticd.errors import ElasticdError, UsageError
-from elasticd_agent.node.api.agent_address import AGENT_VARIABLE, DEFAULT_SOCKET
+from elasticd_agent.model.agent_address import AGENT_VARIABLE, DEFAULT_SOCKET
 from elasticd_agent.store.tls import tls_context
 from elasticd_agent.system.control_socket import short_path
 from elasticd_agent.system.http_auth import read_token
