@@ -24,23 +24,9 @@ def paths_of(kind: str, round: int) -> list[str]:
     return list(map(str, Path(path_of(kind, 0, round)).parent.glob(f"{kind}-*")))
 
 
-def recorded_random_state(
-    attached: Mapping[str, Any], round: int, rank: int, step: int, expected: bool
-) -> dict[str, Any] | None:
-    """A rank's random state as of a step of an earlier round, if its process was on this node.
-
-    It is kept for the round that resumes from it. `expected`: what the rank has expected in the backward pass counts,
-    too.
-    """
-    if "ELASTICD_HEARTBEAT" not in os.environ:
-        return None
-    own = [holder[key] for _, (holder, key) in buffers(attached) if on_host(holder[key])]
-    path = path_of("commit", rank, round)
-    found = commit_record.read(path, step, own)
-    if found is None and expected:
-        found = commit_record.read(path, step, own, expected=True)
-    if found is None:
-        found = commit_record.read(path_of("resumed", rank, round), step, [])
+def kept_random_state(rank: int, step: int, round: int) -> dict[str, Any] | None:
+    """What `keep_random_state` has kept, if the rank's process was on this node."""
+    found = commit_record.read(path_of("resumed", rank, round), step, [])
     return found.random_state if found is not None else None
 
 

@@ -15,6 +15,7 @@ import itertools
 import operator
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from elasticd.checkpointing import commit_files, commit_record, device_copy, state
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 EXPECTED = "rng_expected"
 """Key in a state: True if random states are, at a commit, what they were in the backward pass."""
+DRAWN = "rng_drawn"
+"""Key in a state: of the ranks on the donor's node how they have drawn, for a rank that has died on another one."""
 DONOR = "donor"
 """Key in a sharded state: the rank that saved state.pt at a fault."""
 _Kept = tuple[list[bytes], list[list[dict[str, Any]]]]
@@ -331,7 +334,7 @@ class CommittedState:
         import torch
 
         step = commit.step
-        random_states, is_as_expected, buffers = self._records(step)
+        drawn, random_states, is_as_expected, buffers = self._records(step)
         for path, copied in zip(self._on_device, commit.buffers, strict=False):
             buffer = self._buffers[path]
             buffers[path] = copied.view(buffer.dtype).view(buffer.shape) if len(copied) else buffer
@@ -353,19 +356,23 @@ class CommittedState:
                 raise CheckpointError(MUTABLE)
             for saved, committed in zip(content[name]["param_groups"], groups, strict=True):
                 saved.update({key: value for key, value in committed.items() if key != "params"})
-        return {**content, **self._own_part(step, random_states, is_as_expected)}
+        return {**content, **self._own_part(step, drawn, random_states, is_as_expected)}
 
     def cursor(self, commit: Commit) -> Any:
         """The position of the attached sampler."""
         return cursor_of(self._attached, dict(self._kept(commit)))
 
-    def _own_part(self, step: int, random_states: list[Any], is_as_expected: bool) -> dict[str, dict[str, Any]]:
+    def _own_part(
+        self, step: int, drawn: Sequence[Drawn], random_states: list[Any], is_as_expected: bool
+    ) -> dict[str, dict[str, Any]]:
         own = {"step": step, "round": self._saver.round, "world_size": self._saver.group.world_size}
-        return {state.RESERVED: {**own, "rng": random_states, EXPECTED: is_as_expected}}
+        found = [(each.rank, each.last, each.digests) for each in drawn]
+        return {state.RESERVED: {**own, "rng": random_states, EXPECTED: is_as_expected, DRAWN: found}}
 
-    def _records(self, step: int) -> tuple[list[Any], bool, dict[tuple[str, Any], torch.Tensor]]:
-        """All random states that this node has as of `step` (None for the others), whether this rank's is as it has
-        expected, and rank 0's buffers, else ours. Raises CheckpointError.
+    def _records(self, step: int) -> tuple[list[Drawn], list[Any], bool, dict[tuple[str, Any], torch.Tensor]]:
+        """How the ranks of this node that have finished `step` have drawn, all random states that it has as of then
+        (None for the others), whether this rank's is as it has expected, and rank 0's buffers, else ours. Raises
+        CheckpointError.
         """
         group, own = self._saver.group, self._host_buffers()
         ranks = [RankRecord(rank, step, own) for rank in range(group.world_size)]
@@ -390,27 +397,60 @@ class CommittedState:
             raise CheckpointError(
                 f"a rank had not begun the step after {step}, before which the script changes something"
             )
-        random_states = []
-        for rank, each in enumerate(ranks):
-            random_state = each.committed.random_state if each.committed else each.likely(ranks)
-            if random_state is None and each.expected is not None:
-                raise CheckpointError(
-                    f"rank {rank} had not finished step {step}, and draws random numbers between its backward pass and "
-                    "session.step()"
-                )
-            random_states.append(random_state)
+        drawn = [each.drawn for each in ranks if each.committed is not None]
+        random_states = [each.random_state(drawn) for each in ranks]
         buffers = (first.committed or mine.committed).buffers
         if first.committed is None and first.expected and mine.expected and self._record.moved_at != step:
             buffers = commit_record.as_expected(first.expected.buffers, mine.expected.buffers, buffers)
-        return random_states, mine.is_as_expected, dict(zip(self._on_host, buffers, strict=True))
+        return drawn, random_states, mine.is_as_expected, dict(zip(self._on_host, buffers, strict=True))
+
+
+_Digests = Mapping[str, str] | None
+"""Of the state of each random generator; None if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """How a rank that has finished a step has drawn in it and before: ranks with equal digests draw alike."""
+
+    rank: int
+    last: int
+    """The last step that it had finished before, 0 for none."""
+    digests: Sequence[_Digests]
+    """At the commit, as it was expected, and both of the last step before."""
+    random_state: Mapping[str, Any]
+    """As of the commit."""
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> list[Drawn]:
+        """Those in a saved state, which has the random states already."""
+        return [cls(rank, last, each, saved["rng"][rank]) for rank, last, each in saved.get(DRAWN, ())]
 
 
 class RankRecord:
     """What the record of a rank has of a step, and of the last one that it has finished before."""
 
-    def __init__(self, rank: int, step: int, buffers: Sequence[torch.Tensor]) -> None:
-        self._path, self._step, self._buffers = commit_files.path_of("commit", rank), step, buffers
+    def __init__(self, rank: int, step: int, buffers: Sequence[torch.Tensor], round: int | None = None) -> None:
+        self._rank, self._step, self._buffers = rank, step, buffers
+        self._path = commit_files.path_of("commit", rank, round)
         self.committed, self.expected = self._read(step)
+
+    def random_state(self, others: Sequence[Drawn]) -> dict[str, Any] | None:
+        """As of the step; None if nothing is known of the rank. Raises CheckpointError if it may have drawn more."""
+        random_state = self.committed.random_state if self.committed else self._likely_state(others)
+        if random_state is None and self.expected is not None:
+            raise CheckpointError(
+                f"rank {self._rank} had not finished step {self._step}, and draws random numbers between its backward "
+                "pass and session.step()"
+            )
+        return random_state
+
+    @property
+    def drawn(self) -> Drawn:
+        assert self.committed is not None
+        last, *before = self.before
+        digests = tuple(map(_digests, (self.committed, self.expected, *before)))
+        return Drawn(self._rank, last, digests, self.committed.random_state)
 
     def _read(self, step: int) -> tuple[RecordedCommit | None, RecordedCommit | None]:
         committed, expected = (commit_record.read(self._path, step, self._buffers, kind) for kind in (False, True))
@@ -427,35 +467,42 @@ class RankRecord:
         last = max((each for each in commit_record.steps(self._path) if each < self._step), default=0)
         return last, *(self._read(last) if last else (None, None))
 
-    def likely(self, others: Sequence[RankRecord]) -> dict[str, Any] | None:
-        """The random state that this rank, which is dead, would have had at the commit; None if that is not known."""
-        known = [each for each in others if each.committed is not None]
+    def _likely_state(self, others: Sequence[Drawn]) -> dict[str, Any] | None:
+        """That this rank, which is dead, would have had at the commit; None if that is not known."""
         of = self.expected or self.before[1]
-        found = {kind: self._likely(kind, known) for kind in of.random_state} if of is not None else {}
+        found = {kind: self._likely(kind, others) for kind in of.random_state} if of is not None else {}
         return found if found and None not in found.values() else None
 
-    def _likely(self, kind: str, known: Sequence[RankRecord]) -> Any:
+    def _likely(self, kind: str, others: Sequence[Drawn]) -> Any:
         """Of one generator: that of a rank where it was in the same state until then, or what was expected, if this
         rank draws none after the backward pass.
         """
-        last, committed, expected = self.before
-        for each in known:
-            has_been_equal = last == each.before[0] and _draw_alike(kind, committed, each.before[1])
-            if has_been_equal and _draw_alike(kind, self.expected, each.expected) is not False:
-                return each.committed.random_state.get(kind) if each.committed is not None else None
-        drew_none = _draw_alike(kind, committed, expected)
-        alike = [each for each in known if drew_none is None or _draw_alike(kind, *each.before[1:]) is drew_none]
-        if drew_none is False or not all(_draw_alike(kind, each.committed, each.expected) for each in alike):
+        last, *records = self.before
+        committed_before, expected_before, expected = map(_digests, (*records, self.expected))
+        drew_none = _alike(kind, committed_before, expected_before)
+        as_expected = True
+        for each in others:
+            own_committed, own_expected, own_before, own_expected_before = each.digests
+            has_been_equal = last == each.last and _alike(kind, committed_before, own_before)
+            if has_been_equal and _alike(kind, expected, own_expected) is not False:
+                return each.random_state.get(kind)
+            if drew_none is None or _alike(kind, own_before, own_expected_before) is drew_none:
+                as_expected = as_expected and bool(_alike(kind, own_committed, own_expected))
+        if drew_none is False or not as_expected:
             return None
         return self.expected and self.expected.random_state[kind]
 
 
-def _draw_alike(kind: str, one: RecordedCommit | None, other: RecordedCommit | None) -> bool | None:
-    """Of one generator; None if a state is not known."""
-    if one is None or other is None:
+def _digests(found: RecordedCommit | None) -> _Digests:
+    if found is None:
         return None
-    first, second = (state.to_bytes(each.random_state.get(kind)) for each in (one, other))
-    return first == second
+    every = found.random_state.items()
+    return {kind: hashlib.blake2b(state.to_bytes(value), digest_size=16).hexdigest() for kind, value in every}
+
+
+def _alike(kind: str, one: _Digests, other: _Digests) -> bool | None:
+    """Of one generator; None if a state is not known."""
+    return None if one is None or other is None else one.get(kind) == other.get(kind)
 
 
 def _is_scaler(obj: Any) -> TypeGuard[torch.amp.GradScaler]:

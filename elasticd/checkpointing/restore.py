@@ -166,8 +166,9 @@ class _Restore:
         is_sharded = self.saver.shards(self.attached) is not None
         held = self.channel.collect("held", self._find_held(), "what its node has in memory")
         self._states, self._servers = held_states.parse(held)
-        chosen = self._choose_together(0, may_wait=is_sharded)
-        attempt = 0
+        return self._restore(self._choose_together(0, may_wait=is_sharded), 0)
+
+    def _restore(self, chosen: dict[str, Any], attempt: int) -> Resumed | None:
         while chosen["step"] is not None and (other := self._verify_shards(chosen, attempt)) is not None:
             chosen, attempt = other, attempt + 1
         if chosen["step"] is None:
@@ -176,6 +177,8 @@ class _Restore:
             return None
         if self._shards is None:
             self._open_everywhere(chosen)
+            if (other := self._refuse_lost_draws(chosen, attempt)) is not None:
+                return self._restore(other, attempt + 1)
         notes: list[str] = []
         error: Exception | None = None
         try:
@@ -283,6 +286,39 @@ class _Restore:
         self._shards.close()
         self._shards = None
         return self._choose_together(attempt + 1, may_wait=True)
+
+    def _refuse_lost_draws(self, chosen: Mapping[str, Any], attempt: int) -> dict[str, Any] | None:
+        """Another choice, on all ranks, where a rank on another node than the donor has died in the step after it had
+        drawn what nobody knows: with other numbers the ranks of a script that draws alike would diverge.
+        """
+        rank, world_size = self.group.rank, self.group.world_size
+        if chosen["number"] is None or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == world_size:
+            return None
+        why = ""
+        with contextlib.suppress(Exception):  # loading says what is wrong
+            self._content = self._content or checkpoint.load_mapped(self._fd)
+            saved = self._content[state.RESERVED]
+            if rank < len(saved["rng"]) and saved["rng"][rank] is None:
+                try:
+                    self._recorded_random_state(chosen, saved)
+                except CheckpointError as error:
+                    why = str(error)
+        key, what = f"draws/{attempt}", "whether its random state is known"
+        every = self.channel.collect(key, why.encode(errors="backslashreplace"), what)
+
+        def decide() -> dict[str, Any]:
+            found = next((each.decode() for each in every if each), "")
+            if found:
+                self._states = [each for each in self._states if each.snapshot.draft.step < chosen["step"]]
+                self._report(f"the state of step {chosen['step']} in memory cannot be used: {found}", chosen["step"])
+            return {"why": found}
+
+        if not self.channel.on_rank0(key, what, decide)["why"]:
+            return None
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._content = -1, None
+        return self._choose_together(attempt + 1, may_wait=False)
 
     def _load(self, chosen: Mapping[str, Any], content: dict[str, Any]) -> list[str]:
         """Load what is attached; returns sentences about what was not used."""
@@ -583,15 +619,31 @@ class _Restore:
             return [f"{counts}: there is no random state for rank {rank}, which keeps its own"]
         if (own := every_rank[rank]) is not None:
             return notes + state.set_random_state(own, self.group.device)
-        step, expected = chosen["step"], saved.get(committed_state.EXPECTED, False)
-        own = commit_files.recorded_random_state(self.attached, chosen["round"], rank, step, expected)
-        if own is None:
+        step = chosen["step"]
+        if (own := self._recorded_random_state(chosen, saved)) is None:
             lost = f"the random state of rank {rank} at step {step} is lost: it draws other numbers from here on"
             return [*notes, lost]
         notes += state.set_random_state(own, self.group.device)
         with contextlib.suppress(OSError):
             commit_files.keep_random_state(rank, step, self.group.device)
         return notes
+
+    def _recorded_random_state(self, chosen: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any] | None:
+        """This rank's, if its process of that round was on this node; None if nothing is known. A donor on another node
+        has not had it. Raises CheckpointError if the process had died in the step, and may have drawn more.
+        """
+        if "ELASTICD_HEARTBEAT" not in os.environ:
+            return None
+        rank, step, round = self.group.rank, chosen["step"], chosen["round"]
+        buffers = [holder[key] for _, (holder, key) in commit_files.buffers(self.attached)]
+        own = list(filter(commit_files.on_host, buffers))
+        record = committed_state.RankRecord(rank, step, own, round)
+        if record.committed is None and committed_state.DRAWN not in saved:  # by a donor of an older version
+            if record.expected is not None and saved.get(committed_state.EXPECTED, False):
+                return record.expected.random_state
+            return commit_files.kept_random_state(rank, step, round)
+        found = record.random_state(committed_state.Drawn.of(saved))
+        return found or commit_files.kept_random_state(rank, step, round)
 
     def _agree(self, chosen: Mapping[str, Any], error: Exception | None, notes: list[str]) -> Resumed:
         own = {"error": f"{type(error).__name__}: {error}" if error else "", "notes": notes}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.faults.conftest import StartJob
 from tests.faults.job import Fault
+from tests.faults.nodes import Nodes
 from tests.faults.test_save_at_failure import digests
 
 pytestmark = pytest.mark.system
@@ -73,6 +78,32 @@ def test_noise_that_all_ranks_draw_stays_the_same_on_all(job: StartJob) -> None:
     for each in (0, 1):
         expected = {step: found for _, step, found in digests(whole, "steps", each)}
         noted = [*digests(run, "steps", each), *digests(run, "restored", each)]
+        assert {step: found for _, step, found in noted} == expected
+
+
+@pytest.mark.parametrize(("kind", "resumes"), [("noisy", 13), ("sampled", 10)])
+def test_rank_on_another_node_than_the_one_that_saves(
+    job: StartJob, nodes: Callable[[str], Nodes], tmp_path: Path, kind: str, resumes: int
+) -> None:
+    """It dies between the backward pass and `session.step()`. Where it has drawn as the donor until then, it does so in
+    that step; where it may have drawn anything, an older save is resumed from.
+    """
+    env = {"OMP_NUM_THREADS": "1"}
+    whole = job("kinds.py", kind, flags=FLAGS, env=env)
+    assert whole.wait() == 0
+    both = nodes("2:2")
+    how: dict[str, Any] = {"flags": ["--checkpoint-dir", str(tmp_path / "checkpoints")], "warm": True, "env": env}
+    agents = [both.agent("a", "kinds.py", kind, **how)]
+    agents[0].event("waiting")  # it has rank 0 then
+    agents.append(both.agent("b", "kinds.py", kind, **how, faults=[Fault(1, 1013, "SIGKILL")]))
+    assert [agent.wait(within=300) for agent in agents] == [0, 0]
+    (resumed,) = agents[0].events("resumed")
+    assert resumed["step"] == resumes, agents[0].err
+    assert "draws other numbers" not in resumed["reason"]
+    assert (kind == "sampled") == ("rank 1 had not finished step 13, and draws random numbers" in agents[0].err)
+    for rank, agent in enumerate(agents):
+        expected = {step: found for _, step, found in digests(whole, "steps", rank)}
+        noted = [*digests(agent, "steps", rank), *digests(agent, "restored", rank)]
         assert {step: found for _, step, found in noted} == expected
 
 

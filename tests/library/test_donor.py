@@ -244,7 +244,7 @@ def test_buffers_that_a_dead_rank_expected_count_unless_this_rank_found_them_els
     survivor._saver = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2))
     survivor._buffers, survivor._on_host = {"mean": held[1]["mean"]}, ["mean"]
     survivor._unlike, survivor._record = [], records[1]
-    _, _, buffers = survivor._records(1)
+    *_, buffers = survivor._records(1)
     assert buffers["mean"].tolist() == [float(moves)] * 3
 
 
@@ -261,11 +261,14 @@ NOISE: dict[str, tuple[tuple[int, int], Callable[[int, int], int], Any]] = {
 }
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["one node", "two nodes"])
 @pytest.mark.parametrize("case", NOISE)
 def test_random_state_of_a_rank_that_dies_before_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, is_elsewhere: bool
 ) -> None:
-    """Rank 0 dies in step 3, after the backward pass; rank 1 has finished the step."""
+    """Rank 0 dies in step 3, after the backward pass; rank 1 has finished the step. On another node than rank 1's the
+    next round finds the same by the record that is there, and by what rank 1 has saved.
+    """
     monkeypatch.setenv("ELASTICD_HEARTBEAT", str(tmp_path / "heartbeat-1"))
     seeds, draws, outcome = NOISE[case]
     records = [CommitRecord(commit_files.path_of("commit", rank), [], [torch.ones(2)]) for rank in (0, 1)]
@@ -283,13 +286,26 @@ def test_random_state_of_a_rank_that_dies_before_the_commit(
             else:
                 states[rank] = expected
     survivor: Any = object.__new__(committed_state.CommittedState)
-    survivor._saver = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2))
+    survivor._saver = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2), round=1)
     survivor._buffers, survivor._on_host, survivor._unlike = {}, [], []
     survivor._record = records[1]
+
+    def found() -> dict[str, Any]:
+        if not is_elsewhere:
+            random_state: dict[str, Any] = survivor._records(3)[1][0]
+            return random_state
+        path = Path(commit_files.path_of("commit", 0))
+        there = path.rename(tmp_path / "of another node")
+        drawn, random_states, is_as_expected, _ = survivor._records(3)
+        assert random_states[0] is None
+        there.rename(path)
+        (saved,) = survivor._own_part(3, drawn, random_states, is_as_expected).values()
+        known = committed_state.RankRecord(0, 3, []).random_state(committed_state.Drawn.of(saved))
+        assert known is not None
+        return known
+
     if outcome == "unknown":
         with pytest.raises(CheckpointError, match="rank 0 had not finished step 3, and draws random numbers"):
-            survivor._records(3)
-        return
-    (found, own), _, _ = survivor._records(3)
-    assert torch.equal(own["torch"], states[1])
-    assert torch.equal(found["torch"], states[0 if outcome == "as expected" else 1])
+            found()
+    else:
+        assert torch.equal(found()["torch"], states[0 if outcome == "as expected" else 1])
