@@ -49,7 +49,7 @@ class Outcome:
     what: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind:<34}{self.result:<9}{self.what}".rstrip()
+        return f"{self.kind:<44}{self.result:<9}{self.what}".rstrip()
 
 
 def run(directory: Path, kind: str, faults: Sequence[tuple[str, int, int]]) -> Job:
@@ -111,7 +111,7 @@ def judge(kind: str, directory: Path) -> Outcome:
 
 def all_kinds() -> list[str]:
     """In their order; the script cannot be imported outside of a job."""
-    text = (SCRIPTS / "exact.py").read_text()
+    text = "".join((SCRIPTS / f"exact_{part}.py").read_text() for part in ("training", "data"))
     pattern = r'^(?:@kind\ndef (\w+)|(?:optimizer_kind|scheduled|augmented)\(\s*"(\w+)")'
     return [first or second for first, second in re.findall(pattern, text, re.MULTILINE)]
 
