@@ -73,14 +73,16 @@ def noted(job: Job, rank: int) -> list[tuple[int, int, str]]:
 
 
 def compare(kind: str, directory: Path) -> Outcome:
-    whole = run(directory / "whole", kind, [])
+    with ThreadPoolExecutor() as pool:
+        killed = pool.submit(run, directory / "killed", kind, FAULTS)
+        whole = run(directory / "whole", kind, [])
     expected = [{step: found for _, step, found in noted(whole, rank)} for rank in (0, 1)]
     if refused := REFUSED.search(whole.err):
         steps = max(expected[0], default=0)
         return Outcome(kind, "refused" if steps <= FIRST_STEPS + 1 else "FAILED", f"at step {steps}: {refused[1]}")
     if whole.process.returncode:
         return Outcome(kind, "FAILED", whole.err[-600:])
-    job = run(directory / "killed", kind, FAULTS)
+    job = killed.result()
     if job.process.returncode:
         return Outcome(kind, "FAILED", job.err[-600:])
     if unmet := [fault for number, fault in enumerate(FAULTS) if not (job.work / f"fired-{number}").exists()]:
@@ -119,7 +121,7 @@ def all_kinds() -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*")
-    parser.add_argument("--jobs", type=int, default=2, help="at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="kinds at a time, each with two jobs")
     parser.add_argument("--keep", type=Path, help="the jobs' files, in a directory that does not exist yet")
     args = parser.parse_args(argv)
     kinds = args.kinds or all_kinds()

@@ -26,6 +26,7 @@ def test_kills_at_every_place_of_a_step_change_no_bit(tmp_path: Path, kind: str,
         ("saved_after_a_tail_that_draws", "exact"),
         ("ema_after_step", "refused"),
         ("plateau_in_an_epoch", "said"),
+        ("lbfgs_of_each_ranks_loss", "said"),
     ],
 )
 def test_other_kinds(tmp_path: Path, kind: str, result: str) -> None:

@@ -196,9 +196,7 @@ def fully_sharded(job: Script) -> None:
     job.noted = noted
 
 
-@kind
-def lbfgs(job: Script) -> None:
-    """It keeps the loss, and may end by it: all ranks return the same."""
+def by_closure(job: Script, of_all: bool) -> None:
     job.ddp(lambda p, lr: torch.optim.LBFGS(p, lr=lr, max_iter=3))
 
     def train(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -207,13 +205,25 @@ def lbfgs(job: Script) -> None:
             loss = job.loss(x, y)
             loss.backward()
             job.at("backward")
-            of_all = loss.detach().clone()
-            torch.distributed.all_reduce(of_all, torch.distributed.ReduceOp.AVG)
-            return of_all
+            if of_all:
+                loss = loss.detach().clone()
+                torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG)
+            return loss
 
         job.optimizer.step(closure)
 
     job.train = train
+
+
+@kind
+def lbfgs(job: Script) -> None:
+    """It keeps the loss, and may end by it: all ranks return the same."""
+    by_closure(job, of_all=True)
+
+
+@kind
+def lbfgs_of_each_ranks_loss(job: Script) -> None:
+    by_closure(job, of_all=False)
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------
