@@ -19,6 +19,7 @@ from elasticd_agent.model.codec import Document
 from elasticd_agent.node.records import (
     Cordon,
     JobResult,
+    KnownNode,
     NodeStatus,
     Placement,
     RoundSummary,
@@ -34,6 +35,7 @@ RECORDS: list[Document] = [
     Placement("j", 1, (SlotAssignment("a", (0, 1)),), "why"),
     JobResult("j", 1, "failed", 1, "why", nodes=("a",)),
     NodeStatus("a", "i", 4, runners=(RunnerStatus("j", 1, (0,), "running"),)),
+    KnownNode("b", "h:1", 1.5, 1_800_000_000.0, ("j",)),
     Cordon("a", True, "why"),
     RunnerSpec("j", 1, "a", (0,), "{}"),
     RunnerExit("j", 1, 0, "succeeded", "why"),
@@ -45,6 +47,7 @@ FORGED = [
     NodeStatus("a", "i", 4, memory_bytes=-(10**9)),
     Submission("j", 1, "{}", 1, 2, 1, 8, "me", -1.0),
     Cordon("a", True, "why", cordoned_at=1e18),
+    KnownNode("b", lost_s=0.0, lost_at=1e18),
 ]
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
