@@ -99,7 +99,7 @@ class Attacker:
         """Until the job's processes are killed."""
         attacks: list[Callable[[], None]] = [
             self.read_files, self.change_files, self.processes, self.sockets, self.ports_, self.store, self.own_folder,
-            self.shared_memory, self.own_slot, self.disk,
+            self.shared_memory, self.disk, self.own_slot,  # the last one ends the job
         ]  # fmt: skip
         while True:
             for attack in attacks:
