@@ -156,10 +156,10 @@ def test_redirected_evidence_is_found(
             each["evidence"] = each["elsewhere"] = None
         assert found == before
     assert "another" not in explain(str(link)).stdout
+    assert summary_lines(evidence)[0].startswith("Round 1 hung, and rank 2 is at fault")
     if os.geteuid() == 0:
         os.chown(place.parents[2], 1, -1)
         assert str(place) not in explain("--json", str(evidence)).stdout, "of another user it may say anything"
-    assert summary_lines(evidence)[0].startswith("Round 1 hung, and rank 2 is at fault")
 
 
 def test_no_evidence_says_how_the_job_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
