@@ -47,6 +47,9 @@ def _move(package: Path) -> None:
         path.rename(path.with_name(f"{path.stem}_v2{path.suffix}"))
     for file in (path for top in (package, package.parent / "elasticd_agent") for path in _sources(top)):
         text = re.sub(rf"\b{package.name}\.({names})\b", rf"{package.name}.\1_v2", file.read_text())
+        text = re.sub(
+            rf"from {package.name} import ({names})$", rf"from {package.name} import \1_v2 as \1", text, flags=re.M
+        )
         if file.name in ("installation.py", "requests.py") or file.parent == package:  # names in strings
             text = re.sub(rf'"({names})(?=["/.])', r'"\1_v2', text)
         file.write_text(text)
