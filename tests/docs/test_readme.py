@@ -90,4 +90,4 @@ def test_readme_versions_match_pyproject() -> None:
     table = README.partition("\n## Compatibility")[2]
     python = PROJECT["requires-python"].removeprefix(">=")
     (torch,) = [need.removeprefix("torch>=") for need in PROJECT["dependencies"] if need.startswith("torch")]
-    assert f"{python} and newer, {torch} and newer" in table
+    assert f"Python {python} and newer, torch {torch} and newer" in table

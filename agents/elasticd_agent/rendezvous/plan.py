@@ -12,7 +12,7 @@ group only after its previous one is gone. Three fences keep that, each for a pr
 
 1. *A late leader* cannot publish. A Round is written by compare-and-swap of the key's version, guarded by the version
    of the leader's key. A leader that was paused, and has been replaced, loses that race although it still believes to
-   lead. Where the store compares one key at a time, a new leader first gives the Round another version.
+   lead. Where a store can compare only one key at a time, a new leader first gives the Round another version.
 2. *A late member* cannot train. It follows Rounds upwards only, and a member reports `ready_round` when every process
    of its old group has ended, or has been killed and can act no more. The workers' store of each Round is its own, so
    that an old worker meets nobody in the new one. Without this two groups would average their gradients into each

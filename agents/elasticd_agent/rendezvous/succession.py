@@ -3,10 +3,11 @@
 A c10d store lives in one of the job's agents and dies with it. What matters in it is the Round, which every member has
 in memory, so another agent may host an empty store and the members restore it there (`takeover` decides who). Then two
 stores may be in use at once, by two sides of a partition, each with a leader. **Invariant: at most one side
-continues.** An agent uses stores in the order of their terms and never goes back. Given that, two rules are enough:
+continues.** Each store has a term, and a later store a higher one. An agent uses stores in the order of their terms and
+never goes back. Given that, two rules are enough:
 
-1. A Round keeps a quorum of the last one's electors: its members, without those that leave for good.
-2. A Round is followed by another one only once a quorum of the electors before it has read it.
+1. A Round keeps a quorum of the electors of the Round before it: that one's members, without those that leave for good.
+2. A Round is followed by another one only once a quorum of the same electors has read it.
 
 A quorum is more than half, or half for the store in which the last Round was published: nobody else has more than half
 then. A leader in a later store first publishes the Round that it found there once more, with the store's term; no

@@ -16,9 +16,9 @@ runners with the placements (`node.reconcile`), and reports in its status which 
 a job has left is free only once no process of it is left there, so a placement is never taken over by two jobs at
 once.
 
-All state is in the store except the moments at which nodes became absent, which are of this agent's own clock. A new
-scheduler therefore waits for absent nodes a little longer at worst. An outage of the store does not count as absence,
-and neither does the time in which no agent was the scheduler: otherwise all jobs would be moved when the store comes
+All state is in the store except the moments at which nodes became absent, which this agent takes on its own clock. A
+new scheduler therefore waits for absent nodes a little longer at worst. An outage of the store is no absence, and
+neither is the time in which no agent was the scheduler: otherwise all jobs would be moved when the store comes
 back.
 
 The first BOOT_S after the boot of this machine are special: when the power comes back one node may be alone, with its

@@ -6,10 +6,10 @@ verbs, by rules that every client keeps; `server_process` maintains what no clie
 
     version     a value is in an envelope with a number from one counter, so that a compare-and-set of the whole
                 envelope is a compare-and-set of the version. Two writes of one value differ
-    deletion    a key cannot be deleted on the condition that it is unchanged. So it becomes a tombstone by
-                compare-and-set first, and the host removes that when it is older than any request. A client that has
-                read the key, or its name in an index, is done by then; without the wait it would write into a key that
-                is gone
+    deletion    a key cannot be deleted on the condition that it is unchanged. So a
+                compare-and-set makes it a tombstone first, and the host removes the tombstone when it is older than any
+                request. A client that has read the key, or its name in an index, is done by then; without the wait it
+                would write into a key that is gone
     list        a directory is an index of names, to which a name is added before its key is written and from which the
                 host removes it after the key is. So a list may name a key that is not there, and never lacks one that
                 is

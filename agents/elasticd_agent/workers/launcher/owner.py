@@ -21,11 +21,11 @@ The order of some operations keeps the invariant:
    until then is the intermediate process of the template; the worker would die with that.
 2. The exit of a child that the template has not reported yet is kept in `early_exits`, with its time. Without that a
    worker which dies at once would be waited for until its round is given up; without the time an earlier process with
-   the same number would be taken for it.
-3. A number is signalled only as long as it has not been reaped. The kernel gives it to no other process until then, so
-   no pidfd is needed.
-4. A group's leftovers are looked for only while no group is about to be parked. A process that the template has forked
-   and not reported yet would look like one.
+   the same pid would be taken for it.
+3. A pid is signalled only until its process has been reaped. The kernel gives it to no other process before, so no
+   pidfd is needed.
+4. A group's leftovers are looked for only while the template forks no group. A worker that it has forked and not
+   reported yet would look like one.
 5. A store listens before a worker runs, and its port is reported before `started`. Workers of other nodes would spend
    their first second on a refused connection.
 6. A signal with `save` waits for the ranks that save, until a deadline, and then becomes the signal that was asked for.

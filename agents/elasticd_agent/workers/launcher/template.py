@@ -14,7 +14,7 @@ over is kept out of the template, or put right in the worker:
     modules         a script must not notice that torch is loaded: `hidden_modules` keeps modules, and the side
                     effects of their imports, from sight until the script imports them
     environment     a worker gets the job's own, and what the script sets before it imports torch takes effect then
-                    (`apply_environment`), or is said to be too late
+                    (`apply_environment`), or a message says that it is too late
     random numbers  generators that a fork would share are seeded anew (`reseed`)
     the user's code is never run here. An exception that left this module would make the interpreter run the script in
                     the template, so every way out of it is `os._exit`
@@ -23,7 +23,7 @@ A module that breaks a rule is left out by name, and another template preloads t
 import, not the warm start. Only what torch itself breaks makes workers start cold, with the reason.
 
 A worker has the owner as its parent, not the template, so that its exit status outlives both. Therefore the template
-forks an intermediate process, which forks the workers, reports their numbers and exits; the owner, a child subreaper,
+forks an intermediate process, which forks the workers, reports their pids and exits; the owner, a child subreaper,
 adopts them. Each worker waits for that (`await_owner`) before it asks to die with its parent, and then for its release:
 groups are forked ahead, and wait parked until a round needs them. A parked worker that reads end of file exits.
 
