@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd_agent.system import procfs
 from tests.faults.conftest import StartJob
 from tests.faults.job import REPOSITORY, SCRIPTS, Job, until
 
@@ -83,7 +84,14 @@ def test_stray_signals_end_no_process_of_ours(job: StartJob, tmp_path: Path) -> 
     run = job("resume.py", "--steps", "100000", flags=flags, env={"PYTHONPATH": path})
     run.step(12)
     ours = {name: run.helper(name) for name in ("owner", "templ", "store", "writer")}
-    parked = {pid for pid, comm in run.processes().items() if comm == "elasticd-templ"}
+
+    def adopted() -> set[int]:
+        """The template and the parked workers; an intermediate process of a fork is gone in a moment."""
+        templates = (pid for pid, comm in run.processes().items() if comm == "elasticd-templ")
+        return {pid for pid in templates if (found := procfs.stat(pid)) is not None and found.parent == ours["owner"]}
+
+    until(lambda: len(adopted()) == 3, "a parked group")
+    parked = adopted()
     for name in BATCH_SIGNALS:
         for pid in {*ours.values(), *parked}:
             os.kill(pid, signal.Signals[f"SIG{name}"])

@@ -93,7 +93,8 @@ class Job:
     def kill(self) -> None:
         for rank in self.ranks:
             if not (rank.folder / "code").exists():
-                rank.kill(signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    rank.kill(signal.SIGKILL)
         self.codes()
 
 
