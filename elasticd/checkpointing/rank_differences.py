@@ -123,9 +123,9 @@ def find(every_rank: Sequence[Sequence[Any]]) -> Iterator[Difference]:
         yield Difference(
             name,
             f"the parameters of {name} on rank {', '.join(map(str, numbers))} differ from rank 0's, which alone are "
-            "saved. Train it in DistributedDataParallel, which is made anew after a layer is unfrozen, and change it "
-            "on all ranks alike (noise of one seed, no step left out, no no_sync() before a save); or attach it with "
-            "per_rank= if each rank trains its own",
+            "saved. Train it in DistributedDataParallel (wrap it again after unfreezing a layer), and change it in the "
+            "same way on all ranks: the same seed for noise, the same steps, no save within no_sync(). If each rank "
+            "trains its own, attach it with per_rank=",
             is_error,
         )
 

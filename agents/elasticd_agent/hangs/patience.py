@@ -52,7 +52,7 @@ PATIENCE: Mapping[Evidence, Patience] = {
     "loading": Patience(60.0, "at once", "an import or dlopen keeps the GIL, too: file systems may be slow"),
     "alike": Patience(60.0, "at once", "all wait alike, and no byte moves: links flap, a new communicator takes long"),
     "device": Patience(60.0, "at once", "a long kernel looks the same", floor=False),
-    "unrecorded": Patience(60.0, "at ceiling", "a thread of the script, or what no recorder has, may end it"),
+    "unrecorded": Patience(60.0, "at ceiling", "another thread, or a group without a recording, may end it"),
     "idle": Patience(60.0, "if cheap", "a download, a lock or an evaluation looks the same"),
     "overdue": Patience(60.0, "at ceiling", "a rank waits in a collective, but others train"),
     "left": Patience(60.0, "at ceiling", "others have ended with code 0: an export looks the same"),

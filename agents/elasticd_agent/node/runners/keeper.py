@@ -24,9 +24,9 @@ PAUSE_S = 1.0
 
 
 def keep(lock: int, others: Iterable[int]) -> int:
-    """Return in a child, which is to be the runner, with our pid. The keeper itself never returns.
+    """Fork: return in the child, which becomes the runner, with the keeper's pid. The keeper itself never returns.
 
-    `lock`: the keeper's, closed in the child. `others`: files that the keeper must not have open.
+    `lock`: the keeper's, closed in the child. `others`: descriptors of the runner's, closed in the keeper.
     """
     keeper = os.getpid()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
