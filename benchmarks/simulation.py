@@ -25,7 +25,7 @@ from elasticd_agent.rendezvous.driver import MAX_REST_S
 from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
-from elasticd_agent.system.addresses import format_endpoint
+from elasticd_agent.system.network.addresses import format_endpoint
 
 STEPS = "join", "lose one", "lose a tenth", "lose the leader", "store away 30 s"
 AWAY_S = 30.0

@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from elasticd_agent.system import process as endings
+from elasticd_agent.system.processes import process as endings
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _PF_KTHREAD = 0x00200000  # linux/sched.h

@@ -15,7 +15,7 @@ import pytest
 import elasticd
 import elasticd_agent
 from elasticd.checkpointing import in_place, memory_limit, peer
-from elasticd_agent.system import cgroups
+from elasticd_agent.system.processes import cgroups
 from elasticd_agent.workers.launcher import template
 
 PACKAGES = [Path(package.__file__).parent for package in (elasticd, elasticd_agent)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from elasticd_agent.system.process import STRAY_SIGNALS, ignore_signal, take_signals
+from elasticd_agent.system.processes.process import STRAY_SIGNALS, ignore_signal, take_signals
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.hangs.explain.load import decode_stacks
-from elasticd_agent.system.control_socket import SOCKET_NAME, ControlServer
+from elasticd_agent.system.network.control_socket import SOCKET_NAME, ControlServer
 from tests.faults.job import Job
 from tests.system.control_server import Answering
 

@@ -13,7 +13,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.config.run_model import RunModel
 from elasticd_agent.config.run_options import help_text, parse_run
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy, Streams
-from elasticd_agent.system.devices import cpu_count, visible_gpus
+from elasticd_agent.system.gpus.devices import cpu_count, visible_gpus
 
 HERE = Path("/somewhere")
 

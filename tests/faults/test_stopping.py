@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.system import procfs
+from elasticd_agent.system.processes import procfs
 from tests.faults.conftest import StartJob
 from tests.faults.job import REPOSITORY, SCRIPTS, Job, until
 

@@ -52,8 +52,8 @@ from elasticd_agent.node.dashboard.login import LoginCookies
 from elasticd_agent.node.dashboard.routes import DashboardRoutes, ResponseCache
 from elasticd_agent.node.records import NodeStatus
 from elasticd_agent.rendezvous.probe import ProbeAlive
-from elasticd_agent.system.http_auth import TokenAuth
-from elasticd_agent.system.http_server import HttpRequest, _Handler
+from elasticd_agent.system.network.http_auth import TokenAuth
+from elasticd_agent.system.network.http_server import HttpRequest, _Handler
 from elasticd_agent.torchrun_plugin.member import JobClosed
 from elasticd_agent.torchrun_plugin.plan import Candidate, TorchrunMember, TorchrunRound
 from tests.node.api.test_fuzzed import RECORDS

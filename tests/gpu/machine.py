@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.system.devices import visible_gpus
+from elasticd_agent.system.gpus.devices import visible_gpus
 from elasticd_agent.workers.launcher import template
 
 FAKES = Path(__file__).parent / "fakes"

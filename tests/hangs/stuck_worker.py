@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import pytest
 
 from elasticd_agent.hangs.evidence import EvidenceCollector, GatheredEvidence
-from elasticd_agent.system import procfs
+from elasticd_agent.system.processes import procfs
 
 Posted = queue.SimpleQueue[GatheredEvidence]
 Until = Callable[[Callable[[], object], float], object]

@@ -13,7 +13,7 @@ from elasticd_agent.hangs.observer import GroupObserver
 from elasticd_agent.hangs.verdict import Hang, judge, reason_to_suspect
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail, HangReport, RankReport
-from elasticd_agent.system.process_usage import Usage
+from elasticd_agent.system.processes.process_usage import Usage
 
 NEVER_S = 1799.0
 """Until the slow ceiling."""

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, GatheredEvidence, RankEvidence
-from elasticd_agent.system import procfs
+from elasticd_agent.system.processes import procfs
 from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker, Until
 from tests.tracing import ALLOW, Tracer
 

@@ -15,7 +15,7 @@ import pytest
 from elasticd.heartbeat import record as beat
 from elasticd.heartbeat.record import HeartbeatWriter
 from elasticd_agent.hangs.observer import MAX_LOOK_GAP_S, GroupObserver
-from elasticd_agent.system.process_usage import Usage
+from elasticd_agent.system.processes.process_usage import Usage
 from tests.faults.job import until
 
 

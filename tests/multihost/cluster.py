@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from elasticd_agent.system.addresses import format_endpoint
+from elasticd_agent.system.network.addresses import format_endpoint
 from tests.faults.job import PATIENCE_S, REPOSITORY, SCRIPTS, Event, Fault, until
 from tests.multihost.net import Host, Network
 

@@ -19,7 +19,7 @@ PATH = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'agents'}"}
 ASK = """
 import json, sys
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent.system.addresses import is_local, local_address
+from elasticd_agent.system.network.addresses import is_local, local_address
 
 def answer(what):
     if isinstance(what, str):

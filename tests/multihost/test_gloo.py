@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from elasticd_agent.system.addresses import gloo_environment, interface_of
+from elasticd_agent.system.network.addresses import gloo_environment, interface_of
 from tests.multihost.conftest import StartNetwork
 
 SUM = """

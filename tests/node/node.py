@@ -22,7 +22,7 @@ from elasticd_agent.node.api.client import AgentClient
 from elasticd_agent.node.runners import liveness as alive
 from elasticd_agent.node.runners import poller as visiting
 from elasticd_agent.node.runners.spec import RunnerExit, read_exit
-from elasticd_agent.system import control_socket as control
+from elasticd_agent.system.network import control_socket as control
 from tests.faults.job import REPOSITORY, SCRIPTS, Event, all_pids, comm_of, descendants, marked, until
 from tests.faults.job import alive as lives
 

@@ -25,9 +25,9 @@ from elasticd_agent.node.api.service import JobService
 from elasticd_agent.node.records import NodeStatus, Placement, RunnerStatus, SlotAssignment
 from elasticd_agent.store import Versioned
 from elasticd_agent.store.memory import MemoryStore
-from elasticd_agent.system.control_socket import ControlSocketError
-from elasticd_agent.system.http_auth import TokenAuth
-from elasticd_agent.system.http_server import Routes
+from elasticd_agent.system.network.control_socket import ControlSocketError
+from elasticd_agent.system.network.http_auth import TokenAuth
+from elasticd_agent.system.network.http_server import Routes
 from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages
 
 TOKEN = "correct-horse-battery-staple-0a4b"

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from docs.generate.metrics import CHECKS, GPUS, max_node_series, max_series
 from elasticd_agent.node import metrics as node_metrics
 from elasticd_agent.node.metrics import NodeMetrics, RunnerScraper, filter_samples, merge_pages
-from elasticd_agent.system.control_socket import ControlSocketError
+from elasticd_agent.system.network.control_socket import ControlSocketError
 from elasticd_agent.telemetry.metrics import Metrics
 from tests.node.test_metrics import GAUGES, samples
 from tests.telemetry.test_metrics import promtool, worst

@@ -14,7 +14,7 @@ import pytest
 
 from elasticd_agent.node.sd_notify import open_notifier
 from elasticd_agent.node.supervisor import WatchdogMonitor
-from elasticd_agent.system.process import signal_name
+from elasticd_agent.system.processes.process import signal_name
 from tests.faults.job import REPOSITORY, parent_of
 from tests.node.conftest import MakeNode
 from tests.node.node import COLD, comm_of, lives, until

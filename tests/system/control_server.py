@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from elasticd_agent.hangs.causes import DUMP_REASON
-from elasticd_agent.system.control_socket import SOCKET_NAME, ControlServer, DumpRequested
+from elasticd_agent.system.network.control_socket import SOCKET_NAME, ControlServer, DumpRequested
 
 
 class Answering:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent.system.addresses import format_endpoint, is_local, local_address, parse_endpoint
+from elasticd_agent.system.network.addresses import format_endpoint, is_local, local_address, parse_endpoint
 
 FOREIGN = "203.0.113.9"  # set aside for documentation (RFC 5737): no machine has it
 UNKNOWN = "no-such-host.invalid"  # nor this name (RFC 2606)

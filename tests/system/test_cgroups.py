@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.system.cgroups import NoLimits, make_group, remove_empty_groups, throttled_s
+from elasticd_agent.system.processes.cgroups import NoLimits, make_group, remove_empty_groups, throttled_s
 from tests.hangs import harms
 
 V2 = "nr_periods 40\nnr_throttled 39\nthrottled_usec 2500000\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.system.control_socket import (
+from elasticd_agent.system.network.control_socket import (
     MAX_CALLERS,
     SOCKET_NAME,
     ControlServer,

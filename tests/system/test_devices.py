@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.system.devices import visible_gpus
+from elasticd_agent.system.gpus.devices import visible_gpus
 
 CASES = [
     (None, ("0", "1", "2", "3")),

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elasticd_agent.system import procfs
-from elasticd_agent.system.helper_process import (
+from elasticd_agent.system.processes import procfs
+from elasticd_agent.system.processes.helper_process import (
     HelperCancelled,
     HelperError,
     HelperExited,

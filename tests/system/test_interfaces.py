@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd_agent.system.addresses import gloo_environment, interface_of
+from elasticd_agent.system.network.addresses import gloo_environment, interface_of
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1", "127.77.0.1"])

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.system import process_usage, procfs
-from elasticd_agent.system.process_usage import Usage, UsageReader
-from elasticd_agent.system.procfs import Stat
+from elasticd_agent.system.processes import process_usage, procfs
+from elasticd_agent.system.processes.process_usage import Usage, UsageReader
+from elasticd_agent.system.processes.procfs import Stat
 
 Until = Callable[[Callable[[], object], float], object]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elasticd_agent.system.sockets import sockets_of, tcp_bytes
+from elasticd_agent.system.network.sockets import sockets_of, tcp_bytes
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

@@ -19,7 +19,7 @@ from elasticd.heartbeat import record as beat
 from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.model.messages import GroupEnded
 from elasticd_agent.model.records import Member, Round
-from elasticd_agent.system import procfs
+from elasticd_agent.system.processes import procfs
 from elasticd_agent.workers import gpu_memory
 from elasticd_agent.workers.gpu_memory import (
     ANSWER_S,
@@ -30,7 +30,7 @@ from elasticd_agent.workers.gpu_memory import (
     NvmlGpuMemory,
     open_gpu_memory,
 )
-from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerMessage
+from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec
 from elasticd_agent.workers.manager import GroupStarted, LauncherReady, OwnerEvent, WorkerManager, WorkersReleased
 

@@ -20,7 +20,7 @@ from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.model.messages import GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
-from elasticd_agent.workers.launcher.client import OwnerClient, OwnerLost, OwnerMessage
+from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec, plan_preload, worker_base_environment
 from elasticd_agent.workers.manager import (
     PRELOAD_DEADLINE_S,

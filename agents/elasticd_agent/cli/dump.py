@@ -19,7 +19,7 @@ from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.hangs.explain import load as reading
 from elasticd_agent.hangs.explain import locate as finding
 from elasticd_agent.system import bounded_io as files
-from elasticd_agent.system import control_socket as control
+from elasticd_agent.system.network import control_socket as control
 
 ABOUT_TIMEOUT_S = 5.0
 

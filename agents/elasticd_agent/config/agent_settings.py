@@ -13,7 +13,7 @@ import msgspec
 
 from elasticd_agent.config.decode import RELOADABLE
 from elasticd_agent.config.quantities import Seconds, Size
-from elasticd_agent.system.devices import cpu_count, visible_gpus
+from elasticd_agent.system.gpus.devices import cpu_count, visible_gpus
 
 
 def _file_key(name: str) -> str:

@@ -37,7 +37,7 @@ from elasticd_agent.model.job import (
 )
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.phrases import count
-from elasticd_agent.system.devices import visible_gpus
+from elasticd_agent.system.gpus.devices import visible_gpus
 
 SET_BY_ELASTICD = re.compile(
     "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ELASTICD_.*|PYTHON_EXEC|PET_.*"

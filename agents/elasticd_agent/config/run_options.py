@@ -23,8 +23,8 @@ from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, name_of, po
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Streams
 from elasticd_agent.model.phrases import did_you_mean
-from elasticd_agent.system.devices import cpu_count, visible_gpus
 from elasticd_agent.system.durations import parse_duration
+from elasticd_agent.system.gpus.devices import cpu_count, visible_gpus
 
 _HEAD = """\
 usage: elasticd run [options] SCRIPT [script's arguments]

@@ -16,10 +16,10 @@ from elasticd_agent.config.quantities import MAX_SLOTS
 from elasticd_agent.config.store_options import store_policy, store_rendezvous
 from elasticd_agent.model.job import Rendezvous, Tls
 from elasticd_agent.store import tls as certificate_files
-from elasticd_agent.system.devices import cpu_count, visible_gpus
 from elasticd_agent.system.durations import setting_text
 from elasticd_agent.system.files import find_problem
-from elasticd_agent.system.http_auth import PeerCredentialAuth, read_token
+from elasticd_agent.system.gpus.devices import cpu_count, visible_gpus
+from elasticd_agent.system.network.http_auth import PeerCredentialAuth, read_token
 
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path, by the kernel's sockaddr_un."""

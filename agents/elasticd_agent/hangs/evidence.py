@@ -36,10 +36,10 @@ from elasticd_agent.hangs.collector.request import (
     to_message,
 )
 from elasticd_agent.model.reports import GroupTail, Where
-from elasticd_agent.system import procfs
-from elasticd_agent.system.helper_process import HelperError, HelperProcess, HelperTimeout
+from elasticd_agent.system.gpus.nvml import find_nvml
 from elasticd_agent.system.installation import import_path, program
-from elasticd_agent.system.nvml import find_nvml
+from elasticd_agent.system.processes import procfs
+from elasticd_agent.system.processes.helper_process import HelperError, HelperProcess, HelperTimeout
 
 __all__ = ["EvidenceCollector", "EvidenceTarget", "GatheredEvidence", "RankEvidence"]
 

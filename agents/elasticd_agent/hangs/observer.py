@@ -17,8 +17,8 @@ from elasticd.heartbeat.record import GroupCounts, Heartbeat, HeartbeatReader, P
 from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader
 from elasticd_agent.hangs.rank import BUSY_BYTES_PER_S, BUSY_CORES
 from elasticd_agent.model.reports import RankReport
-from elasticd_agent.system import procfs
-from elasticd_agent.system.process_usage import Usage, UsageReader
+from elasticd_agent.system.processes import procfs
+from elasticd_agent.system.processes.process_usage import Usage, UsageReader
 
 LATE_KINDS = ("checkpoint_saved", "checkpoint_failed", "checkpoint_dropped", "message")
 """What the writer may report of a save after its group has ended."""

@@ -32,8 +32,8 @@ from elasticd_agent.rendezvous.takeover import MovableStore, TakeOver
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.lease import RenewalListener, ignore_renewals
 from elasticd_agent.store.open import FEWEST_TO_TAKE_OVER, any_agent_may_lead, is_hosted_here, open_signpost, open_store
-from elasticd_agent.system.addresses import format_endpoint, local_address
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
+from elasticd_agent.system.network.addresses import format_endpoint, local_address
 
 NEVER_S = 1e7
 DIRECTORY_ID_S = 1.0

@@ -31,10 +31,10 @@ from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.rendezvous.driver import DriverFailed
 from elasticd_agent.rendezvous.member import RendezvousMember, TurnResult
-from elasticd_agent.system.control_socket import DumpRequested
+from elasticd_agent.system.network.control_socket import DumpRequested
 from elasticd_agent.workers.file_timer import FileTimerExpired
 from elasticd_agent.workers.gpu_memory import MemoryChecked
-from elasticd_agent.workers.launcher.client import OwnerLost, OwnerMessage
+from elasticd_agent.workers.launcher.owner_client import OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 from elasticd_agent.workers.manager import (
     GroupStarted,

@@ -25,7 +25,7 @@ from elasticd_agent.model.messages import RoundPublished, StopForced
 from elasticd_agent.model.notices import FaultDetected, LeadershipChanged, StoreAvailability, WaitingFor
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.rendezvous import restart_budget as budget
-from elasticd_agent.system.control_socket import SOCKET_NAME, Verb, open_control
+from elasticd_agent.system.network.control_socket import SOCKET_NAME, Verb, open_control
 from elasticd_agent.system.nonblocking_writer import open_std_writers
 from elasticd_agent.telemetry import event_log, events, metrics
 from elasticd_agent.telemetry.console import Console, ConsoleLogHandler, PlainConsole, QuietConsole, open_console

@@ -37,12 +37,12 @@ from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Policy
 from elasticd_agent.model.messages import StepRules, StopForced, StopRequested
 from elasticd_agent.model.reports import RankReport
 from elasticd_agent.system import installation
-from elasticd_agent.system.devices import visible_gpus
 from elasticd_agent.system.files import remove_tree
-from elasticd_agent.system.process import STRAY_SIGNALS, signal_name, take_signals
+from elasticd_agent.system.gpus.devices import visible_gpus
+from elasticd_agent.system.processes.process import STRAY_SIGNALS, signal_name, take_signals
 from elasticd_agent.workers.file_timer import ENABLE_VARIABLE, FILE_VARIABLE, FileTimerServer
 from elasticd_agent.workers.gpu_memory import MemoryWait, open_gpu_memory
-from elasticd_agent.workers.launcher.client import OwnerClient
+from elasticd_agent.workers.launcher.owner_client import OwnerClient
 from elasticd_agent.workers.launcher.requests import (
     Preload,
     plan_preload,

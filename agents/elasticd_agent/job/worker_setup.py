@@ -14,8 +14,8 @@ from elasticd_agent.hangs.observer import GroupObserver
 from elasticd_agent.job.monitor import PreparedGroup
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.records import Round
-from elasticd_agent.system.addresses import gloo_environment
 from elasticd_agent.system.files import remove_tree
+from elasticd_agent.system.network.addresses import gloo_environment
 from elasticd_agent.system.python_packages import installed_version
 from elasticd_agent.workers.environment import (
     WorkerPaths,

@@ -45,7 +45,7 @@ from elasticd_agent.node.health.monitor import HealthMonitor, health_file, repor
 from elasticd_agent.node.health.policy import HealthVerdict
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.loop import LoopDependencies, Message, NodeLoop, SignalRequest, Wakeup
-from elasticd_agent.node.metrics import REQUESTS, NodeMetrics, RunnerScraper, merge_pages, process_page
+from elasticd_agent.node.metrics import REQUESTS, NodeMetrics, RunnerScraper, merge_pages, process_metrics
 from elasticd_agent.node.registration import NodeStatusPublisher, inventory
 from elasticd_agent.node.runners import versions
 from elasticd_agent.node.runners.manager import RunnerManager
@@ -58,10 +58,10 @@ from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.file import FileStore
 from elasticd_agent.store.open import open_store
 from elasticd_agent.system import installation
-from elasticd_agent.system.addresses import format_endpoint, local_address
-from elasticd_agent.system.http_auth import TokenAuth
+from elasticd_agent.system.network.addresses import format_endpoint, local_address
+from elasticd_agent.system.network.http_auth import TokenAuth
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
-from elasticd_agent.system.process import STRAY_SIGNALS, signal_name, take_signals
+from elasticd_agent.system.processes.process import STRAY_SIGNALS, signal_name, take_signals
 from elasticd_agent.telemetry import events
 from elasticd_agent.telemetry.console import PlainConsole
 from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages
@@ -280,7 +280,7 @@ def _pages(loop: NodeLoop, parts: LoopDependencies, local: LocalJobs) -> Monitor
 
     def page() -> bytes:
         jobs = scraper.scrape(loop.jobs())
-        return merge_pages([parts.metrics.render({**loop.gauges(), **parts.health.gauges()}), process_page(), *jobs])
+        return merge_pages([parts.metrics.render({**loop.gauges(), **parts.health.gauges()}), process_metrics(), *jobs])
 
     def healthy() -> HealthProbeResult:
         lag_s = loop.lag_s()

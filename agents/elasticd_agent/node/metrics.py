@@ -22,7 +22,7 @@ from elasticd_agent.node.api.audit import ACTIONS
 from elasticd_agent.node.health.result import GpuUsage
 from elasticd_agent.node.records import JobResult, NodeState, RunnerState
 from elasticd_agent.node.runners.spec import RunnerExit
-from elasticd_agent.system.control_socket import ControlSocketError
+from elasticd_agent.system.network.control_socket import ControlSocketError
 from elasticd_agent.telemetry.metric_table import LEASE_BUCKETS, MetricSpec, escape_label, shorten
 
 NODE_STATES: tuple[NodeState, ...] = get_args(NodeState)
@@ -211,7 +211,7 @@ class NodeMetrics:
         return lines
 
 
-def process_page() -> bytes:
+def process_metrics() -> bytes:
     """`process_*` of this agent's own process: its memory, CPU time, open files and start."""
     import prometheus_client  # 61 ms, which only a scraped agent needs
 

@@ -22,8 +22,8 @@ from elasticd_agent.node import keys
 from elasticd_agent.node.records import KnownNode, NodeStatus
 from elasticd_agent.store import Store
 from elasticd_agent.store.lease import LeasedKey, RenewalListener, ignore_renewals
-from elasticd_agent.system import procfs
-from elasticd_agent.system.devices import cpu_count
+from elasticd_agent.system.gpus.devices import cpu_count
+from elasticd_agent.system.processes import procfs
 
 
 class NameTaken(ElasticdError):

@@ -33,10 +33,10 @@ from elasticd_agent.node.dashboard.routes import DashboardRoutes
 from elasticd_agent.node.records import NodeStatus, Placement, RunnerStatus, SlotAssignment, Submission
 from elasticd_agent.node.runners.history import RunnerMetrics
 from elasticd_agent.store.memory import MemoryStore
-from elasticd_agent.system import control_socket
-from elasticd_agent.system.addresses import format_endpoint
-from elasticd_agent.system.http_auth import TokenAuth
-from elasticd_agent.system.http_server import HttpServer, listen_tcp
+from elasticd_agent.system.network import control_socket
+from elasticd_agent.system.network.addresses import format_endpoint
+from elasticd_agent.system.network.http_auth import TokenAuth
+from elasticd_agent.system.network.http_server import HttpServer, listen_tcp
 from elasticd_agent.system.users import user_name
 from elasticd_agent.telemetry import metrics
 from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages

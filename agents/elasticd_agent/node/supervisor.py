@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from elasticd_agent.system.process import STRAY_SIGNALS, prctl, signal_name
+from elasticd_agent.system.processes.process import STRAY_SIGNALS, prctl, signal_name
 
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NAME = 15

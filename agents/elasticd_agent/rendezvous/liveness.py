@@ -10,7 +10,7 @@ from elasticd_agent.rendezvous.membership import STALLED_S
 from elasticd_agent.rendezvous.observations import Address, PeerObservations
 from elasticd_agent.rendezvous.plan import ROOT_CAUSE_WAIT_S
 from elasticd_agent.rendezvous.view import View
-from elasticd_agent.system.addresses import try_parse_endpoint
+from elasticd_agent.system.network.addresses import try_parse_endpoint
 
 PROBE_INTERVAL_S = 1.0
 JOINER_PROBE_INTERVAL_S = 5.0

@@ -32,7 +32,7 @@ from elasticd_agent.rendezvous.takeover import TakeOver
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements, Wait
 from elasticd_agent.store import Store, Watch
 from elasticd_agent.store.lease import RenewalListener, ignore_renewals
-from elasticd_agent.system.addresses import try_parse_endpoint
+from elasticd_agent.system.network.addresses import try_parse_endpoint
 
 NAME_RETRY_S = 0.5
 REREAD_S = 10.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from elasticd_agent.model.records import Identity, Member, NodeRecord, Round
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
 from elasticd_agent.rendezvous.view import ProbeResult
-from elasticd_agent.system.addresses import try_parse_endpoint
+from elasticd_agent.system.network.addresses import try_parse_endpoint
 
 Address = tuple[str, int]
 Probe = Callable[[Mapping[str, Address]], Mapping[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]]

@@ -18,7 +18,7 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Identity, Round
 from elasticd_agent.rendezvous.observations import PeerObservations
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
-from elasticd_agent.system.addresses import try_parse_endpoint
+from elasticd_agent.system.network.addresses import try_parse_endpoint
 
 RETRY_INTERVAL_S = 1.0
 MAX_INTERVAL_S = 30.0

@@ -15,7 +15,7 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Identity, Round, StoreLife, life_term
 from elasticd_agent.rendezvous.observations import Address, Probe
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeRefused
-from elasticd_agent.system.addresses import format_endpoint, parse_endpoint, try_parse_endpoint
+from elasticd_agent.system.network.addresses import format_endpoint, parse_endpoint, try_parse_endpoint
 
 ASKED_FIRST = 8
 """The deputies that every member probes. Only if none of them is without its store does it probe all members."""

@@ -15,7 +15,7 @@ from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import Round, life_term
 from elasticd_agent.store import Store
 from elasticd_agent.store.memory import MemoryStore
-from elasticd_agent.system.addresses import is_local
+from elasticd_agent.system.network.addresses import is_local
 
 if TYPE_CHECKING:
     from elasticd_agent.store.c10d.signpost import Signpost

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elasticd_agent.system.addresses import format_endpoint
-from elasticd_agent.system.http_server import (
+from elasticd_agent.system.network.addresses import format_endpoint
+from elasticd_agent.system.network.http_server import (
     TEXT,
     Handler,
     HttpResponse,

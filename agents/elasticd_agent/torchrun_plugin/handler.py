@@ -18,8 +18,8 @@ from typing import Any
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.store import Store
-from elasticd_agent.system.addresses import format_endpoint, local_address
-from elasticd_agent.system.tcp_store import serving
+from elasticd_agent.system.network.addresses import format_endpoint, local_address
+from elasticd_agent.system.network.tcp_store import serving
 from elasticd_agent.torchrun_plugin.member import JobClosed, JoinTimedOut, Participant
 from elasticd_agent.torchrun_plugin.options import PluginOptions
 from elasticd_agent.torchrun_plugin.plan import TorchrunMember, TorchrunRound

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import UsageError
-from elasticd_agent.system import procfs
+from elasticd_agent.system.processes import procfs
 from elasticd_agent.system.waker import Waker
 
 ENABLE_VARIABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"

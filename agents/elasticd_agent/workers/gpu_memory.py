@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elasticd_agent.system.helper_process import HelperError
-from elasticd_agent.system.nvml import NvmlClient, describe_event, find_pynvml
+from elasticd_agent.system.gpus.nvml import NvmlClient, describe_event, find_pynvml
+from elasticd_agent.system.processes.helper_process import HelperError
 
 WAIT_S = 30.0
 """Tens of GB are given back in a second or two; 50 s have been seen elsewhere."""

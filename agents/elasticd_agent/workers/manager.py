@@ -17,7 +17,7 @@ from elasticd.heartbeat import record as heartbeat
 from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.messages import Event, ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Round
-from elasticd_agent.system import procfs
+from elasticd_agent.system.processes import procfs
 from elasticd_agent.workers.gpu_memory import MemoryChecked, MemoryWait
 from elasticd_agent.workers.groups import (
     Master,
@@ -29,8 +29,8 @@ from elasticd_agent.workers.groups import (
     with_master,
     write_request,
 )
-from elasticd_agent.workers.launcher.client import OwnerClient, OwnerMessage
 from elasticd_agent.workers.launcher.owned_group import STORE_RANK
+from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerMessage
 from elasticd_agent.workers.launcher.requests import ALWAYS, LaunchRequests, Preload, WorkerSpec
 
 

@@ -18,7 +18,7 @@ from elasticd_agent.hangs import evidence as module
 from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.collector import files as disk
 from elasticd_agent.hangs.evidence import EvidenceTarget
-from elasticd_agent.system import procfs
+from elasticd_agent.system.processes import procfs
 from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker, Until
 
 SLEEPS = "import time; print('ready', flush=True); time.sleep(1e6)"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elasticd_agent.hangs.evidence import EvidenceTarget
-from elasticd_agent.system import nvml_process
+from elasticd_agent.system.gpus import nvml_process
 from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker
 
 PROGRAM = Path(nvml_process.__file__)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.hangs.collector import proc_facts as facts
-from elasticd_agent.system import procfs
+from elasticd_agent.system.processes import procfs
 from tests.hangs.stuck_worker import StartWorker, Until
 
 READS_A_PIPE = """

@@ -11,8 +11,8 @@ import pytest
 
 from elasticd_agent.node.api.audit import REPEAT_S, AuditedRoutes, action_of
 from elasticd_agent.node.api.routes import ApiRoutes
-from elasticd_agent.system.http_auth import AccessDenied
-from elasticd_agent.system.http_server import HttpRequest, HttpResponse, UnauthenticatedRequest
+from elasticd_agent.system.network.http_auth import AccessDenied
+from elasticd_agent.system.network.http_server import HttpRequest, HttpResponse, UnauthenticatedRequest
 from elasticd_agent.telemetry.events import AuditEvent, LogEvent
 from tests.node.served import TOKEN, Served
 

@@ -25,8 +25,8 @@ from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import HttpSettings
 from elasticd_agent.node.api.client import AgentClient, Unreachable
 from elasticd_agent.node.api.server import MAX_CONNECTIONS, ApiServer
-from elasticd_agent.system.http_auth import AGENT_SCHEME, BURST, TokenAuth, agent_credential, token_digest
-from elasticd_agent.system.http_server import MAX_BODY_BYTES, MAX_HEAD_BYTES
+from elasticd_agent.system.network.http_auth import AGENT_SCHEME, BURST, TokenAuth, agent_credential, token_digest
+from elasticd_agent.system.network.http_server import MAX_BODY_BYTES, MAX_HEAD_BYTES
 from tests.etcd import Authority
 from tests.node.api.test_audit import Lines
 from tests.node.served import DEADLINE, JOB, TOKEN, Served, ended, fds

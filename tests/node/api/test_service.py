@@ -28,8 +28,8 @@ from elasticd_agent.node.api.service import Conflict, JobService
 from elasticd_agent.node.journal import AgentJournal
 from elasticd_agent.node.records import JobResult, NodeStatus, RoundSummary, RunnerStatus
 from elasticd_agent.node.scheduler.policy import BEHIND_OTHERS
-from elasticd_agent.system.addresses import format_endpoint
-from elasticd_agent.system.http_auth import AGENT_SCHEME
+from elasticd_agent.system.network.addresses import format_endpoint
+from elasticd_agent.system.network.http_auth import AGENT_SCHEME
 from elasticd_agent.telemetry.console import Level, QuietConsole
 from tests.etcd import Authority
 from tests.node.served import JOB, Outage, Served

@@ -13,7 +13,7 @@ import pytest
 from elasticd_agent.node.api.routes import ApiRoutes
 from elasticd_agent.node.dashboard.login import LoginCookies
 from elasticd_agent.node.dashboard.routes import DashboardRoutes
-from elasticd_agent.system.http_auth import TokenAuth
+from elasticd_agent.system.network.http_auth import TokenAuth
 from tests.node.dashboard.browser import Browser, missing
 from tests.node.served import Served
 

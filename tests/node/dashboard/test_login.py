@@ -15,7 +15,7 @@ from elasticd_agent.node.dashboard.login import (
     LoginCookies,
     OneTimeCodes,
 )
-from elasticd_agent.system.http_auth import ATTEMPT_INTERVAL_S, BURST, MAX_ADDRESSES, GuessLimit
+from elasticd_agent.system.network.http_auth import ATTEMPT_INTERVAL_S, BURST, MAX_ADDRESSES, GuessLimit
 
 USER = 1000
 KEY = b"x" * 32

@@ -34,8 +34,8 @@ from elasticd_agent.node.scheduler import job_queue
 from elasticd_agent.node.scheduler.policy import BEHIND_OTHERS
 from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.etcd.store import EtcdStore
-from elasticd_agent.system.http_auth import BURST, TokenAuth
-from elasticd_agent.system.sockets import peer_user
+from elasticd_agent.system.network.http_auth import BURST, TokenAuth
+from elasticd_agent.system.network.sockets import peer_user
 from tests.etcd import etcd_servers
 from tests.faults.job import until
 from tests.node.dashboard.conftest import NOW, Serve

@@ -14,7 +14,7 @@ import pytest
 
 from elasticd_agent.node.health import directories
 from elasticd_agent.node.health.result import EVERY_JOB
-from elasticd_agent.system import procfs
+from elasticd_agent.system.processes import procfs
 from tests.node.health.conftest import Node, until
 
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -14,8 +14,8 @@ import pytest
 
 from elasticd_agent.node.health import checks
 from elasticd_agent.node.health import gpu_checks as gpus
-from elasticd_agent.system import procfs
-from elasticd_agent.system.nvml import NvmlClient
+from elasticd_agent.system.gpus.nvml import NvmlClient
+from elasticd_agent.system.processes import procfs
 from tests.node.health.conftest import Node, Says, until
 
 
@@ -154,7 +154,7 @@ def test_stopped_nvml_process_is_replaced(gpu_node: Node, monkeypatch: pytest.Mo
 
 def test_killed_agent_leaves_no_nvml_process(gpu_node: Node, nvml: Says) -> None:
     nvml([], [], broken="hangs")
-    program = "from elasticd_agent.system.nvml import NvmlClient; NvmlClient(()).request({'do': 'gpus'}, 60)"
+    program = "from elasticd_agent.system.gpus.nvml import NvmlClient; NvmlClient(()).request({'do': 'gpus'}, 60)"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", program], env=environ) as daemon:
         children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children")

@@ -18,8 +18,8 @@ from elasticd_agent.node.runners import main
 from elasticd_agent.node.runners.manager import RunnerManager
 from elasticd_agent.node.runners.spawn import Account, NotAllowed
 from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets, read_exit
-from elasticd_agent.system import cgroups
-from elasticd_agent.system.cgroups import NoLimits
+from elasticd_agent.system.processes import cgroups
+from elasticd_agent.system.processes.cgroups import NoLimits
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from elasticd_agent.model.job_dir import JobFiles, job_files
 from elasticd_agent.node.runners import liveness, poller
 from elasticd_agent.node.runners.liveness import ProcessIdentity
 from elasticd_agent.node.runners.poller import RunnerPoller, ask_runner
-from elasticd_agent.system.control_socket import SOCKET_NAME, ControlServer, ControlSocketError
+from elasticd_agent.system.network.control_socket import SOCKET_NAME, ControlServer, ControlSocketError
 
 WAIT_S = 60.0
 

@@ -21,7 +21,7 @@ from elasticd_agent.node.runners import trial
 from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets, read_exit
 from elasticd_agent.system.bounded_io import run_within
 from elasticd_agent.system.files import replace_file
-from elasticd_agent.system.process import children
+from elasticd_agent.system.processes.process import children
 from tests.etcd import EtcdServers
 from tests.node.conftest import MakeNode
 from tests.node.node import COLD, AgentNode, lives, until

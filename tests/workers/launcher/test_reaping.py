@@ -9,7 +9,7 @@ from pathlib import Path
 
 OTHER_THREAD = """
 import ctypes, subprocess, sys, threading, time
-from elasticd_agent.system.process import end_children
+from elasticd_agent.system.processes.process import end_children
 
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, as the agent
 started, over = threading.Event(), threading.Event()
@@ -50,7 +50,7 @@ os.unlink(segment)
 READING = """
 import os, subprocess, sys, threading, time
 from pathlib import Path
-from elasticd_agent.system.process import end_children, kernel_state
+from elasticd_agent.system.processes.process import end_children, kernel_state
 
 cleaner, fifo, segment = sys.argv[1:]
 command = [sys.executable, "-c", cleaner, "multiprocessing.resource_tracker", fifo, segment]

@@ -25,9 +25,9 @@ from elasticd_agent.hangs.collector import flight_recorder as flight
 from elasticd_agent.hangs.collector import proc_facts as facts
 from elasticd_agent.hangs.collector.request import NO_STACKS, CollectRequest, EvidenceTarget, FilePath
 from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack, digest
-from elasticd_agent.system import procfs
-from elasticd_agent.system.helper_process import HelperError, HelperProcess, HelperTimeout
-from elasticd_agent.system.nvml import start_nvml_process
+from elasticd_agent.system.gpus.nvml import start_nvml_process
+from elasticd_agent.system.processes import procfs
+from elasticd_agent.system.processes.helper_process import HelperError, HelperProcess, HelperTimeout
 
 SPARE_PART = 0.2
 """Of the time: programs are given up this much before its end, which leaves time for faulthandler and the report."""

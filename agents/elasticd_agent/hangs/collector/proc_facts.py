@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterator
 from typing import Any
 
-from elasticd_agent.system import procfs
+from elasticd_agent.system.processes import procfs
 
 MOST_THREADS = 256
 MOST_FDS = 256

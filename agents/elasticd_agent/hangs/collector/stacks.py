@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from elasticd.heartbeat.record import STACKS_SIGNAL
 from elasticd_agent.hangs.collector.request import FilePath
 from elasticd_agent.hangs.stacks import Frame, ThreadStack
-from elasticd_agent.system import procfs
+from elasticd_agent.system.processes import procfs
 
 PY_SPY_TRIES = 4
 NOT_PERMITTED = (

@@ -16,8 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
-from elasticd_agent.system.http_auth import AccessDenied
-from elasticd_agent.system.http_server import HttpError, HttpRequest, HttpResponse, Routes, UnauthenticatedRequest
+from elasticd_agent.system.network.http_auth import AccessDenied
+from elasticd_agent.system.network.http_server import (
+    HttpError,
+    HttpRequest,
+    HttpResponse,
+    Routes,
+    UnauthenticatedRequest,
+)
 from elasticd_agent.telemetry.event_log import EventSink
 from elasticd_agent.telemetry.events import AuditEvent
 

@@ -22,8 +22,8 @@ from elasticd import bounded_json
 from elasticd.errors import ElasticdError, UsageError
 from elasticd_agent.model.agent_address import AGENT_VARIABLE, DEFAULT_SOCKET
 from elasticd_agent.store.tls import tls_context
-from elasticd_agent.system.control_socket import short_path
-from elasticd_agent.system.http_auth import read_token
+from elasticd_agent.system.network.control_socket import short_path
+from elasticd_agent.system.network.http_auth import read_token
 
 MAX_RESPONSE_BYTES = 64 << 20
 """Evidence of a thousand ranks is some megabytes of JSON, and so is a list of ten thousand jobs."""

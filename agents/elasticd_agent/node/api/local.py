@@ -29,8 +29,8 @@ from elasticd_agent.node.api.rank_logs import LogRequest
 from elasticd_agent.node.api.schema import GpuStatus, JobProgress, LogChunk, RunnerAnswer
 from elasticd_agent.node.health.result import GpuUsage
 from elasticd_agent.node.runners.poller import ask_runner
-from elasticd_agent.system import control_socket
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
+from elasticd_agent.system.network import control_socket
 
 STATUS_TIMEOUT_S = 2.0
 DUMP_TIMEOUT_S = control_socket.ANSWER_S

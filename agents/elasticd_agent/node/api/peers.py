@@ -16,8 +16,8 @@ from typing import Any
 from elasticd import bounded_json
 from elasticd.errors import UsageError
 from elasticd_agent.node.api.client import AgentClient, Reply, Unreachable, client_context
-from elasticd_agent.system.addresses import parse_endpoint
-from elasticd_agent.system.http_auth import AGENT_SCHEME, agent_credential, token_digest
+from elasticd_agent.system.network.addresses import parse_endpoint
+from elasticd_agent.system.network.http_auth import AGENT_SCHEME, agent_credential, token_digest
 
 MAX_PARALLEL = 16
 MAX_NODES = 256

@@ -23,8 +23,8 @@ from elasticd_agent.node.api.service import Conflict, JobService
 from elasticd_agent.node.records import Submission
 from elasticd_agent.node.runners.trial import TrialFailed
 from elasticd_agent.system.bounded_io import DeadlineExceeded
-from elasticd_agent.system.http_auth import AccessDenied
-from elasticd_agent.system.http_server import (
+from elasticd_agent.system.network.http_auth import AccessDenied
+from elasticd_agent.system.network.http_server import (
     HttpError,
     HttpRequest,
     HttpResponse,

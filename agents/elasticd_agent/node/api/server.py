@@ -14,10 +14,10 @@ from pathlib import Path
 
 from elasticd.errors import UsageError
 from elasticd_agent.config.agent_settings import HttpSettings
-from elasticd_agent.system.addresses import format_endpoint
-from elasticd_agent.system.control_socket import short_path
-from elasticd_agent.system.http_auth import PeerCredentialAuth, TokenAuth
-from elasticd_agent.system.http_server import HttpServer, Routes, listen_tcp
+from elasticd_agent.system.network.addresses import format_endpoint
+from elasticd_agent.system.network.control_socket import short_path
+from elasticd_agent.system.network.http_auth import PeerCredentialAuth, TokenAuth
+from elasticd_agent.system.network.http_server import HttpServer, Routes, listen_tcp
 
 MAX_CONNECTIONS = 32
 """On each listener. An answer that is forwarded takes one here and one on the other node."""

@@ -20,7 +20,7 @@ from elasticd_agent.model.phrases import count
 from elasticd_agent.node.dashboard import formatting
 from elasticd_agent.node.dashboard.overview import both_ends
 from elasticd_agent.system.durations import in_words
-from elasticd_agent.system.http_server import HttpResponse
+from elasticd_agent.system.network.http_server import HttpResponse
 
 HTML_TYPE = "text/html; charset=utf-8"
 REFRESH_S = 2.0

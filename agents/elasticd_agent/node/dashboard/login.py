@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from urllib.parse import quote, unquote
 
-from elasticd_agent.system.http_auth import TokenAuth
+from elasticd_agent.system.network.http_auth import TokenAuth
 
 COOKIE = "elasticd"
 TLS_COOKIE = "__Host-elasticd"

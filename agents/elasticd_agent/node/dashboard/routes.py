@@ -35,8 +35,8 @@ from elasticd_agent.node.dashboard.status import problem
 from elasticd_agent.node.records import submitter
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.durations import in_words
-from elasticd_agent.system.http_auth import AccessDenied, TokenAuth
-from elasticd_agent.system.http_server import (
+from elasticd_agent.system.network.http_auth import AccessDenied, TokenAuth
+from elasticd_agent.system.network.http_server import (
     HttpError,
     HttpRequest,
     HttpResponse,

@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from elasticd_agent.node.health.result import CheckResult, Outcome, skipped
-from elasticd_agent.system.helper_process import HelperCancelled, HelperError, HelperProcess, HelperTimeout
 from elasticd_agent.system.installation import program
+from elasticd_agent.system.processes.helper_process import HelperCancelled, HelperError, HelperProcess, HelperTimeout
 
 CHECK = "all-reduce"
 TIMEOUT_S = 30.0

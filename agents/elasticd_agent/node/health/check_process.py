@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 from elasticd_agent.model.phrases import shortened
 from elasticd_agent.node.health import directories, network_ports
 from elasticd_agent.node.health.result import CheckResult, failed, passed, skipped
-from elasticd_agent.system.process import STRAY_SIGNALS, ignore_signal, signal_name, take_signals
-from elasticd_agent.system.procfs import read, stat
+from elasticd_agent.system.processes.process import STRAY_SIGNALS, ignore_signal, signal_name, take_signals
+from elasticd_agent.system.processes.procfs import read, stat
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MAX_OUTPUT_BYTES = 1 << 20

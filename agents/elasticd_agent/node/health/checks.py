@@ -20,10 +20,10 @@ from elasticd_agent.node.health import gpu_checks, network_ports, plugins
 from elasticd_agent.node.health.all_reduce import check_all_reduce
 from elasticd_agent.node.health.directories import format_size
 from elasticd_agent.node.health.result import CheckResult, GpuUsage, failed, passed, skipped
-from elasticd_agent.system import procfs
-from elasticd_agent.system.helper_process import HelperError, HelperProcess
+from elasticd_agent.system.gpus.nvml import NvmlClient, find_pynvml
 from elasticd_agent.system.installation import import_path
-from elasticd_agent.system.nvml import NvmlClient, find_pynvml
+from elasticd_agent.system.processes import procfs
+from elasticd_agent.system.processes.helper_process import HelperError, HelperProcess
 from elasticd_agent.system.waker import Waker
 
 MAX_PARALLEL = 4

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from elasticd_agent.node.health.result import CheckResult, GpuUsage, failed, passed, skipped
-from elasticd_agent.system.nvml import APPLICATION_XIDS, XID_EVENT, describe_event, gpu_name
+from elasticd_agent.system.gpus.nvml import APPLICATION_XIDS, XID_EVENT, describe_event, gpu_name
 
 PRESENT, XIDS = "gpus", "gpu xid"
 FABRIC_COMPLETED, FABRIC_PENDING = 3, (1, 2)

@@ -12,8 +12,8 @@ import signal
 import time
 from collections.abc import Iterable
 
-from elasticd_agent.system import procfs
-from elasticd_agent.system.process import IGNORED_SIGNALS, children, end_children, prctl
+from elasticd_agent.system.processes import procfs
+from elasticd_agent.system.processes.process import IGNORED_SIGNALS, children, end_children, prctl
 
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 OWNER_COMM = b"elasticd-owner"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd_agent.model.job_dir import JobFiles
-from elasticd_agent.system import procfs
 from elasticd_agent.system.files import open_plain
+from elasticd_agent.system.processes import procfs
 
 OWNER_BYTES = 80
 """A constant length, so that one write replaces an identity, also on a full disk."""

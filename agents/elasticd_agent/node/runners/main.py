@@ -49,10 +49,10 @@ from elasticd_agent.node.runners.spec import (
     write_exit,
 )
 from elasticd_agent.node.runners.trial import REFUSED
-from elasticd_agent.system.cgroups import join_group
-from elasticd_agent.system.control_socket import Verb
 from elasticd_agent.system.files import open_plain, replace_link
-from elasticd_agent.system.process import PR_SET_PDEATHSIG, prctl
+from elasticd_agent.system.network.control_socket import Verb
+from elasticd_agent.system.processes.cgroups import join_group
+from elasticd_agent.system.processes.process import PR_SET_PDEATHSIG, prctl
 from elasticd_agent.telemetry import event_log, metrics
 
 PR_SET_NAME = 15

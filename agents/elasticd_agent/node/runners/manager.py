@@ -32,9 +32,9 @@ from elasticd_agent.node.runners.spec import (
     read_exit,
     read_spec,
 )
-from elasticd_agent.system import cgroups, procfs
-from elasticd_agent.system.control_socket import ControlSocketError
 from elasticd_agent.system.files import replace_file
+from elasticd_agent.system.network.control_socket import ControlSocketError
+from elasticd_agent.system.processes import cgroups, procfs
 
 KILL_DELAY_S = 5.0
 """From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""

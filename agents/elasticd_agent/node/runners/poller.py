@@ -17,7 +17,7 @@ from typing import Any
 
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.runners.liveness import ProcessIdentity, lock_owner
-from elasticd_agent.system import control_socket
+from elasticd_agent.system.network import control_socket
 from elasticd_agent.system.waker import Waker
 
 TIMEOUT_S = 1.0

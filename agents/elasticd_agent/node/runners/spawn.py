@@ -21,7 +21,7 @@ from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.reconcile import RunnerStart
 from elasticd_agent.node.runners import liveness, versions
 from elasticd_agent.node.runners.spec import RunnerSpec, StoreSecrets
-from elasticd_agent.system import procfs
+from elasticd_agent.system.processes import procfs
 
 _AGENT_PREFIXES = (
     "ELASTICD_", "PET_", "LISTEN_", "NOTIFY_", "WATCHDOG_", "JOURNAL_", "INVOCATION_", "CREDENTIALS_", "GRPC_",

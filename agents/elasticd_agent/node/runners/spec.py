@@ -20,7 +20,7 @@ from elasticd_agent.model.job import Rendezvous, Tls, check_identifier
 from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.node.records import RoundSummary
 from elasticd_agent.system.files import open_plain, read_plain, rename_over, replace_file
-from elasticd_agent.system.process import prctl
+from elasticd_agent.system.processes.process import prctl
 
 PR_SET_DUMPABLE = 4
 MAX_SPEC_BYTES = 16 << 20

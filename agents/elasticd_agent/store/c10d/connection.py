@@ -25,9 +25,9 @@ from typing import Any
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store import Traffic
 from elasticd_agent.store.c10d.tcp_store import parse_start
-from elasticd_agent.system.addresses import format_endpoint
-from elasticd_agent.system.helper_process import HelperError, LineReader, end_process
 from elasticd_agent.system.installation import program
+from elasticd_agent.system.network.addresses import format_endpoint
+from elasticd_agent.system.processes.helper_process import HelperError, LineReader, end_process
 
 CONNECT_DEADLINE_S = 8.0
 """A client that is not ready by then is replaced; while the host is frozen, it would wait for ever."""

@@ -31,7 +31,7 @@ from elasticd_agent.store.c10d.client_process import C10dClient  # noqa: E402
 from elasticd_agent.store.c10d.server_process import serve  # noqa: E402
 from elasticd_agent.store.c10d.tcp_store import TcpStoreConnection, set_host_lookup  # noqa: E402
 from elasticd_agent.store.c10d.torch_import import load_tcp_store  # noqa: E402
-from elasticd_agent.system.process import IGNORED_SIGNALS, PR_SET_PDEATHSIG, prctl  # noqa: E402
+from elasticd_agent.system.processes.process import IGNORED_SIGNALS, PR_SET_PDEATHSIG, prctl  # noqa: E402
 
 del sys.path[0]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from elasticd_agent.store.c10d import tcp_store as tcp
 from elasticd_agent.store.c10d.client_process import PROTOCOL, WATCH_RECHECK_S, remove
-from elasticd_agent.system.tcp_store import serving
+from elasticd_agent.system.network.tcp_store import serving
 
 TURN_S = 0.2
 """How late a lease may end; 0.2 s cost 0.2 % of a core."""

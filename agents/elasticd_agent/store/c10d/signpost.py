@@ -17,7 +17,7 @@ from elasticd.errors import StoreRefused, StoreUnavailable, WireError
 from elasticd_agent.model.keys import decode_record
 from elasticd_agent.model.records import Round
 from elasticd_agent.store import Store
-from elasticd_agent.system.addresses import format_endpoint, is_local, parse_endpoint
+from elasticd_agent.system.network.addresses import format_endpoint, is_local, parse_endpoint
 
 INTERVAL_S = 1.0
 CONNECT_S = 0.5

@@ -26,7 +26,7 @@ from elasticd_agent.store.etcd import diagnose
 from elasticd_agent.store.etcd.errors import ClassifiedError, ErrorKind, LeaseNotFound, classify
 from elasticd_agent.store.etcd.keys import key_range
 from elasticd_agent.store.etcd.proto import rpc
-from elasticd_agent.system.addresses import format_endpoint
+from elasticd_agent.system.network.addresses import format_endpoint
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 0.4
 """A third of the default lease is 1 s; a reconnected client must have renewed well before that."""

@@ -15,7 +15,7 @@ from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.model.job import Tls
 from elasticd_agent.store.etcd.errors import not_etcd_message
 from elasticd_agent.store.tls import tls_context
-from elasticd_agent.system.addresses import format_endpoint
+from elasticd_agent.system.network.addresses import format_endpoint
 
 # RFC 9113, 3.4: the client's preface, followed by a SETTINGS frame; the server answers with a SETTINGS frame.
 _EMPTY_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"

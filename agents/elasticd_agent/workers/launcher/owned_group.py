@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from elasticd_agent.system.process import CLEANER_GRACE_S, kernel_state, session_of
+from elasticd_agent.system.processes.process import CLEANER_GRACE_S, kernel_state, session_of
 
 STORE_RANK = -1
 """The local rank of the round's store process."""

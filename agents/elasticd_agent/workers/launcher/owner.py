@@ -61,7 +61,7 @@ from typing import Any
 if __name__ == "__main__":  # run as a file, isolated: our own packages come after the standard library
     sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
 
-from elasticd_agent.system.process import (
+from elasticd_agent.system.processes.process import (
     CLEANER_GRACE_S,
     IGNORED_SIGNALS,
     children,

@@ -15,7 +15,7 @@ import socket
 import time
 from typing import Any
 
-from elasticd_agent.system.process import IGNORED_SIGNALS, describe_status, signal_child, spawn
+from elasticd_agent.system.processes.process import IGNORED_SIGNALS, describe_status, signal_child, spawn
 from elasticd_agent.workers.launcher.sockets import encode
 
 SOCKET = "writer"

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from elasticd_agent.system import procfs
+from elasticd_agent.system.processes import procfs
 
 ROOT = "/sys/fs/cgroup"
 _UNITS_S = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}

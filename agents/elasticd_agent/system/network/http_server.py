@@ -28,8 +28,8 @@ from typing import Any, Protocol
 from urllib.parse import unquote
 
 from elasticd.errors import UsageError
-from elasticd_agent.system.http_auth import AccessDenied, Authenticator, Caller
-from elasticd_agent.system.sockets import peer_user
+from elasticd_agent.system.network.http_auth import AccessDenied, Authenticator, Caller
+from elasticd_agent.system.network.sockets import peer_user
 from elasticd_agent.system.waker import Waker
 
 MAX_HEAD_BYTES = 16 << 10

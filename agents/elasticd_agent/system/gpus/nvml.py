@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from elasticd_agent.system import procfs
-from elasticd_agent.system.helper_process import CLOSE_S, HelperError, HelperProcess, HelperTimeout
 from elasticd_agent.system.installation import program
+from elasticd_agent.system.processes import procfs
+from elasticd_agent.system.processes.helper_process import CLOSE_S, HelperError, HelperProcess, HelperTimeout
 from elasticd_agent.system.waker import Waker
 
 _DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import UsageError
-from elasticd_agent.system import procfs
-from elasticd_agent.system.helper_process import end_process
 from elasticd_agent.system.installation import program
-from elasticd_agent.system.process import end_children
+from elasticd_agent.system.processes import procfs
+from elasticd_agent.system.processes.helper_process import end_process
+from elasticd_agent.system.processes.process import end_children
 from elasticd_agent.workers.launcher.sockets import PACKET, encode, pair
 
 PR_SET_CHILD_SUBREAPER = 36

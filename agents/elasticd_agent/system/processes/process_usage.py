@@ -11,7 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elasticd_agent.system import cgroups, procfs, sockets
+from elasticd_agent.system.network import sockets
+from elasticd_agent.system.processes import cgroups, procfs
 
 WORKING_SHARE = 0.005
 """Of the time a starved thread runs more than this, even under a quota of 1 %. The heartbeat thread, which wakes ten
