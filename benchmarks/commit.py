@@ -48,7 +48,7 @@ def commits(model: Any, more: str, device: Any) -> tuple[float, float, float, st
     import numpy
     import torch
 
-    from elasticd.checkpointing.late_changes import StepEnd
+    from elasticd.checkpointing.at_fault.late_changes import StepEnd
 
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -102,8 +102,8 @@ def timed(call: Any) -> float:
 
 def without_writer(attached: dict[str, Any], device: Any) -> Any:
     """A donor that has no thread and saves nothing, and copies what every other donor copies."""
-    from elasticd.checkpointing.committed_state import CommittedState
-    from elasticd.checkpointing.donor import Donor
+    from elasticd.checkpointing.at_fault.committed_state import CommittedState
+    from elasticd.checkpointing.at_fault.donor import Donor
 
     group = SimpleNamespace(rank=0, world_size=1, device=device)
     saver: Any = SimpleNamespace(group=group, writer=None)

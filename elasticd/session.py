@@ -22,12 +22,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from elasticd import process_group
-from elasticd.checkpointing import restore, sharded, state
-from elasticd.checkpointing.donor import Donor
-from elasticd.checkpointing.late_changes import StepEnd
+from elasticd.checkpointing import restore
+from elasticd.checkpointing.at_fault.donor import Donor
+from elasticd.checkpointing.at_fault.late_changes import StepEnd
 from elasticd.checkpointing.omissions import Omissions
 from elasticd.checkpointing.restore import Resumed
 from elasticd.checkpointing.saver import DEFAULT_KEEP, SaveInterval, Saver
+from elasticd.checkpointing.state import sharded, training_state
 from elasticd.coordination import pause
 from elasticd.coordination.barrier import Barriers, timeout_seconds
 from elasticd.coordination.decisions import Action, DecisionPoints
@@ -198,7 +199,8 @@ class Session:
         Where that has loaded nothing, a call after the first step is a warning.
         """
         objects, own = (
-            {name: state.attachable(name, obj) for name, obj in each.items()} for each in (objects, per_rank or {})
+            {name: training_state.attachable(name, obj) for name, obj in each.items()}
+            for each in (objects, per_rank or {})
         )
         every = [*objects.items(), *own.items()]
         names = {*self._attached, *self._saver.per_rank}
@@ -258,7 +260,7 @@ class Session:
             self._decisions.reset(resumed.step)
             self._continued = [each for each in self._samplers() if each.offset]
             if self._continued:
-                self._random_state = state.random_state(self._group.device)
+                self._random_state = training_state.random_state(self._group.device)
         return resumed
 
     def checkpoint(
@@ -561,16 +563,16 @@ class Session:
         is_continued = sampler in self._continued
         if is_iteration:
             if is_continued:
-                self._before_seed = sampler, state.torch_state()
+                self._before_seed = sampler, training_state.torch_state()
             return
         if is_continued:
             self._continued.remove(sampler)
         if self._random_state is not None:
             if not self._stepped:
-                state.set_random_state(self._random_state, self._group.device)
+                training_state.set_random_state(self._random_state, self._group.device)
             self._random_state = None
         elif is_continued and before is not None and before[0] is sampler:
-            state.take_back_seed(before[1])
+            training_state.take_back_seed(before[1])
 
     def _begin_step(self, is_certain: bool) -> None:
         assert self._step_end is not None

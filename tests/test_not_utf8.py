@@ -14,7 +14,8 @@ import pytest
 
 import elasticd
 import elasticd_agent
-from elasticd.checkpointing import in_place, memory_limit, peer
+from elasticd.checkpointing.memory import memory_limit, peer
+from elasticd.checkpointing.state import in_place
 from elasticd_agent.system.processes import cgroups
 from elasticd_agent.workers.launcher import template
 

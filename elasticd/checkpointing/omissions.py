@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from elasticd.checkpointing import state
-from elasticd.checkpointing.commit_record import local
+from elasticd.checkpointing.at_fault.step_record import local
+from elasticd.checkpointing.state import training_state
 from elasticd.errors import UsageError
 from elasticd.sampler import ElasticBatchSampler, Usage, uncommitted, usage_of
 
@@ -164,12 +164,14 @@ class Omissions:
         from torch.nn import Module
         from torch.optim import Optimizer
 
-        own = {each.untyped_storage().data_ptr() for each in map(local, state.tensors(dict(optimizer.state)))}
+        own = {each.untyped_storage().data_ptr() for each in map(local, training_state.tensors(dict(optimizer.state)))}
         for obj in self._attached.values():
             if isinstance(obj, Module):
                 continue
             try:
-                saved = {each.untyped_storage().data_ptr() for each in map(local, state.tensors(obj.state_dict()))}
+                saved = {
+                    each.untyped_storage().data_ptr() for each in map(local, training_state.tensors(obj.state_dict()))
+                }
             except Exception:  # noqa: BLE001 - of any object: ZeroRedundancyOptimizer has none before it is gathered
                 return True
             # One that has a method of its own, and knows the optimizer, may save copies. A scheduler knows it, too.
@@ -295,7 +297,7 @@ def _kept_by_each_rank(obj: Any) -> Iterator[str]:
     """What a rank has of an attached model, and gets from no checkpoint."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    wrapper = state.parallel(obj)
+    wrapper = training_state.parallel(obj)
     if wrapper is None:
         return
     saved = wrapper.module.state_dict().keys() - {name for name, _ in wrapper.module.named_parameters()}

@@ -19,29 +19,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import (
-    commit_files,
-    commit_record,
-    committed_state,
-    held_states,
-    in_place,
-    retention,
-    shard_plan,
-    sharded,
-    state,
-    transfer,
-)
-from elasticd.checkpointing.buffers import Snapshot, donor_of
-from elasticd.checkpointing.held_states import HeldState, ShardsInMemory
-from elasticd.checkpointing.layout import write_at
-from elasticd.checkpointing.lineage import Entry, SkippedCheckpoint, find_damage, open_verified, walk
-from elasticd.checkpointing.manifest import STATE, Manifest, parse
-from elasticd.checkpointing.object_store import BRIEF_PATIENCE_S, RESTORE_PATIENCE_S, store_of
-from elasticd.checkpointing.object_url import shown
+from elasticd.checkpointing.at_fault import committed_state, step_files, step_record
+from elasticd.checkpointing.memory import held_states, transfer
+from elasticd.checkpointing.memory.buffers import Snapshot, donor_of
+from elasticd.checkpointing.memory.held_states import HeldState, ShardsInMemory
+from elasticd.checkpointing.memory.shard_server import Server
+from elasticd.checkpointing.memory.writer_client import SnapshotRefused
 from elasticd.checkpointing.saver import Saver
-from elasticd.checkpointing.shard_server import Server
-from elasticd.checkpointing.writer_client import SnapshotRefused
+from elasticd.checkpointing.state import checkpoint_files as checkpoint
+from elasticd.checkpointing.state import in_place, shard_plan, sharded, training_state
+from elasticd.checkpointing.state.layout import write_at
+from elasticd.checkpointing.storage import retention
+from elasticd.checkpointing.storage.lineage import Entry, SkippedCheckpoint, find_damage, open_verified, walk
+from elasticd.checkpointing.storage.manifest import STATE, Manifest, parse
+from elasticd.checkpointing.storage.object_store import BRIEF_PATIENCE_S, RESTORE_PATIENCE_S, store_of
+from elasticd.checkpointing.storage.object_url import shown
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import CheckpointCorrupt, CheckpointError, ObjectStoreError, UsageError
 from elasticd.heartbeat.worker_events import WorkerEventWriter
@@ -154,7 +146,7 @@ class _Restore:
 
     def run(self) -> Resumed | None:
         try:
-            with state.no_garbage_collection():
+            with training_state.no_garbage_collection():
                 return self._run()
         finally:
             if self._fd >= 0:
@@ -188,11 +180,11 @@ class _Restore:
             content = self._content or checkpoint.load_mapped(self._fd)
             notes += self._load(chosen, content)
             if (saved_by := donor_of(chosen.get("key", (0, None))[1])) is not None:
-                self._donor = content[state.RESERVED].get(committed_state.DONOR, saved_by)
-            of_ranks = content[state.RESERVED].get("per_rank", {})
+                self._donor = content[training_state.RESERVED].get(committed_state.DONOR, saved_by)
+            of_ranks = content[training_state.RESERVED].get("per_rank", {})
             rank, world_size = self.group.rank, self.group.world_size
-            notes += state.scatter_per_rank(self.saver.per_rank, of_ranks, rank, world_size, self.optional)
-            notes += self._restore_random_state(chosen, content[state.RESERVED])
+            notes += training_state.scatter_per_rank(self.saver.per_rank, of_ranks, rank, world_size, self.optional)
+            notes += self._restore_random_state(chosen, content[training_state.RESERVED])
         except Exception as raised:  # noqa: BLE001 - all ranks must learn of any error of a load_state_dict
             error = raised
         resumed = self._agree(chosen, error, notes)
@@ -297,7 +289,7 @@ class _Restore:
         why = ""
         with contextlib.suppress(Exception):  # loading says what is wrong
             self._content = self._content or checkpoint.load_mapped(self._fd)
-            saved = self._content[state.RESERVED]
+            saved = self._content[training_state.RESERVED]
             if rank < len(saved["rng"]) and saved["rng"][rank] is None:
                 try:
                     self._recorded_random_state(chosen, saved)
@@ -322,7 +314,7 @@ class _Restore:
 
     def _load(self, chosen: Mapping[str, Any], content: dict[str, Any]) -> list[str]:
         """Load what is attached; returns sentences about what was not used."""
-        names = content[state.RESERVED].get(sharded.NAMES, [])
+        names = content[training_state.RESERVED].get(sharded.NAMES, [])
         large = {name: obj for name, obj in self.attached.items() if name in names}
         whole = {name: obj for name, obj in self.attached.items() if name in sharded.names(self.attached) - {*names}}
         whole = {name: obj for name, obj in whole.items() if name in content}
@@ -334,7 +326,7 @@ class _Restore:
             sharded.scatter(large, shard_plan.read(open_file, lambda metadata: sharded.targets(large, metadata)))
         unused = [name for name in names if name not in large]
         read = functools.partial(in_place.read, self._fd, content, small, self._checksum)
-        notes = state.scatter(small, content, self.optional, read)
+        notes = training_state.scatter(small, content, self.optional, read)
         return notes + [f"nothing is attached as {name}: that part of the checkpoint was not used" for name in unused]
 
     def _find_held(self) -> bytes:
@@ -618,14 +610,14 @@ class _Restore:
         if rank >= ranks:
             return [f"{counts}: there is no random state for rank {rank}, which keeps its own"]
         if (own := every_rank[rank]) is not None:
-            return notes + state.set_random_state(own, self.group.device)
+            return notes + training_state.set_random_state(own, self.group.device)
         step = chosen["step"]
         if (own := self._recorded_random_state(chosen, saved)) is None:
             lost = f"the random state of rank {rank} at step {step} is lost: it draws other numbers from here on"
             return [*notes, lost]
-        notes += state.set_random_state(own, self.group.device)
+        notes += training_state.set_random_state(own, self.group.device)
         with contextlib.suppress(OSError):
-            commit_files.keep_random_state(rank, step, self.group.device)
+            step_files.keep_random_state(rank, step, self.group.device)
         return notes
 
     def _recorded_random_state(self, chosen: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -635,15 +627,15 @@ class _Restore:
         if "ELASTICD_HEARTBEAT" not in os.environ:
             return None
         rank, step, round = self.group.rank, chosen["step"], chosen["round"]
-        buffers = [holder[key] for _, (holder, key) in commit_files.buffers(self.attached)]
-        own = list(filter(commit_files.on_host, buffers))
+        buffers = [holder[key] for _, (holder, key) in step_files.buffers(self.attached)]
+        own = list(filter(step_files.on_host, buffers))
         record = committed_state.RankRecord(rank, step, own, round)
         if record.committed is None and committed_state.DRAWN not in saved:  # by a donor of an older version
             if record.expected is not None and saved.get(committed_state.EXPECTED, False):
                 return record.expected.random_state
-            return commit_files.kept_random_state(rank, step, round)
+            return step_files.kept_random_state(rank, step, round)
         found = record.random_state(committed_state.Drawn.of(saved))
-        return found or commit_files.kept_random_state(rank, step, round)
+        return found or step_files.kept_random_state(rank, step, round)
 
     def _agree(self, chosen: Mapping[str, Any], error: Exception | None, notes: list[str]) -> Resumed:
         own = {"error": f"{type(error).__name__}: {error}" if error else "", "notes": notes}
@@ -689,7 +681,7 @@ class _Restore:
         if self.step is not None or round < 1 or "ELASTICD_HEARTBEAT" not in os.environ:
             return []
         # The round before may have had more ranks: those of this node are beside rank 0's.
-        last = max(map(commit_record.last_step, commit_files.paths_of("commit", round)), default=0)
+        last = max(map(step_record.last_step, step_files.paths_of("commit", round)), default=0)
         if last <= step:
             return []
         steps = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"

@@ -22,19 +22,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import rank_differences, sharded, state, writer_client
-from elasticd.checkpointing.buffers import KILLED, WriteTask
-from elasticd.checkpointing.directory_lock import DirectoryLock
-from elasticd.checkpointing.layout import Layout, write_packed
-from elasticd.checkpointing.lineage import Entry
-from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest, parse
-from elasticd.checkpointing.object_store import store_of
-from elasticd.checkpointing.object_url import missing_package, resolve, shown
-from elasticd.checkpointing.rank_differences import RankState
-from elasticd.checkpointing.safe_types import check_loadable
+from elasticd.checkpointing.memory import writer_client
+from elasticd.checkpointing.memory.buffers import KILLED, WriteTask
+from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
 from elasticd.checkpointing.sharded_saver import ShardedSaver
-from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
+from elasticd.checkpointing.state import checkpoint_files as checkpoint
+from elasticd.checkpointing.state import rank_differences, sharded, training_state
+from elasticd.checkpointing.state.layout import Layout, write_packed
+from elasticd.checkpointing.state.rank_differences import RankState
+from elasticd.checkpointing.state.safe_types import check_loadable
+from elasticd.checkpointing.storage.directory_lock import DirectoryLock
+from elasticd.checkpointing.storage.lineage import Entry
+from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest, parse
+from elasticd.checkpointing.storage.object_store import store_of
+from elasticd.checkpointing.storage.object_url import missing_package, resolve, shown
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.errors import CheckpointRefused, StateDiffers, UsageError
 from elasticd.heartbeat.record import HeartbeatWriter, Phase
@@ -230,12 +231,12 @@ class Saver:
         in_shards = shards.objects if shards else {}
         is_first, world_size = not self._accepted, self.group.world_size
         compared = self.rank_state.describe(attached, in_shards, world_size, step, is_first)
-        mine = state.to_bytes([random_state or state.random_state(self.group.device), own, compared])
+        mine = training_state.to_bytes([random_state or training_state.random_state(self.group.device), own, compared])
         if len(mine) > MOST_SENT_BYTES:
             mine = f"{_TOO_LARGE}rank {self.group.rank}'s state of {', '.join(own)} has {len(mine) >> 20} MB".encode()
         received = self.channel.collect(f"random/{self.saves}", mine, f"random states for the save at step {step}")
         larger = _larger(received)
-        every_rank = [] if larger else list(map(state.from_bytes, received))
+        every_rank = [] if larger else list(map(training_state.from_bytes, received))
         if is_first:
             what = f"whether the state of step {step} can be loaded again"
             check = functools.partial(self._check, step, attached, every_rank, larger)
@@ -289,7 +290,7 @@ class Saver:
         streams = [random_state for random_state, _, _ in every_rank]
         per_rank = {name: [states[name] for _, states, _ in every_rank] for name in self.per_rank}
         kept = {"rng": streams, **({"per_rank": per_rank} if per_rank else {})}
-        return {**state.gather(attached), state.RESERVED: {**own, **kept}}
+        return {**training_state.gather(attached), training_state.RESERVED: {**own, **kept}}
 
     def _save(
         self,
@@ -312,7 +313,7 @@ class Saver:
         content = self._content(step, attached, every_rank)
         if self.group.rank == 0:
             check_loadable(content)
-        layout = Layout(content, state.replicated(attached, self.group.world_size), save=self.saves)
+        layout = Layout(content, training_state.replicated(attached, self.group.world_size), save=self.saves)
         draft = self._draft(step, layout.bytes, attached)
         if self.group.rank == 0:
             checkpoint.check_cursor(draft)

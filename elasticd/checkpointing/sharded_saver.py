@@ -17,18 +17,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from elasticd.checkpointing import api, held_states, shard_files, shard_plan, sharded
-from elasticd.checkpointing.atomic_write import Staging
-from elasticd.checkpointing.buffers import WriteTask
-from elasticd.checkpointing.layout import Layout
-from elasticd.checkpointing.manifest import STATE, FileState, Manifest
-from elasticd.checkpointing.mapped_buffer import MappedBuffers
-from elasticd.checkpointing.object_url import url_of
-from elasticd.checkpointing.safe_types import check_loadable
-from elasticd.checkpointing.shard_plan import ShardPlan
-from elasticd.checkpointing.shard_server import Server
-from elasticd.checkpointing.state import RESERVED, no_garbage_collection
-from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
+from elasticd.checkpointing.memory import held_states, shard_files
+from elasticd.checkpointing.memory.buffers import WriteTask
+from elasticd.checkpointing.memory.mapped_buffer import MappedBuffers
+from elasticd.checkpointing.memory.shard_server import Server
+from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
+from elasticd.checkpointing.state import checkpoint_files, shard_plan, sharded
+from elasticd.checkpointing.state.layout import Layout
+from elasticd.checkpointing.state.safe_types import check_loadable
+from elasticd.checkpointing.state.shard_plan import ShardPlan
+from elasticd.checkpointing.state.training_state import RESERVED, no_garbage_collection
+from elasticd.checkpointing.storage.atomic_write import Staging
+from elasticd.checkpointing.storage.manifest import STATE, FileState, Manifest
+from elasticd.checkpointing.storage.object_url import url_of
 from elasticd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class ShardedSaver:
             # A part that no node is writing and that has not come is lost: with its node's writer, during the copy.
             if self.is_busy(wait, None if others_write else LOST_PART_S):
                 return {"event": "checkpoint_dropped", "why": _BUSY}
-            api.check_cursor(draft)
+            checkpoint_files.check_cursor(draft)
             if is_new:
                 check_loadable(sharded.values(state))
             small = content()
@@ -309,7 +310,7 @@ class ShardedSaver:
             every = [json.loads(each) for each in saver.channel.collect(key, own, what)]
             return shard_files.merge({f"rank {rank}": part for rank, part in enumerate(every)})
 
-        saved = saver.write(draft, lambda path: api.write_files(path, draft, fill, token), why, start)
+        saved = saver.write(draft, lambda path: checkpoint_files.write_files(path, draft, fill, token), why, start)
         if not opened:
             saver.channel.on_rank0(key, what, lambda: {"folder": ""})
         return saved

@@ -15,9 +15,9 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from elasticd.checkpointing.api import lineage
-from elasticd.checkpointing.object_store import store_of
-from elasticd.checkpointing.object_url import resolve
+from elasticd.checkpointing.storage.lineage import lineage
+from elasticd.checkpointing.storage.object_store import store_of
+from elasticd.checkpointing.storage.object_url import resolve
 from elasticd.errors import UsageError
 from elasticd.integrations import check_ranks, require
 from elasticd.integrations.loader import ElasticLoader

@@ -51,7 +51,7 @@ PAGES_AND_MISTAKES = [
 """Command lines that start nothing."""
 SLOW = {
     *("asyncio", "concurrent.futures", "http.server", "logging", "multiprocessing", "ssl", "subprocess"),
-    *("elasticd.session", "elasticd.checkpointing.manifest", "elasticd.checkpointing.object_store"),
+    *("elasticd.session", "elasticd.checkpointing.storage.manifest", "elasticd.checkpointing.storage.object_store"),
     *("elasticd_agent.job.run", "elasticd_agent.node", "elasticd_agent.store.open", "elasticd_agent.telemetry"),
 }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from elasticd import bounded_json
-from elasticd.checkpointing import manifest
+from elasticd.checkpointing.storage import manifest
 from elasticd.errors import UsageError, WireError
 from elasticd.heartbeat import record
 from elasticd_agent.cli import tables

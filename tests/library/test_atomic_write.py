@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.checkpointing.atomic_write import Staging, staging_path, sweep, write_file
-from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
+from elasticd.checkpointing.storage.atomic_write import Staging, staging_path, sweep, write_file
+from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
 
 
 @pytest.mark.parametrize("size", [1, 4096, 5000, 4 << 20, (4 << 20) + 4096, (9 << 20) + 7])

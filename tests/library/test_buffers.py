@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing import buffers, manifest, mapped_buffer
-from elasticd.checkpointing.buffers import Buffers, Snapshot, WriteTask
-from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
-from elasticd.checkpointing.mapped_buffer import MappedBuffer, MappedBuffers
+from elasticd.checkpointing.memory import buffers, mapped_buffer
+from elasticd.checkpointing.memory.buffers import Buffers, Snapshot, WriteTask
+from elasticd.checkpointing.memory.mapped_buffer import MappedBuffer, MappedBuffers
+from elasticd.checkpointing.storage import manifest
+from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
 
 MIB = 1 << 20
 

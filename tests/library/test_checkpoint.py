@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import page_cache, retention
-from elasticd.checkpointing import state as training_state
-from elasticd.checkpointing.api import Entry
-from elasticd.checkpointing.lineage import LineageWalk, names_aside, open_verified, walk
 from elasticd.checkpointing.restore import _Restore
-from elasticd.checkpointing.retention import set_aside
+from elasticd.checkpointing.state import checkpoint_files as checkpoint
+from elasticd.checkpointing.state import training_state as training_state
+from elasticd.checkpointing.state.checkpoint_files import Entry
+from elasticd.checkpointing.storage import page_cache, retention
+from elasticd.checkpointing.storage.lineage import LineageWalk, names_aside, open_verified, walk
+from elasticd.checkpointing.storage.retention import set_aside
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 from tests.library.verified import verified_lineage
@@ -278,7 +278,7 @@ def test_load_verifies_while_reading(tmp_path: Path) -> None:
 
 def test_checkpoint_with_sha256_is_read_and_verified(tmp_path: Path) -> None:
     """The checksum of older checkpoints; one that this interpreter cannot compute is no reason to skip a checkpoint."""
-    from elasticd.checkpointing import manifest
+    from elasticd.checkpointing.storage import manifest
 
     entry = save(tmp_path, 1, 10)
     raw = json.loads((entry.path / "manifest.json").read_text())
@@ -296,7 +296,7 @@ def test_checkpoint_with_sha256_is_read_and_verified(tmp_path: Path) -> None:
 
 
 def test_manifest_keeps_fields_of_newer_minor_version(tmp_path: Path) -> None:
-    from elasticd.checkpointing import manifest
+    from elasticd.checkpointing.storage import manifest
 
     entry = save(tmp_path, 1, 10)
     raw = {**json.loads((entry.path / "manifest.json").read_text()), "version": "1.9", "mood": {"calm": [1.5]}}
@@ -542,7 +542,8 @@ def test_lineage_lock_and_retention_import_no_torch(tmp_path: Path) -> None:
     save(tmp_path, 1, 10)
     save(tmp_path, 1, 20)
     script = (
-        "import sys; from pathlib import Path; from elasticd.checkpointing import api as c; d = Path(sys.argv[1])\n"
+        "import sys; from pathlib import Path; from elasticd.checkpointing.state import checkpoint_files as c\n"
+        "d = Path(sys.argv[1])\n"
         "lock = c.DirectoryLock(d, 'job', 'run'); lock.acquire()\n"
         "assert c.highest_round(d) == 1 and len(c.lineage(d)[0]) == 2\n"
         "c.relink(d, c.lineage(d)[0][0], 2); c.retain(d, 1, 1)\n"

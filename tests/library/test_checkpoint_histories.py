@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elasticd.checkpointing import api as checkpoint
+from elasticd.checkpointing.state import checkpoint_files as checkpoint
 from elasticd.errors import CheckpointCorrupt
 from tests.library.verified import verified_lineage
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing.layout import Layout, write_at, write_packed
-from elasticd.checkpointing.rank_differences import digest
+from elasticd.checkpointing.state import checkpoint_files as checkpoint
+from elasticd.checkpointing.state.layout import Layout, write_at, write_packed
+from elasticd.checkpointing.state.rank_differences import digest
 
 WEIGHT = torch.arange(30_000.0).reshape(100, 300)
 STATES: dict[str, dict[str, Any]] = {

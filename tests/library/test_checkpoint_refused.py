@@ -19,10 +19,10 @@ import numpy
 import pytest
 import torch
 
-from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import state as states
-from elasticd.checkpointing.rank_differences import RankState
-from elasticd.checkpointing.safe_types import check_loadable
+from elasticd.checkpointing.state import checkpoint_files as checkpoint
+from elasticd.checkpointing.state import training_state as states
+from elasticd.checkpointing.state.rank_differences import RankState
+from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.errors import CheckpointRefused
 from tests.library.verified import verified_lineage
 

@@ -19,18 +19,12 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import peer, writer_client
-from elasticd.checkpointing.buffers import (
-    ANOTHER_SAVES,
-    PROTOCOL,
-    STILL_COPIED,
-    WriteTask,
-    donated_number,
-)
-from elasticd.checkpointing.layout import Layout, write_at
-from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
-from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
+from elasticd.checkpointing.memory import peer, writer_client
+from elasticd.checkpointing.memory.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, WriteTask, donated_number
+from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
+from elasticd.checkpointing.state import checkpoint_files as checkpoint
+from elasticd.checkpointing.state.layout import Layout, write_at
+from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
 from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader
 from tests.library.conftest import wait_for
 from tests.library.verified import verified_lineage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elasticd.checkpointing import device_copy
+from elasticd.checkpointing.state import device_copy
 
 
 def test_pieces_of_all_sizes_are_put_together_again(monkeypatch: pytest.MonkeyPatch) -> None:

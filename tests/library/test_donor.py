@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing import commit_files, committed_state, donor_rules
-from elasticd.checkpointing.buffers import KILLED
-from elasticd.checkpointing.commit_record import CommitRecord
-from elasticd.checkpointing.donor import MOST_TRIALS, TRIALS, Donor
+from elasticd.checkpointing.at_fault import committed_state, donor_rules, step_files
+from elasticd.checkpointing.at_fault.donor import MOST_TRIALS, TRIALS, Donor
+from elasticd.checkpointing.at_fault.step_record import StepRecord
+from elasticd.checkpointing.memory.buffers import KILLED
+from elasticd.checkpointing.memory.writer_client import WriterClient
 from elasticd.checkpointing.saver import Saver
-from elasticd.checkpointing.writer_client import WriterClient
 from elasticd.errors import CheckpointError, CheckpointRefused
 from elasticd.session import Session
 
@@ -217,7 +217,7 @@ def test_nothing_waits_for_what_a_gradscaler_keeps_on_a_gpu(on: str | None) -> N
     assert scaler.is_enabled()
     if on is not None:
         scaler._lazy_init_scale_growth_tracker(torch.device(on))
-    keys = {key for (_, key), _ in commit_files.buffers({"scaler": scaler})}
+    keys = {key for (_, key), _ in step_files.buffers({"scaler": scaler})}
     assert keys == ({"scale", "_growth_tracker"} if on == "meta" else set())
     found = committed_state._state_of(scaler)()
     assert found.keys() | keys == torch.amp.GradScaler("cpu").state_dict().keys()
@@ -233,7 +233,7 @@ def test_buffers_that_a_dead_rank_expected_count_unless_this_rank_found_them_els
     monkeypatch.setenv("ELASTICD_HEARTBEAT", str(tmp_path / "heartbeat-1"))
     held = [{"mean": torch.full((3,), float(rank))} for rank in (0, 1)]
     records = [
-        CommitRecord(commit_files.path_of("commit", rank), [(held[rank], "mean")], [torch.ones(2)]) for rank in (0, 1)
+        StepRecord(step_files.path_of("commit", rank), [(held[rank], "mean")], [torch.ones(2)]) for rank in (0, 1)
     ]
     for record in records:
         record.expect(1)
@@ -271,7 +271,7 @@ def test_random_state_of_a_rank_that_dies_before_the_commit(
     """
     monkeypatch.setenv("ELASTICD_HEARTBEAT", str(tmp_path / "heartbeat-1"))
     seeds, draws, outcome = NOISE[case]
-    records = [CommitRecord(commit_files.path_of("commit", rank), [], [torch.ones(2)]) for rank in (0, 1)]
+    records = [StepRecord(step_files.path_of("commit", rank), [], [torch.ones(2)]) for rank in (0, 1)]
     states = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
     for step in (1, 2, 3):
         for rank, record in enumerate(records):
@@ -294,7 +294,7 @@ def test_random_state_of_a_rank_that_dies_before_the_commit(
         if not is_elsewhere:
             random_state: dict[str, Any] = survivor._records(3)[1][0]
             return random_state
-        path = Path(commit_files.path_of("commit", 0))
+        path = Path(step_files.path_of("commit", 0))
         there = path.rename(tmp_path / "of another node")
         drawn, random_states, is_as_expected, _ = survivor._records(3)
         assert random_states[0] is None

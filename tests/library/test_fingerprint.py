@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing.fingerprint import Fingerprint
+from elasticd.checkpointing.at_fault.fingerprint import Fingerprint
 
 LAYERS = 40
 Update = Callable[[torch.nn.Sequential, Any, int], None]

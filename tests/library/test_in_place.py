@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import in_place, state
-from elasticd.checkpointing.lineage import Entry, open_verified
+from elasticd.checkpointing.state import checkpoint_files as checkpoint
+from elasticd.checkpointing.state import in_place, training_state
+from elasticd.checkpointing.storage.lineage import Entry, open_verified
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 
 Objects = dict[str, Any]
@@ -163,7 +163,7 @@ CASES: dict[str, tuple[Callable[[], Objects], Callable[[], Objects], int]] = {
 
 def saved(directory: Path, objects: Objects) -> Entry:
     who = {"round": 1, "step": 1, "parent": None, "world_size": 1, "job": "job", "run": "run"}
-    return checkpoint.save(directory, state=state.gather(objects), **who)  # type: ignore[arg-type]
+    return checkpoint.save(directory, state=training_state.gather(objects), **who)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def opened(entry: Entry) -> Iterator[int]:
 
 
 def content_of(objects: Objects) -> Any:
-    return copy.deepcopy(state.gather(objects))
+    return copy.deepcopy(training_state.gather(objects))
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -203,7 +203,7 @@ def test_read_in_place_is_what_mapped_tensors_load(
     torch.manual_seed(1)  # LBFGS diverges from some weights
     entry = saved(tmp_path, make_saved())
     mapped, target = make_target(), make_target()
-    state.scatter(mapped, checkpoint.load(entry))
+    training_state.scatter(mapped, checkpoint.load(entry))
     found: list[int] = []
     with opened(entry) as fd:
         content = checkpoint.load_mapped(fd)
@@ -212,7 +212,7 @@ def test_read_in_place_is_what_mapped_tensors_load(
             found.extend(in_place.read(fd, content, target, entry.manifest.checksum))
             return found
 
-        state.scatter(target, content, (), functools.partial(read, content))
+        training_state.scatter(target, content, (), functools.partial(read, content))
     assert equal(content_of(target), content_of(mapped))
     assert len(found) == count
     del content
@@ -240,5 +240,5 @@ def test_nothing_is_changed_where_the_checkpoint_lacks_an_object(tmp_path: Path)
     with opened(entry) as fd:
         content = checkpoint.load_mapped(fd)
         with pytest.raises(CheckpointError, match="holds nothing for other"):
-            state.scatter(target, content, (), lambda: in_place.read(fd, content, target))
+            training_state.scatter(target, content, (), lambda: in_place.read(fd, content, target))
     assert equal(content_of(target), before)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing import last_write
-from elasticd.checkpointing.buffers import Buffers, WriteTask, donated_number
-from elasticd.checkpointing.manifest import NO_CHECKSUM, STATE, Manifest
-from elasticd.checkpointing.shard_files import stream
-from elasticd.checkpointing.shard_plan import METADATA, file_name, file_names
-from elasticd.checkpointing.writer_client import WriterClient
+from elasticd.checkpointing.memory import last_write
+from elasticd.checkpointing.memory.buffers import Buffers, WriteTask, donated_number
+from elasticd.checkpointing.memory.shard_files import stream
+from elasticd.checkpointing.memory.writer_client import WriterClient
+from elasticd.checkpointing.state.shard_plan import METADATA, file_name, file_names
+from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, STATE, Manifest
 from tests.library.verified import verified_lineage
 from tests.library.writers import Node
 

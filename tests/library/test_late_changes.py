@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing.late_changes import FIRST_STEPS, LateChanges, StepEnd
+from elasticd.checkpointing.at_fault.late_changes import FIRST_STEPS, LateChanges, StepEnd
 from elasticd.errors import CheckpointRefused
 from elasticd.sampler import ElasticBatchSampler
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.checkpointing import memory_limit
+from elasticd.checkpointing.memory import memory_limit
 
 MB = 1 << 20
 NONE = {"memory.stat": "inactive_file 0\nactive_file 0\n"}

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing import object_store, object_url
+from elasticd.checkpointing.storage import object_store, object_url
 from elasticd.errors import ObjectStoreError
 from tests.library import test_object_store as common
 from tests.s3_server import BUCKET, ROOT

@@ -12,8 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from elasticd.checkpointing import state
-from elasticd.checkpointing.rank_differences import LONGEST_DIGEST_S, MOST_SAMPLED, TRIALS, Difference, RankState, find
+from elasticd.checkpointing.state import training_state
+from elasticd.checkpointing.state.rank_differences import (
+    LONGEST_DIGEST_S,
+    MOST_SAMPLED,
+    TRIALS,
+    Difference,
+    RankState,
+    find,
+)
 
 DDP = "Train it in DistributedDataParallel"
 Attached = dict[str, Any]
@@ -41,7 +48,7 @@ class Ranks:
         every = zip(self._states, self.attached, in_shards or [{}, {}], strict=True)
         found = [mine.describe(attached, shards, 2, step, self._is_first) for mine, attached, shards in every]
         self._is_first = False
-        return list(find([state.from_bytes(state.to_bytes(each)) for each in found]))
+        return list(find([training_state.from_bytes(training_state.to_bytes(each)) for each in found]))
 
 
 class Small:
@@ -135,7 +142,7 @@ def test_frozen_parameters_in_distributed_data_parallel_are_compared_at_later_sa
     wrappers = {
         id(each["model"]): SimpleNamespace(module=each["model"], parameters_to_ignore=()) for each in ranks.attached
     }
-    monkeypatch.setattr(state, "parallel", lambda obj: wrappers[id(obj)])
+    monkeypatch.setattr(training_state, "parallel", lambda obj: wrappers[id(obj)])
     for rank, attached in enumerate(ranks.attached):
         attached["model"].weight.requires_grad_(False).fill_(rank)
     assert not ranks.save()
@@ -151,7 +158,7 @@ def test_parameters_that_may_differ_by_design_are_no_error(
         id(each["model"]): SimpleNamespace(**{"module": each["model"], "parameters_to_ignore": (), **left})
         for each in ranks.attached
     }
-    monkeypatch.setattr(state, "parallel", lambda obj: wrappers[id(obj)])
+    monkeypatch.setattr(training_state, "parallel", lambda obj: wrappers[id(obj)])
     with torch.no_grad():
         ranks.attached[1]["model"].weight += 1.0
     assert [each.is_error for each in ranks.save()] == [False]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing import api as checkpoint
+from elasticd.checkpointing.state import checkpoint_files as checkpoint
 from elasticd.coordination.barrier import Barriers
 from elasticd.coordination.rank_status import RankStatus, StatusPublisher, StatusReader, new_connection
 from elasticd.coordination.store_channel import StoreChannel

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing import api as checkpoint
+from elasticd.checkpointing.state import checkpoint_files as checkpoint
 from tests.library.verified import verified_lineage
 
 

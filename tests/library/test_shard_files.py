@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing import api, shard_files
-from elasticd.checkpointing.buffers import Snapshot, WriteTask
-from elasticd.checkpointing.lineage import Entry, find_damage
-from elasticd.checkpointing.manifest import NO_CHECKSUM, STATE, Manifest
+from elasticd.checkpointing.memory import shard_files
+from elasticd.checkpointing.memory.buffers import Snapshot, WriteTask
+from elasticd.checkpointing.state import checkpoint_files
+from elasticd.checkpointing.storage.lineage import Entry, find_damage
+from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, STATE, Manifest
 
 FILES = {
     0: {"__0_0.distcp": b"a" * 5000, ".metadata": b"m" * 10, STATE: b"s" * 4096},
@@ -68,8 +69,8 @@ def test_first_node_commits_the_files_of_all(tmp_path: Path) -> None:
         ["manifest.json", *(name for files in FILES.values() for name in files)]
     )
     assert entry.manifest.total_bytes == 5000 + 10 + 4096 + 9000
-    assert [each.path for each in api.lineage(tmp_path)[0]] == [entry.path]
-    relinked = api.relink(tmp_path, entry, 2)
+    assert [each.path for each in checkpoint_files.lineage(tmp_path)[0]] == [entry.path]
+    relinked = checkpoint_files.relink(tmp_path, entry, 2)
     assert find_damage(relinked) is None
     assert relinked.manifest.files == entry.manifest.files
 
@@ -79,7 +80,7 @@ def test_lost_node_leaves_no_checkpoint(tmp_path: Path, there: list[int]) -> Non
     start = time.monotonic()
     results = write(tmp_path, there, lambda: "a node is lost" if time.monotonic() > start + 0.3 else "")
     assert results[there[0]] == "a node is lost"
-    assert api.lineage(tmp_path) == ([], [])
+    assert checkpoint_files.lineage(tmp_path) == ([], [])
     assert [*tmp_path.iterdir()] == []
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing import held_states, shard_server
-from elasticd.checkpointing.buffers import PARTNER, Buffers, Snapshot, WriteTask
-from elasticd.checkpointing.held_states import HeldState
-from elasticd.checkpointing.manifest import NO_CHECKSUM, STATE, Manifest
-from elasticd.checkpointing.shard_plan import METADATA
-from elasticd.checkpointing.shard_server import PartnerCopy, RemoteNode
-from elasticd.checkpointing.writer_client import SnapshotRefused, WriterClient
+from elasticd.checkpointing.memory import held_states, shard_server
+from elasticd.checkpointing.memory.buffers import PARTNER, Buffers, Snapshot, WriteTask
+from elasticd.checkpointing.memory.held_states import HeldState
+from elasticd.checkpointing.memory.shard_server import PartnerCopy, RemoteNode
+from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
+from elasticd.checkpointing.state.shard_plan import METADATA
+from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, STATE, Manifest
 from elasticd.errors import CheckpointError
 from elasticd.heartbeat.worker_events import WorkerEventReader
 from tests.library.conftest import wait_for

@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from elasticd.checkpointing import api as checkpoint
-from elasticd.checkpointing import rank_differences, shard_plan, sharded, state
+from elasticd.checkpointing.state import checkpoint_files as checkpoint
+from elasticd.checkpointing.state import rank_differences, shard_plan, sharded, training_state
 from elasticd.errors import CheckpointCorrupt, UsageError
 from elasticd.process_group import DefaultGroup
 from elasticd_agent.cli.main import main
@@ -92,8 +92,8 @@ def test_mistake_is_one_sentence_at_the_first_call(start: Any, tmp_path: Path, m
 def test_engine_of_another_package_is_refused(module: str) -> None:
     kind = type("Engine", (torch.nn.Module,), {"__module__": module})
     with pytest.raises(UsageError, match=f"Own is {module.partition('.')[0]}'s, which keeps a part of the state on"):
-        state.attachable("model", type("Own", (kind,), {})())
-    state.attachable("model", torch.nn.Linear(1, 1))
+        training_state.attachable("model", type("Own", (kind,), {})())
+    training_state.attachable("model", torch.nn.Linear(1, 1))
 
 
 def test_unshared_directory_is_refused(start: Any, tmp_path: Path) -> None:

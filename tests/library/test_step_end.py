@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing import api as checkpoint
+from elasticd.checkpointing.state import checkpoint_files as checkpoint
 from elasticd.heartbeat.record import STOP
 
 SCRIPT = "step_end.py"

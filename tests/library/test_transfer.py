@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing import transfer
-from elasticd.checkpointing.buffers import donated_number
-from elasticd.checkpointing.writer_client import SnapshotRefused
+from elasticd.checkpointing.memory import transfer
+from elasticd.checkpointing.memory.buffers import donated_number
+from elasticd.checkpointing.memory.writer_client import SnapshotRefused
 from elasticd.process_group import DefaultGroup
 from tests.library.test_checkpoint_writer import Saves
 from tests.library.writers import Node

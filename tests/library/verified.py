@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elasticd.checkpointing.lineage import Entry, SkippedCheckpoint, find_damage, lineage
+from elasticd.checkpointing.storage.lineage import Entry, SkippedCheckpoint, find_damage, lineage
 
 
 def verified_lineage(directory: Path) -> tuple[list[Entry], list[SkippedCheckpoint]]:

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import elasticd.checkpointing.writer as program
-from elasticd.checkpointing.writer_client import WriterClient
+import elasticd.checkpointing.memory.writer as program
+from elasticd.checkpointing.memory.writer_client import WriterClient
 
 
 class Node:

@@ -361,15 +361,15 @@ def test_state_directory_is_private(node: MakeNode) -> None:
 
 FORBIDDEN = {"marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
 PICKLE = {
-    "elasticd/checkpointing/api.py": "names its errors",
-    "elasticd/checkpointing/committed_state.py": "copies small objects within its own process",
-    "elasticd/checkpointing/late_changes.py": "compares small objects of its own process, loads none",
+    "elasticd/checkpointing/state/checkpoint_files.py": "names its errors",
+    "elasticd/checkpointing/at_fault/committed_state.py": "copies small objects within its own process",
+    "elasticd/checkpointing/at_fault/late_changes.py": "compares small objects of its own process, loads none",
     "elasticd/process_group.py": "ranks of one job send each other objects, as torch's own collectives for them do",
-    "elasticd/checkpointing/shard_plan.py": "DCP's metadata is a pickle: its own classes only",
-    "elasticd/checkpointing/layout.py": "writes what torch.load(weights_only=True) reads",
+    "elasticd/checkpointing/state/shard_plan.py": "DCP's metadata is a pickle: its own classes only",
+    "elasticd/checkpointing/state/layout.py": "writes what torch.load(weights_only=True) reads",
     "agents/elasticd_agent/hangs/collector/flight_recorder.py": "NCCL writes pickles: reads plain values only",
 }
-LOADS_ITS_JOBS_OWN = {"elasticd/checkpointing/committed_state.py", "elasticd/process_group.py"}
+LOADS_ITS_JOBS_OWN = {"elasticd/checkpointing/at_fault/committed_state.py", "elasticd/process_group.py"}
 """Of bytes that a process of the same job has made, within the process or over the job's process group."""
 CALLS = {"eval", "exec", "__import__"}
 

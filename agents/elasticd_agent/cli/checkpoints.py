@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from elasticd.checkpointing.directory_lock import DirectoryLock
-from elasticd.checkpointing.lineage import (
+from elasticd.checkpointing.storage.directory_lock import DirectoryLock
+from elasticd.checkpointing.storage.lineage import (
     CheckpointName,
     Entry,
     LineageWalk,
@@ -27,10 +27,10 @@ from elasticd.checkpointing.lineage import (
     refresh,
     walk,
 )
-from elasticd.checkpointing.manifest import Unreadable
-from elasticd.checkpointing.object_store import store_of
-from elasticd.checkpointing.object_url import missing_package, resolve, shown, url_of
-from elasticd.checkpointing.retention import retain
+from elasticd.checkpointing.storage.manifest import Unreadable
+from elasticd.checkpointing.storage.object_store import store_of
+from elasticd.checkpointing.storage.object_url import missing_package, resolve, shown, url_of
+from elasticd.checkpointing.storage.retention import retain
 from elasticd.errors import DirectoryInUse, ObjectStoreError, UsageError
 from elasticd_agent.config.command_parser import CommandParser
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from elasticd.checkpointing.object_url import resolve
+from elasticd.checkpointing.storage.object_url import resolve
 from elasticd.errors import UsageError
 from elasticd_agent.config.decode import ConfigError, decode
 from elasticd_agent.config.documents import MAX_JOB_FILE_BYTES, FileFormat, parse

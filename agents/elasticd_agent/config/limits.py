@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from elasticd.checkpointing.object_url import url_of
+from elasticd.checkpointing.storage.object_url import url_of
 from elasticd_agent.config.agent_settings import Limits
 from elasticd_agent.config.decode import ConfigError
 from elasticd_agent.config.job_file import JobFile

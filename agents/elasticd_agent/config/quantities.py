@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from elasticd.checkpointing.object_url import url_of
+from elasticd.checkpointing.storage.object_url import url_of
 from elasticd_agent.model.job import MAX_WAIT_S
 from elasticd_agent.system.durations import parse_duration
 

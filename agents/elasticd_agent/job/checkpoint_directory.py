@@ -35,12 +35,13 @@ def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[OnDisk]:
     if spec.checkpoint_dir is None:
         yield OnDisk()
         return
-    from elasticd.checkpointing import api as checkpoint
-    from elasticd.checkpointing.object_store import store_of
-    from elasticd.checkpointing.object_url import shown
+    from elasticd.checkpointing.storage.directory_lock import DirectoryLock
+    from elasticd.checkpointing.storage.lineage import highest_round, lineage
+    from elasticd.checkpointing.storage.object_store import store_of
+    from elasticd.checkpointing.storage.object_url import shown
 
     in_store = store_of(spec.checkpoint_dir) is not None
-    lock = checkpoint.DirectoryLock(spec.checkpoint_dir, spec.job_id, spec.run, claims=False)
+    lock = DirectoryLock(spec.checkpoint_dir, spec.job_id, spec.run, claims=False)
     try:
         lock.acquire()
     except DirectoryInUse as error:
@@ -49,9 +50,9 @@ def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[OnDisk]:
         raise UsageError(f"--checkpoint-dir {shown(spec.checkpoint_dir)}: {error.strerror or error}") from None
     try:
         if not in_store:
-            entries, _ = checkpoint.lineage(spec.checkpoint_dir)
+            entries, _ = lineage(spec.checkpoint_dir)
             newest = entries[0].manifest if entries else None
-            used = checkpoint.highest_round(spec.checkpoint_dir)
+            used = highest_round(spec.checkpoint_dir)
             yield OnDisk(used, (newest.round, newest.step) if newest is not None else None)
             return
         found = _call_store("open", spec)
@@ -66,7 +67,7 @@ def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[OnDisk]:
 
 def release_store(spec: JobSpec, log: Callable[[str], None]) -> None:
     """The job has ended: the next run takes an object store without a warning."""
-    from elasticd.checkpointing.object_store import store_of
+    from elasticd.checkpointing.storage.object_store import store_of
 
     if spec.checkpoint_dir is None or store_of(spec.checkpoint_dir) is None:
         return
@@ -76,7 +77,7 @@ def release_store(spec: JobSpec, log: Callable[[str], None]) -> None:
 
 def _call_store(verb: str, spec: JobSpec) -> dict[str, Any]:
     """With the job's environment, which may hold its credentials."""
-    program = library_file("elasticd.checkpointing.store_process")
+    program = library_file("elasticd.checkpointing.storage.object_store_process")
     argv = [sys.executable, "-I", program, verb, str(spec.checkpoint_dir), spec.job_id, spec.run]
     environment = dict(spec.base_environment(os.environ))
     try:

@@ -237,7 +237,7 @@ def directory_id(directory: Path | None) -> str:
     """An id of the checkpoint directory that is the same wherever it is mounted; "" without one."""
     if directory is None:
         return ""
-    from elasticd.checkpointing.object_url import url_of
+    from elasticd.checkpointing.storage.object_url import url_of
 
     if url := url_of(directory):
         return hashlib.sha256(url.encode()).hexdigest()[:16]

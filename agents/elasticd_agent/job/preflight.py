@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from elasticd.checkpointing.object_url import missing_package
+from elasticd.checkpointing.storage.object_url import missing_package
 from elasticd.errors import UsageError
 from elasticd_agent.model.job import AgentSettings, JobSpec, Mode, Tls
 from elasticd_agent.store import tls as certificate_files

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from elasticd.checkpointing.memory_limit import oom_kills
+from elasticd.checkpointing.memory.memory_limit import oom_kills
 from elasticd.heartbeat import record as heartbeat
 from elasticd_agent.model.job import JobSpec
 from elasticd_agent.model.messages import Event, ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited

@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elasticd
-from elasticd.checkpointing import donor, layout
-from elasticd.checkpointing.layout import Layout
+from elasticd.checkpointing.at_fault import donor
+from elasticd.checkpointing.state import layout
+from elasticd.checkpointing.state.layout import Layout
 from elasticd.process_group import host_bytes
 
 

@@ -22,7 +22,7 @@ from exact_script import Script
 from torch.utils.data import DataLoader
 
 import elasticd
-from elasticd.checkpointing import donor
+from elasticd.checkpointing.at_fault import donor
 
 
 def main(args: argparse.Namespace) -> None:

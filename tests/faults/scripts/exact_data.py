@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import elasticd
-from elasticd.checkpointing.state import GeneratorState
+from elasticd.checkpointing.state.training_state import GeneratorState
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
 

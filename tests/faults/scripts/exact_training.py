@@ -13,7 +13,7 @@ from exact_script import KINDS, Hook, Script, evaluate, kind
 from torch import nn
 from torch.optim import swa_utils
 
-from elasticd.checkpointing.state import tensors
+from elasticd.checkpointing.state.training_state import tensors
 
 
 def optimizer_kind(name: str, make: Callable[..., torch.optim.Optimizer]) -> None:

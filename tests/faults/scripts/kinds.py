@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elasticd
-from elasticd.checkpointing import donor
+from elasticd.checkpointing.at_fault import donor
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 KINDS: dict[str, Callable[[Kind], None]] = {}

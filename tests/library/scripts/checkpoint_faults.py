@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from elasticd.checkpointing import api as checkpoint
+from elasticd.checkpointing.state import checkpoint_files as checkpoint
 from tests.library.verified import verified_lineage
 
 FILE_OPERATIONS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "os.truncate")

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import elasticd
-from elasticd.checkpointing.writer_client import WriterClient
+from elasticd.checkpointing.memory.writer_client import WriterClient
 
 DEFAULTS: dict[str, Any] = {
     "kind": "fsdp",  # "hsdp", "fsdp and tp", "averaged", "zero", "ddp", "whole"

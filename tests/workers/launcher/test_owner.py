@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-import elasticd.checkpointing.writer
+import elasticd.checkpointing.memory.writer
 import elasticd_agent.workers.launcher
-from elasticd.checkpointing.buffers import PROTOCOL, WriteTask, donated_number
-from elasticd.checkpointing.manifest import NO_CHECKSUM, Manifest
-from elasticd.checkpointing.writer_client import WriterClient
+from elasticd.checkpointing.memory.buffers import PROTOCOL, WriteTask, donated_number
+from elasticd.checkpointing.memory.writer_client import WriterClient
+from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
 from elasticd_agent.workers.launcher import writer_process
 from tests.library.conftest import wait_for
 
@@ -113,7 +113,7 @@ def test_template_killed_by_a_nameless_signal(tmp_path: Path) -> None:
     assert (process.returncode, words) == (0, "")
 
 
-WRITER = [sys.executable, "-I", elasticd.checkpointing.writer.__file__]
+WRITER = [sys.executable, "-I", elasticd.checkpointing.memory.writer.__file__]
 
 
 def connected(tmp_path: Path, at_end: Callable[[], WriteTask] | None = None) -> WriterClient:

@@ -1,7 +1,7 @@
 """The owner's part of saving: the memory that states are copied into, and the process that writes them to disk.
 
 The owner holds the memory, so it outlives every worker and every writer. It listens on the writer's socket until a rank
-connects, and only then starts the writer (elasticd/checkpointing/writer.py); when the writer has died, the next
+connects, and only then starts the writer (elasticd/checkpointing/memory/writer.py); when the writer has died, the next
 connection starts another one, which finds the states in the same memory. A job that saves nothing has no writer.
 """
 

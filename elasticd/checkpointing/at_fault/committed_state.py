@@ -1,0 +1,542 @@
+"""What a rank keeps of its last commit, and the state as of that commit, put together at a fault.
+
+Parameters and the optimizer's tensors stay where they are: they change in an optimizer's step only. What changes at
+other times is kept at every commit: `step_record` has random states and buffers, `step_ring` learning rates, the
+state of small objects (scheduler, scaler, sampler) and what lies on a device. `fingerprint` shows whether the rest has
+been changed since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import operator
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from elasticd.checkpointing.at_fault import step_files, step_record
+from elasticd.checkpointing.at_fault.donor_rules import (
+    MUTABLE,
+    has_mutable_setting,
+    is_alike,
+    is_module,
+    is_optimizer,
+    may_differ,
+    reason_against,
+    trained,
+)
+from elasticd.checkpointing.at_fault.fingerprint import Fingerprint
+from elasticd.checkpointing.at_fault.step_record import RecordedStep
+from elasticd.checkpointing.at_fault.step_ring import Commit, StepRing, ring_of
+from elasticd.checkpointing.saver import Saver, cursor_of
+from elasticd.checkpointing.state import device_copy, training_state
+from elasticd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+EXPECTED = "rng_expected"
+"""Key in a state: True if random states are, at a commit, what they were in the backward pass."""
+DRAWN = "rng_drawn"
+"""Key in a state: of the ranks on the donor's node how they have drawn, for a rank that has died on another one."""
+DONOR = "donor"
+"""Key in a sharded state: the rank that saved state.pt at a fault."""
+_Kept = tuple[list[bytes], list[list[dict[str, Any]]]]
+"""Small objects, pickled, and the groups of optimizers."""
+_CHANGED = "what is attached was changed after session.step()"
+_CHANGES = "what is attached is changed between session.step() and the optimizer's step"
+MOST_CHANGES = 3
+"""Steps in a row before which it may change where counters show it, such as by load_state_dict()."""
+
+
+class CommittedState:
+    """Of the attached objects. The training thread calls `compare` and `before_change` before an optimizer's step and
+    `commit` after it; the rest is for a fault, under a lock that keeps these out. `expect` is called in each backward
+    pass, before this rank sends its first gradient. `averaged` is what `donor_rules.averaged` has found.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        attached: Mapping[str, Any],
+        averaged: Mapping[int, torch.nn.Parameter],
+        expect: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._saver, self._attached, self._averaged, self._expect = saver, dict(attached), averaged, expect
+        self._whole: Any = None
+        """The whole fingerprint as of the last commit, where the optimizer's next step compares it."""
+        self._changes = 0
+        """Comparisons in a row that found a change."""
+        self._must_look = False
+        """The next commit looks whether there are other tensors to watch."""
+        self.commits = 0
+        """So far."""
+        self._record: step_record.StepRecord
+        self._ring: StepRing
+        self._watched: Any = None
+        """What the ring is of."""
+        self._recorded: Any = None
+        """What the record is of."""
+        self._hooks: list[Any] = []
+        self._more_hooks: dict[int, Any] = {}
+        """By the id of a parameter that was trained in a backward pass without a hook."""
+        objects = list(self._attached.values())
+        self.optimizers = [obj for obj in objects if is_optimizer(obj)]
+        self._others = [obj for obj in objects if not is_module(obj) and not is_optimizer(obj)]
+        self._states = list(map(_state_of, self._others))
+        self._scalers = [obj for obj in self._others if _is_scaler(obj)]
+        self._updates = self._scaler_updates()
+        self._unlike = [index for index, obj in enumerate(self._others) if not is_alike(obj)]
+        """Those that may differ between ranks: saves are refused then."""
+        self._fingerprint = Fingerprint([obj for obj in objects if is_module(obj)], self.optimizers)
+        self._watch()
+        device = step_files.gpu(saver.group.device)
+        # Made here and not at the fault: it would break a CUDA graph that the script captures meanwhile.
+        self.copies = None if device is None else device_copy.GpuCopies(device)
+        """From the rank's GPU, for the thread that saves."""
+
+    def close(self) -> None:
+        for hook in (*self._hooks, *self._more_hooks.values()):
+            hook.remove()
+        self._more_hooks.clear()
+
+    def reason_against(self) -> str:
+        return reason_against(self._saver, self._attached, self._averaged)
+
+    # --- at a step ----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """What the script may replace: buffers, parameters that are trained, groups of optimizers."""
+        self._groups = _groups(self.optimizers)
+        self._sizes = list(map(len, self._groups))
+        places = dict(step_files.buffers(self._attached))
+        self._buffers = {path: holder[key] for path, (holder, key) in places.items()}
+        self._on_host = [path for path, buffer in self._buffers.items() if step_files.on_host(buffer)]
+        self._on_device = [path for path, buffer in self._buffers.items() if not step_files.on_host(buffer)]
+        recorded = _recorded(self.optimizers)
+        on_device = [each for each in recorded if not step_files.on_host(each)]
+        self._pieces = [step_record.piece(each, step_record.PIECE_BYTES) for each in on_device]
+        # As bytes: tensors of one type are copied by one kernel.
+        held = [step_record.piece(self._buffers[path]) for path in self._on_device] + self._pieces
+        watched = [(each.data_ptr(), len(each)) for each in held]
+        if watched != self._watched:  # else a GPU may still be at a commit of the ring
+            self._ring, self._watched = ring_of(self._saver.group.device, held), watched
+        on_host = list(filter(step_files.on_host, recorded))
+        self._record_from({path: places[path] for path in self._on_host}, on_host)
+        # Of FSDP2 no hook runs before gradients are sent: the random state of a rank that dies after that is lost.
+        parallel = [found for obj in self._attached.values() if (found := training_state.parallel(obj)) is not None]
+        parameters: list[Any] = [parameter for each in parallel for parameter in itertools.islice(trained(each), 1)]
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [each.register_post_accumulate_grad_hook(self._expect) for each in parameters]
+
+    def _record_from(self, places: Mapping[Any, step_record.Place], parameters: list[torch.Tensor]) -> None:
+        """By the record that there is, if it is of these: another one takes 0.3 ms."""
+        pieces = [(each.data_ptr(), each.numel()) for each in parameters]
+        recorded = (list(places), [id(holder) for holder, _ in places.values()], pieces)
+        if recorded == self._recorded:
+            with contextlib.suppress(step_record.OtherBuffers):
+                self._record.locate()
+                return
+        path = step_files.path_of("commit", self._saver.group.rank)
+        device = step_files.gpu(self._saver.group.device)
+        followed = [place for (_, key), place in places.items() if isinstance(key, str)]
+        fixed = list(places.values())[len(followed) :]
+        self._record = step_record.StepRecord(path, followed, parameters, device, fixed)
+        self._recorded = recorded
+
+    def _watch_again(self) -> str:
+        """Parameter groups, buffers or parameters that are trained may be other ones than at the commit before.
+
+        Returns why this rank can no longer be a donor, or "".
+        """
+        if why := self.reason_against():
+            return why
+        before = self._groups
+        self._watch()
+        if self._groups != before:
+            self._fingerprint.restart()
+        return ""
+
+    def look(self) -> None:
+        """At the next commit: a save has been made, which takes longer than that."""
+        self._must_look = True
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its backward pass has come to no hook: what had one is frozen now, as where two models train in turn."""
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        first = next((each for each in parameters if each.requires_grad and each.grad is not None), None)
+        if first is not None and id(first) not in self._more_hooks:
+            self._more_hooks[id(first)] = first.register_post_accumulate_grad_hook(self._expect)
+
+    def before_change(self, is_committed: bool) -> None:
+        """Before an optimizer's step; `is_committed`: the step before it has been."""
+        # A GPU may not have passed the commit when the next one is made, with which counters are compared from then on.
+        if self.copies is not None and is_committed and self._fingerprint.is_irregular():
+            self._ring.last.is_spoilt = True
+        self._ring.begin()
+
+    def compare(self) -> str:
+        """Before the optimizer's next step, with the last commit. Returns why this rank gives up, "" if it does not.
+
+        Where counters or addresses show a change, a fault before this step has found it, too; a script may make such a
+        change now and then, and one without at no time.
+        """
+        before, self._whole = self._whole, None
+        if before is None:
+            return ""
+        now = self._fingerprint.whole()
+        self._changes = self._changes + 1 if now != before else 0
+        self._must_look = self._must_look or self._changes > 0
+        is_unseen = now != before and now[:2] == before[:2]
+        return _CHANGES if self._changes == MOST_CHANGES or is_unseen else ""
+
+    def has_updated_scaler(self) -> bool:
+        """Since the last commit: if no optimizer has made a step, a GradScaler has skipped it."""
+        return bool(self._scalers) and any(map(operator.is_not, self._updates, self._scaler_updates()))
+
+    def _scaler_updates(self) -> list[Any]:
+        """Each update makes a new one. In a torch without them a step that is skipped is no commit."""
+        return [getattr(each, "_per_optimizer_states", None) for each in self._scalers]
+
+    def pass_over(self) -> None:
+        """Instead of a commit, where no optimizer has made a step: other attached things may have been changed."""
+        self._whole = None
+
+    def expect(self, step: int) -> None:
+        """In the backward pass: what this rank will be at the end of `step`, as far as that is known."""
+        with contextlib.suppress(step_record.OtherBuffers):  # from the commit on there are other ones to watch
+            self._record.expect(step)
+
+    def commit(self, step: int, skipped: bool) -> str:
+        """The memory is at the end of this step, or a GPU will be. Returns as `compare` does.
+
+        `skipped`: no optimizer has made a step, so counters have not grown as usual. Raises what a state_dict() may.
+        """
+        self.commits += 1
+        if self._scalers:
+            self._updates = self._scaler_updates()
+        if skipped:
+            self._fingerprint.restart()
+        kept = self._copy_objects()
+        digest = self._digest(kept) if self._unlike else b""
+        looks = self._must_look or self.commits & (self.commits - 1) == 0
+        sizes = [len(group["params"]) for groups in kept[1] for group in groups]
+        if (looks or sizes != self._sizes) and (why := self._watch_again()):
+            return why
+        try:
+            self._record.commit(step, digest)
+        except step_record.OtherBuffers:
+            if why := self._watch_again():
+                return why
+            self._record.commit(step, digest)
+        self._ring.commit(step, kept)
+        self._fingerprint.commit()
+        if looks:
+            self._must_look = False
+            self._fingerprint.refresh()
+            self._whole = self._fingerprint.whole()
+        self._ring.last.revision = self._fingerprint.revision
+        return ""
+
+    def has_drawn(self) -> bool:
+        """Random numbers since the last commit."""
+        return self._record.has_drawn()
+
+    def is_changed(self) -> bool:
+        """Tensors have been, since then, as far as that is known at once."""
+        return self.copies is None and self._fingerprint.changed()
+
+    def begin(self) -> None:
+        """The next step does."""
+        self._record.begin()
+
+    def commit_again(self, step: int) -> None:
+        """In place of the last commit: the script has changed something before the next step begins."""
+        kept = self._copy_objects()
+        with contextlib.suppress(step_record.OtherBuffers):  # found at the next commit
+            self._record.commit_again(step, self._digest(kept) if self._unlike else b"")
+        self._ring.last.kept = kept
+        self._whole = None
+        if self.is_changed():
+            self._fingerprint.restart()
+            self._fingerprint.commit()
+            self._ring.last.revision = self._fingerprint.revision
+
+    def set_step_s(self, step_s: float) -> None:
+        """How long a step takes, at least."""
+        self._fingerprint.set_step_s(step_s)
+
+    def _copy_objects(self) -> _Kept:
+        small = [pickle.dumps(state_of(), pickle.HIGHEST_PROTOCOL) for state_of in self._states]
+        return small, [[group.copy() for group in each.param_groups] for each in self.optimizers]
+
+    def _digest(self, kept: _Kept) -> bytes:
+        return hashlib.blake2b(b"".join([kept[0][index] for index in self._unlike]), digest_size=16).digest()
+
+    # --- at a fault ---------------------------------------------------------------------------------------------------
+
+    def is_behind(self) -> bool:
+        """The GPU has not passed the last commit."""
+        return self._ring.is_behind()
+
+    def current(self) -> Commit | None:
+        """The commit that the memory is at, if there is one."""
+        return self._ring.current()
+
+    def check_unchanged(self, commit: Commit) -> None:
+        """Raises CheckpointError if the state is not that of this commit any more."""
+        path = step_files.path_of("commit", self._saver.group.rank)
+        committed = step_record.read(path, commit.step, self._host_buffers())
+        if (
+            not commit.is_whole()
+            or _groups(self.optimizers) != self._groups
+            or self._fingerprint.changed()
+            or committed is None
+            or committed.pieces != self._record.pieces()
+            or commit.revision != self._fingerprint.revision
+            or self._copied(self._pieces) != self._copied(commit.buffers[len(self._on_device) :])
+        ):
+            raise CheckpointError(_CHANGED)
+        now = {path: holder[key] for path, (holder, key) in step_files.buffers(self._attached)}
+        kinds = [{path: step_record.kind(each) for path, each in found.items()} for found in (now, self._buffers)]
+        on_gpu = step_files.gpu(self._saver.group.device) is not None
+        copied = [(now[path].data_ptr(), now[path].nbytes) for path in self._on_device if path in now]
+        if (
+            kinds[0] != kinds[1]
+            or (on_gpu and any(now[path] is not each for path, each in self._buffers.items()))
+            or copied != self._watched[: len(self._on_device)]
+        ):
+            raise CheckpointError("a module has other buffers than at the step")
+        if why := self.reason_against():
+            raise CheckpointError(why)
+
+    def _host_buffers(self) -> list[torch.Tensor]:
+        return [self._buffers[path] for path in self._on_host]
+
+    def _copied(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
+        """From the GPU, as they are there now."""
+        starts = [int(each.storage_offset()) for each in tensors]
+        parts = [(0, each.untyped_storage(), at, at + len(each)) for each, at in zip(tensors, starts, strict=True)]
+        return [] if self.copies is None else [bytes(data) for _, data in self.copies.pieces(parts)]
+
+    def _kept(self, commit: Commit) -> Iterator[tuple[str, Any]]:
+        """The small objects as of the commit."""
+        names = [name for name, obj in self._attached.items() if any(obj is other for other in self._others)]
+        for name, data in zip(names, commit.kept[0], strict=True):
+            yield name, pickle.loads(data)
+
+    def content(self, commit: Commit) -> dict[str, Any]:
+        """The whole state as `Saver` saves it. Raises CheckpointError, and what a state_dict() may raise."""
+        import torch
+
+        step = commit.step
+        drawn, random_states, is_as_expected, buffers = self._records(step)
+        for path, copied in zip(self._on_device, commit.buffers, strict=False):
+            buffer = self._buffers[path]
+            buffers[path] = copied.view(buffer.dtype).view(buffer.shape) if len(copied) else buffer
+        kept = dict(self._kept(commit))
+        for name, key in buffers.keys() & {(name, key) for name in kept for key in step_files.OF_SCALER}:
+            (data,) = self._copied([step_record.piece(buffers[name, key])])
+            kept[name][key] = torch.frombuffer(bytearray(data), dtype=buffers.pop((name, key)).dtype).item()
+        now = training_state.gather({name: obj for name, obj in self._attached.items() if name not in kept})
+        content = {name: kept[name] if name in kept else now[name] for name in self._attached}
+        for (name, key), value in buffers.items():
+            if isinstance(key, str):
+                content[name][key] = value
+            else:
+                number, what = key
+                content[name]["state"][number] = {**content[name]["state"][number], what: value}
+        optimizers = [name for name, obj in self._attached.items() if is_optimizer(obj)]
+        for name, groups in zip(optimizers, commit.kept[1], strict=True):
+            if has_mutable_setting(groups):
+                raise CheckpointError(MUTABLE)
+            for saved, committed in zip(content[name]["param_groups"], groups, strict=True):
+                saved.update({key: value for key, value in committed.items() if key != "params"})
+        return {**content, **self._own_part(step, drawn, random_states, is_as_expected)}
+
+    def cursor(self, commit: Commit) -> Any:
+        """The position of the attached sampler."""
+        return cursor_of(self._attached, dict(self._kept(commit)))
+
+    def _own_part(
+        self, step: int, drawn: Sequence[Drawn], random_states: list[Any], is_as_expected: bool
+    ) -> dict[str, dict[str, Any]]:
+        own = {"step": step, "round": self._saver.round, "world_size": self._saver.group.world_size}
+        found = [(each.rank, each.last, each.digests) for each in drawn]
+        return {training_state.RESERVED: {**own, "rng": random_states, EXPECTED: is_as_expected, DRAWN: found}}
+
+    def _records(self, step: int) -> tuple[list[Drawn], list[Any], bool, dict[tuple[str, Any], torch.Tensor]]:
+        """How the ranks of this node that have finished `step` have drawn, all random states that it has as of then
+        (None for the others), whether this rank's is as it has expected, and rank 0's buffers, else ours. Raises
+        CheckpointError.
+        """
+        group, own = self._saver.group, self._host_buffers()
+        ranks = [RankRecord(rank, step, own) for rank in range(group.world_size)]
+        first, mine = ranks[0], ranks[group.rank]
+        if mine.committed is None:
+            raise CheckpointError(f"step {step} has no record")
+        if (
+            self._unlike
+            and group.rank != 0
+            and (not first.committed or first.committed.digest != mine.committed.digest)
+        ):
+            names = [name for name, obj in self._attached.items() if any(obj is self._others[i] for i in self._unlike)]
+            raise CheckpointError(may_differ(" or ".join(names)))
+        if any(each.committed and each.committed.pieces != mine.committed.pieces for each in ranks):
+            raise CheckpointError(
+                "the parameters are not the same on every rank, as DistributedDataParallel keeps them: does each rank "
+                "change them by itself, by noise of its own or a step that it leaves out?"
+            )
+        # A record from before such a change, and one from after it, are no state of all ranks.
+        both = [(each.committed, mine.committed) for each in ranks if each.committed is not None]
+        if any((b.is_again and not a.is_begun) or (a.is_again and not b.is_begun) for a, b in both):
+            raise CheckpointError(
+                f"a rank had not begun the step after {step}, before which the script changes something"
+            )
+        drawn = [each.drawn for each in ranks if each.committed is not None]
+        random_states = [each.random_state(drawn) for each in ranks]
+        buffers = (first.committed or mine.committed).buffers
+        if first.committed is None and first.expected and mine.expected and self._record.moved_at != step:
+            buffers = step_record.as_expected(first.expected.buffers, mine.expected.buffers, buffers)
+        return drawn, random_states, mine.is_as_expected, dict(zip(self._on_host, buffers, strict=True))
+
+
+_Digests = Mapping[str, str] | None
+"""Of the state of each random generator; None if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """How a rank that has finished a step has drawn in it and before: ranks with equal digests draw alike."""
+
+    rank: int
+    last: int
+    """The last step that it had finished before, 0 for none."""
+    digests: Sequence[_Digests]
+    """At the commit, as it was expected, and both of the last step before."""
+    random_state: Mapping[str, Any]
+    """As of the commit."""
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> list[Drawn]:
+        """Those in a saved state, which has the random states already."""
+        return [cls(rank, last, each, saved["rng"][rank]) for rank, last, each in saved.get(DRAWN, ())]
+
+
+class RankRecord:
+    """What the record of a rank has of a step, and of the last one that it has finished before."""
+
+    def __init__(self, rank: int, step: int, buffers: Sequence[torch.Tensor], round: int | None = None) -> None:
+        self._rank, self._step, self._buffers = rank, step, buffers
+        self._path = step_files.path_of("commit", rank, round)
+        self.committed, self.expected = self._read(step)
+
+    def random_state(self, others: Sequence[Drawn]) -> dict[str, Any] | None:
+        """As of the step; None if nothing is known of the rank. Raises CheckpointError if it may have drawn more."""
+        random_state = self.committed.random_state if self.committed else self._likely_state(others)
+        if random_state is None and self.expected is not None:
+            raise CheckpointError(
+                f"rank {self._rank} had not finished step {self._step}, and draws random numbers between its backward "
+                "pass and session.step()"
+            )
+        return random_state
+
+    @property
+    def drawn(self) -> Drawn:
+        assert self.committed is not None
+        last, *before = self.before
+        digests = tuple(map(_digests, (self.committed, self.expected, *before)))
+        return Drawn(self._rank, last, digests, self.committed.random_state)
+
+    def _read(self, step: int) -> tuple[RecordedStep | None, RecordedStep | None]:
+        committed, expected = (step_record.read(self._path, step, self._buffers, kind) for kind in (False, True))
+        return committed, expected
+
+    @property
+    def is_as_expected(self) -> bool:
+        """It has drawn nothing between the backward pass and the commit."""
+        return self.committed is not None and self.expected is not None and self.expected.draws_as(self.committed)
+
+    @functools.cached_property
+    def before(self) -> tuple[int, RecordedStep | None, RecordedStep | None]:
+        """The last step that it has finished before, 0 for none; as `committed` and `expected`."""
+        last = max((each for each in step_record.steps(self._path) if each < self._step), default=0)
+        return last, *(self._read(last) if last else (None, None))
+
+    def _likely_state(self, others: Sequence[Drawn]) -> dict[str, Any] | None:
+        """That this rank, which is dead, would have had at the commit; None if that is not known."""
+        of = self.expected or self.before[1]
+        found = {kind: self._likely(kind, others) for kind in of.random_state} if of is not None else {}
+        return found if found and None not in found.values() else None
+
+    def _likely(self, kind: str, others: Sequence[Drawn]) -> Any:
+        """Of one generator: that of a rank where it was in the same state until then, or what was expected, if this
+        rank draws none after the backward pass.
+        """
+        last, *records = self.before
+        committed_before, expected_before, expected = map(_digests, (*records, self.expected))
+        drew_none = _alike(kind, committed_before, expected_before)
+        as_expected = True
+        for each in others:
+            own_committed, own_expected, own_before, own_expected_before = each.digests
+            has_been_equal = last == each.last and _alike(kind, committed_before, own_before)
+            if has_been_equal and _alike(kind, expected, own_expected) is not False:
+                return each.random_state.get(kind)
+            if drew_none is None or _alike(kind, own_before, own_expected_before) is drew_none:
+                as_expected = as_expected and bool(_alike(kind, own_committed, own_expected))
+        if drew_none is False or not as_expected:
+            return None
+        return self.expected and self.expected.random_state[kind]
+
+
+def _digests(found: RecordedStep | None) -> _Digests:
+    if found is None:
+        return None
+    every = found.random_state.items()
+    return {kind: hashlib.blake2b(training_state.to_bytes(value), digest_size=16).hexdigest() for kind, value in every}
+
+
+def _alike(kind: str, one: _Digests, other: _Digests) -> bool | None:
+    """Of one generator; None if a state is not known."""
+    return None if one is None or other is None else one.get(kind) == other.get(kind)
+
+
+def _is_scaler(obj: Any) -> TypeGuard[torch.amp.GradScaler]:
+    from torch.amp import GradScaler
+
+    return isinstance(obj, GradScaler)
+
+
+def _state_of(obj: Any) -> Callable[[], Any]:
+    """What gives the state of an object at a commit: of a GradScaler without what its GPU has, as that would wait for
+    the GPU.
+    """
+    if not _is_scaler(obj):
+        found: Callable[[], Any] = obj.state_dict
+        return found
+
+    def of_scaler() -> dict[str, Any]:
+        if not any(step_files.is_on_gpu(vars(obj).get(where)) for where in step_files.OF_SCALER.values()):
+            return obj.state_dict()
+        numbers = {"growth_factor": obj.get_growth_factor(), "backoff_factor": obj.get_backoff_factor()}
+        return {**numbers, "growth_interval": obj.get_growth_interval()}
+
+    return of_scaler
+
+
+def _recorded(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """The parameters of which a commit record has a piece."""
+    parameters = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
+    trained = [step_record.local(each) for each in parameters]
+    every = -(-len(trained) // step_record.MOST_PIECES)
+    return trained[:: max(every, 1)]
+
+
+def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[int]]:
+    """The parameters of each group, by id."""
+    return [list(map(id, group["params"])) for each in optimizers for group in each.param_groups]

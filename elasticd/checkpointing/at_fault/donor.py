@@ -1,0 +1,484 @@
+"""Save at failure: before a broken group is killed, a surviving rank copies the state of its last commit into memory.
+
+Under DistributedDataParallel every rank has the whole state of the last commit, the end of `session.step()`. The
+launcher asks the writer before it kills a group, the writer asks all ranks of its node, and a thread answers in each:
+the training thread stands in a collective, which waits without the GIL. A rank that fails by an exception saves by
+itself before it exits. The first rank with the most advanced step is taken.
+
+Parameters and the optimizer's state change only between the optimizer's pre-step hook and the next commit. The training
+thread holds a lock for that time, and a thread that saves holds it, too: so a state is never copied while it is
+changed, and cannot be changed while it is copied. What changes at other times is kept as of the commit, by
+`committed_state`.
+
+In doubt a rank is no donor; it gives the reason once, as a worker event.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing.at_fault import step_files, step_record
+from elasticd.checkpointing.at_fault.committed_state import CommittedState
+from elasticd.checkpointing.at_fault.donor_rules import averaged, reason_against
+from elasticd.checkpointing.at_fault.step_ring import Commit
+from elasticd.checkpointing.memory.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, donated_number, donated_step
+from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
+from elasticd.checkpointing.saver import Saver
+from elasticd.checkpointing.state import device_copy
+from elasticd.checkpointing.state.layout import Layout
+from elasticd.checkpointing.state.safe_types import check_loadable
+from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
+from elasticd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+LONGEST_COPY_S = 200e-6
+"""What the copies at a commit may take, or SHARE of a step if that is longer; else the rank is no donor."""
+SHARE = 0.002
+TRIALS, MOST_TRIALS = 32, 128
+"""Commits of which the fastest copy and the fastest step are compared; of more if that takes too long, since on a busy
+machine each of the first ones may have been disturbed."""
+WAIT_S, LONGEST_CHANGE_S = 0.25, 2.0
+"""How long a rank that is between the optimizer's step and the commit is waited for, or that is about to begin that:
+so long and twice the time that this took lately, but less than the launcher waits."""
+SHORT_S, MOST_SHORT = 1.0, 3
+"""A writer that ends so soon, so many times in a row, will do so again."""
+PROBE_S = 0.1
+"""A copy of one byte from a GPU takes 0.1 ms, or does not end."""
+BEHIND_S = 0.25
+"""For a GPU that is at the end of the last step: an optimizer's step of a large model takes 0.01 to 0.1 s there."""
+BEGIN_S = 0.1
+"""For a rank that is about to begin a step; what it does before, such as an evaluation, may take long."""
+LONGEST_STAY_S = 5.0
+"""For the launcher to kill this rank, which it does at once."""
+LONGEST_WAIT_S = 5.0
+"""For another rank that copies the same step: the launcher waits for all."""
+_UNCLEAN = "it was between the optimizer's step and session.step()"
+
+
+class Donor:
+    """This rank as a donor. `begin` and `commit` are called by `session.step()`, `fail` when the script has failed."""
+
+    def __init__(
+        self, saver: Saver, attached: Mapping[str, Any], optimized: bool, is_in_step: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`optimized`: an optimizer has begun a step before. `is_in_step` returns whether this rank has begun to do
+        something with the others since the last commit.
+        """
+        self._saver = saver
+        self._is_in_step = is_in_step
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        """Held from the optimizer's pre-step hook to the commit, and by a thread that saves."""
+        self._changing = False
+        self._change_s, self._changing_since = 0.0, 0.0
+        """How long it took lately from the optimizer's step to the commit."""
+        self._optimized = optimized
+        """An optimizer has begun a step since the last commit."""
+        self._has_begun = True
+        """The step after the last commit: until then the script may still change what belongs to the commit."""
+        self._is_changed = False
+        """The state of the last commit has been, since then."""
+        self._is_expected = True
+        """`_expect` has been called since the last optimizer's step began."""
+        self._next_step = 0
+        """That the next `session.step()` ends; 0 before the first one."""
+        self._step = 0
+        """The last commit: a step without an optimizer's step is none, unless a GradScaler has skipped it."""
+        self._committed: CommittedState
+        self._trials = TRIALS
+        self._copy_s, self._step_s, self._at = 1e9, 1e9, 0.0
+        self._expect_s = 0.0
+        self._socket: socket.socket | None = None
+        self._closed = self._failed = self._is_silent = False
+        self._hooks: list[Any] = []
+        self._thread = threading.Thread(target=self._serve, name="elasticd-donor", daemon=True)
+        self._why = ""
+        try:
+            parameters = averaged(attached)
+            self._why = reason_against(saver, attached, parameters)
+            if not self._why:
+                self._committed = CommittedState(saver, attached, parameters, self._expect)
+                self._open()
+        except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
+            self._why = f"{type(error).__name__}: {error}"
+        if self._why:
+            self._give_up(self._why)
+
+    def _open(self) -> None:
+        if self._committed.copies is not None:
+            self._committed.copies.is_free(device_copy.FIRST_S)
+        self._socket = self._connect()
+        self._hooks = [each.register_step_pre_hook(self._before_change) for each in self._committed.optimizers]
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def _connect(self) -> socket.socket:
+        """To the writer, as a donor; where there is none, the launcher starts it. Raises OSError."""
+        assert self._saver.writer is not None
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(self._saver.writer.path)
+            connection.send(json.dumps({"do": "donor", "round": self._saver.round, "version": PROTOCOL}).encode())
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def look(self) -> None:
+        """The next commit may look for tensors that are new: a save has been made, which takes longer than that."""
+        if not self._why:
+            self._committed.look()
+
+    def _before_change(self, optimizer: Any, *_: Any) -> None:
+        self._has_begun = True
+        if not self._is_expected and not self._why:
+            self._committed.follow(optimizer)
+        self._is_expected = False
+        if self._changing:
+            return
+        self._optimized = True
+        if why := self._committed.compare():
+            self._give_up(why)
+        self._begin_change()
+        self._committed.before_change(self._step > 0)
+
+    def _begin_change(self) -> None:
+        self._lock.acquire()
+        self._changing = True
+        self._changing_since = time.monotonic()
+
+    def _expect(self, _: torch.Tensor) -> None:
+        """In the backward pass, before this rank sends a gradient that the others need for the step."""
+        self._has_begun = self._is_expected = True
+        if not self._next_step or self._why or os.getpid() != self._pid:
+            return
+        start = time.perf_counter() if self._committed.commits < self._trials else 0.0
+        try:
+            self._committed.expect(self._next_step)
+        except Exception as error:  # noqa: BLE001 - as in `commit`
+            self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
+        if start:
+            self._expect_s = time.perf_counter() - start
+
+    def begin(self) -> None:
+        """At the start of `session.step()`."""
+        if not self._changing:
+            self._begin_change()
+
+    def commit(self, step: int) -> None:
+        """Once the step is counted: the state is that of `step` until the next optimizer step.
+
+        A step in which no optimizer has stepped may have left something that is not in the state, such as gradients:
+        the commit before it stays. After a step that a GradScaler has skipped there is no such thing.
+        """
+        try:
+            if not self._why:
+                if self._optimized or self._committed.has_updated_scaler():
+                    self._copy(step)
+                else:
+                    self._committed.pass_over()
+        except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
+            self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
+        finally:
+            self._optimized = self._changing = False
+            self._change_s = max(time.monotonic() - self._changing_since, 0.8 * self._change_s)
+            self._next_step = step + 1
+            self._has_begun = self._is_changed = False
+            self._lock.release()
+
+    def begin_step(self, is_changed: bool, is_tail: bool) -> bool:
+        """What the script has changed since the last commit, or has drawn, belongs to that; True if it has drawn.
+
+        `is_tail`: it is repeated by a run that resumes from that commit, as long as all tensors are those of it.
+        """
+        self._has_begun = True
+        if self._why or not self._step or self._changing:
+            return False
+        has_drawn = False
+        try:
+            has_drawn = not is_tail and self._committed.has_drawn()
+            if has_drawn or (is_changed and not (is_tail and not self._committed.is_changed())):
+                with self._lock:
+                    self._committed.commit_again(self._step)
+                    self._is_changed = True
+            self._committed.begin()
+        except Exception as error:  # noqa: BLE001 - as in `commit`
+            self._give_up(f"the state cannot be copied at a step: {type(error).__name__}: {error}")
+        return has_drawn
+
+    def _copy(self, step: int) -> None:
+        start = time.perf_counter() if self._committed.commits < self._trials else 0.0
+        self._step = 0
+        if why := self._committed.commit(step, skipped=not self._optimized):
+            self._give_up(why)
+            return
+        self._step = step
+        if start:
+            self._measure(start)
+
+    def _measure(self, start: float) -> None:
+        self._copy_s = min(self._copy_s, time.perf_counter() - start + self._expect_s)
+        if self._at:
+            self._step_s = min(self._step_s, start - self._at)
+        self._at = start
+        if self._committed.commits < self._trials:
+            return
+        self._committed.set_step_s(self._step_s)
+        if self._copy_s <= max(LONGEST_COPY_S, SHARE * self._step_s):
+            return
+        self._trials *= 4
+        if self._trials > MOST_TRIALS:
+            self._give_up(f"copying buffers and random states takes {self._copy_s * 1e6:.0f} µs a step")
+
+    def _give_up(self, why: str) -> None:
+        self._why = why
+        self._step = 0
+        if self._saver.writer is not None and self._saver.group.world_size > 1:
+            reason = f"rank {self._saver.group.rank} cannot save its state at a fault: {why}"
+            self._saver.events.write("message", reason, None, saves_at_faults=False)
+
+    @property
+    def can_save(self) -> bool:
+        """At a fault, as far as is known now."""
+        return not self._why
+
+    def _report_unsaved(self, step: int, why: str) -> None:
+        if self._is_silent:
+            return
+        reason = f"rank {self._saver.group.rank} has not saved step {step} at the fault: {why}"
+        self._saver.events.write("message", reason, step)
+
+    # --- at a fault ---------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """The thread: to each request one answer, when the state is saved or cannot be.
+
+        When the writer has ended, connecting again starts another one, which finds the states in the same memory.
+        """
+        short, why = 0, ""
+        while not why and not self._closed:
+            since = time.monotonic()
+            why = self._answer_requests()
+            short = short + 1 if time.monotonic() - since < SHORT_S else 0
+            if short == MOST_SHORT:
+                why = f"the writer has ended {short} times"
+            elif not why and not self._closed:
+                why = self._reconnect()
+        if not self._why and not self._closed:
+            self._give_up(why)
+
+    def _reconnect(self) -> str:
+        """Returns why this is not possible, "" if it is."""
+        assert self._socket is not None
+        self._socket.close()
+        try:
+            self._socket = self._connect()
+        except OSError as error:
+            return f"the writer has ended, and there is no other one ({error})"
+        return ""
+
+    def _answer_requests(self) -> str:
+        """Until the writer or the session ends; returns why the writer refuses this rank, "" if it does not."""
+        assert self._socket is not None
+        with contextlib.suppress(OSError):
+            while packet := self._socket.recv(4096):
+                request = json.loads(packet)
+                if refused := request.get("refused"):
+                    return str(refused)
+                if self._can_copy():
+                    self._socket.send(json.dumps({"do": "saving"}).encode())
+                    try:
+                        until = time.monotonic() + min(WAIT_S + 2 * self._change_s, LONGEST_CHANGE_S)
+                        if self._committed.copies is None:  # a GPU is behind what its processor has committed
+                            self._catch_up(until)
+                        self._wait_for_begin()
+                        self._save(max(until - time.monotonic(), 0.05), request.get("ends", False))
+                    except Exception as error:  # noqa: BLE001 - the launcher waits for the answer
+                        if not self._why:
+                            self._give_up(f"{type(error).__name__}: {error}")
+                self._socket.send(json.dumps({"do": "donated"}).encode())
+        return ""
+
+    def _can_copy(self) -> bool:
+        if self._why or self._committed.copies is None:
+            return True
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            if self._committed.copies.is_free(PROBE_S):
+                return True
+        self._report_unsaved(self._step, "its script had queued more than the GPU takes, and no copy from it ends")
+        return False
+
+    def _catch_up(self, until: float) -> None:
+        """Wait for a step that a rank of this node has committed, and this rank has not: it has what it needs for it.
+
+        If that rank lives, it saves the step.
+        """
+        saver = self._saver
+        ahead = max(step_record.last_step(step_files.path_of("commit", rank)) for rank in range(saver.group.world_size))
+        with contextlib.closing(self._client()) as client, contextlib.suppress(OSError, SnapshotRefused):
+            while 0 < self._step < ahead and not (self._changing or self._failed) and time.monotonic() < until:
+                if self._is_saved(client, ahead):
+                    return
+                time.sleep(0.001)
+
+    def _wait_for_begin(self) -> None:
+        """A rank that waits for a dead one has begun the next step."""
+        until = time.monotonic() + BEGIN_S
+        while not (self._has_begun or self._changing or self._failed or self._why) and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def _client(self) -> WriterClient:
+        if self._saver.writer is None:
+            raise CheckpointError("this node keeps no copy of the state in memory")
+        writer = self._saver.writer
+        return WriterClient(writer.path, 0, 1, writer.first_node, writer.at_end)
+
+    def fail(self) -> None:
+        """The script has failed, or is about to end by an exception: the launcher will end the others."""
+        self._failed = True
+        if self._why or self._is_forked():
+            return
+        from torch import distributed
+
+        if self._committed.copies is not None and not distributed.is_initialized():
+            self._report_unsaved(self._step, "its process group is gone, and what collectives left may be wrong")
+            return
+        if self._changing:
+            self._report_unsaved(self._step, _UNCLEAN)
+        else:
+            self._save(LONGEST_WAIT_S)  # the thread may be copying, and would end with the process
+
+    def _at_exit(self) -> None:
+        has_raised = hasattr(sys, "last_value")
+        # A script that catches the exception and calls sys.exit() leaves no other trace of it. It may also have ended
+        # as usual, after an evaluation: then nothing is wrong if this saves nothing.
+        if has_raised or self._is_in_step():
+            self._is_silent = not has_raised
+            self.fail()
+        self.close()
+
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def close(self) -> None:
+        """The rank is no donor any more. A forked child has no thread, and the connection is not its own."""
+        if self._is_forked():
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        for hook in self._hooks:
+            hook.remove()
+        if self._hooks:
+            self._committed.close()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            if self._thread.is_alive():
+                self._thread.join(LONGEST_WAIT_S)  # it may be saving, and would end with the process
+            self._socket.close()
+            self._socket = None
+        self._why = self._why or "the session is closed"
+
+    def _save(self, wait_s: float, ends: bool = False) -> None:
+        """`ends`: the launcher kills this rank next. Until then it begins no step, which would be trained again."""
+        if self._why:
+            return
+        if not self._lock.acquire(timeout=wait_s) and not self._waits_for_own_copy():
+            self._report_unsaved(self._step, _UNCLEAN)
+            return
+        try:
+            until = time.monotonic() + BEHIND_S
+            while self._committed.is_behind() and time.monotonic() < until:
+                time.sleep(0.001)
+            if self._step and (commit := self._committed.current()) is not None:
+                self._save_clean(commit)
+            elif self._step:
+                self._report_unsaved(self._step, "its GPU was in an optimizer's step, or several steps behind")
+            elif self._next_step and not self._committed.commits:
+                self._report_unsaved(self._next_step - 1, "no attached optimizer has made a step")
+        except Exception as error:  # noqa: BLE001 - state_dict() of any object
+            self._give_up(f"{type(error).__name__}: {error}")
+        finally:
+            if ends and self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.send(json.dumps({"do": "donated"}).encode())
+                time.sleep(LONGEST_STAY_S)
+            self._lock.release()
+
+    def _waits_for_own_copy(self) -> bool:
+        """Where the script has failed, its own thread is saving: the lock is free again when that is done."""
+        return self._failed and not self._changing and self._lock.acquire(timeout=LONGEST_WAIT_S)
+
+    def _save_clean(self, commit: Commit) -> None:
+        client = self._client()
+        try:
+            if not self._is_saved(client, commit.step):
+                self._save_whole(client, commit)
+                if not self._is_saved(client, commit.step):
+                    raise CheckpointError("the writer has ended meanwhile")
+        except (OSError, SnapshotRefused, CheckpointError) as error:
+            self._report_unsaved(commit.step, str(error))
+        finally:
+            client.close()
+
+    def _save_whole(self, client: WriterClient, commit: Commit) -> None:
+        saver = self._saver
+        self._check_unchanged(commit)
+        content = self._committed.content(commit)
+        check_loadable(content)
+        layout = Layout(content, at_once=self._committed.copies)
+        draft = self._draft(commit, layout.bytes)
+        number = donated_number(commit.step, saver.group.rank)
+        fd = self._borrow(client, draft, number, layout.shared_digest)
+        if fd is None:
+            return
+        try:
+            layout.copy_own(fd)
+        finally:
+            os.close(fd)
+        self._check_unchanged(commit)
+        client.copied(draft, number, 0)
+
+    def _draft(self, commit: Commit, size: int) -> Manifest:
+        saver = self._saver
+        whose = (saver.group.world_size, size, NO_CHECKSUM, saver.environment.job, saver.environment.run)
+        cursor = self._committed.cursor(commit)
+        return Manifest(saver.round, commit.step, saver.parent, *whose, cursor, time.time())
+
+    def _is_saved(self, client: WriterClient, step: int) -> bool:
+        """Another rank was faster, or it was saved at that step, and not changed since."""
+        held = client.find()
+        if held is None:
+            return False
+        there, here = (held.draft.round, held.draft.step), (self._saver.round, step)
+        return there > here or (there == here and not (self._is_changed and donated_step(held.number) is None))
+
+    def _borrow(self, client: WriterClient, draft: Manifest, number: int, digest: str) -> int | None:
+        """A buffer, also after a rank has died that was copying the same step or a save; None when it is saved."""
+        deadline = time.monotonic() + LONGEST_WAIT_S
+        while True:
+            try:
+                return client.begin(draft, number, 0, 1, digest, once=True)[0]
+            except SnapshotRefused as refused:
+                if str(refused) not in (ANOTHER_SAVES, STILL_COPIED) or time.monotonic() > deadline:
+                    raise
+            if self._is_saved(client, draft.step):
+                return None
+            time.sleep(0.002)
+
+    def _check_unchanged(self, commit: Commit) -> None:
+        """Raises CheckpointError if the state is not that of this commit any more."""
+        if self._why:
+            raise CheckpointError(self._why)
+        self._committed.check_unchanged(commit)

@@ -1,0 +1,296 @@
+"""Which ranks can be donors: the rules, each a function that gives the reason against it, or "".
+
+A donor's state has to be that of every rank, and has to be copied as tensors and small objects are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing.state import training_state
+from elasticd.checkpointing.state.layout import tensors
+from elasticd.sampler import ElasticBatchSampler
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from elasticd.checkpointing.saver import Saver
+
+
+MOST_BUFFER_BYTES = 16 << 20
+"""Of a rank's buffers on its GPU, which keeps several copies of them."""
+MUTABLE = "a parameter group of the optimizer has values that can change in place, such as lr in a tensor"
+
+
+@dataclass(frozen=True)
+class _Rank:
+    saver: Saver
+    attached: Mapping[str, Any]
+    averaged: Mapping[int, torch.nn.Parameter]
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """The attached modules by name, without the wrappers around them."""
+        return {name: training_state.unwrap(obj) for name, obj in self.attached.items() if is_module(obj)}
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [obj for obj in self.attached.values() if is_optimizer(obj)]
+
+    @property
+    def parallel(self) -> list[DistributedDataParallel]:
+        return [found for obj in self.attached.values() if (found := training_state.parallel(obj)) is not None]
+
+
+def reason_against(saver: Saver, attached: Mapping[str, Any], averaged: Mapping[int, torch.nn.Parameter]) -> str:
+    """Why this rank can never be a donor, "" if it can: by the first rule that applies."""
+    rank = _Rank(saver, attached, averaged)
+    return next((why for rule in _RULES if (why := rule(rank))), "")
+
+
+def _no_launcher(rank: _Rank) -> str:
+    environment = rank.saver.environment
+    if rank.saver.writer is None or not environment.round or "ELASTICD_HEARTBEAT" not in os.environ:
+        return "there is no launcher that keeps states in memory"
+    return ""
+
+
+def _sharded_state(rank: _Rank) -> str:
+    return "the state is sharded, and no other rank has this one's part" if rank.saver.is_sharded else ""
+
+
+def _one_rank_or_another_device(rank: _Rank) -> str:
+    group = rank.saver.group
+    if group.world_size == 1 or group.device.type not in ("cpu", "cuda"):
+        return "this is built for several ranks that train on CPUs or CUDA GPUs"
+    return ""
+
+
+def _aborted_collectives(rank: _Rank) -> str:
+    """The kernels of a communicator that is aborted end without the others' part, and the optimizer's step follows."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    if rank.saver.group.device.type == "cuda" and os.environ.get(name) in ("1", "2"):
+        return f"{name}={os.environ[name]} aborts NCCL's collectives, after which the GPU would train on; 3 does not"
+    return ""
+
+
+def _large_device_buffers(rank: _Rank) -> str:
+    every = [buffer for module in rank.modules.values() for buffer in module.buffers()]
+    size = sum(buffer.nbytes for buffer in every if buffer.device.type != "cpu")
+    return "" if size <= MOST_BUFFER_BYTES else f"its buffers have {size >> 20} MB on the GPU, and several copies there"
+
+
+def _ahead_of_a_gpu(rank: _Rank) -> str:
+    """An optimizer's numbers are those of the last step that was queued."""
+    if rank.saver.group.device.type == "cpu":
+        return ""
+    kept = [value for each in rank.optimizers for values in each.state.values() for value in values.values()]
+    if all(value is None or hasattr(value, "data_ptr") for value in kept):
+        return ""
+    return "an optimizer's state has values that are no tensors, and may be ahead of the GPU"
+
+
+def _no_replicated_model(rank: _Rank) -> str:
+    sizes = {obj.process_group.size() for obj in rank.parallel}
+    if sizes != {rank.saver.group.world_size}:
+        return "no model in DistributedDataParallel is attached"
+    return ""
+
+
+def _own_communication(rank: _Rank) -> str:
+    """Some hooks average rarely, or keep a state that is not attached."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    usual = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+    for obj in rank.parallel:
+        if any(hook not in usual for hook, _ in getattr(obj, "_comm_hooks", [])):
+            return "the model has a communication hook, which may keep ranks different"
+    return ""
+
+
+def _no_replicated_optimizer(rank: _Rank) -> str:
+    from torch.optim import Optimizer
+
+    if not rank.optimizers:
+        return "no optimizer is attached"
+    for obj in rank.optimizers:
+        if type(obj).state_dict is not Optimizer.state_dict:
+            return "an optimizer's state is not the same on every rank"
+        # Without a gradient, and without a state of a time when it had one, it is left as it is.
+        every = [parameter for group in obj.param_groups for parameter in group["params"]]
+        own = {id(parameter) for parameter in every if parameter.requires_grad or parameter in obj.state}
+        if not own <= rank.averaged.keys():
+            return "an optimizer trains a parameter whose gradient DistributedDataParallel does not average"
+    return ""
+
+
+def _only_at_saves(rank: _Rank) -> str:
+    found = (name for name, obj in rank.attached.items() if getattr(obj, training_state.ONLY_AT_SAVES, False))
+    return next(
+        (f"the state of {name} is made by the script's hooks, which are called at saves only" for name in found), ""
+    )
+
+
+def _tensors_elsewhere(rank: _Rank) -> str:
+    from torch.amp import GradScaler
+
+    for name, obj in rank.attached.items():
+        if is_module(obj) or is_optimizer(obj) or isinstance(obj, GradScaler):
+            continue
+        if any(tensors(obj.state_dict(), "")):
+            return f"{name} keeps tensors and is neither a module nor an optimizer"
+    return ""
+
+
+def _state_of_each_rank(rank: _Rank) -> str:
+    """The dead rank's is lost."""
+    return next((f"{name} has a state of its own on every rank" for name in rank.saver.per_rank), "")
+
+
+def _unlike_rank_0(rank: _Rank) -> str:
+    """Of small objects a digest is compared with rank 0's, at the fault."""
+    if rank.saver.group.rank == 0:
+        return ""
+    modules = ((name, obj) for name, obj in rank.attached.items() if is_module(obj))
+    return next((may_differ(name) for name, obj in modules if not is_alike(obj)), "")
+
+
+def _own_state_dict(rank: _Rank) -> str:
+    from torch.nn import Module
+
+    for name, module in rank.modules.items():
+        for each in module.modules():
+            hooks = (each._state_dict_hooks, each._state_dict_pre_hooks)
+            kind = type(each)
+            methods_are_own = (
+                kind.state_dict is not Module.state_dict or kind.get_extra_state is not Module.get_extra_state
+            )
+            if methods_are_own or any(hooks):
+                return f"{name} holds {kind.__name__}, which has a state_dict of its own"
+    return ""
+
+
+def _own_optimizer_state(rank: _Rank) -> str:
+    """Of a number that is no count, such as a loss, the dead rank's may have been another one."""
+    import torch
+
+    for obj in rank.optimizers:
+        if any(training_state.components(each)[0] is not each for each in _kept(obj)):
+            return f"the state of {type(obj).__name__} has tensors that are made of others"
+        for key, value in (item for values in obj.state.values() for item in values.items()):
+            if not isinstance(value, (torch.Tensor, int, str, type(None))):
+                return f"{key} in the state of {type(obj).__name__} is no tensor, and may differ between ranks"
+        if any((obj._optimizer_state_dict_pre_hooks, obj._optimizer_state_dict_post_hooks)):
+            return "an optimizer has hooks for its state_dict"
+    return MUTABLE if any(has_mutable_setting(obj.param_groups) for obj in rank.optimizers) else ""
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    import torch
+
+    for values in optimizer.state.values():
+        yield from (each for each in values.values() if isinstance(each, torch.Tensor))
+
+
+def _unusual_tensor(rank: _Rank) -> str:
+    import torch
+
+    for name, module in rank.modules.items():
+        every = [*module.parameters(), *module.buffers()]
+        if not all(type(each.data) is torch.Tensor and each.layout is torch.strided for each in every):
+            return f"{name} holds a tensor that is no plain tensor"
+        # A GPU is behind its processor: with parameters on both, the state is that of two steps.
+        if {each.device for each in module.parameters()} - {rank.saver.group.device}:
+            return f"{name} has parameters on another device than the rank's"
+        if {each.device for each in module.buffers()} - {rank.saver.group.device, torch.device("cpu")}:
+            return f"{name} has buffers on another GPU"
+        if not all(buffer.is_contiguous() for buffer in module.buffers()):
+            return f"{name} has a buffer that is not contiguous"
+    return ""
+
+
+_RULES = (
+    _no_launcher,
+    _sharded_state,
+    _one_rank_or_another_device,
+    _aborted_collectives,
+    _large_device_buffers,
+    _ahead_of_a_gpu,
+    _no_replicated_model,
+    _own_communication,
+    _no_replicated_optimizer,
+    _only_at_saves,
+    _tensors_elsewhere,
+    _state_of_each_rank,
+    _unlike_rank_0,
+    _own_state_dict,
+    _own_optimizer_state,
+    _unusual_tensor,
+)
+
+
+def has_mutable_setting(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether an optimizer's parameter groups have values, beside their parameters, that can change in place."""
+    own = ("params", "param_names")
+    return not all(_is_constant(value) for group in groups for key, value in group.items() if key not in own)
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def is_module(obj: Any) -> bool:
+    from torch.nn import Module
+
+    return isinstance(obj, Module)
+
+
+def is_optimizer(obj: Any) -> bool:
+    from torch.optim import Optimizer
+
+    return isinstance(obj, Optimizer)
+
+
+def averaged(attached: Mapping[str, Any]) -> dict[int, torch.nn.Parameter]:
+    """By id, the parameters that DistributedDataParallel keeps equal on all ranks: those that were trained when it was
+    made. It does not name them, but counts them. To be called before the script freezes or unfreezes others.
+    """
+    found: dict[int, torch.nn.Parameter] = {}
+    for obj in filter(None, map(training_state.parallel, attached.values())):
+        every = [each for name, each in obj.module.named_parameters() if name not in obj.parameters_to_ignore]
+        counted: dict[str, Any] = obj._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        were_all = counted.get("num_parameter_tensors") == len(every)
+        found |= {id(each): each for each in every if were_all or each.requires_grad}
+    return found
+
+
+def trained(parallel: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
+    """The parameters that it trains now."""
+    for name, parameter in parallel.module.named_parameters():
+        if parameter.requires_grad and name not in parallel.parameters_to_ignore:
+            yield parameter
+
+
+def may_differ(name: str) -> str:
+    return f"{name} may differ from rank 0's; if any rank's will do, give it the attribute rank_independent = True"
+
+
+def is_alike(obj: Any) -> bool:
+    """Its state follows from what is equal on all ranks, buffers of modules aside."""
+    import torch
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+    from torch.optim.swa_utils import AveragedModel
+
+    if isinstance(obj, LRScheduler):
+        return not isinstance(obj, ReduceLROnPlateau)
+    if (parallel := training_state.parallel(obj)) is not None:
+        return not parallel.parameters_to_ignore
+    if getattr(obj, training_state.RANK_INDEPENDENT, False):
+        return True
+    return isinstance(obj, (AveragedModel, ElasticBatchSampler, torch.amp.GradScaler)) or is_optimizer(obj)

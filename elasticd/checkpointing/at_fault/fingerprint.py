@@ -1,0 +1,187 @@
+"""Whether parameters and the optimizers' state are still those of the last commit.
+
+A counter in each tensor (`_version`) counts the in-place changes that torch sees. Changes through `.data`, or through
+numpy's view of a tensor, move no counter: a piece of each tensor is compared, too. Both are compared between a commit
+and the next optimizer step, in the first steps and ever more rarely, which finds scripts that change a state there at
+every step. At a fault all counters are compared with those as of the last commit. Reading all of them at every commit
+may cost too much: then they are read every few commits, and each has to have grown by the same number at every commit
+since. Those that grow irregularly, such as of layers that not every step trains, are read at every commit, and so are a
+few others: where one of them shows a change, such as by load_state_dict(), all are read at once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing.at_fault.step_record import PIECE_BYTES, local, piece
+from elasticd.process_group import host_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+READ_S = 50e-9
+"""What reading one counter takes."""
+COMPARE_S = 150e-9
+"""What reading one takes, and comparing it with what it was."""
+LEAST_S = 0.5e-6
+SHARE = 0.0003
+"""What reading counters may take at a commit, on average: LEAST_S, or this share of a step if that is longer."""
+LEAST_IRREGULAR_S = 4e-6
+IRREGULAR_SHARE = 0.001
+"""The same for reading irregular ones, as of two models that are trained in turn."""
+FIRST_COMMITS = 8
+"""All counters are read at each of them, which shows how they grow."""
+SAMPLE = 2
+"""Counters that are read at every commit, since most changes are of all tensors."""
+LEAST_BETWEEN = 64
+"""Commits between two times at which the growth of all counters is found anew."""
+_version = operator.attrgetter("_version")
+
+
+class Fingerprint:
+    """Of the parameters of `modules` and the state of `optimizers`."""
+
+    def __init__(self, modules: Sequence[Any], optimizers: Sequence[Any]) -> None:
+        self._modules, self._optimizers = modules, optimizers
+        self._parameters = list(_parameters(modules))
+        self.set_step_s(0.0)
+        self.revision = 0
+        """Grows when counters or tensors are not as was expected: they say nothing about commits before that."""
+        self._collect()
+        self.restart()
+
+    def _collect(self) -> None:
+        """The tensors, again whenever an optimizer has begun to keep a state for more parameters, or has loaded one."""
+        self.revision += 1
+        self._states = [(optimizer, optimizer.state) for optimizer in self._optimizers]
+        self._entries = sum(len(state) for _, state in self._states)
+        self._tensors = [*self._parameters, *_states(self._optimizers)]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._counters = list(map(_version, self._tensors))
+        self._growth: list[int] = []
+        """Of each counter, at a commit; none before they were read a second time."""
+        self._irregular: dict[int, torch.Tensor] = {}
+        """By index: what has grown by another number at some commit, read at every one."""
+        self._irregular_counters: list[int] = []
+        self._commits = self._age = 0
+        """Since all counters were read, and from all tensors having been collected until then."""
+        self._sample: list[torch.Tensor] = []
+        self._sample_sum = self._sample_growth = 0
+        self._interval = 1
+        self._first = FIRST_COMMITS
+
+    def _read(self) -> None:
+        now, commits = list(map(_version, self._tensors)), self._commits
+        grown = list(map(operator.sub, now, self._counters))
+        self._age += commits
+        if grown == [each * commits for each in self._growth]:
+            self._sample_sum += commits * self._sample_growth
+        else:
+            self.revision += 1
+            if not self._learn(now, grown):
+                self._collect()
+                return
+        self._counters, self._commits = now, 0
+        self._first -= 1
+        if self._first > 0:
+            return
+        # Odd numbers: what changes at every second commit is found to be irregular.
+        self._interval = min(2 * self._interval + 1, int(len(now) * COMPARE_S / self._budget_s) | 1)
+
+    def _learn(self, now: list[int], grown: list[int]) -> bool:
+        """How counters grow that have not grown as before; False if that is to be found anew for all of them."""
+        growth = [each // self._commits for each in grown]
+        before = self._growth or growth
+        odd = {index for index, each in enumerate(grown) if each != before[index] * self._commits}
+        are_few = len(odd | self._irregular.keys()) <= self._irregular_budget_s / READ_S
+        if self._age >= LEAST_BETWEEN and (2 * len(odd) > len(now) or not are_few):
+            return False
+        # Of more than can be read, the state is known to be unchanged only once they grow regularly again.
+        if are_few:
+            self._irregular |= {index: self._tensors[index] for index in odd}
+        self._growth = growth
+        sample = [index for index in range(0, len(now), len(now) // SAMPLE + 1) if index not in self._irregular]
+        self._sample = [self._tensors[index] for index in sample]
+        self._sample_sum, self._sample_growth = (sum(map(each.__getitem__, sample)) for each in (now, growth))
+        return True
+
+    def set_step_s(self, step_s: float) -> None:
+        """How long a step takes: counters can be read more often where it is long."""
+        self._budget_s = max(LEAST_S, SHARE * step_s)
+        self._irregular_budget_s = max(LEAST_IRREGULAR_S, IRREGULAR_SHARE * step_s)
+
+    def restart(self) -> None:
+        """At the next commit the tensors may be other ones, or may have been changed any number of times."""
+        self._entries = -1
+
+    def commit(self) -> None:
+        """The state is that of a step now."""
+        entries = 0
+        for optimizer, state in self._states:
+            entries += len(state)
+            if optimizer.state is not state:  # after load_state_dict()
+                self.restart()
+        if entries != self._entries:
+            self._collect()
+            return
+        self._commits += 1
+        expected = self._sample_sum + self._commits * self._sample_growth
+        if self._commits >= self._interval or sum(map(_version, self._sample)) != expected:
+            self._read()
+        if self._irregular:
+            self._irregular_counters = list(map(_version, self._irregular.values()))
+
+    def refresh(self) -> None:
+        """Follow tensors that have been replaced: to be called after a commit, from time to time."""
+        if self._is_replaced():
+            self._collect()
+
+    def _is_replaced(self) -> bool:
+        now = [*_parameters(self._modules), *_states(self._optimizers)]
+        same = [id(tensor) for tensor in now] == [id(tensor) for tensor in self._tensors]
+        return not same or [tensor.data_ptr() for tensor in now] != self._addresses
+
+    def whole(self) -> tuple[list[int], list[int], bytes]:
+        """Of all tensors: counters, addresses, pieces of those in the host's memory."""
+        import torch
+
+        tensors = [*_parameters(self._modules), *_states(self._optimizers)]
+        pieces = [piece(tensor, PIECE_BYTES) for tensor in tensors if tensor.device.type == "cpu"]
+        return (
+            [tensor._version for tensor in tensors],
+            [tensor.data_ptr() for tensor in tensors],
+            bytes(host_bytes(torch.cat([torch.empty(0, dtype=torch.uint8), *pieces]))),
+        )
+
+    def changed(self) -> bool:
+        """Since the last commit; also True where that cannot be known."""
+        return self._is_replaced() or self._is_counted()
+
+    def is_irregular(self) -> bool:
+        """A counter that is read at every commit shows a change since the last one."""
+        return bool(self._irregular) and list(map(_version, self._irregular.values())) != self._irregular_counters
+
+    def _is_counted(self) -> bool:
+        if not self._commits:
+            return list(map(_version, self._tensors)) != self._counters
+        if not self._growth:
+            return True
+        expected = [old + self._commits * growth for old, growth in zip(self._counters, self._growth, strict=True)]
+        for index, counter in zip(self._irregular, self._irregular_counters, strict=True):
+            expected[index] = counter
+        return list(map(_version, self._tensors)) != expected
+
+
+def _parameters(modules: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for module in modules:
+        yield from module.parameters()
+
+
+def _states(optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+    import torch
+
+    for optimizer in optimizers:
+        for values in optimizer.state.values():
+            yield from (local(value) for value in values.values() if isinstance(value, torch.Tensor))

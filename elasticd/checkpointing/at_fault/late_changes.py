@@ -1,0 +1,247 @@
+"""What a script changes after `session.step()` and before the next step begins.
+
+It belongs to the step that has ended, and what `session.step()` has saved lacks it: a scheduler that steps there is one
+step behind after each restart. Only the end of an epoch is different: the cursor is there, so a resumed run does again
+what follows the loop over its batches.
+
+A step begins where its batch is asked for. Where nothing attached is asked, it begins at the optimizer's step at the
+latest, and what changes before that may also belong to the new step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing.at_fault.donor_rules import is_module, is_optimizer
+from elasticd.checkpointing.at_fault.step_record import local
+from elasticd.checkpointing.state import training_state
+from elasticd.errors import CheckpointRefused
+from elasticd.sampler import ElasticBatchSampler
+
+if TYPE_CHECKING:
+    import torch
+
+    from elasticd.checkpointing.at_fault.donor import Donor
+
+FIRST_STEPS = 3
+"""What a script changes after each of its first steps is an error; later ones have cost too much work."""
+LONGEST_LOOK_S = 20e-6
+"""For an object of the script's own. One that takes longer is looked at in FIRST_LOOKS only."""
+FIRST_LOOKS = 8
+_REPEATED_BY = "elasticd.integrations."
+"""Where the attached state of a framework's loop is made, which does again what a fault kept it from."""
+_PIECE_BYTES = 1024
+"""Of the beginning, the middle and the end of a parameter."""
+Look = Callable[[], Any]
+
+
+class StepEnd:
+    """Of a session: between `session.step()` and the beginning of the next step."""
+
+    def __init__(self, attached: Mapping[str, Any], donor: Donor, device: torch.device, is_first_run: bool) -> None:
+        self._changes, self._donor, self._is_first_run = LateChanges(attached), donor, is_first_run
+        self._step = self._count = 0
+        self._in_a_row = 0
+        """Steps after which something has changed."""
+        self.changed: list[str] = []
+        """Names of what has changed after the last step."""
+        self.has_begun = True
+        """The next step."""
+        self._ends_epoch = self._is_saved = False
+        self._device = device
+        self._random_state: dict[str, Any] | None = None
+        """At the end of an epoch: what follows is repeated by a run that resumes there."""
+
+    def commit(self, step: int, is_saved: bool, ends_epoch: bool) -> None:
+        self._step, self._is_saved = step, is_saved
+        self._count += 1
+        self._changes.commit()
+        self._ends_epoch = ends_epoch
+        self._random_state = training_state.random_state(self._device) if self._ends_epoch else None
+        self.has_begun = False
+
+    def on_save(self, is_past: bool) -> None:
+        """By the script. `is_past`: as of the beginning of the next epoch, so the rest of this one is not repeated."""
+        self._is_saved = True
+        self._ends_epoch = self._ends_epoch and not is_past
+        self._changes.commit()
+
+    def is_changed(self) -> bool:
+        """Since the last commit or save."""
+        return bool(self._changes.find())
+
+    @property
+    def random_state(self) -> dict[str, Any] | None:
+        """That a save by the script has to have, None for the present one."""
+        return None if self.has_begun else self._random_state
+
+    def begin(self, is_certain: bool) -> str:
+        """The next step begins; `is_certain`: it asks for its batch. Returns what is wrong, "" for nothing.
+
+        Raises CheckpointRefused in the first steps of a script that changes a scheduler or a module after each: no
+        checkpoint would hold the last change.
+        """
+        self.has_begun = True
+        found = self._changes.find()
+        self.changed = [name for name in found if is_certain or name in self._changes.untrained]
+        if is_certain and self._donor.begin_step(bool(found) or self._changes.are_counted(), self._ends_epoch):
+            self.changed.append("the random state")
+        if not self.changed or self._ends_epoch:
+            self._in_a_row = 0
+            return ""
+        self._in_a_row += 1
+        what = (
+            f"{' and '.join(self.changed)} changed after session.step() of step {self._step} and before the next step: "
+            "what that call saves lacks the change, and so does a run that resumes from it. Move session.step() below "
+            "everything that belongs to the step"
+        )
+        is_always = self._is_first_run and self._count == self._in_a_row == FIRST_STEPS
+        if is_always and is_certain and not self._changes.certain.isdisjoint(self.changed):
+            self._donor.close()
+            raise CheckpointRefused(what)
+        return what
+
+    def why_save_again(self) -> str:
+        """Of a script that does this now and then, "" if there is no need."""
+        return f"step {self._step} was saved before a change" if self._is_saved and self._in_a_row == 1 else ""
+
+
+class LateChanges:
+    """Of the attached objects: tensors of modules by a sample, buffers not, since a forward pass changes them."""
+
+    def __init__(self, attached: Mapping[str, Any]) -> None:
+        self._looks: dict[str, Look] = {}
+        self._sample: list[torch.Tensor] = []
+        """Parameters in the host's memory, whose values show a change. An evaluation may have put other ones there for
+        a while, and that moves their counters.
+        """
+        self._counters: list[int] = []
+        self._own: set[str] = set()
+        if not any(type(obj).__module__.startswith(_REPEATED_BY) for obj in attached.values()):
+            for name, obj in attached.items():
+                if look := self._look_of(name, obj):
+                    self._looks[name] = look
+        self.certain = {name for name, obj in attached.items() if is_module(obj) or _is_scheduler(obj)}
+        """Names of those that no script changes at the beginning of a step, after it has asked for the batch."""
+        self.untrained = self.certain - _trained(attached)
+        """Those that no script changes before its optimizer's step."""
+        self._kept: dict[str, Any] = {}
+        self._count = 0
+
+    def _look_of(self, name: str, obj: Any) -> Look | None:
+        from torch.amp import GradScaler
+
+        if isinstance(obj, ElasticBatchSampler):
+            return None
+        if is_module(obj):
+            return self._module(obj)
+        if is_optimizer(obj):
+            return lambda: [group.get("lr") for group in obj.param_groups]
+        if _is_scheduler(obj):
+            nested = [obj, *getattr(obj, "_schedulers", ())]
+            return lambda: [getattr(each, "last_epoch", None) for each in nested]
+        if isinstance(obj, GradScaler):
+            return lambda: id(getattr(obj, "_per_optimizer_states", None))
+        if _copies_tensors(obj):
+            return None
+        self._own.add(name)
+        return lambda: _pickled(obj)
+
+    def commit(self) -> None:
+        """The state is that of a step."""
+        if self._count == FIRST_LOOKS:
+            self._drop_slow()
+        self._kept = {name: look() for name, look in self._looks.items()}
+        self._counters = [each._version for each in self._sample]
+        self._count += 1
+
+    def find(self) -> list[str]:
+        """The names of what has changed since."""
+        return [name for name, kept in self._kept.items() if self._looks[name]() != kept]
+
+    def are_counted(self) -> bool:
+        """Changes of parameters since, also of those that have their values back."""
+        return [each._version for each in self._sample] != self._counters
+
+    def _module(self, module: torch.nn.Module) -> Look | None:
+        """The first and the last parameter: of those elsewhere than in the host's memory their counters of changes."""
+        import torch
+
+        every = [each for each in module.parameters() if not each.is_inference()]
+        sample = every[:1] + every[1:][-1:]
+        plain = all(type(each.data) is torch.Tensor and each.layout is torch.strided for each in sample)
+        if sample and plain and all(each.device.type == "cpu" for each in sample):
+            self._sample += sample
+            looks = list(map(_pieces, sample))
+            return lambda: [look() for look in looks]
+        counted = list(map(local, sample))
+        return (lambda: [each._version for each in counted]) if counted else None
+
+    def _drop_slow(self) -> None:
+        for name in self._own & self._looks.keys():
+            start = time.perf_counter()
+            self._looks[name]()
+            if time.perf_counter() - start > LONGEST_LOOK_S:
+                del self._looks[name]
+
+
+def _trained(attached: Mapping[str, Any]) -> set[str]:
+    """Names of the modules that an optimizer trains."""
+    optimizers = [obj for obj in attached.values() if is_optimizer(obj)]
+    trained = {id(each) for obj in optimizers for group in obj.param_groups for each in group["params"]}
+    modules = {name: obj for name, obj in attached.items() if is_module(obj)}
+    return {name for name, obj in modules.items() if any(id(each) in trained for each in obj.parameters())}
+
+
+def _is_scheduler(obj: Any) -> bool:
+    from torch.optim.lr_scheduler import LRScheduler
+
+    return isinstance(obj, LRScheduler)
+
+
+def _pieces(parameter: torch.Tensor) -> Look:
+    """Of its memory, which may be another one each time."""
+    known, pieces = 0, set[tuple[int, int]]()
+
+    def look() -> list[bytes]:
+        nonlocal known, pieces
+        if (start := parameter.data_ptr()) != known:
+            size = parameter.untyped_storage().nbytes() - parameter.storage_offset() * parameter.itemsize
+            size = int(min(size, parameter.nbytes))
+            length = min(size, _PIECE_BYTES)
+            known, pieces = start, {(start + skipped, length) for skipped in (0, (size - length) // 2, size - length)}
+        return [ctypes.string_at(*each) for each in pieces]
+
+    return look
+
+
+class _Pickler(pickle.Pickler):
+    """Of a tensor its place and its counter of changes."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return (obj.data_ptr(), obj._version) if hasattr(obj, "_version") and hasattr(obj, "data_ptr") else None
+
+
+def _copies_tensors(obj: Any) -> bool:
+    """Into each state that it gives, so that their places say nothing. False for a state that cannot be had."""
+    try:
+        first, second = obj.state_dict(), obj.state_dict()
+    except Exception:  # noqa: BLE001 - of any object
+        return False
+    places = [[local(each).data_ptr() for each in training_state.tensors(found)] for found in (first, second)]
+    return places[0] != places[1]
+
+
+def _pickled(obj: Any) -> bytes:
+    """Of a state that cannot be pickled, nothing."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(obj.state_dict())
+    except Exception:  # noqa: BLE001 - of any object
+        return b""
+    return file.getvalue()

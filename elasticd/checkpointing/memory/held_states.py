@@ -1,0 +1,211 @@
+"""States in the memory of the job's nodes, as the ranks of a new round find them, and the way to the files of one.
+
+A node holds whole states (DDP), or its part of a sharded state and a copy of another node's part. A sharded state can
+be resumed from if the nodes of the round hold all its files together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from elasticd.checkpointing.memory import transfer
+from elasticd.checkpointing.memory.buffers import Snapshot
+from elasticd.checkpointing.memory.shard_server import RemoteNode, Server, address_beside
+from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
+from elasticd.checkpointing.state.shard_plan import View, file_names, map_file
+from elasticd.checkpointing.storage.manifest import STATE, Manifest
+from elasticd.checkpointing.storage.manifest import parse as parse_manifest
+from elasticd.errors import CheckpointError
+from elasticd.process_group import WorkerEnvironment
+
+_AHEAD_BYTES = 4 << 20
+"""Small pieces of another node's file are read together."""
+
+
+@dataclass
+class HeldState:
+    """One state, and the nodes with its files."""
+
+    snapshot: Snapshot
+    """Of the node that holds state.pt, if any does."""
+    own: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Of a sharded state: the nodes that hold a file as a part of their own."""
+    copies: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """The nodes that hold a copy of it."""
+
+    @cached_property
+    def nodes(self) -> dict[str, list[int]]:
+        """All that hold a file; none of a state that is not sharded."""
+        return {name: self.own[name] + self.copies[name] for name in {*self.own, *self.copies}}
+
+    @property
+    def missing(self) -> list[str]:
+        """Files that no node holds."""
+        if not self.nodes:
+            return []
+        return [name for name in file_names(self.snapshot.draft.world_size) if not self.nodes.get(name)]
+
+    @property
+    def copied(self) -> list[str]:
+        """Files of which there is only a copy: their node is lost."""
+        return sorted(name for name in self.nodes if not self.own.get(name))
+
+    def describe(self, states: list[HeldState], servers: Mapping[int, Server]) -> dict[str, Any]:
+        """What all ranks learn of it: `states` are all that there are."""
+        draft, number = self.snapshot.draft, self.snapshot.number
+        others = [each.snapshot for each in states if each.snapshot.number != number]
+        found = {"key": self.snapshot.key, "alike": find_alike(others, draft) is not None}
+        if self.nodes:
+            found |= {"files": self.nodes, "servers": servers, "copied": self.copied}
+        return found
+
+
+def find_alike(held: list[Snapshot], draft: Manifest) -> Snapshot | None:
+    """The newest whole state of the same step; it differs in little."""
+    step = (draft.round, draft.step, draft.bytes)
+    alike = [each for each in held if not each.files and (each.draft.round, each.draft.step, each.draft.bytes) == step]
+    return max(alike, key=lambda each: each.number, default=None)
+
+
+def checksums(chosen: Mapping[str, Any], held: list[Snapshot], writer: WriterClient | None) -> list[str]:
+    """Of what this node has in memory of the chosen step, where another node has it, too."""
+    draft = parse_manifest(chosen["draft"].encode())
+    if not chosen.get("alike") or writer is None or not isinstance(draft, Manifest):
+        return []
+    if (alike := find_alike(held, draft)) is None:
+        return []
+    try:
+        fd, _, _ = writer.open(alike.key)
+        with contextlib.closing(os.fdopen(fd, "rb", 0)):
+            return transfer.checksums(fd, chosen["bytes"])
+    except (OSError, SnapshotRefused):
+        return []
+
+
+def report(found: list[Snapshot], writer: WriterClient, who: WorkerEnvironment) -> bytes:
+    """What this node has, for `parse`."""
+    server = None
+    if who.nodes > 1 and any(each.files for each in found):
+        with contextlib.suppress(OSError, SnapshotRefused):
+            server = serve(writer)
+    held = [each.to_json().decode() for each in found]
+    return json.dumps({"node": who.node, "server": server, "held": held}).encode()
+
+
+def serve(writer: WriterClient) -> Server:
+    """Where other nodes of this round read this one's shards. Raises SnapshotRefused, OSError."""
+    return writer.serve(address_beside(os.environ["MASTER_ADDR"]))
+
+
+def parse(every: list[bytes]) -> tuple[list[HeldState], dict[int, Server]]:
+    """The states that the nodes have together, newest first, and where nodes are read."""
+    states: dict[tuple[int, int, int, int], HeldState] = {}
+    servers: dict[int, Server] = {}
+    for each in every:
+        try:
+            found = json.loads(each or b"{}")
+            node, held = found.get("node", 0), [Snapshot.from_json(data.encode()) for data in found.get("held", [])]
+        except (ValueError, KeyError, TypeError):
+            continue  # of another version
+        if found.get("server") is not None:
+            servers[node] = found["server"]
+        for snapshot in held:
+            key = (*snapshot.key, snapshot.draft.step, snapshot.draft.world_size)
+            state = states.setdefault(key, HeldState(snapshot))
+            if STATE in snapshot.files:
+                state.snapshot = snapshot
+            for name in snapshot.files:
+                (state.copies if snapshot.is_copy else state.own)[name].append(node)
+    return [states[key] for key in sorted(states, reverse=True)], servers
+
+
+class ShardsInMemory:
+    """The files of the chosen state for one rank: those of its node are mapped, others are read from their nodes."""
+
+    def __init__(self, chosen: Mapping[str, Any], writer: WriterClient | None, who: WorkerEnvironment) -> None:
+        self._key: tuple[int, int] = tuple(chosen["key"])
+        self._nodes: dict[str, list[int]] = chosen["files"]
+        self._servers = {int(each): server for each, server in chosen["servers"].items()}
+        self._writer, self._whose, self._node = writer, (who.job, who.run), who.node
+        self._remote: dict[int, RemoteNode] = {}
+
+    def check(self) -> str:
+        """Why this rank cannot read all files, "" if it can."""
+        try:
+            for nodes in self._nodes.values():
+                if not self._is_here(nodes):
+                    self._connect(nodes[0])
+        except (OSError, CheckpointError) as error:
+            return str(error)
+        return ""
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[View]:
+        """As `shard_plan.read` needs it. Raises OSError, CheckpointError."""
+        nodes = self._nodes[name]
+        if self._is_here(nodes):
+            assert self._writer is not None
+            try:
+                fd, start, size = self._writer.open(self._key, name)
+            except SnapshotRefused as refused:
+                raise CheckpointError(str(refused)) from None
+            try:
+                view = map_file(fd, start, size)
+            finally:
+                os.close(fd)
+        else:
+            view = _read_ahead(self._connect(nodes[0]), name)
+        yield view
+
+    def copy(self, name: str) -> int:
+        """A file of its own with the content of a small one; returns the descriptor."""
+        fd = os.memfd_create("elasticd-received", os.MFD_CLOEXEC)
+        try:
+            with self.open(name) as view, open(fd, "wb", closefd=False) as file:
+                file.write(view(0, None))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def close(self) -> None:
+        for each in self._remote.values():
+            each.close()
+        self._remote.clear()
+
+    def _is_here(self, nodes: list[int]) -> bool:
+        return self._writer is not None and self._node in nodes
+
+    def _connect(self, node: int) -> RemoteNode:
+        if node not in self._remote:
+            if node not in self._servers:
+                raise CheckpointError(f"node {node} does not serve what it has in memory")
+            try:
+                self._remote[node] = RemoteNode(self._servers[node], *self._whose, self._key)
+            except OSError as error:
+                raise CheckpointError(f"node {node} cannot be reached: {error}") from error
+        return self._remote[node]
+
+
+def _read_ahead(remote: RemoteNode, name: str) -> View:
+    """Pieces of a file in ascending order: small ones are read together."""
+    end = remote.size(name)
+    first, ahead = 0, memoryview(b"")
+
+    def view(start: int, size: int | None) -> memoryview:
+        nonlocal first, ahead
+        size = end - start if size is None else size
+        if not first <= start <= start + size <= first + len(ahead):
+            ahead = memoryview(bytearray(max(size, min(_AHEAD_BYTES, end - start))))
+            remote.read(name, start, ahead)
+            first = start
+        return ahead[start - first : start - first + size]
+
+    return view

@@ -1,0 +1,223 @@
+"""The end of a job: the newest state that its nodes have in memory becomes a checkpoint, whichever nodes are left.
+
+No rank is left to agree on anything, and rank 0's node may be lost. So the nodes meet in the checkpoint directory. Each
+takes its newest state that is no checkpoint. The first one to make the staging directory of that state commits it; the
+others add the files that nobody has begun to write there, and wait. A whole state is one file, so each node suffices;
+of a sharded one all files have to come together. Where nodes do not share the directory, each writes what it holds. An
+object store has no staging directory: there one of the nodes that hold all files reserves the checkpoint's name, by an
+object that only one of them can put, and the others wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elasticd.checkpointing.memory import shard_files
+from elasticd.checkpointing.memory.buffers import Buffers, Snapshot, WriteTask
+from elasticd.checkpointing.memory.shard_files import Content
+from elasticd.checkpointing.state import checkpoint_files
+from elasticd.checkpointing.state.shard_plan import file_names
+from elasticd.checkpointing.storage.atomic_write import Staging, is_abandoned, staging_path
+from elasticd.checkpointing.storage.lineage import lineage
+from elasticd.checkpointing.storage.manifest import STATE, FileState, Manifest
+from elasticd.checkpointing.storage.object_store import ObjectStore, store_of
+
+END_PARTS_S = 4.0
+"""For the parts of other nodes when the launcher ends the writer: it waits a little longer."""
+FLUSH_PARTS_S = 15.0
+"""For the parts of a save as usual that is being written: half of what the launcher waits. Then copies are used."""
+BEGUN_S = 1.0
+"""For nodes that have not begun to write, before this one says what the job leaves: their groups were killed later."""
+PARTS_S = 8.0
+"""For nodes that have not begun to write their part: all learn of the end within seconds."""
+_TOKEN = "e"
+"""In the staging directory's name, by which all nodes know it."""
+_TRIES = 5
+_POLL_S, _LOOK_S = 0.02, 0.25
+
+
+class LastWrite:
+    """Of one writer. `task` is where and how, as a rank said at the last copy; None: not known yet."""
+
+    def __init__(self, buffers: Buffers, is_ending: Callable[[], bool]) -> None:
+        """`is_ending` returns whether the launcher ends the writer."""
+        self._buffers, self._is_ending = buffers, is_ending
+        self._ends_at = float("inf")
+        self._token = secrets.token_hex(8)
+        """Of this process, in an object store."""
+        self.task: WriteTask | None = None
+        self._tried: set[tuple[int, int]] = set()
+        self._found: checkpoint_files.Entry | None = None
+        """The newest checkpoint, once a state was made one or found to be older."""
+        self._lost: tuple[int, str] | None = None
+        """The newest step that could not be written, and why."""
+
+    def next(self) -> int | None:
+        """The buffer with the newest state, unless it is a checkpoint or is to be written as usual; then an older one
+        if it could not be written.
+        """
+        for at, held in self._newest_first():
+            if held.is_due or held.path:
+                break
+            if held.saved not in self._tried and (held.task or self.task):
+                return at
+        return None
+
+    def result(self, results: Mapping[tuple[int, int], Mapping[str, Any]]) -> dict[str, Any]:
+        """{step, path} of the checkpoint that is left, and `why` a newer state is none; {} without a state.
+
+        Waits until other nodes have left theirs. `results`: of the writes as usual, by the state's key.
+        """
+        self._look()
+        held = next((held for _, held in self._newest_first()), None)
+        if held is None:
+            return {}
+        step, why = self._lost or (held.draft.step, results.get(held.key, {}).get("why", ""))
+        why = why and f"step {step}: {why}"
+        if self._found is not None:
+            return {"step": self._found.manifest.step, "path": str(self._found.path), "why": why}
+        return {"step": held.draft.step, "path": held.path, "why": why}
+
+    def _look(self) -> None:
+        """For what other nodes of the job leave."""
+        if self.task is None or self.task.nodes == 1:
+            return
+        deadline, directory = time.monotonic() + BEGUN_S, Path(self.task.directory)
+        with contextlib.suppress(OSError):
+            while True:
+                late = time.monotonic() > deadline
+                writing = [each for each in directory.glob(f".*.{_TOKEN}.staging") if not is_abandoned(each)]
+                newest, _ = lineage(directory)
+                self._found = newest[0] if newest else self._found
+                if (late and not writing) or self._gives_up():
+                    return
+                time.sleep(_LOOK_S)
+
+    def done(self, snapshot: Snapshot, entry: checkpoint_files.Entry | None, why: str) -> None:
+        """What became of it."""
+        self._tried.add(snapshot.saved)
+        self._found = entry
+        if entry is None:
+            self._lost = self._lost or (snapshot.draft.step, why)
+
+    def _newest_first(self) -> list[tuple[int, Snapshot]]:
+        every = [(at, held) for at, held in enumerate(self._buffers.held) if held is not None]
+        return sorted(every, key=lambda each: (each[1].draft.round, each[1].draft.step, each[1].number), reverse=True)
+
+    def write(self, number: int, snapshot: Snapshot) -> checkpoint_files.Entry:
+        """Make the state in this buffer a checkpoint; returns the newest one then. Raises OSError, CheckpointError."""
+        task, draft = snapshot.task, snapshot.draft
+        assert task is not None
+        directory = Path(task.directory)
+        folder = staging_path(directory, draft.round, draft.step, _TOKEN)
+        final = directory / f"r{draft.round}-s{draft.step}"
+        contents = self._contents(number, snapshot)
+        needed = file_names(draft.world_size) if snapshot.files else [STATE]
+        if (store := store_of(directory)) is not None:
+            return self._put(store, snapshot, contents, set(needed))
+        joined = False
+        for _ in range(_TRIES):
+            newest, _ = lineage(directory)
+            if newest and (newest[0].manifest.round, newest[0].manifest.step) >= (draft.round, draft.step):
+                return newest[0]
+            if self._gives_up() or (joined and not contents.keys() >= set(needed)):
+                break
+            try:
+                return checkpoint_files.write_files(
+                    directory, draft, lambda staging: self._commit(staging.path, final, contents, needed), _TOKEN
+                )
+            except FileExistsError:
+                self._add(folder, contents)
+                joined = True
+        raise OSError("another node has begun to commit it, and has not done so")
+
+    def _put(
+        self, store: ObjectStore, snapshot: Snapshot, contents: Mapping[str, Content], needed: set[str]
+    ) -> checkpoint_files.Entry:
+        """Under the name of a step's second checkpoint: rank 0's node may still be putting the first one, as usual."""
+        task, draft = snapshot.task, snapshot.draft
+        assert task is not None
+        directory, deadline = Path(task.directory), time.monotonic() + PARTS_S
+        path = directory / f"r{draft.round}-s{draft.step}.again"
+
+        def fill(staging: Staging) -> dict[str, FileState]:
+            return shard_files.merge({"this node": shard_files.write_part(staging.path, contents)})
+
+        def publish(staging: Staging, manifest: Manifest) -> Path:
+            store.commit(staging.path, path.name, manifest, None)
+            return path
+
+        while True:
+            newest, _ = lineage(directory)
+            if newest and (newest[0].manifest.round, newest[0].manifest.step) >= (draft.round, draft.step):
+                return newest[0]
+            if contents.keys() >= needed and self._may_put(store, path.name, task):
+                return checkpoint_files.write_files(directory, draft, fill, publish=publish)
+            if self._gives_up() or (time.monotonic() > deadline and not store.is_reserved(path.name)):
+                raise OSError("no node has put all of it into the object store")
+            time.sleep(_LOOK_S)
+
+    def _may_put(self, store: ObjectStore, name: str, task: WriteTask) -> bool:
+        try:
+            return store.reserve(name, self._token)
+        except NotImplementedError:  # without conditional puts it is always the same node
+            return task.node == 0
+
+    def _contents(self, number: int, snapshot: Snapshot) -> dict[str, Content]:
+        """The files of this state that are in this node's memory, also as a copy for another node."""
+        if not snapshot.files:
+            return {STATE: lambda file: file.write_pages(self._buffers.pages(number, snapshot.draft.bytes))}
+        found: dict[str, Content] = {}
+        for fd, held in zip(self._buffers.fds, self._buffers.held, strict=True):
+            if held is not None and held.saved == snapshot.saved:
+                found |= shard_files.contents(fd, held)
+        return found
+
+    def _commit(
+        self, folder: Path, final: Path, contents: Mapping[str, Content], needed: Sequence[str]
+    ) -> dict[str, FileState]:
+        """Write this node's files, and wait for the others'; or for `final`, which another node may still be writing
+        as usual. Raises OSError: FileExistsError once that is there.
+        """
+        parts = {"this node": shard_files.write_part(folder, contents)}
+        deadline, seen = time.monotonic() + PARTS_S, dict[str, int]()
+        while missing := set(needed) - set(found := shard_files.merge(parts)):
+            for path in folder.glob("part-*.json"):
+                parts[f"another node ({path.stem})"] = json.loads(path.read_bytes())
+                path.unlink()
+            begun = {name: (folder / name).stat().st_size for name in missing & set(os.listdir(folder))}
+            if begun and (begun != seen or not missing <= contents.keys()):  # another node writes
+                deadline, seen = time.monotonic() + PARTS_S, begun
+            if final.exists():
+                raise FileExistsError(final)
+            late = time.monotonic() > deadline
+            if begun and late:  # that node has died, and this one has them, too
+                for name in missing:
+                    (folder / name).unlink(missing_ok=True)
+                parts["this node, again"] = shard_files.write_part(folder, {name: contents[name] for name in missing})
+            if why := self._gives_up() or ("no other node has written them" if late and not begun else ""):
+                raise OSError(f"{', '.join(sorted(missing))}: {why}")
+            time.sleep(_POLL_S)
+        return {name: found[name] for name in needed}
+
+    def _gives_up(self) -> str:
+        """Why other nodes are waited for no longer, "" if they are."""
+        if self._is_ending():
+            self._ends_at = min(self._ends_at, time.monotonic() + END_PARTS_S)
+        return "the launcher has ended the writer" if time.monotonic() > self._ends_at else ""
+
+    def _add(self, folder: Path, contents: Mapping[str, Content]) -> None:
+        """Write what is not there yet; returns when the other node has ended with it."""
+        part = shard_files.write_part(folder, contents)
+        if part.get("files", True):
+            with contextlib.suppress(FileNotFoundError):  # the other node has given up
+                shard_files.put_part(folder / f"part-{os.getpid():x}{time.time_ns():x}.json", part)
+        while not is_abandoned(folder) and not self._gives_up():
+            time.sleep(_POLL_S)

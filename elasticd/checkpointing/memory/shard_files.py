@@ -1,0 +1,166 @@
+"""A sharded checkpoint while it is written: each node writes its files, the first one commits them all. No torch here.
+
+    .r3-s1200.<token>.staging/__5_0.distcp    what rank 5 has, in torch.distributed.checkpoint's format
+    .r3-s1200.<token>.staging/.metadata       from rank 0: which tensor lies where
+    .r3-s1200.<token>.staging/state.pt        from rank 0: everything that is not sharded
+    .r3-s1200.<token>.staging/part-1.json     node 1 has written its files: their sizes and checksums, or an error
+
+The first node makes the staging directory, with its lock, and the others wait for it. It waits for their parts, writes
+the manifest and renames the directory: a checkpoint is visible once it is whole, and a node that dies leaves none. In
+an object store each node puts its files and its part below the checkpoint's name, and the first one the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from elasticd.checkpointing.memory.buffers import Snapshot, WriteTask
+from elasticd.checkpointing.state import checkpoint_files
+from elasticd.checkpointing.storage.atomic_write import HashingFile, Staging, staging_path, write_file
+from elasticd.checkpointing.storage.manifest import MANIFEST, FileState, Manifest
+from elasticd.checkpointing.storage.object_store import store_of
+
+PART_S = 600.0
+"""For another node to write its files once the first one has written its own."""
+_POLL_S, _STORE_POLL_S = 0.02, 0.5
+
+Content = Callable[[HashingFile], None]
+Found = TypeVar("Found")
+
+
+def write_snapshot(fd: int, snapshot: Snapshot, gives_up: Callable[[], str]) -> checkpoint_files.Entry | None:
+    """This node's part of a checkpoint, from the buffer `fd`; the first node's result is the checkpoint.
+
+    Raises OSError, also when another node does not write its part, or when `gives_up` returns a reason.
+    """
+    task, draft = snapshot.task, snapshot.draft
+    assert task is not None
+    own = contents(fd, snapshot)
+    if task.node == 0:
+        return checkpoint_files.write_files(
+            task.directory, draft, lambda staging: _commit(staging, draft, own, task, gives_up), task.token
+        )
+    directory = Path(task.directory)
+    folder = staging_path(directory, draft.round, draft.step, task.token)
+    store = store_of(directory)
+    if store is None:
+        _wait(lambda: (folder / MANIFEST).exists() or None, gives_up, "the first node has not begun to write")
+    part = write_other_part(directory, draft, task.token, task.node, own)
+    if store is not None:
+        store.put_part(store.free_name(_name(draft)), _part_name(task, task.node), json.dumps(part).encode())
+    else:
+        put_part(folder / _part_name(task, task.node), part)
+    return None
+
+
+def contents(fd: int, snapshot: Snapshot) -> dict[str, Content]:
+    """The files of a sharded state in the buffer `fd`."""
+    return {name: _range(fd, start, size) for name, (start, size) in snapshot.files.items()}
+
+
+def write_part(folder: Path, contents: Mapping[str, Content]) -> dict[str, Any]:
+    """Write the files that are not there, or being written; returns {files} or {error}, as JSON has them."""
+    files: dict[str, FileState] = {}
+    try:
+        for name, fill in contents.items():
+            with contextlib.suppress(FileExistsError):
+                files[name] = write_file(folder / name, fill)
+        return {"files": files}
+    except OSError as error:
+        return {"error": str(error)}
+
+
+def put_part(path: Path, part: Mapping[str, Any]) -> None:
+    """Report what `write_part` returned to the node that commits the checkpoint. Raises OSError."""
+    data = json.dumps(part).encode()
+    write_file(path.with_suffix(".tmp"), lambda file: file.write(data))
+    os.rename(path.with_suffix(".tmp"), path)
+
+
+def write_other_part(
+    directory: Path, draft: Manifest, token: str, number: int, contents: Mapping[str, Content]
+) -> dict[str, Any]:
+    """As `write_part`, for another node or rank than the first: to where the first one commits it."""
+    store = store_of(directory)
+    if store is None:
+        return write_part(staging_path(directory, draft.round, draft.step, token), contents)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        store.assume_claimed(draft.job, draft.run)
+        with Staging(directory, draft.round, draft.step, f"{token}{number:04x}") as staging:
+            part = write_part(staging.path, contents)
+            store.put(staging.path, store.free_name(_name(draft)), part.get("files", ()))
+            return part
+    except OSError as error:
+        return {"error": str(error)}
+
+
+def merge(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, FileState]:
+    """All files of all parts. Raises OSError for a part with an error."""
+    for who, part in parts.items():
+        if "error" in part:
+            raise OSError(f"{who}: {part['error']}")
+    return {name: (size, checksum) for part in parts.values() for name, (size, checksum) in part["files"].items()}
+
+
+def _commit(
+    staging: Staging, draft: Manifest, contents: Mapping[str, Content], task: WriteTask, gives_up: Callable[[], str]
+) -> dict[str, FileState]:
+    parts = {"node 0": write_part(staging.path, contents)}
+    store = store_of(task.directory)
+    for node in range(1, task.nodes):
+        slow = f"node {node} has not written its part; do all nodes share {task.directory}?"
+        name = _part_name(task, node)
+        if store is None:
+            taken = _wait(functools.partial(_take, staging.path / name), gives_up, slow)
+        else:
+            take = functools.partial(store.take_part, store.free_name(_name(draft)), name)
+            taken = _wait(take, gives_up, f"node {node} has not put its part", _STORE_POLL_S)
+        parts[f"node {node}"] = json.loads(taken)
+    return merge(parts)
+
+
+def _name(draft: Manifest) -> str:
+    return f"r{draft.round}-s{draft.step}"
+
+
+def _part_name(task: WriteTask, node: int) -> str:
+    """In an object store there is no staging directory: a part of an earlier try is another object."""
+    return f"part-{node}.json" if store_of(task.directory) is None else f"part-{node}.{task.token}.json"
+
+
+def _take(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    path.unlink()
+    return content
+
+
+def _wait(ready: Callable[[], Found | None], gives_up: Callable[[], str], slow: str, poll_s: float = _POLL_S) -> Found:
+    deadline = time.monotonic() + PART_S
+    while (found := ready()) is None:
+        if why := gives_up() or (f"for {PART_S:g} s {slow}" if time.monotonic() > deadline else ""):
+            raise OSError(why)
+        time.sleep(poll_s)
+    return found
+
+
+def _range(fd: int, start: int, size: int) -> Content:
+    return lambda file: file.copy(fd, start, size)
+
+
+def stream(content: Iterator[bytes | memoryview]) -> Content:
+    def fill(file: HashingFile) -> None:
+        for piece in content:
+            file.write(piece)
+
+    return fill

@@ -1,0 +1,97 @@
+"""A state on its way from one rank to nodes that lack it, by the process group: all of it, or the pieces that differ.
+
+At a fault several nodes may save the same step. Of these states one is chosen; the others differ from it by little,
+such as random states. Checksums of pieces show what a node has already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from elasticd.checkpointing.storage.manifest import Checksum
+from elasticd.errors import CheckpointError
+from elasticd.process_group import DefaultGroup
+
+SENT_BYTES = 64 << 20
+"""The most that is sent at once, and the most that is received beside a state that a node has already."""
+_LEAST_BYTES = 1 << 20
+_MOST_PIECES = 1024
+_READ_BYTES = 1 << 20
+_SHORTER = "the state is shorter than its description"
+
+Span = tuple[int, int]
+"""Offset and end."""
+
+
+def _pieces(size: int) -> list[Span]:
+    step = max(-(-size // _MOST_PIECES // 4096) * 4096, _LEAST_BYTES)
+    return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def checksums(fd: int, size: int) -> list[str]:
+    """Of each piece of a state of `size` bytes. Raises OSError."""
+    buffer = memoryview(bytearray(_READ_BYTES))
+    found = []
+    for start, end in _pieces(size):
+        checksum = Checksum()
+        while start < end:
+            count = os.preadv(fd, [buffer[: end - start]], start)
+            if not count:
+                raise OSError(_SHORTER)
+            checksum.update(buffer[:count])
+            start += count
+        found.append(str(checksum))
+    return found
+
+
+def plan_sending(name: str, answers: list[Mapping[str, Any]], size: int) -> dict[str, Any]:
+    """Which rank sends, which receive, and which spans of the state: {sender, receivers, spans, patched}.
+
+    An answer holds `host`; `error`, "" where the rank has the state; `pieces`, the checksums of a state of the same
+    step in its node's memory, none without one; `first`, True if the rank receives for its node. `patched`: receivers
+    have all else already. Raises CheckpointError if no rank has the state.
+    """
+    hosts = {answer["host"] for answer in answers if answer["error"]}
+    senders = [rank for rank, answer in enumerate(answers) if not answer["error"]]
+    if not senders:
+        raise CheckpointError(f"{name} cannot be read by any rank any more: {answers[0]['error']}")
+    sender = senders[0]
+    receivers = [rank for rank, answer in enumerate(answers) if answer["host"] in hosts and rank != sender]
+    whole = {"sender": sender, "receivers": receivers, "spans": [(0, size)], "patched": False}
+    sent = answers[sender]["pieces"]
+    known = [answers[rank]["pieces"] for rank in receivers if answers[rank]["first"]]
+    if not sent or not known or any(len(each) != len(sent) for each in known):
+        return whole
+    spans = [span for at, span in enumerate(_pieces(size)) if any(each[at] != sent[at] for each in known)]
+    if sum(end - start for start, end in spans) > SENT_BYTES:
+        return whole
+    return {**whole, "spans": spans, "patched": True}
+
+
+def broadcast(
+    fd: int, sender: int, spans: Iterable[Span], group: DefaultGroup, write: Callable[[int, memoryview], None] | None
+) -> None:
+    """Send these spans of the file `fd` of one rank to all; `write(offset, data)` where they are kept.
+
+    All ranks call it. Raises OSError.
+    """
+    import torch
+    import torch.distributed as dist
+
+    parts = [(at, min(at + SENT_BYTES, end)) for start, end in spans for at in range(start, end, SENT_BYTES)]
+    host = torch.empty(max((end - start for start, end in parts), default=0), dtype=torch.uint8)
+    view = memoryview((ctypes.c_char * host.numel()).from_address(host.data_ptr())).cast("B")
+    for start, end in parts:
+        count, done = end - start, 0
+        while group.rank == sender and done < count:
+            if not (read := os.preadv(fd, [view[done:count]], start + done)):
+                raise OSError(_SHORTER)
+            done += read
+        piece = host[:count].to(group.device)
+        dist.broadcast(piece, src=sender)
+        if group.rank != sender and write is not None:
+            host[:count].copy_(piece)
+            write(start, view[:count])

@@ -1,0 +1,593 @@
+"""The writer: a process on each node that holds the newest states in memory and writes them as checkpoints.
+
+    rank        begin {round, number, share, shares, size, copies, digest [, like, once]}
+                                                                    ->  {shares, like}, with a buffer's descriptor,
+                                                                        or {refused: why}; the buffer of state `like`;
+                                                                        `once`: not if the step is saved
+    rank        copied {round, number, share, files [, draft, task, at_end, partner]}
+                                                                        the rank's share is in the buffer
+    rank        wait {round, number}                                ->  {saved, path, why}, once that is known
+    rank        settle {wait, parts_s}                    ->  {writing}: a sharded state is being copied or written
+    rank        find [{buffer}]                                     ->  {snapshot}: the newest state that is whole in
+                                                                        one buffer, or what this buffer holds, or null
+    rank        open {round, number, file}                          ->  {start, size} of the state, or of a file of it,
+                                                                        with its descriptor, or {refused: why}
+    rank        serve {address}                                     ->  {server}: there other nodes read shards, or
+                                                                        {refused: why}
+    rank        donor {round}                                       it saves its state when {save} arrives, and
+    rank        saving {}                                           says that it has begun, and
+    rank        donated {}                                          that it is done, with or without success
+    launcher    donate {round, ends}                            ->  {busy}, again and again: so many donors of the round
+                                                                    have begun; {}: all are done. `ends`: they are
+                                                                    killed then
+    launcher    flush {}                                        ->  {step, path} of the newest checkpoint, once nothing
+                                                                    is left to write, and why a newer state is none;
+                                                                    {} if there is no state
+    rank        adopt {round, number, draft, task}                  ->  {}: the round that resumed from it owns it now
+
+Messages of ranks name the version of this protocol; another one is answered by {refused}. A connection with a message
+that cannot be used is closed.
+
+Each local rank copies a share into the buffer of a save. When all shares are in it, the header is written, from then on
+the state survives its processes, and a thread writes it to disk. Training continues, also in the next round.
+
+Two buffers: a state is never copied into the one that is being written, and into the newest state only if the other one
+is being written, so a whole one is always left. Then the state that it replaces is not written at all: if the disk is
+slower than the saves, some are left out, and the newest waits. A state that was saved at a fault is written when a
+round has resumed from it. If none follows, the launcher flushes: `last_write` describes that.
+
+Started by the launcher's owner when a rank connects first: `python -I writer.py LISTENER HEADERS BUFFER BUFFER`. It
+needs no torch. SIGTERM lets it finish what is to be written. docs/adr/0009 has the reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a file, isolated: the package of this copy comes before an installed one
+    _PLACE = next((at for at, path in enumerate(sys.path) if path.endswith("-packages")), len(sys.path))
+    sys.path.insert(_PLACE, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
+
+from elasticd.checkpointing.memory import peer, shard_files
+from elasticd.checkpointing.memory.buffers import (
+    ANOTHER_SAVES,
+    COUNT,
+    KILLED,
+    PROTOCOL,
+    STILL_COPIED,
+    Buffers,
+    Fill,
+    Snapshot,
+    WriteTask,
+    donated_step,
+)
+from elasticd.checkpointing.memory.donor_requests import DonorRequests
+from elasticd.checkpointing.memory.last_write import END_PARTS_S, FLUSH_PARTS_S, LastWrite
+from elasticd.checkpointing.memory.memory_limit import oom_kills, refusal
+from elasticd.checkpointing.memory.shard_server import NICE, PartnerCopy, ShardServer
+from elasticd.checkpointing.state import checkpoint_files
+from elasticd.checkpointing.storage.directory_lock import DirectoryLock
+from elasticd.checkpointing.storage.manifest import Manifest, parse, read
+from elasticd.checkpointing.storage.retention import retain
+from elasticd.errors import CheckpointError
+from elasticd.heartbeat.worker_events import WorkerEventWriter
+
+PACKET = 1 << 20
+ANOTHER_VERSION = "the script's elasticd speaks another version of the writer's protocol"
+DIVERGED = "the ranks of this node hold different states"
+FIRST_STEPS_S = 1.0
+"""After a round has resumed, nothing is written for so long: memory has the state, and training begins."""
+RESULTS = 16
+"""So many are remembered for ranks that ask later."""
+
+Key = tuple[int, int]
+"""The round, and the number of the save in it."""
+Message = dict[str, Any]
+
+
+class Writer:
+    """The main thread answers the ranks; another one writes. `_changed` guards what both use."""
+
+    def __init__(self, listener: socket.socket, buffers: Buffers) -> None:
+        self._listener = listener
+        self._buffers = buffers
+        self._fills: list[Fill] = []
+        """The last one first; an older one only while a rank still copies into it."""
+        self._whole_at: dict[Key, float] = {}
+        """When the last states were whole."""
+        self._diverged = -1
+        """The last round whose ranks held different states: share 0 is the whole state from then on."""
+        self._results: dict[Key, Message] = {}
+        self._waiting: list[tuple[Key | None, socket.socket]] = []
+        """None: for the end of all sharded writes."""
+        self._rests_until, self._parts_until = 0.0, float("inf")
+        """Nothing is written before; how long the sharded write waits for the parts of other nodes."""
+        self._is_last = False
+        """No round follows: what no rank wanted to be written is written, too."""
+        self._last = LastWrite(buffers, lambda: self._ending)
+        self._flushes: list[socket.socket] = []
+        self._donors = DonorRequests()
+        self._oom_kills = oom_kills()
+        self._gives_up_copies = False
+        self._locks: dict[tuple[str, str, str], DirectoryLock] = {}
+        self._changed = threading.Condition()
+        self._server: ShardServer | None = None
+        self._partner = PartnerCopy(buffers, self._changed)
+        self._writing: int | None = None
+        self._ending = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._write_all, name="checkpoint-writer")
+
+    def run(self) -> int:
+        """Until SIGTERM and the end of the last write. Returns the exit code: ENOMEM if its copies are given up."""
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_ending", True))
+        self._thread.start()
+        while not self._ending and not (self._gives_up_copies and self._is_idle()):
+            for ready, _ in self._selector.select():
+                if ready.fileobj is self._listener:
+                    self._accept()
+                elif self._server is not None and ready.fileobj is self._server.listener:
+                    self._server.accept()
+                elif ready.fileobj == self._wake_read:
+                    os.read(self._wake_read, 4096)
+                else:
+                    assert isinstance(ready.fileobj, socket.socket)
+                    self._receive(ready.fileobj)
+            self._answer_waiting()
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._answer_waiting()
+        return errno.ENOMEM if self._gives_up_copies else 0
+
+    def _is_idle(self) -> bool:
+        with self._changed:
+            return self._is_done() and not (self._donors.are_busy or any(fill.copying for fill in self._fills))
+
+    def _is_done(self) -> bool:
+        """Nothing is left to write."""
+        return not self._tasks() and not (self._is_last and self._last.next() is not None)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _receive(self, rank: socket.socket) -> None:
+        try:
+            packet = rank.recv(PACKET, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if not packet:
+            self._lost(rank)
+            return
+        try:
+            message = json.loads(packet)
+            if message.get("version", PROTOCOL) != PROTOCOL:
+                _send(rank, {"refused": f"{ANOTHER_VERSION}: {message['version']}, and the launcher's is {PROTOCOL}"})
+                return
+            verb = getattr(self, f"_do_{message['do']}")
+            with self._changed:
+                verb(rank, message)
+        except OSError:
+            self._lost(rank)
+        except Exception as error:  # noqa: BLE001 - what one rank sends must not end what others have in memory
+            print(
+                f"elasticd-writer: a message cannot be used ({error!r}): {packet[:200]!r}", file=sys.stderr, flush=True
+            )
+            self._lost(rank)
+
+    def _lost(self, rank: socket.socket) -> None:
+        """The rank has died or closed its session: what it was copying will never be whole."""
+        if rank.fileno() < 0:
+            return  # known already
+        with self._changed:
+            for fill in self._fills:
+                if rank in fill.copying:
+                    fill.copying.discard(rank)
+                    self._fail(fill, "a rank ended while it copied its share of the state")
+        self._waiting = [(key, other) for key, other in self._waiting if other is not rank]
+        self._donors.lost(rank)
+        self._selector.unregister(rank)
+        rank.close()
+
+    # --- filling a buffer -----------------------------------------------------------------------------------------
+
+    def _do_begin(self, rank: socket.socket, message: Message) -> None:
+        key = (message["round"], message["number"])
+        fill = next((fill for fill in self._fills if fill.key == key), None) or self._begin(key, message)
+        if fill.refused:
+            _send(rank, {"refused": fill.refused})
+            return
+        if fill.shares == 1 and message["share"] > 0:
+            _send(rank, {"refused": DIVERGED})
+            return
+        if fill.shares > 1 and fill.digest != message["digest"]:
+            self._diverged = message["round"]
+            self._fail(fill, f"{DIVERGED}; rank 0 alone saves it from now on")
+        fill.copying.add(rank)
+        fd = self._buffers.fds[fill.buffer]
+        answer = {"shares": fill.shares, "like": bool(message.get("like"))}
+        socket.send_fds(rank, [json.dumps(answer).encode()], [fd])
+
+    def _begin(self, key: Key, message: Message) -> Fill:
+        fill = Fill(key, 1 if self._diverged == key[0] else message["shares"], -1, message["digest"])
+        self._drop_dead()
+        if any(fill.repeats(older, message.get("once", False)) for older in self._fills):
+            fill.refused = ANOTHER_SAVES
+            return fill
+        last = self._fills[0] if self._fills else None
+        if last is not None and key < last.key and not (last.failed and donated_step(key[1]) is not None):
+            fill.refused = "a later save has begun"
+            return fill
+        for older in list(self._fills) if donated_step(key[1]) is None else []:
+            for copying in list(older.copying):
+                self._receive(copying)  # its report was sent before this save began, and may still be unread
+            if len(older.copied) + len(older.copying) < older.shares:
+                self._fail(older, "a later save began before every rank had copied its share")
+        self._fills = [older for older in self._fills if older.copying]
+        fill.buffer = self._buffer_for(message.get("like"))
+        if fill.buffer < 0:
+            fill.refused = STILL_COPIED
+        else:
+            kept = self._buffers.fds[:COUNT] if message.get("copies", 2) == 2 else [self._buffers.fds[fill.buffer]]
+            fill.refused = refusal(message["size"], kept)
+        if not fill.refused or donated_step(key[1]) is None:  # at a fault a rank tries again
+            self._fills.insert(0, fill)
+        if not fill.refused:
+            self._clear(fill.buffer, message["size"])
+        return fill
+
+    def _clear(self, number: int, size: int) -> None:
+        """For a new state."""
+        held = self._buffers.held[number]
+        self._buffers.erase(number)
+        self._buffers.grow(number, size)
+        if held is not None and held.is_due:
+            why = "a newer state took its place in memory"
+            self._finish(held, None, why, kind="checkpoint_dropped")
+
+    def _drop_dead(self) -> None:
+        """Ranks whose end is not known yet, as their children hold the connection open."""
+        copying = {rank for fill in self._fills for rank in fill.copying}
+        for rank in [each for each in copying if peer.has_ended(each)]:
+            self._receive(rank)  # its report may still be unread
+            self._lost(rank)
+
+    def _buffer_for(self, key: list[int] | None) -> int:
+        """The one with this state, if it is not being written; without a key, a free one. -1 if there is none."""
+        if key is None:
+            return self._free_buffer()
+        found = self._buffers.find((key[0], key[1]))
+        return -1 if found is None or found == self._writing else found
+
+    def _free_buffer(self) -> int:
+        """One that no rank fills and that is not being written; not the only whole state. -1 if there is none."""
+        busy = {self._writing, *(fill.buffer for fill in self._fills)}
+        if self._writing is None:
+            busy.add(self._buffers.newest())
+        return min(set(range(COUNT)) - busy, default=-1)
+
+    def _do_copied(self, rank: socket.socket, message: Message) -> None:
+        key = (message["round"], message["number"])
+        fill = next((fill for fill in self._fills if fill.key == key), None)
+        if fill is None or rank not in fill.copying:
+            return
+        fill.copying.discard(rank)
+        fill.copied.add(message["share"])
+        fill.files |= message.get("files", {})
+        if message["share"] == 0:
+            draft = parse(message["draft"].encode())
+            assert isinstance(draft, Manifest)
+            fill.snapshot = Snapshot(draft, message["number"], self._task(message))
+            fill.partner = message.get("partner")
+        if fill.failed:
+            self._fail(fill, fill.failed)
+        elif fill.snapshot is not None and not fill.is_open:
+            try:
+                fill.snapshot = replace(fill.snapshot, files=fill.files)
+                self._buffers.trim(fill.buffer, fill.snapshot)
+                self._buffers.describe(fill.buffer, fill.snapshot)
+                self._parts_until = float("inf")
+                self._report_whole(fill.snapshot)
+                self._whole_at = {key: time.monotonic(), **dict(list(self._whole_at.items())[:RESULTS])}
+                if fill.files:
+                    self._partner.request(fill.snapshot, fill.partner)
+            except ValueError as error:
+                self._fail(fill, str(error))
+            fill.snapshot = None
+            self._changed.notify_all()
+
+    def _task(self, message: Message) -> WriteTask | None:
+        """Of a state; what was saved at a fault is written at the end."""
+        at_end = message.get("at_end")
+        self._last.task = WriteTask(**at_end) if at_end else self._last.task
+        found = message.get("task") or (at_end if donated_step(message["number"]) is not None else None)
+        return WriteTask(**found) if found else None
+
+    def _report_whole(self, snapshot: Snapshot) -> None:
+        if (task := snapshot.task) is not None and task.node == 0 and snapshot.is_due:
+            events = WorkerEventWriter(task.events or None, snapshot.draft.round, task.rank)
+            events.write("snapshot", f"step {snapshot.draft.step} is in memory ({task.why})", snapshot.draft.step)
+
+    def _fail(self, fill: Fill, why: str) -> None:
+        """The buffer stays without a header. Reported once the rank that has the task is known."""
+        fill.failed = why
+        if fill.snapshot is not None:
+            self._finish(fill.snapshot, None, why)
+            fill.snapshot = None
+
+    # --- resuming from a buffer -----------------------------------------------------------------------------------
+
+    def _do_find(self, rank: socket.socket, message: Message) -> None:
+        number = message.get("buffer", self._buffers.newest())
+        held = None if number is None else self._buffers.held[number]
+        _send(rank, {"snapshot": held and held.to_json().decode()})
+
+    def _do_open(self, rank: socket.socket, message: Message) -> None:
+        number = self._buffers.find((message["round"], message["number"]), message["file"])
+        held = self._buffers.held[number] if number is not None else None
+        if number is None or held is None:
+            _send(rank, {"refused": "that state is no longer in this node's memory"})
+        else:
+            start, size = held.files[message["file"]] if message["file"] else (0, held.draft.bytes)
+            socket.send_fds(rank, [json.dumps({"start": start, "size": size}).encode()], [self._buffers.fds[number]])
+
+    def _do_adopt(self, rank: socket.socket, message: Message) -> None:
+        draft = parse(message["draft"].encode())
+        assert isinstance(draft, Manifest)
+        for number, held in enumerate(self._buffers.held):
+            if held is None or held.key != (message["round"], message["number"]):
+                continue
+            if held.files:  # what is to be written of it stays as it is
+                self._buffers.describe(number, replace(held, adopted=draft.round))
+            else:
+                task = message["task"] and WriteTask(**message["task"])
+                self._buffers.describe(number, Snapshot(draft, 0, task, held.path))
+                self._rests_until = time.monotonic() + FIRST_STEPS_S
+        self._changed.notify_all()
+        _send(rank, {})
+
+    def _do_serve(self, rank: socket.socket, message: Message) -> None:
+        if self._server is None or self._server.server[0] != message["address"]:
+            try:
+                server = ShardServer(message["address"], self._buffers, self._changed)
+            except OSError as error:
+                _send(rank, {"refused": f"the writer cannot listen at {message['address']}: {error}"})
+                return
+            if self._server is not None:
+                self._selector.unregister(self._server.listener)
+                self._server.listener.close()
+            self._server = server
+            self._selector.register(server.listener, selectors.EVENT_READ)
+        _send(rank, {"server": self._server.server})
+
+    # --- saving at a fault ----------------------------------------------------------------------------------------
+
+    def _do_donor(self, rank: socket.socket, message: Message) -> None:
+        self._donors.add(rank, message["round"])
+
+    def _do_donate(self, launcher: socket.socket, message: Message) -> None:
+        self._donors.request(launcher, message["round"], message.get("ends", False))
+        if oom_kills() > self._oom_kills:
+            # The copies may be what was too much: the disk gets them, and no more are made.
+            self._is_last = self._gives_up_copies = True
+            self._changed.notify_all()
+
+    def _do_saving(self, rank: socket.socket, message: Message) -> None:
+        self._donors.begun(rank)
+
+    def _do_donated(self, rank: socket.socket, message: Message) -> None:
+        self._donors.done(rank)
+
+    # --- results --------------------------------------------------------------------------------------------------
+
+    def _do_flush(self, launcher: socket.socket, message: Message) -> None:
+        self._is_last = True
+        self._flushes.append(launcher)
+        self._changed.notify_all()
+
+    def _do_wait(self, rank: socket.socket, message: Message) -> None:
+        self._waiting.append(((message["round"], message["number"]), rank))
+
+    def _do_settle(self, rank: socket.socket, message: Message) -> None:
+        self._drop_dead()
+        for fill in list(self._fills):
+            for copying in list(fill.copying):
+                self._receive(copying)  # its report may have been sent before this request
+        if message["parts_s"] is not None:
+            self._parts_until = min(self._parts_until, time.monotonic() + message["parts_s"])
+        if message["wait"]:
+            self._waiting.append((None, rank))
+        else:
+            _send(rank, {"writing": self._is_writing_shards()})
+
+    def _is_writing_shards(self) -> bool:
+        """Or some rank of this node is still copying."""
+        is_copied = any(fill.copying for fill in self._fills if not fill.failed)
+        return is_copied or any(held is not None and held.files and held.is_due for held in self._buffers.held)
+
+    def _answer_waiting(self) -> None:
+        with self._changed:
+            pending = {held.key for held in self._buffers.held if held is not None and held.task is not None}
+            pending |= {fill.key for fill in self._fills if fill.snapshot is not None}
+            for key, rank in list(self._waiting):
+                if key is None:
+                    if not self._is_writing_shards():
+                        self._waiting.remove((key, rank))
+                        with contextlib.suppress(OSError):
+                            _send(rank, {"writing": False})
+                elif key in self._results or key not in pending:
+                    self._waiting.remove((key, rank))
+                    with contextlib.suppress(OSError):
+                        _send(rank, self._results.get(key) or self._result_in_header(key))
+            flushed = self._flushes if self._is_done() else []
+        while flushed:
+            with contextlib.suppress(OSError):
+                _send(flushed.pop(), self._last.result(self._results))
+
+    def _result_in_header(self, key: Key) -> Message:
+        """What an earlier writer process made of this save."""
+        path = next((held.path for held in self._buffers.held if held is not None and held.key == key), "")
+        return {"saved": bool(path), "path": path, "why": "" if path else KILLED}
+
+    def _finish(
+        self, snapshot: Snapshot, entry: checkpoint_files.Entry | None, why: str, kind: str = "checkpoint_failed"
+    ) -> None:
+        """The end of a task, for the ranks and, as a worker event, for the agent."""
+        self._results[snapshot.key] = {"saved": entry is not None, "path": str(entry.path) if entry else "", "why": why}
+        while len(self._results) > RESULTS:
+            self._results.pop(next(iter(self._results)))
+        task, draft = snapshot.task, snapshot.draft
+        if task is None:
+            return
+        events = WorkerEventWriter(task.events or None, draft.round, task.rank)
+        if entry is not None:
+            reason, now = f"checkpoint of step {draft.step} saved ({task.why})", time.monotonic()
+            written_s = now - self._whole_at.get(snapshot.key, now)
+            seconds = {"seconds": task.blocked_s, "written_seconds": task.blocked_s + written_s}
+            fields = {"path": str(entry.path), "bytes": entry.manifest.total_bytes}
+            events.write("checkpoint_saved", reason, draft.step, **fields, **seconds)
+            return
+        reason = f"checkpoint of step {draft.step} failed ({why}); {task.again}"
+        if kind == "checkpoint_dropped":
+            reason = f"checkpoint of step {draft.step} was not written: {why}"
+        events.write(kind, reason, draft.step, path=str(Path(task.directory, f"r{draft.round}-s{draft.step}")))
+
+    # --- the writing thread ---------------------------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        while (number := self._next()) is not None:
+            snapshot = self._buffers.held[number]
+            assert snapshot is not None
+            if not snapshot.files and not self._is_last:
+                self._buffers.provide(number)
+            is_last = not snapshot.is_due
+            snapshot = replace(snapshot, task=snapshot.task or self._last.task)
+            entry, why = self._write(number, snapshot, is_last)
+            with self._changed:
+                self._writing = None
+                held = self._buffers.held[number]
+                if held is not None and held.saved == snapshot.saved:  # no later round has made it its own meanwhile
+                    self._buffers.describe(number, held.written(entry.path if entry else None))
+                self._finish(snapshot, entry, why)
+                if is_last:
+                    self._last.done(snapshot, entry, why)
+            os.write(self._wake_write, b"\0")
+            if entry is not None:
+                self._retain(snapshot)
+            if not (self._ending or self._is_last or snapshot.files):
+                self._buffers.provide(number)
+
+    def _next(self) -> int | None:
+        """Wait for the buffer with the newest state that is to be written, and mark it; None at the end."""
+        with self._changed:
+            while True:
+                if self._is_last and (last := self._last.next()) is not None:
+                    self._writing = last
+                    return last
+                tasks = self._tasks()
+                rest_s = 0.0 if self._ending or self._is_last else self._rests_until - time.monotonic()
+                if tasks and rest_s > 0:
+                    self._changed.wait(rest_s)
+                    continue
+                if tasks:
+                    self._writing = max(tasks)[1]
+                    return self._writing
+                if self._ending:
+                    return None
+                self._changed.wait()
+
+    def _tasks(self) -> list[tuple[Key, int]]:
+        """What is to be written, and the buffers that it is in."""
+        return [(held.key, at) for at, held in enumerate(self._buffers.held) if held and held.is_due]
+
+    def _write(self, number: int, snapshot: Snapshot, is_last: bool) -> tuple[checkpoint_files.Entry | None, str]:
+        task, draft = snapshot.task, snapshot.draft
+        assert task is not None
+        try:
+            lock = self._locks.setdefault(
+                (task.directory, draft.job, draft.run), DirectoryLock(task.directory, draft.job, draft.run)
+            )
+            lock.acquire()
+            if is_last:
+                return self._last.write(number, snapshot), ""
+            if snapshot.files:
+                return shard_files.write_snapshot(self._buffers.fds[number], snapshot, self._gives_up(snapshot)), ""
+            if snapshot.path:  # an older round's checkpoint is this state
+                return checkpoint_files.relink(task.directory, _entry(snapshot.path), draft.round), ""
+            pages = self._buffers.pages(number, draft.bytes)
+            return checkpoint_files.write(task.directory, draft, lambda file: file.write_pages(pages)), ""
+        except (OSError, ValueError, CheckpointError) as error:
+            if snapshot.path:
+                return self._write(number, replace(snapshot, path=""), is_last)
+            return None, str(error)
+
+    def _gives_up(self, snapshot: Snapshot) -> Callable[[], str]:
+        """Why it does not wait any longer for the other nodes' parts of a sharded state."""
+
+        def why() -> str:
+            with self._changed:
+                if any(held is not None and held.saved > snapshot.saved for held in self._buffers.held):
+                    return "a later save has begun"
+                if self._ending or self._flushes:
+                    patience_s = END_PARTS_S if self._ending else FLUSH_PARTS_S
+                    self._parts_until = min(self._parts_until, time.monotonic() + patience_s)
+                return "another node did not write its part" if time.monotonic() > self._parts_until else ""
+
+        return why
+
+    def _retain(self, snapshot: Snapshot) -> None:
+        task = snapshot.task
+        assert task is not None
+        try:
+            retain(task.directory, snapshot.draft.round, task.keep, task.keep_every)
+        except OSError as error:
+            events = WorkerEventWriter(task.events or None, snapshot.draft.round, task.rank)
+            events.write("message", f"old checkpoints could not be deleted: {error}", snapshot.draft.step)
+
+
+def _entry(path: str) -> checkpoint_files.Entry:
+    manifest = read(Path(path))
+    if not isinstance(manifest, Manifest):
+        raise CheckpointError(manifest.why)
+    return checkpoint_files.Entry(Path(path), manifest)
+
+
+def _send(rank: socket.socket, message: Message) -> None:
+    rank.send(json.dumps(message).encode())
+
+
+def main() -> None:
+    listener, headers, *buffers = map(int, sys.argv[1:])
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_bytes(b"elasticd-writer")
+    for fd in (listener, headers, *buffers):
+        os.set_inheritable(fd, False)
+    sys.exit(Writer(socket.socket(fileno=listener), Buffers(headers, buffers)).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""A rank's connection to its node's writer: it borrows a buffer, copies its share of the state, and may wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from elasticd.checkpointing.memory.buffers import PARTNER, PROTOCOL, Snapshot, WriteTask
+from elasticd.checkpointing.memory.mapped_buffer import MappedBuffers
+from elasticd.checkpointing.memory.shard_server import Server
+from elasticd.checkpointing.state.layout import Layout
+from elasticd.checkpointing.storage.manifest import Manifest
+
+VARIABLE = "ELASTICD_WRITER"
+"""share/shares:path, the path of the writer's socket; set by the launcher."""
+_PACKET = 1 << 20
+_ANSWER_S = 30.0
+"""The writer answers within milliseconds; it, or the machine, may be stopped for a while."""
+
+
+class SnapshotRefused(Exception):
+    """The writer takes no copy of this state; the reason is the message."""
+
+
+@dataclass
+class WriterClient:
+    """Share `share` of `shares` of this node's copies is this rank's. Connects when it is used first."""
+
+    path: str
+    share: int
+    shares: int
+    first_node: bool
+    """Rank 0 is on this node."""
+    at_end: Callable[[], WriteTask] | None = None
+    """What the writer does with the newest state when the job ends."""
+    on_successor: Callable[[], None] | None = None
+    """Called before the next writer is asked, once the one before it has died: what it had not read is lost."""
+    _is_looking: bool = False
+    _socket: socket.socket | None = field(default=None, repr=False)
+    _mapped: MappedBuffers = field(default_factory=MappedBuffers, repr=False)
+
+    def copy(
+        self,
+        draft: Manifest,
+        number: int,
+        layout: Layout,
+        copy_own: Callable[[int], None],
+        task: Callable[[], WriteTask] | None = None,
+    ) -> None:
+        """Copy this rank's share of the state into the writer's memory; share 0 adds all that is not shared.
+
+        The draft's checksum is none. `task` is called after the copy. Raises SnapshotRefused, and OSError when there
+        is no writer.
+        """
+        fd, shares = self.begin(draft, number, self.share, self.shares, layout.shared_digest)
+        try:
+            buffer = self._mapped.begin(fd)
+            layout.copy_shared(buffer.write, self.share, shares)
+            if self.share == 0:
+                copy_own(fd)
+            self.copied(draft, number, self.share, task)
+            buffer.end()
+        except BaseException:
+            self.close()  # so that the writer knows that this share will not come
+            raise
+        finally:
+            os.close(fd)
+
+    def begin(
+        self,
+        draft: Manifest,
+        number: int,
+        share: int,
+        shares: int,
+        digest: str,
+        copies: int = 2,
+        like: tuple[int, int] | None = None,
+        once: bool = False,
+    ) -> tuple[int, int]:
+        """Borrow a buffer for one of the shares of a state; returns its descriptor and how many shares there are.
+
+        `copies`: for so many states of this size there has to be memory. `like`: the buffer with this state, which the
+        rank will change in parts. `once`: at a fault, unless another rank has saved that step.
+
+        Raises SnapshotRefused, OSError.
+        """
+        key = {"round": draft.round, "number": number, "share": share}
+        need = {"size": draft.bytes, "copies": copies}
+        how = {"shares": shares, "digest": digest, "like": like, "once": once}
+        fd, answer = self._borrow({"do": "begin", **key, **need, **how})
+        if like is not None and not answer.get("like"):
+            os.close(fd)
+            raise SnapshotRefused("the launcher's writer is older and lends an empty buffer")
+        return fd, answer["shares"]
+
+    def copied(
+        self,
+        draft: Manifest,
+        number: int,
+        share: int,
+        task: Callable[[], WriteTask] | None = None,
+        files: Mapping[str, tuple[int, int]] | None = None,
+        partner: Mapping[str, Any] | None = None,
+    ) -> None:
+        """The share is in the buffer; of a sharded state these files, each at an offset. Raises OSError.
+
+        `partner`: of that node's part the writer keeps a copy, as `PartnerCopy.request` has it.
+        """
+        key = {"round": draft.round, "number": number, "share": share, "files": files or {}}
+        described = {**self._described(draft, task and task()), "partner": partner}
+        self._send({"do": "copied", **key, **(described if share == 0 else {})})
+
+    def find(self) -> Snapshot | None:
+        """The newest state that is whole in one buffer of this node. Raises SnapshotRefused, and OSError when there is
+        no writer.
+        """
+        return self._find({})
+
+    def find_all(self) -> list[Snapshot]:
+        """What each buffer of this node holds. Raises as `find` does."""
+        return [found for buffer in range(PARTNER + 1) if (found := self._find({"buffer": buffer})) is not None]
+
+    def _find(self, where: Mapping[str, int]) -> Snapshot | None:
+        found = self._request({"do": "find", **where})[0]["snapshot"]
+        return Snapshot.from_json(found.encode()) if found else None
+
+    def open(self, key: tuple[int, int], file: str = "") -> tuple[int, int, int]:
+        """A descriptor of the buffer with this state, or with that file of it; start and size in it.
+
+        Raises SnapshotRefused, OSError.
+        """
+        fd, answer = self._borrow({"do": "open", "round": key[0], "number": key[1], "file": file})
+        return fd, answer["start"], answer["size"]
+
+    def serve(self, address: str) -> Server:
+        """Where other nodes read shards from this one's memory, from now on. Raises SnapshotRefused, OSError."""
+        server: Server = self._request({"do": "serve", "address": address})[0]["server"]
+        return server
+
+    def adopt(self, key: tuple[int, int], draft: Manifest, task: WriteTask | None) -> None:
+        """The round of `draft` has resumed from this state, and owns it now. Raises SnapshotRefused, OSError."""
+        self._request({"do": "adopt", "round": key[0], "number": key[1], **self._described(draft, task)})
+
+    def wait(self, round: int, number: int, timeout_s: float) -> dict[str, Any]:
+        """What became of a save: {saved, path, why}. Raises SnapshotRefused, OSError."""
+        return self._request({"do": "wait", "round": round, "number": number}, timeout_s)[0]
+
+    def settle(self, wait: bool, timeout_s: float = _ANSWER_S, parts_s: float | None = None) -> bool:
+        """True if a sharded state is being copied or written; with `wait`, the answer comes when none is. From now on
+        the writer waits for the parts of other nodes for `parts_s` at most. Raises SnapshotRefused, OSError.
+        """
+        return bool(self._request({"do": "settle", "wait": wait, "parts_s": parts_s}, timeout_s)[0]["writing"])
+
+    def close(self) -> None:
+        self._mapped.close()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _described(self, draft: Manifest, task: WriteTask | None = None) -> dict[str, Any]:
+        at_end = self.at_end() if self.at_end else None
+        return {"draft": draft.to_json().decode(), "task": task and asdict(task), "at_end": at_end and asdict(at_end)}
+
+    def _send(self, message: Mapping[str, Any]) -> socket.socket:
+        try:
+            if self._socket is None:
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._socket.settimeout(_ANSWER_S)
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET)
+                self._socket.connect(self.path)
+            self._socket.send(json.dumps({**message, "version": PROTOCOL}).encode())
+        except OSError:
+            self.close()
+            raise
+        return self._socket
+
+    def _borrow(self, message: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        answer, fds = self._request(message)
+        if not fds:
+            raise ConnectionError("the writer's answer has no buffer")
+        return fds[0], answer
+
+    def _request(self, message: Mapping[str, Any], timeout_s: float = _ANSWER_S) -> tuple[dict[str, Any], list[int]]:
+        """The answer, with descriptors. Where the writer has died, also since the last request, the next one is asked.
+
+        Raises SnapshotRefused, and OSError: TimeoutError, or when there is no writer.
+        """
+        try:
+            return self._ask(message, timeout_s)
+        except TimeoutError:
+            raise
+        except OSError:
+            if self.on_successor is not None and not self._is_looking:
+                self._is_looking = True
+                try:
+                    self.on_successor()
+                finally:
+                    self._is_looking = False
+            return self._ask(message, timeout_s)
+
+    def _ask(self, message: Mapping[str, Any], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        connection = self._send(message)
+        connection.settimeout(timeout_s)
+        try:
+            packet, fds, _, _ = socket.recv_fds(connection, _PACKET, 1)
+            if not packet:
+                raise ConnectionResetError("the writer ended")
+        except OSError:
+            self.close()
+            raise
+        answer = json.loads(packet)
+        if "refused" in answer:
+            raise SnapshotRefused(answer["refused"])
+        return answer, fds
+
+
+def from_environment() -> WriterClient | None:
+    """This rank's client; None where no launcher of ours runs a writer."""
+    shares, colon, path = os.environ.get(VARIABLE, "").partition(":")
+    if not colon:
+        return None
+    share, _, count = shares.partition("/")
+    return WriterClient(path, int(share), int(count), os.environ.get("GROUP_RANK") == "0")

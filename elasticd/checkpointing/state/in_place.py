@@ -1,0 +1,310 @@
+"""Reading a state from its file straight into the memory where it is needed: the tensors that modules and optimizers
+have already, and new ones for what they lack. Nothing is mapped for it, so the page cache need not keep the file.
+
+`torch.load` has unpickled the state and mapped its tensors, which nothing has touched. What can be read in place is
+replaced there by the tensors that it was read into; `load_state_dict()` finds them equal to its own and copies nothing.
+Everything else stays mapped: tensors of modules and optimizers that load in a way of their own (hooks, methods), those
+of another shape or type than at the save, and those that share memory with others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing.state import training_state
+from elasticd.checkpointing.storage.manifest import STATE, Checksum
+from elasticd.checkpointing.storage.page_cache import CacheWindows
+from elasticd.errors import CheckpointCorrupt
+
+if TYPE_CHECKING:
+    import torch
+
+_STEP_BYTES = 4 << 20
+"""What is read at once, and goes into the checksum while it is in the processor's caches."""
+_MOST_VIEWS = 512
+"""Of one system call; less than IOV_MAX."""
+_LEAST_SKIPPED_BYTES = 64 << 10
+"""A shorter gap between two tensors is read with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one tensor of the state is to be read to."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    replace: Callable[[], Any]
+    """Puts the target into the state."""
+
+
+def read(fd: int, content: dict[str, Any], attached: Mapping[str, Any], checksum: str = "") -> frozenset[int]:
+    """Read what the attached objects load into its place, and replace it in `content`, the mapped state in the file.
+
+    Returns the addresses of all storages that were read. `checksum`: of the whole file, "" to compare none. Raises
+    CheckpointCorrupt if it has another one, and OSError.
+    """
+    import torch
+
+    offset_of = _mapping(fd)
+    users: dict[int, int] = defaultdict(int)
+    for tensor in training_state.tensors(content):
+        if tensor.layout is torch.strided:
+            users[tensor.untyped_storage().data_ptr()] += 1
+    places: dict[int, list[_Place]] = defaultdict(list)
+    for name, obj in attached.items():
+        if name in content:
+            for place in _places(content, name, obj):
+                places[place.source.untyped_storage().data_ptr()].append(place)
+    pieces: dict[int, torch.Tensor] = {}
+    replace: list[Callable[[], Any]] = []
+    for address, alike in places.items():
+        offset = offset_of(address)
+        if offset is not None and users[address] == len(alike) and _is_one(alike):
+            pieces[offset] = bytes_of(alike[0].target)
+            replace += [place.replace for place in alike]
+    if _overlap(pieces.values()):
+        return frozenset()
+    _read(fd, pieces, checksum)
+    for each in replace:
+        each()
+    return frozenset(piece.untyped_storage().data_ptr() for piece in pieces.values())
+
+
+def _is_one(places: list[_Place]) -> bool:
+    """The tensors that share memory in the state are one in memory."""
+    return len(places) == 1 or len({(str(place.target.device), place.target.data_ptr()) for place in places}) == 1
+
+
+def _places(content: dict[str, Any], name: str, obj: Any) -> Iterator[_Place]:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    target = training_state.unwrap(obj)
+    if isinstance(target, Module):
+        content[name] = training_state.wrapped(content[name], target)
+        if _is_plain_module(target) and isinstance(content[name], dict):
+            yield from _places_in_module(content[name], target)
+    elif isinstance(target, Optimizer):
+        if _is_plain_optimizer(target) and isinstance(content[name], dict):
+            yield from _places_in_optimizer(content[name], target)
+    else:
+        for tensor in training_state.tensors(content[name]):
+            if _is_whole(tensor):
+                new = training_state.empty_like(tensor, tensor.device)
+                yield _Place(tensor, new, functools.partial(_move, tensor, new))
+
+
+def _places_in_module(saved: dict[str, Any], module: torch.nn.Module) -> Iterator[_Place]:
+    own = module.state_dict(keep_vars=True)
+    named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    for key, target in named:
+        if own.get(key) is target and _fits(saved.get(key), target):
+            yield _Place(saved[key], target, functools.partial(saved.__setitem__, key, target.detach()))
+
+
+def _places_in_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[_Place]:
+    groups = [[group["params"] for group in groups] for groups in (saved["param_groups"], optimizer.param_groups)]
+    if len({tuple(map(len, each)) for each in groups}) > 1:
+        return  # loading it fails
+    numbers, parameters = map(chain.from_iterable, groups)
+    for number, parameter in zip(numbers, parameters, strict=True):
+        held = optimizer.state.get(parameter, {})
+        kept = saved["state"].get(number, {})
+        for key, source in kept.items() if isinstance(kept, dict) else ():
+            target = held.get(key)
+            if not _fits(source, target):
+                if not _is_whole(source):
+                    continue
+                target = training_state.empty_like(source, source.device if key == "step" else parameter.device)
+            yield _Place(source, target, functools.partial(kept.__setitem__, key, target))
+
+
+def _is_plain_module(module: torch.nn.Module) -> bool:
+    """Its `load_state_dict()` copies each tensor of the state into the one of the same name, as it is."""
+    from torch.__future__ import get_swap_module_params_on_conversion
+    from torch.nn import Module
+
+    return (
+        _function(module.load_state_dict) is Module.load_state_dict
+        and not get_swap_module_params_on_conversion()
+        and not any(
+            each._load_state_dict_pre_hooks
+            or not _function(each._load_from_state_dict).__module__.startswith("torch.nn.modules.")
+            for each in module.modules()
+        )
+    )
+
+
+def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Its `load_state_dict()` keeps the tensors of the state."""
+    from torch.optim import Optimizer
+
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    return _function(optimizer.load_state_dict) is Optimizer.load_state_dict and not hooks
+
+
+def _function(method: Any) -> Any:
+    return getattr(method, "__func__", method)
+
+
+def _fits(source: Any, target: Any) -> bool:
+    """The bytes of `source` are those that `target` is to have."""
+    import torch
+
+    return (
+        _is_whole(source)
+        and type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target.layout is torch.strided
+        and target.device.type != "meta"
+        and not (target.is_conj() or target.is_neg())
+        and (source.dtype, source.shape, source.stride()) == (target.dtype, target.shape, target.stride())
+    )
+
+
+def _is_whole(tensor: Any) -> bool:
+    """It has a storage without gaps for itself, as far as it is concerned."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    if training_state.components(tensor)[0] is not tensor:
+        return False
+    if not tensor.nbytes or tensor.nbytes != tensor.untyped_storage().nbytes() or tensor.is_conj() or tensor.is_neg():
+        return False
+    if tensor.is_contiguous():
+        return True
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(by_stride).is_contiguous()
+
+
+def _move(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """The tensor has the other one's memory from now on."""
+    import torch
+
+    with torch.no_grad():
+        tensor.set_(new)  # type: ignore[call-overload]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor without gaps, in the order of its addresses."""
+    import torch
+
+    start = tensor.storage_offset() * tensor.itemsize
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), start, (tensor.nbytes,))  # type: ignore[call-overload,no-any-return]
+
+
+def _host_memory(piece: torch.Tensor) -> memoryview | None:
+    if piece.device.type != "cpu":
+        return None
+    return memoryview((ctypes.c_char * piece.nbytes).from_address(piece.data_ptr())).cast("B")
+
+
+def _overlap(pieces: Iterable[torch.Tensor]) -> bool:
+    spans = sorted((str(each.device), each.data_ptr(), each.nbytes) for each in pieces)
+    return any(one[0] == other[0] and one[1] + one[2] > other[1] for one, other in pairwise(spans))
+
+
+def _mapping(fd: int) -> Callable[[int], int | None]:
+    """Which offset of the file a mapped address is; None if it is none."""
+    name = os.readlink(b"/proc/self/fd/%d" % fd).replace(b"\n", rb"\012")  # as the kernel writes it there
+    mapped = []
+    with open("/proc/self/maps", "rb") as file:
+        for line in file:
+            fields = line.rstrip(b"\n").split(maxsplit=5)
+            if fields[5:] == [name]:
+                start, end = (int(each, 16) for each in fields[0].split(b"-"))
+                mapped.append((start, end, int(fields[2], 16)))
+
+    def offset(address: int) -> int | None:
+        return next((address - start + first for start, end, first in mapped if start <= address < end), None)
+
+    return offset
+
+
+def _read(fd: int, pieces: Mapping[int, torch.Tensor], checksum: str) -> None:
+    reader = Reader(fd, Checksum(checksum.partition(":")[0]) if checksum else None)
+    for offset, piece in sorted(pieces.items(), key=lambda each: each[0]):
+        reader.skip(offset)
+        reader.read(piece)
+    if checksum:
+        reader.skip(os.fstat(fd).st_size)
+    reader.flush()
+    if checksum and str(reader.checksum) != checksum:
+        raise CheckpointCorrupt(f"{STATE} does not match its checksum: it was damaged after it had been verified")
+
+
+class Reader:
+    """Reads a file from its beginning to its end into any memory, by large system calls."""
+
+    def __init__(self, fd: int, checksum: Checksum | None = None) -> None:
+        self._fd = fd
+        self.checksum = checksum
+        self._cache = CacheWindows(fd)
+        self._start = 0
+        """Of what `flush` will read."""
+        self._views: list[memoryview] = []
+        self._bytes = 0
+        self._scratch = memoryview(mmap.mmap(-1, _STEP_BYTES))
+        """For what has no place on the host; the part of it at an offset from `_start`."""
+
+    def skip(self, end: int) -> None:
+        """Read the file up to `end` without keeping it."""
+        assert end >= self._start + self._bytes, "a file is read from its beginning to its end"
+        if self.checksum is None and end - self._start - self._bytes >= _LEAST_SKIPPED_BYTES:
+            self.flush()
+            self._start = end
+        while (left := end - self._start - self._bytes) > 0:
+            self._take(left)
+
+    def read(self, piece: torch.Tensor) -> None:
+        """Read as many bytes as the piece has, which is complete after the next `flush`."""
+        import torch
+
+        size = piece.nbytes
+        if (view := _host_memory(piece)) is not None:
+            while len(view):
+                view = view[self._take(len(view), view) :]
+            return
+        done = 0
+        self.flush()
+        while done < size:
+            count = self._take(size - done)
+            self.flush()
+            piece[done : done + count].copy_(torch.frombuffer(self._scratch[:count], dtype=torch.uint8))
+            done += count
+
+    def _take(self, most: int, view: memoryview | None = None) -> int:
+        """The next bytes of the file are for this view, or for none; returns how many."""
+        if self._bytes == _STEP_BYTES or len(self._views) == _MOST_VIEWS:
+            self.flush()
+        count = min(most, _STEP_BYTES - self._bytes)
+        self._views.append(self._scratch[self._bytes : self._bytes + count] if view is None else view[:count])
+        self._bytes += count
+        return count
+
+    def flush(self) -> None:
+        """Raises OSError, CheckpointCorrupt."""
+        left = self._views.copy()
+        while left:
+            count = os.preadv(self._fd, left, self._start)
+            if not count:
+                raise CheckpointCorrupt("a file ended early while being read")
+            self._start += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+        if self.checksum is not None:
+            for view in self._views:
+                self.checksum.update(view)
+        self._views, self._bytes = [], 0
+        self._cache.passed(self._start)

@@ -1,0 +1,273 @@
+"""Where each byte of `state.pt` lies, known before a byte is copied, so that several processes can fill one file.
+
+`state.pt` is the archive that `torch.save` writes and `torch.load` reads: a zip file with one stored record for each
+storage and a pickle that refers to them. The records of the storages come first here. Their offsets then depend on
+their sizes only and not on the pickle, in which numbers change from step to step, so that a second save into the same
+memory touches the same pages. The records carry no crc32: the manifest has a checksum of the whole file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing.state import device_copy
+from elasticd.checkpointing.state.device_copy import GpuCopies, Part
+from elasticd.checkpointing.state.training_state import components
+from elasticd.errors import CheckpointRefused
+
+if TYPE_CHECKING:
+    import torch
+
+_ALIGNMENT = 64
+"""As torch's own writer aligns records."""
+_SAMPLES, _SAMPLE_BYTES = 256, 256
+"""So many shared storages are compared by pieces from their middles; where there are more, others at the next save."""
+_ROOT = "archive/"
+_OVER = 0xFFFFFFFF
+# What pickle and torch raise for a value that passed our own list of types.
+UNPICKLABLE = (pickle.PicklingError, RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A file in the archive."""
+
+    name: bytes
+    header: int
+    """Offset of its local header, as `data` is of its content."""
+    data: int
+    bytes: int
+
+
+class Layout:
+    """The bytes of `state.pt` for one state: every storage at an offset, headers and pickle between and after them.
+
+    `shared` holds the addresses of storages that are equal on all ranks: any rank may copy them. `at_once`: copies
+    a GPU's memory as it is, without waiting for what is queued there. Raises CheckpointRefused for a state that
+    cannot be pickled. The object keeps the state's storages alive. `save` is the save's number, the same on all ranks.
+    """
+
+    def __init__(
+        self, state: Any, shared: frozenset[int] = frozenset(), at_once: GpuCopies | None = None, save: int = 0
+    ) -> None:
+        pickled, storages = _pickle(state)
+        self._state, self._at_once, self._save = state, at_once, save
+        self._records: list[_Record] = []
+        self._end = 0
+        self._own: list[tuple[int, torch.UntypedStorage]] = []
+        self._shared: list[tuple[int, torch.UntypedStorage]] = []
+        for key, storage in enumerate(storages):
+            offset = self._place(f"data/{key}", storage.nbytes())
+            (self._shared if storage.data_ptr() in shared else self._own).append((offset, storage))
+        small = {
+            "data.pkl": pickled,
+            ".format_version": b"1",
+            ".storage_alignment": str(_ALIGNMENT).encode(),
+            "byteorder": sys.byteorder.encode(),
+            "version": b"3\n",
+        }
+        self._small = [(self._place(name, len(data)), data) for name, data in small.items()]
+        self._small += [(record.header, _local_header(record)) for record in self._records]
+        directory = _central_directory(self._records, self._end)
+        self._small.append((self._end, directory))
+        self.bytes = self._end + len(directory)
+
+    def _place(self, name: str, size: int) -> int:
+        record_name = (_ROOT + name).encode()
+        data = -(-(self._end + 50 + len(record_name) + 4) // _ALIGNMENT) * _ALIGNMENT
+        self._records.append(_Record(record_name, self._end, data, size))
+        self._end = data + size
+        return data
+
+    @property
+    def shared_digest(self) -> str:
+        """Equal on two processes that place all shared storages alike, under the same names, if samples of them agree.
+
+        Ranks may have diverged all the same, such as under local SGD, and a mixture of their weights is no state.
+        """
+        places = {storage.data_ptr(): (offset, storage.nbytes()) for offset, storage in self._shared}
+        named = [
+            (path, tensor.dtype, tensor.shape, tensor.stride(), places[tensor.untyped_storage().data_ptr()])
+            for path, tensor in tensors(self._state, "")
+            if tensor.untyped_storage().data_ptr() in places
+        ]
+        digest = hashlib.sha256(repr((list(places.values()), named)).encode())
+        interval = len(self._shared) // _SAMPLES + 1
+        parts = []
+        for _, storage in self._shared[self._save % interval :: interval]:
+            start = max(storage.nbytes() - _SAMPLE_BYTES, 0) // 2
+            parts.append((0, storage, start, min(start + _SAMPLE_BYTES, storage.nbytes())))
+        for _, piece in _pieces(parts, self._at_once):
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def copy_shared(self, write: Callable[[int, memoryview], None], share: int, shares: int) -> None:
+        """Copy one of `shares` equal shares of the shared storages by `write(offset in the file, data)`."""
+        whole = sum(storage.nbytes() for _, storage in self._shared)
+        first, last = (whole * number // shares // 4096 * 4096 for number in (share, share + 1))
+        last = whole if share + 1 == shares else last
+        parts, before = [], 0
+        for offset, storage in self._shared:
+            start, stop = max(first - before, 0), min(last - before, storage.nbytes())
+            if start < stop:
+                parts.append((offset + start, storage, start, stop))
+            before += storage.nbytes()
+        for at, piece in _pieces(parts, self._at_once):
+            write(at, piece)
+
+    def copy_own(self, fd: int) -> None:
+        """Copy everything else: storages of this rank only, headers, the pickle and the directory."""
+        for offset, piece in self._own_parts():
+            write_at(fd, offset, piece)
+
+    @property
+    def own_bytes(self) -> int:
+        """What `copy_own` copies."""
+        return sum(storage.nbytes() for _, storage in self._own) + sum(len(data) for _, data in self._small)
+
+    def pack_own(self, most: int) -> bytes:
+        """The same as one message, for `write_packed` on another node; empty if it is larger than `most` bytes."""
+        if self.own_bytes > most:
+            return b""
+        parts = [(offset, bytes(piece)) for offset, piece in self._own_parts()]
+        places = json.dumps([(offset, len(data)) for offset, data in parts]).encode()
+        return b"".join([places, b"\n", *(data for _, data in parts)])
+
+    def _own_parts(self) -> Iterator[tuple[int, memoryview]]:
+        yield from _pieces([(offset, storage, 0, storage.nbytes()) for offset, storage in self._own], self._at_once)
+        for offset, data in self._small:
+            yield offset, memoryview(data)
+
+    def around(self) -> tuple[bytes, bytes]:
+        """What the file holds before and after its only storage."""
+        ((start, storage),) = self._own
+        end = start + storage.nbytes()
+        before, after = bytearray(start), bytearray(self.bytes - end)
+        for offset, data in self._small:
+            part, at = (before, offset) if offset < start else (after, offset - end)
+            part[at : at + len(data)] = data
+        return bytes(before), bytes(after)
+
+    def fill(self, file: Any) -> None:
+        """Write the whole file by `file.write`."""
+        self.write(file.write)
+
+    def write(self, write: Callable[[memoryview], Any]) -> None:
+        """Pass the whole file to `write`, from its beginning to its end."""
+        at = 0
+        storages = [(offset, storage.nbytes(), storage) for offset, storage in (*self._own, *self._shared)]
+        parts: list[tuple[int, int, Any]] = [*storages, *((offset, len(data), data) for offset, data in self._small)]
+        for offset, size, part in sorted(parts, key=lambda each: each[:2]):
+            write(memoryview(bytes(offset - at)))
+            is_small = isinstance(part, bytes)
+            pieces = [(0, memoryview(part))] if is_small else _pieces([(0, part, 0, size)], self._at_once)
+            for _, piece in pieces:
+                write(piece)
+            at = offset + size
+
+
+def write_packed(fd: int, packed: bytes) -> None:
+    """Write what `pack_own` made on another node."""
+    places, _, rest = packed.partition(b"\n")
+    data = memoryview(rest)
+    for offset, size in json.loads(places):
+        write_at(fd, offset, data[:size])
+        data = data[size:]
+
+
+def _pickle(state: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
+    """The pickle, and the storages in the order of their first appearance: number n has the key str(n)."""
+    import torch
+
+    storages: list[torch.UntypedStorage] = []
+    keys: dict[int, str] = {}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+            if isinstance(value, torch.storage.TypedStorage):
+                storage, kind = value._untyped_storage, value._pickle_storage_type()  # type: ignore[no-untyped-call]
+                count = value._size()  # type: ignore[no-untyped-call]
+            elif isinstance(value, torch.UntypedStorage):
+                storage, kind, count = value, "ByteStorage", value.nbytes()
+            else:
+                return None
+            if storage._cdata not in keys:
+                keys[storage._cdata] = str(len(storages))
+                storages.append(storage)
+            location = torch.serialization.location_tag(storage)
+            return ("storage", getattr(torch, kind), keys[storage._cdata], location, count)
+
+    buffer = io.BytesIO()
+    try:
+        Pickler(buffer, protocol=2).dump(state)
+    except UNPICKLABLE as error:
+        raise CheckpointRefused(f"the state cannot be pickled: {error}. Nothing was saved") from error
+    return buffer.getvalue(), storages
+
+
+def tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The dense tensors in nested containers, each with its keys."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield from ((path, part) for part in components(value) if part.layout is torch.strided)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from tensors(item, f"{path}.{number}")
+
+
+def _local_header(record: _Record) -> bytes:
+    """Sizes as zip64, so that one form serves records of any size; padded up to the record's data."""
+    sizes = struct.pack("<HHQQ", 1, 16, record.bytes, record.bytes)
+    padding = record.data - record.header - 30 - len(record.name) - len(sizes) - 4
+    extra = sizes + struct.pack("<HH", 0x4246, padding) + bytes(padding)  # "FB", as torch pads
+    fixed = struct.pack("<4s5HIIIHH", b"PK\3\4", 45, 0, 0, 0, 0, 0, _OVER, _OVER, len(record.name), len(extra))
+    return fixed + record.name + extra
+
+
+def _central_directory(records: list[_Record], start: int) -> bytes:
+    entries = bytearray()
+    for record in records:
+        extra = struct.pack("<HHQQQ", 1, 24, record.bytes, record.bytes, record.header)
+        sizes = (0, _OVER, _OVER, len(record.name), len(extra), 0, 0, 0, 0, _OVER)
+        entries += struct.pack("<4s6H", b"PK\1\2", 45, 45, 0, 0, 0, 0)
+        entries += struct.pack("<IIIHHHHHII", *sizes) + record.name + extra
+    size, end = len(entries), start + len(entries)
+    counts = (len(records), len(records), size, start)
+    entries += struct.pack("<4sQHHII4Q", b"PK\6\6", 44, 45, 45, 0, 0, *counts)
+    entries += struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
+    entries += struct.pack("<4s4HIIH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, _OVER, _OVER, 0)
+    return bytes(entries)
+
+
+def _pieces(parts: Iterable[Part], at_once: GpuCopies | None) -> Iterator[tuple[int, memoryview]]:
+    """Each piece with its place, valid until the next one: what is in the host's memory first, then devices by turn."""
+    on_devices: dict[torch.device, list[Part]] = {}
+    for place, storage, start, stop in parts:
+        if storage.device.type == "cpu":
+            if start < stop:
+                yield place, device_copy.view(storage.data_ptr() + start, stop - start)
+        else:
+            on_devices.setdefault(storage.device, []).append((place, storage, start, stop))
+    for device, every in on_devices.items():
+        yield from at_once.pieces(every) if at_once is not None else device_copy.pieces(device, every)
+
+
+def write_at(fd: int, offset: int, data: memoryview) -> None:
+    """Write all of it. Raises OSError."""
+    while len(data):
+        count = os.pwrite(fd, data, offset)
+        data = data[count:]
+        offset += count

@@ -1,0 +1,234 @@
+"""What ranks hold, of which rank 0's alone is saved, and what of it is not the same on every rank.
+
+Each rank describes its state at every save: a digest of small objects, of the plain values that an optimizer keeps, and
+a few numbers of parameters. Rank 0 compares them. In the first save of a job a difference is an error, since the script
+cannot mean it; later it has cost too much work to end the job, and rank 0's state is worth more than none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing.state import sharded, training_state
+
+if TYPE_CHECKING:
+    import torch
+
+LONGEST_DIGEST_S, TRIALS = 5e-3, 3
+"""An object of which the digest takes longer at each of so many saves is not compared at others."""
+MOST_SAMPLED = 256
+"""Parameters of a module that are compared at a save; of a larger one others at the next save."""
+_NUMBERS = 8
+"""Of each of them."""
+_ROUNDING, _ROUNDED_STEPS = 1e-5, 1000
+"""The share by which ranks on GPUs of different kinds may differ after so many steps. Errors of rounding add up as the
+square root of their number.
+"""
+_WHOLE = ""
+"""Stands for the key of a whole state."""
+Sample = tuple["torch.Tensor", float, bool]
+"""Numbers of a module, the share of them that rounding may change, and whether nothing but a mistake explains more."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    name: str
+    """Of what is attached."""
+    what: str
+    """One sentence or more."""
+    is_error: bool
+    """In the first save of a job."""
+
+
+class RankState:
+    """Of one session: what to compare of a rank's state at each save."""
+
+    def __init__(self) -> None:
+        self.stepped: set[int] = set()
+        """Attached optimizers, by id, that have made a step in this process."""
+        self._fastest_s: dict[str, float] = {}
+        """A digest of each object has taken."""
+        self._saves = 0
+
+    def describe(
+        self, attached: Mapping[str, Any], in_shards: Mapping[str, Any], world_size: int, step: int, is_first: bool
+    ) -> list[Any]:
+        """What `find` takes of each rank, as plain data. `in_shards` are saved in shards, `attached` not."""
+        self._saves += 1
+        unsharded = sharded.plain_digests(in_shards, world_size) if is_first else {}
+        compared = samples({**attached, **in_shards}, self.stepped, step, self._saves)
+        return [self._digests(attached, is_first), unsharded, compared]
+
+    def _digests(self, attached: Mapping[str, Any], is_first: bool) -> dict[str, dict[str, str] | None]:
+        """Of each object but modules: of the whole state, or of what an optimizer keeps, by key. None: not compared."""
+        from torch.nn import Module
+
+        found: dict[str, dict[str, str] | None] = {}
+        for name, obj in attached.items():
+            if isinstance(obj, Module) or getattr(obj, training_state.RANK_INDEPENDENT, False):
+                continue
+            is_slow = self._saves > TRIALS and self._fastest_s.get(name, 0.0) > LONGEST_DIGEST_S
+            if not is_first and (is_slow or getattr(obj, training_state.ONLY_AT_SAVES, False)):
+                found[name] = None
+                continue
+            start = time.perf_counter()
+            with contextlib.suppress(RecursionError):  # rank 0 refuses it with a reason
+                if not _is_optimizer(obj):
+                    found[name] = {_WHOLE: digest(obj.state_dict())}
+                elif id(obj) in self.stepped:
+                    found[name] = _values(obj)
+            took_s = time.perf_counter() - start
+            self._fastest_s[name] = min(self._fastest_s.get(name, took_s), took_s)
+        return found
+
+
+def find(every_rank: Sequence[Sequence[Any]]) -> Iterator[Difference]:
+    """What differs from rank 0's. `every_rank` is what ranks have described."""
+    small, unsharded, sampled = zip(*every_rank, strict=True)
+    for name in {name: None for each in small for name in each}:
+        kept = [each.get(name, {}) for each in small]
+        if not any(each and _WHOLE in each for each in kept):  # an optimizer may make no step on other ranks
+            kept = [each or kept[0] for each in kept]
+        found = {} if None in kept else dict(_different(kept))
+        if _WHOLE in found:
+            yield Difference(
+                name,
+                f"the state of {name} on rank {found[_WHOLE]} differs from rank 0's, which alone is saved. Attach it "
+                f"with attach(per_rank={{{name!r}: ...}}) if each rank needs its own, or make it the same on all "
+                "ranks, for example by averaging the number that it depends on",
+                True,
+            )
+        elif found:
+            yield Difference(
+                name,
+                f"{', '.join(found)} in the state of {name} on rank {next(iter(found.values()))} differs from rank "
+                "0's, which alone is saved. Make it the same on all ranks, for example by averaging the loss that the "
+                "optimizer's step gets",
+                False,
+            )
+    for name, ranks in _different(unsharded):
+        yield Difference(
+            name,
+            f"{name} is not sharded, and on rank {ranks} it differs from rank 0's, which alone is saved. Shard it, or "
+            "broadcast it from rank 0 and average its gradient over all ranks, or attach its module with per_rank= if "
+            "each rank needs its own",
+            True,
+        )
+    for name, numbers, is_error in _apart(sampled):
+        yield Difference(
+            name,
+            f"the parameters of {name} on rank {', '.join(map(str, numbers))} differ from rank 0's, which alone are "
+            "saved. Train it in DistributedDataParallel (wrap it again after unfreezing a layer), and change it in the "
+            "same way on all ranks: the same seed for noise, the same steps, no save within no_sync(). If each rank "
+            "trains its own, attach it with per_rank=",
+            is_error,
+        )
+
+
+def _different(digests: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
+    """Each key of which a rank has another digest than rank 0, and these ranks."""
+    for key in {key: None for each in digests for key in each}:
+        if ranks := [str(rank) for rank, each in enumerate(digests) if each.get(key) != digests[0].get(key)]:
+            yield key, ", ".join(ranks)
+
+
+def _is_optimizer(obj: Any) -> bool:
+    from torch.optim import Optimizer
+
+    return isinstance(obj, Optimizer)
+
+
+def _values(optimizer: Any) -> dict[str, str]:
+    """Digests of what an optimizer keeps of its parameters beside tensors, by key: such as counts, and a loss."""
+    import torch
+
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    places = {id(each): number for number, each in enumerate(parameters)}
+    values: dict[str, list[Any]] = {}
+    for of, kept in sorted(optimizer.state.items(), key=lambda item: places.get(id(item[0]), -1)):
+        for key, value in (kept if isinstance(kept, Mapping) else {of: kept}).items():
+            if not isinstance(value, torch.Tensor):
+                values.setdefault(str(key), []).append((places.get(id(of)), value))
+    return {key: digest(found) for key, found in values.items()}
+
+
+def samples(attached: Mapping[str, Any], stepped: Collection[int], step: int, save: int) -> dict[str, Sample]:
+    """Some numbers of each module that this rank trains: other parameters at each save, until all have been seen.
+    `stepped` are the optimizers, by id, that have made a step in this process.
+
+    They are equal on all ranks if DistributedDataParallel, or the script, averages gradients. A communication hook may
+    leave them different for some steps.
+    """
+    import torch
+    from torch.nn import Module
+
+    optimizers = [obj for obj in attached.values() if _is_optimizer(obj)]
+    groups = [group for each in optimizers if id(each) in stepped for group in each.param_groups]
+    trained = {id(each) for group in groups for each in group["params"] if each.requires_grad}
+    found: dict[str, Sample] = {}
+    for name, obj in attached.items():
+        if not isinstance(obj, Module) or getattr(obj, training_state.RANK_INDEPENDENT, False):
+            continue
+        wrapper = training_state.parallel(obj)
+        parameters = (obj if wrapper is None else wrapper.module).parameters()
+        # One that is frozen may be a rank's own by design, which is no error at the first save.
+        is_in_ddp = wrapper is not None
+        every = [each for each in parameters if id(each) in trained or (is_in_ddp and (each.requires_grad or save > 1))]
+        interval = len(every) // MOST_SAMPLED + 1
+        every = [each.detach() for each in every[save % interval :: interval] if each.is_floating_point()]
+        if every := [each for each in every if type(each) is torch.Tensor and each.numel()]:
+            pieces = [_spread(each).float() for each in every]
+            devices = dict.fromkeys(each.device for each in pieces)
+            numbers = [torch.cat([each for each in pieces if each.device == device]).cpu() for device in devices]
+            drift = _ROUNDING * max(step / _ROUNDED_STEPS, 1) ** 0.5
+            share = max(drift, 4 * max(torch.finfo(each.dtype).eps for each in every))
+            is_mistake = wrapper is None or not (wrapper.parameters_to_ignore or getattr(wrapper, "_comm_hooks", []))
+            found[name] = torch.cat(numbers).nan_to_num(), share, is_mistake
+    return found
+
+
+def _spread(tensor: torch.Tensor) -> torch.Tensor:
+    """A few of its numbers, without a copy where it fills its memory, in any order of dimensions."""
+    size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.as_strided((size,), (1,)) if size == tensor.numel() else tensor.flatten()
+    return flat[:: max(len(flat) // _NUMBERS, 1)][:_NUMBERS]
+
+
+def _apart(every_rank: Sequence[Mapping[str, Sample]]) -> Iterator[tuple[str, list[int], bool]]:
+    """Each name of which `samples` are not those of rank 0, on which ranks, and whether that is a mistake.
+
+    A rank that does not train a module counts only where it is rank 0.
+    """
+    for name in {name: None for each in every_rank for name in each}:
+        having = {rank: each[name] for rank, each in enumerate(every_rank) if name in each}
+        first, share, is_mistake = having.get(0, (None, 0.0, False))
+        if ranks := [rank for rank, (own, _, _) in having.items() if first is None or not _is_near(own, first, share)]:
+            yield name, ranks, is_mistake
+
+
+def _is_near(own: torch.Tensor, first: torch.Tensor, share: float) -> bool:
+    return own.shape == first.shape and bool((own - first).abs().max() <= share * first.abs().max())
+
+
+def digest(value: Any) -> str:
+    """Equal for equal plain values, whatever the order of keys; of tensors their types and shapes count."""
+    return hashlib.sha256(_text(value).encode()).hexdigest()[:16]
+
+
+def _text(value: Any) -> str:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{key!r}: {_text(item)}' for key, item in value.items()))}}}"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return repr(value)

@@ -1,0 +1,328 @@
+"""Which rank writes which tensor, and the bytes of each rank's file: torch.distributed.checkpoint's plan and format.
+
+DCP's planner decides, and its metadata describes the files, so plain `torch.distributed.checkpoint.load` opens them. A
+file is a row of small archives, one for each tensor, as `torch.save` writes it; their sizes depend on shapes alone. So
+a plan is made by all ranks once, and again only when the state of a rank has another structure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import mmap
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing.state.in_place import Reader, bytes_of
+from elasticd.checkpointing.state.layout import Layout
+from elasticd.checkpointing.storage.manifest import STATE
+from elasticd.errors import CheckpointCorrupt, CheckpointError
+from elasticd.process_group import DefaultGroup, gather_objects, host_bytes, scatter_objects
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import ReadItem, SavePlanner, WriteItem
+
+METADATA = ".metadata"
+_VECTORS, _VECTOR_BYTES = 1000, 64 << 20
+"""The most that one system call writes; the first is below IOV_MAX."""
+
+
+def file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def file_names(world_size: int) -> list[str]:
+    """All files of a sharded state."""
+    return [*map(file_name, range(world_size)), METADATA, STATE]
+
+
+class ShardPlan:
+    """Made by all ranks at the same time, each for its own `state`. Raises CheckpointError on all of them."""
+
+    def __init__(self, state: dict[str, Any], group: DefaultGroup) -> None:
+        from torch.distributed.checkpoint import filesystem
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+        self._planner = DefaultSavePlanner()
+        self._planner.set_up_planner(state, None, group.rank == 0)
+        self._structure = _structure(self._planner.state_dict)
+        plans = gather_objects(self._planner.create_local_plan(), group)
+        answer: list[Any] = []
+        metadata: Metadata | None = None
+        if plans:
+            try:
+                global_plan, metadata = self._planner.create_global_plan(plans)
+                answer = [(plan, "") for plan in global_plan]
+            except Exception as error:  # noqa: BLE001 - the planner raises many kinds, and all ranks wait
+                answer = [(None, str(error))] * group.world_size
+        found, why = scatter_objects(answer, group)
+        if found is None:
+            raise CheckpointError(f"torch.distributed.checkpoint cannot plan this state: {why}")
+        self._own = _File(found.items)
+        self._own_sizes = self._own.value_sizes(self._planner)
+        at = 0
+        places = []
+        for item, size in zip(self._own.items, self._own.sizes(self._own_sizes), strict=True):
+            places.append((item.index, filesystem._StorageInfo(file_name(group.rank), at, size)))
+            at += size
+        data = b""
+        every = gather_objects((at, places), group)
+        if metadata is not None:
+            metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.6 has none
+            metadata.storage_data = dict(pair for _, found in every for pair in found)
+            data = pickle.dumps(metadata)
+            sizes = [size for size, _ in every]
+            answer = [(sizes, b"" if rank else data) for rank in range(group.world_size)]
+        self.sizes: list[int]
+        """The bytes of each rank's file."""
+        self.metadata: bytes
+        """The content of .metadata, on rank 0."""
+        self.sizes, self.metadata = scatter_objects(answer, group)
+
+    def fits(self, state: dict[str, Any]) -> bool:
+        """Use this state from now on; False if another plan has to be made for it."""
+        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+        self._planner.state_dict = flatten_state_dict(state)[0]
+        if _structure(self._planner.state_dict) != self._structure:
+            return False
+        return self._own.value_sizes(self._planner) == self._own_sizes
+
+    def content(self) -> Iterator[bytes | memoryview]:
+        """This rank's file from its beginning to its end."""
+        return self._own.content(self._planner)
+
+
+class _File:
+    """What one rank writes."""
+
+    def __init__(self, items: list[WriteItem]) -> None:
+        from torch.distributed.checkpoint.planner import WriteItemType
+
+        # Python values last: theirs are the only sizes that may change.
+        self.items = sorted(items, key=lambda item: item.type is WriteItemType.BYTE_IO)
+        self._values = [item for item in self.items if item.type is WriteItemType.BYTE_IO]
+        self._tensors = self.items[: len(self.items) - len(self._values)]
+
+    def content(self, planner: SavePlanner) -> Iterator[bytes | memoryview]:
+        import torch
+
+        with torch.no_grad():
+            for item in self._tensors:
+                found = planner.resolve_data(item)
+                assert isinstance(found, torch.Tensor)
+                before, after = _around(found.dtype, found.shape)
+                yield before
+                yield host_bytes(found)
+                yield after
+        yield from self._value_bytes(planner)
+
+    def sizes(self, value_sizes: list[int]) -> Iterator[int]:
+        for item in self._tensors:
+            data = item.tensor_data
+            assert data is not None
+            before, after = _around(data.properties.dtype, data.chunk.sizes)
+            yield len(before) + data.chunk.sizes.numel() * data.properties.dtype.itemsize + len(after)
+        yield from value_sizes
+
+    def value_sizes(self, planner: SavePlanner) -> list[int]:
+        return [len(each) for each in self._value_bytes(planner)]
+
+    def _value_bytes(self, planner: SavePlanner) -> list[bytes]:
+        found = [planner.resolve_data(item) for item in self._values]
+        return [each.getvalue() for each in found if isinstance(each, io.BytesIO)]
+
+
+def write_pieces(fd: int, offset: int, content: Iterator[bytes | memoryview]) -> None:
+    """Write all of it, with one system call for many small pieces. Raises OSError."""
+    waiting: list[bytes | memoryview] = []
+    size = 0
+    for piece in content:
+        waiting.append(piece)
+        size += len(piece)
+        if len(waiting) == _VECTORS or size >= _VECTOR_BYTES:
+            offset, size = _write(fd, offset, waiting), 0
+    _write(fd, offset, waiting)
+
+
+def _write(fd: int, offset: int, waiting: list[bytes | memoryview]) -> int:
+    while waiting:
+        count = os.pwritev(fd, waiting, offset)
+        offset += count
+        while waiting and count >= len(waiting[0]):
+            count -= len(waiting.pop(0))
+        if count:
+            waiting[0] = memoryview(waiting[0])[count:]
+    return offset
+
+
+View = Callable[[int, int | None], memoryview]
+"""The bytes of a file from an offset on; None: to its end."""
+OpenFile = Callable[[str], AbstractContextManager[View]]
+"""Opens a file of a checkpoint by its name."""
+
+
+class DiskView:
+    """A `View` of a file on disk, which can also be read without the page cache keeping it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._view = map_file(fd, 0, os.fstat(fd).st_size)
+        self._reader = Reader(fd)
+
+    def __call__(self, start: int, size: int | None) -> memoryview:
+        return self._view(start, size)
+
+    def begins(self, start: int, expected: bytes) -> bool:
+        return os.pread(self._fd, len(expected), start) == expected
+
+    def read(self, start: int, target: torch.Tensor) -> None:
+        """Into a contiguous tensor, at ascending offsets. Raises OSError, CheckpointCorrupt."""
+        self._reader.skip(start)
+        self._reader.read(bytes_of(target))
+        self._reader.flush()
+
+
+def on_disk(path: Path) -> OpenFile:
+    """The files of the checkpoint in the directory `path`."""
+
+    @contextlib.contextmanager
+    def opened(name: str) -> Iterator[View]:
+        with open(path / name, "rb", 0) as file:
+            yield DiskView(file.fileno())
+
+    return opened
+
+
+def map_file(fd: int, start: int, size: int) -> View:
+    """`size` bytes of a file from `start` on. It stays mapped as long as something refers to its bytes."""
+    content = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) if size else bytearray())[start : start + size]
+    return lambda offset, count: content[offset:] if count is None else content[offset : offset + count]
+
+
+def read(open_file: OpenFile, make_targets: Any) -> dict[str, Any]:
+    """Load into what `make_targets(metadata)` returns, nested; its tensors are filled in place.
+
+    Raises CheckpointError, CheckpointCorrupt.
+    """
+    from torch.distributed._shard._utils import narrow_tensor_by_index
+    from torch.distributed.checkpoint._traverse import set_element
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.planner import LoadItemType
+
+    with open_file(METADATA) as view:
+        metadata = _read_metadata(bytes(view(0, None)))
+    planner = DefaultLoadPlanner()
+    targets: dict[str, Any] = make_targets(metadata)
+    planner.set_up_planner(targets, metadata, True)
+    by_file: dict[str, list[tuple[Any, Any]]] = {}
+    for item in planner.create_local_plan().items:
+        place = metadata.storage_data[item.storage_index]
+        by_file.setdefault(place.relative_path, []).append((item, place))
+    for name, items in by_file.items():
+        with open_file(name) as view:
+            for item, place in sorted(items, key=lambda each: each[1].offset):
+                described = metadata.state_dict_metadata[item.storage_index.fqn]
+                if item.type is LoadItemType.BYTE_IO:
+                    value = _load(view(place.offset, place.length), described, item.storage_index)
+                    set_element(targets, planner.mappings[item.dest_index.fqn], value)
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                if isinstance(view, DiskView) and _read_in_place(view, place, item, described, target):
+                    continue
+                value = _load(view(place.offset, place.length), described, item.storage_index)
+                target.copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))
+    return targets
+
+
+def _read_in_place(view: DiskView, place: Any, item: ReadItem, described: Any, target: torch.Tensor) -> bool:
+    """Read all of a tensor that was written here, if the target is as large and without gaps; True if that was done."""
+    import torch
+
+    dtype, shape = described.properties.dtype, described.chunks[item.storage_index.index or 0].sizes
+    fits = item.lengths == shape == target.shape and target.dtype == dtype and target.is_contiguous()
+    if not fits or type(target) is not torch.Tensor:
+        return False
+    before, after = _around(dtype, shape)
+    if place.length != len(before) + target.nbytes + len(after) or not view.begins(place.offset, before):
+        return False
+    if target.nbytes:
+        view.read(place.offset + len(before), target)
+    return True
+
+
+def _load(archive: memoryview, described: Any, index: MetadataIndex) -> Any:
+    """A tensor or a value. A tensor that was written here is used where it is, another one is loaded as DCP does."""
+    import torch
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    if isinstance(described, TensorStorageMetadata):
+        dtype, shape = described.properties.dtype, described.chunks[index.index or 0].sizes
+        before, after = _around(dtype, shape)
+        size = shape.numel() * dtype.itemsize
+        if len(archive) == len(before) + size + len(after) and archive[: len(before)] == before:
+            content = archive[len(before) : len(before) + size]
+            flat = torch.frombuffer(content, dtype=dtype) if size else torch.empty(0, dtype=dtype)
+            return flat.view(shape)
+    return torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of metadata: a pickle that cannot run code. Names are checked before anything is imported for them, and a name
+    with a dot would lead out of its module.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if name in _METADATA_TYPES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch.distributed.checkpoint.metadata" and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+
+
+_METADATA_TYPES = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+}
+
+
+def _read_metadata(content: bytes) -> Metadata:
+    try:
+        metadata: Metadata = _Unpickler(io.BytesIO(content)).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+        raise CheckpointCorrupt(f"{METADATA} cannot be loaded by this torch: {error}") from error
+    return metadata
+
+
+@functools.lru_cache(1 << 16)
+def _around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+    """What `torch.save` writes before and after the bytes of such a tensor."""
+    import torch
+
+    return Layout(torch.empty(shape, dtype=dtype)).around()
+
+
+def _structure(flat: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """What a plan depends on; it differs in nothing else."""
+    import torch
+
+    return [
+        (key, value.dtype, tuple(value.shape), getattr(value, "placements", None))
+        if isinstance(value, torch.Tensor)
+        else (key,)
+        for key, value in flat.items()
+    ]

@@ -1,0 +1,336 @@
+"""Sharded state: what of the attached objects is saved by torch.distributed.checkpoint (DCP), and how it is loaded.
+
+A session is sharded if a module has DTensor parameters (FSDP2, HSDP, tensor parallelism) or an optimizer keeps a part
+of its state on each rank (ZeroRedundancyOptimizer). Then all modules and optimizers are in DCP's files, an optimizer's
+state by the names of its parameters, as `get_optimizer_state_dict` has it; everything else is in state.pt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from elasticd.checkpointing.state import training_state
+from elasticd.checkpointing.storage.manifest import ALGORITHM, Checksum
+from elasticd.errors import CheckpointError, UsageError
+from elasticd.process_group import host_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.metadata import Metadata
+
+NAMES = "sharded"
+"""Key in elasticd's own part of state.pt: the objects that are in DCP's files."""
+STATE, GROUPS = "state", "param_groups"
+"""Keys in an optimizer's state, as torch names them."""
+
+
+def check_mesh(name: str, obj: Any, world_size: int) -> None:
+    """Raises UsageError for a module that would not be saved or loaded whole."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if fsdp is not None and isinstance(obj, fsdp):
+        raise UsageError(f"attach({name}=...): FullyShardedDataParallel is not supported; shard it with fully_shard()")
+    if _is_zero(obj) and _meshes(obj):
+        raise UsageError(
+            f"attach({name}=...): its parameters are sharded already, and ZeroRedundancyOptimizer would divide them "
+            "again; use the optimizer itself"
+        )
+    for key, mesh in _meshes(obj):
+        ranks = sorted(_root_mesh(mesh).mesh.flatten().tolist())
+        if ranks != list(range(world_size)):
+            raise UsageError(
+                f"attach({name}=...): {key} is sharded over a mesh of ranks {', '.join(map(str, ranks))}, but this job "
+                f"has {world_size}: make the mesh with init_device_mesh() from all of them"
+            )
+
+
+def _root_mesh(mesh: Any) -> Any:
+    """The mesh that `mesh` is a slice of, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed import device_mesh  # up to torch 2.9
+
+    return device_mesh._mesh_resources.get_root_mesh(mesh)
+
+
+def names(attached: Mapping[str, Any]) -> frozenset[str]:
+    """The modules and optimizers, if one of them is sharded; else none."""
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    large = {name: obj for name, obj in attached.items() if isinstance(obj, (Module, Optimizer))}
+    is_sharded = any(_is_zero(obj) or any(_is_dtensor(each) for _, each in _parameters(obj)) for obj in large.values())
+    return frozenset(large) if is_sharded else frozenset()
+
+
+def digests(attached: Mapping[str, Any]) -> dict[str, str]:
+    """Of each object, what has to be the same on all ranks."""
+    described: dict[str, Any] = {}
+    for name, obj in attached.items():
+        if _is_optimizer(obj):
+            owners = _parameter_names(obj, name, attached)
+            settings = [{key: _plain(value) for key, value in group.items()} for group in _groups(obj, owners)]
+            described[name] = [type(obj).__qualname__, settings]
+        else:
+            found = _parameters(obj)
+            described[name] = [
+                [(key, tuple(each.shape), each.dtype, getattr(each, "placements", None)) for key, each in found],
+                [(str(mesh), _root_mesh(mesh).mesh.tolist()) for _, mesh in _meshes(obj)],
+            ]
+    return {name: hashlib.sha256(repr(each).encode()).hexdigest()[:16] for name, each in described.items()}
+
+
+def plain_digests(attached: Mapping[str, Any], world_size: int) -> dict[str, str]:
+    """Of each parameter, and each tensor of an optimizer, that is not sharded: one rank's is saved for all of them.
+
+    Not of single numbers of an optimizer, and not of what DistributedDataParallel and ZeroRedundancyOptimizer manage.
+    """
+    import torch
+
+    equal = training_state.replicated(attached, world_size)
+    found: dict[str, str] = {}
+
+    def visit(value: Any, path: tuple[str, ...]) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                visit(item, (*path, str(key)))
+        elif isinstance(value, torch.Tensor) and not _is_dtensor(value) and value.layout is torch.strided:
+            is_number = value.numel() < 2 and not isinstance(value, torch.nn.Parameter)
+            if not is_number and value.untyped_storage().data_ptr() not in equal:
+                checksum = Checksum(ALGORITHM)
+                checksum.update(f"{value.dtype} {tuple(value.shape)}".encode())
+                checksum.update(host_bytes(value))
+                found[".".join(path)] = str(checksum)[-16:]  # every rank sends those of all its tensors
+
+    own = {name: obj for name, obj in attached.items() if not _is_zero(obj)}
+    visit(gather(own, rank=1), ())  # ranks other than 0 have no buffers in it
+    return found
+
+
+def gather(attached: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """The state of this rank, nested as DCP takes it. Its tensors are those that are trained, not copies.
+
+    Buffers and parameter groups are rank 0's: each rank's BatchNorm has seen its own batches.
+    """
+    from torch.nn import Parameter
+
+    gathered: dict[str, Any] = {}
+    for name, obj in attached.items():
+        if not _is_optimizer(obj):
+            found = training_state.unwrap(obj).state_dict(keep_vars=True).items()
+            own = {
+                key: value for key, value in found if rank == 0 or isinstance(value, Parameter) or _is_dtensor(value)
+            }
+            gathered[name] = {training_state.plain(key): value for key, value in own.items()}
+            continue
+        owners = _parameter_names(obj, name, attached)
+        part = _part(obj)
+        indices = _indices(part)
+        kept = part.state_dict()[STATE]
+        by_name = {owners[id(parameter)]: kept[index] for index, parameter in indices.items() if index in kept}
+        gathered[name] = {STATE: by_name, **({GROUPS: _groups(obj, owners)} if rank == 0 else {})}
+    return gathered
+
+
+def values(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a nested state is no tensor."""
+    import torch
+
+    return {
+        key: values(value) if isinstance(value, Mapping) else value
+        for key, value in state.items()
+        if not isinstance(value, torch.Tensor)
+    }
+
+
+def targets(attached: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """Where DCP loads to, nested in the same way: the modules' own tensors, and new ones for optimizers.
+
+    Raises CheckpointError for what the checkpoint lacks.
+    """
+    from torch.distributed.checkpoint._traverse import set_element
+
+    nested: dict[str, Any] = {}
+    owners: dict[str, dict[str, torch.Tensor]] = {}
+    for name, obj in attached.items():
+        if _is_optimizer(obj):
+            known = _parameter_names(obj, name, attached)
+            owners[name] = {known[id(parameter)]: parameter for parameter in _indices(_part(obj)).values()}
+            nested[name] = {STATE: {}, GROUPS: []}
+        else:
+            found = training_state.unwrap(obj).state_dict()
+            nested[name] = {training_state.plain(key): value for key, value in found.items()}
+            held = list(dict.fromkeys(path[1] for path in metadata.planner_data.values() if path[0] == name))
+            lacking = [key for key in nested[name] if key not in held]
+            extra = [key for key in held if key not in nested[name]]
+            if lacking or extra:
+                what = f"holds nothing for {lacking[0]}" if lacking else f"holds {extra[0]}, which the module lacks"
+                raise CheckpointError(f"{name}: the checkpoint {what}")
+    for key, path in metadata.planner_data.items():
+        if path[0] not in owners:
+            continue
+        if path[1] == GROUPS or path[2] in owners[path[0]]:
+            parameter = None if path[1] == GROUPS else owners[path[0]][path[2]]
+            set_element(nested, path, _like(parameter, metadata.state_dict_metadata[key]))
+    return nested
+
+
+def divide(attached: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """What `scatter` takes, of a checkpoint that has these objects whole. Raises CheckpointError where they differ."""
+    nested: dict[str, Any] = {}
+    for name, obj in attached.items():
+        saved = content[name]
+        if not _is_optimizer(obj):
+            own = {training_state.plain(key): value for key, value in training_state.unwrap(obj).state_dict().items()}
+            if other := sorted(own.keys() ^ saved.keys()):
+                where = "the module lacks" if other[0] in saved else "the checkpoint lacks"
+                raise CheckpointError(f"{name}: {where} {other[0]}")
+            nested[name] = {key: _divided(saved[key], value) for key, value in own.items()}
+            continue
+        owners = _parameter_names(obj, name, attached)
+        numbers = [number for group in saved[GROUPS] for number in group["params"]]
+        owner = dict(zip(numbers, (each for _, each in _parameters(obj)), strict=False))
+        groups = [
+            {**each, "params": [owners[id(owner[at])] for at in each["params"] if at in owner]}
+            for each in saved[GROUPS]
+        ]
+        by_name = {
+            owners[id(owner[at])]: {key: _divided(value, owner[at]) for key, value in kept.items()}
+            for at, kept in saved[STATE].items()
+            if at in owner
+        }
+        nested[name] = {STATE: by_name, GROUPS: groups}
+    return nested
+
+
+def scatter(attached: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Load what DCP has read into `targets`. Raises CheckpointError for other parameter groups."""
+    for name, obj in attached.items():
+        if not _is_optimizer(obj):
+            target = training_state.unwrap(obj)
+            found = target.state_dict()
+            for key in found:
+                found[key] = loaded[name][training_state.plain(key)]
+            target.load_state_dict(found)
+            continue
+        owners = _parameter_names(obj, name, attached)
+        saved, now = loaded[name][GROUPS], _groups(obj, owners)
+        if [set(group["params"]) for group in saved] != [set(group["params"]) for group in now]:
+            raise CheckpointError(
+                f"{name}: the checkpoint has {len(saved)} parameter groups and this optimizer {len(now)}, or they hold "
+                "other parameters; make the same groups"
+            )
+        part = _part(obj)
+        values = loaded[name][STATE]
+        kept = {index: values[owners[id(each)]] for index, each in _indices(part).items() if owners[id(each)] in values}
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in saved]
+        own = part.state_dict()[GROUPS]
+        part.load_state_dict({STATE: kept, GROUPS: [{**each, **new} for each, new in zip(own, settings, strict=True)]})
+        if part is not obj:
+            for group, new in zip(obj.param_groups, settings, strict=True):
+                group.update(new)
+
+
+def _parameters(obj: Any) -> list[tuple[str, Any]]:
+    """The parameters of a module by their keys, with buffers that are sharded; the parameters of an optimizer."""
+    from torch.nn import Module
+
+    if _is_optimizer(obj):
+        return [("a parameter", each) for group in obj.param_groups for each in group["params"]]
+    if not isinstance(obj, Module):
+        return []
+    module = training_state.unwrap(obj)
+    buffers = [(key, each) for key, each in module.named_buffers() if _is_dtensor(each)]
+    return [(training_state.plain(key), each) for key, each in (*module.named_parameters(), *buffers)]
+
+
+def _plain(value: Any) -> Any:
+    """Without addresses, which differ between processes."""
+    return value if isinstance(value, (bool, int, float, str, list, tuple)) else type(value).__qualname__
+
+
+def _meshes(obj: Any) -> list[tuple[str, Any]]:
+    """Each mesh of its DTensors once, with the key of one of them."""
+    found: dict[int, tuple[str, Any]] = {}
+    for key, each in _parameters(obj):
+        if _is_dtensor(each):
+            found.setdefault(id(each.device_mesh), (key, each.device_mesh))
+    return list(found.values())
+
+
+def _parameter_names(optimizer: Any, name: str, attached: Mapping[str, Any]) -> dict[int, str]:
+    """The keys of an optimizer's parameters in the module that it trains. Raises UsageError for any other parameter."""
+    known: dict[int, str] = {}
+    modules = {each: obj for each, obj in attached.items() if not _is_optimizer(obj)}
+    of_module = {each: {id(value): key for key, value in _parameters(obj)} for each, obj in modules.items()}
+    own = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    used = [each for each, found in of_module.items() if any(parameter in found for parameter in own)]
+    for each in used:
+        # With more than one module, by their names, too.
+        known |= {at: key if len(used) == 1 else f"{each}.{key}" for at, key in of_module[each].items()}
+    if any(parameter not in known for parameter in own):
+        raise UsageError(
+            f"attach({name}=...): it trains a parameter of no attached module; attach the module, too, and make the "
+            "optimizer after fully_shard()"
+        )
+    return known
+
+
+def _groups(optimizer: Any, owners: Mapping[int, str]) -> list[dict[str, Any]]:
+    return [{**group, "params": [owners[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
+
+
+def _indices(optimizer: Any) -> dict[int, torch.Tensor]:
+    """The parameters by their numbers in the optimizer's state_dict()."""
+    return dict(enumerate(each for group in optimizer.param_groups for each in group["params"]))
+
+
+def _like(parameter: torch.Tensor | None, saved: Any) -> Any:
+    """An uninitialised tensor for a part of an optimizer's state: sharded as its parameter is, if it has its size."""
+    import torch
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    dtype = saved.properties.dtype
+    if parameter is not None and saved.size == parameter.size():
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    device = "cpu" if parameter is None or not len(saved.size) else parameter.device
+    return torch.empty(saved.size, dtype=dtype, device=device)
+
+
+def _divided(saved: Any, like: torch.Tensor) -> Any:
+    """This rank's part of a tensor, if that is sharded; in memory of its own."""
+    import torch
+
+    if not isinstance(saved, torch.Tensor):
+        return saved
+    if not _is_dtensor(like) or saved.shape != like.shape:
+        return saved.clone()
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return distribute_tensor(saved, mesh, placements, src_data_rank=None).clone()
+
+
+def _part(optimizer: Any) -> Any:
+    """The optimizer that has this rank's part of the state."""
+    return optimizer.optim if _is_zero(optimizer) else optimizer
+
+
+def _is_zero(obj: Any) -> bool:
+    kind = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    return kind is not None and isinstance(obj, kind)
+
+
+def _is_dtensor(value: Any) -> bool:
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _is_optimizer(obj: Any) -> bool:
+    from torch.optim import Optimizer
+
+    return isinstance(obj, Optimizer)

@@ -1,0 +1,1 @@
+"""Checkpoints in a directory or an object store: manifests, lineages, atomic writes, retention, locks. No torch."""

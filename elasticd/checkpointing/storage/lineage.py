@@ -1,0 +1,290 @@
+"""Which checkpoints a directory holds and which of them form the lineage, by names and manifests alone.
+
+The lineage runs from the highest round along the parents in the manifests. Invariant: an older round's checkpoint is in
+it only up to the step from which the newer round continued, so what a zombie writes past that step is never loaded. A
+damaged checkpoint is skipped with a reason, but its manifest, while it can be read, still links its round to the
+parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticd.checkpointing.storage import object_store
+from elasticd.checkpointing.storage.manifest import STATE, Checksum, FileState, Manifest, Unreadable, read
+from elasticd.checkpointing.storage.object_store import store_of
+from elasticd.checkpointing.storage.page_cache import CacheWindows
+from elasticd.errors import CheckpointCorrupt, CheckpointError
+
+_NUMBER = r"(0|[1-9][0-9]{0,17})"
+_NAME = re.compile(rf"r{_NUMBER}-s{_NUMBER}(\.again)?")
+_ASIDE = re.compile(rf"r{_NUMBER}-s{_NUMBER}\.aside[0-9]*")
+# Not checkpoints, but they show that a round was here: being written, being deleted.
+_HIDDEN = re.compile(rf"\.r{_NUMBER}-s{_NUMBER}\.[0-9a-f]+\.(staging|trash)")
+_READ_BYTES = 4 << 20
+_DAMAGE = (errno.ENOENT, errno.EIO, errno.ENODATA, errno.EBADMSG, errno.ESTALE, errno.EISDIR)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A checkpoint whose manifest can be read and whose state has the right size."""
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedCheckpoint:
+    """A checkpoint that is not used, and why."""
+
+    path: Path
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointName:
+    """A name in the directory."""
+
+    path: Path
+    round: int
+    step: int
+    replacement: bool = False
+    """It replaces the checkpoint of the same round and step."""
+    hidden: str | None = None
+    """"staging" or "trash" for a directory that is no checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineageWalk:
+    """The lineage of a directory."""
+
+    entries: list[Entry]
+    """Newest first."""
+    skipped: list[SkippedCheckpoint]
+    links: dict[int, Path]
+    """Of each round, newest first, the checkpoint whose manifest names the parent; its state may be damaged."""
+    oldest_round: int
+
+
+def names(directory: str | os.PathLike[str]) -> list[CheckpointName]:
+    """Every name of elasticd's, valid or not; none without a directory. Raises OSError if it cannot be listed."""
+    try:
+        found = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    base, named = Path(directory), []
+    for name in found:
+        if match := _NAME.fullmatch(name):
+            named.append(CheckpointName(base / name, int(match[1]), int(match[2]), replacement=match[3] is not None))
+        elif match := _HIDDEN.fullmatch(name):
+            named.append(CheckpointName(base / name, int(match[1]), int(match[2]), hidden=match[3]))
+    return named
+
+
+def names_aside(directory: str | os.PathLike[str]) -> list[CheckpointName]:
+    """The checkpoints that were set aside. Raises OSError."""
+    found = [match for name in os.listdir(directory) if (match := _ASIDE.fullmatch(name))]
+    return [CheckpointName(Path(directory, match[0]), int(match[1]), int(match[2])) for match in found]
+
+
+def refresh(directory: str | os.PathLike[str]) -> None:
+    """Of an object store: what is there now. Raises OSError."""
+    if (store := store_of(directory)) is not None:
+        store.pull(lambda name: bool(_NAME.fullmatch(name) or _ASIDE.fullmatch(name)))
+
+
+def highest_round(directory: str | os.PathLike[str]) -> int:
+    """The highest round that ever wrote here, valid, damaged or unfinished; 0 if none. Raises OSError."""
+    return max((each.round for each in names(directory)), default=0)
+
+
+def lineage(directory: str | os.PathLike[str]) -> tuple[list[Entry], list[SkippedCheckpoint]]:
+    """The checkpoints that may be loaded, newest first, and the skipped ones with their reasons.
+
+    Reads manifests and file sizes only. Raises OSError if the directory cannot be listed; a missing one is empty. Of an
+    object store, what is there now.
+    """
+    refresh(directory)
+    found = walk(directory)
+    return found.entries, found.skipped
+
+
+def walk(directory: str | os.PathLike[str]) -> LineageWalk:
+    """As `lineage`, with links and end, for retention."""
+    rounds: dict[int, list[CheckpointName]] = defaultdict(list)
+    for each in names(directory):
+        if each.hidden is None:
+            rounds[each.round].append(each)
+    entries: list[Entry] = []
+    skipped: list[SkippedCheckpoint] = []
+    links: dict[int, Path] = {}
+    number = max(rounds, default=None)
+    oldest = number or 0
+    entered = False
+    limit: int | None = None
+    newer = 0
+    parent_checksum: str | None = None
+    while number is not None:
+        oldest = number
+        manifests: list[Manifest] = []
+        for each in sorted(rounds[number], key=lambda each: (each.step, each.replacement), reverse=True):
+            found = examine(each)
+            if isinstance(found, Unreadable):
+                skipped.append(SkippedCheckpoint(each.path, found.why))
+                continue
+            manifests.append(found)
+            links.setdefault(number, each.path)
+            why = _beyond(found, limit, newer, parent_checksum) or _state_damage(each.path, found)
+            if why is None:
+                entries.append(Entry(each.path, found))
+            else:
+                skipped.append(SkippedCheckpoint(each.path, why))
+        newer = number
+        if not manifests:
+            if entered:
+                break  # the parent of this round is unknown; an older round may be of another lineage
+            # Only names are left of the newest round. It continued from its first step at the latest: that much is
+            # known.
+            first = min(rounds[number], key=lambda each: each.step)
+            links[number] = first.path
+            limit = first.step if limit is None else min(limit, first.step)
+            number = max((older for older in rounds if older < newer), default=None)
+            continue
+        entered = True
+        parent = manifests[0].parent
+        if parent is None:
+            break
+        oldest, limit = parent
+        parent_checksum = next((m.checksum for m in manifests if m.relinked and m.step == limit), None)
+        number = oldest if oldest in rounds else None
+    return LineageWalk(entries, skipped, links, oldest)
+
+
+def examine(named: CheckpointName) -> Manifest | Unreadable:
+    """The manifest under a name, if the two agree."""
+    found = read(named.path)
+    if isinstance(found, Manifest) and (found.round, found.step) != (named.round, named.step):
+        return Unreadable(f"its manifest belongs to r{found.round}-s{found.step}: the directory was renamed or copied")
+    return found
+
+
+def find_damage(entry: Entry) -> str | None:
+    """Why the state cannot be used, after reading all of it from the disk; None if it is whole."""
+    try:
+        if (store := store_of(entry.path.parent)) is not None:
+            return store.find_damage(entry.path.name, entry.manifest)
+        for name in (STATE, *entry.manifest.files):
+            os.close(open_verified(entry, name, from_disk=True))
+    except (CheckpointCorrupt, OSError) as error:
+        return str(error)
+    return None
+
+
+def open_verified(entry: Entry, name: str = STATE, from_disk: bool = False) -> int:
+    """Open a file, read all of it through a small part of the page cache and compare the checksum; returns its
+    descriptor.
+
+    `from_disk`: past the page cache where the file system can (O_DIRECT), which costs a tenth of the CPU time.
+    Of an object store: a copy of the file on this node; a damaged copy is made again. Raises CheckpointCorrupt if it is
+    damaged, CheckpointError if its checksum cannot be computed here, OSError if it cannot be opened.
+    """
+    if store_of(entry.path.parent) is not None:
+        try:
+            return _open_verified(entry, name, from_disk)
+        except CheckpointCorrupt:
+            (entry.path / name).unlink(missing_ok=True)
+    return _open_verified(entry, name, from_disk)
+
+
+def _open_verified(entry: Entry, name: str, from_disk: bool) -> int:
+    manifest = entry.manifest
+    expected = manifest.files.get(name, (manifest.bytes, manifest.checksum))
+    algorithm = expected[1].partition(":")[0]
+    try:
+        checksum = Checksum(algorithm)
+    except LookupError:
+        raise CheckpointError(
+            f"{entry.path}: this interpreter cannot compute its checksum, {algorithm}; `pip install xxhash`"
+        ) from None
+    fd = -1
+    try:
+        if (store := store_of(entry.path.parent)) is not None:
+            fd = store.fetch(entry.path, name)
+        else:
+            fd = os.open(entry.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is damage, too
+        if from_disk:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # where O_DIRECT is refused
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+        _check(fd, name, expected, checksum)
+    except BaseException as error:
+        if fd >= 0:
+            os.close(fd)
+        if isinstance(error, OSError) and error.errno in _DAMAGE:
+            raise CheckpointCorrupt(f"{name} cannot be read: {error.strerror}") from error
+        raise
+    return fd
+
+
+def _check(fd: int, name: str, expected: FileState, checksum: Checksum) -> None:
+    size = os.fstat(fd).st_size
+    if size != expected[0]:
+        raise CheckpointCorrupt(_wrong_size(name, size, expected))
+    buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # at the beginning of a page, as O_DIRECT requires
+    cache = CacheWindows(fd)
+    done = 0
+    while done < size:
+        try:
+            count = os.preadv(fd, [buffer], done)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                raise
+            fcntl.fcntl(fd, fcntl.F_SETFL, 0)  # after a short read, or where larger blocks are needed
+            continue
+        if not count:
+            raise CheckpointCorrupt(f"{name} ended early while being read")
+        checksum.update(buffer[:count])
+        done += count
+        cache.passed(done)
+    if str(checksum) != expected[1]:
+        raise CheckpointCorrupt(f"{name} does not match its checksum: it was damaged after it was written")
+
+
+def _beyond(found: Manifest, limit: int | None, newer: int, parent_checksum: str | None) -> str | None:
+    if limit is None:
+        return None
+    if found.step > limit:
+        return f"round {newer} continued from step {limit}: later steps of round {found.round} are not in the lineage"
+    if found.step == limit and parent_checksum is not None and found.checksum != parent_checksum:
+        return f"round {found.round} wrote it again after round {newer} continued from step {limit}"
+    return None
+
+
+def _state_damage(path: Path, found: Manifest) -> str | None:
+    files = object_store.files_of(found)
+    return next((why for name, each in files.items() if (why := _file_damage(path, name, each))), None)
+
+
+def _file_damage(path: Path, name: str, expected: FileState) -> str | None:
+    try:
+        status = os.stat(path / name)
+    except FileNotFoundError:
+        return object_store.damage(path, name)
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{name} is not a file"
+    return None if status.st_size == expected[0] else _wrong_size(name, status.st_size, expected)
+
+
+def _wrong_size(name: str, size: int, expected: FileState) -> str:
+    return f"{name} has {size} bytes, its manifest says {expected[0]}: it was cut short or replaced"

@@ -1,0 +1,534 @@
+"""Checkpoint directories in an object store, s3://bucket/prefix, gs://… or az://…, through fsspec.
+
+    <url>/r3-s1200/state.pt         the files of a checkpoint are put first
+    <url>/r3-s1200/manifest.json    is put last, and only if none is there: it commits
+    <url>/r3-s1200.again/.reserved  the node that may put this one, at the end of a job
+    <url>/.owner.json               the run that may commit; a later run takes over, and the earlier one is refused
+    <url>/.newest                   the name of the last commit, for stores whose listings lag
+
+The rest of this package works on a local directory, a copy of the store's: `pull` makes its names and manifests those
+of the store, `fetch` gets a file when it is opened, and a new checkpoint is put into the store before it gets its name
+here. So this node never has a checkpoint that the store lacks, and the copy may be deleted at any time. Its path tells
+where the store is: …/s3:/bucket/prefix (docs/adr/0014). No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, Checksum, FileState, Manifest, parse
+from elasticd.checkpointing.storage.object_url import CACHE_VARIABLE, missing_package, scheme_at, url_of
+from elasticd.errors import DirectoryInUse, ObjectStoreError
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    # Short timeouts, and few tries of the client's own: a call is tried again here. Four parts of 50 MB are in memory
+    # at a time.
+    "s3": {
+        "config_kwargs": {"connect_timeout": 5, "read_timeout": 30, "retries": {"mode": "standard", "max_attempts": 2}},
+        "max_concurrency": 4,
+    },
+}
+_OWNER, _NEWEST, _REMOTE, _RESERVED = ".owner.json", ".newest", ".remote", ".reserved"
+_MARK = re.compile(r"\.went-back-to-s[0-9]+")
+_PATIENCE_S = 20.0
+"""For a save: training continues meanwhile, and the next save tries again. At a job's start a wrong address is reported
+soon."""
+RESTORE_PATIENCE_S = 300.0
+"""For a restore: without it the job cannot continue."""
+BRIEF_PATIENCE_S = 3.0
+"""For a restore that has a state in memory."""
+_LOCKS = 64
+"""So many files are copied to a node at a time."""
+_FEWEST_TRIES, _PAUSE_MAX_S = 3, 5.0
+_MOST_SUPERSEDED = 100
+_BLOCK_BYTES = 8 << 20
+
+
+def store_of(directory: str | os.PathLike[str]) -> ObjectStore | None:
+    """None for a directory that is a copy of no store."""
+    url = url_of(Path(directory))
+    return None if url is None else _store(Path(directory), url)
+
+
+class ObjectStore:
+    """The store behind one local directory. Its calls raise ObjectStoreError when it refuses or does not answer."""
+
+    def __init__(self, directory: Path, url: str) -> None:
+        self.url = url
+        self._directory = directory
+        self._scheme, _, self._root = url.partition("://")
+        self.patience_s = _PATIENCE_S
+        """How long a call that fails is tried again."""
+        self._run: dict[str, str] | None = None
+        """The job and run that this process writes for; None: it only reads."""
+
+    # --- which run may write -----------------------------------------------------------------------------------------
+
+    def claim(self, job: str, run: str) -> str:
+        """Take the store for this run; returns a sentence if an earlier run has not released it. A second call changes
+        nothing. Raises DirectoryInUse if a later run has taken it.
+        """
+        own = {"job": job, "run": run}
+        self._check_private()
+        found = self._owner()
+        taken_from = ""
+        if {key: found.get(key) for key in own} != own:
+            superseded = found.get("superseded", [])
+            if found.get("run") is not None:
+                if [job, run] in superseded:
+                    raise DirectoryInUse(self._superseded(found, own))
+                superseded = [*superseded, [found["job"], found["run"]]][-_MOST_SUPERSEDED:]
+                taken_from = (
+                    f"{self.url} was not released by {_who(found)}: this run takes it, and if the other one still "
+                    "runs, its checkpoints are refused from now on"
+                )
+            record = {"version": "1.0", **own, "host": socket.gethostname(), "superseded": superseded}
+            self._put(_OWNER, json.dumps(record).encode())
+            self._abort_uploads("")
+        self._run = own
+        return taken_from
+
+    def release(self, job: str, run: str) -> None:
+        """The run has ended: the next one need not be warned."""
+        found = self._owner()
+        if (found.get("job"), found.get("run")) == (job, run):
+            self._put(_OWNER, json.dumps({**found, "run": None}).encode())
+
+    def holder(self) -> str | None:
+        """The run that has not released the store, for people."""
+        found = self._owner()
+        return _who(found) if found.get("run") is not None else None
+
+    def _check_owner(self) -> None:
+        """Before each change. Raises ObjectStoreError if a later run has taken the store."""
+        if self._run is not None and not self._is_claimed():
+            self.claim(self._run["job"], self._run["run"])
+
+    def _is_claimed(self) -> bool:
+        """False if no run has claimed the store. Raises ObjectStoreError if a later run has taken it."""
+        found, own = self._owner(), self._run
+        if (
+            own is not None
+            and found.get("run") is not None
+            and (found["job"], found["run"]) != (own["job"], own["run"])
+        ):
+            raise ObjectStoreError(self._superseded(found, own))
+        return bool(found)
+
+    def assume_claimed(self, job: str, run: str) -> None:
+        """The launcher has claimed it for this run: the next change, or `pull`, finds out otherwise."""
+        self._run = {"job": job, "run": run}
+
+    def _owner(self) -> dict[str, Any]:
+        data = self._get(_OWNER)
+        try:
+            found: dict[str, Any] = json.loads(data or b"{}")
+            return found if not found or {"job", "run", "host", "superseded"} <= found.keys() else {}
+        except (ValueError, AttributeError):
+            return {}  # overwritten by hand
+
+    def _superseded(self, found: Mapping[str, Any], own: Mapping[str, str]) -> str:
+        return (
+            f"{self.url} was taken by {_who(found)}; this is run {own['run']!r} of job {own['job']!r}. Stop one of "
+            f"them, or use another prefix; if that run has ended, delete {self.url}/{_OWNER}"
+        )
+
+    def has_bucket(self) -> bool:
+        return bool(self._files.fs.exists(self._root.partition("/")[0]))
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def pull(self, is_name: Callable[[str], bool]) -> None:
+        """Make the local names and manifests those of the store. `is_name`: of a checkpoint, or of one set aside.
+
+        Raises ObjectStoreError if the run of this process has claimed the store and it has been emptied, which must not
+        look like a job that has not begun, or if a later run has taken it.
+        """
+        if self._run is not None and not self._is_claimed():
+            raise ObjectStoreError(f"{self.url}/{_OWNER} is gone: was the prefix, or the bucket, deleted?")
+        found: dict[str, dict[str, Any]] = {}
+        marks = set()
+        for key, info in self._list("").items():
+            name, slash, file = key.partition("/")
+            if slash and is_name(name):
+                found.setdefault(name, {})[file] = info
+            elif _MARK.fullmatch(name):
+                marks.add(name)
+        newest = (self._get(_NEWEST) or b"").decode(errors="replace")
+        self._check_private()
+        with self._locked():
+            local = {name for name in os.listdir(self._directory) if is_name(name)}
+            for name in local | ({newest} if is_name(newest) else set()):
+                if MANIFEST not in found.get(name, {}) and (info := self._info(f"{name}/{MANIFEST}")) is not None:
+                    found.setdefault(name, {})[MANIFEST] = info  # the listing lags
+            for name in local - found.keys():
+                _remove(self._directory / name)
+            for name, files in found.items():
+                self._pull_name(name, files)
+            for mark in {each for each in os.listdir(self._directory) if _MARK.fullmatch(each)} ^ marks:
+                if mark in marks:
+                    (self._directory / mark).touch(0o600)
+                else:
+                    (self._directory / mark).unlink(missing_ok=True)
+
+    def _pull_name(self, name: str, files: Mapping[str, Any]) -> None:
+        path = self._directory / name
+        version = _version(files[MANIFEST]) if MANIFEST in files else ""
+        if path.is_dir() and _read_remote(path).get("version") == version:
+            return
+        data = self._get(f"{name}/{MANIFEST}") if version else None
+        manifest = parse(data) if data is not None else None
+        damage: dict[str, str] = {}
+        if isinstance(manifest, Manifest):
+            present = {f"{name}/{file}": info for file, info in files.items()}
+            damage = self._find_missing(name, files_of(manifest), present)
+        if data is not None and _content(path / MANIFEST) == data:
+            _write_remote(path, version, damage)
+        else:
+            self._place(name, data, version, damage)
+
+    def _find_missing(self, name: str, files: Mapping[str, FileState], present: Mapping[str, Any]) -> dict[str, str]:
+        """What the store lacks of these files, a sentence each. A listing may lag: the object itself is looked up."""
+        found: dict[str, str] = {}
+        for file, (size, _) in files.items():
+            info = present.get(f"{name}/{file}")
+            if info is None or info["size"] != size:
+                info = self._info(f"{name}/{file}")
+            if info is None:
+                found[file] = f"{file} is missing in {self.url}/{name}"
+            elif info["size"] != size:
+                found[file] = f"{file} has {info['size']} bytes in {self.url}/{name}, its manifest says {size}"
+        return found
+
+    def _place(self, name: str, manifest: bytes | None, version: str, damage: Mapping[str, str]) -> None:
+        """A checkpoint without its files, under its name."""
+        staging = self._directory / f".pulled.{secrets.token_hex(4)}"
+        staging.mkdir(mode=0o700)
+        _write_remote(staging, version, damage)
+        if manifest is not None:
+            (staging / MANIFEST).write_bytes(manifest)
+        _remove(self._directory / name)
+        os.rename(staging, self._directory / name)
+
+    def place(self, name: str, manifest: Manifest) -> None:
+        """Know a checkpoint that another node has read, as `pull` would. Raises OSError."""
+        self._check_private()
+        with self._locked():
+            if not (self._directory / name).is_dir():
+                self._place(name, manifest.to_json(), "", {})
+
+    def fetch(self, path: Path, file: str) -> int:
+        """Open a file of the checkpoint `path`; it is copied to this node if it is not here. Raises FileNotFoundError
+        if the store does not have it, ObjectStoreError if it cannot be copied.
+        """
+        with self._locked(zlib.crc32(f"{path.name}/{file}".encode()) % _LOCKS):
+            if not (path / file).exists():
+                copy = path / f".{file}.copy"
+                try:
+                    self._call("get_file", f"{path.name}/{file}", str(copy), patience_s=RESTORE_PATIENCE_S)
+                    os.rename(copy, path / file)
+                except FileNotFoundError:
+                    copy.unlink(missing_ok=True)
+                    raise
+                except OSError as error:
+                    copy.unlink(missing_ok=True)
+                    raise ObjectStoreError(f"{self.url}/{path.name}/{file} could not be copied: {error}") from error
+            return os.open(path / file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def find_damage(self, name: str, manifest: Manifest) -> str | None:
+        """Why a checkpoint cannot be used, after reading all of it from the store; None if it is whole."""
+        for file, expected in files_of(manifest).items():
+            found = self._call("open", f"{name}/{file}", "rb", block_size=_BLOCK_BYTES)
+            checksum, size = Checksum(expected[1].partition(":")[0]), 0
+            with found:
+                while block := found.read(_BLOCK_BYTES):
+                    checksum.update(block)
+                    size += len(block)
+            if (size, str(checksum)) != expected:
+                return f"{file} does not match its checksum: it was damaged after it was written"
+        return None
+
+    # --- changing ----------------------------------------------------------------------------------------------------
+
+    def free_name(self, name: str) -> str:
+        """Where the files of a checkpoint are put: a step saved twice gets the other name, and so on all nodes."""
+        return name if self._info(f"{name}/{MANIFEST}") is None else f"{name}.again"
+
+    def put_part(self, name: str, part: str, content: bytes) -> None:
+        """A message of another node about its files of a checkpoint, for `take_part`."""
+        self._put(f"{name}/{part}", content)
+
+    def take_part(self, name: str, part: str) -> bytes | None:
+        """None: it is not there yet."""
+        content = self._get(f"{name}/{part}")
+        if content is not None:
+            self._call("rm_file", f"{name}/{part}")
+        return content
+
+    def put(self, staged: Path, name: str, files: Iterable[str]) -> None:
+        """Put files of the local directory `staged`. Raises ObjectStoreError if a later run has taken the store."""
+        self._check_owner()
+        for file in files:
+            self._abort_uploads(f"{name}/{file}")
+            self._call("put_file", str(staged / file), f"{name}/{file}")
+
+    def _abort_uploads(self, below: str) -> None:
+        """What killed processes have left of uploads in parts: S3 keeps it, invisible, until it is aborted; the other
+        stores delete it by themselves.
+        """
+        if self._scheme != "s3":
+            return
+        s3 = self._files.fs
+        bucket, _, prefix = f"{self._root}/{below}".partition("/")
+        with contextlib.suppress(OSError):  # it may be forbidden; then a rule of the bucket has to do it
+            for each in s3.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads", ()):
+                s3.call_s3("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
+
+    def reserve(self, name: str, who: str) -> bool:
+        """True for one of the processes that want to put the checkpoint `name`, and for it also at a second try. Raises
+        NotImplementedError if the store has no conditional puts.
+        """
+        key = f"{name}/{_RESERVED}"
+        self._check_owner()
+        with contextlib.suppress(FileExistsError):
+            self._call("pipe_file", key, who.encode(), mode="create")
+        return self._get(key) == who.encode()
+
+    def is_reserved(self, name: str) -> bool:
+        return self._get(f"{name}/{_RESERVED}") is not None
+
+    def commit(self, staged: Path, name: str, manifest: Manifest, source: str | None) -> None:
+        """Put a checkpoint from the local directory `staged` into the store, or copy the files of its checkpoint
+        `source`. Raises ObjectStoreError, OSError.
+        """
+        self._check_owner()
+        files = files_of(manifest)
+        if name.endswith(".again"):  # it is there as well if a process died before it had deleted the other one
+            with contextlib.suppress(FileNotFoundError):
+                self._call("rm_file", f"{name}/{MANIFEST}")
+        if source is None:
+            self.put(staged, name, [file for file in files if (staged / file).exists()])  # the rest: by other nodes
+        else:
+            for file in files:
+                self._call("cp_file", f"{source}/{file}", f"{name}/{file}")
+        if damage := self._find_missing(name, files, self._list(name)):
+            raise ObjectStoreError("; ".join(damage.values()))
+        self._check_owner()  # the upload may have taken long
+        self._put(f"{name}/{MANIFEST}", manifest.to_json(), create=True)
+        self._put(_NEWEST, name.encode())
+        _write_remote(staged, _version(self._info(f"{name}/{MANIFEST}")), {})
+
+    def delete(self, name: str) -> None:
+        """The manifest first: it is no checkpoint from then on."""
+        self._check_owner()
+        with contextlib.suppress(FileNotFoundError):
+            self._call("rm_file", f"{name}/{MANIFEST}")
+        if keys := [key for key in self._list(name) if key != f"{name}/{MANIFEST}"]:
+            with contextlib.suppress(FileNotFoundError):
+                self._call("rm", keys)
+
+    def rename(self, old: str, new: str) -> None:
+        """A checkpoint is set aside."""
+        self._check_owner()
+        files = [key.partition("/")[2] for key in self._list(old)]
+        for file in sorted(files, key=lambda file: file == MANIFEST):
+            self._call("cp_file", f"{old}/{file}", f"{new}/{file}")
+        self.delete(old)
+
+    def write(self, name: str, content: bytes = b"") -> None:
+        """A small file beside the checkpoints. Raises ObjectStoreError if a later run has taken the store."""
+        self._check_owner()
+        self._put(name, content)
+
+    def read(self, name: str) -> bytes | None:
+        """A small file beside the checkpoints; None without one."""
+        return self._get(name)
+
+    def drop_copies(self, keep: Path) -> None:
+        """Files of other checkpoints than `keep` on this node: they can be fetched again."""
+        with self._locked():
+            for mark in self._directory.glob(f"*/{_REMOTE}"):
+                if mark.parent != keep:
+                    for file in {*mark.parent.glob("*"), *mark.parent.glob(".*")}:
+                        if file.name not in (MANIFEST, _REMOTE):
+                            file.unlink(missing_ok=True)
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def _list(self, name: str) -> dict[str, Any]:
+        """What there is below a name, by keys relative to the URL."""
+        self._files.invalidate_cache()
+        try:
+            found: dict[str, Any] = self._call("find", name, detail=True)
+        except FileNotFoundError:
+            return {}
+        return found
+
+    def _info(self, key: str) -> dict[str, Any] | None:
+        self._files.invalidate_cache()
+        try:
+            found: dict[str, Any] = self._call("info", key)
+        except FileNotFoundError:
+            return None
+        return found if found["type"] == "file" else None
+
+    def _get(self, key: str) -> bytes | None:
+        try:
+            data: bytes = self._call("cat_file", key)
+        except FileNotFoundError:
+            return None
+        return data
+
+    def _put(self, key: str, data: bytes, create: bool = False) -> None:
+        """`create`: only if there is none, where the store has conditional puts. Raises ObjectStoreError."""
+        how: dict[str, Any] = {"mode": "create"} if create else {}
+        try:
+            self._call("pipe_file", key, data, **how)
+        except FileNotFoundError:
+            raise ObjectStoreError(f"there is no bucket for {self.url}") from None
+        except FileExistsError:
+            if self._get(key) != data:  # else an earlier try has put it, and its answer was lost
+                raise ObjectStoreError(f"{self.url}/{key} is there already: another run writes there") from None
+        except NotImplementedError:
+            self._call("pipe_file", key, data)
+
+    @functools.cached_property
+    def _files(self) -> Any:
+        """fsspec's file system of the URL. Raises ObjectStoreError without the package."""
+        if why := missing_package(self._directory):
+            raise ObjectStoreError(why)
+        import fsspec
+
+        files = fsspec.filesystem(self._scheme, use_listings_cache=False, **_OPTIONS.get(self._scheme, {}))
+        return fsspec.filesystem("dir", path=self._root, fs=files)
+
+    def _call(self, verb: str, *args: Any, patience_s: float | None = None, **options: Any) -> Any:
+        """One call of fsspec, tried again while the store fails. Raises FileNotFoundError, FileExistsError,
+        NotImplementedError, and ObjectStoreError for everything else.
+        """
+        import tenacity
+
+        again = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_may_pass),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=_PAUSE_MAX_S),
+            stop=tenacity.stop_all(
+                tenacity.stop_after_delay(patience_s or self.patience_s), tenacity.stop_after_attempt(_FEWEST_TRIES)
+            ),
+            reraise=True,
+        )
+        method = getattr(self._files, verb)
+        try:
+            return again(method, *args, **options)
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, f"there is no such object in {self.url}", str(args[0])) from None
+        except (FileExistsError, NotImplementedError):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOSYS:
+                raise NotImplementedError from None
+            raise ObjectStoreError(f"{self.url}: {_sentence(error)}") from error
+
+    def _check_private(self) -> None:
+        """Make the local directory. Other users might have made the root of all copies, or what is below it."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        at = scheme_at(self._directory)
+        for path in (self._directory, *self._directory.parents)[: len(self._directory.parts) - (at or 0) + 1]:
+            if os.stat(path, follow_symlinks=False).st_uid not in (0, os.geteuid()):
+                raise ObjectStoreError(f"{path} belongs to another user; set {CACHE_VARIABLE}")
+
+    @contextlib.contextmanager
+    def _locked(self, number: int = _LOCKS) -> Iterator[None]:
+        """One process of this node at a time changes the copy; numbers below _LOCKS: copies a file."""
+        fd = os.open(self._directory / f".copying-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
+            os.close(fd)
+
+
+def files_of(manifest: Manifest) -> dict[str, FileState]:
+    return {STATE: (manifest.bytes, manifest.checksum), **manifest.files}
+
+
+def damage(path: Path, file: str) -> str | None:
+    """Of a file that is not on this node: why the store does not have it; None: it does."""
+    remote = _read_remote(path)
+    return remote["damage"].get(file) if remote else f"{file} is missing"
+
+
+@functools.lru_cache(maxsize=16)
+def _store(directory: Path, url: str) -> ObjectStore:
+    return ObjectStore(directory, url)
+
+
+def _version(info: Mapping[str, Any] | None) -> str:
+    """Of an object: it changes with each put."""
+    named = ("ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "created")
+    return next((f"{info['size']} {info[name]}" for name in named if name in info), "") if info else ""
+
+
+def _read_remote(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((path / _REMOTE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _write_remote(path: Path, version: str, damage: Mapping[str, str]) -> None:
+    (path / _REMOTE).write_text(json.dumps({"version": version, "damage": damage}), encoding="ascii")
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _remove(path: Path) -> None:
+    trash = path.with_name(f".dropped.{secrets.token_hex(4)}")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """True unless the same call would fail in the same way."""
+    final = (
+        FileNotFoundError,
+        FileExistsError,
+        PermissionError,
+        NotImplementedError,
+        TypeError,
+        ImportError,
+    )
+    no_credentials = "Credentials" in type(error).__name__
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOSYS)
+    return isinstance(error, Exception) and not (isinstance(error, final) or no_credentials or full)
+
+
+def _who(found: Mapping[str, Any]) -> str:
+    return f"run {found.get('run')!r} of job {found.get('job')!r} on {found.get('host')}"
+
+
+def _sentence(error: Exception) -> str:
+    text = (
+        (isinstance(error, OSError) and error.strerror) or str(error).strip().partition("\n")[0] or type(error).__name__
+    )
+    return f"access denied ({text})" if isinstance(error, PermissionError) else text
