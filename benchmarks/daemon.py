@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from elasticd_agent.node.api.client import AgentClient
+from elasticd_daemon.api.client import AgentClient
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = Path(__file__).parent / "scripts" / "steps.py"

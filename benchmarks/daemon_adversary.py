@@ -28,8 +28,8 @@ from typing import Any
 
 from benchmarks.attacker import NO_PID, USERS
 from elasticd_agent.model.codec import Document
-from elasticd_agent.node import keys as names
-from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, SlotAssignment, Submission
+from elasticd_daemon import keys as names
+from elasticd_daemon.records import Cordon, JobResult, NodeStatus, Placement, SlotAssignment, Submission
 from tests.etcd import EtcdServers
 
 HOSTILE_EVERY = 5

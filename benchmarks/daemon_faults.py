@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.daemon_fleet import ADOPT_S, Fleet, helpers
+from tests.daemon.node import AgentNode
 from tests.faults.job import comm_of
-from tests.node.node import AgentNode
 
 LEAVES_S = 120.0
 

@@ -24,19 +24,19 @@ from typing import Any
 
 from benchmarks.daemon_adversary import ATTACKER, PASSWORD, STORE_USER, Adversary, python_of_others
 from elasticd.errors import ElasticdError, WireError
-from elasticd_agent.model.job_dir import JobFiles
 from elasticd_agent.model.keys import Keys
-from elasticd_agent.node import keys as names
-from elasticd_agent.node.api.client import AgentClient, Unreachable
-from elasticd_agent.node.records import JobResult, Submission
-from elasticd_agent.node.runners import liveness as alive
-from elasticd_agent.node.runners.spec import read_spec
 from elasticd_agent.store import Store
 from elasticd_agent.store.etcd.store import EtcdStore
+from elasticd_daemon import keys as names
+from elasticd_daemon.api.client import AgentClient, Unreachable
+from elasticd_daemon.job_dir import JobFiles
+from elasticd_daemon.records import JobResult, Submission
+from elasticd_daemon.runners import liveness as alive
+from elasticd_daemon.runners.spec import read_spec
+from tests.daemon.node import AgentNode
 from tests.etcd import EtcdServers, free_ports
 from tests.faults.job import REPOSITORY, SCRIPTS
 from tests.multihost.cluster import LINEAGE
-from tests.node.node import AgentNode
 
 SLOTS = 2
 ADOPT_S = 12

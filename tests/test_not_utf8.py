@@ -14,12 +14,13 @@ import pytest
 
 import elasticd
 import elasticd_agent
+import elasticd_daemon
 from elasticd.checkpointing.memory import memory_limit, peer
 from elasticd.checkpointing.state import in_place
 from elasticd_agent.system.processes import cgroups
 from elasticd_agent.workers.launcher import template
 
-PACKAGES = [Path(package.__file__).parent for package in (elasticd, elasticd_agent)]
+PACKAGES = [Path(package.__file__).parent for package in (elasticd, elasticd_agent, elasticd_daemon)]
 NAME = "libopenblas caf\udce9\n.so"
 _NOT_FILES = ("os", "self", "self._saver", "self._writer", "self.saver.writer", "tarfile", "writer")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from elasticd_agent.cli.completion import all_parsers
 from elasticd_agent.cli.main import COMMANDS
+from elasticd_daemon.cli.completion import all_parsers
 
 
 def page() -> str:

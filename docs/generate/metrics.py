@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elasticd_agent.node import metrics as node
 from elasticd_agent.telemetry import metric_table as job
 from elasticd_agent.telemetry.goodput import AGREEMENT_S
 from elasticd_agent.telemetry.metric_table import MetricSpec
+from elasticd_daemon import metrics as node
 
 CHECKS = 12
 GPUS = 8
@@ -132,7 +132,7 @@ pairs of a cause and a node in each metric; beyond these it is `{others}`. So on
 
 NODE = """# Metrics of a node
 
-<!-- Written by `make docs` from docs/generate/metrics.py and agents/elasticd_agent/node/metrics.py. -->
+<!-- Written by `make docs` from docs/generate/metrics.py and agents/elasticd_daemon/metrics.py. -->
 
 `elasticd agent` serves these at `/metrics` of its HTTP port, without a token, together with the
 [metrics](metrics.md) of every job that runs on the node, distinguished by `job_id`. The runners are queried in

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elasticd_agent.config.env_variables import variable_name
-from elasticd_agent.config.reference import agent_keys, job_keys
+from elasticd_daemon.config.env_variables import variable_name
+from elasticd_daemon.config.reference import agent_keys, job_keys
 
 
 def agent_page() -> str:

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tests.daemon.node import AgentNode, until
 from tests.etcd import EtcdServers, etcd_servers, free_ports
 from tests.faults.job import Fault
-from tests.node.node import AgentNode, until
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 JOB = "both"

@@ -19,7 +19,7 @@ import pytest
 from tests.alerting.conftest import Watched
 from tests.alerting.pair import JOB, Pair
 from tests.alerting.watching import SCRAPE_S, Notice, Watch
-from tests.node.node import until
+from tests.daemon.node import until
 
 SOON = 60.0
 

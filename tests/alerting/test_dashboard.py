@@ -16,7 +16,7 @@ import pytest
 from tests.alerting.conftest import Watched
 from tests.alerting.pair import JOB
 from tests.alerting.watching import Watch
-from tests.node.node import until
+from tests.daemon.node import until
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "grafana"
 

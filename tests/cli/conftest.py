@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.node.conftest import etcd, node, nodes  # noqa: F401 fixtures
+from tests.daemon.conftest import etcd, node, nodes  # noqa: F401 fixtures
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

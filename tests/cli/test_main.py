@@ -52,7 +52,7 @@ PAGES_AND_MISTAKES = [
 SLOW = {
     *("asyncio", "concurrent.futures", "http.server", "logging", "multiprocessing", "ssl", "subprocess"),
     *("elasticd.session", "elasticd.checkpointing.storage.manifest", "elasticd.checkpointing.storage.object_store"),
-    *("elasticd_agent.job.run", "elasticd_agent.node", "elasticd_agent.store.open", "elasticd_agent.telemetry"),
+    *("elasticd_agent.job.run", "elasticd_daemon", "elasticd_agent.store.open", "elasticd_agent.telemetry"),
 }
 
 

@@ -16,8 +16,8 @@ from elasticd_agent.store.c10d.store import C10dStore
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.store.file import FileStore
 from elasticd_agent.store.memory import MemoryStore
+from tests.daemon.stores import Clock
 from tests.etcd import etcd_servers
-from tests.node.stores import Clock
 
 
 @dataclass(frozen=True, slots=True)

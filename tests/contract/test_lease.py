@@ -11,7 +11,7 @@ from elasticd_agent.store import Lease, Store
 from elasticd_agent.store.lease import LeasedKey
 from elasticd_agent.store.memory import MemoryStore
 from tests.contract.conftest import Backend
-from tests.node.stores import Clock, InterruptedStore
+from tests.daemon.stores import Clock, InterruptedStore
 
 Until = Callable[[Callable[[], object], float], object]
 SOON_S = 20.0

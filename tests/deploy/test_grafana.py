@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.node import metrics as gauges
 from elasticd_agent.telemetry.metric_table import METRICS
+from elasticd_daemon import metrics as gauges
 from tests.deploy.prometheus.test_rules import promtool
 
 ROOT = Path(__file__).resolve().parents[2]

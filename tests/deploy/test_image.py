@@ -32,8 +32,8 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def sources() -> set[str]:
     """What is to be in the package; listed before it is built, as somebody may be at work here."""
-    package = REPOSITORY / "agents/elasticd_agent"
-    return {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    agents = REPOSITORY / "agents"
+    return {str(path.relative_to(agents)) for path in agents.rglob("*") if path.is_file() and path.suffix != ".pyc"}
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +94,9 @@ def steps(job: Path) -> list[tuple[int, int]]:
 
 LOOKS = """
 import importlib.util, json, os, pathlib, struct
-package = pathlib.Path(importlib.util.find_spec("elasticd_agent").origin).parent
-sources = [*package.rglob("*.py"), *(package.parent / "torch" / "nn").rglob("*.py")]
+top = pathlib.Path(importlib.util.find_spec("elasticd_agent").origin).parent.parent
+files = [path for name in ("elasticd_agent", "elasticd_daemon") for path in (top / name).rglob("*") if path.is_file()]
+sources = [*(path for path in files if path.suffix == ".py"), *(top / "torch" / "nn").rglob("*.py")]
 def compiled(source):
     cached = pathlib.Path(importlib.util.cache_from_source(str(source)))
     return cached.exists() and struct.unpack("<I", cached.read_bytes()[8:12])[0] == int(source.stat().st_mtime)
@@ -120,7 +121,7 @@ print(json.dumps({
     "wheels": os.path.exists("/wheels") and os.listdir("/wheels"),
     "capabilities": status["CapEff"].strip(),
     "home": os.path.expanduser("~"),
-    "files": [str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()],
+    "files": [str(path.relative_to(top)) for path in files],
 }))
 """
 

@@ -6,13 +6,12 @@ import re
 from pathlib import Path
 
 from elasticd_agent.model.keys import Keys
-from elasticd_agent.node import keys as names
+from elasticd_daemon import keys as names
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-SOURCES = [
-    path.read_text() for folder in ("agents/elasticd_agent", "elasticd") for path in (ROOT / folder).rglob("*.py")
-]
+FOLDERS = "agents/elasticd_agent", "agents/elasticd_daemon", "elasticd"
+SOURCES = [path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 ELSEWHERE = {"elasticd-explain", "elasticd-rendezvous"}
 """Threads of commands and of torchrun's own process."""
 

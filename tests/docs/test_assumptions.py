@@ -10,7 +10,7 @@ from elasticd_agent.model.job import Policy
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "assumptions.md").read_text()
-FOLDERS = ("agents/elasticd_agent", "elasticd")
+FOLDERS = ("agents/elasticd_agent", "agents/elasticd_daemon", "elasticd")
 CODE = "\n".join(path.read_text() for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))
 NOT_OURS = {"quotes", "Exactly once", "out of memory", "No space left on device"}
 

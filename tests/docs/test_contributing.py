@@ -15,12 +15,13 @@ else:
 
 ROOT = Path(__file__).parents[2]
 AGENT = ROOT / "agents" / "elasticd_agent"
+DAEMON = ROOT / "agents" / "elasticd_daemon"
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 
 def layers(container: str) -> list[list[str]]:
-    (found,) = [c["layers"] for c in CONTRACTS if c["type"] == "layers" and c["containers"] == [container]]
+    (found,) = [c["layers"] for c in CONTRACTS if c["type"] == "layers" and c.get("containers") == [container]]
     return [[name.strip() for name in layer.split("|")] for layer in found]
 
 
@@ -34,13 +35,20 @@ def changes() -> list[tuple[str, str]]:
 
 
 def resolve(name: str) -> Path:
+    if name.startswith("elasticd_daemon/"):
+        return DAEMON.parent / name
     return ROOT / name if name.startswith(("elasticd/", "docs/", "tests/", "deploy/")) else AGENT / name
 
 
 def test_package_table_matches_linter() -> None:
     listed = re.findall(r"^\| `(\w+)/` \|", PAGE, re.MULTILINE)
     assert sorted(listed) == sorted(name for layer in layers("elasticd_agent") for name in layer if name != "__main__")
-    assert {path.name for path in AGENT.iterdir() if path.is_dir() and (path / "__init__.py").exists()} == set(listed)
+    assert packages(AGENT) == set(listed)
+    assert packages(DAEMON) == set(re.findall(r"`elasticd_daemon/(\w+)/`", PAGE))
+
+
+def packages(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if (path / "__init__.py").exists()}
 
 
 def test_layer_picture_matches_linter() -> None:

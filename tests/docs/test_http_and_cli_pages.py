@@ -9,12 +9,12 @@ from typing import cast
 
 import pytest
 
-from elasticd_agent.cli import job_commands as verbs
 from elasticd_agent.cli.main import AGENT_COMMANDS
-from elasticd_agent.node.api.routes import ApiRoutes
-from elasticd_agent.node.api.schema import JobProgress, JobStatus, NodeSummary, RankProgress, RoundStatus
-from elasticd_agent.node.api.service import JobService
 from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages
+from elasticd_daemon.api.routes import ApiRoutes
+from elasticd_daemon.api.schema import JobProgress, JobStatus, NodeSummary, RankProgress, RoundStatus
+from elasticd_daemon.api.service import JobService
+from elasticd_daemon.cli import job_commands as verbs
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.cli import job_commands as verbs
-from elasticd_agent.config import job_file as jobfile
 from elasticd_agent.config.run_options import parse_run
+from elasticd_daemon.cli import job_commands as verbs
+from elasticd_daemon.config import job_file as jobfile
 from tests.config.test_torchrun_flags import theirs
 
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from docs.generate.metrics import max_series
-from elasticd_agent.cli import doctor
-from elasticd_agent.cli import job_commands as verbs
-from elasticd_agent.cli.config_command import config
 from elasticd_agent.cli.main import AGENT_COMMANDS
+from elasticd_daemon.cli import doctor
+from elasticd_daemon.cli import job_commands as verbs
+from elasticd_daemon.cli.config_command import config
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from elasticd_agent.model.keys import Keys
-from elasticd_agent.node import keys as service
+from elasticd_daemon import keys as service
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "protocol.md").read_text()

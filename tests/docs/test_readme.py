@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.cli import job_commands as verbs
 from elasticd_agent.config.run_options import parse_run
+from elasticd_daemon.cli import job_commands as verbs
 
 if sys.version_info >= (3, 11):
     import tomllib

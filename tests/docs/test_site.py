@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.node.dashboard.browser import Browser, missing
+from tests.daemon.dashboard.browser import Browser, missing
 
 ROOT = Path(__file__).parents[2]
 

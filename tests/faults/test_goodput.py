@@ -14,9 +14,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticd_agent.hangs.explain.event_log import RunLog
-from elasticd_agent.node.api.cluster import merge_progress
-from elasticd_agent.node.api.progress import JobTimeline
 from elasticd_agent.telemetry.metric_table import TIME_STATES
+from elasticd_daemon.api.node_files import merge_progress
+from elasticd_daemon.api.progress import JobTimeline
 from tests.etcd import free_ports
 from tests.faults.conftest import StartJob
 from tests.faults.job import Fault, Job, until

@@ -18,8 +18,6 @@ from elasticd import bounded_json
 from elasticd.checkpointing.storage import manifest
 from elasticd.errors import UsageError, WireError
 from elasticd.heartbeat import record
-from elasticd_agent.cli import tables
-from elasticd_agent.config.job_file import read_job
 from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.collector import flight_recorder
 from elasticd_agent.hangs.explain import load, locate
@@ -29,12 +27,17 @@ from elasticd_agent.model.codec import LEAST_NUMBER, Document, Record
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.records import Exclusion, Failure, Member, NodeRecord, QuarantinedSlot, Round, StoreLife
 from elasticd_agent.model.reports import GroupTail, HangReport, RankReport
-from elasticd_agent.node import keys
-from elasticd_agent.node.api.client import Reply, Unreachable
-from elasticd_agent.node.api.cluster import ClusterReader
-from elasticd_agent.node.api.progress import JobTimeline
-from elasticd_agent.node.api.routes import ApiRoutes
-from elasticd_agent.node.api.schema import (
+from elasticd_agent.rendezvous.probe import ProbeAlive
+from elasticd_agent.system.network.http_auth import TokenAuth
+from elasticd_agent.system.network.http_server import HttpRequest, _Handler
+from elasticd_agent.torchrun_plugin.member import JobClosed
+from elasticd_agent.torchrun_plugin.plan import Candidate, TorchrunMember, TorchrunRound
+from elasticd_daemon import keys
+from elasticd_daemon.api.client import Reply, Unreachable
+from elasticd_daemon.api.node_files import ClusterReader
+from elasticd_daemon.api.progress import JobTimeline
+from elasticd_daemon.api.routes import ApiRoutes
+from elasticd_daemon.api.schema import (
     CheckpointStatus,
     GpuStatus,
     JobProgress,
@@ -48,16 +51,13 @@ from elasticd_agent.node.api.schema import (
     RunnerAnswer,
     ScalarSeries,
 )
-from elasticd_agent.node.dashboard.login import LoginCookies
-from elasticd_agent.node.dashboard.routes import DashboardRoutes, ResponseCache
-from elasticd_agent.node.records import NodeStatus
-from elasticd_agent.rendezvous.probe import ProbeAlive
-from elasticd_agent.system.network.http_auth import TokenAuth
-from elasticd_agent.system.network.http_server import HttpRequest, _Handler
-from elasticd_agent.torchrun_plugin.member import JobClosed
-from elasticd_agent.torchrun_plugin.plan import Candidate, TorchrunMember, TorchrunRound
-from tests.node.api.test_fuzzed import RECORDS
-from tests.node.served import JOB, TOKEN, Served
+from elasticd_daemon.cli import tables
+from elasticd_daemon.config.job_file import read_job
+from elasticd_daemon.dashboard.login import LoginCookies
+from elasticd_daemon.dashboard.routes import DashboardRoutes, ResponseCache
+from elasticd_daemon.records import NodeStatus
+from tests.daemon.api.test_fuzzed import RECORDS
+from tests.daemon.served import JOB, TOKEN, Served
 
 RECORDING = {
     "version": "2.5", "comm_lib_version": "2.26", "pg_status": {"0": {"last_completed_collective": 3}},

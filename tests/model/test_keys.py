@@ -12,7 +12,7 @@ from elasticd_agent.model.codec import Document
 from elasticd_agent.model.keys import COMPRESSED_FROM, Keys, decode_record, encode_record
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.model.reports import HangReport
-from elasticd_agent.node.records import JobResult, NodeStatus, Submission
+from elasticd_daemon.records import JobResult, NodeStatus, Submission
 
 
 def test_watched_keys_are_not_written_by_every_node() -> None:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from elasticd_agent.node.records import Cordon, JobResult, NodeStatus, Placement, RunnerStatus, Submission
-from elasticd_agent.node.scheduler.policy import ClusterView, describe, head_of_queue, schedule
+from elasticd_daemon.records import ClusterView, Cordon, JobResult, NodeStatus, Placement, RunnerStatus, Submission
+from elasticd_daemon.scheduler.policy import describe, head_of_queue, schedule
 
 
 @dataclass

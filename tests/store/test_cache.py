@@ -8,10 +8,10 @@ import pytest
 
 from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.keys import decode_record
-from elasticd_agent.node.records import Cordon, JobResult
 from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.store.memory import MemoryStore
-from tests.node.stores import InterruptedStore
+from elasticd_daemon.records import Cordon, JobResult
+from tests.daemon.stores import InterruptedStore
 
 
 class Fixture:

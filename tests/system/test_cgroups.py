@@ -1,6 +1,6 @@
 """Control groups: of this machine, and from files as systemd and container runtimes lay them out.
 
-tests/node/runners/test_control_groups.py has the limits of jobs on a real kernel.
+tests/daemon/runners/test_control_groups.py has the limits of jobs on a real kernel.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.daemon.runners.test_control_groups import boot, user_mode_linux
 from tests.faults.job import REPOSITORY
-from tests.node.runners.test_control_groups import boot, user_mode_linux
 
 UNIT = "elasticd-agent.service"
 OLDEST = 254
@@ -31,7 +31,7 @@ limits = { job_pids = 400, job_cpu_weight = 100 }
 LIMITS = {"memory": 'memory = "150MB"', "pids": "pids = 60", "share": "cpu_weight = 7, pids = 1000"}
 JOB = """\
 id = "NAME"
-command = ["/repository/tests/node/scripts/hungry.py", "NAME", "${local_rank}"]
+command = ["/repository/tests/daemon/scripts/hungry.py", "NAME", "${local_rank}"]
 workdir = "/srv/work"
 workers = 1
 max_restarts = 0

@@ -44,16 +44,16 @@ COMMANDS = {
     "cordon": Command("gives a node no new work"),
     "drain": Command("moves a node's jobs away after a checkpoint, and gives it no new ones"),
     "uncordon": Command("gives a node work again"),
-    "agent": Command("runs on a node as a service and runs submitted jobs", "elasticd_agent.node.agent:agent"),
+    "agent": Command("runs on a node as a service and runs submitted jobs", "elasticd_daemon.agent:agent"),
     "store": Command("hosts a c10d store, where nodes without etcd meet", "elasticd_agent.cli.store_server:store"),
-    "doctor": Command("runs the agent's health checks on this machine", "elasticd_agent.cli.doctor:doctor"),
-    "config": Command("checks and explains an agent.toml or a job file", "elasticd_agent.cli.config_command:config"),
+    "doctor": Command("runs the agent's health checks on this machine", "elasticd_daemon.cli.doctor:doctor"),
+    "config": Command("checks and explains an agent.toml or a job file", "elasticd_daemon.cli.config_command:config"),
     "docs": Command("prints the documentation of this version", "elasticd_agent.cli.docs:docs"),
-    "completion": Command("prints a script for the shell's completion", "elasticd_agent.cli.completion:completion"),
+    "completion": Command("prints a script for the shell's completion", "elasticd_daemon.cli.completion:completion"),
 }
 AGENT_COMMANDS = tuple(name for name, command in COMMANDS.items() if not command.entry)
 """Those that always use an agent."""
-_HIDDEN = {"job": "elasticd_agent.node.runners.main:job", "try-job": "elasticd_agent.node.runners.main:try_job"}
+_HIDDEN = {"job": "elasticd_daemon.runners.main:job", "try-job": "elasticd_daemon.runners.main:try_job"}
 """The agent starts its runners and their trials with them."""
 _AGENT_FLAGS = {"--agent", "--token-file", "--ca", "--node"}
 _LOCAL_FLAGS = {"--list", "--event-log", "--pid", "--job", "--out", "-h", "--help"}
@@ -95,8 +95,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if command in AGENT_COMMANDS or (command in ("dump", "explain") and refers_to_job(command, rest, os.environ)):
-            from elasticd_agent.cli.job_commands import run_command
-
+            run_command: Callable[[str, Sequence[str]], int] = _load("elasticd_daemon.cli.job_commands:run_command")
             return run_command(command, rest)
         if entry := _HIDDEN.get(command) or (COMMANDS[command].entry if command in COMMANDS else ""):
             return _load(entry)(rest)
@@ -116,17 +115,17 @@ def _help() -> str:
     )
 
 
-def _load(entry: str) -> Callable[[Sequence[str]], int]:
-    module, _, function = entry.partition(":")
+def _load(entry: str) -> Callable[..., int]:
+    module, _, name = entry.partition(":")
     try:
-        found: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+        function: Callable[..., int] = getattr(import_module(module), name)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("", "elasticd", "elasticd_agent"):
+        if (error.name or "").partition(".")[0] in ("", "elasticd", "elasticd_agent", "elasticd_daemon"):
             raise
         raise UsageError(
             f"the package {error.name!r} is missing, which this command needs: pip install elasticd, without --no-deps"
         ) from None
-    return found
+    return function
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -141,8 +140,7 @@ def _run(argv: Sequence[str]) -> int:
 
     preflight.check(spec, settings, os.environ)
     if settings.ui_port is not None:
-        from elasticd_agent.node.run_page import run_with_page
-
+        run_with_page: Callable[..., int] = _load("elasticd_daemon.run_page:run_with_page")
         return run_with_page(spec, policy, settings)
     from elasticd_agent.job.run import run_job
 

@@ -1,5 +1,5 @@
-"""Everything a person can set: options of `elasticd run`, agent.toml, job files, ELASTICD_ variables.
+"""Options of `elasticd run`: torchrun's and its own.
 
-Entry points: run_options.parse_run, load.load, job_file.read_job. All of them end in the frozen values of model/job.py
-or in NodeSettings, or raise UsageError in one line. It reads files and environments, and opens no socket.
+Entry point: run_options.parse_run. It ends in the frozen values of model/job.py, or raises UsageError in one line. It
+reads files and environments, and opens no socket.
 """

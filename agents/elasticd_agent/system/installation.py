@@ -27,13 +27,13 @@ _PROGRAMS = {
     "nvml": "system/gpus/nvml_process.py",
     "evidence_collector": "hangs/collector/__main__.py",
     "c10d_fork_server": "store/c10d/fork_server.py",
-    "all_reduce": "node/health/all_reduce_process.py",
 }
 _RUN = """\
 import sys
 from elasticd_agent.cli.main import main
 sys.exit(main())
 """
+_DAEMON = "elasticd_daemon"
 _COMPILED = f".{sys.implementation.cache_tag}.pyc"
 
 
@@ -48,12 +48,12 @@ def library_file(module: str) -> str:
 
 
 def import_path() -> list[str]:
-    """The directories on sys.path from which elasticd_agent and elasticd are imported: one or two."""
+    """The directories on sys.path from which the packages are imported: one or two."""
     return list(dict.fromkeys(str(package.parent) for package in _packages().values()))
 
 
 def digest() -> str:
-    """Identifies the content of both packages. Raises OSError."""
+    """Identifies the content of all packages. Raises OSError."""
     return _digest(_packages())
 
 
@@ -66,7 +66,7 @@ def is_copy(directory: Path, digest: str) -> bool:
 
 
 def copy_to(directory: Path) -> None:
-    """Copy both packages into a new `directory`; `python DIRECTORY ...` is then the command `elasticd`.
+    """Copy all packages into a new `directory`; `python DIRECTORY ...` is then the command `elasticd`.
 
     Every user may read the copy, only this one may change it. Compiled files come along, and stay valid because the
     sources keep their times: a process starts as fast as from the installation. Raises OSError.
@@ -99,7 +99,9 @@ def use(directory: Path) -> None:
 
 
 def _packages() -> dict[str, Path]:
-    return {package.__name__: Path(package.__path__[0]) for package in (elasticd, elasticd_agent)}
+    agent = Path(elasticd_agent.__path__[0])
+    # The daemon is found, not imported: `elasticd run` does not need it.
+    return {"elasticd": Path(elasticd.__path__[0]), "elasticd_agent": agent, _DAEMON: agent.with_name(_DAEMON)}
 
 
 def _digest(packages: dict[str, Path]) -> str:

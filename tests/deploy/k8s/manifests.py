@@ -128,7 +128,7 @@ def accepted(words: Sequence[str]) -> str:
     command, *rest = words
     match command:
         case "agent":
-            from elasticd_agent.node import agent
+            from elasticd_daemon import agent
 
             agent._parser().parse_args(rest)
         case "store":
@@ -142,7 +142,7 @@ def accepted(words: Sequence[str]) -> str:
         case "config":
             assert rest[0] in ("check", "example"), rest
         case _:
-            from elasticd_agent.cli import job_commands as verbs
+            from elasticd_daemon.cli import job_commands as verbs
 
             verbs._parser(command).parse_args(rest)
     return command

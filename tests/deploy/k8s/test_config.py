@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.load import load
-from elasticd_agent.config.store_options import store_rendezvous
+from elasticd_daemon.config.load import load
+from elasticd_daemon.config.store_options import store_rendezvous
 from tests.deploy.k8s.machine import AgentPod, Machine
 from tests.deploy.k8s.manifests import DAEMONS, overlay
 

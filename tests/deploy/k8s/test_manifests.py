@@ -22,14 +22,14 @@ import yaml
 
 from deploy.k8s import rules
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent.config import env_variables as variables
-from elasticd_agent.config.agent_settings import NodeSettings
-from elasticd_agent.config.documents import parse
-from elasticd_agent.config.job_file import read_job
 from elasticd_agent.config.quantities import parse_seconds
-from elasticd_agent.node.api import routes as api
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MetricsServer, MonitoringPages
+from elasticd_daemon.api import routes as api
+from elasticd_daemon.config import env_variables as variables
+from elasticd_daemon.config.agent_settings import NodeSettings
+from elasticd_daemon.config.documents import parse
+from elasticd_daemon.config.job_file import read_job
 from tests.deploy.k8s.machine import answers
 from tests.deploy.k8s.manifests import (
     DAEMONS,

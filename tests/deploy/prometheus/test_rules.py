@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from elasticd_agent.node import metrics as gauges
 from elasticd_agent.telemetry.metric_table import METRICS, RESTART_CAUSES, TIME_STATES
+from elasticd_daemon import metrics as gauges
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy" / "prometheus"

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from elasticd_agent.node.sd_notify import open_notifier
+from elasticd_daemon.sd_notify import open_notifier
 
 STATE = Path(sys.argv[1])
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)

@@ -41,7 +41,7 @@ class StackLocation:
     function: str
 
 
-_OURS = r"(?:^|/)(?:elasticd_agent/|elasticd/[\w/]+\.py$)"
+_OURS = r"(?:^|/)(?:elasticd_(?:agent|daemon)/|elasticd/[\w/]+\.py$)"
 _SEEN_THROUGH = ("python", "torch", "elasticd", "elasticd_agent")
 """The libraries whose frames may be inside of a wait."""
 

@@ -1,0 +1,394 @@
+"""`elasticd agent`: builds the agent, runs its main loop, and handles signals and its replacement by exec.
+
+Signals become messages in the loop's inbox: SIGTERM and SIGINT drain the node and end the agent, SIGHUP reloads the
+configuration, SIGUSR2 replaces the agent, as the same process, by the installed version. None of them affects runners:
+they are separate processes, which a later agent finds by their locks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from elasticd_agent.config.command_parser import CommandParser
+from elasticd_agent.model.job import Rendezvous
+from elasticd_agent.model.version import version
+from elasticd_agent.store import Store
+from elasticd_agent.store.cache import StoreCache
+from elasticd_agent.store.file import FileStore
+from elasticd_agent.store.open import open_store
+from elasticd_agent.system import installation
+from elasticd_agent.system.network.addresses import format_endpoint, local_address
+from elasticd_agent.system.network.http_auth import TokenAuth
+from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
+from elasticd_agent.system.processes.process import STRAY_SIGNALS, signal_name, take_signals
+from elasticd_agent.telemetry import events
+from elasticd_agent.telemetry.console import PlainConsole
+from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages
+from elasticd_daemon import state_dir
+from elasticd_daemon.api.audit import AuditedRoutes
+from elasticd_daemon.api.local import LocalJobs
+from elasticd_daemon.api.peers import Peers
+from elasticd_daemon.api.routes import ApiRoutes
+from elasticd_daemon.api.server import ApiServer
+from elasticd_daemon.api.service import JobService
+from elasticd_daemon.config.agent_settings import NodeSettings
+from elasticd_daemon.config.allow_lists import refusal
+from elasticd_daemon.config.env_variables import AGENT_FLAGS
+from elasticd_daemon.config.job_file import JobFile
+from elasticd_daemon.config.load import load, merge_reloaded
+from elasticd_daemon.config.store_options import store_policy, store_rendezvous
+from elasticd_daemon.dashboard.login import LoginCookies
+from elasticd_daemon.dashboard.routes import DashboardRoutes
+from elasticd_daemon.health.checks import NodeChecks
+from elasticd_daemon.health.monitor import HealthMonitor, health_file, report_change
+from elasticd_daemon.health.policy import HealthVerdict
+from elasticd_daemon.journal import AgentJournal
+from elasticd_daemon.loop import LoopDependencies, Message, NodeLoop, SignalRequest, Wakeup
+from elasticd_daemon.metrics import REQUESTS, NodeMetrics, RunnerScraper, health_samples, merge_pages, process_metrics
+from elasticd_daemon.registration import NodeStatusPublisher, inventory
+from elasticd_daemon.runners import versions
+from elasticd_daemon.runners.manager import RunnerManager
+from elasticd_daemon.runners.spawn import SpecBuilder
+from elasticd_daemon.scheduler.scheduler import Scheduler
+from elasticd_daemon.sd_notify import Notifier, open_notifier
+from elasticd_daemon.state_dir import DiskCleaner
+
+STORE_JOURNAL = "store.journal"
+REPLACEMENT_CHECK_S = 20.0
+"""The main loop waits for it, and systemd's watchdog may be as short as 30 s (deploy/systemd)."""
+MAX_HEALTHY_LAG_S = 30.0
+"""A main loop that has not run for this long is stuck; its own timers are far shorter."""
+GC_THRESHOLDS = (20_000, 20, 20)
+"""The store's records have no cycles: with Python's own thresholds lists of 10,000 jobs take twice the time."""
+_SIGNAL_REQUESTS: Mapping[int, SignalRequest] = {
+    signal.SIGTERM: SignalRequest("drain", "SIGTERM"),
+    signal.SIGINT: SignalRequest("drain", "SIGINT"),
+    signal.SIGHUP: SignalRequest("reload", "SIGHUP"),
+    signal.SIGUSR2: SignalRequest("replace", "SIGUSR2"),
+}
+
+
+def agent(argv: Sequence[str]) -> int:
+    """Returns 0 once it has left on request; raises UsageError for a configuration that cannot work here."""
+    options = _parser().parse_args(argv)
+    if options.supervised:
+        from elasticd_daemon.supervisor import supervise
+
+        return supervise(_own_command(without="--supervised"))
+    settings = _load_settings(options)
+    if options.check:
+        return 0
+    gc.set_threshold(*GC_THRESHOLDS)
+    faulthandler.enable()  # systemd's watchdog ends a hung agent with SIGABRT: the journal then has its stacks
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    with signals_to_inbox(inbox):
+        with contextlib.ExitStack() as stack:
+            notifier = open_notifier(os.environ)
+            replaces = _run(
+                settings,
+                lambda: _load_settings(options),
+                lambda: installed_version_error(argv),
+                inbox,
+                notifier,
+                stack,
+            )
+        if replaces:
+            _exec_replacement(notifier, inbox)
+    return 0
+
+
+def _run(
+    settings: NodeSettings,
+    read: Callable[[], NodeSettings],
+    replacement_error: Callable[[], str],
+    inbox: queue.SimpleQueue[Message],
+    notifier: Notifier,
+    stack: contextlib.ExitStack,
+) -> bool:
+    """Builds the agent and runs it. True: the process must replace itself."""
+
+    state = settings.state_dir
+    stack.enter_context(state_dir.exclusive(state))
+    os.umask(0o077)
+    output = NonBlockingWriter(2)
+    stack.callback(output.close)
+    journal = AgentJournal(PlainConsole(output, settings.node), settings.logs, settings.node)
+    stack.callback(journal.close)
+    code = _prepare_code(state, journal)
+    parts = _open_parts(settings, code, journal, inbox, notifier, stack)
+    rendezvous = store_rendezvous(settings)
+    specs = SpecBuilder(settings, rendezvous, settings.devices(os.environ))
+    loop = NodeLoop(parts, specs, lambda old: _reload(parts, old, read()), replacement_error)
+    serving = _open_api(loop, parts)
+    stack.callback(serving.close)
+    cleaner = DiskCleaner(state, loop.jobs_with_files_in_use, lambda: float(loop.settings.keep_ended_s), journal.log)
+    stack.callback(cleaner.close)
+    address = _advertised_address(settings, rendezvous, serving.address)
+    serving.token_auth.address = address
+    loop.set_address(address)
+    return _run_loop(loop, parts, code)
+
+
+def _open_parts(
+    settings: NodeSettings,
+    code: Path | None,
+    journal: AgentJournal,
+    inbox: queue.SimpleQueue[Message],
+    notifier: Notifier,
+    stack: contextlib.ExitStack,
+) -> LoopDependencies:
+    """What the main loop works with; `stack` closes it."""
+
+    def wake() -> None:
+        inbox.put(Wakeup())
+
+    lease_s, renewal_s = float(settings.lease_s), float(settings.renewal_s)
+    store = _open_store(settings, journal)
+    stack.callback(store.close)
+    cache = StoreCache(store, journal.warn, wake)
+    status = inventory(settings, state_dir.incarnation(settings.state_dir, settings.node), os.environ)
+    runners = RunnerManager(settings.state_dir, wake, journal.log, code)
+    stack.callback(runners.close)
+    metrics = NodeMetrics(settings.node, version())
+    registration = NodeStatusPublisher(store, status, lease_s, renewal_s, metrics.lease)
+    scheduler = Scheduler(
+        store,
+        status.node,
+        status.incarnation,
+        lease_s,
+        renewal_s,
+        float(settings.adopt_timeout_s),
+        changed=wake,
+        announce=registration.key.announce_beside,
+        retention_s=float(settings.keep_ended_s),
+        refuse_timeout_s=float(settings.refuse_timeout_s),
+        cache=cache,
+    )
+    file = health_file(settings)
+    file.max_gpus = len(settings.devices(os.environ))
+    health = HealthMonitor(
+        lambda on_event: NodeChecks(settings, os.environ, on_event), settings, file, idle=lambda: not runners.alive()
+    )
+    stack.callback(health.close)
+    return LoopDependencies(
+        store, cache, registration, runners, scheduler, health, notifier, journal, inbox, status, metrics
+    )
+
+
+def _reload(parts: LoopDependencies, old: NodeSettings, read: NodeSettings) -> tuple[NodeSettings, list[str]]:
+    new, changes = merge_reloaded(old, read)
+    parts.health.update(new)
+    parts.scheduler.adopt_timeout_s = float(new.adopt_timeout_s)
+    parts.scheduler.retention_s = float(new.keep_ended_s)
+    parts.scheduler.refuse_timeout_s = float(new.refuse_timeout_s)
+    return new, changes
+
+
+def _run_loop(loop: NodeLoop, parts: LoopDependencies, code: Path | None) -> bool:
+    """Take over the runners of an earlier agent, and run the main loop to its end."""
+    journal = parts.journal
+
+    def health_changed(change: HealthVerdict) -> None:
+        report_change(change, journal.event)
+        parts.inbox.put(Wakeup())
+
+    adopted = loop.adopt()
+    if code is not None:
+        versions.remove_unused(loop.settings.state_dir, code)
+    parts.health.start(health_changed)
+    me = f"elasticd {version()}, pid {os.getpid()}: the agent of node {loop.status.node}"
+    journal.event(
+        events.AgentStartedEvent,
+        f"{me} starts" + (f" and adopts {adopted} runner(s)" if adopted else ""),
+        version=version(),
+        pid=os.getpid(),
+        adopted=adopted,
+    )
+    replaces = False
+    try:
+        replaces = loop.run()
+    finally:
+        loop.close(leaves=not replaces)
+    how = "is replaced by the installed version" if replaces else "has left"
+    journal.event(events.AgentEndedEvent, f"{me} {how}", exit_code=None if replaces else 0)
+    return replaces
+
+
+def _prepare_code(state: Path, journal: AgentJournal) -> Path | None:
+    """A copy of elasticd's code for the runners and, from now on, for this process; None: it cannot be made."""
+    try:
+        code = versions.prepare(state)
+    except OSError as error:
+        journal.warn(
+            f"no copy of elasticd in {state / 'versions'} ({error.strerror}): jobs that start now use the installed "
+            "files; do not upgrade elasticd while they run"
+        )
+        return None
+    installation.use(code)
+    return code
+
+
+def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
+    """The HTTP API with the dashboard; its listeners keep the settings of the start. Raises UsageError."""
+    settings, http = loop.settings, loop.settings.http
+    token, tls = (
+        TokenAuth(http.token_file, http.tokens, http.read_only, http.agents_token_file),
+        http.tls_cert is not None,
+    )
+
+    def check(job: JobFile) -> None:
+        if (wrong := refusal(loop.settings.limits, job, loop.settings.user)) is not None:
+            raise wrong
+
+    local = LocalJobs(settings.node, settings.state_dir, gpu_usage=parts.health.gpu_usage)
+    peers = Peers(token.token, tls, http.tls_ca, http.tls_name)
+    service = JobService(
+        parts.store,
+        local,
+        peers,
+        check,
+        limit=lambda: loop.settings.limits.jobs_per_submitter,
+        trial=loop.refusal,
+        cache=parts.cache,
+    )
+    cookies = LoginCookies(token, time.time, tls, state_dir.cookie_key(settings.state_dir))
+    routes = DashboardRoutes(ApiRoutes(service, _pages(loop, parts, local)), token, cookies, version())
+    audited = AuditedRoutes(routes, parts.journal.audit, lambda action: parts.metrics.count(REQUESTS, action))
+    server = ApiServer(settings.socket_path, http, audited, token)
+    host, port = server.address
+    routes.base_url = f"{'https' if tls else 'http'}://" + format_endpoint(
+        "localhost" if host in ("0.0.0.0", "::") else host, port
+    )
+    return server
+
+
+def _pages(loop: NodeLoop, parts: LoopDependencies, local: LocalJobs) -> MonitoringPages:
+    scraper = RunnerScraper(loop.status.node, local.metrics)
+
+    def page() -> bytes:
+        jobs = scraper.scrape(loop.jobs())
+        health = parts.health
+        samples = health_samples(health.current(), health.failure_streak(), health.results, health.gpu_usage())
+        return merge_pages([parts.metrics.render({**loop.gauges(), **samples}), process_metrics(), *jobs])
+
+    def healthy() -> HealthProbeResult:
+        lag_s = loop.lag_s()
+        return HealthProbeResult(
+            lag_s < MAX_HEALTHY_LAG_S, f"the main loop is {lag_s:.0f} s late" if lag_s > 1 else "ok"
+        )
+
+    def status() -> Mapping[str, Any]:
+        return {**loop.status.to_dict(), "registered": loop.registered, "store_unavailable": loop.store_down}
+
+    return MonitoringPages(page, status, healthy, ready=lambda: HealthProbeResult(*loop.readiness()))
+
+
+def _advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to: tuple[str, int]) -> str:
+    """HOST:PORT of this agent for other nodes."""
+    host, port = bound_to
+    if host in ("0.0.0.0", "::"):
+        endpoints = rendezvous.endpoints
+        host = settings.local_addr or (local_address(endpoints, None) if endpoints else "127.0.0.1")
+    return format_endpoint(host, port)
+
+
+def _open_store(settings: NodeSettings, journal: AgentJournal) -> Store:
+    if settings.store.backend == "local":
+        return FileStore(settings.state_dir / STORE_JOURNAL, log=journal.warn)
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # our forks exec at once; gRPC would log a warning for each
+    return open_store(store_rendezvous(settings), sys.executable, store_policy(settings), journal.warn)
+
+
+@contextlib.contextmanager
+def signals_to_inbox(inbox: queue.SimpleQueue[Message]) -> Iterator[None]:
+    """Signals become messages, also those that arrived while this process was replacing itself."""
+
+    def handle(signum: int, _: FrameType | None) -> None:
+        inbox.put(_SIGNAL_REQUESTS.get(signum) or SignalRequest("ignore", signal_name(signum)))
+
+    stray = take_signals(set(STRAY_SIGNALS) - _SIGNAL_REQUESTS.keys(), handle)
+    before = {**stray, **{signum: signal.signal(signum, handle) for signum in _SIGNAL_REQUESTS}}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNAL_REQUESTS)
+    try:
+        yield
+    finally:
+        # A signal from now on is for the replacement, or too late.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNAL_REQUESTS)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def installed_version_error(arguments: Sequence[str] = ()) -> str:
+    """Why the installed version cannot take over with these arguments; "" if it can. Takes a second; bounded.
+
+    It reads the configuration, too: a replacement that found it wrong would exit and leave the jobs without an agent.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "elasticd_agent", "agent", "--check", *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=REPLACEMENT_CHECK_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"the installed version does not start: {error}"
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    why = last.removeprefix("elasticd agent: error: ")
+    return "" if done.returncode == 0 else f"the installed version does not start: {why}"
+
+
+def _load_settings(options: argparse.Namespace) -> NodeSettings:
+    given = {flag: text for flag in AGENT_FLAGS if (text := getattr(options, flag[2:].replace("-", "_"))) is not None}
+    return load(options.config, os.environ, given)
+
+
+def _exec_replacement(notifier: Notifier, inbox: queue.SimpleQueue[Message]) -> NoReturn:
+    """Become the installed version: same process, same children. Signals stay blocked until it handles them.
+
+    Unhandled requests become signals again: a stop that systemd requests during the replacement must not be lost.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNAL_REQUESTS)
+    numbers = {one: signum for signum, one in _SIGNAL_REQUESTS.items() if one.action != "replace"}
+    with contextlib.suppress(queue.Empty):
+        while True:
+            if (message := inbox.get_nowait()) in numbers:
+                signal.raise_signal(numbers[message])
+    os.execve(sys.executable, _own_command(), {**os.environ, **notifier.inherited})
+
+
+def _own_command(without: str = "") -> list[str]:
+    return [sys.executable, *(word for word in sys.orig_argv[1:] if word != without)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        "agent",
+        "Runs for months on one node: registers it, runs the jobs scheduled there, drains on request.",
+        "SIGTERM drains the node and ends the agent, SIGHUP reloads its configuration, SIGUSR2 replaces it by "
+        "the installed version while jobs continue. Exit codes: 0 left on request, 2 usage. More: elasticd docs agent",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="agent.toml; otherwise defaults and ELASTICD_…")
+    for flag, key in AGENT_FLAGS.items():
+        parser.add_argument(
+            flag, metavar={"--bind": "ADDR", "--port": "PORT"}.get(flag, "TIME"), help=f"instead of {key} in FILE"
+        )
+    parser.add_argument(
+        "--supervised", action="store_true", help="start the agent again whenever it ends abnormally: for containers"
+    )
+    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)  # see installed_version_error
+    return parser

@@ -1,0 +1,227 @@
+"""What this node itself knows of a job: its event log, its runner's status, its ranks' logs, its evidence.
+
+The history comes from the disk, so it survives every agent. A runner is asked with a deadline, and a file system that
+does not answer delays only the request that reads it. Everything is read-only; a dump is taken by the runner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from elasticd import bounded_json
+from elasticd.errors import WireError
+from elasticd_agent.hangs.explain import load, locate
+from elasticd_agent.hangs.explain.json_report import document
+from elasticd_agent.hangs.explain.text import page
+from elasticd_agent.model.job import check_identifier
+from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
+from elasticd_agent.system.network import control_socket
+from elasticd_daemon.api import rank_logs
+from elasticd_daemon.api.progress import JobTimeline
+from elasticd_daemon.api.rank_logs import LogRequest
+from elasticd_daemon.api.schema import GpuStatus, JobProgress, LogChunk, RunnerAnswer
+from elasticd_daemon.health.result import GpuUsage
+from elasticd_daemon.job_dir import JobFiles, job_files
+from elasticd_daemon.runners.poller import ask_runner
+
+STATUS_TIMEOUT_S = 2.0
+DUMP_TIMEOUT_S = control_socket.ANSWER_S
+READ_TIMEOUT_S = 20.0
+MAX_CACHED_LOGS = 64
+"""Event logs that are read on from where they were read last."""
+_CHUNK = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
+MAX_UNREAD_BYTES = 256 << 20
+"""A million events. Of more only the newest are read: a job's user can make a file of any size."""
+
+
+QueryRunner = Callable[[JobFiles, Mapping[str, Any], float], dict[str, Any]]
+"""The answer of the runner of a job's folder. Raises ControlSocketError."""
+
+
+@dataclass(slots=True)
+class _LogCursor:
+    """How far an event log has been read."""
+
+    timeline: JobTimeline = field(default_factory=JobTimeline)
+    offset: int = 0
+    inode: int = 0
+    partial_line: bytes = b""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class LocalJobs:
+    """Thread-safe. Every call is bounded in time."""
+
+    def __init__(
+        self,
+        node: str,
+        state_dir: Path,
+        query_runner: QueryRunner = ask_runner,
+        gpu_usage: Callable[[], tuple[GpuUsage, ...]] = tuple,
+    ) -> None:
+        self.node = node
+        self._gpu_usage = gpu_usage
+        self._state_dir = state_dir
+        self._query_runner = query_runner
+        self._lock = threading.Lock()
+        self._cursors: OrderedDict[tuple[str, int], _LogCursor] = OrderedDict()
+
+    def files(self, job: str, number: int) -> JobFiles:
+        """Raises UsageError for an id that could lead elsewhere."""
+        check_identifier("job id", job)
+        return job_files(self._state_dir, job, number)
+
+    def has_job(self, job: str, number: int) -> bool:
+        return self.files(job, number).root.is_dir()
+
+    def progress(self, job: str, number: int, now: float, *, brief: bool = False) -> JobProgress:
+        """How the job does, as far as this node knows. `now` is unix seconds. `brief`: without its history."""
+        known = run_within(READ_TIMEOUT_S, lambda: self._history(job, number, now), job)
+        runner, problem = self._runner_status(job, number)
+        steps = [step for step in (known.step, runner.step) if step is not None]
+        return replace(
+            known,
+            round=runner.round or known.round,
+            phase=runner.phase or None,
+            world_size=runner.world_size or known.world_size,
+            members=runner.members,
+            step=max(steps, default=None),
+            steps_per_second=runner.steps_per_second,
+            rounds=() if brief else known.rounds,
+            ranks=tuple(replace(rank, node=self.node) for rank in runner.ranks),
+            step_samples=() if brief else runner.step_samples,
+            snapshot=runner.snapshot and runner.snapshot.aged(now),
+            scalars=() if brief else known.scalars,
+            rank_steps=() if brief else runner.rank_steps,
+            gpus=tuple(GpuStatus(node=self.node, **asdict(gpu)) for gpu in self._gpu_usage()),
+            runner_problem=problem,
+        )
+
+    def logs(self, job: str, number: int, request: LogRequest) -> LogChunk | None:
+        """None if there is no such log here."""
+        files = self.files(job, number)
+        return run_within(READ_TIMEOUT_S, lambda: rank_logs.read_log(files, self.node, request), job)
+
+    def dump(self, job: str, number: int) -> dict[str, Any]:
+        """Evidence of the running group, taken now; {"error"} if there is none."""
+        try:
+            answer = self._query_runner(self.files(job, number), {"do": "dump", "out": None}, DUMP_TIMEOUT_S)
+        except control_socket.ControlSocketError as error:
+            return {"node": self.node, "error": f"its runner does not answer: {error}"}
+        path = answer.get("path")
+        if not isinstance(path, str):
+            return {"node": self.node, "error": str(answer.get("error", "its runner did not name the folder"))}
+        logs = self.files(job, number).logs
+        # The runner belongs to the job's user and may name any path: the agent reads only below the job's logs.
+        is_below = False
+        with contextlib.suppress(DeadlineExceeded, OSError, ValueError, RuntimeError):
+            is_below = run_within(READ_TIMEOUT_S, lambda: Path(path).resolve().is_relative_to(logs.resolve()), job)
+        if not is_below:
+            return {"node": self.node, "path": path, "error": f"the evidence is in {path}; read it there"}
+        return self._read_evidence(Path(path), logs, None)
+
+    def explain(self, job: str, number: int, round: int | None) -> dict[str, Any]:
+        """The explanation of a hang from the evidence here: of `round`, or the newest; {"error"} without any."""
+        logs = self.files(job, number).logs
+        return self._read_evidence(logs, logs, round)
+
+    def metrics(self, job: str, number: int, within_s: float) -> bytes:
+        """The runner's metrics page. Raises ControlSocketError."""
+        answer = self._query_runner(self.files(job, number), {"do": "metrics"}, within_s)
+        return str(answer.get("text", "")).encode(errors="replace")
+
+    def _runner_status(self, job: str, number: int) -> tuple[RunnerAnswer, str]:
+        """The runner's answer, checked; or an empty one and why."""
+        try:
+            answer = self._query_runner(self.files(job, number), {"do": "status"}, STATUS_TIMEOUT_S)
+            if "error" in answer:
+                return RunnerAnswer(), str(answer["error"])
+            return RunnerAnswer.from_dict(answer), ""
+        except control_socket.ControlSocketError as error:
+            return RunnerAnswer(), str(error)
+        except WireError as error:
+            return RunnerAnswer(), f"its runner's answer makes no sense: {error}"
+
+    def _read_evidence(self, where: Path, logs: Path, round: int | None) -> dict[str, Any]:
+        events = logs.parent / "events.jsonl"
+
+        def work() -> dict[str, Any]:
+            found, log = locate.find_all(where), events if events.is_file() else None
+            place = locate.choose_folder([one for one in found if round in (None, one.round)])
+            if place is None:
+                some = ", ".join(str(number) for number in sorted({one.round for one in found}))
+                which = (
+                    "" if round is None else f" of round {round}" + (f"; there is evidence of: {some}" if some else "")
+                )
+                error = f"no evidence{which}: no hang was suspected here{load.ending(log)}"
+                return {"node": self.node, "error": error}
+            explained = load.explain(place, log, found, here=self.node)
+            return {
+                "node": self.node,
+                "path": str(place.path),
+                "document": document(explained),
+                "page": page(explained),
+            }
+
+        try:
+            return run_within(READ_TIMEOUT_S, work, str(logs))
+        except DeadlineExceeded:
+            return {"node": self.node, "error": f"{where} does not answer: is its file system unreachable?"}
+
+    def _history(self, job: str, number: int, now: float) -> JobProgress:
+        """The job's event log, read on from where it was read last."""
+        with self._lock:
+            cursor = self._cursors.setdefault((job, number), _LogCursor())
+            self._cursors.move_to_end((job, number))
+            while len(self._cursors) > MAX_CACHED_LOGS:
+                self._cursors.popitem(last=False)
+        files = self.files(job, number)
+        until = time.monotonic() + READ_TIMEOUT_S / 2
+        if not cursor.lock.acquire(timeout=READ_TIMEOUT_S):
+            raise DeadlineExceeded
+        try:
+            # No event log yet: the lines read so far count.
+            with (
+                contextlib.suppress(OSError, ValueError),
+                rank_logs.open_below(files.events.parent, (files.events.name,)) as fd,
+            ):
+                _feed(cursor, fd, until)
+            return cursor.timeline.progress(self.node, now)
+        finally:
+            cursor.lock.release()
+
+
+def _feed(cursor: _LogCursor, fd: int, until: float) -> None:
+    """Read the lines that were added; from the start if the file is another one or became smaller.
+
+    What is left at `until` is for the next time.
+    """
+    found = os.fstat(fd)
+    if found.st_ino != cursor.inode or found.st_size < cursor.offset:
+        cursor.timeline = JobTimeline()
+        cursor.offset = 0
+        cursor.partial_line = b""
+        cursor.inode = found.st_ino
+    if found.st_size - cursor.offset > MAX_UNREAD_BYTES:
+        cursor.offset, cursor.partial_line = found.st_size - MAX_UNREAD_BYTES, b""
+    while time.monotonic() < until and (data := os.pread(fd, _CHUNK, cursor.offset)):
+        cursor.offset += len(data)
+        *lines, cursor.partial_line = (cursor.partial_line + data).split(b"\n")
+        if len(cursor.partial_line) > _MAX_LINE_BYTES:
+            cursor.partial_line = b""
+        for line in lines:
+            try:
+                event = bounded_json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(event, dict):
+                cursor.timeline.feed(event)

@@ -1,0 +1,232 @@
+"""The HTTP API: each method and path of docs/http.md, the JobService call behind it, and its JSON.
+
+An invalid request is a 4xx with a sentence, an outage of the store a 503, of another node's agent a 504.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, get_args
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from elasticd import bounded_json
+from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
+from elasticd_agent.system.bounded_io import DeadlineExceeded
+from elasticd_agent.system.network.http_auth import AccessDenied
+from elasticd_agent.system.network.http_server import (
+    HttpError,
+    HttpRequest,
+    HttpResponse,
+    RouteTable,
+    UnauthenticatedRequest,
+    error_response,
+    json_response,
+)
+from elasticd_agent.telemetry.metrics_server import MonitoringPages
+from elasticd_daemon.api import views
+from elasticd_daemon.api.node_files import NodesUnavailable, NotFound
+from elasticd_daemon.api.rank_logs import MAX_BYTES, LogRequest
+from elasticd_daemon.api.schema import LogChunk
+from elasticd_daemon.api.service import Conflict, JobService
+from elasticd_daemon.config.documents import FileFormat
+from elasticd_daemon.records import Submission
+from elasticd_daemon.runners.trial import TrialFailed
+
+PUBLIC_PATHS = ("/metrics", "/healthz", "/readyz")
+LogStream = Literal["stdout", "stderr", "elasticd", "events"]
+_JOB_FILE_TYPES: dict[str, FileFormat] = {
+    "application/toml": "toml",
+    "text/x-toml": "toml",
+    "application/json": "json",
+}
+_MAX_PARAMETERS = 32
+_ERROR_STATUS: dict[type[Exception], int] = {
+    NotFound: 404,
+    Conflict: 409,
+    StoreRefused: 403,  # a UsageError, too
+    UsageError: 400,
+    NodesUnavailable: 504,
+    DeadlineExceeded: 504,
+    TrialFailed: 504,
+}
+
+
+class ApiRoutes:
+    """Safe to call from many threads at once."""
+
+    def __init__(self, service: JobService, pages: MonitoringPages) -> None:
+        self.service = service
+        self.table = RouteTable(
+            {
+                **pages.handlers(),
+                "GET /v1/jobs": lambda request: self._jobs(),
+                "POST /v1/jobs": self._submit,
+                "POST /v1/try": lambda request: json_response(
+                    service.try_job(request.body, _job_file_type(request), request.requested_by)
+                ),
+                "GET /v1/jobs/*": lambda request, job: json_response(service.job(job).to_dict()),
+                "POST /v1/jobs/*/cancel": lambda request, job: json_response(service.cancel(job, request.requested_by)),
+                "GET /v1/jobs/*/logs": lambda request, job: _log_response(service.logs(job, _log_request(request))),
+                "POST /v1/jobs/*/dump": lambda request, job: json_response(service.dump(job)),
+                "GET /v1/jobs/*/explain": self._explain,
+                "GET /v1/nodes": lambda request: self._nodes(),
+                "POST /v1/nodes/*/cordon": lambda request, node: self._cordon(request, node, drain=False),
+                "POST /v1/nodes/*/drain": lambda request, node: self._cordon(request, node, drain=True),
+                "POST /v1/nodes/*/uncordon": lambda request, node: json_response(service.uncordon(node)),
+                # For other agents: what this node has itself, without the store.
+                "POST /v1/local/try": self._local_try,
+                "GET /v1/local/jobs/*": self._local_progress,
+                "GET /v1/local/jobs/*/logs": self._local_logs,
+                "POST /v1/local/jobs/*/dump": self._local_dump,
+                "GET /v1/local/jobs/*/explain": self._local_explain,
+            },
+            hidden="/v1/local",
+        )
+
+    def is_public(self, method: str, path: str) -> bool:
+        return path in PUBLIC_PATHS and method in ("GET", "HEAD")
+
+    def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> HttpResponse:
+        headers = {401: (("WWW-Authenticate", "Bearer"),), 429: (("Retry-After", str(int(denied.retry_after_s) + 1)),)}
+        return replace(error_response(denied.code, denied.why), headers=headers.get(denied.code, ()))
+
+    def answer(self, request: HttpRequest) -> HttpResponse:
+        try:
+            _query(request)  # an invalid query is refused on every path
+            return self.table.answer(request)
+        except StoreUnavailable as error:
+            return error_response(503, f"the store does not answer: {error}; running jobs continue")
+        except tuple(_ERROR_STATUS) as error:
+            status = next(status for kind, status in _ERROR_STATUS.items() if isinstance(error, kind))
+            return error_response(status, str(error) or "the disk does not answer")
+
+    def _jobs(self) -> HttpResponse:
+        jobs, problems = self.service.jobs()
+        return _listing("jobs", [msgspec.Raw(views.encoded(row)) for row in jobs.summaries()], problems)
+
+    def _nodes(self) -> HttpResponse:
+        nodes, problems = self.service.nodes()
+        return _listing("nodes", [msgspec.Raw(views.encoded(row)) for row in nodes], problems)
+
+    def _submit(self, request: HttpRequest) -> HttpResponse:
+        kind = _job_file_type(request)
+        query = _query(request)
+        name, token = query.get("id") or None, query.get("token", "")
+        return json_response(self.service.submit(request.body, kind, name, request.requested_by, token), 201)
+
+    def _local_try(self, request: HttpRequest) -> HttpResponse:
+        try:
+            submission = Submission.from_json(request.body)
+        except WireError as error:
+            raise HttpError(400, str(error)) from None
+        return json_response({"refusal": self.service.trial(submission)})
+
+    def _explain(self, request: HttpRequest, job: str) -> HttpResponse:
+        return json_response(self.service.explain(job, _integer(_query(request), "round")))
+
+    def _cordon(self, request: HttpRequest, node: str, *, drain: bool) -> HttpResponse:
+        reason = _reason(request.body)
+        return json_response(self.service.cordon(node, drain=drain, reason=reason, by=request.requested_by).to_dict())
+
+    def _local_progress(self, request: HttpRequest, job: str) -> HttpResponse:
+        local, number = self.service.local, _job_number(request)
+        if not local.has_job(job, number):
+            raise NotFound(f"{local.node} has nothing of job {job!r} number {number}")
+        brief = _query(request).get("brief") == "1"
+        return json_response(local.progress(job, number, self.service.clock(), brief=brief).to_dict())
+
+    def _local_logs(self, request: HttpRequest, job: str) -> HttpResponse:
+        local, number, log_request = self.service.local, _job_number(request), _log_request(request)
+        found = local.logs(job, number, log_request)
+        if found is None:
+            raise NotFound(f"{local.node} has no log {log_request} of job {job!r} number {number}")
+        return _log_response(found)
+
+    def _local_dump(self, request: HttpRequest, job: str) -> HttpResponse:
+        return json_response(self.service.local.dump(job, _job_number(request)))
+
+    def _local_explain(self, request: HttpRequest, job: str) -> HttpResponse:
+        round = _integer(_query(request), "round")
+        return json_response(self.service.local.explain(job, _job_number(request), round))
+
+
+def _job_file_type(request: HttpRequest) -> FileFormat:
+    kind = _JOB_FILE_TYPES.get(request.content_type)
+    if kind is None:
+        names = ", ".join(_JOB_FILE_TYPES)
+        raise HttpError(415, f"Content-Type: one of {names}, not {request.content_type[:60]!r}")
+    if not request.body:
+        raise HttpError(400, "a job file is missing: it is the request's body")
+    return kind
+
+
+def _query(request: HttpRequest) -> dict[str, str]:
+    text = request.query
+    try:
+        pairs = parse_qsl(
+            text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=_MAX_PARAMETERS, errors="strict"
+        )
+    except (ValueError, UnicodeDecodeError):
+        raise HttpError(400, "the query is not NAME=VALUE&NAME=VALUE") from None
+    if len(dict(pairs)) != len(pairs):
+        raise HttpError(400, "the query has a name twice")
+    return dict(pairs)
+
+
+def _integer(query: Mapping[str, str], name: str, least: int = 0) -> int | None:
+    text = query.get(name)
+    if text is None:
+        return None
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 16) or int(text) < least:
+        raise HttpError(400, f"{name}={text[:40]!r}: not a whole number" + ("" if least < 0 else f" from {least} on"))
+    return int(text)
+
+
+def _job_number(request: HttpRequest) -> int:
+    number = _integer(_query(request), "number")
+    if number is None:
+        raise HttpError(400, "number=N, the job's own, is missing")
+    return number
+
+
+def _log_request(request: HttpRequest) -> LogRequest:
+    query = _query(request)
+    stream = query.get("stream", "stdout")
+    if stream not in get_args(LogStream):
+        raise HttpError(400, f"stream={stream[:40]!r}: one of {', '.join(get_args(LogStream))}")
+    limit = _integer(query, "limit")
+    return LogRequest(
+        rank=_integer(query, "rank") or 0,
+        round=_integer(query, "round", 1),
+        stream=stream,
+        offset=_integer(query, "offset", -(1 << 50)) or 0,
+        limit=MAX_BYTES if limit is None else min(limit, MAX_BYTES),
+        node=query.get("node"),
+    )
+
+
+def _reason(body: bytes) -> str:
+    if not body:
+        return ""
+    try:
+        found = bounded_json.loads(body)
+        reason = found.get("reason", "") if isinstance(found, dict) else None
+        if isinstance(reason, str):
+            reason.encode()
+            return reason
+    except (ValueError, RecursionError):
+        pass
+    raise HttpError(400, 'the body must be {"reason": "…"} or empty')
+
+
+def _listing(name: str, rows: Sequence[msgspec.Raw], problems: Sequence[str]) -> HttpResponse:
+    shown = [one.encode("utf-8", "replace").decode() for one in problems]  # a key need not be UTF-8
+    return HttpResponse(200, msgspec.json.encode({name: rows, "problems": shown}) + b"\n")
+
+
+def _log_response(found: LogChunk) -> HttpResponse:
+    return HttpResponse(200, found.data, "application/octet-stream", found.headers())

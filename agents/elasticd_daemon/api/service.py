@@ -1,0 +1,299 @@
+"""The operations behind the HTTP API, in terms of jobs and nodes: from the store, this node and other nodes' agents.
+
+Every method may be called from any thread and ends within a deadline. None waits for the node loop, which reads from
+the store what is written here, as on every other node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import quote
+
+from elasticd.errors import ElasticdError, UsageError, WireError
+from elasticd_agent.config.run_model import name_of
+from elasticd_agent.model.keys import Keys, decode_record
+from elasticd_agent.model.phrases import count, is_are, listing
+from elasticd_agent.model.records import Round
+from elasticd_agent.store import Store
+from elasticd_agent.store.cache import StoreCache
+from elasticd_agent.system.bounded_io import DeadlineExceeded
+from elasticd_daemon.api import views
+from elasticd_daemon.api.job_list import JobList
+from elasticd_daemon.api.local import DUMP_TIMEOUT_S, READ_TIMEOUT_S, LocalJobs
+from elasticd_daemon.api.node_files import ClusterReader, NotFound
+from elasticd_daemon.api.peers import Peers
+from elasticd_daemon.api.rank_logs import LogRequest
+from elasticd_daemon.api.schema import JobProgress, JobStatus, LogChunk, NodeSummary, RoundStatus
+from elasticd_daemon.config import job_file
+from elasticd_daemon.config.documents import FileFormat
+from elasticd_daemon.config.job_file import JobFile
+from elasticd_daemon.records import ClusterView, JobResult, Placement, Refusal, Submission, submitter
+from elasticd_daemon.runners.trial import TrialFailed
+from elasticd_daemon.scheduler import job_queue, policy
+
+TRY_TIMEOUT_S = 25.0
+"""For all nodes' answers to a trial, which have 20 s each (runners/trial.py)."""
+
+
+class Conflict(ElasticdError):
+    """The request conflicts with the present state; the sentence says with what."""
+
+
+@dataclass(eq=False)
+class JobService:
+    """Methods that need the store raise StoreUnavailable during an outage."""
+
+    store: Store
+    local: LocalJobs
+    peers: Peers
+    check: Callable[[JobFile], None] = lambda job: None
+    """Applies this node's limits to a job before it is submitted: it raises UsageError."""
+    limit: Callable[[], int | None] = lambda: None
+    """How many jobs of one submitter may be unfinished."""
+    trial: Callable[[Submission], str] = lambda job: ""
+    """Why this node would refuse a job; "" if it would not."""
+    clock: Callable[[], float] = time.time
+    cache: StoreCache | None = None
+    _cluster: ClusterReader = field(init=False)
+    _submitting: threading.Lock = field(init=False, default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._cluster = ClusterReader(self.local, self.peers)
+
+    def jobs(self) -> tuple[JobList, list[str]]:
+        """Every job, and a sentence for each record in the store that cannot be read."""
+        problems: list[str] = []
+        return JobList.of(self._view(problems.append), self.clock()), problems
+
+    def overview(self) -> tuple[JobList, list[NodeSummary], list[str]]:
+        """Every job and every node, as this agent knows them, and the same sentences."""
+        problems: list[str] = []
+        view = job_queue.read_view(self.store, problems.append, self.cache, watched=True)
+        now = self.clock()
+        return JobList.of(view, now), views.nodes(view, now), problems
+
+    def job(self, name: str) -> JobStatus:
+        """Raises NotFound."""
+        view, submission = self._find_job(name)
+        now = self.clock()
+        summary = JobList.of(view, now).rows[name].summary(now)
+        assigned = () if summary.ended else views.assignments(view, submission)
+        progress = self._cluster.progress(view, submission, summary.nodes, now)
+        result = view.result(submission.job, submission.number)
+        return views.job_status(summary, assigned, _with_result(progress, result), views.job_file(submission))
+
+    def submit(self, data: bytes, kind: FileFormat, name: str | None, by: str, token: str = "") -> dict[str, Any]:
+        """Raises UsageError for an invalid job, Conflict for an id whose job has not ended."""
+        job = job_file.read_job(data, kind, "the job")
+        self.check(job)
+        job_id, now = name or job.id, self.clock()
+        try:
+            # Of many at once, each is counted before the next one.
+            with self._submitting if self.limit() is not None else contextlib.nullcontext():
+                self._check_number(by, token)
+                made = job_queue.submit(
+                    self.store,
+                    job_file.to_json(job),
+                    job=job_id,
+                    nodes=job.node_range,
+                    slots=job.slot_range,
+                    submitted_by=by,
+                    submitted_at=now,
+                    token=token,
+                    grow=job.grow != "never",
+                    stem=name_of(job.command[0], job.module),
+                    labels=job.node_labels,
+                    priority=job.priority,
+                    cache=self.cache,
+                )
+                if made.submitted_at == now:  # else it is known, and this is a repetition
+                    self._check_made(made, by)
+        except UsageError as error:
+            if job_id is not None and any(one.job == job_id for one in self._view().unfinished()):
+                raise Conflict(str(error)) from None
+            raise
+        return {"job": made.job, "number": made.number}
+
+    def try_job(self, data: bytes, kind: FileFormat, by: str) -> dict[str, Any]:
+        """What would come of a submission, by the scheduler's own rules, and what each node says of the job.
+
+        Raises UsageError for an invalid job, Conflict where `submit` does.
+        """
+        job = job_file.read_job(data, kind, "the job")
+        self.check(job)
+        self._check_number(by, "")
+        view = self._view()
+        number = 1 + max((one.number for one in view.submissions), default=0)
+        name = job.id or job_queue.new_name(name_of(job.command[0], job.module))
+        if any(one.job == name for one in view.unfinished()):
+            raise Conflict(f"job {name!r} has not ended")
+        submission = Submission(
+            name,
+            number,
+            job_file.to_json(job),
+            *job.node_range,
+            *job.slot_range,
+            submitted_by=by,
+            labels=job.node_labels,
+            priority=job.priority,
+        )
+        nodes = [one.node for one in view.nodes if one.slots >= submission.min_slots]
+        own, body = lambda: self._try_here(submission), submission.to_json()
+        rows = self._cluster.gather(view, nodes, own, ("POST", "/v1/local/try", {}), TRY_TIMEOUT_S, body)
+        refusals = tuple(Refusal(row["node"], str(row["refusal"])) for row in rows if row.get("refusal"))
+        written = Placement(name, number, (), policy.BEHIND_OTHERS, refusals)
+        found = policy.schedule(
+            replace(view, submissions=(*view.submissions, submission), placements=(*view.placements, written))
+        )
+        placement = next((one for one in found if one.job == name), written)
+        return {
+            "job": name,
+            "starts": bool(placement.assignments),
+            "possible": not placement.reason.endswith(policy.BLOCKS_NOBODY),
+            "reason": policy.describe(placement.reason, policy.head_of_queue(view)),
+            "nodes": rows,
+        }
+
+    def _try_here(self, submission: Submission) -> dict[str, Any]:
+        try:
+            return {"refusal": self.trial(submission)}
+        except (DeadlineExceeded, TrialFailed) as error:
+            return {"error": str(error)}
+
+    def _check_number(self, by: str, token: str) -> None:
+        """Raises Conflict for a submitter with too many jobs, except for a submission that is repeated."""
+        most = self.limit()
+        if most is None:
+            return
+        name = submitter(by)
+        own = [one for one in self._view().unfinished() if one.submitter == name]
+        if len(own) >= most and not (token and any(one.token == token for one in own)):
+            raise Conflict(f"{name} has {count(len(own), 'unfinished job')}: [limits] jobs_per_submitter is {most}")
+
+    def _check_made(self, made: Submission, by: str) -> None:
+        """Raises Conflict, with `made` cancelled, if other agents have let in others of its submitter meanwhile.
+
+        Each agent looks after it has written, so the last one sees all, and no more than the limit stay.
+        """
+        most = self.limit()
+        if most is None:
+            return
+        own = [one for one in self._view().unfinished() if one.submitter == made.submitter]
+        if len(own) > most:
+            job_queue.cancel(self.store, made.job, "[limits] jobs_per_submitter", self.clock())
+            raise Conflict(
+                f"{submitter(by)} has submitted too many jobs at once: [limits] jobs_per_submitter is {most}"
+            )
+
+    def cancel(self, name: str, by: str) -> dict[str, Any]:
+        """Raises NotFound, or Conflict for a job that has ended by itself."""
+        self._find_job(name)
+        result = job_queue.cancel(self.store, name, by, self.clock())
+        if result.outcome != "cancelled":
+            raise Conflict(f"job {name!r} has {result.outcome} already: {result.reason}")
+        runners = views.runners_of(self._view(), result.job, result.number)
+        return {
+            "job": result.job,
+            "number": result.number,
+            "outcome": result.outcome,
+            "reason": result.reason,
+            "leaving": sorted(views.nodes_still_running(runners)),
+        }
+
+    def nodes(self) -> tuple[list[NodeSummary], list[str]]:
+        """Every node, and a sentence for each record in the store that cannot be read."""
+        problems: list[str] = []
+        return views.nodes(self._view(problems.append), self.clock()), problems
+
+    def cordon(self, node: str, *, drain: bool, reason: str, by: str) -> NodeSummary:
+        """Raises NotFound."""
+        self._node(node)
+        job_queue.cordon(self.store, node, drain, reason, by, self.clock())
+        return self._node(node)
+
+    def uncordon(self, node: str) -> dict[str, Any]:
+        """Raises NotFound, Conflict for a node that is not cordoned."""
+        self._node(node)
+        if not job_queue.uncordon(self.store, node):
+            raise Conflict(f"node {node!r} is not cordoned")
+        return {"node": node}
+
+    def logs(self, name: str, request: LogRequest) -> LogChunk:
+        """A piece of a rank's output, from the node that has it. Raises NotFound, NodesUnavailable."""
+        view, submission = self._find_job(name)
+        return self._cluster.logs(view, submission, self._current_round(submission), request)
+
+    def dump(self, name: str) -> dict[str, Any]:
+        """By node: evidence taken now, or why there is none. Raises NotFound, Conflict for a job that does not run."""
+        view, submission = self._find_job(name)
+        runners = views.runners_of(view, submission.job, submission.number)
+        nodes = [node for node, one in runners.items() if one.state in ("starting", "running")]
+        if not nodes:
+            row = JobList.of(view, self.clock()).rows[name]
+            raise Conflict(f"job {name!r} runs on no node, so there is no evidence to take: {row.state}: {row.reason}")
+        question = ("POST", f"/v1/local/jobs/{quote(name, safe='')}/dump", {"number": submission.number})
+        own = lambda: self.local.dump(name, submission.number)  # noqa: E731
+        return {"job": name, "nodes": self._cluster.gather(view, nodes, own, question, DUMP_TIMEOUT_S + READ_TIMEOUT_S)}
+
+    def explain(self, name: str, round: int | None) -> dict[str, Any]:
+        """By node: the explanation from its evidence, or why there is none. Raises NotFound."""
+        view, submission = self._find_job(name)
+        query = {"number": submission.number, "round": round}
+        question = ("GET", f"/v1/local/jobs/{quote(name, safe='')}/explain", query)
+        own = lambda: self.local.explain(name, submission.number, round)  # noqa: E731
+        nodes = self._cluster.candidate_nodes(view, submission)
+        return {"job": name, "nodes": self._cluster.gather(view, nodes, own, question, READ_TIMEOUT_S)}
+
+    def _view(self, log: Callable[[str], None] = job_queue.ignore) -> ClusterView:
+        return job_queue.read_view(self.store, log, self.cache)
+
+    def _find_job(self, name: str) -> tuple[ClusterView, Submission]:
+        view = self._view()
+        for submission in view.submissions:
+            if submission.job == name:
+                return view, submission
+        for result in view.results:  # its submission was cleaned away a moment ago
+            if result.job == name:
+                return view, Submission(result.job, result.number, "{}", 1, 1, 1, 1, submitted_at=result.ended_at)
+        raise NotFound(f"there is no job {name!r}; {_existing_names([one.job for one in view.submissions], 'job')}")
+
+    def _node(self, node: str) -> NodeSummary:
+        rows, _ = self.nodes()
+        for row in rows:
+            if row.node == node:
+                return row
+        raise NotFound(f"there is no node {node!r}; {_existing_names([row.node for row in rows], 'node')}")
+
+    def _current_round(self, job: Submission) -> Round | None:
+        """The job's current Round; None if its runners do not meet in this store."""
+        try:
+            key = Keys(job.job).round
+            found = self.store.read(key)
+            agreed = None if found is None else decode_record(Round, key, found.value)
+        except WireError:
+            return None
+        return agreed if agreed is not None and agreed.run in ("", str(job.number)) else None
+
+
+def _with_result(progress: JobProgress | None, result: JobResult | None) -> JobProgress | None:
+    """With the summary that the result holds: rounds, and reasons of rounds, that no node has in its event log."""
+    if result is None or not (result.rounds or result.step):
+        return progress
+    rounds = {} if progress is None else {one.round: one for one in progress.rounds}
+    for one in result.rounds:
+        known = rounds.get(one.number, RoundStatus(one.number, one.at))
+        if not known.reason:
+            rounds[one.number] = replace(known, world_size=one.world_size, reason=one.reason)
+    found = tuple(rounds[number] for number in sorted(rounds))
+    if progress is None:
+        return JobProgress(rounds=found, round=found[-1].round if found else None, step=result.step)
+    return replace(progress, rounds=found)
+
+
+def _existing_names(names: list[str], what: str) -> str:
+    return f"there {is_are(names)} {listing(sorted(names))}" if names else f"there is no {what} at all"

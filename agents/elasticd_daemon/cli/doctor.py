@@ -1,0 +1,91 @@
+"""`elasticd doctor`: one run of the agent's health checks on this node, as a table or JSON. It changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from elasticd_agent.config.command_parser import CommandParser
+from elasticd_daemon.cli import tables
+from elasticd_daemon.config.agent_settings import NodeSettings
+from elasticd_daemon.config.load import DEFAULT_FILE, load
+from elasticd_daemon.health.all_reduce import CHECK
+from elasticd_daemon.health.checks import NodeChecks
+from elasticd_daemon.health.monitor import max_gpus_seen
+from elasticd_daemon.health.result import CheckResult, failed, passed, skipped
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Returns the exit code. Raises UsageError."""
+    options = _parser().parse_args(argv)
+    config = options.config or (DEFAULT_FILE if DEFAULT_FILE.exists() else None)
+    results = run_checks(load(config, os.environ), os.environ, options.all_reduce)
+    healthy = all(one.outcome != "failed" for one in results)
+    if options.json:
+        print(json.dumps({"healthy": healthy, "results": [asdict(one) for one in results]}))
+    else:
+        words = {"passed": "passed", "failed": "FAILED", "skipped": "skipped"}
+        rows = [(one.check, words[one.outcome], f"{one.seconds:.2f}", tables.visible(one.why)) for one in results]
+        print(tables.table(("CHECK", "RESULT", "SECONDS", "WHY"), rows), end="")
+    return 0 if healthy else 1
+
+
+def run_checks(settings: NodeSettings, environ: Mapping[str, str], all_reduce: bool) -> list[CheckResult]:
+    """A result for each check; bounded, whatever hangs."""
+    checks = NodeChecks(settings, environ, lambda: None)
+    try:
+        results = [*checks.run(True, max_gpus_seen(settings)), *check_links(agent_is_root(settings.state_dir))]
+        skip = skipped(CHECK, "jobs may be running here; --all-reduce runs it")
+        return [*results, checks.all_reduce() if all_reduce else skip]
+    finally:
+        checks.close()
+
+
+def agent_is_root(state_dir: Path) -> bool:
+    """By the owner of its directory: `sudo elasticd doctor` is for any agent."""
+    try:
+        return state_dir.stat().st_uid == 0
+    except OSError:
+        return os.geteuid() == 0
+
+
+def check_links(root: bool, sysctls: Path = Path("/proc/sys/fs")) -> list[CheckResult]:
+    """The kernel keeps users from leading root to files of others by links. Root's agent runs jobs of any user."""
+    found = []
+    for name in ("protected_hardlinks", "protected_symlinks"):
+        check = f"fs.{name}"
+        try:
+            value = int((sysctls / name).read_bytes())
+        except (OSError, ValueError) as error:
+            found.append(skipped(check, f"it cannot be read: {error}"))
+            continue
+        if value:
+            found.append(passed(check, str(value)))
+        elif root:
+            found.append(failed(check, f"0, but jobs may run as other users; sysctl -w {check}=1"))
+        else:
+            found.append(skipped(check, "0; give jobs a user of their own only where it is 1"))
+    return found
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "doctor",
+        "Runs the agent's health checks on this node: GPUs, directories, memory, links, and the operator's own checks.",
+        "Exit codes: 0 all checks passed, 1 a check failed, 2 usage. More: elasticd docs health",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help=f"the agent's configuration; default: {DEFAULT_FILE} if it exists"
+    )
+    parser.add_argument(
+        "--all-reduce",
+        action="store_true",
+        help="let the slots run an all-reduce with torch, too: it takes a moment, and needs free memory on the GPUs",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help='{"healthy": BOOL, "results": [{"check", "outcome", "why", "seconds"}, …]}'
+    )
+    return parser

@@ -1,0 +1,214 @@
+"""`elasticd logs`: a rank's output, read in pieces from wherever it is, through all rounds of the job.
+
+With --follow an outage of the agent is waited out for a while.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from elasticd.errors import WireError
+from elasticd_daemon.api.client import AgentClient, Reply, RequestFailed, Unreachable, job_path
+from elasticd_daemon.api.schema import LogChunk
+
+POLL_S = 0.5
+RETRY_S = 120.0
+"""How long -f waits for an agent that is being restarted or upgraded, or for its store."""
+_MAX_LINE_BYTES = 1 << 20
+_TAIL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LogQuery:
+    job: str
+    rank: int
+    streams: tuple[str, ...]
+    node: str | None
+    round: int | None
+    tail: int | None
+    follow: bool
+    as_json: bool
+
+
+@dataclass(slots=True)
+class _Stream:
+    name: str
+    out: BinaryIO
+    offset: int = 0
+    ended: bool = False
+    is_final: bool = False
+    started: bool = False
+    stop_at: int | None = None
+    partial_line: bytes = field(default=b"", repr=False)
+
+
+@dataclass(slots=True)
+class LogFollower:
+    """`log` gets a sentence whenever the follower waits."""
+
+    client: AgentClient
+    query: LogQuery
+    out: BinaryIO
+    err: BinaryIO
+    log: Callable[[str], None]
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+    _streams: list[_Stream] = field(init=False)
+    _round: int | None = field(init=False)
+    _node: str | None = field(init=False)
+    _newest: int = 0
+    _last_error: str = ""
+
+    def __post_init__(self) -> None:
+        self._streams = [_Stream(name, self.err if name == "stderr" else self.out) for name in self.query.streams]
+        self._round = self.query.round
+        self._node = self.query.node
+
+    def run(self) -> None:
+        """Until everything is printed, or, with follow, until the log is final. Raises RequestFailed, Unreachable."""
+        if self.query.follow:
+            self._await_start()
+        while True:
+            newest = self._newest
+            moved = [self._read_piece(stream) for stream in self._streams]
+            if any(moved):
+                continue
+            if not any(stream.started for stream in self._streams) and not self.query.follow:
+                raise RequestFailed(self._last_error)
+            if not self.query.follow:
+                break
+            # Only if it existed before the last read: then nothing is added to this round any more.
+            if self._next_round(newest):
+                continue
+            if self._is_over():
+                break
+            self.sleep(POLL_S)
+        for stream in self._streams:
+            self._put(stream, b"", last=True)
+
+    def _await_start(self) -> None:
+        """Raises RequestFailed for a job that does not exist."""
+        waiting = ""
+        while True:
+            found = self._retry(lambda: self.client.get(job_path(self.query.job))).result()
+            if found.get("ended_at") is not None or found.get("progress"):
+                return
+            if found.get("reason") != waiting:
+                waiting = str(found.get("reason"))
+                state = str(found.get("state"))  # with which the scheduler's reasons for a pending job begin
+                self.log(waiting if waiting.startswith(state) else f"{state}: {waiting}")
+            self.sleep(2 * POLL_S)
+
+    def _read_piece(self, stream: _Stream) -> bool:
+        """Print what was added to this stream; True if there was something."""
+        if stream.stop_at is not None and stream.offset >= stream.stop_at:
+            return False
+        tail = self.query.tail is not None and not stream.started
+        query = {
+            "rank": self.query.rank,
+            "stream": stream.name,
+            "round": self._round,
+            "node": self._node,
+            "offset": -_TAIL_BYTES if tail else stream.offset,
+        }
+        reply = self._retry(lambda: self.client.get(f"{job_path(self.query.job)}/logs", query))
+        if reply.code == 404:
+            self._last_error, stream.ended = reply.why, True
+            if stream.started:  # it has nothing in this round
+                stream.is_final = self._has_ended()
+            return False
+        if reply.code != 200:
+            raise RequestFailed(reply.why)
+        try:
+            chunk = LogChunk.from_reply(reply.body, reply.headers)
+        except WireError as error:
+            raise RequestFailed(str(error)) from None
+        self._round = self._round or chunk.round or None
+        if not stream.started or self._node is None:
+            self._node = chunk.node
+        if not stream.started and not self.query.follow:
+            stream.stop_at = chunk.size  # lines that are added meanwhile are not awaited
+        stream.started = True
+        stream.offset = chunk.next
+        stream.ended = chunk.next >= chunk.size
+        stream.is_final = chunk.over
+        self._newest = max(self._newest, chunk.newest)
+        self._put(stream, _last_lines(chunk.data, self.query.tail or 0) if tail else chunk.data)
+        return bool(chunk.data)
+
+    def _next_round(self, newest: int) -> bool:
+        """Continue with the next round once this one is read; True if there is one."""
+        if self.query.round is not None or self._round is None or newest <= self._round:
+            return False
+        self._round += 1
+        self._node = self.query.node
+        for stream in self._streams:
+            self._put(stream, b"", last=True)
+            stream.offset, stream.ended = 0, False
+        return True
+
+    def _is_over(self) -> bool:
+        """Nothing will be added: every log is final, or, without any log, the job has ended."""
+        begun = [stream for stream in self._streams if stream.started]
+        if begun:
+            return all(stream.ended and stream.is_final for stream in begun)
+        return self._has_ended()
+
+    def _has_ended(self) -> bool:
+        job = self._retry(lambda: self.client.get(job_path(self.query.job)))
+        found = job.document() if job.code == 200 else {}
+        return job.code != 200 or (found.get("ended_at") is not None and not found.get("leaving"))
+
+    def _retry(self, ask: Callable[[], Reply]) -> Reply:
+        """The reply; with follow an outage is waited out. Raises Unreachable."""
+        until, logged = self.clock() + RETRY_S, False
+        while True:
+            try:
+                reply = ask()
+                if reply.code < 500 or not self.query.follow:
+                    return reply
+                why = reply.why
+            except Unreachable as error:
+                if not self.query.follow:
+                    raise
+                why = str(error)
+            if self.clock() >= until:
+                raise Unreachable(f"{why}; gave up after {RETRY_S:.0f} s")
+            if not logged:
+                self.log(f"{why}; retrying for {RETRY_S:.0f} s")
+                logged = True
+            self.sleep(POLL_S)
+
+    def _put(self, stream: _Stream, data: bytes, *, last: bool = False) -> None:
+        if not self.query.as_json:
+            if data:
+                stream.out.write(data)
+                stream.out.flush()
+            return
+        *lines, stream.partial_line = (stream.partial_line + data).split(b"\n")
+        if stream.partial_line and (last or len(stream.partial_line) > _MAX_LINE_BYTES):
+            lines, stream.partial_line = [*lines, stream.partial_line], b""
+        for line in lines:
+            row: dict[str, Any] = {
+                "job": self.query.job,
+                "node": self._node,
+                "round": self._round,
+                "rank": None if stream.name == "elasticd" else self.query.rank,
+                "stream": stream.name,
+                "line": line.decode("utf-8", "replace"),
+            }
+            sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if lines:
+            sys.stdout.flush()
+
+
+def _last_lines(data: bytes, count: int) -> bytes:
+    if count <= 0:
+        return b""
+    lines = data.splitlines(keepends=True)
+    return b"".join(lines[-count:])

@@ -1,0 +1,357 @@
+"""The agents' answers -> tables and pages of plain text. Pure.
+
+Columns are aligned; the reason comes last and is never wrapped or cut. Control characters in text of jobs are escaped.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from elasticd_agent.model.phrases import count, plural, ranges
+from elasticd_daemon.api.schema import (
+    AssignmentStatus,
+    CheckpointStatus,
+    JobProgress,
+    JobStatus,
+    JobSummary,
+    NodeSummary,
+    RankProgress,
+    RoundStatus,
+)
+from elasticd_daemon.dashboard.status import problem
+from elasticd_daemon.records import submitter
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_SHOWN_NODES = 3
+SHOWN_RANKS = 64
+"""Of more ranks, those with the oldest progress are shown."""
+SHOWN_ROUNDS = 20
+"""Of more rounds, the newest are shown; --json has up to a hundred."""
+SHOWN_PROBLEMS = 20
+RECENT_S = 3600.0
+FAILING = ("lost", "offline", "quarantined")
+"""States of a node that nobody asked for."""
+_NAME = 11
+
+
+def jobs(rows: Sequence[JobSummary]) -> str:
+    if not rows:
+        return "no jobs; elasticd submit FILE submits one\n"
+    cells = [
+        (
+            visible(row.job),
+            visible(row.state),
+            _names(row.nodes),
+            str(row.slots or "-"),
+            f"{_age(row.ended_seconds)} ago" if row.ended else _age(row.age_seconds),
+            visible(row.reason),
+        )
+        for row in rows
+    ]
+    return table(("JOB", "STATE", "NODES", "SLOTS", "AGE", "REASON"), cells)
+
+
+def queue(rows: Sequence[JobSummary]) -> str:
+    """`rows`: all jobs."""
+    waiting = sorted((row for row in rows if row.place is not None), key=lambda row: row.place or 0)
+    if not waiting:
+        return "no job is pending\n"
+    used = Counter[str]()
+    for row in rows:
+        used[submitter(row.submitted_by)] += row.slots
+    cells = [
+        (
+            str(row.place),
+            visible(row.job),
+            visible(row.priority),
+            visible(submitter(row.submitted_by)) or "-",
+            str(used[submitter(row.submitted_by)]),
+            _age(row.age_seconds),
+            visible(row.reason),
+        )
+        for row in waiting
+    ]
+    return table(("PLACE", "JOB", "PRIORITY", "BY", "USES", "AGE", "REASON"), cells)
+
+
+def trial(answer: Mapping[str, Any]) -> str:
+    """Of `submit --check`: what would come of the job, then the nodes that would refuse it or did not answer."""
+    starts = "it would start: " if answer["starts"] else "it would wait: " if answer["possible"] else ""
+    lines = [f"{starts}{visible(str(answer['reason']).removeprefix('pending: '))}"]
+    for row in answer["nodes"]:
+        if why := row.get("refusal") or row.get("error"):
+            verb = "refuses it" if row.get("refusal") else "cannot say"
+            lines.append(f"{visible(row['node'])} {verb}: {visible(why)}")
+    return "\n".join(lines) + "\n"
+
+
+def cancelled(answer: Mapping[str, Any]) -> str:
+    leaving = answer.get("leaving")
+    stopping = f"; its workers on {_names(leaving)} are being stopped" if leaving else ""
+    return visible(f"{answer['job']}: {answer['reason']}{stopping}") + "\n"
+
+
+def nodes(rows: Sequence[NodeSummary], running: Sequence[JobStatus] = ()) -> str:
+    """What the nodes' GPUs do is known of those where a job of `running` runs."""
+    if not rows:
+        return "no nodes: no agent is registered\n"
+    cells = [
+        (
+            visible(row.node),
+            visible(row.state),
+            f"{row.used}/{row.slots}",
+            ", ".join([str(len(row.gpus) or "-"), *_gpu_usage(row.node, running)]),
+            _names(row.jobs),
+            visible(row.address) or "-",
+            visible(row.versions.get("elasticd", "")) or "-",
+            visible(row.reason),
+        )
+        for row in rows
+    ]
+    return table(("NODE", "STATE", "USED", "GPUS", "JOBS", "ADDRESS", "VERSION", "REASON"), cells)
+
+
+def _gpu_usage(node: str, running: Sequence[JobStatus]) -> list[str]:
+    """How busy the node's GPUs are on average, and their memory in use; empty if unknown."""
+    gpus = {gpu.gpu: gpu for job in running for gpu in job.known.gpus if gpu.node == node}.values()
+    busy = [gpu.utilization_percent for gpu in gpus if gpu.utilization_percent is not None]
+    total_bytes = sum(gpu.memory_total_bytes or 0 for gpu in gpus)
+    used_bytes = sum(gpu.memory_used_bytes or 0 for gpu in gpus)
+    shown = [f"{sum(busy) / len(busy):.0f} %"] if busy else []
+    return [*shown, f"{used_bytes / 1e9:.0f} of {total_bytes / 1e9:.0f} GB"] if total_bytes else shown
+
+
+def problem_line(job: JobStatus, prefix: str = "elasticd: ") -> str:
+    """What is wrong with a job now, in a line; "" if nothing is."""
+    wrong = problem(job)
+    return f"{prefix}{wrong[0]}: {visible(wrong[1])}\n" if wrong else ""
+
+
+def status(job: JobStatus) -> str:
+    """One job's page: its state and why, then its ranks and rounds."""
+    progress = job.known
+    facts = [
+        ("reason", visible(job.reason)),
+        *_where(job),
+        ("round", _round(progress)),
+        ("step", _step(progress)),
+        ("checkpoint", _saved(progress.checkpoint)),
+        ("in memory", _saved(progress.snapshot)),
+        ("donors", _donors(progress)),
+        ("goodput", _goodput(progress)),
+        ("restarts", "" if progress.restarts is None else str(progress.restarts)),
+        ("requested", _requested(job)),
+        ("submitted", _submitted(job)),
+    ]
+    lines = [f"{visible(job.job)}: {_state(job)}"]
+    lines += [f"  {name:<{_NAME}} {value}" for name, value in facts if value]
+    page = "\n".join(lines) + "\n" + _ranks(progress.ranks)
+    if progress.rounds:
+        older = len(progress.rounds) - SHOWN_ROUNDS
+        cells = [_round_row(one) for one in progress.rounds[-SHOWN_ROUNDS:]]
+        page += "\n" + table(("ROUND", "SINCE", "WORKERS", "NODES", "LOST", "REASON"), cells)
+        page += f"and {older} older rounds: --json\n" if older > 0 else ""
+    return page
+
+
+def overview(both: Mapping[str, Any], *, ended: bool = False) -> str:
+    """What is wrong, the running jobs, all nodes, the pending jobs and, if asked for, the `ended` ones. Raises
+    WireError.
+    """
+    listed = [JobSummary.from_dict(row) for row in both["jobs"]]
+    ready = [NodeSummary.from_dict(row) for row in both["nodes"]]
+    running = [JobStatus.from_dict(one) for one in both["status"].values()]
+    others = [row for row in listed if row.job not in both["status"] and (ended or not row.ended)]
+    pending = sum(1 for row in listed if row.place is not None)
+    used, slots = sum(row.used for row in ready), sum(row.slots for row in ready)
+    head = f"{count(len(running), 'job')} running, {pending} pending; {used} of {count(slots, 'slot')} in use\n"
+    tables = [_running(running), nodes(ready, running), *([jobs(others)] if others else [])]
+    return wrong(listed, ready, running) + head + "\n" + "\n".join(tables)
+
+
+def wrong(listed: Sequence[JobSummary], ready: Sequence[NodeSummary], running: Sequence[JobStatus]) -> str:
+    """A line for each problem of a running job, for each node that fails, and for each job that failed in the last
+    hour; "" if there is none.
+    """
+    lines = [f"{job.job}: {line}" for job in running if (line := problem_line(job, "").rstrip())]
+    lines += [f"{row.node}: {_with_reason(row.state, row.reason)}" for row in ready if row.state in FAILING]
+    recent = [row for row in listed if row.state == "failed" and (row.ended_seconds or 0) < RECENT_S]
+    for row in sorted(recent, key=lambda row: row.ended_seconds or 0):
+        lines.append(f"{row.job}: {_with_reason(f'failed {_age(row.ended_seconds)} ago', row.reason)}")
+    more = len(lines) - SHOWN_PROBLEMS
+    shown = [f"elasticd: {visible(line)}\n" for line in lines[:SHOWN_PROBLEMS]]
+    return "".join(shown) + (f"elasticd: and {count(more, 'more problem')}\n" if more > 0 else "")
+
+
+def _with_reason(state: str, reason: str) -> str:
+    return f"{state}: {reason}" if reason else state
+
+
+def _running(rows: Sequence[JobStatus]) -> str:
+    if not rows:
+        return "no job runs\n"
+    cells = [
+        (
+            visible(job.job),
+            visible(job.state),
+            f"{job.known.world_size or 0}/{job.max_workers or job.slots}",
+            _names(job.nodes),
+            "-" if job.known.step is None else f"{job.known.step:,}",
+            "-" if job.known.steps_per_second is None else f"{job.known.steps_per_second:.3g}",
+            "-" if job.known.goodput is None else f"{100 * job.known.goodput:.1f} %",
+            str(job.known.restarts or 0),
+            _age(job.age_seconds),
+        )
+        for job in rows
+    ]
+    return table(("JOB", "STATE", "WORKERS", "NODES", "STEP", "STEPS/S", "GOODPUT", "RESTARTS", "AGE"), cells)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns as wide as their cells; the last one is not padded."""
+    cells = [tuple(heads), *map(tuple, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(heads) - 1)]
+    return "".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip() + "\n"
+        for row in cells
+    )
+
+
+def age(seconds: float) -> str:
+    """ "7s", "12m", "3h20m", "4d" """
+    whole = max(0, int(seconds))
+    if whole < 120:
+        return f"{whole}s"
+    if whole < 7200:
+        return f"{whole // 60}m"
+    if whole < 2 * 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+    return f"{whole // 86400}d"
+
+
+def visible(text: str) -> str:
+    """The text with control characters escaped, so that a job's text cannot steer a terminal or begin another line."""
+    return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
+
+
+def _names(names: Sequence[object]) -> str:
+    shown = [visible(str(name)) for name in names[:_SHOWN_NODES]]
+    more = f" +{len(names) - _SHOWN_NODES}" if len(names) > _SHOWN_NODES else ""
+    return (",".join(shown) + more) or "-"
+
+
+def _age(seconds: float | None) -> str:
+    return "-" if seconds is None else age(seconds)
+
+
+def _state(job: JobStatus) -> str:
+    state = visible(job.state)
+    if not job.ended:
+        return state
+    leaving = f"; its workers on {_names(job.leaving)} are being stopped" if job.leaving else ""
+    return f"{state}, {_age(job.ended_seconds)} ago, with exit code {job.exit_code}{leaving}"
+
+
+def _where(job: JobStatus) -> list[tuple[str, str]]:
+    if not job.assignments:
+        return [("nodes", _names(job.nodes) if job.nodes else "")]
+    return [("" if index else "nodes", _assignment(one)) for index, one in enumerate(job.assignments)]
+
+
+def _assignment(one: AssignmentStatus) -> str:
+    slots = f" {plural(len(one.slots), 'slot')} {','.join(ranges(one.slots))}" if one.slots else ""
+    reason = f": {visible(one.reason)}" if one.reason else ""
+    return f"{visible(one.node)}{slots}, {visible(one.state)}{reason}"
+
+
+def _round(progress: JobProgress) -> str:
+    if not progress.round:
+        return ""
+    size = progress.world_size
+    workers = count(size, "worker") if size else ""
+    return ", ".join(filter(None, [str(progress.round), visible(progress.phase or ""), workers]))
+
+
+def _step(progress: JobProgress) -> str:
+    if progress.step is None:
+        return ""
+    rate = progress.steps_per_second
+    return f"{progress.step:,}" + ("" if rate is None else f", {rate:.3g} steps/s")
+
+
+def _saved(saved: CheckpointStatus | None) -> str:
+    if saved is None:
+        return ""
+    ago = "" if saved.age_seconds is None else f"{age(saved.age_seconds)} ago"
+    return ", ".join(filter(None, [f"step {saved.step} of round {saved.round}", ago, saved.cost]))
+
+
+def _donors(progress: JobProgress) -> str:
+    if not progress.donor_resumes:
+        return ""
+    saved = count(progress.donor_resumes, "fault")
+    return f"{saved} resumed from a state saved after it: {count(progress.donor_steps, 'step')} not trained again"
+
+
+def _goodput(progress: JobProgress) -> str:
+    if progress.goodput is None:
+        return ""
+    return f"{100 * progress.goodput:.1f} % of the time since the first round made steps that count"
+
+
+def _requested(job: JobStatus) -> str:
+    if job.requested is None or job.ended:
+        return ""
+    (least, most), (low, high) = job.requested.nodes, job.requested.slots
+    nodes = f"{least}" if least == most else f"{least} to {most}"
+    slots = f"{low}" if low == high else f"{low} to {high}"
+    return f"{nodes} {plural(most, 'node')} with {slots} {plural(high, 'slot')} each"
+
+
+def _submitted(job: JobStatus) -> str:
+    if job.submitted_at is None:
+        return ""
+    by = f" by {visible(job.submitted_by)}" if job.submitted_by else ""
+    return f"{_moment(job.submitted_at)}{by}, {_age(job.age_seconds)} ago, as number {job.number}"
+
+
+def _round_row(one: RoundStatus) -> tuple[str, ...]:
+    size = str(one.world_size) if one.world_size else "-"
+    reason = ", ".join(filter(None, [one.reason, one.origin]))
+    return str(one.round), _moment(one.at), size, _names(one.nodes), _lost(one), visible(reason)
+
+
+def _lost(one: RoundStatus) -> str:
+    """The time until its first step, and how many steps were trained again."""
+    if one.lost_seconds is None:
+        return "-"
+    steps = "" if one.lost_steps is None else f", {count(one.lost_steps, 'step')}"
+    return f"{one.lost_seconds:.1f}s{steps}"
+
+
+def _ranks(rows: Sequence[RankProgress]) -> str:
+    if not rows:
+        return ""
+    shown = sorted(rows, key=lambda one: -one.idle_seconds)[:SHOWN_RANKS] if len(rows) > SHOWN_RANKS else rows
+    cells = [
+        (str(one.rank), visible(one.node), _phase(one), str(one.step), f"{one.idle_seconds:.1f}s ago") for one in shown
+    ]
+    more = f"and {len(rows) - SHOWN_RANKS} more with newer progress: --json\n" if len(rows) > SHOWN_RANKS else ""
+    return "\n" + table(("RANK", "NODE", "PHASE", "STEP", "PROGRESS"), cells) + more
+
+
+def _phase(one: RankProgress) -> str:
+    if one.exited:
+        return "done"
+    word = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(one.state)
+    return word or visible(one.phase) + (f" {visible(one.barrier)}" if one.barrier else "")
+
+
+def _moment(at: float) -> str:
+    if not 0 < at < 1e11:
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%M:%S%z", time.localtime(at))

@@ -1,0 +1,135 @@
+"""Reads agent.toml, the ELASTICD_ variables and the flags of `elasticd agent` into one checked NodeSettings."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from elasticd.errors import UsageError
+from elasticd_daemon.config.agent_settings import HttpSettings, NodeSettings, StoreSettings
+from elasticd_daemon.config.decode import ConfigError, KeyHints, decode, meta_of, short_toml
+from elasticd_daemon.config.documents import format_of, parse
+from elasticd_daemon.config.env_variables import read_overrides
+from elasticd_daemon.config.job_file import JobFile
+from elasticd_daemon.config.validate import check_settings
+
+DEFAULT_FILE = Path("/etc/elasticd/agent.toml")
+MAX_BYTES = 1 << 20
+"""Bytes of agent.toml."""
+
+_SECRETS = "secrets are in files of their own; write"
+_TABLE_NAMES = "tables are [store], [http], [health] and [limits]"
+KEY_HINTS: KeyHints = {
+    StoreSettings: {
+        "password": f"{_SECRETS} password_file",
+        "token": f"{_SECRETS} password_file",
+        "endpoint": 'write endpoints = ["HOST:PORT"]',
+        "cacert": "write ca",
+        "tls_ca": "write ca",
+        "tls_cert": "write cert",
+        "tls_key": "write key",
+    },
+    HttpSettings: {"token": f"{_SECRETS} token_file", "host": "write bind", "address": "write bind"},
+    NodeSettings: {
+        **dict.fromkeys(
+            (field.encode_name for field in msgspec.structs.fields(JobFile)), "it is a job's; write it in a job file"
+        ),
+        **dict.fromkeys(("agent", "elasticd"), f"this file is all about the agent; {_TABLE_NAMES}"),
+        **dict.fromkeys(("job", "jobs"), "submit each job with elasticd submit FILE"),
+        "etcd": 'write [store] with backend = "etcd"',
+        "token": f"{_SECRETS} token_file below [http]",
+        "token_file": "write it below [http]",
+        "port": "write it below [http]",
+        "bind": "write it below [http]",
+        "endpoints": "write it below [store]",
+        "backend": "write it below [store]",
+        "node_id": "write node",
+    },
+}
+"""Likely words that are not keys: what to write instead."""
+
+
+def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str] | None = None) -> NodeSettings:
+    """The settings of `path` (None: the defaults); ELASTICD_ variables override the file, `flags` override both.
+
+    Raises UsageError in one line, FILE: KEY: the error; its correction; or VARIABLE: …, or FLAG: ….
+    """
+    where = str(path) if path is not None else "the environment"
+    table: dict[str, Any] = {}
+    if path is not None:
+        data, mode = read_config(path)
+        if mode & 0o002:
+            raise UsageError(f"{path}: anybody can write it, and so have this node run anything; chmod o-w {path}")
+        table = parse(data, format_of(path.name), where, MAX_BYTES)
+    overrides = read_overrides(NodeSettings, environ, flags or {})
+    try:
+        merged = _merge(table, overrides)
+        if isinstance(store := merged.get("store"), dict) and store.get("backend") == "c10d":
+            raise ConfigError(
+                "store.backend",
+                "c10d has no password, so anybody who reaches it could run programs here, and loses all jobs when its "
+                "host ends; write etcd, or local for a node that works alone",
+            )
+        settings = decode(merged, NodeSettings, KEY_HINTS)
+        check_settings(settings, environ)
+    except ConfigError as error:
+        variable = overrides.get(error.key.partition("[")[0])
+        raise UsageError(f"{variable.name}: {error.problem}" if variable else f"{where}: {error}") from None
+    return settings
+
+
+def _merge(table: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = {"node": socket.gethostname(), **table}
+    for key, variable in given.items():
+        outer, dot, name = key.partition(".")
+        if not dot:
+            merged[key] = variable.value
+        elif isinstance(merged.get(outer, {}), dict):
+            merged[outer] = {**merged.get(outer, {}), name: variable.value}
+    return merged
+
+
+def read_config(path: Path) -> tuple[bytes, int]:
+    """The content, up to one byte beyond MAX_BYTES, and the mode. Raises UsageError."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1), os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from None
+    except ValueError:
+        raise UsageError(f"{str(path)!r} cannot be the name of a file") from None
+
+
+# ---- SIGHUP
+
+_AFTER_RESTART = "takes effect at the next start (SIGUSR2, which disturbs no job, or systemctl restart, which drains)"
+
+
+def merge_reloaded(old: NodeSettings, new: NodeSettings) -> tuple[NodeSettings, list[str]]:
+    """The settings after SIGHUP, and a sentence for each key that differs."""
+    sentences: list[str] = []
+    return _merge_structs(old, new, "", sentences), sentences
+
+
+def _merge_structs(old: Any, new: Any, outer: str, sentences: list[str]) -> Any:
+    kept: dict[str, Any] = {}
+    for field in msgspec.structs.fields(type(old)):
+        before, now, key = getattr(old, field.name), getattr(new, field.name), outer + field.encode_name
+        if isinstance(before, msgspec.Struct):
+            kept[field.name] = _merge_structs(before, now, f"{key}.", sentences)
+        elif before != now:
+            at_once = meta_of(field).reloadable
+            when = "from now on" if at_once else _AFTER_RESTART
+            sentences.append(f"{key}: {_value_text(now)} instead of {_value_text(before)} {when}")
+            if not at_once:
+                kept[field.name] = before
+    return msgspec.structs.replace(new, **kept)
+
+
+def _value_text(value: Any) -> str:
+    return "nothing" if value is None else short_toml(value)

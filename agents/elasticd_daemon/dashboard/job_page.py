@@ -1,0 +1,190 @@
+"""One job whole: why it failed, its state, step rate, ranks, rounds, its last hang, a log, its file. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from elasticd_agent.model.phrases import count
+from elasticd_agent.system.durations import in_words
+from elasticd_daemon.api.schema import CheckpointStatus, JobProgress, JobStatus, RoundStatus
+from elasticd_daemon.dashboard import formatting, ranks
+from elasticd_daemon.dashboard.chart import chart
+from elasticd_daemon.dashboard.series import scalar_chart, step_times
+from elasticd_daemon.dashboard.status import problem, state
+
+WINDOWS: dict[str, tuple[str, float | None]] = {
+    "10m": ("10 min", 600.0),
+    "1h": ("1 hour", 3600.0),
+    "1d": ("1 day", 86400.0),
+    "all": ("all", None),
+}
+SHOWN_ROUNDS = 25
+_SHOWN_NODES = 6
+STREAMS = ("stdout", "stderr", "elasticd", "events")
+FAILURE_LINES = 40
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+@dataclass(frozen=True, slots=True)
+class PageQuery:
+    """The page's query: a link with it shows the same."""
+
+    window: str = "1h"
+    rank: int = 0
+    stream: str = "stdout"
+    find: str = ""
+    """Only lines of the log with this text."""
+
+    def link(self, job: str, more: str = "", **other: str) -> str:
+        query = {"window": self.window, "rank": str(self.rank), "stream": self.stream, "find": self.find, **other}
+        return formatting.job_url(
+            job, f"{more}?{urlencode({name: text for name, text in query.items() if text}, errors='replace')}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LogTail:
+    """The end of a log."""
+
+    text: str = ""
+    where: str = ""
+    why: str = ""
+    """Why there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The explanations of the nodes' evidence."""
+
+    pages: Sequence[tuple[str, str]] = ()
+    """Of each node; those with a verdict first."""
+    why: str = ""
+    """Why there are none."""
+    others: int = 0
+    """How many are left out."""
+    is_late: bool = False
+
+
+def values(
+    job: JobStatus,
+    view: PageQuery,
+    now: float,
+    tail: LogTail,
+    evidence: Evidence | None,
+    failure: LogTail | None = None,
+    form_key: str = "",
+) -> dict[str, object]:
+    """What templates/job.html shows. `failure`: the end of the stderr of the rank that made the job fail."""
+    progress = job.known
+    has_steps = any(one.first_step_at for one in progress.rounds) or progress.step_samples
+    boxes, more_ranks = ranks.grid(job)
+    size = max([progress.world_size or 0, view.rank + 1, *(rank.rank + 1 for rank in progress.ranks)])
+    return {
+        "job": job, "view": view, "tail": tail, "failure": failure, "form_key": form_key,
+        "evidence": evidence, "state": state(job), "warnings": _warnings(job), "reason": _reason(job),
+        "last_words": _last_words, "tiles": _tiles(job), "windows": WINDOWS,
+        "course": chart(job, now, WINDOWS[view.window][1]) if has_steps else None,
+        "scalars": [scalar_chart(one) for one in progress.scalars if one.points],
+        "boxes": boxes, "more_ranks": more_ranks, "behind": lambda rank: ranks.behind(rank, progress),
+        "times": step_times(progress.rank_steps), "rounds": progress.rounds[::-1], "shown_rounds": SHOWN_ROUNDS,
+        "facts": lambda one: _facts(one, job, now), "ranks": range(min(size, 1024)), "streams": STREAMS,
+    }  # fmt: skip
+
+
+def _last_words(text: str) -> str:
+    """The last traceback, or the last lines."""
+    before, found, after = text.rpartition(_TRACEBACK)
+    lines = (found + after if found else before or after).rstrip().split("\n")
+    return "\n".join(lines if found and len(lines) <= FAILURE_LINES else lines[-FAILURE_LINES:])
+
+
+def _warnings(job: JobStatus) -> list[str]:
+    wrong = problem(job)
+    silent = [f"{node} does not answer: {why}" for node, why in list(job.known.unreachable.items())[:3]]
+    return [*([wrong[1]] if wrong else []), *silent]
+
+
+def _reason(job: JobStatus) -> str:
+    if not job.ended or job.ended_seconds is None:
+        return job.reason
+    code = f" with exit code {job.exit_code}" if job.exit_code is not None else ""
+    return f"Ended {in_words(job.ended_seconds)} ago{code}: {job.reason}"
+
+
+def _tiles(job: JobStatus) -> list[tuple[str, str, str]]:
+    """Name, value, and what is below it in small print."""
+    progress = job.known
+    rate, size, most = progress.steps_per_second, progress.world_size, job.max_workers
+    goodput = "–" if progress.goodput is None else f"{100 * progress.goodput:.1f} %"
+    return [
+        ("Step", "–" if progress.step is None else f"{progress.step:,}", "" if rate is None else formatting.rate(rate)),
+        ("Workers", "–", "")
+        if job.ended
+        else ("Workers", str(size or "–"), "" if most in (None, size) else f"of at most {most}"),
+        (
+            "Round",
+            str(progress.round or "–"),
+            "" if progress.restarts is None else count(progress.restarts, "restart"),
+        ),
+        _saved_tile("Checkpoint", progress.checkpoint),
+        *([_saved_tile("In memory", progress.snapshot)] if progress.snapshot else []),
+        ("Goodput", goodput, "of its time counted"),
+        _lost_tile(progress),
+    ]
+
+
+def _saved_tile(name: str, saved: CheckpointStatus | None) -> tuple[str, str, str]:
+    if saved is None:
+        return name, "none", ""
+    age = "" if saved.age_seconds is None else f"{in_words(saved.age_seconds)} ago"
+    return name, f"step {saved.step:,}", ", ".join(filter(None, [age, saved.cost]))
+
+
+def _lost_tile(progress: JobProgress) -> tuple[str, str, str]:
+    faults = [one for one in progress.rounds if not one.planned]
+    lost = [one.lost_seconds for one in faults if one.lost_seconds is not None]
+    if not lost:
+        return "Lost", "nothing", ""
+    again = sum(one.lost_steps or 0 for one in faults)
+    more = f"{count(len(faults), 'fault')}, {count(again, 'step')} again"
+    if progress.donor_resumes:
+        more += f", {count(progress.donor_steps, 'step')} saved after a fault"
+    return "Lost", in_words(sum(lost)), more
+
+
+def _facts(one: RoundStatus, job: JobStatus, now: float) -> list[str]:
+    """Of a round: its workers, where its state is from, and how it went."""
+    more = len(one.nodes) - _SHOWN_NODES
+    nodes = ", ".join(one.nodes[:_SHOWN_NODES]) + (f" +{more}" if more > 0 else "")
+    where = count(one.world_size, "worker") + (f" on {nodes}" if nodes else "")
+    return [where, *filter(None, [one.origin]), _outcome(one, job, now)]
+
+
+def _outcome(one: RoundStatus, job: JobStatus, now: float) -> str:
+    is_newest = one is job.known.newest_round
+    if one.first_step_at is None:
+        return "no step yet" if is_newest and not job.ended else "made no step"
+    ended_at = one.ended_at if one.ended_at is not None else job.ended_at if is_newest else None
+    if ended_at is None:
+        return f"training for {in_words(now - one.first_step_at)}" if is_newest else "trained"
+    trained = f"trained for {in_words(max(0.0, ended_at - one.first_step_at))}"
+    steps = (one.last_step or 0) - (one.first_step or 0)
+    return trained + (f", steps {one.first_step:,} to {one.last_step:,}" if steps > 0 else "")
+
+
+def last_hung_round(listed: Sequence[RoundStatus]) -> int:
+    """The newest round that followed a hang; 0 if there is none."""
+    return max((one.round for one in listed if one.cause == "hung"), default=0)
+
+
+def explanations(rows: Sequence[dict[str, Any]], *, brief: bool) -> Evidence:
+    """`brief`: only the first one."""
+    found = [row for row in rows if isinstance(row.get("page"), str)]
+    found.sort(key=lambda row: not isinstance(row.get("document"), dict) or row["document"].get("verdict") is None)
+    if not found:
+        return Evidence(why="; ".join(f"{row.get('node')}: {row.get('error', 'nothing')}" for row in rows[:8]))
+    pages = [(str(row.get("node")), row["page"]) for row in (found[:1] if brief else found)]
+    return Evidence(pages, others=len(found) - len(pages))

@@ -1,0 +1,127 @@
+"""Pages from templates, and the HTTP headers with the Content-Security-Policy.
+
+Job ids, reasons, node names and log lines come from others: Jinja2 escapes every value where it is inserted, and
+control characters, and those that change the direction of writing, are made visible. The policy allows only the agent's
+own style, script and icon, and no frames. A page is complete without its script, which only refreshes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+from jinja2 import DictLoader, Environment, StrictUndefined
+
+from elasticd_agent.model.phrases import count
+from elasticd_agent.system.durations import in_words
+from elasticd_agent.system.network.http_server import HttpResponse
+from elasticd_daemon.dashboard import formatting
+from elasticd_daemon.dashboard.overview import both_ends
+
+HTML_TYPE = "text/html; charset=utf-8"
+REFRESH_S = 2.0
+"""The script's interval."""
+RELOAD_S = 10
+"""The reload interval without the script."""
+ASSETS = {
+    "style.css": "text/css; charset=utf-8",
+    "live.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+
+def asset(name: str) -> bytes:
+    """One of ASSETS."""
+    return resources.files(__package__).joinpath(name).read_bytes()
+
+
+_STYLE = asset("style.css").decode()
+_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+_POLICY = "default-src 'none'; {}; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+PAGE_POLICY = _POLICY.format("script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'")
+PUBLIC_POLICY = _POLICY.format(f"style-src 'sha256-{_HASH}'; img-src data:")
+"""For pages without login: the style is inline, since no file is public."""
+
+
+def _visible(value: object) -> object:
+    """Markup as it is; None is nothing; invisible characters of anything else as escapes."""
+    if value is None or hasattr(value, "__html__"):
+        return value or ""
+    return _INVISIBLE.sub(lambda character: repr(character.group())[1:-1], str(value))
+
+
+def _environment() -> Environment:
+    """All templates are read now: an upgrade may replace the installation under a running agent.
+
+    A line end in a template and the indentation after it are nothing: white space shows between elements.
+    """
+    folder = resources.files(__package__).joinpath("templates")
+    sources = {file.name: re.sub(r"\n\s*", "", file.read_text(encoding="utf-8")) for file in folder.iterdir()}
+    made = Environment(loader=DictLoader(sources), autoescape=True, undefined=StrictUndefined, finalize=_visible)
+    made.filters["thousands"] = "{:,}".format
+    made.globals |= {
+        "both_ends": both_ends,
+        "clock": formatting.clock,
+        "count": count,
+        "in_words": in_words,
+        "iso": formatting.iso,
+        "job_url": formatting.job_url,
+        "rate": formatting.rate,
+        "same_day": formatting.same_day,
+        "time_zone": formatting.time_zone,
+    }
+    return made
+
+
+_TEMPLATES = _environment()
+
+
+def html_response(code: int, page: str, policy: str = PAGE_POLICY, *headers: tuple[str, str]) -> HttpResponse:
+    more = (
+        ("Content-Security-Policy", policy),
+        ("Referrer-Policy", "no-referrer"),
+        ("Cross-Origin-Opener-Policy", "same-origin"),
+        ("Cross-Origin-Resource-Policy", "same-origin"),
+        *headers,
+    )
+    return HttpResponse(code, page.encode("utf-8", "replace"), HTML_TYPE, more)
+
+
+def page(
+    template: str,
+    title: str,
+    node: str,
+    version: str,
+    values: Mapping[str, object],
+    *,
+    now: float,
+    logout: bool,
+    every_s: float | None = REFRESH_S,
+) -> str:
+    """A page after login. `logout`: with the button. `every_s`: None without refresh."""
+    frame = {"title": title, "node": node, "version": version, "logout": logout, "reload_s": RELOAD_S}
+    return _TEMPLATES.get_template(template).render({**values, **frame, "now": now, "every_s": every_s})
+
+
+def public_page(template: str, title: str, **values: object) -> str:
+    """A page before login."""
+    return _TEMPLATES.get_template(template).render(values, title=title, style=_STYLE)
+
+
+@dataclass(frozen=True, slots=True)
+class LoginTexts:
+    """What a visitor who is not logged in reads; the defaults are an agent's."""
+
+    needed: str = "This page shows jobs, their logs and the nodes. It needs the agent's token."
+    used: str = "This link was used, or is too old: `elasticd open` prints a new one. Or give the token."
+    token_file: str = ""
+    """A path; "": agent.toml names it."""
+    no_tls: str = (
+        "the token would cross the network in plain text. Give the agent a certificate (http.tls_cert in agent.toml), "
+        "or open this page as http://localhost through a tunnel, ssh -L or kubectl port-forward"
+    )

@@ -1,0 +1,453 @@
+"""The dashboard's routes in front of the API's: /, /jobs/JOB, its buttons, the page's files, login and logout.
+
+A login cookie (login.py) admits to the dashboard's own paths only, and changes something only by POST of a form that
+one of the visitor's own pages has made, so that no other site can make a browser change anything here. Answers are
+shared among all open pages.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+from urllib.parse import parse_qsl, unquote
+
+from elasticd.errors import ElasticdError, StoreUnavailable, UsageError
+from elasticd_agent.model.phrases import count
+from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
+from elasticd_agent.system.durations import in_words
+from elasticd_agent.system.network.http_auth import AccessDenied, TokenAuth
+from elasticd_agent.system.network.http_server import (
+    HttpError,
+    HttpRequest,
+    HttpResponse,
+    UnauthenticatedRequest,
+    json_response,
+)
+from elasticd_daemon.api import views
+from elasticd_daemon.api.job_list import JobList
+from elasticd_daemon.api.node_files import NodesUnavailable, NotFound
+from elasticd_daemon.api.rank_logs import MAX_BYTES, LogRequest
+from elasticd_daemon.api.routes import ApiRoutes
+from elasticd_daemon.api.schema import JobProgress, JobStatus, JobSummary, LogChunk, NodeSummary
+from elasticd_daemon.api.service import Conflict
+from elasticd_daemon.dashboard import formatting, job_page, layout, overview
+from elasticd_daemon.dashboard.job_page import STREAMS, WINDOWS, Evidence, LogTail, PageQuery
+from elasticd_daemon.dashboard.login import CODE_LIFETIME_S, LoginCookies, OneTimeCodes
+from elasticd_daemon.dashboard.overview import STATES, ListQuery
+from elasticd_daemon.dashboard.status import problem
+from elasticd_daemon.records import submitter
+
+CACHE_S = 0.9
+"""The script asks every two seconds: every open page gets an answer that is newer than its last."""
+EVIDENCE_S = 30.0
+MAX_EVIDENCE = 8
+TAIL_BYTES = 16 << 10
+SEARCH_BYTES, SEARCH_S = 8 << 20, 20.0
+"""Of a log, its end, and how often a page with a search is refreshed."""
+DOWNLOAD_BYTES = 32 << 20
+"""Of a log, its end: more is on the node."""
+MAX_SEARCH_CHARS = 200
+MAX_FOUND = 500
+"""Lines that a search shows, the newest."""
+PAGE_TIMEOUT_S = 2.0
+NODES_PER_SECOND = 16
+"""A page of a job on more than twice this many nodes is refreshed less often: each node is asked for its ranks."""
+MAX_OVERVIEW_JOBS = 8
+"""Jobs of this node whose runners are asked for their progress, for the overview."""
+NO_TOKEN = "This agent has no token: set http.token_file in agent.toml."
+_NOT_OURS = "This form does not come from a page that is open in this browser: load the page again."
+_PUBLIC = {("POST", "/login"), ("POST", "/logout"), ("GET", "/login")}
+_FORM = "application/x-www-form-urlencoded"
+
+_Overview = tuple[JobList, list[NodeSummary], list[str]]
+"""Jobs, nodes, problems."""
+
+
+V = TypeVar("V")
+
+
+@dataclass(slots=True)
+class _CacheEntry(Generic[V]):
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    at: float = float("-inf")
+    values: list[V] = field(default_factory=list)
+    error: Exception | None = None
+
+
+class ResponseCache(Generic[V]):
+    """Thread-safe, bounded. Errors are cached, too."""
+
+    def __init__(self, max_age_s: float, max_entries: int = 64, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_age_s = max_age_s
+        self._max_entries = max_entries
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Hashable, _CacheEntry[V]] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], V]) -> V:
+        """Concurrent callers wait for one `make`. Raises what `make` raised."""
+        with self._lock:
+            entry = self._entries.setdefault(key, _CacheEntry())
+            self._entries.move_to_end(key)
+            while len(self._entries) > self._max_entries:
+                self._entries.popitem(last=False)
+        with entry.lock:
+            if self._clock() - entry.at >= self._max_age_s:
+                entry.values, entry.error = [], None
+                try:
+                    entry.values = [make()]
+                except Exception as error:  # noqa: BLE001 raised below, to every caller
+                    entry.error = error
+                entry.at = self._clock()
+            if entry.error is not None:
+                raise entry.error.with_traceback(None)
+            return entry.values[0]
+
+
+@dataclass(slots=True)
+class DashboardRoutes:
+    """Safe to call from many threads at once."""
+
+    api: ApiRoutes
+    token: TokenAuth
+    cookies: LoginCookies
+    version: str
+    has_buttons: bool = True
+    """The jobs and nodes can be changed here."""
+    base_url: str = ""
+    """Where a browser on this machine finds the dashboard: http://127.0.0.1:9411."""
+    codes: OneTimeCodes = field(default_factory=lambda: OneTimeCodes(time.monotonic))
+    texts: layout.LoginTexts = field(default_factory=layout.LoginTexts)
+    _overviews: ResponseCache[_Overview] = field(default_factory=lambda: ResponseCache(CACHE_S))
+    _jobs: ResponseCache[JobStatus] = field(default_factory=lambda: ResponseCache(CACHE_S))
+    _progress: ResponseCache[JobProgress] = field(default_factory=lambda: ResponseCache(CACHE_S))
+    _evidence: ResponseCache[dict[str, Any]] = field(default_factory=lambda: ResponseCache(EVIDENCE_S, MAX_EVIDENCE))
+
+    def is_public(self, method: str, path: str) -> bool:
+        return self.api.is_public(method, path) or (method, path) in _PUBLIC
+
+    def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> str | HttpResponse:
+        is_page = request.method == "GET" and _is_dashboard_path(request.path)
+        is_button = request.method == "POST" and _button(request.path) is not None
+        may_log_in = self.cookies.may_log_in(request.host, request.server_name, request.user)
+        visitor = self.cookies.visitor(request.cookie, request.user) if may_log_in else None
+        if (is_page or is_button) and denied.code == 401 and visitor is not None:
+            return str(visitor)
+        if not is_page or "text/html" not in request.accept:
+            return self.api.reject(request, denied)
+        if denied.code == 401 and not may_log_in:
+            return self._no_login()
+        if denied.code == 401:
+            then = request.path + (f"?{request.query}" if request.query else "")
+            return self._login_form(401, self.texts.needed, then, ("WWW-Authenticate", "Bearer"))
+        return _public_response(denied.code, "Access denied", denied.why)
+
+    def answer(self, request: HttpRequest) -> HttpResponse:
+        if request.method == "POST" and request.path in ("/login", "/logout") and request.is_of_other_site:
+            return _public_response(403, "Not allowed", _NOT_OURS)
+        if request.method == "POST" and request.path == "/login":
+            return self._login(request)
+        if request.method == "GET" and request.path == "/login":
+            return self._redeem(request)
+        if request.method == "POST" and request.path == "/v1/login":
+            return self._login_code(request.requested_by)
+        if request.method == "POST" and request.path == "/logout":
+            return _redirect("/", self.cookies.expire())
+        pressed = _button(request.path) if request.method == "POST" else None
+        if pressed is None and (request.method != "GET" or not _is_dashboard_path(request.path)):
+            return self.api.answer(request)
+        try:
+            return self._page(request) if pressed is None else self._press(request, *pressed)
+        except Conflict as error:
+            return self._error_page(409, "Not now", str(error), request)
+        except (NotFound, UsageError) as error:
+            return self._error_page(404, "Page not found", str(error), request)
+        except StoreUnavailable as error:
+            why = f"The store does not answer: {error}. Running jobs continue."
+            return self._error_page(503, "The store is unavailable", why, request)
+        except (NodesUnavailable, DeadlineExceeded) as error:
+            return self._error_page(504, "No answer", str(error) or "the disk does not answer", request)
+
+    def _page(self, request: HttpRequest) -> HttpResponse:
+        match [unquote(word, errors="replace") for word in request.path.split("/")[1:]]:
+            case [""]:
+                return self._overview(request)
+            case ["page", name] if name in layout.ASSETS:
+                return HttpResponse(200, layout.asset(name), layout.ASSETS[name])
+            case ["jobs", job] if job:
+                return self._job(request, job, _view(request.query))
+            case ["jobs", job, "explain"] if job:
+                return self._explain(request, job)
+            case ["jobs", job, "log"] if job:
+                return self._download(job, _view(request.query))
+        raise NotFound("there are / and /jobs/JOB, and the routes in elasticd docs http")
+
+    def _overview(self, request: HttpRequest) -> HttpResponse:
+        service = self.api.service
+        here = service.local.node
+        query = _list_query(request.query)
+        jobs, nodes, problems = self._overviews.get("/", self.api.service.overview)
+        listed = query.listed(jobs)
+        own = [row for row in listed.shown if here in row.nodes and not row.ended][:MAX_OVERVIEW_JOBS]
+        local = self._local_progress(own)
+        key = self._form_key(request)
+        values = overview.values(listed, nodes, here, local, problems, query, key)
+        return self._render(request, "overview.html", f"{here} · elasticd", values)
+
+    def _form_key(self, request: HttpRequest) -> str:
+        """Of the buttons of this page; "" for one who may not press any."""
+        visitor = self.cookies.visitor(request.cookie, request.user) if self.has_buttons else None
+        return visitor.form_key if visitor is not None and visitor.may_operate else ""
+
+    def _press(self, request: HttpRequest, kind: str, target: str, action: str) -> HttpResponse:
+        visitor = self.cookies.visitor(request.cookie, request.user) if self.has_buttons else None
+        if visitor is None or request.is_of_other_site:
+            return self._error_page(403, "Not allowed", _NOT_OURS, request)
+        if not visitor.may_operate:
+            why = f"{visitor.name} may only read: its token is in http.read_only of agent.toml."
+            return self._error_page(403, "Not allowed", why, request)
+        if not visitor.sent(_form(request).get("key", "")):
+            return self._error_page(403, "Not allowed", _NOT_OURS, request)
+        service, by = self.api.service, request.requested_by
+        where = formatting.job_url(target) if kind == "jobs" else "/"
+        match action:
+            case "cancel":
+                service.cancel(target, by)
+            case "dump":
+                service.dump(target)
+                where = formatting.job_url(target, "/explain")
+            case "uncordon":
+                service.uncordon(target)
+            case _:
+                service.cordon(target, drain=action == "drain", reason="", by=by)
+        return _redirect(where)
+
+    def _local_progress(self, rows: Sequence[JobSummary]) -> dict[str, JobStatus]:
+        """This node's jobs with their progress as this node knows it; without those that do not answer in time."""
+        found: dict[str, JobStatus] = {}
+        until = time.monotonic() + PAGE_TIMEOUT_S
+        for row in rows:
+            try:
+                known = run_within(max(0.0, until - time.monotonic()), functools.partial(self._local_job, row), row.job)
+            except (ElasticdError, DeadlineExceeded):
+                continue
+            found[row.job] = views.job_status(row, (), known)
+        return found
+
+    def _local_job(self, row: JobSummary) -> JobProgress:
+        service = self.api.service
+        return self._progress.get(
+            (row.job, row.number), lambda: service.local.progress(row.job, row.number, service.clock())
+        )
+
+    def _job(self, request: HttpRequest, name: str, view: PageQuery) -> HttpResponse:
+        job = self._job_status(name)
+        now = self.api.service.clock()
+        rank = job.failed_rank
+        if rank is not None and "rank" not in _pairs(request.query):
+            view = replace(view, rank=rank, stream="stderr")
+        failure = None if rank is None else self._tail(job, PageQuery(rank=rank, stream="stderr"))
+        key, evidence = self._form_key(request), self._newest_evidence(job)
+        values = job_page.values(job, view, now, self._tail(job, view), evidence, failure, key)
+        mark = "▲ " if problem(job) else ""
+        every_s = max(SEARCH_S if view.find else layout.REFRESH_S, len(job.nodes) / NODES_PER_SECOND)
+        title = f"{mark}{job.job}: {job.state} · elasticd"
+        return self._render(request, "job.html", title, values, every_s=every_s)
+
+    def _explain(self, request: HttpRequest, name: str) -> HttpResponse:
+        job = self._job_status(name)
+        rows = self._evidence.get((name, job.number, "all"), lambda: self.api.service.explain(name, None))["nodes"]
+        values = {"job": name, "evidence": job_page.explanations(rows, brief=False)}
+        return self._render(request, "evidence.html", f"{name}: evidence · elasticd", values, every_s=None)
+
+    def _job_status(self, name: str) -> JobStatus:
+        return self._jobs.get(name, lambda: self.api.service.job(name))
+
+    def _newest_evidence(self, job: JobStatus) -> Evidence | None:
+        """The newest hang's; read once for each, since evidence does not change. None: no round followed a hang."""
+        number = job_page.last_hung_round(job.known.rounds)
+        if not number:
+            return None
+        key, service = (job.job, job.number, number), self.api.service
+        try:
+            found = run_within(
+                PAGE_TIMEOUT_S, lambda: self._evidence.get(key, lambda: service.explain(job.job, None)), job.job
+            )
+        except (ElasticdError, DeadlineExceeded):
+            return Evidence(is_late=True)
+        return job_page.explanations(found["nodes"], brief=True)
+
+    def _tail(self, job: JobStatus, view: PageQuery) -> LogTail:
+        try:
+            logs = run_within(PAGE_TIMEOUT_S, lambda: self._end_of_log(job.job, view), job.job)
+        except DeadlineExceeded:
+            return LogTail(why=f"Its node did not answer within {in_words(PAGE_TIMEOUT_S)}.")
+        except ElasticdError as error:
+            return LogTail(why=str(error))
+        text = logs.data.decode("utf-8", "replace")
+        if logs.start:  # the first line is cut
+            text = text.partition("\n")[2] or text
+        round = f"round {logs.round}, " if logs.round else ""
+        where = f"{round}on {logs.node}, the last {len(logs.data):,} of {logs.size:,} bytes"
+        if view.find:
+            lines = [line for line in text.split("\n") if view.find.casefold() in line.casefold()]
+            text = "".join(f"{line}\n" for line in lines[-MAX_FOUND:])
+            where = f"{count(len(lines), 'line')} with {view.find!r}: {where}"
+        return LogTail(text, where)
+
+    def _end_of_log(self, job: str, view: PageQuery) -> LogChunk:
+        most = SEARCH_BYTES if view.find else TAIL_BYTES
+        return self._read_log(job, LogRequest(view.rank, None, view.stream, -most, min(most, MAX_BYTES)), most)
+
+    def _read_log(self, job: str, request: LogRequest, most: int) -> LogChunk:
+        """At most `most` bytes, in as many requests as they take."""
+        first = self.api.service.logs(job, request)
+        parts, size, end = [first.data], len(first.data), first.next
+        while size < most and end < first.size:
+            piece = replace(request, round=first.round or None, offset=end, limit=MAX_BYTES, node=first.node)
+            found = self.api.service.logs(job, piece)
+            if not found.data:
+                break
+            parts.append(found.data)
+            size, end = size + len(found.data), found.next
+        return replace(first, data=b"".join(parts), next=end)
+
+    def _download(self, job: str, view: PageQuery) -> HttpResponse:
+        request = LogRequest(view.rank, None, view.stream, -DOWNLOAD_BYTES, MAX_BYTES)
+        found = self._read_log(job, request, DOWNLOAD_BYTES)
+        place = f"-round-{found.round}-rank-{view.rank}" if found.round else ""
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{job}{place}-{view.stream}.log")
+        headers = (("Content-Disposition", f'attachment; filename="{name}"'),)
+        return HttpResponse(200, found.data, "text/plain; charset=utf-8", headers)
+
+    def _render(
+        self,
+        request: HttpRequest,
+        template: str,
+        title: str,
+        values: Mapping[str, object],
+        *,
+        every_s: float | None = layout.REFRESH_S,
+        code: int = 200,
+    ) -> HttpResponse:
+        service, logout = self.api.service, bool(request.host)
+        node, now = service.local.node, service.clock()
+        page = layout.page(template, title, node, self.version, values, now=now, logout=logout, every_s=every_s)
+        return layout.html_response(code, page)
+
+    def _error_page(self, code: int, title: str, why: str, request: HttpRequest) -> HttpResponse:
+        return self._render(request, "error.html", f"{title} · elasticd", {"heading": title, "why": why}, code=code)
+
+    def _login(self, request: HttpRequest) -> HttpResponse:
+        form = _form(request)
+        target = _local_path(form.get("then", "/"))
+        if self.token.fingerprint() is None:
+            return _public_response(403, "Login is disabled", NO_TOKEN)
+        if not self.cookies.may_log_in(request.host, request.server_name, request.user):
+            return self._no_login()
+        holder = self.token.holder(form.get("token", ""))
+        if holder is not None:
+            cookie = self.cookies.issue(holder.name, holder.access == "operate", request.user)
+            return _redirect(target, cookie or "")
+        if wait := self.token.count_wrong(request.host).retry_after_s:
+            why = f"Too many wrong tokens. Try again in {in_words(wait)}."
+            return self._login_form(429, why, target, ("Retry-After", str(int(wait) + 1)))
+        return self._login_form(401, "That is not the token of this page.", target)
+
+    def _login_form(self, code: int, why: str, then: str, *headers: tuple[str, str]) -> HttpResponse:
+        values = {"why": why, "then": then, "token_file": self.texts.token_file}
+        page = layout.public_page("login.html", "Log in · elasticd", **values)
+        return layout.html_response(code, page, layout.PUBLIC_POLICY, *headers)
+
+    def _no_login(self) -> HttpResponse:
+        why = self.texts.no_tls
+        return _public_response(403, "Login needs TLS", f"{why[0].upper()}{why[1:]}.")
+
+    def _login_code(self, by: str) -> HttpResponse:
+        """For a caller of the API, who has full access: a path that logs one browser in."""
+        if self.token.fingerprint() is None:
+            raise HttpError(409, self.token.problem() or NO_TOKEN)
+        host = self.base_url.partition("://")[2]
+        if not self.cookies.may_log_in("127.0.0.1", host, os.getuid()):
+            raise HttpError(409, f"a browser may not log in at {self.base_url}: {self.texts.no_tls}")
+        path = f"/login?code={self.codes.issue(submitter(by))}"
+        return json_response({"path": path, "base": self.base_url, "expires_seconds": CODE_LIFETIME_S}, 201)
+
+    def _redeem(self, request: HttpRequest) -> HttpResponse:
+        if not self.cookies.may_log_in(request.host, request.server_name, request.user):
+            return self._no_login()
+        name = self.codes.redeem(_pairs(request.query).get("code", ""))
+        if name is not None and (cookie := self.cookies.issue(name, True, request.user)) is not None:
+            return _redirect("/", cookie)
+        return self._login_form(401, self.texts.used, "/")
+
+
+def _button(path: str) -> tuple[str, str, str] | None:
+    """jobs or nodes, which one, and what is to be done."""
+    match [unquote(word, errors="replace") for word in path.split("/")[1:]]:
+        case ["jobs", job, "cancel" | "dump" as action] if job:
+            return "jobs", job, action
+        case ["nodes", node, "cordon" | "drain" | "uncordon" as action] if node:
+            return "nodes", node, action
+    return None
+
+
+def _is_dashboard_path(path: str) -> bool:
+    return path == "/" or path.startswith(("/jobs/", "/page/"))
+
+
+def _view(query: str) -> PageQuery:
+    """Values that make no sense are replaced by the defaults."""
+    values = _pairs(query)
+    rank = values.get("rank", "0")
+    return PageQuery(
+        window=found if (found := values.get("window", "1h")) in WINDOWS else "1h",
+        rank=int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 8 else 0,
+        stream=found if (found := values.get("stream", "stdout")) in STREAMS else "stdout",
+        find=values.get("find", "")[:MAX_SEARCH_CHARS],
+    )
+
+
+def _list_query(query: str) -> ListQuery:
+    values = _pairs(query)
+    state, page = values.get("state", ""), values.get("page", "1")
+    return ListQuery(
+        values.get("q", "")[:MAX_SEARCH_CHARS],
+        state if state in STATES else "",
+        int(page) if page.isascii() and page.isdigit() and int(page[:7]) > 0 and len(page) < 8 else 1,
+    )
+
+
+def _form(request: HttpRequest) -> Mapping[str, str]:
+    return _pairs(request.body.decode("ascii", "replace")) if request.content_type == _FORM else {}
+
+
+def _pairs(text: str) -> dict[str, str]:
+    try:
+        return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=32, errors="replace"))
+    except ValueError:
+        return {}
+
+
+def _local_path(path: str) -> str:
+    """The target after the login: always a page of this agent."""
+    plain = path.isascii() and path.isprintable() and len(path) < 2000
+    return path if plain and "\\" not in path and path.startswith("/jobs/") else "/"
+
+
+def _redirect(where: str, cookie: str = "") -> HttpResponse:
+    """303: the browser continues with a GET."""
+    headers = (("Location", where), *((("Set-Cookie", cookie),) if cookie else ()))
+    return HttpResponse(303, b"", headers=headers)
+
+
+def _public_response(code: int, title: str, why: str) -> HttpResponse:
+    page = layout.public_page("message.html", f"{title} · elasticd", heading=title, why=why)
+    return layout.html_response(code, page, layout.PUBLIC_POLICY)

@@ -1,0 +1,316 @@
+"""A process for one run of checks: directories and plugins, each in a child process with a deadline.
+
+It runs as `python -S -m`, reads the request as one line from standard input, writes each result as a line as soon as it
+has it, and kills everything it started when its standard input ends. It is the subreaper of its children's children
+(PR_SET_CHILD_SUBREAPER), so that a plugin cannot leave processes behind. One thread, so that it may fork.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NoReturn
+
+from elasticd_agent.model.phrases import shortened
+from elasticd_agent.system.processes.process import STRAY_SIGNALS, ignore_signal, signal_name, take_signals
+from elasticd_agent.system.processes.procfs import read, stat
+from elasticd_daemon.health import directories, network_ports
+from elasticd_daemon.health.result import CheckResult, failed, passed, skipped
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+MAX_OUTPUT_BYTES = 1 << 20
+KEPT_OUTPUT_BYTES = 16 * 1024
+MAX_REASON_CHARS = 200
+EXIT_TIMEOUT_S = 1.0
+"""After SIGKILL; a process that hangs in the kernel is left behind."""
+CANNOT_RUN = 125
+"""The exit code of a child that could not execute the plugin."""
+
+
+@dataclass
+class CheckChild:
+    check: str
+    pid: int
+    fd: int
+    began: float
+    until: float
+    read: Callable[[CheckChild, int], CheckResult]
+    output: bytearray = field(default_factory=bytearray)
+    output_bytes: int = 0
+    killed: str = ""  # the reason
+    reading: dict[str, Any] = field(default_factory=dict)  # of the network's ports, for the next run
+
+
+class CheckRunner:
+    def __init__(self, send: Callable[[dict[str, Any]], None], stop_fd: int) -> None:
+        """`stop_fd` becomes readable when the results are no longer needed."""
+        self._send = send
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[int, CheckChild] = {}
+        self._stopped = False
+        awake, wake = socket.socketpair()
+        for end in (awake, wake):
+            end.setblocking(False)
+        self._awake = awake
+        self._wake = wake
+        signal.set_wakeup_fd(wake.fileno())
+        signal.signal(signal.SIGCHLD, ignore_signal)
+        take_signals(STRAY_SIGNALS, ignore_signal)
+        self._selector.register(awake, selectors.EVENT_READ)
+        self._selector.register(stop_fd, selectors.EVENT_READ)
+        self._stop_fd = stop_fd
+
+    def run(self, request: dict[str, Any]) -> None:
+        waiting = [self._directory(one, request) for one in request["directories"]]
+        waiting += [self._ports(one, request) for one in request.get("ports", ())]
+        waiting += [self._plugin(one, request) for one in request["plugins"]]
+        waiting.reverse()
+        while (waiting or self._children) and not self._stopped:
+            while waiting and len(self._children) < request["at_once"]:
+                waiting.pop()()
+            self._turn()
+        self._kill_descendants()
+
+    def _directory(self, one: dict[str, Any], request: dict[str, Any]) -> Callable[[], None]:
+        def ask() -> None:
+            found = directories.check_directory(one["check"], one["path"], one["free_min_bytes"], one["made"])
+            os.write(1, json.dumps(asdict(found)).encode())
+            os._exit(0)
+
+        return lambda: self._start(one["check"], request["directory_s"], ask, _directory_result)
+
+    def _ports(self, one: dict[str, Any], request: dict[str, Any]) -> Callable[[], None]:
+        def ask() -> None:
+            os.write(1, json.dumps(network_ports.read_ports()).encode())
+            os._exit(0)
+
+        def judge(child: CheckChild, status: int) -> CheckResult:
+            if child.killed:
+                return failed(child.check, f"{child.killed}: does the adapter's driver answer?")
+            try:
+                result, child.reading = network_ports.judge_ports(one["before"], json.loads(child.output))
+            except (ValueError, TypeError):
+                return skipped(child.check, first_line(bytes(child.output)) or _describe_exit(status))
+            return result
+
+        return lambda: self._start(one["check"], request["directory_s"], ask, judge)
+
+    def _plugin(self, one: dict[str, Any], request: dict[str, Any]) -> Callable[[], None]:
+        def become() -> None:
+            try:
+                os.execve(one["path"], [one["path"]], request["environment"])
+            except OSError as error:
+                os.write(1, f"{one['path']} cannot be executed: {error.strerror}".encode())
+            os._exit(CANNOT_RUN)
+
+        return lambda: self._start(one["check"], request["plugin_s"], become, _plugin_result)
+
+    def _start(
+        self, check: str, within_s: float, act: Callable[[], None], read: Callable[[CheckChild, int], CheckResult]
+    ) -> None:
+        ours, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        us = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _become_child(us, theirs, act)
+        os.close(theirs)
+        now = time.monotonic()
+        self._children[pid] = CheckChild(check, pid, ours, now, now + within_s, read)
+        self._selector.register(ours, selectors.EVENT_READ, self._children[pid])
+
+    def _turn(self) -> None:
+        until = min(child.until for child in self._children.values())
+        for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
+            if key.fd == self._stop_fd:
+                self._stopped = True
+            elif key.data is not None:
+                self._read_output(key.data)
+        self._drain_wakeups()
+        self._reap()
+        now = time.monotonic()
+        for child in list(self._children.values()):
+            if now >= child.until:
+                self._on_deadline(child)
+
+    def _drain_wakeups(self) -> None:
+        try:
+            while self._awake.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _read_output(self, child: CheckChild) -> None:
+        try:
+            data = os.read(child.fd, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self._selector.unregister(child.fd)
+            return
+        child.output_bytes += len(data)
+        child.output += data[: KEPT_OUTPUT_BYTES - len(child.output)]
+        if child.output_bytes > MAX_OUTPUT_BYTES and not child.killed:
+            self._kill(child, f"it wrote more than {MAX_OUTPUT_BYTES >> 20} MiB; only the first line counts")
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.pop(pid, None)
+            if child is not None:
+                self._drain_output(child)
+                self._report(child, child.read(child, status))
+
+    def _drain_output(self, child: CheckChild) -> None:
+        if child.fd in self._selector.get_map():
+            self._read_output(child)
+        if child.fd in self._selector.get_map():
+            self._selector.unregister(child.fd)
+        os.close(child.fd)
+
+    def _on_deadline(self, child: CheckChild) -> None:
+        if not child.killed:
+            self._kill(child, f"no result within {child.until - child.began:g} s")
+            return
+        del self._children[child.pid]
+        self._drain_output(child)
+        process = stat(child.pid)
+        state = process.state if process is not None else "?"
+        where = read(f"/proc/{child.pid}/wchan").decode("ascii", "replace")
+        why = f"{child.killed}; process {child.pid} survives SIGKILL (state {state}{' in ' * bool(where)}{where})"
+        self._report(child, failed(child.check, why))
+        started = process.started if process is not None else 0
+        self._send({"stuck": {"check": child.check, "pid": child.pid, "started": started}})
+
+    def _kill(self, child: CheckChild, why: str) -> None:
+        child.killed = why
+        child.until = time.monotonic() + EXIT_TIMEOUT_S
+        _kill_group(child.pid)
+        _kill(child.pid)
+
+    def _report(self, child: CheckChild, found: CheckResult) -> None:
+        took_s = time.monotonic() - child.began
+        self._send({"result": asdict(replace(found, seconds=took_s))})
+        if child.reading:
+            self._send({"ports": child.reading})
+
+    def _kill_descendants(self) -> None:
+        """No descendant outlives this process, except unkillable ones."""
+        until = time.monotonic() + EXIT_TIMEOUT_S
+        while True:
+            for child in read(f"/proc/self/task/{os.getpid()}/children", 1 << 20).split():
+                _kill_group(int(child))
+                _kill(int(child))
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            if time.monotonic() >= until:
+                return
+            self._selector.select(0.01)
+            self._drain_wakeups()
+
+
+def _become_child(parent: int, out: int, act: Callable[[], None]) -> NoReturn:
+    """It holds no file of the parent open: a reader that waits for the parent's end must not wait for a hung child."""
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(CANNOT_RUN)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.set_blocking(out, True)
+        os.dup2(nothing, 0)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.chdir("/")
+        act()
+    except BaseException as error:  # noqa: BLE001  a forked child must never continue as its parent
+        os.write(1, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
+    os._exit(CANNOT_RUN)
+
+
+def _directory_result(child: CheckChild, status: int) -> CheckResult:
+    if child.killed:
+        return failed(child.check, f"{child.killed}: is it a mount whose server is unreachable?")
+    try:
+        found = json.loads(child.output)
+        return CheckResult(found["check"], found["outcome"], found["why"], directory=found["directory"])
+    except (ValueError, KeyError, TypeError):
+        return skipped(
+            child.check, f"it could not be checked: {first_line(bytes(child.output)) or _describe_exit(status)}"
+        )
+
+
+def _plugin_result(child: CheckChild, status: int) -> CheckResult:
+    reason = first_line(bytes(child.output))
+    if child.killed:
+        return failed(child.check, child.killed)
+    if os.WIFSIGNALED(status):
+        return failed(child.check, f"{_describe_exit(status)}{': ' * bool(reason)}{reason}")
+    code = os.WEXITSTATUS(status)
+    if code == CANNOT_RUN and "cannot be executed" in reason:
+        return skipped(child.check, reason)
+    if code:
+        return failed(child.check, reason or f"it exited with {code} and wrote nothing")
+    return passed(child.check, reason or "exit code 0")
+
+
+def first_line(output: bytes) -> str:
+    """One printable line."""
+    lines = output.decode("utf-8", "replace").strip().splitlines()
+    text = "".join(letter if letter.isprintable() else "·" for letter in (lines[0].strip() if lines else ""))
+    return shortened(text, MAX_REASON_CHARS)
+
+
+def _describe_exit(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"it was ended by {signal_name(os.WTERMSIG(status))}"
+    return f"it exited with {os.WEXITSTATUS(status)}"
+
+
+def _kill_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # it leads no group, yet or any more
+        pass
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def main() -> None:
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def send(message: dict[str, Any]) -> None:
+        os.write(1, json.dumps(message).encode() + b"\n")
+
+    CheckRunner(send, sys.stdin.fileno()).run(json.loads(line))
+    send({"done": True})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""One run of all checks of this node: for the health monitor, and for `elasticd doctor`. It belongs to one thread.
+
+Every check has a deadline. A check whose process hangs and cannot be killed is not started again while that process
+lives: a dead mount would cost a process a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from elasticd_agent.system.gpus.nvml import NvmlClient, find_pynvml
+from elasticd_agent.system.installation import import_path
+from elasticd_agent.system.processes import procfs
+from elasticd_agent.system.processes.helper_process import HelperError, HelperProcess
+from elasticd_agent.system.waker import Waker
+from elasticd_daemon.config.agent_settings import NodeSettings
+from elasticd_daemon.health import gpu_checks, network_ports, plugins
+from elasticd_daemon.health.all_reduce import check_all_reduce
+from elasticd_daemon.health.directories import format_size
+from elasticd_daemon.health.result import CheckResult, GpuUsage, failed, passed, skipped
+
+MAX_PARALLEL = 4
+"""Plugins and directories checked at the same time: their cost is taken from a job that trains."""
+NVML_TIMEOUT_S = 10.0
+"""Without a persistent driver, finding the GPUs takes a second or two each."""
+DIRECTORY_TIMEOUT_S = 5.0
+CLOSE_S = 2.0
+MEMORY = "memory"
+MIN_FREE_SHARE = 0.05
+MIN_FREE_BYTES = 1 << 30
+"""Of a large machine; a worker that has imported torch takes a quarter of it."""
+
+
+class NodeChecks:
+    def __init__(self, settings: NodeSettings, environ: Mapping[str, str], on_event: Callable[[], None]) -> None:
+        """`on_event` is called from another thread when a run would find something new."""
+        self._settings = settings
+        self._environ = environ
+        self._on_event = on_event
+        self._nvml = NvmlClient(({"do": "events", "gpus": ()},), self._on_nvml_event)
+        self._events: queue.SimpleQueue[CheckResult] = queue.SimpleQueue()
+        self.gpu_usage: tuple[GpuUsage, ...] = ()
+        self._most_links: dict[str, int] = {}
+        self._ports: dict[str, Any] = {}
+        self._stuck: dict[str, tuple[int, int, str]] = {}
+        self._stop = Waker()
+
+    def stop(self) -> None:
+        """From any thread: a run in progress ends soon."""
+        self._stop.wake()
+        self._nvml.stop()
+
+    def update(self, settings: NodeSettings) -> None:
+        self._settings = settings
+
+    def close(self) -> None:
+        self._nvml.close()
+        self._stop.close()
+
+    def run(self, idle: bool, most_gpus: int) -> list[CheckResult]:
+        """Except the all-reduce. `idle`: no job runs here. `most_gpus`: the most that were ever seen here."""
+        return [check_memory(idle), *self._gpus(most_gpus), *self._in_check_process()]
+
+    def all_reduce(self) -> CheckResult:
+        slots = self._settings.slot_count(self._environ)
+        devices = self._settings.devices(self._environ)[:slots]
+        return check_all_reduce(sys.executable, range(slots), devices, self._environ, stop=self._stop.fileno())
+
+    def _gpus(self, most: int) -> list[CheckResult]:
+        devices, visible = self._settings.devices(self._environ), self._visible_gpus()
+        expected = self._settings.health.gpus
+        if expected is None:
+            expected = len(devices) if visible is not None else max(most, len(devices))
+        if not expected and not devices:
+            return [skipped(gpu_checks.PRESENT, "this machine has no GPUs")]
+        if not find_pynvml():
+            why = f"{expected} GPUs, unchecked: pynvml is not installed (pip install 'elasticd[gpu]')"
+            return [skipped(gpu_checks.PRESENT, why)]
+        began = time.monotonic()
+        answer = self._nvml.request({"do": "gpus"}, NVML_TIMEOUT_S)
+        self.gpu_usage = gpu_checks.gpu_usage(answer, visible)
+        return [
+            *gpu_checks.gpu_results(answer, expected, visible, time.monotonic() - began, self._most_links),
+            *self._xid_result(),
+        ]
+
+    def _visible_gpus(self) -> tuple[str, ...] | None:
+        """The GPUs that the agent may use; None: all."""
+        return self._settings.devices(self._environ) if "CUDA_VISIBLE_DEVICES" in self._environ else None
+
+    def _on_nvml_event(self, what: Mapping[str, Any]) -> None:
+        result = gpu_checks.event_result(what, self._visible_gpus())
+        if result is not None:
+            self._events.put(result)
+            self._on_event()
+
+    def _xid_result(self) -> list[CheckResult]:
+        found: list[CheckResult] = []
+        while not self._events.empty():
+            found.append(self._events.get())
+        if not found:
+            return [CheckResult(gpu_checks.XIDS, "passed", "none since the last check")]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        return [CheckResult(gpu_checks.XIDS, "failed", found[0].why + more, certain=True)]
+
+    def _in_check_process(self) -> list[CheckResult]:
+        settings, health = self._settings, self._settings.health
+        own = [path for path in (settings.state_dir, settings.log_dir) if path is not None]  # the agent makes them
+        found, results = plugins.find(health.plugins_dir)
+        requested: dict[str, list[dict[str, Any]]] = {"directories": [], "ports": [], "plugins": []}
+        requested["ports"].append({"check": network_ports.CHECK, "before": self._ports})
+        for path, made in {**dict.fromkeys(health.directories, False), **dict.fromkeys(own, True)}.items():
+            one = {"check": f"disk {path}", "path": str(path), "free_min_bytes": health.disk_free_min_bytes}
+            requested["directories"].append({**one, "made": made})
+        for path in found:
+            requested["plugins"].append({"check": plugins.check_name(path), "path": str(path)})
+        for kind, ones in requested.items():
+            hanging = {one["check"]: why for one in ones if (why := self._hang_reason(one["check"]))}
+            results += [failed(check, why) for check, why in hanging.items()]
+            requested[kind] = [one for one in ones if one["check"] not in hanging]
+        names = [one["check"] for ones in requested.values() for one in ones]
+        if names:
+            results += self._run_check_process(requested, names)
+        shared = {f"disk {path}": str(path) for path in health.directories if path not in own}
+        results = [replace(result, directory=shared.get(result.check, result.directory)) for result in results]
+        order = {name: index for index, name in enumerate(names)}
+        return sorted(results, key=lambda result: order.get(result.check, len(order)))
+
+    def _hang_reason(self, check: str) -> str:
+        pid, started, why = self._stuck.get(check, (0, 0, ""))
+        process = procfs.stat(pid) if pid else None
+        if process is None or process.started != started or process.state == "Z":
+            self._stuck.pop(check, None)
+            return ""
+        return f"{why}; it still hangs"
+
+    def _run_check_process(self, requested: Mapping[str, Any], names: Sequence[str]) -> list[CheckResult]:
+        settings, plugin_s = self._settings, float(self._settings.health.plugin_timeout_s)
+        request = {
+            **requested,
+            "at_once": MAX_PARALLEL,
+            "directory_s": DIRECTORY_TIMEOUT_S,
+            "plugin_s": plugin_s,
+            "environment": plugins.environment(settings.node, settings.slot_count(self._environ)),
+        }
+        turns = -(-len(names) // MAX_PARALLEL)
+        within_s = turns * (max(DIRECTORY_TIMEOUT_S, plugin_s) + 1.0) + CLOSE_S
+        deadline = time.monotonic() + within_s
+        helper = HelperProcess(
+            [sys.executable, "-S", "-m", "elasticd_daemon.health.check_process"],
+            env={**self._environ, "PYTHONPATH": os.pathsep.join(import_path())},
+            cwd="/",
+        )
+        found: dict[str, CheckResult] = {}
+        try:
+            helper.send(request, deadline)
+            for message in helper.messages(deadline, cancel=self._stop.fileno()):
+                if "result" in message:
+                    result = CheckResult(**message["result"])
+                    found[result.check] = result
+                elif "ports" in message:
+                    self._ports = message["ports"]
+                elif "stuck" in message:
+                    stuck = message["stuck"]
+                    self._stuck[stuck["check"]] = (stuck["pid"], stuck["started"], found[stuck["check"]].why)
+        except HelperError:
+            pass  # the results received so far count
+        finally:
+            helper.close(grace_s=CLOSE_S)  # it ends with its input, after everything it started
+        missing = "its process ended before this check"
+        return [found.get(name) or skipped(name, missing) for name in names]
+
+
+def check_memory(idle: bool, path: str = "/proc/meminfo") -> CheckResult:
+    """Judged only while no job runs here: the memory of a job is not the node's fault."""
+    pattern = rb"^(\w+): +(\d+) kB"
+    found = {name: int(kib) << 10 for name, kib in re.findall(pattern, procfs.read(path), re.MULTILINE)}
+    total, free = found.get(b"MemTotal"), found.get(b"MemAvailable")
+    if total is None or free is None:
+        return skipped(MEMORY, f"{path} does not report the available memory")
+    available = f"{format_size(free)} of {format_size(total)} available"
+    if not idle:
+        return skipped(MEMORY, f"{available}; not judged while jobs run here")
+    if free < min(MIN_FREE_BYTES, MIN_FREE_SHARE * total):
+        return failed(MEMORY, f"{available} although no job runs here: see which processes hold the rest")
+    return passed(MEMORY, available)

@@ -1,0 +1,202 @@
+"""The thread that checks this node, and its interface to the agent. policy.py has the rules.
+
+The node loop never waits for it: `current()` returns a value. A run of checks is bounded; a run that hangs all the same
+makes the node unhealthy.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from elasticd_agent.telemetry import events
+from elasticd_daemon.config.agent_settings import NodeSettings
+from elasticd_daemon.health.checks import NodeChecks
+from elasticd_daemon.health.persistence import HealthFile
+from elasticd_daemon.health.policy import (
+    HealthHistory,
+    HealthRules,
+    HealthVerdict,
+    after_checks,
+    after_job_failure,
+    after_reset,
+    health_verdict,
+)
+from elasticd_daemon.health.result import CheckResult, GpuUsage, failed
+from elasticd_daemon.runners.liveness import boot_id
+
+RECHECK_S = 5.0
+"""Until the next run while a failure is unconfirmed or the node has not registered."""
+OVERDUE_S = 300.0
+"""Far beyond all the deadlines of one run together."""
+ATTENTIVE_S = 10.0
+"""The agent asks every second; after a longer pause it was stopped itself, and so was the checking thread."""
+CLOSE_S = 10.0
+FILE = "health.json"
+
+
+class HealthMonitor:
+    """Checks the node every `every_s`, sooner while a failure is unconfirmed. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        checks: Callable[[Callable[[], None]], NodeChecks],
+        settings: NodeSettings,
+        file: HealthFile,
+        *,
+        idle: Callable[[], bool],
+    ) -> None:
+        """`checks` is given a callback for new events; `idle`: no runner is alive here, called from this thread."""
+        self._settings = settings
+        self._file = file
+        self._idle = idle
+        self._inbox: queue.SimpleQueue[str | NodeSettings | None] = queue.SimpleQueue()
+        self._checks = checks(lambda: self._inbox.put(""))
+        self._post: Callable[[HealthVerdict], None] = lambda change: None
+        self._history = file.load(time.monotonic())
+        self._all_reduce_passed = self._history.fit_since_boot or not settings.health.all_reduce
+        self.results: tuple[CheckResult, ...] = ()
+        self._checked_at = time.monotonic()
+        self._closing = False
+        self._queried_at = self._queried_since = self._checked_at
+        self._thread = threading.Thread(target=self._run, name="health", daemon=True)
+
+    def start(self, post: Callable[[HealthVerdict], None]) -> None:
+        """`post` gets every change, on the checking thread."""
+        self._post = post
+        if not self._idle():  # an earlier agent registered the node: running jobs are never stopped by a lost history
+            self._history = replace(self._history, fit_since_boot=True)
+            self._all_reduce_passed = True
+        self._thread.start()
+
+    def update(self, settings: NodeSettings) -> None:
+        """These settings count from the next run on, which is now."""
+        self._inbox.put(settings)
+
+    def current(self) -> HealthVerdict:
+        """May the node be given work, and if not, why not."""
+        now = time.monotonic()
+        if now - self._queried_at > ATTENTIVE_S:
+            self._queried_since = now
+        self._queried_at = now
+        overdue_s = now - max(self._checked_at, self._queried_since) - self._settings.health.every_s
+        if overdue_s > OVERDUE_S:
+            return HealthVerdict("unhealthy", f"the checks that were due {overdue_s:.0f} s ago hang")
+        return health_verdict(self._history, now)
+
+    def record_job_failure(self, why: str) -> None:
+        """A job failed or hung, and this node was the root cause."""
+        self._inbox.put(why or "no reason was given")
+
+    def gpu_usage(self) -> tuple[GpuUsage, ...]:
+        """At the last check."""
+        return self._checks.gpu_usage
+
+    def failure_streak(self) -> int:
+        """Failed checks in a row."""
+        return self._history.streak
+
+    def close(self) -> None:
+        """Bounded."""
+        self._closing = True
+        self._inbox.put(None)
+        self._checks.stop()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._checks.close()
+
+    # The thread:
+
+    def _run(self) -> None:
+        check_at, posted = time.monotonic(), self.current()
+        while True:
+            if time.monotonic() >= check_at:
+                self._check()
+                check_at = time.monotonic() + self._pause_s()
+            change = self.current()
+            if (change.state, change.why) != (posted.state, posted.why):
+                self._post(change)
+                posted = change
+            try:
+                message = self._inbox.get(timeout=max(0.0, self._next_wakeup(check_at) - time.monotonic()))
+            except queue.Empty:
+                continue
+            if message is None:
+                return
+            if isinstance(message, str) and message:
+                self._save(after_job_failure(self._history, message, time.monotonic(), self._rules))
+                continue
+            if isinstance(message, NodeSettings):
+                self._checks.update(message)
+                self._settings = message
+                self._all_reduce_passed = self._all_reduce_passed or not message.health.all_reduce
+            check_at = time.monotonic()
+
+    def _check(self) -> None:
+        try:
+            results = self._run_checks(self._idle())
+        except Exception as error:  # noqa: BLE001 as a rule no process, pipe or file can be created
+            why = (isinstance(error, OSError) and error.strerror) or error
+            results = [failed("machine", f"no check can run: {why}")]
+        if self._closing:
+            return  # the results of an interrupted run mean nothing
+        self.results = tuple(results)
+        self._checked_at = time.monotonic()
+        if self._file.was_deleted():
+            self._history = after_reset(self._history)
+        self._save(after_checks(self._history, results, self._checked_at, self._rules))
+
+    def _run_checks(self, idle: bool) -> list[CheckResult]:
+        results = self._checks.run(idle, self._file.max_gpus)
+        if not self._all_reduce_passed and idle and all(one.outcome != "failed" or one.directory for one in results):
+            results.append(self._checks.all_reduce())
+            self._all_reduce_passed = results[-1].outcome != "failed"
+        return results
+
+    def _save(self, history: HealthHistory) -> None:
+        if history.streak > self._history.streak and self._settings.health.all_reduce:
+            self._all_reduce_passed = False  # it has to pass once more before the node is given work
+        self._history = history
+        self._file.save(history, time.monotonic())
+
+    def _pause_s(self) -> float:
+        soon = self._history.is_unconfirmed or not self._history.fit_since_boot
+        every_s = float(self._settings.health.every_s)
+        return min(RECHECK_S, every_s) if soon else every_s
+
+    @property
+    def _rules(self) -> HealthRules:
+        health = self._settings.health
+        return HealthRules(health.strikes, float(health.cooloff_s), float(health.cooloff_max_s))
+
+    def _next_wakeup(self, check_at: float) -> float:
+        """The end of a quarantine is a change, too."""
+        until = self._history.quarantined_until
+        return min(check_at, until) if until > time.monotonic() else check_at
+
+
+def report_change(now: HealthVerdict, record: Callable[..., None]) -> None:
+    """Record the change as an event; `record` is the agent's journal's."""
+    if now.state == "healthy":
+        but = f"; no job that uses one of these directories is started here: {now.why}" if now.unusable else ""
+        record(events.NodeHealthyEvent, f"this node is healthy{but}")
+    elif now.state == "unhealthy":
+        record(events.NodeUnhealthyEvent, f"this node is unhealthy and gets no work: {now.why}")
+    else:
+        sentence = f"this node gets no work for {now.left_s:.0f} s: {now.why}"
+        record(events.NodeQuarantinedEvent, sentence, seconds=round(now.left_s, 1))
+
+
+def health_file(settings: NodeSettings) -> HealthFile:
+    return HealthFile(settings.state_dir / FILE, boot_id())
+
+
+def max_gpus_seen(settings: NodeSettings) -> int:
+    """The most GPUs that an agent with this state directory has ever seen."""
+    file = health_file(settings)
+    file.load(time.monotonic())
+    return file.max_gpus

@@ -1,0 +1,391 @@
+"""The agent's main loop: one inbox, one thread. Every turn reads the whole state and makes the node match the store.
+
+The agent can be killed, replaced or disconnected at any moment: its state is in the store, in the runners' folders and
+in locks, and a turn needs no result of an earlier one. While the store is unavailable the last known state applies.
+The scheduler decides where jobs run, `reconcile` what that means for this node, `executor` does it.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
+from elasticd_agent.store import Store
+from elasticd_agent.store.cache import StoreCache
+from elasticd_agent.telemetry import events
+from elasticd_daemon import keys, metrics
+from elasticd_daemon.config.agent_settings import NodeSettings
+from elasticd_daemon.executor import Executor
+from elasticd_daemon.health.job_failures import JobFailures
+from elasticd_daemon.health.monitor import HealthMonitor
+from elasticd_daemon.health.policy import NOT_CHECKED_YET, HealthVerdict
+from elasticd_daemon.journal import AgentJournal
+from elasticd_daemon.metrics import NodeMetrics
+from elasticd_daemon.records import ClusterView, NodeState, NodeStatus, RunnerStatus, Submission
+from elasticd_daemon.registration import NameTaken, NodeStatusPublisher
+from elasticd_daemon.runners import trial
+from elasticd_daemon.runners.manager import RunnerManager
+from elasticd_daemon.runners.reconcile import NodePlan, RunOutcomes, reconcile
+from elasticd_daemon.runners.spawn import SpecBuilder
+from elasticd_daemon.scheduler import job_queue
+from elasticd_daemon.scheduler.scheduler import Scheduler
+from elasticd_daemon.sd_notify import Notifier
+
+COALESCE_S = 0.02
+"""Wake-ups within this time cause one turn."""
+NAME_CONFLICT_MARGIN_S = 2.0
+"""A name in use at our start may be a dead agent's: it counts after two leases of a store that answers, and this."""
+
+REREAD_S = 10.0
+"""Everything is read again this often, in case a watch missed something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wakeup:
+    """Something may have changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignalRequest:
+    action: Literal["drain", "reload", "replace", "ignore"]
+    signal_name: str
+
+
+Message = Wakeup | SignalRequest
+
+
+@dataclass(frozen=True, slots=True)
+class LoopDependencies:
+    store: Store
+    cache: StoreCache
+    registration: NodeStatusPublisher
+    runners: RunnerManager
+    scheduler: Scheduler
+    health: HealthMonitor
+    notifier: Notifier
+    journal: AgentJournal
+    inbox: queue.SimpleQueue[Message]
+    status: NodeStatus
+    metrics: NodeMetrics
+
+
+class NodeLoop:
+    """`reload` returns the new configuration and its changes, or raises UsageError.
+
+    `replacement_error` returns why the installed version cannot replace the agent, or "".
+    """
+
+    def __init__(
+        self,
+        parts: LoopDependencies,
+        specs: SpecBuilder,
+        reload: Callable[[NodeSettings], tuple[NodeSettings, list[str]]],
+        replacement_error: Callable[[], str],
+    ) -> None:
+        self.status = parts.status
+        self._parts = parts
+        self._reload = reload
+        self._replacement_error = replacement_error
+        self._registration = parts.registration
+        self._cache = parts.cache
+        self._job_failures = JobFailures(parts.status.node)
+        self._outcomes = RunOutcomes()
+        self._cluster_view = ClusterView()
+        self._draining = ""
+        self._store_down_since: float | None = None
+        self._registered = False
+        self._reported_name_conflict = ""
+        self._name_taken_since: float | None = None
+        self._missing_since: float | None = None
+        self._executor = Executor(parts.runners, parts.journal, parts.metrics, specs, self._outcomes)
+        self._last_turn_at = time.monotonic()
+        self._next_at = 0.0
+
+    # For other threads:
+
+    def refusal(self, submission: Submission) -> str:
+        """Why this node would refuse the job; "" if it would not."""
+        return trial.refusal(self._executor.specs, submission)
+
+    @property
+    def settings(self) -> NodeSettings:
+        return self._executor.specs.settings
+
+    @property
+    def registered(self) -> bool:
+        return self._registration.registered
+
+    @property
+    def store_down(self) -> bool:
+        return self._store_down_since is not None
+
+    def readiness(self) -> tuple[bool, str]:
+        """The answer of a readiness probe, with its reason.
+
+        A registered node stays ready without the store: its jobs continue, and a failing probe would only hide the node
+        from people who examine it.
+        """
+        since = self._store_down_since
+        if since is None:
+            return self.registered, "registered" if self.registered else "not registered: no node status in the store"
+        outage = f"the store has been unavailable for {time.monotonic() - since:.0f} s"
+        if self._registered:
+            return True, f"registered; {outage}, and running jobs continue without it"
+        return False, f"not registered yet: {outage}"
+
+    def gauges(self) -> metrics.Samples:
+        """The node's metrics at this moment, without its health."""
+        view = self._cluster_view
+        states = [one.state for one in self.status.runners]
+        ended = {(one.job, one.number) for one in view.results}
+        pending = [p for p in view.placements if not p.assignments and (p.job, p.number) not in ended]
+        return {
+            (metrics.SLOTS, ()): self.status.slots,
+            (metrics.SLOTS_USED, ()): sum(len(one.spec.slots) for one in self._parts.runners.alive()),
+            **{(metrics.STATE, (state,)): state == self.status.state for state in metrics.NODE_STATES},
+            (metrics.REGISTERED, ()): self.registered,
+            (metrics.IS_SCHEDULER, ()): self._parts.scheduler.is_leader,
+            **{(metrics.RUNNERS, (state,)): states.count(state) for state in metrics.RUNNER_STATES},
+            (metrics.JOBS_WAITING, ()): len(pending),
+            (metrics.STORE_UP, ()): not self.store_down,
+            (metrics.LOOP_LAG, ()): self.lag_s(),
+            (metrics.EVENT_LOG_LINES_LOST, ()): self._parts.journal.lost,
+            **metrics.failed_jobs(
+                (*view.results, *list(self._outcomes.exits.values())),
+                self.status.node,
+                is_scheduler=self._parts.scheduler.is_leader,
+                now=time.time(),
+            ),
+        }
+
+    def jobs(self) -> tuple[tuple[str, int], ...]:
+        """(job, number) of the runners here."""
+        return tuple(one.key for one in self._parts.runners.alive())
+
+    def jobs_with_files_in_use(self) -> set[tuple[str, int]]:
+        """(job, number) of running jobs, and of all that may start here."""
+        return {*self.jobs(), *((s.job, s.number) for s in self._cluster_view.unfinished())}
+
+    def set_address(self, address: str) -> None:
+        """HOST:PORT of the agent's HTTP server; to be called before `run`."""
+        self.status = replace(self.status, address=address)
+
+    def lag_s(self) -> float:
+        """How late the next turn is."""
+        return max(0.0, time.monotonic() - max(self._next_at, self._last_turn_at))
+
+    def adopt(self) -> int:
+        """Take over the runners of an earlier agent. Returns how many are alive."""
+        for end in self._parts.runners.adopt():
+            if end.exit is not None and end.exit.outcome != "left":
+                self._outcomes.add(end, 0.0, time.monotonic())
+        return len(self._parts.runners.alive())
+
+    def run(self) -> bool:
+        """True: the process must replace itself; False: it must end."""
+        parts = self._parts
+        parts.notifier.ready(f"node {self.status.node}")
+        while True:
+            requests = self._receive()
+            while requests:
+                if self._handle(requests.pop(0)):
+                    for unhandled in requests:  # for the replacement
+                        parts.inbox.put(unhandled)
+                    return True
+            self._turn(time.monotonic())
+            if self._draining and not parts.runners.alive():
+                return False
+
+    def _receive(self) -> list[SignalRequest]:
+        """Wait until the next turn is due. Returns the signals that arrived meanwhile."""
+        requests = []
+        timeout: float | None = max(0.0, self._next_at - time.monotonic())
+        try:
+            first = self._parts.inbox.get(timeout=timeout)
+            if isinstance(first, Wakeup):
+                time.sleep(COALESCE_S)
+            else:
+                requests.append(first)
+            while True:
+                more = self._parts.inbox.get_nowait()
+                if isinstance(more, SignalRequest):
+                    requests.append(more)
+        except queue.Empty:
+            return requests
+
+    def _handle(self, request: SignalRequest) -> bool:
+        """True if the process must replace itself now."""
+        journal = self._parts.journal
+        match request.action:
+            case "drain" if self._draining:
+                journal.warn(f"{request.signal_name} again: remaining jobs are killed")
+                self._parts.runners.expire_deadlines()
+            case "drain":
+                within_s = float(self.settings.drain_timeout_s)
+                self._draining = f"the agent was stopped ({request.signal_name})"
+                journal.event(
+                    events.NodeStateEvent,
+                    f"{request.signal_name}: jobs have {within_s:g} s to leave this node",
+                    state="draining",
+                )
+                self._parts.notifier.stopping(within_s + 30.0, "draining")
+            case "reload":
+                self._parts.notifier.reloading()
+                try:
+                    settings, changes = self._reload(self.settings)
+                    self._executor.specs = replace(self._executor.specs, settings=settings)
+                    self.status = replace(self.status, labels=settings.labels)
+                    journal.event(
+                        events.AgentReloadedEvent, f"{request.signal_name}: {'; '.join(changes) or 'no changes'}"
+                    )
+                except UsageError as error:
+                    journal.warn(f"{request.signal_name}: the configuration was not reloaded: {error}")
+                self._parts.notifier.ready(f"node {self.status.node}")
+            case "ignore":
+                journal.warn(
+                    f"{request.signal_name} is ignored: SIGTERM drains, SIGHUP reloads, SIGUSR2 replaces the agent"
+                )
+            case "replace":
+                if why := self._replacement_error():
+                    journal.warn(f"{request.signal_name}: this agent keeps running: {why}")
+                elif self._draining:
+                    journal.warn(f"{request.signal_name}: this agent is leaving already")
+                else:
+                    return True
+        return False
+
+    def _turn(self, now: float) -> None:
+        self._last_turn_at = now
+        parts = self._parts
+        for end in parts.runners.poll(now):
+            self._executor.record_end(end, now)
+        statuses = parts.runners.statuses()
+        adopted = [key for key in statuses if not self._executor.has_started(key)]
+        for failure in self._job_failures.update(statuses, adopted, parts.runners.users()):
+            parts.health.record_job_failure(failure)
+        self._update_status(self.status.runners)
+        self._sync_with_store(now)
+        plan = self._plan(now)
+        self._executor.execute(plan, now)
+        changed = self._update_status(self._plan(now).runners if plan.start else plan.runners)
+        times = [now + float(self.settings.renewal_s), plan.next_start_at, parts.runners.next_poll_at()]
+        if changed and not self.store_down:
+            times.append(now)
+        self._next_at = min(at for at in times if at is not None)
+        parts.notifier.feed()
+
+    def _plan(self, now: float) -> NodePlan:
+        runners = self._parts.runners.alive()
+        return reconcile(self._cluster_view, self.status.node, runners, self._outcomes, self._draining, now)
+
+    def _sync_with_store(self, now: float) -> None:
+        """Read the store's records and write this node's. Without the store the last known records apply."""
+        try:
+            if self._registration.turn(self.status, now):
+                self._cache.clear()
+                if not self._registered:
+                    self._registered = True
+                    self._parts.journal.event(
+                        events.NodeRegisteredEvent, f"node {self.status.node} is registered", slots=self.status.slots
+                    )
+            self._cache.watch(self, job_queue.CACHED)
+            if self._cache.refresh(now, REREAD_S):
+                self._registration.key.check()
+            self._cluster_view = job_queue.cached_view(self._cache)
+            self._publish_results()
+            self._resubmit_missing(now)
+            for sentence in self._parts.scheduler.turn(now) if self.settings.scheduler else ():
+                self._parts.journal.event(events.JobScheduledEvent, sentence)
+            self._cluster_view = job_queue.cached_view(self._cache)
+            self._on_store_back(now)
+        except StoreUnavailable as error:
+            self._on_store_lost(str(error), now)
+        except NameTaken as error:
+            wait_s = 2 * float(self.settings.lease_s) + NAME_CONFLICT_MARGIN_S
+            self._name_taken_since = now if self._name_taken_since is None else self._name_taken_since
+            if not self._registered and now >= self._name_taken_since + wait_s:
+                raise UsageError(str(error)) from None
+            if self._registered and str(error) != self._reported_name_conflict:
+                self._reported_name_conflict = str(error)
+                self._parts.journal.warn(f"{error}; running jobs continue")
+        except (StoreRefused, WireError) as error:
+            if not self._registered and isinstance(error, StoreRefused):
+                raise
+            self._on_store_lost(str(error), now)
+
+    def _on_store_lost(self, why: str, now: float) -> None:
+        self._cache.clear()
+        self._name_taken_since = None
+        if self._store_down_since is None:
+            self._store_down_since = now
+            self._parts.metrics.count(metrics.STORE_OUTAGES)
+            self._parts.journal.event(events.StoreUnavailableEvent, f"running jobs continue without the store: {why}")
+        self._missing_since = None
+
+    def _on_store_back(self, now: float) -> None:
+        if self._store_down_since is not None:
+            seconds = now - self._store_down_since
+            self._store_down_since = None
+            sentence = f"the store is available again after {seconds:.1f} s"
+            self._parts.journal.event(events.StoreAvailableEvent, sentence, seconds=seconds)
+
+    def _publish_results(self) -> None:
+        for result in self._plan(time.monotonic()).results:
+            job_queue.record_result(self._parts.store, result)
+            self._cache.invalidate(keys.RESULTS + result.job)
+        self._cluster_view = job_queue.cached_view(self._cache)
+        self._outcomes.forget_recorded(self._cluster_view, self.status.node)
+
+    def _resubmit_missing(self, now: float) -> None:
+        """Register running jobs in a store that came back empty, after all nodes had time to reconnect."""
+        missing = self._plan(now).missing
+        if not missing:
+            self._missing_since = None
+            return
+        if self._missing_since is None:
+            self._missing_since = now
+            jobs = ", ".join(spec.job for spec in missing)
+            self._parts.journal.warn(f"missing from the store, but running here: {jobs}; registering again")
+        if now < self._missing_since + float(self.settings.lease_s) + float(self.settings.renewal_s):
+            return
+        for spec in missing:
+            if spec.submission:
+                self._parts.store.compare_and_swap(keys.SUBMISSIONS + spec.job, None, spec.submission.encode())
+                self._cache.invalidate(keys.SUBMISSIONS + spec.job)
+        self._missing_since = None
+
+    def _update_status(self, runners: tuple[RunnerStatus, ...]) -> bool:
+        health = self._parts.health.current()
+        state, why = self._state(health)
+        if state != self.status.state and state != "draining":
+            self._parts.journal.event(
+                events.NodeStateEvent, f"node {self.status.node} is {state}" + (f": {why}" if why else ""), state=state
+            )
+        before = self.status
+        self.status = replace(
+            before, state=state, why=why, runners=runners, failing=health.failing, unusable=health.unusable
+        )
+        return self.status != before
+
+    def _state(self, health: HealthVerdict) -> tuple[NodeState, str]:
+        if self._draining:
+            return "draining", self._draining
+        cordon = next((c for c in self._cluster_view.cordons if c.node == self.status.node), None)
+        if health.state != "healthy":
+            return "starting" if health.why == NOT_CHECKED_YET else "quarantined", health.why
+        if cordon is not None:
+            return "cordoned", cordon.reason
+        return "ready", health.why
+
+    def close(self, *, leaves: bool) -> None:
+        """Give up the scheduler's role; `leaves`: also delete the node's status. Raises nothing."""
+        self._cache.unwatch(self)
+        for release in (self._parts.scheduler.close, *([self._registration.leave] if leaves else [])):
+            try:
+                release()
+            except (StoreUnavailable, StoreRefused):
+                pass  # its lease expires

@@ -1,0 +1,289 @@
+"""Records that agents share through the store: jobs, placements, results, nodes, cordons.
+
+Each record is the complete state of one subject, replaced by compare-and-swap or kept under a lease. Times of day are
+for display only; no decision depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from elasticd.errors import UsageError, WireError
+from elasticd_agent.config.quantities import MAX_COUNT, MAX_SLOTS
+from elasticd_agent.model.codec import Document, Record
+from elasticd_agent.model.job import check_identifier
+from elasticd_agent.model.records import check_slots
+
+JobOutcome = Literal["succeeded", "failed", "cancelled"]
+NodeState = Literal["starting", "ready", "cordoned", "draining", "quarantined"]
+RunnerState = Literal["starting", "running", "leaving", "refused"]
+MAX_PREVIOUS_NODES = 8
+"""Nodes that a job has left: they have its older rounds, and perhaps its checkpoints."""
+
+
+def _check_name(what: str, name: str) -> None:
+    """Names become paths and keys, and anyone who may write to the store chooses them."""
+    try:
+        check_identifier(what, name)
+    except UsageError as error:
+        raise WireError(str(error)) from None
+
+
+PRIORITIES = {"high": -1, "normal": 0, "low": 1}
+"""The classes of jobs, and their order."""
+
+
+def submitter(submitted_by: str) -> str:
+    """Whose jobs count together: the caller, from whatever host."""
+    return submitted_by.partition(" at ")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission(Document):
+    MAX_BYTES: ClassVar[int] = 1 << 20
+    NAMED_BY: ClassVar[str] = "job"
+
+    job: str
+    number: int
+    """Its position in the order of all submissions, and the token of its run."""
+    spec: str
+    """The job file as JSON, checked at submission."""
+    min_nodes: int
+    max_nodes: int
+    min_slots: int
+    """On each node."""
+    max_slots: int
+    submitted_by: str = ""
+    submitted_at: float = 0.0
+    token: str = ""
+    """Chosen by the client, which recognises by it a submission that was made before an outage."""
+    grow: bool = True
+    """Whether a running job gets more nodes."""
+    removed: bool = False
+    """The job has ended, and its records are being removed."""
+    labels: tuple[str, ...] = ()
+    """Of the nodes that may run it."""
+    priority: str = "normal"
+    """One of PRIORITIES; anything else, of a newer version, counts as normal."""
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        return PRIORITIES.get(self.priority, 0), self.number, self.job
+
+    @property
+    def submitter(self) -> str:
+        return submitter(self.submitted_by)
+
+    def check(self) -> None:
+        _check_name("job id", self.job)
+        if self.number < 1:
+            raise WireError(f"submission of {self.job!r}: it needs a number from 1")
+        for low, high, what in ((self.min_nodes, self.max_nodes, "nodes"), (self.min_slots, self.max_slots, "slots")):
+            if not 1 <= low <= high <= MAX_COUNT:
+                raise WireError(f"submission of {self.job!r}: invalid range of {low}:{high} {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAssignment(Record):
+    node: str
+    slots: tuple[int, ...]
+
+    def check(self) -> None:
+        _check_name("node", self.node)
+        if not self.slots:
+            raise WireError(f"assignment on {self.node!r}: it needs at least one slot")
+        check_slots(f"assignment on {self.node!r}", self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal(Record):
+    """A node whose runner refused the job, with the reason. The job is not scheduled there again."""
+
+    node: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement(Document):
+    """Where a submitted job runs, or, without assignments, why it is pending. Only the scheduler writes it."""
+
+    MAX_BYTES: ClassVar[int] = 2 << 20
+    NAMED_BY: ClassVar[str] = "job"
+    job: str
+    number: int
+    assignments: tuple[SlotAssignment, ...]
+    reason: str
+    refusals: tuple[Refusal, ...] = ()
+    previous_nodes: tuple[str, ...] = ()
+    """Nodes that it ran on before, the newest first."""
+    ended_s: float | None = None
+    """When the scheduler first saw its result, by the schedulers' clock (keys.CLOCK)."""
+
+    def check(self) -> None:
+        _check_name("job id", self.job)
+        if self.number < 1:
+            raise WireError(f"placement of {self.job!r}: it needs a number from 1")
+
+    def assignment(self, node: str) -> SlotAssignment | None:
+        return next((one for one in self.assignments if one.node == node), None)
+
+    def previous_nodes_after(self, nodes: Collection[str]) -> tuple[str, ...]:
+        """`previous_nodes` when the job runs on `nodes` next."""
+        known = dict.fromkeys([*(one.node for one in self.assignments), *self.previous_nodes])
+        return tuple(node for node in known if node not in nodes)[:MAX_PREVIOUS_NODES]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSummary(Record):
+    """One round of a job's history, as `elasticd status` shows it."""
+
+    number: int
+    world_size: int
+    reason: str
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult(Document):
+    """How a submitted job ended. The first node with the result creates it; then all other nodes stop the job."""
+
+    NAMED_BY: ClassVar[str] = "job"
+    FINAL: ClassVar[bool] = True
+    job: str
+    number: int
+    outcome: JobOutcome
+    exit_code: int
+    reason: str
+    ended_at: float = 0.0
+    nodes: tuple[str, ...] = ()
+    rounds: tuple[RoundSummary, ...] = ()
+    step: int = 0
+
+    def check(self) -> None:
+        _check_name("job id", self.job)
+        if self.number < 1:
+            raise WireError(f"result of {self.job!r}: it needs a number from 1")
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerStatus(Record):
+    """A runner on a node. `why` explains the state; a refused job is not scheduled on this node again."""
+
+    job: str
+    number: int
+    slots: tuple[int, ...]
+    state: RunnerState
+    why: str = ""
+
+    def check(self) -> None:
+        _check_name("job id", self.job)
+        check_slots(f"runner of {self.job!r}", self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus(Document):
+    """An agent's report about its node, under a lease."""
+
+    MAX_BYTES: ClassVar[int] = 2 << 20
+    NAMED_BY: ClassVar[str] = "node"
+    node: str
+    incarnation: str
+    slots: int
+    address: str = ""
+    """HOST:PORT of the agent's HTTP server, "" if it has none."""
+    state: NodeState = "ready"
+    why: str = ""
+    gpus: tuple[str, ...] = ()
+    cpus: int = 0
+    memory_bytes: int = 0
+    elasticd: str = ""
+    """Versions, "" where unknown."""
+    python: str = ""
+    torch: str = ""
+    driver: str = ""
+    labels: tuple[str, ...] = ()
+    runners: tuple[RunnerStatus, ...] = ()
+    failing: tuple[str, ...] = ()
+    """The names of the health checks that fail."""
+    unusable: tuple[str, ...] = ()
+    """Shared directories whose check fails; `why` has the reason."""
+
+    def check(self) -> None:
+        _check_name("node", self.node)
+        if not 0 <= self.slots <= MAX_SLOTS:
+            raise WireError(f"node {self.node!r}: {self.slots} slots are not in 0..{MAX_SLOTS}")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownNode(Document):
+    """A node whose agent has registered and has not left. Under no lease; the scheduler notes in it its loss."""
+
+    NAMED_BY: ClassVar[str] = "node"
+    node: str
+    address: str = ""
+    lost_s: float | None = None
+    """When the scheduler first saw it without a status, by the schedulers' clock (keys.CLOCK); None: it has one."""
+    lost_at: float = 0.0
+    """The same by the time of day."""
+    jobs: tuple[str, ...] = ()
+    """Those that were placed there then."""
+
+    def check(self) -> None:
+        _check_name("node", self.node)
+
+
+@dataclass(frozen=True, slots=True)
+class Cordon(Document):
+    """No new jobs for a node; with `drain`, its jobs leave it, too. It outlives every agent."""
+
+    NAMED_BY: ClassVar[str] = "node"
+    node: str
+    drain: bool
+    reason: str
+    cordoned_by: str = ""
+    cordoned_at: float = 0.0
+
+    def check(self) -> None:
+        _check_name("node", self.node)
+
+    @property
+    def text(self) -> str:
+        """Follows "n2 is": "drained: a fan is broken", or without a reason "drained by ann"."""
+        what = "drained" if self.drain else "cordoned"
+        if self.reason:
+            return f"{what}: {self.reason}"
+        return f"{what} by {self.cordoned_by}" if self.cordoned_by else what
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """All records that the agents share, at one moment."""
+
+    nodes: tuple[NodeStatus, ...] = ()
+    cordons: tuple[Cordon, ...] = ()
+    submissions: tuple[Submission, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    results: tuple[JobResult, ...] = ()
+    absent: tuple[NodeStatus, ...] = ()
+    """The last status of each node that has none now, but not for long enough to be given up."""
+    left_behind: frozenset[tuple[str, str]] = frozenset()
+    """(job, node) where the node is absent and the job's own rendezvous has continued without it."""
+    known: tuple[KnownNode, ...] = ()
+    """For people only: which nodes are lost."""
+
+    def result(self, job: str, number: int) -> JobResult | None:
+        return next((r for r in self.results if (r.job, r.number) == (job, number)), None)
+
+    def unfinished(self) -> tuple[Submission, ...]:
+        finished = {r.job: r.number for r in self.results}
+        found = [s for s in self.submissions if s.number > finished.get(s.job, 0) and not s.removed]
+        return tuple(sorted(found, key=lambda s: s.order))
+
+    def orphaned(self) -> tuple[Placement, ...]:
+        """Placements without a submission known here, e.g. of a newer version: they keep their slots."""
+        submitted = {s.job for s in self.submissions}
+        finished = {r.job: r.number for r in self.results}
+        found = [p for p in self.placements if p.job not in submitted and p.number > finished.get(p.job, 0)]
+        return tuple(sorted(found, key=lambda p: p.job))

@@ -1,0 +1,175 @@
+"""The history of a runner's job: its rounds for its exit, step rate and steps over time for status requests.
+
+Recorded where events and metrics pass through, by the loop's thread; read by the control socket's thread. Bounded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elasticd_agent.telemetry import events, metrics
+from elasticd_agent.telemetry.event_log import EventSink
+from elasticd_daemon.records import RoundSummary
+from elasticd_daemon.runners.spec import MAX_EXIT_ROUNDS
+
+FINE_S = 2.0
+FINE_POINTS = 300
+"""The last ten minutes, a point every two seconds."""
+RANK_COLUMNS = 80
+"""Of the steps by rank: at this number every second one is removed, and the interval is doubled."""
+COARSE_POINTS = 256
+"""At this number every second point is removed, and the interval of new points is doubled."""
+
+Point = tuple[float, int, int]
+"""Unix seconds, round, step."""
+_NumberedPoint = tuple[int, Point]
+"""With its position among all points ever recorded."""
+
+
+@dataclass(slots=True)
+class StepTrack:
+    """The step at each time: the whole run coarsely, the last minutes finely. Written by one thread, read by others."""
+
+    _fine: deque[_NumberedPoint] = field(default_factory=lambda: deque(maxlen=FINE_POINTS))
+    _coarse: list[_NumberedPoint] = field(default_factory=list)
+    _count: int = 0
+    _every_s: float = FINE_S
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, wall: float, round: int, step: int) -> None:
+        """Keeps the first point of every round, and others after the interval."""
+        with self._lock:
+            self._count += 1
+            point = (self._count, (wall, round, step))
+            if _due(self._fine, point, FINE_S):
+                self._fine.append(point)
+            if _due(self._coarse, point, self._every_s):
+                self._coarse.append(point)
+                if len(self._coarse) >= COARSE_POINTS:
+                    # The newest point is kept: the next interval is measured from it.
+                    self._coarse = self._coarse[-1::-2][::-1]
+                    span = self._coarse[-1][1][0] - self._coarse[0][1][0]
+                    self._every_s = max(FINE_S, span / len(self._coarse))
+
+    def points(self) -> list[Point]:
+        """In the order of recording, each once."""
+        with self._lock:
+            fine, coarse = list(self._fine), list(self._coarse)
+        return [point for count, point in coarse if not fine or count < fine[0][0]] + [point for _, point in fine]
+
+
+@dataclass(slots=True)
+class RankTrack:
+    """The step of each rank of the newest round over its time, coarser as it grows older. One thread writes it."""
+
+    _round: int = 0
+    _every_s: float = FINE_S
+    _columns: list[tuple[float, dict[int, int]]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, wall: float, round: int, steps: Mapping[int, int]) -> None:
+        with self._lock:
+            if round != self._round:
+                self._round, self._every_s, self._columns = round, FINE_S, []
+            if self._columns and 0 <= wall - self._columns[-1][0] < self._every_s:
+                return
+            self._columns.append((wall, dict(steps)))
+            if len(self._columns) >= RANK_COLUMNS:
+                self._columns = self._columns[-1::-2][::-1]
+                self._every_s *= 2
+
+    def points(self) -> list[dict[str, Any]]:
+        with self._lock:
+            columns = list(self._columns)
+        ranks = sorted(columns[-1][1]) if columns else []
+        return [
+            {"rank": rank, "points": [[round(at, 1), steps[rank]] for at, steps in columns if rank in steps]}
+            for rank in ranks
+        ]
+
+
+def _due(before: Sequence[_NumberedPoint], point: _NumberedPoint, every_s: float) -> bool:
+    if not before:
+        return True
+    (then, last_round, _), (now, round, _) = before[-1][1], point[1]
+    # A clock that was set back must not stop the recording until it has caught up.
+    return round != last_round or not 0 <= now - then < every_s
+
+
+class RoundHistory:
+    """An event sink that forwards everything to `log`."""
+
+    def __init__(self) -> None:
+        self.log: EventSink | None = None
+        self.ended: events.JobEndedEvent | None = None
+        self._rounds: deque[RoundSummary] = deque(maxlen=MAX_EXIT_ROUNDS)
+
+    @property
+    def lost(self) -> int:
+        return 0 if self.log is None else self.log.lost
+
+    @property
+    def rounds(self) -> tuple[RoundSummary, ...]:
+        return tuple(self._rounds)
+
+    def write(self, record: events.LogEvent) -> None:
+        match record:
+            case events.RoundPublishedEvent(round=number, world_size=size, reason=reason):
+                wall = time.time() - (time.monotonic() - record.mono)
+                self._rounds.append(RoundSummary(number, size, reason, wall))
+            case events.JobEndedEvent():
+                self.ended = record
+        if self.log is not None:
+            self.log.write(record)
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+
+class RunnerMetrics(metrics.Metrics):
+    """The job's metrics, with its step rate and steps over time."""
+
+    steps_per_second: float | None = None
+    last_snapshot: dict[str, Any] | None = None
+    """The last save that was whole in memory, as `CheckpointStatus` has it."""
+    _last_round = 0
+
+    def __init__(self, job: str, node: str, version: str) -> None:
+        super().__init__(job, node, version)
+        self.step_track = StepTrack()
+        self.rank_track = RankTrack()
+
+    def course(self) -> dict[str, Any]:
+        """For an answer to `status`: as JSON has it, since `elasticd run --ui` reads it in the same process."""
+        return {
+            "steps_per_second": self.steps_per_second,
+            "step_samples": [list(point) for point in self.step_track.points()],
+            "rank_steps": self.rank_track.points(),
+            "snapshot": self.last_snapshot,
+        }
+
+    def round_published(self, number: int, *args: Any, **kwargs: Any) -> None:
+        self._last_round = number
+        super().round_published(number, *args, **kwargs)
+
+    def progress(self, steps: Mapping[int, int], steps_per_second: float | None, wall: float) -> None:
+        if steps_per_second is not None:
+            self.steps_per_second = steps_per_second
+        if step := max(steps.values(), default=0):
+            self.step_track.add(wall, self._last_round, step)
+            self.rank_track.add(wall, self._last_round, steps)
+        super().progress(steps, steps_per_second, wall)
+
+    def snapshot(self, step: int, wall: float) -> None:
+        self.last_snapshot = {"step": step, "round": self._last_round, "at": wall}
+        super().snapshot(step, wall)
+
+    def group_ended(self) -> None:
+        self.steps_per_second = None
+        super().group_ended()

@@ -1,0 +1,250 @@
+"""Pure: `reconcile(view, node, ...) -> NodePlan`, the runners that this node starts and stops to match the store.
+
+Missing data causes no action: a runner is stopped only because a record about its job excludes it, never because the
+store has no record. The scheduler decides where jobs run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from elasticd_agent.model.phrases import ranges
+from elasticd_daemon.records import ClusterView, JobResult, Placement, RunnerStatus, Submission
+from elasticd_daemon.runners.spec import RunnerExit, RunnerSpec
+
+Key = tuple[str, int]
+
+BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+"""Before the n-th start after a crash of a runner. The first start is immediate: a single crash is mostly a kill -9."""
+STABLE_S = 600.0
+"""A runner that ran this long started correctly: its crash counts as the first one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRunner:
+    """A runner with at least one process, its own or one that it started."""
+
+    spec: RunnerSpec
+    state: Literal["starting", "running", "leaving"]
+    why: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.spec.job, self.spec.number
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerEnd:
+    spec: RunnerSpec
+    exit: RunnerExit | None
+    """None: it was killed or crashed before it could write its exit."""
+    requested: bool
+    """This agent had requested its stop."""
+
+    @property
+    def key(self) -> Key:
+        return self.spec.job, self.spec.number
+
+
+@dataclass(frozen=True, slots=True)
+class CrashBackoff:
+    """A runner that ended before its job."""
+
+    crashes: int
+    """In a row."""
+    retry_at: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerStart:
+    submission: Submission
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerStop:
+    spec: RunnerSpec
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    start: tuple[RunnerStart, ...] = ()
+    stop: tuple[RunnerStop, ...] = ()
+    results: tuple[JobResult, ...] = ()
+    """To be written to the store."""
+    runners: tuple[RunnerStatus, ...] = ()
+    """For this node's status."""
+    missing: tuple[RunnerSpec, ...] = ()
+    """Running jobs without any record in the store."""
+    next_start_at: float | None = None
+    """When a backoff ends."""
+
+
+@dataclass(slots=True)
+class RunOutcomes:
+    """How runners of this node ended, while it matters; kept by the main loop between turns."""
+
+    exits: dict[Key, RunnerExit] = field(default_factory=dict)
+    backoffs: dict[Key, CrashBackoff] = field(default_factory=dict)
+
+    def add(self, end: RunnerEnd, ran_s: float, now: float) -> str:
+        """Returns the consequence in one sentence."""
+        key, exit, job = end.key, end.exit, end.spec.job
+        if exit is not None and exit.outcome in ("succeeded", "failed", "refused"):
+            self.backoffs.pop(key, None)
+            self.exits[key] = exit
+            if exit.outcome == "refused":
+                return f"job {job} is refused by this node: {exit.reason}"
+            return f"job {job} has {exit.outcome}: {exit.reason}"
+        if end.requested:
+            self.backoffs.pop(key, None)
+            return f"job {job} has left this node" + (f": {exit.reason}" if exit is not None else "")
+        before = self.backoffs.get(key)
+        crashes = 1 if before is None or ran_s >= STABLE_S else before.crashes + 1
+        wait_s = BACKOFF_S[min(crashes - 1, len(BACKOFF_S) - 1)]
+        how = f"ended with code {exit.exit_code} ({exit.reason})" if exit is not None else "crashed or was killed"
+        self.backoffs[key] = CrashBackoff(crashes, now + wait_s, f"its runner {how}")
+        when = f"in {wait_s:g} s" if wait_s else "at once"
+        return f"job {job}: its runner {how}; if the job is still scheduled here, another runner starts {when}"
+
+    def forget(self, key: Key) -> None:
+        self.exits.pop(key, None)
+        self.backoffs.pop(key, None)
+
+    def forget_recorded(self, view: ClusterView, node: str) -> None:
+        """Drop exits that are in the store, and refusals once this node is cordoned, because a person repairs it."""
+        cordoned = any(cordon.node == node for cordon in view.cordons)
+        submitted = {(s.job, s.number) for s in view.submissions} if self.exits else set()
+        for key, exit in list(self.exits.items()):
+            repaired = exit.outcome == "refused" and cordoned
+            if repaired or key not in submitted or view.result(*key) is not None:
+                self.forget(key)
+
+
+def reconcile(
+    view: ClusterView, node: str, runners: Iterable[LocalRunner], outcomes: RunOutcomes, drain_reason: str, now: float
+) -> NodePlan:
+    """`drain_reason`: why this node may run nothing, or "". `now` is monotonic seconds."""
+    runners = tuple(runners)
+    stop = tuple(
+        RunnerStop(one.spec, why) for one in runners if (why := _stop_reason(one.spec, view, node, drain_reason))
+    )
+    start, waiting, next_start_at = _starts(() if drain_reason else view.placements, view, node, runners, outcomes, now)
+    statuses = [*_runner_statuses(runners, stop), *waiting, *_refused(outcomes)]
+    return NodePlan(
+        start=tuple(start),
+        stop=stop,
+        results=tuple(_results(view, outcomes)),
+        runners=tuple(sorted(statuses, key=lambda one: (one.number, one.job))),
+        missing=tuple(one.spec for one in runners if one.state != "leaving" and _missing_from_store(one.spec, view)),
+        next_start_at=next_start_at,
+    )
+
+
+def _starts(
+    placements: Sequence[Placement],
+    view: ClusterView,
+    node: str,
+    runners: Sequence[LocalRunner],
+    outcomes: RunOutcomes,
+    now: float,
+) -> tuple[list[RunnerStart], list[RunnerStatus], float | None]:
+    """The runners to start, those that must wait, and when the next backoff ends."""
+    running = {one.key for one in runners}
+    in_use = {slot: one.spec.job for one in runners for slot in one.spec.slots}
+    unknown = {one.spec.job for one in runners if not one.spec.slots}
+    start: list[RunnerStart] = []
+    waiting: list[RunnerStatus] = []
+    next_start_at = None
+    for placement in placements:
+        # The cheapest checks first: most placements are other nodes', or of jobs that ended long ago.
+        assignment = placement.assignment(node)
+        key = (placement.job, placement.number)
+        if assignment is None or key in running or key in outcomes.exits:
+            continue
+        if (submission := _submission_to_run(placement, view)) is None:
+            continue
+        slots = assignment.slots
+        backoff = outcomes.backoffs.get(key)
+        if users := sorted(unknown.union(in_use[slot] for slot in slots if slot in in_use)):
+            why = f"waiting for its slots, which {', '.join(users)} still uses"
+            waiting.append(RunnerStatus(*key, slots, "starting", why))
+        elif backoff is not None and backoff.retry_at > now:
+            next_start_at = backoff.retry_at if next_start_at is None else min(next_start_at, backoff.retry_at)
+            in_s = backoff.retry_at - now
+            why = f"{backoff.why}; {backoff.crashes} times in a row, the next start is in {in_s:.0f} s"
+            waiting.append(RunnerStatus(*key, slots, "starting", why))
+        else:
+            start.append(RunnerStart(submission, slots))
+            in_use |= dict.fromkeys(slots, placement.job)
+    return start, waiting, next_start_at
+
+
+def _runner_statuses(runners: Iterable[LocalRunner], stop: Iterable[RunnerStop]) -> Iterable[RunnerStatus]:
+    reasons = {one.spec.job: one.why for one in stop}
+    for one in runners:
+        job = one.spec.job
+        state = "leaving" if job in reasons else one.state
+        yield RunnerStatus(*one.key, one.spec.slots, state, one.why or reasons.get(job, ""))
+
+
+def _refused(outcomes: RunOutcomes) -> Iterable[RunnerStatus]:
+    for key, exit in outcomes.exits.items():
+        if exit.outcome == "refused":
+            yield RunnerStatus(*key, (), "refused", exit.reason)
+
+
+def _stop_reason(spec: RunnerSpec, view: ClusterView, node: str, drain_reason: str) -> str:
+    """Why the runner must stop; "" if it may continue."""
+    if drain_reason:
+        return drain_reason
+    for result in view.results:
+        if result.job == spec.job and result.number >= spec.number:
+            return f"the job was {result.reason}" if result.outcome == "cancelled" else f"the job has {result.outcome}"
+    for placement in view.placements:
+        if placement.job != spec.job or placement.number < spec.number:
+            continue
+        if placement.number > spec.number:
+            return f"the job was submitted again, as number {placement.number}"
+        assignment = placement.assignment(node)
+        if assignment is None:
+            # A reason that is only about other nodes does not explain why the job leaves this one.
+            moved = (
+                placement.reason if node in placement.reason else f"the job continues without it; {placement.reason}"
+            )
+            return next((cordon.text for cordon in view.cordons if cordon.node == node and cordon.drain), moved)
+        if spec.slots and set(assignment.slots) != set(spec.slots):
+            return f"its slots on this node change to {', '.join(ranges(assignment.slots))}"
+    return ""
+
+
+def _submission_to_run(placement: Placement, view: ClusterView) -> Submission | None:
+    """The placement's submission, unless the job has ended."""
+    if view.result(placement.job, placement.number) is not None:
+        return None
+    key = (placement.job, placement.number)
+    return next((s for s in view.submissions if (s.job, s.number) == key), None)
+
+
+def _results(view: ClusterView, outcomes: RunOutcomes) -> Iterable[JobResult]:
+    """Jobs that succeeded or failed here and have no result in the store yet."""
+    placements: Mapping[Key, Placement] = {(p.job, p.number): p for p in view.placements}
+    submitted = {(s.job, s.number) for s in view.submissions}
+    for key, exit in outcomes.exits.items():
+        if exit.outcome == "refused" or key not in submitted or view.result(*key) is not None:
+            continue
+        nodes = tuple(one.node for one in placements[key].assignments) if key in placements else ()
+        outcome: Literal["succeeded", "failed"] = "succeeded" if exit.outcome == "succeeded" else "failed"
+        yield JobResult(*key, outcome, exit.exit_code, exit.reason, exit.ended_at, nodes, exit.rounds, exit.step)
+
+
+def _missing_from_store(spec: RunnerSpec, view: ClusterView) -> bool:
+    """True if the store has no record of the job: it came back empty, or the job was never in it."""
+    recorded = [(one.job, one.number) for one in view.submissions]
+    recorded += [(one.job, one.number) for one in view.placements]
+    recorded += [(one.job, one.number) for one in view.results]
+    return not any(job == spec.job and number >= spec.number for job, number in recorded)

@@ -1,0 +1,277 @@
+"""Requests of people, written into the store: submit and cancel jobs, cordon and uncordon nodes; and reading it all.
+
+Every function may be called from any thread of any agent, several at once: after a lost race it reads again, and it
+returns the record that counts. UsageError: the request is impossible. StoreUnavailable: the store does not answer; the
+sentence says what is known about the request.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+
+from elasticd.errors import StoreUnavailable, UsageError, WireError
+from elasticd_agent.model.exit_codes import TERMINATED
+from elasticd_agent.model.job import check_identifier, check_new_id
+from elasticd_agent.model.keys import decode_record
+from elasticd_agent.model.phrases import shortened
+from elasticd_agent.store import Store, Versioned
+from elasticd_agent.store.cache import StoreCache
+from elasticd_daemon import keys as names
+from elasticd_daemon.records import ClusterView, Cordon, JobResult, KnownNode, NodeStatus, Placement, Submission
+
+CACHED = (names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS, names.CORDONS)
+"""What every agent keeps current; node statuses, which change most, concern the scheduler only."""
+MAX_RACES = 100
+"""A write that is lost this often in a row is a fault and no race."""
+REASON_CHARS = 500
+MAX_ROUNDS = 200
+"""The newest rounds that a result keeps."""
+ROUND_REASON_CHARS = 160
+MAX_NODES = 1000
+MAX_SPEC_BYTES = 256 * 1024
+
+
+def ignore(sentence: str) -> None:
+    """For callers that do not report undecodable records."""
+
+
+def cached_view(cache: StoreCache) -> ClusterView:
+    """The records that `cache` keeps current, without node statuses."""
+    return ClusterView(
+        cordons=cache.records(names.CORDONS, Cordon),
+        submissions=cache.records(names.SUBMISSIONS, Submission),
+        placements=cache.records(names.PLACEMENTS, Placement),
+        results=cache.records(names.RESULTS, JobResult),
+    )
+
+
+def read_view(
+    store: Store, log: Callable[[str], None] = ignore, cache: StoreCache | None = None, *, watched: bool = False
+) -> ClusterView:
+    """Everything that the store holds at this moment. `log` receives a sentence for each undecodable record.
+
+    `watched`: all but the nodes as `cache` keeps it current, which spares reading ten thousand jobs.
+    """
+    cache = cache or StoreCache(store, ignore)
+    return ClusterView(
+        nodes=cache.read_records(names.NODES, NodeStatus, log),
+        known=cache.read_records(names.KNOWN, KnownNode, log, watched=watched),
+        cordons=cache.read_records(names.CORDONS, Cordon, log, watched=watched),
+        submissions=cache.read_records(names.SUBMISSIONS, Submission, log, watched=watched),
+        placements=cache.read_records(names.PLACEMENTS, Placement, log, watched=watched),
+        results=cache.read_records(names.RESULTS, JobResult, log, watched=watched),
+    )
+
+
+def submit(
+    store: Store,
+    spec_json: str,
+    *,
+    job: str | None,
+    nodes: tuple[int, int],
+    slots: tuple[int, int],
+    submitted_by: str,
+    submitted_at: float,
+    token: str = "",
+    grow: bool = True,
+    stem: str = "job",
+    labels: tuple[str, ...] = (),
+    priority: str = "normal",
+    cache: StoreCache | None = None,
+) -> Submission:
+    """Submit a job; its number is its position in the queue. Without an id it gets `new_name(stem)`.
+
+    `token` identifies this submission: repeated with it, e.g. after an outage, the job that was submitted the first
+    time is returned. Without it, the id of an unfinished job is refused. `cache` saves decoding what is known already.
+    """
+    if job is not None:
+        check_new_id("job id", job)
+    if token:
+        known = (cache or StoreCache(store, ignore)).read_records(names.SUBMISSIONS, Submission, ignore)
+        if found := next((s for s in known if s.token == token), None):
+            return found
+    for _ in range(MAX_RACES):
+        before = None if job is None else _require_free_id(store, job, token)
+        if isinstance(before, Submission):
+            return before
+        number = _next_number(store)
+        submission = Submission(
+            job or new_name(stem),
+            number,
+            spec_json,
+            *nodes,
+            *slots,
+            submitted_by=submitted_by,
+            submitted_at=submitted_at,
+            token=token,
+            grow=grow,
+            labels=labels,
+            priority=priority,
+        )
+        _check(submission)
+        if _create(store, before, submission):
+            return submission
+    raise _lost_races("the job was not submitted")
+
+
+def new_name(stem: str) -> str:
+    """train-lm-3f2a: a name that is taken already is made again."""
+    return f"{stem}-{secrets.token_hex(2)}"
+
+
+def cancel(store: Store, job: str, by: str, at: float) -> JobResult:
+    """End a job. Returns the result that counts: the job's own if it ended first."""
+    number = _number(store, job)
+    return record_result(store, JobResult(job, number, "cancelled", TERMINATED, f"cancelled{_by(by)}", at))
+
+
+def record_result(store: Store, result: JobResult) -> JobResult:
+    """Write how a job ended, once. Returns the result that counts; that of an earlier run is replaced."""
+    result = _bounded(result)
+    key = names.RESULTS + result.job
+    for _ in range(MAX_RACES):
+        before = store.read(key)
+        if before is not None:
+            try:
+                known = decode_record(JobResult, key, before.value)
+                if known.number >= result.number:
+                    return known
+            except WireError:
+                pass  # no agent can tell what it was about: this one replaces it
+        if store.compare_and_swap(key, None if before is None else before.version, result.to_json()):
+            return result
+    raise _lost_races(f"the result of {result.job!r} was not written")
+
+
+def cordon(store: Store, node: str, drain: bool, reason: str, by: str, at: float) -> Cordon:
+    """No new jobs for a node; with `drain` its jobs leave it. A cordon does not undo a drain; `uncordon` does."""
+    check_identifier("node", node)
+    key = names.CORDONS + node
+    cordon = Cordon(node, drain, _short(reason), cordoned_by=by, cordoned_at=at)
+    for _ in range(MAX_RACES):
+        before = store.read(key)
+        if before is not None:
+            try:
+                cordon = replace(cordon, drain=drain or decode_record(Cordon, key, before.value).drain)
+            except WireError:
+                pass  # this one, which can be decoded, replaces it
+        if store.compare_and_swap(key, None if before is None else before.version, cordon.to_json()):
+            return cordon
+    raise _lost_races(f"{node!r} was not cordoned")
+
+
+def uncordon(store: Store, node: str) -> bool:
+    """The node takes jobs again. False: it was not cordoned."""
+    check_identifier("node", node)
+    return store.delete(names.CORDONS + node)
+
+
+def _next_number(store: Store) -> int:
+    for _ in range(MAX_RACES):
+        found = store.read(names.SEQUENCE)
+        text = b"0" if found is None else found.value
+        # A sequence that was lost or damaged continues above every known number.
+        number = int(text) if text.isdigit() and len(text) < 16 else 0
+        if number == 0:
+            known = read_view(store)
+            taken = [*(s.number for s in known.submissions), *(p.number for p in known.placements)]
+            number = max([0, *taken, *(r.number for r in known.results)])
+        number += 1
+        if store.compare_and_swap(names.SEQUENCE, None if found is None else found.version, str(number).encode()):
+            return number
+    raise _lost_races("the job got no number")
+
+
+def _lost_races(what: str) -> StoreUnavailable:
+    return StoreUnavailable(f"{what}: {MAX_RACES} attempts to write to the store lost a race")
+
+
+def _number(store: Store, job: str) -> int:
+    """The number of the job's newest run. Raises UsageError if there is no such job."""
+    check_identifier("job id", job)
+    for prefix, kind in ((names.SUBMISSIONS, Submission), (names.PLACEMENTS, Placement), (names.RESULTS, JobResult)):
+        found = store.read(prefix + job)
+        if found is not None:
+            try:
+                known = decode_record(kind, prefix + job, found.value)
+                assert isinstance(known, (Submission, Placement, JobResult))
+                return known.number
+            except WireError as error:
+                why = f"; {error}"
+                break
+    else:
+        why = "; `elasticd jobs` lists all jobs"
+    raise UsageError(f"there is no job {job!r}{why}")
+
+
+def _bounded(result: JobResult) -> JobResult:
+    """A record of about 40 kB at most, however long the history: etcd takes at most 1.5 MB, and all agents read it."""
+    rounds = tuple(
+        replace(summary, reason=_short(summary.reason, ROUND_REASON_CHARS)) for summary in result.rounds[-MAX_ROUNDS:]
+    )
+    return replace(result, reason=_short(result.reason), rounds=rounds, nodes=result.nodes[:MAX_NODES])
+
+
+def _require_free_id(store: Store, job: str, token: str) -> Versioned | Submission | None:
+    """The record of an earlier run that has ended, which may be replaced; or the submission with this `token`."""
+    key, result_key = names.SUBMISSIONS + job, names.RESULTS + job
+    found = store.read(key)
+    if found is None:
+        return None
+    try:
+        earlier = decode_record(Submission, key, found.value)
+        result = store.read(result_key)
+        ended = result is not None and decode_record(JobResult, result_key, result.value).number >= earlier.number
+    except WireError as error:
+        raise UsageError(f"{error}; choose another id, or remove the record by hand") from None
+    if earlier.removed:
+        raise UsageError(f"the records of the ended job {job!r} are being removed; try again in a few seconds")
+    if ended:
+        return found
+    if token and earlier.token == token:
+        return earlier
+    raise UsageError(
+        f"job {job!r} has not ended: it was submitted{_by(earlier.submitted_by)} as number {earlier.number}; "
+        f"cancel it first (elasticd cancel {job}), or choose another id"
+    )
+
+
+def _create(store: Store, before: Versioned | None, submission: Submission) -> bool:
+    key, value = names.SUBMISSIONS + submission.job, submission.to_json()
+    try:
+        return store.compare_and_swap(key, None if before is None else before.version, value)
+    except StoreUnavailable as error:
+        if _exists(store, key, value):  # no other submission has this number
+            return True
+        raise StoreUnavailable(
+            f"{error}; whether job {submission.job!r} was submitted is not known: `elasticd jobs` shows it once the "
+            f"store answers; submitted again with the id {submission.job!r}, it is never run twice"
+        ) from error
+
+
+def _exists(store: Store, key: str, value: bytes) -> bool:
+    try:
+        found = store.read(key)
+    except StoreUnavailable:
+        return False
+    return found is not None and found.value == value
+
+
+def _check(submission: Submission) -> None:
+    size = len(submission.spec.encode(errors="replace"))
+    if size > MAX_SPEC_BYTES:
+        raise UsageError(f"job {submission.job!r}: its job file has {size} bytes; the limit is {MAX_SPEC_BYTES}")
+    try:
+        Submission.from_json(submission.to_json())
+    except WireError as error:
+        raise UsageError(str(error)) from None
+
+
+def _by(person: str) -> str:
+    return f" by {person}" if person else ""
+
+
+def _short(text: str, most: int = REASON_CHARS) -> str:
+    return shortened(" ".join(text.split()), most)

@@ -1,0 +1,492 @@
+"""Pure: `schedule(view)` decides which slots of which nodes each submitted job gets, or why it is pending.
+
+The placements in the view are its only memory: calling it twice gives the same answer, and once the answer is written
+there is nothing left to change.
+
+The rules, in order:
+
+1. A running job stays. An assignment ends only because its node must be emptied (drained, quarantined), is gone, has
+   refused the job, or no longer has those slots. No other job is ever a reason: there is no preemption. The checks of
+   one kind empty at most a fifth of the nodes: where more fail, the cause is shared, and no other node is better.
+2. A job left with fewer nodes than its minimum gets others at once, before any pending job; if there are none, it
+   releases all of its slots and is pending under its old number.
+3. Pending jobs start strictly in the order of `_turns`: by priority; then jobs that have run before; then the job of
+   the submitter whose jobs use the fewest slots; then by number. A job that the present nodes could run if they were
+   empty blocks the jobs behind it, and stays first of its priority until it starts, so that a large job is not starved
+   by small ones; a job that they could not run blocks none.
+4. Jobs below their maximum grow onto free nodes once no pending job could use them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from elasticd_agent.model.phrases import count, has_have, is_are, listing, plural, ranges
+from elasticd_daemon.config.job_file import shared_directories
+from elasticd_daemon.health.result import EVERY_JOB
+from elasticd_daemon.records import (
+    ClusterView,
+    Cordon,
+    NodeStatus,
+    Placement,
+    Refusal,
+    SlotAssignment,
+    Submission,
+)
+
+BEHIND_OTHERS = "pending behind other jobs"
+"""Of every job behind the head of the queue. It names no job: each start would rewrite it for the whole queue."""
+BLOCKS_NOBODY = "it blocks no other job"
+MAX_QUARANTINED_SHARE = 0.2
+"""Of the nodes, emptied at once because the same check fails; one always may be."""
+
+
+def schedule(view: ClusterView) -> tuple[Placement, ...]:
+    """The placements that differ from those in the view, by priority and number of their jobs."""
+    nodes = _nodes(view)
+    written = {(p.job, p.number): p for p in view.placements}
+    jobs = [_job(s, written.get((s.job, s.number)), view, nodes) for s in view.unfinished()]
+    _restore_minimum(jobs, nodes)
+    _start_pending(_turns(jobs, head_of_queue(view)), nodes)
+    _grow(jobs, nodes)
+    decided = [job.placement() for job in jobs]
+    return tuple(p for p in decided if p != written.get((p.job, p.number)))
+
+
+def describe(reason: str, head: Submission | None) -> str:
+    """A placement's reason for people: with the name of the job that blocks the queue."""
+    if head is None or not reason.endswith(BEHIND_OTHERS):
+        return reason
+    return f"{reason.removesuffix(BEHIND_OTHERS)}pending behind {head.job}, which is next and {_request(head)}"
+
+
+def head_of_queue(view: ClusterView) -> Submission | None:
+    """The pending job that blocks those behind it; None if no job is blocked."""
+    return _head(_unfinished(view))
+
+
+def queue(view: ClusterView) -> tuple[Submission | None, tuple[Submission, ...]]:
+    """`head_of_queue`, and the pending jobs in the order in which they start if every job gets its minimum and none
+    ends. A queue of ten thousand jobs is put in order for each view of the dashboard.
+    """
+    unfinished = _unfinished(view)
+    head = _head(unfinished)
+    jobs = []
+    for submission, placement in unfinished:
+        assignments = {a.node: a for a in placement.assignments} if placement is not None else {}
+        jobs.append(_Job(submission, placement, assignments, {}, [], "" if placement is None else placement.reason))
+    return head, tuple([job.submission for job in _turns(jobs, head)])
+
+
+def _unfinished(view: ClusterView) -> list[tuple[Submission, Placement | None]]:
+    written = {(p.job, p.number): p for p in view.placements}
+    return [(submission, written.get((submission.job, submission.number))) for submission in view.unfinished()]
+
+
+def _head(unfinished: list[tuple[Submission, Placement | None]]) -> Submission | None:
+    for submission, placement in unfinished:
+        if placement is None or placement.assignments:
+            continue
+        if not placement.reason.endswith((BEHIND_OTHERS, BLOCKS_NOBODY)):
+            return submission
+    return None
+
+
+def refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
+    """(job, number) of the pending jobs that every node refuses which has the slots and labels, in whatever state it
+    is; and the nodes' reasons. A job that needs more such nodes than there are waits for others.
+    """
+    nodes = _nodes(view)
+    written = {(p.job, p.number): p for p in view.placements}
+    found = {}
+    for submission in view.unfinished():
+        key = (submission.job, submission.number)
+        placement = written.get(key)
+        if placement is None or placement.assignments or not placement.refusals:
+            continue
+        job = _Job(submission, placement, {}, _refusals(key, placement, view), [])
+        able = {
+            name
+            for name, node in nodes.items()
+            if node.status.slots >= submission.min_slots and not _missing_labels(job, node)
+        }
+        if len(able) >= submission.min_nodes and able <= job.refusals.keys():
+            found[key] = "; ".join(_obstacles(job, {name: nodes[name] for name in able}, [], free=False))
+    return found
+
+
+@dataclass(slots=True)
+class _Node:
+    status: NodeStatus
+    absent: bool
+    unschedulable: str
+    """Why it takes no new jobs; "" if it does."""
+    evict: str
+    """Why no job may stay on it; "" if jobs may."""
+    busy: frozenset[int]
+    """Slots in which something still runs, whatever its placement says."""
+    allocated: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        return tuple(s for s in range(self.status.slots) if s not in self.busy and s not in self.allocated)
+
+    def allocate(self, assignment: SlotAssignment, job: str) -> None:
+        self.allocated |= dict.fromkeys(assignment.slots, job)
+
+    def release(self, assignment: SlotAssignment) -> None:
+        for slot in assignment.slots:
+            del self.allocated[slot]
+
+
+def _nodes(view: ClusterView) -> dict[str, _Node]:
+    cordons = {cordon.node: cordon for cordon in view.cordons}
+    found = {}
+    keep = _keep_their_jobs(view)
+    for status, absent in [*((s, True) for s in view.absent), *((s, False) for s in view.nodes)]:
+        cordon = cordons.get(status.node)
+        evict = _evict_reason(status, cordon, status.node in keep)
+        unschedulable = evict or _unschedulable_reason(status, cordon, absent)
+        busy = frozenset(slot for runner in status.runners if runner.state != "refused" for slot in runner.slots)
+        found[status.node] = _Node(status, absent, unschedulable, evict, busy)
+    for placement in view.orphaned():
+        for assignment in placement.assignments:
+            if assignment.node in found:
+                found[assignment.node].allocate(assignment, placement.job)
+    return found
+
+
+def _keep_their_jobs(view: ClusterView) -> set[str]:
+    """Quarantined nodes beyond the share. Nodes without jobs count first: the answer stays while nodes are emptied."""
+    statuses = (*view.nodes, *view.absent)
+    quarantined = [status for status in statuses if status.state == "quarantined"]
+    in_use = {one.node for placement in view.placements for one in placement.assignments}
+    by_check: dict[str, list[str]] = {}
+    for status in sorted(quarantined, key=lambda status: (status.node in in_use, status.node)):
+        for check in status.failing or ("",):  # none fails during a cool-off
+            by_check.setdefault(check, []).append(status.node)
+    most = max(1, int(MAX_QUARANTINED_SHARE * len(statuses)))
+    return {status.node for status in quarantined}.difference(*(nodes[:most] for nodes in by_check.values()))
+
+
+def _evict_reason(status: NodeStatus, cordon: Cordon | None, keeps_jobs: bool) -> str:
+    if cordon is not None and cordon.drain:
+        return f"{status.node} is {cordon.text}"
+    if status.state == "draining" or (status.state == "quarantined" and not keeps_jobs):
+        return _with_reason(f"{status.node} is {status.state}", status.why)
+    return ""
+
+
+def _unschedulable_reason(status: NodeStatus, cordon: Cordon | None, absent: bool) -> str:
+    """A quarantine counts above a cordon, whether or not it empties the node: the sentence stays while nodes empty."""
+    if cordon is not None and status.state != "quarantined":
+        return f"{status.node} is {cordon.text}"
+    if status.state != "ready":
+        return _with_reason(f"{status.node} is {status.state}", status.why)
+    return _absent(status.node) if absent else ""
+
+
+def _absent(node: str) -> str:
+    return f"{node} is absent"
+
+
+def _with_reason(what: str, why: str) -> str:
+    return f"{what}: {why}" if why else what
+
+
+@dataclass(slots=True)
+class _Job:
+    """One submission on its way to a placement."""
+
+    submission: Submission
+    written: Placement | None
+    assignments: dict[str, SlotAssignment]
+    refusals: dict[str, str]
+    changes: list[str]
+    """What has happened to its assignments in this turn, in sentences."""
+    pending: str = ""
+
+    @property
+    def runs(self) -> bool:
+        return len(self.assignments) >= self.submission.min_nodes
+
+    @property
+    def has_run(self) -> bool:
+        return self.written is not None and bool(self.written.assignments or self.written.previous_nodes)
+
+    @property
+    def slots(self) -> int:
+        """In use, or needed to start; none of a job that cannot start."""
+        if self.pending.endswith(BLOCKS_NOBODY):
+            return 0
+        if self.assignments:
+            return sum(len(one.slots) for one in self.assignments.values())
+        return self.submission.min_nodes * self.submission.min_slots
+
+    def placement(self) -> Placement:
+        """The placement as written if nothing has changed, so that its reason keeps what happened in earlier turns."""
+        assignments = tuple(self.assignments.values())
+        refusals = tuple(Refusal(node, why) for node, why in sorted(self.refusals.items()))
+        written = self.written
+        same = written is not None and (assignments, refusals) == (written.assignments, written.refusals)
+        if written is not None and same and (assignments or written.reason.endswith(self.pending)):
+            return written
+        state = f"runs on {listing(_slots(a) for a in assignments)}" if assignments else self.pending
+        previous = () if written is None else written.previous_nodes_after(self.assignments)
+        # The reason of a pending job names the nodes that refused it already.
+        named = () if assignments else {_refused((node,), why) for node, why in self.refusals.items()}
+        reason = "; ".join([*(sentence for sentence in self.changes if sentence not in named), state])
+        return Placement(self.submission.job, self.submission.number, assignments, reason, refusals, previous)
+
+
+def _job(submission: Submission, written: Placement | None, view: ClusterView, nodes: dict[str, _Node]) -> _Job:
+    """The job with the assignments it keeps; their slots are allocated from now on."""
+    key = (submission.job, submission.number)
+    job = _Job(submission, written, {}, _refusals(key, written, view), [])
+    for assignment in _running(key, view) if written is None else written.assignments:
+        node = nodes.get(assignment.node)
+        if node is None:
+            job.changes.append(f"{assignment.node} is gone")
+        elif lost := _lost_reason(assignment, job, node, view):
+            job.changes.append(lost)
+        else:
+            job.assignments[assignment.node] = assignment
+            node.allocate(assignment, submission.job)
+    return job
+
+
+def _refusals(key: tuple[str, int], written: Placement | None, view: ClusterView) -> dict[str, str]:
+    """The nodes that refused the job, and why. A cordon ends a refusal: its node was repaired, or will be."""
+    cordoned = {cordon.node for cordon in view.cordons}
+    found = {} if written is None else {r.node: r.why for r in written.refusals}
+    for status in view.nodes:
+        for runner in status.runners:
+            if (runner.job, runner.number) == key and runner.state == "refused":
+                found[status.node] = runner.why
+    return {node: why for node, why in found.items() if node not in cordoned}
+
+
+def _running(key: tuple[str, int], view: ClusterView) -> tuple[SlotAssignment, ...]:
+    """Where a job runs that has no placement: the store has lost its data, the nodes still run the job."""
+    found = {
+        status.node: SlotAssignment(status.node, runner.slots)
+        for status in view.nodes
+        for runner in status.runners
+        if (runner.job, runner.number) == key and runner.slots and runner.state in ("starting", "running")
+    }
+    return tuple(found.values())
+
+
+def _lost_reason(assignment: SlotAssignment, job: _Job, node: _Node, view: ClusterView) -> str:
+    """Why a job cannot keep an assignment; "" if it can."""
+    name = assignment.node
+    if node.evict:
+        return node.evict
+    if name in job.refusals:
+        return _refused((name,), job.refusals[name])
+    if node.absent and (job.submission.job, name) in view.left_behind:
+        return f"{_absent(name)}, and the job continued without it"
+    key = (job.submission.job, job.submission.number)
+    runs_here = any((runner.job, runner.number) == key for runner in node.status.runners)
+    others = {node.allocated[slot] for slot in assignment.slots if slot in node.allocated}
+    if runs_here:  # a placement of an unknown job, perhaps a forged one, ends no job
+        others -= {placement.job for placement in view.orphaned()} if others else set()
+    if others:
+        return f"{name}'s slots are in use by {listing(sorted(others))}"
+    if runs_here or node.absent or max(assignment.slots) < node.status.slots:
+        return ""
+    return f"{name} has {count(node.status.slots, 'slot')} now"
+
+
+def _restore_minimum(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
+    """Rule 2. The youngest job short of nodes releases its slots first: what it frees may help the others."""
+    while True:
+        short = [job for job in jobs if job.assignments and not job.runs]
+        for job in short:
+            _bind(job, nodes)
+        stuck = [job for job in short if not job.runs]
+        if not stuck:
+            return
+        _evict(stuck[-1], nodes)
+
+
+def _turns(jobs: Sequence[_Job], head: Submission | None) -> Iterator[_Job]:
+    """The jobs that do not run, each when its turn comes; what the caller does with one counts for the next.
+
+    `jobs` are sorted by priority and number. `head`: the job that blocks the queue already.
+    """
+    used = Counter[str]()
+    waiting = []
+    for job in jobs:
+        if job.runs:
+            used[job.submission.submitter] += job.slots
+        else:
+            waiting.append(job)
+    for _, of_priority in groupby(waiting, key=lambda job: job.submission.order[0]):
+        first: list[_Job] = []
+        queues: dict[str, deque[_Job]] = {}
+        for job in of_priority:
+            if job.has_run or job.submission is head:
+                first.append(job)
+            else:
+                queues.setdefault(job.submission.submitter, deque()).append(job)
+        for job in sorted(first, key=lambda job: not job.has_run):
+            yield job
+            used[job.submission.submitter] += job.slots
+        turns = [(used[name], own[0].submission.number, name) for name, own in queues.items()]
+        heapq.heapify(turns)
+        while turns:
+            name = heapq.heappop(turns)[2]
+            job = queues[name].popleft()
+            yield job
+            used[name] += job.slots
+            if own := queues[name]:
+                heapq.heappush(turns, (used[name], own[0].submission.number, name))
+
+
+def _start_pending(turns: Iterable[_Job], nodes: dict[str, _Node]) -> None:
+    """Rule 3."""
+    blocked = False
+    for job in turns:
+        if not blocked and _bind(job, nodes):
+            continue
+        if not _feasible(job, nodes):
+            job.pending = f"pending: {_infeasible_reason(job, nodes)}; {BLOCKS_NOBODY}"
+        elif not blocked:
+            job.pending = f"pending: {_request(job.submission)}; {_shortage(job, nodes)}"
+            blocked = True
+        else:
+            job.pending = BEHIND_OTHERS
+
+
+def _grow(jobs: list[_Job], nodes: dict[str, _Node]) -> None:
+    """Rule 4."""
+    if any(not job.runs and _feasible(job, nodes) for job in jobs):
+        return
+    for job in jobs:
+        if job.runs and job.submission.grow and len(job.assignments) < job.submission.max_nodes:
+            before = set(job.assignments)
+            _bind(job, nodes)
+            if added := sorted(job.assignments.keys() - before):
+                verb = "was" if len(added) == 1 else "were"
+                job.changes.append(f"{listing(added)} {verb} free and no job is pending")
+
+
+def _bind(job: _Job, nodes: dict[str, _Node]) -> bool:
+    """Assign nodes to the job, up to its maximum, if that reaches its minimum. False: nothing was assigned."""
+    submission = job.submission
+    known = () if job.written is None else (*job.written.previous_nodes, *(a.node for a in job.written.assignments))
+    fit = [node for name, node in nodes.items() if name not in job.assignments and _fits(job, node)]
+
+    def preference(node: _Node) -> tuple[bool, int, int, str]:
+        # Nodes it ran on may have its checkpoints; then the most slots; then the tightest fit: others stay whole.
+        free, name = len(node.free), node.status.node
+        return name not in known, -min(free, submission.max_slots), free, name
+
+    if len(job.assignments) + len(fit) < submission.min_nodes:
+        return False
+    for node in sorted(fit, key=preference)[: submission.max_nodes - len(job.assignments)]:
+        assignment = SlotAssignment(node.status.node, node.free[: submission.max_slots])
+        job.assignments[assignment.node] = assignment
+        node.allocate(assignment, submission.job)
+    return True
+
+
+def _evict(job: _Job, nodes: dict[str, _Node]) -> None:
+    job.changes.append(f"{listing(job.assignments)} alone {is_are(job.assignments)} too few")
+    for name, assignment in job.assignments.items():
+        nodes[name].release(assignment)
+    job.assignments.clear()
+
+
+def _fits(job: _Job, node: _Node) -> bool:
+    usable = not node.unschedulable and node.status.node not in job.refusals
+    fits = usable and len(node.free) >= job.submission.min_slots and not _missing_labels(job, node)
+    return fits and not _unusable_directory(job, node)
+
+
+def _feasible(job: _Job, nodes: dict[str, _Node]) -> bool:
+    """Whether these nodes could run the job if they were empty. One that is absent for a moment counts, too."""
+    return sum(_fits_empty(job, node) for node in nodes.values()) >= job.submission.min_nodes
+
+
+def _fits_empty(job: _Job, node: _Node) -> bool:
+    name = node.status.node
+    usable = not node.unschedulable or (node.absent and node.unschedulable == _absent(name))
+    fits = usable and name not in job.refusals and node.status.slots >= job.submission.min_slots
+    return fits and not _missing_labels(job, node) and not _unusable_directory(job, node)
+
+
+def _unusable_directory(job: _Job, node: _Node) -> str:
+    """A shared directory that the job uses and the node cannot; "" if there is none."""
+    if not node.status.unusable:
+        return ""
+    used = shared_directories(job.submission.spec)
+    return next((one for one in node.status.unusable if any(path.is_relative_to(one) for path in used)), "")
+
+
+def _missing_labels(job: _Job, node: _Node) -> list[str]:
+    return [label for label in job.submission.labels if label not in node.status.labels]
+
+
+def _request(submission: Submission) -> str:
+    each = " each" if submission.min_nodes > 1 else ""
+    return f"needs {count(submission.min_nodes, 'node')} with {count(submission.min_slots, 'free slot')}{each}"
+
+
+def _shortage(job: _Job, nodes: dict[str, _Node]) -> str:
+    """What a pending job waits for that could run if other jobs did not."""
+    fit = [name for name, node in sorted(nodes.items()) if _fits(job, node)]
+    has = f"{listing(fit)} {has_have(fit)} them, but " if fit else ""
+    return has + listing(_obstacles(job, nodes, fit, free=True))
+
+
+def _infeasible_reason(job: _Job, nodes: dict[str, _Node]) -> str:
+    """Why these nodes could never run the job. It does not change as other jobs start and end."""
+    fit = [name for name, node in sorted(nodes.items()) if _fits_empty(job, node)]
+    obstacles = _obstacles(job, nodes, fit, free=False)
+    if not obstacles:
+        why = f"there {is_are(fit)} only {count(len(fit), 'node')}" if fit else "there is no node"
+    elif len(nodes) == 1:
+        why = f"the only node cannot run it: {listing(obstacles)}"
+    else:
+        number = f"only {len(fit)}" if fit else "none"
+        why = f"{number} of the {len(nodes)} nodes can run it: {listing(obstacles)}"
+    return f"{_request(job.submission)}, and {why}"
+
+
+def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: bool) -> list[str]:
+    """What is in the way on each of the other nodes; those that refused the job for one reason are named together."""
+    found: list[str] = []
+    refused: dict[str, list[str]] = {}
+    for name, node in sorted(nodes.items()):
+        slots = node.status.slots
+        if name in without:
+            continue
+        if node.unschedulable:
+            found.append(node.unschedulable)
+        elif name in job.refusals:
+            refused.setdefault(job.refusals[name], []).append(name)
+        elif missing := _missing_labels(job, node):
+            found.append(f"{name} has no label {listing(missing)}")
+        elif directory := _unusable_directory(job, node):
+            cannot = "start a job" if directory == EVERY_JOB else f"use {directory}"
+            found.append(_with_reason(f"{name} cannot {cannot}", node.status.why))
+        elif free and slots >= job.submission.min_slots:
+            found.append(f"{name} has {len(node.free)} of {slots} free")
+        else:
+            found.append(f"{name} has {count(slots, 'slot')}" + (" in all" if free else ""))
+    return [*found, *(_refused(names, why) for why, names in refused.items())]
+
+
+def _refused(names: Iterable[str], why: str) -> str:
+    return _with_reason(f"{listing(names)} refused it", why)
+
+
+def _slots(assignment: SlotAssignment) -> str:
+    """`n1 (slots 0-3, 6)`."""
+    return f"{assignment.node} ({plural(len(assignment.slots), 'slot')} {', '.join(ranges(assignment.slots))})"

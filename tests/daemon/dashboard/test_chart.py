@@ -1,0 +1,81 @@
+"""The drawing: rates are steps by time, and time without a step counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elasticd_daemon.api.schema import JobStatus
+from elasticd_daemon.dashboard import chart
+from elasticd_daemon.dashboard.chart import TimeWindow
+from tests.daemon.dashboard.hostile_texts import WICKED
+from tests.daemon.dashboard.samples import NOW, a_job
+
+TEN = TimeWindow(0.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "live", "expected"),
+    [
+        ((), True, [None] * 5),
+        (((0.0, 1, 0),), False, [None] * 5),
+        (((0.0, 1, 0), (10.0, 1, 20)), False, [2.0] * 5),
+        (((0.0, 1, 0), (4.0, 1, 8)), False, [2.0, 2.0, None, None, None]),
+        # Live: the last rate holds for a while, then it is 0.
+        (((0.0, 1, 0), (2.0, 1, 4)), True, [2.0, 2.0, 2.0, 1.0, 0.0]),
+        # A fault: its cost is a dent; steps trained again give no negative rate.
+        (((0.0, 1, 0), (4.0, 1, 8), (5.0, 2, 6), (10.0, 2, 16)), False, [2.0, 2.0, 1.0, 2.0, 2.0]),
+        # The clock was set back.
+        (((0.0, 1, 0), (9.0, 1, 9), (2.0, 1, 10), (10.0, 1, 18)), False, [1.0] * 5),
+    ],
+)
+def test_rates(samples: Any, live: bool, expected: list[float | None]) -> None:
+    assert chart.rates(samples, TEN, live, columns=5) == pytest.approx(expected)
+
+
+def test_rates_sum_up_to_the_steps() -> None:
+    job = JobStatus.from_dict(a_job())
+    shown = chart.window(job, NOW, None)
+    found = chart.rates(chart.points(job), shown, live=False)
+    width = (shown.until - shown.since) / len(found)
+    assert sum((one or 0.0) * width for one in found) == pytest.approx(100 + 14 * 14, rel=0.05)
+
+
+def test_rates_from_the_event_log_alone() -> None:
+    job = JobStatus.from_dict({**a_job(step_samples=[]), "ended_at": NOW - 96.0})
+    job_rounds = a_job()["progress"]["rounds"]
+    job_rounds[1] |= {"last_step": 191, "ended_at": NOW - 96.0}
+    job = JobStatus.from_dict({**a_job(step_samples=[], rounds=job_rounds), "ended_at": NOW - 96.0})
+    found = chart.rates(chart.points(job), chart.window(job, NOW, None), live=False)
+    assert {round(one, 2) for one in found if one} >= {1.0}
+    assert found[-1] == pytest.approx(1.0)
+
+
+def test_different_host_clocks_give_no_spike() -> None:
+    answer = a_job()
+    answer["progress"]["rounds"][1]["first_step_at"] += 0.004  # the log's clock is ahead of the runner's
+    answer["progress"]["rounds"][1]["first_step"] = 93
+    job = JobStatus.from_dict(answer)
+    found = chart.rates(chart.points(job), chart.window(job, NOW, None), live=True)
+    assert max(one for one in found if one is not None) < 1.3
+
+
+def test_window_is_within_the_job_and_never_empty() -> None:
+    job = JobStatus.from_dict(a_job())
+    assert chart.window(job, NOW, 60.0) == TimeWindow(NOW - 60, NOW)
+    assert chart.window(job, NOW, 3600.0).since == NOW - 310
+    assert chart.window(JobStatus("new"), NOW, None).until == NOW
+    ended = JobStatus.from_dict({**a_job(), "ended_at": NOW - 50.0})
+    assert chart.window(ended, NOW, 60.0) == TimeWindow(NOW - 110, NOW - 50)
+
+
+def test_drawing_names_each_round_and_its_cost() -> None:
+    job = JobStatus.from_dict(a_job())
+    first, second = job.known.rounds
+    job = replace(job, progress=replace(job.known, rounds=(first, replace(second, reason=WICKED))))
+    drawn = chart.chart(job, NOW, None)
+    assert [one.title for one in drawn.blocks] == ["Round 1, 4 workers: first round", f"Round 2, 4 workers: {WICKED}"]
+    assert [one.title for one in drawn.lost] == ["4.0 s without a step"]
+    assert "onerror" in drawn.marks[-1].title

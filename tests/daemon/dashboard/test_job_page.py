@@ -1,0 +1,285 @@
+"""The pages from agents' answers, hostile and senseless ones included."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticd.errors import WireError
+from elasticd_daemon.api.job_list import JobList
+from elasticd_daemon.api.schema import JobStatus, JobSummary, NodeSummary
+from elasticd_daemon.dashboard import job_page, overview, status
+from elasticd_daemon.dashboard.job_page import Evidence, LogTail, PageQuery
+from elasticd_daemon.dashboard.layout import page
+from elasticd_daemon.dashboard.overview import JobPage, ListQuery
+from elasticd_daemon.records import (
+    ClusterView,
+    JobResult,
+    NodeStatus,
+    Placement,
+    RunnerStatus,
+    SlotAssignment,
+    Submission,
+)
+from tests.daemon.dashboard.hostile_texts import PAYLOADS, WICKED, Read, read
+from tests.daemon.dashboard.samples import NOW, a_job, a_rank, a_round
+
+
+def rendered(
+    answer: dict[str, Any] | JobStatus, tail: LogTail | None = None, evidence: list[dict[str, Any]] | None = None
+) -> Read:
+    job = answer if isinstance(answer, JobStatus) else JobStatus.from_dict(answer)
+    return read(job_html(job, tail or LogTail("a line\n", "on a"), job_page.explanations(evidence or [], brief=True)))
+
+
+def job_html(job: JobStatus, tail: LogTail, evidence: Evidence | None = None, failure: LogTail | None = None) -> str:
+    values = job_page.values(job, PageQuery(), NOW, tail, evidence, failure)
+    return page("job.html", job.job, "a", "0.1.0", values, now=NOW, logout=True)
+
+
+def overview_html(
+    jobs: JobPage,
+    nodes: list[NodeSummary],
+    here: str,
+    query: ListQuery,
+    *,
+    local: dict[str, JobStatus] | None = None,
+    problems: list[str] | None = None,
+    key: str = "",
+) -> str:
+    values = overview.values(jobs, nodes, here, local or {}, problems or [], query, key)
+    return page("overview.html", "jobs", here, "0", values, now=NOW, logout=True)
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return " ".join(" ".join(rendered(answer).text).split())
+
+
+def test_running_job() -> None:
+    text = text_of(a_job())
+    for part in (
+        "287", "1 steps/s", "of its time counted", "step 280", "7.0 s ago", "93.0 %", "4.0 s",
+        "7.0 s ago, 600 MB, training blocked 0.04 s",
+        "In memory", "step 286", "1 fault, 11 steps again, 12 steps saved after a fault",
+        "rank 1 was killed by SIGKILL",
+        "GPU 0: 97 %, 61 of 80 GB", "training for 3 min 16 s", "−4.0 s", "trained for 1 min 40 s", "a line",
+    ):  # fmt: skip
+        assert part in text, part
+    assert status.state(JobStatus.from_dict(a_job())) == ("running", "good")
+
+
+@pytest.mark.parametrize(
+    ("progress", "word", "sentence"),
+    [
+        ({"ranks": [a_rank(0), a_rank(2, state="T", idle_seconds=2.5)]}, "stalled",
+         "Rank 2 on b is stopped: no progress for 2.5 s. The other ranks wait for it."),
+        ({"ranks": [a_rank(0, state="Z")]}, "stalled", "Rank 0 on a is dead: no progress for 0.1 s."),
+        ({"ranks": [a_rank(0, idle_seconds=30.0)]}, "stalled", "Rank 0 on a has made no progress for 30 s."),
+        ({"ranks": [a_rank(k, idle_seconds=30.0) for k in range(4)]}, "stalled",
+         "4 ranks have made no progress for 30 s."),
+        ({"phase": "stopping"}, "stopping", "The workers of round 2 are being stopped."),
+        ({"rounds": [a_round(7, NOW, first_step_at=None, cause="hung", reason="rank 3 hangs", lost_seconds=3.0)]},
+         "recovering", "No step for 3.0 s: round 7 is starting: rank 3 hangs"),
+    ],
+)  # fmt: skip
+def test_problem_comes_first(progress: dict[str, Any], word: str, sentence: str) -> None:
+    answer = a_job(**progress)
+    assert status.problem(JobStatus.from_dict(answer)) == (word, sentence)
+    assert f"running, {word}" in text_of(answer)
+    assert status.problem(JobStatus.from_dict({**answer, "ended_at": NOW})) is None
+
+
+def test_planned_round_is_not_counted_as_lost() -> None:
+    rounds = [
+        a_round(1, NOW - 300, ended_at=NOW - 200),
+        a_round(2, NOW - 199, cause="resize", reason="b joined", lost_seconds=0.8, lost_steps=0),
+    ]
+    text = text_of(a_job(rounds=rounds))
+    assert "paused 0.8 s" in text and "no step lost" in text and "Lost nothing" in text
+
+
+def test_round_after_a_lost_node_is_not_planned() -> None:
+    """Its cause is a resize, as after a drain, but the pause was not planned."""
+    why = {"cause": "resize", "reason": "b is lost: its lease has expired", "lost_nodes": ["b"]}
+    why |= {"resumed_step": 40, "donor": 3}
+    rounds = [
+        a_round(1, NOW - 300, ended_at=NOW - 200),
+        a_round(2, NOW - 199, **why, lost_seconds=0.8, lost_steps=11),
+    ]
+    text = text_of(a_job(rounds=rounds))
+    assert "node lost b is lost" in text and "−0.8 s" in text and "1 fault, 11 steps again" in text
+    assert "resumed from step 40, saved by rank 3 after the fault" in text
+    assert "paused" not in text
+
+
+def test_slow_steps_are_not_a_problem() -> None:
+    answer = a_job(steps_per_second=0.05, ranks=[a_rank(0, idle_seconds=60.0)])
+    assert status.problem(JobStatus.from_dict(answer)) is None
+    waiting = a_job(ranks=[a_rank(0, phase="checkpoint", idle_seconds=60.0)])
+    assert status.problem(JobStatus.from_dict(waiting)) is None
+
+
+def test_job_before_its_first_round_and_after_its_end() -> None:
+    nothing = {**a_job(), "progress": None, "assignments": [], "state": "pending", "nodes": []}
+    assert "No step yet" in text_of(nothing)
+    ended = {
+        **a_job(),
+        "ended_at": NOW - 60,
+        "ended_seconds": 60.0,
+        "exit_code": 1,
+        "state": "failed",
+        "reason": "gave up",
+    }
+    assert "Ended 1 min ago with exit code 1: gave up" in text_of(ended)
+    text = text_of({**ended, "progress": None})
+    assert "yet" not in text and "It made no step." in text, "nothing more is to come"
+    hung = a_round(7, NOW - 63, first_step_at=None, cause="hung", reason="rank 3 hangs", lost_seconds=3.0)
+    assert "so far" in text_of(a_job(rounds=[hung]))
+    text = text_of({**ended, "progress": a_job(rounds=[hung])["progress"]})
+    assert "without a step" in text and "so far" not in text
+
+
+def test_failed_job_begins_with_the_traceback_of_its_rank() -> None:
+    failed = {**a_job(), "ended_at": NOW - 60, "ended_seconds": 60.0, "state": "failed"}
+    job = JobStatus.from_dict({**failed, "reason": "rank 3 raised ValueError: no; rank 0 followed"})
+    assert job.failed_rank == 3
+    noise = "Traceback (most recent call last):\n  an earlier one\n" + "step\n" * 99
+    wrote = LogTail(noise + "Traceback (most recent call last):\n  File x, line 7\nValueError: no\n", "on b")
+    text = "".join(read(job_html(job, LogTail(), None, wrote)).text)
+    assert "What rank 3 wrote last" in text and "line 7\nValueError: no" in text and "an earlier one" not in text
+    assert text.index("ValueError: no") < text.index("Step rate")
+    assert JobStatus.from_dict({**failed, "reason": "cancelled"}).failed_rank is None
+    assert JobStatus.from_dict(a_job()).failed_rank is None
+
+
+def test_list_shows_the_end_of_a_reason_and_the_last_step() -> None:
+    reason = "3 of 3 restarts used (--max-restarts): " + "the group of round 4 failed on node gpu-0017; " * 5
+    reason += "rank 3 raised ValueError: no such column"
+    ended = JobSummary("a", 1, "failed", reason=reason, ended_at=NOW, ended_seconds=1.0, step=12_345)
+    node = NodeSummary("n", "quarantined", reason=reason)
+    text = overview_html(JobPage([ended], 1, 0, 1), [node], "n", ListQuery())
+    assert text.count(f'title="{reason}"') == 2
+    shown = text.partition(f'title="{reason}">')[2].partition("<")[0]
+    assert shown.startswith("3 of 3 restarts used") and "… " in shown
+    assert shown.endswith("rank 3 raised ValueError: no such column")
+    assert len(shown) < 170
+    assert "12,345" in text
+
+
+def test_numbers_and_step_times_are_drawn() -> None:
+    text = text_of(a_job())
+    assert "loss: 0.29 at step 271, between 0.29 and 2.99" in text and "lr: 0.1 at step 1" in text
+    assert "The median is 1.12 s; rank 3 is the slowest with 1.27 s." in text
+    quick = [{"rank": k, "points": [[NOW + i / 50, 5 + i] for i in range(9)]} for k in (0, 1)]
+    assert "up to 23 ms a step to 30 ms to 50 ms to 100 ms longer" in " ".join(text_of(a_job(rank_steps=quick)).split())
+    stuck = [{"rank": k, "points": [[NOW + i, 5 + i * (1 - k)] for i in range(9)]} for k in (0, 1)]
+    page_text = text_of(a_job(rank_steps=stuck, scalars=[]))
+    assert "rank 1 is the slowest" in page_text and "session.log(loss=loss)" in page_text
+    # One long span of few steps, and many short ones: rank 0's mean is below the median of all.
+    uneven = [{"rank": 0, "points": [[NOW, 5], [NOW + 1, 5 + 1], [NOW + 3, 7], [NOW + 5, 8]]},
+              {"rank": 1, "points": [[NOW, 5], [NOW + 2, 6], [NOW + 4, 7], [NOW + 4.5, 8]]}]  # fmt: skip
+    assert "The median is 2.00 s; rank 0 is the slowest with 2.00 s." in text_of(a_job(rank_steps=uneven))
+    many = [{"rank": k, "points": [[NOW + 2 * i, i * 7] for i in range(80)]} for k in range(500)]
+    assert len(job_html(JobStatus.from_dict(a_job(rank_steps=many)), LogTail())) < 100_000
+
+
+def test_pages_of_a_large_cluster_stay_small() -> None:
+    ranks = [a_rank(0) | {"rank": k, "node": f"gpu-{k // 8:04}", "idle_seconds": k / 100} for k in range(4096)]
+    job = {**a_job(ranks=ranks, world_size=4096), "nodes": [f"gpu-{n:04}" for n in range(512)]}
+    whole = job_html(JobStatus.from_dict(job), LogTail("x" * 16_000))
+    assert len(whole) < 125_000 and "3,968 more ranks" in whole
+    nodes = [NodeSummary(f"gpu-{n:04}", "cordoned" if n == 400 else "ready", 8, 8) for n in range(512)]
+    rows = [JobSummary(f"j{n}", n, "pending", reason="pending behind other jobs") for n in range(100)]
+    whole = overview_html(JobPage(rows, 10_000, 10_000, 10_000), nodes, "gpu-0001", ListQuery(), key="k" * 64)
+    assert len(whole) < 125_000 and whole.index("gpu-0001</b>") < whole.index("gpu-0400") < whole.index("gpu-0002")
+    assert "and 448 more nodes" in whole
+
+
+def test_list_is_searched_and_paged() -> None:
+    submitted = [Submission(f"j{n}", n, "{}", 1, 1, 1, 1, submitted_by="uid 7") for n in range(1, 303)]
+    failed = [JobResult(f"j{n}", n, "failed", 1, "rank 3: ValueError", NOW + n) for n in (301, 302)]
+    placed = Placement("j300", 300, (SlotAssignment("gpu-7", (0,)),), "runs on gpu-7")
+    node = NodeStatus("gpu-7", "i", 8, runners=(RunnerStatus("j300", 300, (0,), "running"),))
+    view = ClusterView((node,), submissions=tuple(submitted), placements=(placed,), results=tuple(failed))
+    jobs = JobList.of(view, NOW)
+
+    def names(text: str = "", state: str = "") -> list[str]:
+        pages = [ListQuery(text, state, page).listed(jobs) for page in range(1, 5)]
+        assert {page.matching for page in pages} == {sum(len(page.shown) for page in pages)}
+        return [row.job for page in pages for row in page.shown]
+
+    assert names()[:2] == ["j300", "j1"] and names()[-2:] == ["j302", "j301"]
+    assert (len(names(state="pending")), len(names(state="unfinished"))) == (299, 300)
+    assert names(state="running") == ["j300"] and names(state="failed") == ["j302", "j301"]
+    assert names("GPU-7 uid") == ["j300"] and names("valueerror 301") == ["j301"] and names("zz") == []
+    query = ListQuery("uid", "unfinished", 2)
+    seen = read(overview_html(query.listed(jobs), [], "a", query))
+    assert "101 to 200 of 300 jobs" in " ".join("".join(seen.text).split())
+    assert {"/?q=uid&state=unfinished", "/?q=uid&state=unfinished&page=3"} <= set(seen.links)
+
+
+def test_unreachable_node_is_named() -> None:
+    assert "b does not answer: it did not answer within 2 s" in text_of(
+        a_job(unreachable={"b": "it did not answer within 2 s"})
+    )
+
+
+def wicked(value: Any) -> Any:
+    """The same with every text replaced."""
+    if is_dataclass(value) and not isinstance(value, type):
+        known = {one.name: wicked(getattr(value, one.name)) for one in fields(value) if one.name != "unknown"}
+        return replace(value, **known)
+    if isinstance(value, tuple):
+        return tuple(wicked(one) for one in value)
+    if isinstance(value, dict):
+        return {wicked(key): wicked(one) for key, one in value.items()}
+    return WICKED if isinstance(value, str) else value
+
+
+def test_job_page_escapes_everything() -> None:
+    ranks = [a_rank(0, phase="barrier", barrier="x"), a_rank(1, state="")]
+    job = wicked(JobStatus.from_dict(a_job(unreachable={"b": "x"}, ranks=ranks)))
+    evidence = [{"node": WICKED, "page": WICKED, "document": {"verdict": {}}}, {"node": "b", "page": WICKED}]
+    text = "".join(rendered(job, LogTail(WICKED, WICKED), evidence).text)
+    assert text.count("onmouseover='alert(1)") > 20
+    assert "".join(rendered(job, LogTail(why=WICKED)).text).count("CDATA") > 10
+    shown = job_page.explanations(evidence, brief=False)
+    values = {"job": WICKED, "evidence": shown}
+    read(page("evidence.html", WICKED, WICKED, WICKED, values, now=NOW, logout=False))
+
+
+def test_overview_escapes_everything() -> None:
+    summary = {key: value for key, value in a_job().items() if key not in ("assignments", "progress")}
+    job = wicked(JobSummary.from_dict(summary))
+    node = wicked(NodeSummary("n", "ready", 4, 2, ("j",), "r", "a:1", ("g",)))
+    local = {WICKED: wicked(JobStatus.from_dict(a_job()))}
+    for here in (WICKED, "elsewhere"):
+        query = ListQuery(WICKED, WICKED, 2)
+        whole = overview_html(
+            JobPage([job], 300, 1, 1), [node], here, query, local=local, problems=list(PAYLOADS), key=WICKED
+        )
+        assert "".join(read(whole).text).count("onmouseover") > 5
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+_KEYS = sorted(a_job()["progress"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.sampled_from(_KEYS), JSON | st.lists(st.dictionaries(
+    st.sampled_from(sorted({*a_round(1, 0.0), *a_rank(0)})), JSON, max_size=6), max_size=3)))  # fmt: skip
+def test_any_runner_answer_gives_a_page_or_is_refused(progress: dict[str, Any]) -> None:
+    """A senseless answer of a runner is refused where it comes in; every other one can be drawn."""
+    try:
+        JobStatus.from_dict(a_job(**progress))
+    except WireError:
+        return
+    rendered(a_job(**progress))

@@ -1,0 +1,196 @@
+"""What an agent refuses and survives: a second agent, foreign pids, a lost store, a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from elasticd_agent.store.etcd.store import EtcdStore
+from elasticd_daemon import keys as names
+from elasticd_daemon.loop import NAME_CONFLICT_MARGIN_S
+from elasticd_daemon.runners import liveness as alive
+from elasticd_daemon.runners.spec import RunnerSpec
+from tests.daemon.conftest import MakeNode
+from tests.daemon.node import COLD, AgentNode, lives, until
+from tests.etcd import EtcdServers
+
+
+def sleeping(node: AgentNode, name: str = "one", **how: object) -> None:
+    """A job without torch whose workers wait for nothing."""
+    node.job(name, "plain.py", COLD, "sleep", workers=1, **how)
+
+
+def ready(node: AgentNode, job: str = "one") -> tuple[int, ...]:
+    until(lambda: (node.work / "ready-0").exists(), node.diagnostics)
+    return node.workers(job)
+
+
+def test_second_agent_with_the_same_state_directory_is_refused(node: MakeNode) -> None:
+    n1 = node().start()
+    twin = node("n2", root=n1.root / "twin", state_dir=n1.state)
+    twin.start(wait=False)
+    assert twin.wait() == 2
+    line = f"state_dir {n1.state}: another agent uses it (pid {n1.pid}); give each agent its own"
+    assert twin.log == f"elasticd agent: error: {line}\n"
+    assert n1.drain() == 0
+
+
+def test_agent_started_without_standard_streams(node: MakeNode) -> None:
+    """Else its lock or its socket would be descriptor 2, where whoever complains writes."""
+    n1 = node()
+    n1.start(prefix=["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"])
+    assert [os.readlink(f"/proc/{n1.pid}/fd/{fd}") for fd in range(3)] == ["/dev/null"] * 3
+    n1.upgrade()
+    assert n1.drain() == 0
+
+
+@pytest.mark.system
+def test_second_agent_with_the_same_name_is_refused(nodes: MakeNode) -> None:
+    n1, twin = nodes("n1").start(), nodes("n1")
+    twin.start(wait=False)
+    assert twin.wait() == 2
+    assert "another agent is node 'n1'" in twin.log
+    assert twin.log.splitlines()[-1].startswith("elasticd agent: error: ")
+    assert n1.drain() == 0
+
+
+@pytest.mark.system
+def test_own_dead_agent_has_the_name_while_the_store_is_away(nodes: MakeNode, etcd: EtcdServers) -> None:
+    """Without node.json an agent cannot know its record; a store that comes back gives every lease its full time."""
+    n1 = nodes("n1", lease="2s").start()
+    n1.event("node_registered")
+    n1.kill()
+    (n1.state / "node.json").unlink()
+    etcd.kill()
+    n1.start(wait=False)
+    n1.event("store_unavailable")
+    time.sleep(2 * 2 + NAME_CONFLICT_MARGIN_S + 0.5)
+    etcd.restart()
+    until(lambda: len(n1.events("node_registered")) == 2, n1.diagnostics)
+    assert n1.drain() == 0
+
+
+def test_pids_of_an_earlier_boot_are_ignored(node: MakeNode) -> None:
+    """The state directory names pids that strangers have now: they are neither adopted nor signalled."""
+    n1 = node()
+    strangers = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
+    try:
+        for number, stranger in enumerate(strangers, 1):
+            files = n1.files("old", number)
+            files.root.mkdir(parents=True)
+            files.record.mkdir(parents=True)
+            files.runner_spec.write_bytes(RunnerSpec("old", number, "n1", (0,), "{}").to_json())
+            named = alive.ProcessIdentity.of(stranger.pid)
+            assert named is not None
+            boot = "an-earlier-boot" if number == 1 else named.boot
+            files.lock.write_text(f"{named.pid} {named.started} {boot}\n")
+        n1.start()
+        assert n1.event("agent_started")["adopted"] == 0
+        assert n1.drain() == 0
+        assert all(stranger.poll() is None for stranger in strangers)
+    finally:
+        for stranger in strangers:
+            stranger.kill()
+            stranger.wait()
+
+
+@pytest.mark.system
+def test_runner_without_an_agent_leaves(node: MakeNode) -> None:
+    n1 = node(adopt_timeout="5s")
+    sleeping(n1)
+    n1.start()
+    (worker,) = ready(n1)
+    n1.kill()
+    killed = time.monotonic()
+    last = n1.wait_for_exit("one")
+    assert 3 < time.monotonic() - killed < 15
+    assert (last.outcome, last.exit_code) == ("left", 143)
+    assert not lives(worker)
+    assert "no agent has contacted this runner for 5 s" in n1.files("one").output.read_text()
+    until(lambda: not n1.processes(), n1.diagnostics)
+    n1.start()
+    n1.event("runner_started")
+    until(lambda: n1.workers("one") != (worker,), n1.diagnostics)
+    assert n1.drain() == 0
+
+
+@pytest.mark.system
+def test_stopped_runner_does_not_count_as_an_orphan(node: MakeNode) -> None:
+    n1 = node(adopt_timeout="5s")
+    sleeping(n1)
+    n1.start()
+    workers, runner = ready(n1), n1.runner("one")
+    os.kill(runner, signal.SIGSTOP)
+    time.sleep(7)  # longer than adopt_timeout: nothing else shows that nothing happens
+    os.kill(runner, signal.SIGCONT)
+    asked = n1.request("one", "status")
+    assert asked["phase"] == "running"
+    time.sleep(3)
+    assert n1.workers("one") == workers
+    assert all(map(lives, workers))
+    assert n1.drain() == 0
+
+
+@pytest.mark.system
+def test_runner_that_does_not_leave_is_killed_with_all_processes(node: MakeNode) -> None:
+    n1 = node(drain_timeout="2s")
+    sleeping(n1)
+    n1.start()
+    (worker,), runner = ready(n1), n1.runner("one")
+    os.kill(runner, signal.SIGSTOP)
+    assert n1.drain() == 0
+    assert "does not end; it is killed" in n1.log
+    assert not lives(runner)
+    assert not lives(worker)
+    n1.assert_gone()
+
+
+@pytest.mark.system
+def test_second_sigterm_kills_at_once(node: MakeNode) -> None:
+    n1 = node()
+    n1.job("one", "plain.py", COLD, "deaf", workers=1)
+    n1.start()
+    (worker,) = ready(n1)
+    asked = time.monotonic()
+    n1.signal(signal.SIGTERM)
+    n1.wait_for_log("to leave this node")
+    n1.signal(signal.SIGTERM)
+    assert n1.wait() == 0
+    assert time.monotonic() - asked < 20
+    assert "SIGTERM again: remaining jobs are killed" in n1.log
+    assert not lives(worker)
+    n1.assert_gone()
+
+
+@pytest.mark.system
+def test_jobs_continue_without_the_store_and_in_an_empty_one(nodes: MakeNode, etcd: EtcdServers) -> None:
+    n1 = nodes("n1")
+    sleeping(n1)
+    n1.start()
+    workers = ready(n1)
+    etcd.kill()
+    n1.event("store_unavailable")
+    time.sleep(5)  # longer than the lease
+    assert n1.workers("one") == workers
+    etcd.restart()
+    n1.event("store_available")
+    etcd.restart(empty=True)
+    n1.wait_for_log("; registering again")
+    store = EtcdStore(etcd.endpoints)
+    try:
+        until(lambda: store.read(f"{names.SUBMISSIONS}one"), n1.diagnostics)
+        placed = until(lambda: store.read(f"{names.PLACEMENTS}one"), n1.diagnostics)
+        assert [place["node"] for place in json.loads(placed.value)["assignments"]] == ["n1"]
+    finally:
+        store.close()
+    time.sleep(3)  # what is wrong with the placement would have ended the runner by now
+    assert n1.workers("one") == workers, n1.diagnostics()
+    assert all(map(lives, workers))
+    assert len(n1.events("runner_started")) == 1
+    assert n1.drain() == 0

@@ -1,0 +1,66 @@
+"""SIGHUP to a real agent: errors change nothing, changes apply at once, and those that need a restart are named."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from elasticd_daemon.api.client import AgentClient
+from tests.daemon.conftest import MakeNode
+from tests.daemon.node import COLD, lives, until
+
+
+@pytest.mark.system
+def test_reload_is_atomic_and_names_changes_that_need_a_restart(node: MakeNode) -> None:
+    n1 = node()
+    n1.job("first", "plain.py", COLD, "sleep", workers=1)
+    n1.start()
+    workers = n1.workers("first")
+    until(lambda: (n1.work / "ready-0").exists(), n1.diagnostics)
+
+    n1.config.write_text(n1.config.read_text() + "slot = 3\n")
+    n1.signal(signal.SIGHUP)
+    line = n1.wait_for_log("the configuration was not reloaded")
+    assert line.endswith(f"{n1.config}: slot: is not a key; did you mean slots?")
+
+    # A job may use the directory of this node's jobs and no other from now on; its slots are another matter.
+    n1.settings |= {"limits": {"directories": [str(n1.work)]}, "slots": 3}
+    n1.write()
+    n1.signal(signal.SIGHUP)
+    line = n1.wait_for_log("SIGHUP: slots: 3 instead of 2 takes effect at the next start")
+    assert 'limits.directories: ["/' in line
+    n1.job("second", "plain.py", COLD, "sleep", workers=1)
+    n1.submit_jobs()
+    outside = n1.job_table("outside", "plain.py", COLD, "sleep", workers=1, checkpoint_dir="/elsewhere")
+    reply = AgentClient(n1.root / "run" / "agent.sock").post("/v1/jobs", json.dumps(outside).encode())
+    assert (reply.code, "'/elsewhere' is not below one of this node's [limits] directories" in reply.why) == (400, True)
+    assert lives(n1.workers("second", 2)[0])
+    assert n1.workers("first") == workers
+    assert lives(workers[0])
+    assert n1.drain() == 0
+    n1.assert_gone()
+
+
+def test_replacement_by_a_version_that_does_not_start_is_refused(node: MakeNode) -> None:
+    """The agent would be gone, for a wrong key or half an upgrade, and systemd does not restart after exit code 2."""
+    n1 = node()
+    installed = n1.root / "installed"
+    installed.mkdir()
+    n1.path.insert(0, str(installed))
+    n1.start()
+    right = n1.config.read_text()
+
+    n1.config.write_text(right + "nonsense = 1\n")
+    n1.signal(signal.SIGUSR2)
+    assert "nonsense: is not a key" in n1.wait_for_log("SIGUSR2: this agent keeps running")
+    n1.config.write_text(right)
+
+    (installed / "elasticd_agent.py").write_text("raise ImportError('half of it')\n")
+    n1.signal(signal.SIGUSR2)
+    assert "SIGUSR2: this agent keeps running" in n1.wait_for_log("ImportError: half of it")
+    (installed / "elasticd_agent.py").unlink()
+
+    n1.upgrade()
+    assert n1.drain() == 0
