@@ -173,12 +173,18 @@ class StatusPublisher:
         self._failed = False
         self._last = RankStatus(0, "starting")
         self._since = time.monotonic()
+        self._store: Any = None
+        self._connection: Any = None
         self._thread = threading.Thread(target=self._run, name="elasticd-status", daemon=True)
         self._pid = os.getpid()
 
     def start(self, store: Any) -> None:
-        """Publish the first status with the caller's store, and begin; `close` is also called when Python ends."""
+        """Publish the first status with the caller's store, and begin; `close` is also called when Python ends.
+
+        The thread uses the caller's store again only at `close`, if it has no connection of its own by then.
+        """
         self._publish(store, self._status())
+        self._store = store
         self._thread.start()
         atexit.register(self.close)
 
@@ -217,10 +223,21 @@ class StatusPublisher:
         self._awake = True
         self._changed.notify()
 
+    def _open(self) -> None:
+        """Connect: it may take longer than `close` waits, as torch asks DNS for the name of the store's address."""
+        with contextlib.suppress(RuntimeError):
+            connection = self._connect()
+            with self._changed:
+                self._connection = connection
+                self._changed.notify()
+
     def _run(self) -> None:
         # torch's errors of a store are RuntimeErrors.
         with contextlib.suppress(RuntimeError):
-            store = self._connect()
+            threading.Thread(target=self._open, name="elasticd-connect", daemon=True).start()
+            with self._changed:
+                self._changed.wait_for(lambda: self._connection is not None or self._closed)
+            store = self._store if self._connection is None else self._connection
             if not is_tcp(store):
                 self.period_s = max(self.period_s, _FILE_PERIOD_S)
             publish_at = time.monotonic() + self.period_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from elasticd.coordination.missed_call import MissedCalls
-from elasticd.coordination.rank_status import RankStatus
+from elasticd.coordination.rank_status import RankStatus, StatusPublisher, StatusReader
 from elasticd.errors import DecisionTimeout, MissedCall
 
 PATIENCE_S = 90.0
@@ -77,6 +78,22 @@ def test_wait_for_missing_rank_is_in_the_heartbeat(start: Any, tmp_path: Path, w
     assert (beat.wait_call, beat.wait_rank, beat.wait_count, beat.step) == ("save()", 1, 1, 10)
     job.results()
     assert job.ranks[0].read_heartbeat().wait_call == ""
+
+
+def test_rank_that_ends_before_it_has_a_connection_says_so() -> None:
+    """torch connects for 5 to 10 s where DNS does not answer: it asks for the name of the store's address."""
+    from torch.distributed import HashStore
+
+    store, answered, calls = HashStore(), threading.Event(), []
+    publisher = StatusPublisher(lambda: answered.wait(30) and store, "p/", 1, 2, lambda: RankStatus(10, "step"))
+    publisher.start(store)
+    publisher.submit(calls.append)
+    publisher.close()
+    statuses = StatusReader("p/")
+    statuses.read(store, [1])
+    answered.set()
+    assert statuses.last(1) == (2, RankStatus(10, "exit"))
+    assert calls == [store]
 
 
 MINE = RankStatus(40, "step", issued=100, issued_in_step=2)
