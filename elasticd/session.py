@@ -25,9 +25,10 @@ from elasticd import process_group
 from elasticd.checkpointing import restore
 from elasticd.checkpointing.at_fault.donor import Donor
 from elasticd.checkpointing.at_fault.late_changes import StepEnd
+from elasticd.checkpointing.context import DEFAULT_KEEP, SaveContext
 from elasticd.checkpointing.omissions import Omissions
 from elasticd.checkpointing.restore import Resumed
-from elasticd.checkpointing.saver import DEFAULT_KEEP, SaveInterval, Saver
+from elasticd.checkpointing.saver import Saver, parse_interval
 from elasticd.checkpointing.state import sharded, training_state
 from elasticd.coordination import pause
 from elasticd.coordination.barrier import Barriers, timeout_seconds
@@ -96,9 +97,10 @@ class Session:
         self._issued_at_step = self._issued_before = 0
         self._decisions = DecisionPoints(self._channel, self._propose)
         self._pauses = pause.PauseController(self._heartbeat, self._events, pause.timeout_from_environment())
-        self._saver = Saver(environment, group, self._channel, self._events, self._heartbeat)
+        self._context = SaveContext(environment, group, self._channel, self._events, self._heartbeat)
+        self._saver = Saver(self._context)
         self._attached: dict[str, Any] = {}
-        self._omissions = Omissions(self._saver, self._attached)
+        self._omissions = Omissions(self._context, self._attached)
         self._optional: set[str] = set()
         """Names of which a checkpoint may hold nothing."""
         self._committing: list[Any] = []
@@ -203,7 +205,7 @@ class Session:
             for each in (objects, per_rank or {})
         )
         every = [*objects.items(), *own.items()]
-        names = {*self._attached, *self._saver.per_rank}
+        names = {*self._attached, *self._context.per_rank}
         for name, obj in every:
             sharded.check_mesh(name, obj, self._group.world_size)
             if name in names:
@@ -222,7 +224,7 @@ class Session:
             if isinstance(obj, ElasticBatchSampler):
                 obj.on_next = functools.partial(self._on_next, obj)
         self._attached.update(objects)
-        self._saver.per_rank.update(own)
+        self._context.per_rank.update(own)
         self._optional |= {name for name, _ in every} if optional else set()
         self._omissions.watch()
         if every and self._donor is not None:
@@ -249,11 +251,10 @@ class Session:
         if self._stepped:
             raise UsageError("restore() after step(): restore before the first step")
         self._channel.call = "restore()"
-        shared = (self._saver, self._group, self._channel, self._events)
         with self._channel.one_of_many("restore"):
             self._saver.open(directory, "restore")
             self._has_called_restore = True
-            resumed = restore.restore(self._attached, self._optional, step, *shared)
+            resumed = restore.restore(self._attached, self._optional, step, self._saver)
         if resumed is not None:
             self._restored = True
             self._steps = resumed.step
@@ -283,7 +284,7 @@ class Session:
         Raises UsageError without a directory or for arguments that cannot work, DirectoryInUse when another run holds
         the directory.
         """
-        parsed = SaveInterval.parse(every)
+        parsed = parse_interval(every)
         if keep < 1:
             raise UsageError(f"checkpoint(keep={keep!r}): keep at least 1 checkpoint")
         if keep_every < 0:
@@ -291,10 +292,10 @@ class Session:
         barrier_s = None if barrier is None else timeout_seconds(barrier, "checkpoint(barrier=...)")
         self._channel.call = "checkpoint()"
         self._saver.open(directory, "checkpoint")
-        self._saver.every = parsed
-        self._saver.keep = keep
-        self._saver.keep_every = keep_every
-        self._saver.partner_copies = partner_copies
+        self._context.every = parsed
+        self._context.keep = keep
+        self._context.keep_every = keep_every
+        self._context.partner_copies = partner_copies
         self._barrier_s = barrier_s
 
     @property
@@ -386,13 +387,13 @@ class Session:
         self._channel.call = "step()"
         self._was_optimized, self._optimized = self._optimized, False
         if self._saver.due_by_steps(self._steps):
-            self._is_put_off, self._due = True, str(self._saver.every)
+            self._is_put_off, self._due = True, str(self._context.every)
         decision = self._decisions.at(self._steps, self._is_put_off)
         action: Action = decision.action if decision else "continue"
         saved = False
         if decision and (action in ("save", "pause") or (action == "stop" and self._is_saved_at_stop())):
-            if decision.reason == str(self._saver.every):
-                self._channel.call = f"checkpoint({self._saver.every})"
+            if decision.reason == str(self._context.every):
+                self._channel.call = f"checkpoint({self._context.every})"
             saved = self._save(decision.reason, wait=action != "save" or self._is_requested)
             self._is_put_off = self._is_requested = False
             self._due = ""
@@ -411,24 +412,24 @@ class Session:
 
     def _is_saved_at_stop(self) -> bool:
         """The script uses checkpoints."""
-        return self._saver.every is not None or self._calls > 0
+        return self._context.every is not None or self._calls > 0
 
     def _every_object(self) -> list[Any]:
-        return [*self._attached.values(), *self._saver.per_rank.values()]
+        return [*self._attached.values(), *self._context.per_rank.values()]
 
     def _begin_steps(self) -> None:
         """At the first step: what is attached is known now."""
         self._stepped = True
         self._sigterm.install()
-        if self._attached and self._saver.directory is not None:
+        if self._attached and self._context.directory is not None:
             if not self._has_called_restore:
                 self._channel.call = "step()"
-                restore.check_unneeded(self._saver, self._channel)
-            every = self._saver.every
+                restore.check_unneeded(self._context)
+            every = self._context.every
             known: dict[str, Any] = (
                 {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
             )
-            self._donor = Donor(self._saver, self._attached, self._optimized, self._is_in_step)
+            self._donor = Donor(self._context, self._attached, self._optimized, self._is_in_step)
             self._step_end = StepEnd(self._attached, self._donor, self._group.device, is_first_run=self._steps == 0)
             self._thread = threading.get_ident()
             known["saves_at_faults"] = self._donor.can_save
@@ -630,7 +631,7 @@ class Session:
     def _wanted(self) -> tuple[Action, str]:
         if why := self._stop_reason():
             return "stop", why
-        if self._pauses.should_pause(self._steps, able=self._saver.directory is not None and bool(self._attached)):
+        if self._pauses.should_pause(self._steps, able=self._context.directory is not None and bool(self._attached)):
             return "pause", "the agent requested a pause"
         if why := self._due or self._saver.due_by_time():
             return "save", why

@@ -12,15 +12,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from elasticd.checkpointing.at_fault.step_record import local
 from elasticd.checkpointing.state import training_state
+from elasticd.checkpointing.state.training_state import local
 from elasticd.errors import UsageError
 from elasticd.sampler import ElasticBatchSampler, Usage, uncommitted, usage_of
 
 if TYPE_CHECKING:
     import torch
 
-    from elasticd.checkpointing.saver import Saver
+    from elasticd.checkpointing.context import SaveContext
 
 logger = logging.getLogger("elasticd")
 
@@ -44,8 +44,8 @@ _GRADIENTS = 4
 class Omissions:
     """Of one session. `attached` is the session's own dict, which grows until the first step."""
 
-    def __init__(self, saver: Saver, attached: Mapping[str, Any]) -> None:
-        self._saver, self._attached = saver, attached
+    def __init__(self, context: SaveContext, attached: Mapping[str, Any]) -> None:
+        self._context, self._attached = context, attached
         self._hook: Any = None
         self._is_compiling: Callable[[], bool]
         self._known: set[int] = set()
@@ -72,9 +72,9 @@ class Omissions:
     def watch(self) -> None:
         """More has been attached."""
         for name, obj in self._attached.items():
-            for what in _kept_by_each_rank(obj) if self._saver.group.world_size > 1 else ():
+            for what in _kept_by_each_rank(obj) if self._context.group.world_size > 1 else ():
                 self._warn(f"attach({name}=...): {what}")
-        self._known = {id(obj) for obj in (*self._attached.values(), *self._saver.per_rank.values())}
+        self._known = {id(obj) for obj in (*self._attached.values(), *self._context.per_rank.values())}
         if self._hook is None:
             from torch.compiler import is_compiling
             from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -87,7 +87,7 @@ class Omissions:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if self._counts and not self._steps and self._saver.every and not has_failed:
+        if self._counts and not self._steps and self._context.every and not has_failed:
             self._warn(
                 f"the script has ended after {max(self._counts.values())} optimizer steps without session.step(): no "
                 "checkpoint was saved. Call it after each optimizer step"
@@ -98,7 +98,7 @@ class Omissions:
         """At the beginning of each `session.step()`. Raises UsageError."""
         number, self._steps = self._steps, self._steps + 1
         stepped, self._stepped = self._stepped, {}
-        if self._saver.directory is None:
+        if self._context.directory is None:
             return
         if not stepped.keys() <= self._known:
             self._check_optimizers(stepped, number)
@@ -193,7 +193,7 @@ class Omissions:
             times = times + 1 if fetched > known else 0
             self._fetched[id(each)] = fetched, times
             if times == LOOKS - 1:
-                has_another = bool(self._saver.per_rank or self._usages())
+                has_another = bool(self._context.per_rank or self._usages())
                 self._tell(
                     "an ElasticBatchSampler gives batches for each step and is not attached: after a restart its epoch "
                     "would begin anew, and samples would be trained on again. Attach it before session.restore(): "
@@ -206,7 +206,7 @@ class Omissions:
     def _check_steps(self, key: int) -> None:
         """Attached optimizers step, and `session.step()` has not been called yet."""
         self._counts[key] = count = self._counts.get(key, 0) + 1
-        every = self._saver.every
+        every = self._context.every
         if every is None:
             return
         self._first_at = self._first_at or time.monotonic()
@@ -285,8 +285,8 @@ class Omissions:
             return
         self._told.add(kind)
         logger.warning(what)
-        if self._saver.group.rank == 0:
-            self._saver.events.write("message", what, None)
+        if self._context.group.rank == 0:
+            self._context.events.write("message", what, None)
 
 
 def _attributes(obj: Any) -> dict[str, Any]:

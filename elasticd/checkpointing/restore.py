@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.checkpointing.at_fault import committed_state, step_files, step_record
+from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory import held_states, transfer
 from elasticd.checkpointing.memory.buffers import Snapshot, donor_of
 from elasticd.checkpointing.memory.held_states import HeldState, ShardsInMemory
@@ -65,24 +66,23 @@ def restore(
     optional: Collection[str],
     step: int | None,
     saver: Saver,
-    group: DefaultGroup,
-    channel: StoreChannel,
-    events: WorkerEventWriter,
 ) -> Resumed | None:
     """Load the newest valid checkpoint, or that of `step`, into `attached` on every rank, or raise on every rank; None
     without a checkpoint.
     """
-    assert saver.directory is not None
-    return _Restore(saver.directory, attached, optional, step, saver, group, channel, events).run()
+    context = saver.context
+    assert context.directory is not None
+    shared = (context, context.group, context.channel, context.events)
+    return _Restore(context.directory, attached, optional, step, saver, *shared).run()
 
 
-def check_unneeded(saver: Saver, channel: StoreChannel) -> None:
+def check_unneeded(context: SaveContext) -> None:
     """To be called at the first step of a script that has not called `restore()`.
 
     Raises UsageError, on every rank, where a restart has left a checkpoint of its own run unused; a checkpoint of
     another run may be unused on purpose.
     """
-    own, directory = saver.environment, saver.directory
+    own, directory = context.environment, context.directory
     assert directory is not None
 
     def find() -> dict[str, Any]:
@@ -90,7 +90,7 @@ def check_unneeded(saver: Saver, channel: StoreChannel) -> None:
         with contextlib.suppress(OSError):  # a disk or store that cannot be read now; saves will say so
             found += [entry.manifest for entry in checkpoint.lineage(directory)[0][:1]]
         with contextlib.suppress(OSError, SnapshotRefused):
-            found += [each.draft for each in saver.writer.find_all()] if saver.writer is not None else []
+            found += [each.draft for each in context.writer.find_all()] if context.writer is not None else []
         newest = max(found, key=lambda each: (each.round, each.step), default=None)
         if newest is None:
             return {"step": 0}
@@ -103,10 +103,10 @@ def check_unneeded(saver: Saver, channel: StoreChannel) -> None:
         return {"step": newest.step}
 
     where = f"{shown(directory)} has a checkpoint"
-    step = channel.on_rank0("unrestored", "whether there is a checkpoint", find)["step"]
+    step = context.channel.on_rank0("unrestored", "whether there is a checkpoint", find)["step"]
     if step:
         what = f"{where} of step {step}, and session.restore() was not called: training begins anew, at step 0"
-        saver.warn("message", what, directory)
+        context.warn("message", what)
 
 
 @dataclass
@@ -118,6 +118,7 @@ class _Restore:
     step: int | None
     """The step to go back to, once in a directory; None: the newest one."""
     saver: Saver
+    context: SaveContext
     group: DefaultGroup
     channel: StoreChannel
     events: WorkerEventWriter
@@ -183,14 +184,14 @@ class _Restore:
                 self._donor = content[training_state.RESERVED].get(committed_state.DONOR, saved_by)
             of_ranks = content[training_state.RESERVED].get("per_rank", {})
             rank, world_size = self.group.rank, self.group.world_size
-            notes += training_state.scatter_per_rank(self.saver.per_rank, of_ranks, rank, world_size, self.optional)
+            notes += training_state.scatter_per_rank(self.context.per_rank, of_ranks, rank, world_size, self.optional)
             notes += self._restore_random_state(chosen, content[training_state.RESERVED])
         except Exception as raised:  # noqa: BLE001 - all ranks must learn of any error of a load_state_dict
             error = raised
         resumed = self._agree(chosen, error, notes)
         draft = parse(chosen["draft"].encode())
         assert isinstance(draft, Manifest)
-        self.saver.parent = draft.trained
+        self.context.parent = draft.trained
         self._take_over(chosen, resumed)
         return resumed
 
@@ -207,7 +208,7 @@ class _Restore:
         """Wait for the sharded states that earlier rounds have copied to be written: they are the newest ones."""
 
         def settle() -> None:
-            writer = self.saver.writer
+            writer = self.context.writer
             if writer is not None and writer.share == 0:
                 with contextlib.suppress(OSError, SnapshotRefused):
                     writer.settle(True, self.channel.timeout_s, LOST_PART_S)
@@ -229,7 +230,7 @@ class _Restore:
         found = {"shared": entry.path.is_dir(), "why": ""}
         share, shares = self.group.rank, self.group.world_size
         if store_of(self.directory) is not None:  # each node reads all files, which copies them to it
-            share, shares = self.saver.environment.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            share, shares = self.context.environment.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         for name in sorted(manifest.files)[share::shares]:
             try:
                 os.close(open_verified(entry, name))
@@ -261,8 +262,8 @@ class _Restore:
 
     def _verify_memory(self, chosen: Mapping[str, Any], attempt: int) -> dict[str, Any] | None:
         """Whether each node can read the parts that other nodes have; if not, the newest checkpoint, on all ranks."""
-        self._shards = ShardsInMemory(chosen, self.saver.writer, self.saver.environment)
-        own = self._shards.check() if self.saver.environment.local_rank == 0 else ""
+        self._shards = ShardsInMemory(chosen, self.context.writer, self.context.environment)
+        own = self._shards.check() if self.context.environment.local_rank == 0 else ""
         key, what = f"verified/{attempt}", f"whether it can read {chosen['name']} in memory"
         every = self.channel.collect(key, own.encode(errors="backslashreplace"), what)
 
@@ -331,7 +332,7 @@ class _Restore:
 
     def _find_held(self) -> bytes:
         """What this node has in memory, from its first rank."""
-        writer, who = self.saver.writer, self.saver.environment
+        writer, who = self.context.writer, self.context.environment
         if writer is None or writer.share != 0:
             return b""
         try:
@@ -401,7 +402,7 @@ class _Restore:
         except ObjectStoreError as error:
             if not has_other:
                 raise
-            self.saver.warn("message", f"the state in memory is used: {error}", self.directory)
+            self.context.warn("message", f"the state in memory is used: {error}", self.directory)
             found = walk(self.directory)
             return found.entries, found.skipped
         finally:
@@ -409,7 +410,7 @@ class _Restore:
 
     def _suspected(self, newest: Snapshot | None, in_memory: list[Snapshot], on_disk: list[Entry]) -> list[Entry]:
         """The older checkpoints to use where restarts in a row made no progress from the newest state; else none."""
-        if self.saver.environment.failed_restarts < SUSPECT_AFTER or self._has_progressed(newest):
+        if self.context.environment.failed_restarts < SUSPECT_AFTER or self._has_progressed(newest):
             return []
         step = max([each.draft.step for each in in_memory] + [entry.manifest.step for entry in on_disk[:1]], default=0)
         older = [entry for entry in on_disk if entry.manifest.step < step]
@@ -473,7 +474,7 @@ class _Restore:
         return newest.draft.parent is None or newest.draft.step > newest.draft.parent[1]
 
     def _skip_newest(self, step: int) -> None:
-        count = self.saver.environment.failed_restarts
+        count = self.context.environment.failed_restarts
         self._report(f"the state of step {step} skipped: {count} restarts in a row have made no progress from it", step)
 
     def _describe(self, found: Manifest, number: int | None, name: str) -> dict[str, Any]:
@@ -492,8 +493,8 @@ class _Restore:
         if self.group.world_size == 1 and self._fd >= 0:
             return
         error = "" if self._fd >= 0 else self._open_here(chosen)
-        first = self.saver.writer is None or self.saver.writer.share == 0
-        pieces = held_states.checksums(chosen, self._held, self.saver.writer)
+        first = self.context.writer is None or self.context.writer.share == 0
+        pieces = held_states.checksums(chosen, self._held, self.context.writer)
         own = {"host": socket.gethostname(), "error": error, "first": first, "pieces": pieces}
         collected = self.channel.collect("read", json.dumps(own).encode(), "whether it can read the state")
         answers = [json.loads(each) for each in collected]
@@ -509,7 +510,7 @@ class _Restore:
 
     def _send_into_memory(self, chosen: Mapping[str, Any], plan: Mapping[str, Any]) -> list[int]:
         """One rank of each node receives into the node's memory, the others open it there; returns who could not."""
-        writer, receives = self.saver.writer, self.group.rank in plan["receivers"]
+        writer, receives = self.context.writer, self.group.rank in plan["receivers"]
         fills = receives and writer is not None and writer.share == 0
         draft = parse(chosen["draft"].encode())
         assert isinstance(draft, Manifest)
@@ -568,9 +569,9 @@ class _Restore:
         """Open the chosen state; returns the error, "" for none. Of a directory one rank a node compares checksums."""
         try:
             if chosen["number"] is not None:
-                if self.saver.writer is None:
+                if self.context.writer is None:
                     return "no copy in memory"
-                self._fd, _, _ = self.saver.writer.open(tuple(chosen["key"]))
+                self._fd, _, _ = self.context.writer.open(tuple(chosen["key"]))
                 return ""
             if store_of(self.directory) is not None:
                 entry = self._placed(chosen)
@@ -580,7 +581,7 @@ class _Restore:
             for entry in checkpoint.lineage(self.directory)[0]:
                 found = entry.manifest
                 if (found.round, found.step, found.checksum) == (chosen["round"], chosen["step"], chosen["checksum"]):
-                    if self.saver.environment.local_rank == 0:
+                    if self.context.environment.local_rank == 0:
                         self._fd, self._checksum = open_verified(entry), found.checksum
                     else:
                         self._fd = os.open(entry.path / STATE, os.O_RDONLY | os.O_CLOEXEC)
@@ -667,17 +668,17 @@ class _Restore:
                 logger.warning("%s: %s", where, note)
         try:
             if self._entry is not None:
-                checkpoint.relink(self.directory, self._entry, self.saver.round)
+                checkpoint.relink(self.directory, self._entry, self.context.round)
             elif chosen["number"] is not None:
                 self._adopt(chosen)
         except (OSError, SnapshotRefused) as error:
-            reason = f"{chosen['name']} could not become round {self.saver.round}'s first checkpoint: {error}"
+            reason = f"{chosen['name']} could not become round {self.context.round}'s first checkpoint: {error}"
             logger.warning(reason)
             self.events.write("checkpoint_failed", reason, resumed.step, path=str(self.directory / chosen["name"]))
 
     def _find_repeated(self, step: int) -> list[str]:
         """Of rank 0: a sentence about what the round before has trained, as far as this node knows, and is lost."""
-        round = self.saver.environment.round - 1
+        round = self.context.environment.round - 1
         if self.step is not None or round < 1 or "ELASTICD_HEARTBEAT" not in os.environ:
             return []
         # The round before may have had more ranks: those of this node are beside rank 0's.
@@ -692,16 +693,16 @@ class _Restore:
 
         A sharded one that was whole on its nodes is being written by them, or has been; others are saved again soon.
         """
-        writer, key = self.saver.writer, tuple(chosen["key"])
+        writer, key = self.context.writer, tuple(chosen["key"])
         copied = chosen.get("copied")
         if copied:
-            self.saver.owed = f"resumed from copies of {', '.join(copied)}"
+            self.context.owed = f"resumed from copies of {', '.join(copied)}"
         if writer is None or writer.share != 0:
             return
         if copied:
             writer.settle(False, parts_s=0.0)
         held = next((each for each in self._held if each.key == key), None)
-        if held is not None and key[0] != self.saver.round:
+        if held is not None and key[0] != self.context.round:
             # How many are kept the script says after `restore()`.
-            task = replace(self.saver.task("resumed from memory", 0.0), keep=_ALL) if self.group.rank == 0 else None
-            writer.adopt(key, held.draft.relinked_to(self.saver.round), task)
+            task = replace(self.context.task("resumed from memory", 0.0), keep=_ALL) if self.group.rank == 0 else None
+            writer.adopt(key, held.draft.relinked_to(self.context.round), task)

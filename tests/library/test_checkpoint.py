@@ -464,7 +464,7 @@ def test_nothing_is_set_aside_for_a_step_that_cannot_be_loaded(tmp_path: Path) -
     for step in (10, 20, 30):
         save(tmp_path, 1, step)
     nobody: Any = None
-    back = _Restore(tmp_path, {}, (), 20, nobody, nobody, nobody, WorkerEventWriter(None, 2, 0))
+    back = _Restore(tmp_path, {}, (), 20, nobody, nobody, nobody, nobody, WorkerEventWriter(None, 2, 0))
     flip_a_bit(tmp_path / "r1-s20" / "state.pt")
     with pytest.raises(CheckpointError, match=r"restore\(step=20\): .* does not match its checksum"):
         back._go_back(20, checkpoint.lineage(tmp_path)[0])

@@ -19,9 +19,10 @@ import torch
 from elasticd.checkpointing.at_fault import committed_state, donor_rules, step_files
 from elasticd.checkpointing.at_fault.donor import MOST_TRIALS, TRIALS, Donor
 from elasticd.checkpointing.at_fault.step_record import StepRecord
+from elasticd.checkpointing.context import SaveContext
+from elasticd.checkpointing.directory_writes import DirectoryWrites
 from elasticd.checkpointing.memory.buffers import KILLED
 from elasticd.checkpointing.memory.writer_client import WriterClient
-from elasticd.checkpointing.saver import Saver
 from elasticd.errors import CheckpointError, CheckpointRefused
 from elasticd.session import Session
 
@@ -90,8 +91,11 @@ def test_forked_child_leaves_what_is_its_parents() -> None:
     donor._is_forked = functools.partial(Donor._is_forked, donor)
     Donor._expect(donor, nothing)
     writer: Any = SimpleNamespace(wait=lambda *of: asked.append(of))
-    saver = Saver(*[nothing] * 5, writer=writer, _pending=True, _pid=parent)
-    assert not saver.wait()
+    rank0: Any = SimpleNamespace(rank=0)
+    writes = DirectoryWrites(SaveContext(nothing, rank0, nothing, nothing, nothing, saves=1, writer=writer))
+    writes.expect(10)
+    writes._pid = parent
+    assert not writes.wait()
     assert asked == []
 
 
@@ -118,15 +122,12 @@ def test_save_that_was_lost_with_its_writer_is_reported_once(tmp_path: Path, lea
     lost = {"saved": False, "path": "", "why": KILLED}
     writer: Any = SimpleNamespace(copy=copy, close=lambda: None, find_all=lambda: found, wait=lambda *_: lost)
     parts: Any = (None, SimpleNamespace(rank=0), SimpleNamespace(timeout_s=1), note, phase, tmp_path)
-    saver = Saver(*parts, round=1, writer=writer, _pending=True, _copied=4)
-    saver._copied_step = 20
-    nothing: Any = None
-    if learned == "at the next save":
-        for step in (25, 30):
-            assert not saver._copy(SimpleNamespace(step=step), nothing, nothing, "", 0.0)  # type: ignore[arg-type]
-    else:
-        assert not saver.wait()
-        assert not saver.wait()
+    context = SaveContext(*parts, round=1, saves=4, writer=writer)
+    writes = DirectoryWrites(context)
+    writes.expect(20)
+    tell = writes.report_lost if learned == "at the next save" else writes.wait
+    for _ in range(2):
+        assert not tell()  # type: ignore[func-returns-value]
     assert [step for kind, step in events if kind == "checkpoint_failed"] == ([] if held else [20])
 
 
@@ -241,7 +242,7 @@ def test_buffers_that_a_dead_rank_expected_count_unless_this_rank_found_them_els
         held[1]["mean"] = held[1]["mean"].clone()
     records[1].commit(1)
     survivor: Any = object.__new__(committed_state.CommittedState)
-    survivor._saver = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2))
+    survivor._context = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2))
     survivor._buffers, survivor._on_host = {"mean": held[1]["mean"]}, ["mean"]
     survivor._unlike, survivor._record = [], records[1]
     *_, buffers = survivor._records(1)
@@ -286,7 +287,9 @@ def test_random_state_of_a_rank_that_dies_before_the_commit(
             else:
                 states[rank] = expected
     survivor: Any = object.__new__(committed_state.CommittedState)
-    survivor._saver = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2), round=1)
+    nothing: Any = None
+    group: Any = SimpleNamespace(rank=1, world_size=2)
+    survivor._context = SaveContext(nothing, group, nothing, nothing, nothing, round=1)
     survivor._buffers, survivor._on_host, survivor._unlike = {}, [], []
     survivor._record = records[1]
 

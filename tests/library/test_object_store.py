@@ -416,7 +416,7 @@ def test_no_rank_opens_a_damaged_copy(nodes: Any, local_rank: int) -> None:
     copy.write_bytes(_flipped(content))
     rank = SimpleNamespace(environment=SimpleNamespace(local_rank=local_rank))
     unused: Any = None
-    own = restore._Restore(node.directory, {}, (), None, cast("Any", rank), unused, unused, unused)
+    own = restore._Restore(node.directory, {}, (), None, unused, cast("Any", rank), unused, unused, unused)
     chosen = {"number": None, "draft": entry.manifest.to_json().decode(), "name": entry.path.name}
     assert own._open_here(chosen) == ""
     assert os.pread(own._fd, len(content), 0) == content

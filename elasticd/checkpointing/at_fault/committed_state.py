@@ -32,7 +32,7 @@ from elasticd.checkpointing.at_fault.donor_rules import (
 from elasticd.checkpointing.at_fault.fingerprint import Fingerprint
 from elasticd.checkpointing.at_fault.step_record import RecordedStep
 from elasticd.checkpointing.at_fault.step_ring import Commit, StepRing, ring_of
-from elasticd.checkpointing.saver import Saver, cursor_of
+from elasticd.checkpointing.context import SaveContext, cursor_of
 from elasticd.checkpointing.state import device_copy, training_state
 from elasticd.errors import CheckpointError
 
@@ -61,12 +61,12 @@ class CommittedState:
 
     def __init__(
         self,
-        saver: Saver,
+        context: SaveContext,
         attached: Mapping[str, Any],
         averaged: Mapping[int, torch.nn.Parameter],
         expect: Callable[[torch.Tensor], None],
     ) -> None:
-        self._saver, self._attached, self._averaged, self._expect = saver, dict(attached), averaged, expect
+        self._context, self._attached, self._averaged, self._expect = context, dict(attached), averaged, expect
         self._whole: Any = None
         """The whole fingerprint as of the last commit, where the optimizer's next step compares it."""
         self._changes = 0
@@ -94,7 +94,7 @@ class CommittedState:
         """Those that may differ between ranks: saves are refused then."""
         self._fingerprint = Fingerprint([obj for obj in objects if is_module(obj)], self.optimizers)
         self._watch()
-        device = step_files.gpu(saver.group.device)
+        device = step_files.gpu(context.group.device)
         # Made here and not at the fault: it would break a CUDA graph that the script captures meanwhile.
         self.copies = None if device is None else device_copy.GpuCopies(device)
         """From the rank's GPU, for the thread that saves."""
@@ -105,7 +105,7 @@ class CommittedState:
         self._more_hooks.clear()
 
     def reason_against(self) -> str:
-        return reason_against(self._saver, self._attached, self._averaged)
+        return reason_against(self._context, self._attached, self._averaged)
 
     # --- at a step ----------------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class CommittedState:
         held = [step_record.piece(self._buffers[path]) for path in self._on_device] + self._pieces
         watched = [(each.data_ptr(), len(each)) for each in held]
         if watched != self._watched:  # else a GPU may still be at a commit of the ring
-            self._ring, self._watched = ring_of(self._saver.group.device, held), watched
+            self._ring, self._watched = ring_of(self._context.group.device, held), watched
         on_host = list(filter(step_files.on_host, recorded))
         self._record_from({path: places[path] for path in self._on_host}, on_host)
         # Of FSDP2 no hook runs before gradients are sent: the random state of a rank that dies after that is lost.
@@ -142,8 +142,8 @@ class CommittedState:
             with contextlib.suppress(step_record.OtherBuffers):
                 self._record.locate()
                 return
-        path = step_files.path_of("commit", self._saver.group.rank)
-        device = step_files.gpu(self._saver.group.device)
+        path = step_files.path_of("commit", self._context.group.rank)
+        device = step_files.gpu(self._context.group.device)
         followed = [place for (_, key), place in places.items() if isinstance(key, str)]
         fixed = list(places.values())[len(followed) :]
         self._record = step_record.StepRecord(path, followed, parameters, device, fixed)
@@ -290,7 +290,7 @@ class CommittedState:
 
     def check_unchanged(self, commit: Commit) -> None:
         """Raises CheckpointError if the state is not that of this commit any more."""
-        path = step_files.path_of("commit", self._saver.group.rank)
+        path = step_files.path_of("commit", self._context.group.rank)
         committed = step_record.read(path, commit.step, self._host_buffers())
         if (
             not commit.is_whole()
@@ -304,7 +304,7 @@ class CommittedState:
             raise CheckpointError(_CHANGED)
         now = {path: holder[key] for path, (holder, key) in step_files.buffers(self._attached)}
         kinds = [{path: step_record.kind(each) for path, each in found.items()} for found in (now, self._buffers)]
-        on_gpu = step_files.gpu(self._saver.group.device) is not None
+        on_gpu = step_files.gpu(self._context.group.device) is not None
         copied = [(now[path].data_ptr(), now[path].nbytes) for path in self._on_device if path in now]
         if (
             kinds[0] != kinds[1]
@@ -366,7 +366,7 @@ class CommittedState:
     def _own_part(
         self, step: int, drawn: Sequence[Drawn], random_states: list[Any], is_as_expected: bool
     ) -> dict[str, dict[str, Any]]:
-        own = {"step": step, "round": self._saver.round, "world_size": self._saver.group.world_size}
+        own = self._context.own_part(step)
         found = [(each.rank, each.last, each.digests) for each in drawn]
         return {training_state.RESERVED: {**own, "rng": random_states, EXPECTED: is_as_expected, DRAWN: found}}
 
@@ -375,7 +375,7 @@ class CommittedState:
         (None for the others), whether this rank's is as it has expected, and rank 0's buffers, else ours. Raises
         CheckpointError.
         """
-        group, own = self._saver.group, self._host_buffers()
+        group, own = self._context.group, self._host_buffers()
         ranks = [RankRecord(rank, step, own) for rank in range(group.world_size)]
         first, mine = ranks[0], ranks[group.rank]
         if mine.committed is None:
@@ -532,7 +532,7 @@ def _state_of(obj: Any) -> Callable[[], Any]:
 def _recorded(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """The parameters of which a commit record has a piece."""
     parameters = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
-    trained = [step_record.local(each) for each in parameters]
+    trained = [training_state.local(each) for each in parameters]
     every = -(-len(trained) // step_record.MOST_PIECES)
     return trained[:: max(every, 1)]
 

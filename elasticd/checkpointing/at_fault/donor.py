@@ -30,13 +30,13 @@ from elasticd.checkpointing.at_fault import step_files, step_record
 from elasticd.checkpointing.at_fault.committed_state import CommittedState
 from elasticd.checkpointing.at_fault.donor_rules import averaged, reason_against
 from elasticd.checkpointing.at_fault.step_ring import Commit
+from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, donated_number, donated_step
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
-from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.state import device_copy
 from elasticd.checkpointing.state.layout import Layout
 from elasticd.checkpointing.state.safe_types import check_loadable
-from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
+from elasticd.checkpointing.storage.manifest import Manifest
 from elasticd.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -70,12 +70,16 @@ class Donor:
     """This rank as a donor. `begin` and `commit` are called by `session.step()`, `fail` when the script has failed."""
 
     def __init__(
-        self, saver: Saver, attached: Mapping[str, Any], optimized: bool, is_in_step: Callable[[], bool] = lambda: False
+        self,
+        context: SaveContext,
+        attached: Mapping[str, Any],
+        optimized: bool,
+        is_in_step: Callable[[], bool] = lambda: False,
     ) -> None:
         """`optimized`: an optimizer has begun a step before. `is_in_step` returns whether this rank has begun to do
         something with the others since the last commit.
         """
-        self._saver = saver
+        self._context = context
         self._is_in_step = is_in_step
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -106,9 +110,9 @@ class Donor:
         self._why = ""
         try:
             parameters = averaged(attached)
-            self._why = reason_against(saver, attached, parameters)
+            self._why = reason_against(context, attached, parameters)
             if not self._why:
-                self._committed = CommittedState(saver, attached, parameters, self._expect)
+                self._committed = CommittedState(context, attached, parameters, self._expect)
                 self._open()
         except Exception as error:  # noqa: BLE001 - state_dict() of any object: training continues
             self._why = f"{type(error).__name__}: {error}"
@@ -125,11 +129,11 @@ class Donor:
 
     def _connect(self) -> socket.socket:
         """To the writer, as a donor; where there is none, the launcher starts it. Raises OSError."""
-        assert self._saver.writer is not None
+        assert self._context.writer is not None
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connection.connect(self._saver.writer.path)
-            connection.send(json.dumps({"do": "donor", "round": self._saver.round, "version": PROTOCOL}).encode())
+            connection.connect(self._context.writer.path)
+            connection.send(json.dumps({"do": "donor", "round": self._context.round, "version": PROTOCOL}).encode())
         except OSError:
             connection.close()
             raise
@@ -244,9 +248,9 @@ class Donor:
     def _give_up(self, why: str) -> None:
         self._why = why
         self._step = 0
-        if self._saver.writer is not None and self._saver.group.world_size > 1:
-            reason = f"rank {self._saver.group.rank} cannot save its state at a fault: {why}"
-            self._saver.events.write("message", reason, None, saves_at_faults=False)
+        if self._context.writer is not None and self._context.group.world_size > 1:
+            reason = f"rank {self._context.group.rank} cannot save its state at a fault: {why}"
+            self._context.events.write("message", reason, None, saves_at_faults=False)
 
     @property
     def can_save(self) -> bool:
@@ -256,8 +260,8 @@ class Donor:
     def _report_unsaved(self, step: int, why: str) -> None:
         if self._is_silent:
             return
-        reason = f"rank {self._saver.group.rank} has not saved step {step} at the fault: {why}"
-        self._saver.events.write("message", reason, step)
+        reason = f"rank {self._context.group.rank} has not saved step {step} at the fault: {why}"
+        self._context.events.write("message", reason, step)
 
     # --- at a fault ---------------------------------------------------------------------------------------------------
 
@@ -324,8 +328,10 @@ class Donor:
 
         If that rank lives, it saves the step.
         """
-        saver = self._saver
-        ahead = max(step_record.last_step(step_files.path_of("commit", rank)) for rank in range(saver.group.world_size))
+        context = self._context
+        ahead = max(
+            step_record.last_step(step_files.path_of("commit", rank)) for rank in range(context.group.world_size)
+        )
         with contextlib.closing(self._client()) as client, contextlib.suppress(OSError, SnapshotRefused):
             while 0 < self._step < ahead and not (self._changing or self._failed) and time.monotonic() < until:
                 if self._is_saved(client, ahead):
@@ -339,9 +345,9 @@ class Donor:
             time.sleep(0.001)
 
     def _client(self) -> WriterClient:
-        if self._saver.writer is None:
+        if self._context.writer is None:
             raise CheckpointError("this node keeps no copy of the state in memory")
-        writer = self._saver.writer
+        writer = self._context.writer
         return WriterClient(writer.path, 0, 1, writer.first_node, writer.at_end)
 
     def fail(self) -> None:
@@ -433,13 +439,13 @@ class Donor:
             client.close()
 
     def _save_whole(self, client: WriterClient, commit: Commit) -> None:
-        saver = self._saver
+        context = self._context
         self._check_unchanged(commit)
         content = self._committed.content(commit)
         check_loadable(content)
         layout = Layout(content, at_once=self._committed.copies)
         draft = self._draft(commit, layout.bytes)
-        number = donated_number(commit.step, saver.group.rank)
+        number = donated_number(commit.step, context.group.rank)
         fd = self._borrow(client, draft, number, layout.shared_digest)
         if fd is None:
             return
@@ -451,17 +457,14 @@ class Donor:
         client.copied(draft, number, 0)
 
     def _draft(self, commit: Commit, size: int) -> Manifest:
-        saver = self._saver
-        whose = (saver.group.world_size, size, NO_CHECKSUM, saver.environment.job, saver.environment.run)
-        cursor = self._committed.cursor(commit)
-        return Manifest(saver.round, commit.step, saver.parent, *whose, cursor, time.time())
+        return self._context.draft(commit.step, size, self._committed.cursor(commit))
 
     def _is_saved(self, client: WriterClient, step: int) -> bool:
         """Another rank was faster, or it was saved at that step, and not changed since."""
         held = client.find()
         if held is None:
             return False
-        there, here = (held.draft.round, held.draft.step), (self._saver.round, step)
+        there, here = (held.draft.round, held.draft.step), (self._context.round, step)
         return there > here or (there == here and not (self._is_changed and donated_step(held.number) is None))
 
     def _borrow(self, client: WriterClient, draft: Manifest, number: int, digest: str) -> int | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from elasticd.checkpointing.saver import Saver
+    from elasticd.checkpointing.context import SaveContext
 
 
 MOST_BUFFER_BYTES = 16 << 20
@@ -28,7 +28,7 @@ MUTABLE = "a parameter group of the optimizer has values that can change in plac
 
 @dataclass(frozen=True)
 class _Rank:
-    saver: Saver
+    context: SaveContext
     attached: Mapping[str, Any]
     averaged: Mapping[int, torch.nn.Parameter]
 
@@ -46,25 +46,27 @@ class _Rank:
         return [found for obj in self.attached.values() if (found := training_state.parallel(obj)) is not None]
 
 
-def reason_against(saver: Saver, attached: Mapping[str, Any], averaged: Mapping[int, torch.nn.Parameter]) -> str:
+def reason_against(
+    context: SaveContext, attached: Mapping[str, Any], averaged: Mapping[int, torch.nn.Parameter]
+) -> str:
     """Why this rank can never be a donor, "" if it can: by the first rule that applies."""
-    rank = _Rank(saver, attached, averaged)
+    rank = _Rank(context, attached, averaged)
     return next((why for rule in _RULES if (why := rule(rank))), "")
 
 
 def _no_launcher(rank: _Rank) -> str:
-    environment = rank.saver.environment
-    if rank.saver.writer is None or not environment.round or "ELASTICD_HEARTBEAT" not in os.environ:
+    environment = rank.context.environment
+    if rank.context.writer is None or not environment.round or "ELASTICD_HEARTBEAT" not in os.environ:
         return "there is no launcher that keeps states in memory"
     return ""
 
 
 def _sharded_state(rank: _Rank) -> str:
-    return "the state is sharded, and no other rank has this one's part" if rank.saver.is_sharded else ""
+    return "the state is sharded, and no other rank has this one's part" if rank.context.is_sharded else ""
 
 
 def _one_rank_or_another_device(rank: _Rank) -> str:
-    group = rank.saver.group
+    group = rank.context.group
     if group.world_size == 1 or group.device.type not in ("cpu", "cuda"):
         return "this is built for several ranks that train on CPUs or CUDA GPUs"
     return ""
@@ -73,7 +75,7 @@ def _one_rank_or_another_device(rank: _Rank) -> str:
 def _aborted_collectives(rank: _Rank) -> str:
     """The kernels of a communicator that is aborted end without the others' part, and the optimizer's step follows."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    if rank.saver.group.device.type == "cuda" and os.environ.get(name) in ("1", "2"):
+    if rank.context.group.device.type == "cuda" and os.environ.get(name) in ("1", "2"):
         return f"{name}={os.environ[name]} aborts NCCL's collectives, after which the GPU would train on; 3 does not"
     return ""
 
@@ -86,7 +88,7 @@ def _large_device_buffers(rank: _Rank) -> str:
 
 def _ahead_of_a_gpu(rank: _Rank) -> str:
     """An optimizer's numbers are those of the last step that was queued."""
-    if rank.saver.group.device.type == "cpu":
+    if rank.context.group.device.type == "cpu":
         return ""
     kept = [value for each in rank.optimizers for values in each.state.values() for value in values.values()]
     if all(value is None or hasattr(value, "data_ptr") for value in kept):
@@ -96,7 +98,7 @@ def _ahead_of_a_gpu(rank: _Rank) -> str:
 
 def _no_replicated_model(rank: _Rank) -> str:
     sizes = {obj.process_group.size() for obj in rank.parallel}
-    if sizes != {rank.saver.group.world_size}:
+    if sizes != {rank.context.group.world_size}:
         return "no model in DistributedDataParallel is attached"
     return ""
 
@@ -148,12 +150,12 @@ def _tensors_elsewhere(rank: _Rank) -> str:
 
 def _state_of_each_rank(rank: _Rank) -> str:
     """The dead rank's is lost."""
-    return next((f"{name} has a state of its own on every rank" for name in rank.saver.per_rank), "")
+    return next((f"{name} has a state of its own on every rank" for name in rank.context.per_rank), "")
 
 
 def _unlike_rank_0(rank: _Rank) -> str:
     """Of small objects a digest is compared with rank 0's, at the fault."""
-    if rank.saver.group.rank == 0:
+    if rank.context.group.rank == 0:
         return ""
     modules = ((name, obj) for name, obj in rank.attached.items() if is_module(obj))
     return next((may_differ(name) for name, obj in modules if not is_alike(obj)), "")
@@ -204,9 +206,9 @@ def _unusual_tensor(rank: _Rank) -> str:
         if not all(type(each.data) is torch.Tensor and each.layout is torch.strided for each in every):
             return f"{name} holds a tensor that is no plain tensor"
         # A GPU is behind its processor: with parameters on both, the state is that of two steps.
-        if {each.device for each in module.parameters()} - {rank.saver.group.device}:
+        if {each.device for each in module.parameters()} - {rank.context.group.device}:
             return f"{name} has parameters on another device than the rank's"
-        if {each.device for each in module.buffers()} - {rank.saver.group.device, torch.device("cpu")}:
+        if {each.device for each in module.buffers()} - {rank.context.group.device, torch.device("cpu")}:
             return f"{name} has buffers on another GPU"
         if not all(buffer.is_contiguous() for buffer in module.buffers()):
             return f"{name} has a buffer that is not contiguous"

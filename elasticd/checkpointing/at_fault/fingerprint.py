@@ -15,7 +15,8 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elasticd.checkpointing.at_fault.step_record import PIECE_BYTES, local, piece
+from elasticd.checkpointing.at_fault.step_record import PIECE_BYTES, piece
+from elasticd.checkpointing.state.training_state import local
 from elasticd.process_group import host_bytes
 
 if TYPE_CHECKING:

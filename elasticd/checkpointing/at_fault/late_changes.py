@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing.at_fault.donor_rules import is_module, is_optimizer
-from elasticd.checkpointing.at_fault.step_record import local
 from elasticd.checkpointing.state import training_state
+from elasticd.checkpointing.state.training_state import local
 from elasticd.errors import CheckpointRefused
 from elasticd.sampler import ElasticBatchSampler
 

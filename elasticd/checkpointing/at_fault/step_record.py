@@ -300,12 +300,6 @@ def _tensor(data: bytes, like: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(like.dtype).view(like.shape)
 
 
-def local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a DTensor, with its counter of changes; other tensors as they are."""
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
-
-
 def piece(tensor: torch.Tensor, most: int | None = None) -> torch.Tensor:
     """The memory of a dense tensor as bytes, not a copy; `most` bytes from its middle."""
     import torch

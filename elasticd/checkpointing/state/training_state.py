@@ -312,6 +312,12 @@ def components(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for name in tensor.__tensor_flatten__()[0] for part in components(getattr(tensor, name))]
 
 
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a DTensor, with its counter of changes; other tensors as they are."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
 def plain(key: str) -> str:
     """The name without the wrappers of submodules that were compiled by themselves."""
     return ".".join(part for part in key.split(".") if part != _COMPILED)

@@ -1,0 +1,131 @@
+"""A session's writes into its directory: by the node's writer, for which rank 0 may wait, or here and now."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from elasticd.checkpointing.context import SaveContext
+from elasticd.checkpointing.memory.buffers import KILLED
+from elasticd.checkpointing.memory.writer_client import SnapshotRefused
+from elasticd.checkpointing.storage.directory_lock import DirectoryLock
+from elasticd.checkpointing.storage.lineage import Entry
+from elasticd.checkpointing.storage.manifest import Manifest
+from elasticd.checkpointing.storage.object_store import store_of
+from elasticd.checkpointing.storage.retention import retain
+from elasticd.heartbeat.record import Phase
+
+logger = logging.getLogger("elasticd")
+
+
+class DirectoryWrites:
+    """The lock of the directory, and the last save that the writer has not been asked about."""
+
+    def __init__(self, context: SaveContext) -> None:
+        self._context = context
+        self._lock: DirectoryLock | None = None
+        self._expected: tuple[int, int] | None = None
+        """The number and the step of a save that the writer writes, or has written; None: there is none."""
+        self._has_reported_refusal = False
+        self._pid = os.getpid()
+        """A forked child has the same connection to the writer, whose answers are not for it."""
+
+    def take_lock(self, path: Path) -> None:
+        """Make the directory if it is missing, and lock it. Raises OSError, DirectoryInUse."""
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        environment = self._context.environment
+        launched = environment.round > 0
+        lock = DirectoryLock(path, environment.job, environment.run, claims=not launched)
+        lock.acquire()
+        if launched and (store := store_of(path)) is not None:
+            store.assume_claimed(environment.job, environment.run)
+        self._lock = lock
+        if lock.unlocked:
+            self._context.events.write("message", lock.unlocked, None, path=str(path))
+
+    def write_now(self, draft: Manifest, write: Callable[[Path], Entry], why: str, start: float) -> bool:
+        """Write the checkpoint while training waits; False if that fails. `start` is when the save began."""
+        context = self._context
+        assert context.directory is not None
+        try:
+            if self._lock is None:
+                self.take_lock(context.directory)
+            entry = write(context.directory)
+            path, seconds = str(context.path(draft.step)), time.monotonic() - start
+            fields = {"path": path, "bytes": entry.manifest.total_bytes, "seconds": seconds}
+            context.events.write(
+                "checkpoint_saved", f"checkpoint of step {draft.step} saved ({why})", draft.step, **fields
+            )
+            retain(context.directory, context.round, context.keep, context.keep_every)
+        except OSError as error:
+            context.warn_failed(draft.step, str(error))
+            return False
+        return True
+
+    def expect(self, step: int) -> None:
+        """Remember, on rank 0, that the writer has a copy of the present save's state and will write it."""
+        self._has_reported_refusal = False
+        if self._context.group.rank == 0:
+            if self._expected is None:
+                atexit.register(self._wait_at_exit)
+            self._expected = self._context.saves, step
+
+    def report_refusal(self, why: str, step: int) -> None:
+        """Report once, on rank 0, that the writer takes no copy."""
+        if self._context.group.rank == 0 and not self._has_reported_refusal:
+            self._has_reported_refusal = True
+            self._context.message(f"checkpoints are written while training waits: {why}", step)
+
+    def report_lost(self) -> None:
+        """Report, on rank 0, that the writer has ended before it had every rank's share: no other process knows."""
+        context = self._context
+        if self._expected is None or context.writer is None:
+            return
+        number, step = self._expected
+        with contextlib.suppress(OSError, SnapshotRefused):
+            if all(snapshot.saved != (context.round, number) for snapshot in context.writer.find_all()):
+                self._expected = None
+                context.warn_failed(step, KILLED)
+
+    def wait(self) -> bool:
+        """On rank 0: wait until the writer has finished with the last save; True if it is on the disk."""
+        context = self._context
+        if context.writer is None or self._expected is None or os.getpid() != self._pid:
+            return False
+        atexit.unregister(self._wait_at_exit)
+        before = context.heartbeat.current_phase
+        context.heartbeat.set_phase(Phase.CHECKPOINT)
+        try:
+            result = context.writer.wait(context.round, self._expected[0], context.channel.timeout_s)
+        except (OSError, SnapshotRefused) as error:
+            result = {"saved": False, "why": f"the writer does not answer: {error}"}
+        finally:
+            context.heartbeat.set_phase(before)
+        if not result["saved"]:
+            logger.warning("a checkpoint failed: %s", result["why"])
+            if result["why"] == KILLED:
+                self.report_lost()
+        self._expected = None
+        return bool(result["saved"])
+
+    def _wait_at_exit(self) -> None:
+        """Wait where a script ends without `close()`; one that fails is not held up."""
+        if not hasattr(sys, "last_value"):
+            self.wait()
+
+    def close(self) -> None:
+        """Close the connection to the writer and release the lock."""
+        context = self._context
+        if context.writer is not None:
+            context.writer.close()
+        if self._lock is not None:
+            if context.environment.round == 0:
+                self._lock.release_store()
+            self._lock.release()
+            self._lock = None
