@@ -118,9 +118,9 @@ class Job:
             over = self.process.poll() is not None
             return self.events(kind, **having) or over
 
-        until(look, lambda: f"{kind} {having}\n{self._report()}")
+        until(look, lambda: f"{kind} {having}\n{self.report()}")
         found = self.events(kind, **having)
-        assert found, f"the job ended without {kind} {having}\n{self._report()}"
+        assert found, f"the job ended without {kind} {having}\n{self.report()}"
         return found[0]
 
     def wait(self, within: float = PATIENCE_S) -> int:
@@ -128,7 +128,7 @@ class Job:
         try:
             code = self.process.wait(within)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job did not end within {within:g} s\n{self._report()}") from None
+            raise AssertionError(f"the job did not end within {within:g} s\n{self.report()}") from None
         self.assert_gone()
         self.assert_fired()
         return code
@@ -143,17 +143,17 @@ class Job:
         """Wait until that rank has finished that step in that round or a later one."""
 
         def look() -> bool:
-            assert self.process.poll() is None or (round, step) <= max(self.steps(rank), default=(0, 0)), self._report()
+            assert self.process.poll() is None or (round, step) <= max(self.steps(rank), default=(0, 0)), self.report()
             return (round, step) <= max(self.steps(rank), default=(0, 0))
 
-        until(look, lambda: f"step {step} of rank {rank} in round {round}\n{self._report()}")
+        until(look, lambda: f"step {step} of rank {rank} in round {round}\n{self.report()}")
 
     def file(self, name: str) -> str:
         """A file that the script writes in one go, once it is there."""
         path = self.work / name
 
         def look() -> bool:
-            assert self.process.poll() is None or path.exists(), f"ended without writing {name}\n{self._report()}"
+            assert self.process.poll() is None or path.exists(), f"ended without writing {name}\n{self.report()}"
             return path.exists() and path.stat().st_size > 0
 
         until(look, f"file {name}")
@@ -202,7 +202,7 @@ class Job:
         fired = (self.work / "fired").read_text().split() if (self.work / "fired").exists() else []
         for number, fault in enumerate(self.faults):
             assert fired.count(str(number)) == fault.times, (
-                f"{fault} fired {fired.count(str(number))} times\n{self._report()}"
+                f"{fault} fired {fired.count(str(number))} times\n{self.report()}"
             )
 
     def processes(self) -> dict[int, str]:
@@ -213,7 +213,7 @@ class Job:
         """No process, no shared memory, no port."""
         deadline = time.monotonic() + within
         while left := self._left():
-            assert time.monotonic() < deadline, f"left after {within:g} s: {left}\n{self._report()}"
+            assert time.monotonic() < deadline, f"left after {within:g} s: {left}\n{self.report()}"
             time.sleep(0.01)
 
     def _left(self) -> list[str]:
@@ -244,7 +244,7 @@ class Job:
             shutil.rmtree(path, ignore_errors=True)
         assert not (by_itself and kept), kept
 
-    def _report(self) -> str:
+    def report(self) -> str:
         return f"--- events\n{self._log.read_text() if self._log.exists() else ''}--- stderr\n{self.err[-4000:]}"
 
 

@@ -82,12 +82,12 @@ def test_cost_of_a_kill_in_the_event_log(job: StartJob, tmp_path: Path) -> None:
     trains = job(
         "resume.py", "--steps", "100000", "--every", "40", flags=flags, faults=[Fault(1, 75, "SIGKILL", round=1)]
     )
-    first_page = until(scraped.page, trains._report)
+    first_page = until(scraped.page, trains.report)
     idle_s = first_page[key("elasticd_time_seconds_total", state="idle")]
     assert idle_s == sum(first_page[key("elasticd_time_seconds_total", state=state)] for state in TIME_STATES) > 0
-    caught_up = until(lambda: scraped.page() and trains.events("work_recovered"), trains._report)[0]
+    caught_up = until(lambda: scraped.page() and trains.events("work_recovered"), trains.report)[0]
     # What a counter cannot take back is made good within as much time again; then they stand where the log says.
-    until(lambda: abs(scraped.times()["lost"] - caught_up["seconds"]) < LATE_S, trains._report)
+    until(lambda: abs(scraped.times()["lost"] - caught_up["seconds"]) < LATE_S, trains.report)
     scraped.assert_no_time_was_made_or_lost()
     times, (asked, answered), found = scraped.times(), scraped.asked[-1], scraped.pages[-1]
 
@@ -148,19 +148,19 @@ def test_the_loss_of_a_node_as_every_node_tells_it(nodes: StartNodes, tmp_path: 
     until(lambda: (on_b.of("elasticd_lease_renewal_seconds_count") or 0) > 1, "renewals")
     assert on_b.of("elasticd_lease_seconds") == 3
     assert on_b.of("elasticd_checkpoint_interval_seconds") == 0.5
-    assert here[key("elasticd_time_seconds_total", state="lost")] == 0, f"to take a node is no fault\n{a._report()}"
+    assert here[key("elasticd_time_seconds_total", state="lost")] == 0, f"to take a node is no fault\n{a.report()}"
 
     b.process.kill()
-    until(lambda: [event for event in a.events("first_step") if event["round"] > joined], a._report)
-    until(lambda: on_a.of("elasticd_world_size") == 2, a._report)
-    lost = until(lambda: on_a.times()["lost"], a._report)
+    until(lambda: [event for event in a.events("first_step") if event["round"] > joined], a.report)
+    until(lambda: on_a.of("elasticd_world_size") == 2, a.report)
+    lost = until(lambda: on_a.times()["lost"], a.report)
     found = on_a.page()
     assert 0 < lost < 60
-    assert found[key("elasticd_faults_total", cause="node_lost", culprit="b")] == 1, a._report()
+    assert found[key("elasticd_faults_total", cause="node_lost", culprit="b")] == 1, a.report()
     # Where the others are slow to hear why they have lost a peer, that is told first, and costs a round of its own.
     blamed = {name for name, value in found.items() if name.startswith("elasticd_faults_total") and value}
     ours = [key("elasticd_faults_total", cause=cause, culprit=of) for cause, of in (("node_lost", "b"), ("crash", ""))]
-    assert blamed <= set(ours), a._report()
+    assert blamed <= set(ours), a.report()
     assert found["elasticd_recovery_seconds_count"] >= 1
     assert {name for name in found if name.startswith("elasticd_worker_step")} <= {
         key("elasticd_worker_step", rank=str(rank)) for rank in (0, 1)
@@ -200,7 +200,7 @@ def test_one_figure_for_the_recovery_of_two_nodes(nodes: StartNodes, tmp_path: P
     seconds = measured["recovery_seconds"]
     assert unmeasured["recovery_seconds"] is None
     assert abs(seconds - (measured["mono"] - died["mono"])) < LATE_S / 2
-    until(lambda: sum(scraped.of("elasticd_recovery_seconds_count") or 0 for scraped in scrapes), leads._report)
+    until(lambda: sum(scraped.of("elasticd_recovery_seconds_count") or 0 for scraped in scrapes), leads.report)
     assert sum(scraped.page()["elasticd_recovery_seconds_count"] for scraped in scrapes) == 1
     assert sum(scraped.page()["elasticd_recovery_seconds_sum"] for scraped in scrapes) == seconds
     said = [line for agent in agents for line in agent.err.splitlines() if "after the fault" in line]

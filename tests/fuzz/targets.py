@@ -234,7 +234,7 @@ def _manifest(data: bytes) -> None:
     found = json.loads(data)
     if isinstance(found, dict):
         found.pop("seal", None)
-        read = manifest.parse(json.dumps({**found, "seal": manifest._seal(found)}).encode())
+        read = manifest.parse(json.dumps({**found, "seal": manifest.seal_of(found)}).encode())
         if isinstance(read, manifest.Manifest):
             assert manifest.parse(read.to_json()) == read
 

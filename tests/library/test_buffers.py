@@ -49,7 +49,7 @@ def of_manifest(**fields: Any) -> Callable[[dict[str, Any]], None]:
     def change(found: dict[str, Any]) -> None:
         draft = {**json.loads(found["draft"]), **fields}
         del draft["seal"]
-        found["draft"] = json.dumps({**draft, "seal": manifest._seal(draft)})
+        found["draft"] = json.dumps({**draft, "seal": manifest.seal_of(draft)})
 
     return change
 

@@ -285,7 +285,7 @@ def test_checkpoint_with_sha256_is_read_and_verified(tmp_path: Path) -> None:
     del raw["seal"]
     for checksum in (f"sha256:{hashlib.sha256((entry.path / 'state.pt').read_bytes()).hexdigest()}", "xxh9:00"):
         raw["checksum"] = checksum
-        (entry.path / "manifest.json").write_text(json.dumps({**raw, "seal": manifest._seal(raw)}))
+        (entry.path / "manifest.json").write_text(json.dumps({**raw, "seal": manifest.seal_of(raw)}))
         (found,), _ = checkpoint.lineage(tmp_path)
         if checksum.startswith("sha256"):
             assert checkpoint.load(found)["mark"] == "r1-s10"
@@ -301,7 +301,7 @@ def test_manifest_keeps_fields_of_newer_minor_version(tmp_path: Path) -> None:
     entry = save(tmp_path, 1, 10)
     raw = {**json.loads((entry.path / "manifest.json").read_text()), "version": "1.9", "mood": {"calm": [1.5]}}
     del raw["seal"]
-    (entry.path / "manifest.json").write_text(json.dumps({**raw, "seal": manifest._seal(raw)}))
+    (entry.path / "manifest.json").write_text(json.dumps({**raw, "seal": manifest.seal_of(raw)}))
     (newer,), _ = verified_lineage(tmp_path)
     assert (newer.manifest.version, newer.manifest.unknown) == ("1.9", {"mood": {"calm": [1.5]}})
     checkpoint.relink(tmp_path, newer, 2)

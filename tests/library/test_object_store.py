@@ -96,6 +96,15 @@ class Node:
         assert found is not None
         return found
 
+    @property
+    def files(self) -> Any:
+        """The prefix of the bucket, past elasticd."""
+        import fsspec
+
+        url = str(url_of(self.directory))
+        client = fsspec.filesystem(url.partition("://")[0], use_listings_cache=False)
+        return fsspec.filesystem("dir", path=url.partition("://")[2], fs=client)
+
     def save(self, step: int, round: int = 1, size: int = 100, mark: float = 0.0) -> str:
         state = {"weights": torch.full((size,), step + mark), "step": step}
         whose = {"world_size": 1, "job": JOB, "run": self.run}
@@ -118,11 +127,11 @@ class Node:
     def uploads(self) -> list[str]:
         """Keys of uploads in parts that were neither completed nor aborted."""
         bucket, _, prefix = str(url_of(self.directory)).removeprefix("s3://").partition("/")
-        found = self.store._files.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+        found = self.files.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
         return [each["Key"] for each in found.get("Uploads", ())]
 
     def keys(self) -> set[str]:
-        return {key for key in self.store._list("") if not key.startswith(".")}
+        return {key for key in self.files.find("") if not key.startswith(".")}
 
 
 @pytest.fixture
@@ -270,7 +279,7 @@ def test_a_killed_upload_is_no_checkpoint_and_is_deleted(nodes: Any) -> None:
     writer = nodes()
     for step in (10, 20, 30, 40):
         writer.save(step)
-    writer.store._call("rm_file", f"r1-s40/{MANIFEST}")
+    writer.files.rm_file(f"r1-s40/{MANIFEST}")
     reader = nodes("b", claims=False)
     assert reader.steps() == [30, 20, 10]
     assert "manifest.json is missing" in reader.skipped()
@@ -282,10 +291,10 @@ def test_a_killed_upload_is_no_checkpoint_and_is_deleted(nodes: Any) -> None:
 
 
 DAMAGE = {
-    "missing": (lambda store, key: store._call("rm_file", key), "state.pt is missing in "),
-    "short": (lambda store, key: store._put(key, b"short"), "state.pt has 5 bytes in "),
+    "missing": (lambda files, key: files.rm_file(key), "state.pt is missing in "),
+    "short": (lambda files, key: files.pipe_file(key, b"short"), "state.pt has 5 bytes in "),
     "a bit": (
-        lambda store, key: store._put(key, _flipped(store._get(key))),
+        lambda files, key: files.pipe_file(key, _flipped(files.cat_file(key))),
         "state.pt does not match its checksum",
     ),
 }
@@ -301,7 +310,7 @@ def test_damage_in_the_store_is_found(what: str, nodes: Any, capsys: pytest.Capt
     writer = nodes()
     writer.save(10)
     writer.save(20)
-    change(writer.store, f"r1-s20/{STATE}")
+    change(writer.files, f"r1-s20/{STATE}")
     reader = nodes("b", claims=False)
     entries, skipped = checkpoint_files.lineage(reader.directory)
     if what == "a bit":
@@ -390,7 +399,7 @@ def test_only_the_newest_is_kept_on_the_node(nodes: Any) -> None:
 def test_a_store_that_was_emptied_is_not_a_new_job(nodes: Any) -> None:
     node = nodes()
     node.save(10)
-    node.store._call("rm", list(node.store._list("")))
+    node.files.rm(node.files.find(""))
     with pytest.raises(ObjectStoreError, match=r"\.owner\.json is gone: was the prefix, or the bucket, deleted"):
         node.steps()
     node.save(20)
@@ -691,13 +700,13 @@ def test_without_conditional_puts_rank_0s_node_puts_the_last_state(
 def test_copies_are_not_kept_where_another_user_has_made_the_directory(tmp_path: Path) -> None:
     """All users may write to /var/tmp, and who owns the directory could replace a checkpoint."""
     place = tmp_path / "objects"
-    assert object_url._own_directory(str(place)) == str(place)
+    assert object_url.own_directory(str(place)) == str(place)
     assert place.stat().st_mode & 0o777 == 0o700
-    assert object_url._own_directory(str(place)) == str(place)
+    assert object_url.own_directory(str(place)) == str(place)
     place.chmod(0o777)
     with pytest.raises(UsageError, match="is not this user's alone: set ELASTICD_OBJECT_CACHE"):
-        object_url._own_directory(str(place))
+        object_url.own_directory(str(place))
     place.rmdir()
     place.symlink_to(tmp_path)
     with pytest.raises(UsageError, match="is not this user's alone"):
-        object_url._own_directory(str(place))
+        object_url.own_directory(str(place))

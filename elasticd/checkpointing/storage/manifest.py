@@ -91,7 +91,7 @@ class Manifest:
         """Readable JSON with its seal. Raises TypeError or ValueError for a cursor that is not JSON."""
         content = {**self.unknown, **{name: getattr(self, name) for name in _CHECKS}}
         content = json.loads(json.dumps(content, allow_nan=False))  # as a reader gets it: lists, and names as strings
-        content["seal"] = _seal(content)
+        content["seal"] = seal_of(content)
         return json.dumps(content, indent=1).encode() + b"\n"
 
     @property
@@ -152,7 +152,7 @@ def parse(data: bytes) -> Manifest | Unreadable:
         )
         return Unreadable(why, permanent=False)
     seal = raw.pop("seal", None)
-    if seal != _seal(raw):
+    if seal != seal_of(raw):
         return Unreadable(f"{MANIFEST} does not match its seal: it was damaged or edited")
     raw.setdefault("files", {})  # version 1.0
     for name, check in _CHECKS.items():
@@ -182,7 +182,8 @@ class Checksum:
         return f"{self._algorithm}:{self._digest.hexdigest()}"
 
 
-def _seal(content: Mapping[str, Any]) -> str:
+def seal_of(content: Mapping[str, Any]) -> str:
+    """The checksum of the description itself, of all its fields but the seal."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"
 

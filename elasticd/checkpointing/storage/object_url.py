@@ -30,11 +30,11 @@ def resolve(directory: str | os.PathLike[str], root: str = "") -> Path:
         return path.absolute()
     if ".." in path.parts[at:] or len(path.parts) < at + 2:
         raise UsageError(f"{url_of(path)} names no bucket")
-    root = root or os.environ.get(CACHE_VARIABLE) or _own_directory(f"/var/tmp/elasticd-objects-{os.getuid()}")
+    root = root or os.environ.get(CACHE_VARIABLE) or own_directory(f"/var/tmp/elasticd-objects-{os.getuid()}")
     return Path(root, *path.parts[at:])
 
 
-def _own_directory(path: str) -> str:
+def own_directory(path: str) -> str:
     """`path`, made for this user alone: all users may write above it. Raises UsageError."""
     with contextlib.suppress(OSError):
         os.mkdir(path, 0o700)

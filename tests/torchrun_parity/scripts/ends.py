@@ -54,10 +54,10 @@ def report():
     if ATTEMPT < 2:
         import torch_facts
 
-        found["threads before numpy"] = torch_facts._threads()
+        found["threads before numpy"] = torch_facts.threads()
         import numpy
 
-        found["blas"] = torch_facts._blas_threads()
+        found["blas"] = torch_facts.blas_threads()
         import torch
 
         found |= {"numpy": numpy.random.rand(), "torch": torch.rand(1).item(), "seed": torch.initial_seed()}

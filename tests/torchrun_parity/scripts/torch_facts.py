@@ -11,11 +11,11 @@ def _third_party():
     return sorted(name for name in sys.modules if name.partition(".")[0] not in (*sys.stdlib_module_names, *ours))
 
 
-def _threads():
+def threads():
     return len(os.listdir("/proc/self/task"))
 
 
-def _spec(name):
+def spec_of(name):
     import importlib.util
 
     spec = importlib.util.find_spec(name)
@@ -35,7 +35,7 @@ def before_import():
     import importlib.metadata
     import pkgutil
 
-    found = {name: _spec(name) for name in ("torch", "numpy", "torchgen", "typing_extensions", "no_such_module")}
+    found = {name: spec_of(name) for name in ("torch", "numpy", "torchgen", "typing_extensions", "no_such_module")}
     found["path"] = os.path.basename(pkgutil.get_loader("torch").get_filename()) if sys.version_info < (3, 12) else ""
     found["version"] = [importlib.metadata.version(name) for name in ("torch", "numpy")]
     found["name"] = importlib.metadata.metadata("torch")["Name"]
@@ -46,7 +46,7 @@ def before_import():
     return found
 
 
-def _blas_threads():
+def blas_threads():
     import ctypes
 
     with open("/proc/self/maps") as maps:
@@ -60,17 +60,17 @@ def _blas_threads():
 
 
 def numpy_alone():
-    before = _threads()
+    before = threads()
     import numpy
 
-    imported = _threads()
+    imported = threads()
     modules = [name for name in _third_party() if name.startswith("torch")]
     square = numpy.ones((600, 600)) @ numpy.ones((600, 600))
     unseeded = [float(numpy.random.rand()), float(numpy.random.default_rng().random())]
     numpy.random.seed(7)
     return {
-        "threads": [before, imported, _threads()],
-        "blas": _blas_threads(),
+        "threads": [before, imported, threads()],
+        "blas": blas_threads(),
         "product": float(square.sum()),
         "unseeded": unseeded,
         "seeded": [float(numpy.random.rand()), float(numpy.random.default_rng(7).random())],
@@ -88,7 +88,7 @@ def torch_imported():
         "third party": _third_party(),
         "names": sorted(vars(torch)),
         "dir": sorted(dir(torch)),
-        "spec": _spec("torch"),
+        "spec": spec_of("torch"),
         "loader": [
             type(torch.__loader__).__name__,
             type(torch.__spec__.loader).__name__,
@@ -99,7 +99,7 @@ def torch_imported():
             for name, module in sorted(sys.modules.items())
             if name.partition(".")[0] in ("torch", "numpy") and module is not None and name != "torch._C"
         },
-        "threads": [torch.get_num_threads(), torch.get_num_interop_threads(), _threads()],
+        "threads": [torch.get_num_threads(), torch.get_num_interop_threads(), threads()],
         "defaults": [str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.get_float32_matmul_precision()],
         "anomaly": [
             torch.is_anomaly_enabled(),
@@ -140,7 +140,7 @@ def identities():
             dynamo is sys.modules["torch._dynamo"],
             dynamo.config is torch._dynamo.config,
         ],
-        "specs": [_spec(name) for name in ("torch", "torch._dynamo", "torch.nn.functional", "numpy.linalg")],
+        "specs": [spec_of(name) for name in ("torch", "torch._dynamo", "torch.nn.functional", "numpy.linalg")],
         "attributes are modules": sorted(
             name
             for name, module in sys.modules.items()
