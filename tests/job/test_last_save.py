@@ -10,7 +10,8 @@ import pytest
 
 from elasticd_agent.job.loop import JobLoop
 from elasticd_agent.rendezvous.view import LocalFacts
-from elasticd_agent.workers.manager import OwnerMessage
+from elasticd_agent.workers.launcher.messages import Flushed, Flushing
+from elasticd_agent.workers.launcher.owner_client import OwnerMessage
 
 
 class SlowDisk:
@@ -18,7 +19,7 @@ class SlowDisk:
 
     def __init__(self, size: int, seconds: float) -> None:
         self.now, self._at = 0.0, seconds
-        self._first: list[Any] = [OwnerMessage({"kind": "flushing", "bytes": size})]
+        self._first: list[Any] = [OwnerMessage(Flushing(size))]
 
     def get(self, timeout: float) -> Any:
         if self._first:
@@ -26,7 +27,7 @@ class SlowDisk:
         self.now = min(self.now + timeout, self._at)
         if self.now < self._at:
             raise queue.Empty
-        return OwnerMessage({"kind": "flushed", "step": 7, "path": "r1-s7"})
+        return OwnerMessage(Flushed(7, "r1-s7"))
 
 
 @pytest.mark.parametrize(

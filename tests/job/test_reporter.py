@@ -25,7 +25,7 @@ from elasticd_agent.telemetry.console import PlainConsole
 from elasticd_agent.telemetry.event_log import NullEventLog
 from elasticd_agent.telemetry.events import LogEvent
 from elasticd_agent.telemetry.metrics import Metrics
-from elasticd_agent.workers.manager import GroupStarted
+from elasticd_agent.workers.events import GroupStarted
 
 
 class RecordingEventLog(NullEventLog):

@@ -9,7 +9,7 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Failure, Member, NodeRecord, Round
 from elasticd_agent.rendezvous.plan import plan
 from elasticd_agent.rendezvous.view import PresentNode, Requirements, View, Wait
-from elasticd_agent.workers.manager import ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.events import ProcessReaped, ProcessUnkillable
 
 NOW = 1000.0
 ROUND = Round(3, (Member("a", "i", (0, 1)), Member("b", "i", (0, 1))), restarts=1)

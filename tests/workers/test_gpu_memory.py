@@ -21,6 +21,7 @@ from elasticd_agent.model.messages import GroupEnded
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.system.processes import procfs
 from elasticd_agent.workers import gpu_memory
+from elasticd_agent.workers.events import GroupStarted, LauncherReady, OwnerEvent, WorkersReleased
 from elasticd_agent.workers.gpu_memory import (
     ANSWER_S,
     WAIT_S,
@@ -32,7 +33,7 @@ from elasticd_agent.workers.gpu_memory import (
 )
 from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec
-from elasticd_agent.workers.manager import GroupStarted, LauncherReady, OwnerEvent, WorkerManager, WorkersReleased
+from elasticd_agent.workers.manager import WorkerManager
 
 PATIENCE_S = 30.0
 

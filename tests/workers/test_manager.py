@@ -20,16 +20,12 @@ from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.model.messages import GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
+from elasticd_agent.workers.events import GroupStarted, OwnerEvent, StoreReady
+from elasticd_agent.workers.launcher.messages import Parked, Refused, Report
 from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec, plan_preload, worker_base_environment
-from elasticd_agent.workers.manager import (
-    PRELOAD_DEADLINE_S,
-    START_WAIT_S,
-    GroupStarted,
-    OwnerEvent,
-    StoreReady,
-    WorkerManager,
-)
+from elasticd_agent.workers.manager import WorkerManager
+from elasticd_agent.workers.warm_launcher import PRELOAD_DEADLINE_S, START_WAIT_S
 
 SCRIPT = Path(__file__).parent / "scripts" / "sum.py"
 PATIENCE_S = 60.0
@@ -49,21 +45,21 @@ class Node:
         self.owner = OwnerClient(runtime, self.inbox.put)
         self.workers = WorkerManager(spec, name, worker_base_environment(os.environ, 2), preload, self.owner, host)
         self.received: list[OwnerEvent] = []
-        self.messages: list[dict[str, Any]] = []
+        self.reports: list[Report] = []
 
     def until(self, kind: type[T], within: float = PATIENCE_S) -> T:
         """The first such thing, once it was heard."""
         return self.wait(lambda: next((h for h in self.received if isinstance(h, kind)), None), kind.__name__, within)
 
-    def owner_message(self, what: str) -> dict[str, Any]:
-        """The owner's first such message."""
-        return self.wait(lambda: next((m for m in self.messages if m["kind"] == what), None), what)
+    def report(self, kind: type[T]) -> T:
+        """The owner's first such report."""
+        return self.wait(lambda: next((r for r in self.reports if isinstance(r, kind)), None), kind.__name__)
 
     def wait(self, condition: Callable[[], T | None], what: str, within: float = PATIENCE_S) -> T:
         deadline = time.monotonic() + within
         while (found := condition()) is None:
             assert time.monotonic() < deadline, (
-                f"no {what} on {self.name}: {self.received} {self.messages} {self.output()}"
+                f"no {what} on {self.name}: {self.received} {self.reports} {self.output()}"
             )
             self.workers.tick(time.monotonic())
             try:
@@ -71,7 +67,7 @@ class Node:
             except queue.Empty:
                 continue
             assert isinstance(message, OwnerMessage)
-            self.messages.append(message.message)
+            self.reports.append(message.report)
             self.received += self.workers.handle(message)
         return found
 
@@ -88,7 +84,7 @@ class Node:
 
     def start(self, round: Round, master: tuple[str, int] | None = None, master_addr: str = "127.0.0.1") -> None:
         self.received.clear()
-        self.messages.clear()
+        self.reports.clear()
         self.workers.start(round, self.group(round, master_addr), master)
 
     def output(self) -> str:
@@ -168,7 +164,7 @@ def test_store_serves_all_nodes_until_the_end(node: StartNode, tmp_path: Path) -
     """One nodes store serves all of them until the last has ended."""
     a, b = node("a", host="0.0.0.0"), node("b", host="::")
     b.workers.park(1, with_store=False)  # before it can be: it is done as soon as the template is there
-    assert len(b.owner_message("parked")["pids"]) == 1
+    assert len(b.report(Parked).pids) == 1
     first = a_round(1, a=2, b=1)
     a.start(first)
     port = a.until(StoreReady).port
@@ -180,7 +176,7 @@ def test_store_serves_all_nodes_until_the_end(node: StartNode, tmp_path: Path) -
     assert [type(heard) for heard in a.received][:2] == [StoreReady, GroupStarted]
     assert not any(isinstance(heard, StoreReady) for heard in b.received)
     assert a.until(GroupStarted).store_pid > 0 == b.until(GroupStarted).store_pid
-    assert not any(message["kind"] == "parked" for message in b.messages)  # what was parked is what ran
+    assert not any(isinstance(report, Parked) for report in b.reports)  # what was parked is what ran
     for rank, local_rank, group, size in ((0, 0, 0, 2), (1, 1, 0, 2), (2, 0, 1, 1)):
         told = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": group, "ROLE_RANK": rank, "WORLD_SIZE": 3}
         told |= {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -192,8 +188,8 @@ def rank_0_moves(a: Node, b: Node, before: int, tmp_path: Path) -> None:
     """Rank 0 is on the other node now. What is parked is of the wrong kind on both: too much here, too little there."""
     a.workers.park(2, with_store=True)
     b.workers.park(1, with_store=False)
-    b.messages.clear()
-    assert len(a.owner_message("parked")["pids"]) == 3 and len(b.owner_message("parked")["pids"]) == 1
+    b.reports.clear()
+    assert len(a.report(Parked).pids) == 3 and len(b.report(Parked).pids) == 1
     second = a_round(2, b=1, a=1)
     b.start(second, master_addr="::1")
     port = b.until(StoreReady).port
@@ -264,9 +260,7 @@ def test_store_that_cannot_listen(node: StartNode) -> None:
         a.start(a_round(1, a=1, b=1))
         assert "Address already in use" in a.until(StartFailed).why
     a.until(GroupEnded)
-    assert (
-        a.owner_message("parked") and a.owner_message("refused")["group"] == 1
-    )  # first what was parked, then a cold start
+    assert a.report(Parked) and a.report(Refused).group == 1  # first what was parked, then a cold start
     assert not any(isinstance(heard, StoreReady) for heard in a.received)
     until(lambda: running("elasticd-store") == 0 and running("elasticd-templ") == 1, "the end of what was parked")
 
@@ -318,13 +312,3 @@ def test_preload_that_hangs_is_left_out(slow: Node) -> None:
     slow.workers.tick(time.monotonic() + PRELOAD_DEADLINE_S)
     assert slow.until(GroupStarted).warm
     finished(slow)
-
-
-def test_unknown_messages_of_a_newer_launcher(node: StartNode) -> None:
-    """What only a newer launcher says is no news."""
-    workers = node("a", preload=Preload(cold=COLD)).workers
-    for message in (
-        {"kind": "thawed", "group": 1},
-        {"kind": "ended", "group": 99, "unkillable": [], "why": "since 1.1"},
-    ):
-        assert workers.handle(OwnerMessage(message)) == []

@@ -10,7 +10,7 @@ from elasticd_agent.model.messages import Event, StepRules, StopForced, StopRequ
 from elasticd_agent.model.notices import LeaderNotice, StoreAvailability, StragglersFound
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangVerdict
-from elasticd_agent.workers.manager import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.events import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
 
 
 @dataclass(frozen=True, slots=True)

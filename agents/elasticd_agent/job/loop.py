@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from elasticd.errors import StoreRefused
 from elasticd.heartbeat import record as heartbeat
@@ -32,19 +31,20 @@ from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.rendezvous.driver import DriverFailed
 from elasticd_agent.rendezvous.member import RendezvousMember, TurnResult
 from elasticd_agent.system.network.control_socket import DumpRequested
-from elasticd_agent.workers.file_timer import FileTimerExpired
-from elasticd_agent.workers.gpu_memory import MemoryChecked
-from elasticd_agent.workers.launcher.owner_client import OwnerLost, OwnerMessage
-from elasticd_agent.workers.launcher.requests import WorkerSpec
-from elasticd_agent.workers.manager import (
+from elasticd_agent.workers.events import (
     GroupStarted,
     OwnerEvent,
     ProcessReaped,
     ProcessUnkillable,
     StoreReady,
-    WorkerManager,
     WorkersReleased,
 )
+from elasticd_agent.workers.file_timer import FileTimerExpired
+from elasticd_agent.workers.gpu_memory import MemoryChecked
+from elasticd_agent.workers.launcher.messages import Flushed, Flushing
+from elasticd_agent.workers.launcher.owner_client import OwnerLost, OwnerMessage
+from elasticd_agent.workers.launcher.requests import WorkerSpec
+from elasticd_agent.workers.manager import WorkerManager
 
 LATE_S = 0.25
 """A thread that wakes later than this did not run: the machine was suspended, or all cores were taken."""
@@ -348,30 +348,30 @@ class JobLoop:
         """Wait until the newest state in memory is written, or a stop; returns where the next run resumes."""
         outcome = self.round.outcome if self.round is not None else None
         failed, ended = outcome == "failed", outcome in ("failed", "stopped")
-        written: dict[str, Any] = {}
+        written: Flushed | None = None
         if self._saved_last or failed:
             self._due_by = None  # this thread is not late
             self.workers.flush()
             deadline = time.monotonic() + (LAST_WRITE_S if failed else LAST_WRITE_OF_STOP_S)
-            while not written and (left_s := deadline - time.monotonic()) > 0:
+            while written is None and (left_s := deadline - time.monotonic()) > 0:
                 with contextlib.suppress(queue.Empty):
                     match self._inbox.get(timeout=left_s):
-                        case OwnerMessage({"kind": "flushing", "bytes": size}) if failed:
+                        case OwnerMessage(Flushing(size)) if failed:
                             deadline += size * LAST_WRITE_S_PER_BYTE
                             if size > 1e9:
                                 what = f"the newest state in memory ({size / 1e9:.1f} GB)"
                                 self._listener.log(f"waiting for {what} to reach the disk; SIGTERM ends the wait")
-                        case OwnerMessage({"kind": "flushed"} as written):
+                        case OwnerMessage(Flushed() as written):
                             pass
                         case OwnerLost() | messages.StopRequested() | messages.StopForced():
                             break
         facts = self._rendezvous.facts
-        step = written["step"] if written.get("path") else None
+        step = written.step if written is not None and written.path else None
         # After a stop this node knows the last checkpoint where rank 0 was, which saved the last step.
         if step is None and facts.checkpoint is not None and (failed or facts.checkpoint[1] >= facts.high_water):
             step = facts.checkpoint[1]
-        if why := written.get("why"):
-            self._listener.log(f"the last state in memory could not be written: {why}")
+        if written is not None and written.why:
+            self._listener.log(f"the last state in memory could not be written: {written.why}")
         return f"the next run resumes from step {step}" if ended and step is not None else ""
 
     def _log_hang_summary(self) -> None:

@@ -22,8 +22,8 @@ from elasticd_agent.job.listener import JobListener
 from elasticd_agent.model.messages import FirstStep
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous.member import RendezvousMember
+from elasticd_agent.workers.events import GroupStarted, WorkersReleased
 from elasticd_agent.workers.launcher.requests import WorkerSpec
-from elasticd_agent.workers.manager import GroupStarted, WorkersReleased
 
 EAGER_INTERVAL_S = 0.02
 """Until the first step, so that the next group is parked soon."""

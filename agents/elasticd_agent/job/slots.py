@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticd_agent.model.records import Round
-from elasticd_agent.workers.manager import ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.events import ProcessReaped, ProcessUnkillable
 
 
 class Slots:

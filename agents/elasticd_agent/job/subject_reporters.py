@@ -21,8 +21,8 @@ from elasticd_agent.telemetry.event_log import EventSink
 from elasticd_agent.telemetry.events import LogEvent
 from elasticd_agent.telemetry.goodput import GoodputLedger, GoodputTracker, RecoveryTimer, StepRate
 from elasticd_agent.telemetry.metrics import Metrics
-from elasticd_agent.workers.launcher.owned_group import STORE_RANK
-from elasticd_agent.workers.manager import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.events import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
+from elasticd_agent.workers.launcher.messages import STORE_RANK
 
 
 @dataclass(slots=True)

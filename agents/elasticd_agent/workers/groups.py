@@ -21,7 +21,8 @@ class PendingStart:
     round: Round
     workers: tuple[WorkerSpec, ...]
     master: Master | None
-    deadline: float
+    deadline: float | None = None
+    """When it starts cold instead of being forked; None while it waits for GPU memory."""
 
 
 @dataclass(slots=True)

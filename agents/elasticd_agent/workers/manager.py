@@ -1,7 +1,11 @@
 """Starts, signals and follows this node's worker groups through the owner.
 
-It turns Rounds into requests to the owner, and the owner's messages into events. It belongs to the deciding thread and
-never waits: a slow operation returns as a later message, or as a deadline in `tick`.
+Rounds become requests to the owner, and the owner's reports become events. A start needs two things: free GPU memory
+(`MemoryWait`) and, unless workers start cold, a parked group (`WarmLauncher` says whether there can be one). Whatever
+changes one of them ends in `_advance`, which takes the start as far as it can go.
+
+The manager belongs to the deciding thread and never waits: a slow operation returns as a later report, or as a deadline
+in `tick`.
 """
 
 from __future__ import annotations
@@ -9,15 +13,24 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 from elasticd.checkpointing.memory.memory_limit import oom_kills
 from elasticd.heartbeat import record as heartbeat
 from elasticd_agent.model.job import JobSpec
-from elasticd_agent.model.messages import Event, ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited
+from elasticd_agent.model.messages import ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited
 from elasticd_agent.model.records import Round
 from elasticd_agent.system.processes import procfs
+from elasticd_agent.workers.events import (
+    GroupStarted,
+    LauncherReady,
+    OwnerEvent,
+    ProcessReaped,
+    ProcessUnkillable,
+    StoreReady,
+    WorkersReleased,
+)
 from elasticd_agent.workers.gpu_memory import MemoryChecked, MemoryWait
 from elasticd_agent.workers.groups import (
     Master,
@@ -29,88 +42,11 @@ from elasticd_agent.workers.groups import (
     with_master,
     write_request,
 )
-from elasticd_agent.workers.launcher.owned_group import STORE_RANK
+from elasticd_agent.workers.launcher import messages
+from elasticd_agent.workers.launcher.messages import STORE_RANK
 from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerMessage
-from elasticd_agent.workers.launcher.requests import ALWAYS, LaunchRequests, Preload, WorkerSpec
-
-
-@dataclass(frozen=True, slots=True)
-class LauncherReady:
-    """It is known how workers start from now on."""
-
-    mode: Literal["warm", "cold"]
-    reason: str
-    seconds: float | None = None
-    """How long the template took."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupStarted:
-    """The workers of round `number` run."""
-
-    number: int
-    pids: list[int]
-    store_pid: int
-    """0: the round's store is on another node."""
-    warm: bool
-    held: tuple[int, ...] = ()
-    """Local ranks that wait until their GPU's memory is free: WorkersReleased follows."""
-    store_port: int = 0
-    """The port of the round's store; 0: unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersReleased:
-    """Workers of round `number` that were held run, by local rank."""
-
-    number: int
-    local_ranks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class StoreReady:
-    """The store of round `number` accepts connections on `port`: other nodes' workers may be started.
-
-    It precedes GroupStarted, at most once for a group, and only for one that was started without a master.
-    """
-
-    number: int
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessUnkillable:
-    """A process of round `number`'s group has survived SIGKILL; GroupEnded follows all the same.
-
-    It runs no code any more, but may hold its device.
-    """
-
-    number: int
-    pid: int
-    rank: int | None
-    """Its worker's rank; None for the round's store, and for a process of no known worker. So is `slot`."""
-    slot: int | None
-    state: str
-    """As /proc has it, "" if unknown. So is `wchan`."""
-    wchan: str
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessReaped:
-    """An unkillable process has ended."""
-
-    pid: int
-
-
-START_WAIT_S = 180.0
-"""Importing torch from a cold network file system can take minutes: a round waits so long for the template, from the
-template's start, and then starts cold."""
-PRELOAD_DEADLINE_S = 600.0
-"""For one module."""
-FORK_DEADLINE_S = 10.0
-TEMPLATE_TRIES = 3
-
-OwnerEvent = Event | GroupStarted | WorkersReleased | StoreReady | ProcessUnkillable | ProcessReaped
+from elasticd_agent.workers.launcher.requests import LaunchRequests, Preload, WorkerSpec
+from elasticd_agent.workers.warm_launcher import FORK_DEADLINE_S, WarmLauncher
 
 
 class WorkersListener(Protocol):
@@ -135,45 +71,36 @@ class WorkerManager:
         self._node = node
         self._owner = owner
         self._requests = LaunchRequests(spec, base_env, preload)
-        self._store_at = {"host": host, "port": spec.master_port or 0}
+        self._host, self._port = host, spec.master_port or 0
         self._listener: WorkersListener | None = None
         self._unreported: list[LauncherReady | str] = []
-        self._cold_reason = preload.cold
-        self._template_ready = False
-        self._template_since: float | None = None
-        self._template_tries = 0
-        self._preloading: tuple[str, float] = ("", 0.0)
-        """The module that the template imports, and since when."""
-        self._replacing_template = False
-        """The template ends, and another one leaves a module out."""
+        self._launcher = WarmLauncher(owner, self._requests, self._report)
         self._last_name = 0
         self._spare: ParkedGroup | None = None
         self._park_request: tuple[int, bool] | None = None
         """The group to park once the template is ready: size, with a store."""
         self._start: PendingStart | None = None
         self._memory = memory or MemoryWait()
-        self._waiting_for_memory: PendingStart | None = None
-        """The start that waits until memory of the last group is free on one of its GPUs."""
         self._unkillable: set[int] = set()
         self._groups: dict[int, WorkerGroup] = {}
         self._oom_kills = oom_kills()
         self._stores: list[int] = []
         """Groups that have ended except for their store."""
-        self._owner.send(do="writer", **self._requests.writer())
-        if self._cold_reason is None:
-            self._begin_template()
+        self._owner.send(self._requests.writer())
+        if preload.cold is None:
+            self._launcher.begin()
         else:
-            self._report(LauncherReady("cold", f"workers start cold: {self._cold_reason}"))
+            self._launcher.start_cold(preload.cold)
 
     @property
     def settled(self) -> bool:
         """True once it is known how workers start: forked from a ready template, or cold."""
-        return self._template_ready or self._cold_reason is not None
+        return self._launcher.ready or self._launcher.cold_reason is not None
 
     @property
     def preloading(self) -> str:
         """The module that the template imports, or imported last."""
-        return self._preloading[0]
+        return self._launcher.module
 
     def set_listener(self, listener: WorkersListener) -> None:
         """Report to `listener` from now on, and first what was not reported yet."""
@@ -200,61 +127,32 @@ class WorkerManager:
         """
         self.end_store()
         self._memory.begin(self._unkillable)
-        start = PendingStart(round, with_master(master, workers), master, 0.0)
-        if self._memory.due is None:
-            self._begin(start)
-            return
-        self._waiting_for_memory = start
-        if self._spare is not None and not self._spare.fits(start):
-            self._end_spare()
-        self.park(len(workers), with_store=master is None)
-        self._begin_where_free()
-
-    def memory_checked(self, memory: MemoryChecked) -> None:
-        """What a check has found so far."""
-        if not self._memory.take(memory):
-            return
-        waiting = [start.round for start in (self._waiting_for_memory, self._start) if start is not None]
-        waiting += [group.round for group in self._groups.values() if group.held]
-        held = ", ".join(f"process {pid} on GPU {gpu}" for pid, gpu in memory.holders)
-        if waiting and (held or memory.trouble):
-            what = f"ended processes still hold GPU memory ({held})" if held else memory.trouble
-            self._report(f"round {waiting[0].number}: {what}; starting the workers after {memory.seconds:.1f} s")
-        self._begin_where_free()
-        for name, group in self._groups.items():
-            busy = self._memory.held(self._slots(group.round))
-            if free := [rank for rank in group.held if rank not in busy]:
-                group.held = tuple(rank for rank in group.held if rank in busy)
-                self._owner.send(do="release_held", group=name, ranks=free)
-
-    def _begin_where_free(self) -> None:
-        """Begin the start that waits, if a worker of it can run."""
-        start, spare = self._waiting_for_memory, self._spare
-        if start is None:
-            return
-        parked = spare is not None and spare.ready and spare.fits(start)
-        held = self._memory.held(self._slots(start.round))
-        if self._memory.due is None or (parked and len(held) < len(start.workers)):
-            self._waiting_for_memory = None
-            self._begin(start)
-
-    def _slots(self, round: Round) -> tuple[int, ...]:
-        member = round.member(self._node)
-        return member.slots if member is not None else ()
-
-    def _begin(self, start: PendingStart) -> None:
-        now = time.monotonic()
-        since = now if self._template_since is None else self._template_since
-        start.deadline = now + FORK_DEADLINE_S if self._template_ready else max(now, since + START_WAIT_S)
-        self._start = start
-        self._park_request = None
+        self._start = PendingStart(round, with_master(master, workers), master)
+        self._park_request = (len(workers), master is None)  # if it waits for memory
         self._advance()
 
     def park(self, size: int, with_store: bool) -> None:
         """Fork the next group ahead, unless one is parked, as soon as forking works."""
-        if self._spare is None and self._start is None and self._cold_reason is None:
+        if self._spare is None and self._start is None:
             self._park_request = (size, with_store)
             self._advance()
+
+    def memory_checked(self, memory: MemoryChecked) -> None:
+        """Start workers whose GPUs are free by now."""
+        if not self._memory.take(memory):
+            return
+        waiting = [self._start.round] if self._start is not None else []
+        waiting += [group.round for group in self._groups.values() if group.held]
+        holders = ", ".join(f"process {pid} on GPU {gpu}" for pid, gpu in memory.holders)
+        if waiting and (holders or memory.trouble):
+            what = f"ended processes still hold GPU memory ({holders})" if holders else memory.trouble
+            self._report(f"round {waiting[0].number}: {what}; starting the workers after {memory.seconds:.1f} s")
+        self._advance()
+        for name, group in self._groups.items():
+            busy = self._memory.held(self._slots(group.round))
+            if free := [rank for rank in group.held if rank not in busy]:
+                group.held = tuple(rank for rank in group.held if rank in busy)
+                self._owner.send(messages.ReleaseHeld(name, free))
 
     def end_store(self) -> None:
         """End the store of a round that is over, as the next start does.
@@ -262,22 +160,19 @@ class WorkerManager:
         With several nodes the store outlives a group that succeeded: other nodes' workers may still run.
         """
         for name in self._stores:
-            self._owner.send(do="signal", group=name, signal=int(signal.SIGKILL))
+            self._owner.send(messages.Signal(name, signal.SIGKILL))
         self._stores.clear()
 
-    def signal(self, number: int, signum: int, *, save: bool = False) -> list[Event]:
+    def signal(self, number: int, signum: int, *, save: bool = False) -> list[GroupEnded]:
         """Signal every process of the round's group at once. Any signal ends a group that has not started yet.
 
         With `save`, workers that survive have a moment to save the state of their last step in memory.
         """
-        wish = {"save": number} if save else {}
         running = [name for name, group in self._groups.items() if group.round.number == number]
         for name in running:
-            self._owner.send(do="signal", group=name, signal=int(signum), **wish)
+            self._owner.send(messages.Signal(name, int(signum), number if save else None))
         if self._start is not None and self._start.round.number == number:
             self._start = None
-        if self._waiting_for_memory is not None and self._waiting_for_memory.round.number == number:
-            self._waiting_for_memory = None
         return [] if running else [GroupEnded(number)]
 
     def find_worker(self, pid: int) -> tuple[int, int] | None:
@@ -289,8 +184,9 @@ class WorkerManager:
         }
         process = procfs.stat(pid)
         while process is not None and process.pid > 1:
-            if (found := workers.get(process.pid) or workers.get(process.session)) is not None:
-                return found
+            worker = workers.get(process.pid) or workers.get(process.session)
+            if worker is not None:
+                return worker
             process = procfs.stat(process.parent)
         return None
 
@@ -307,8 +203,8 @@ class WorkerManager:
                         write_request(worker.heartbeat, request)
 
     def flush(self) -> None:
-        """No round follows: write the newest state in memory. The owner's messages `flushing` and `flushed` follow."""
-        self._owner.send(do="flush")
+        """No round follows: write the newest state in memory. The owner reports Flushing and Flushed."""
+        self._owner.send(messages.Flush())
 
     def close(self) -> None:
         """End the owner and every process it has."""
@@ -316,246 +212,198 @@ class WorkerManager:
 
     def tick(self, now: float) -> float | None:
         """Abandon what is overdue. Returns the monotonic time of the next deadline, or None."""
-        module, since = self._preloading
-        if self._template_since is not None and now >= since + PRELOAD_DEADLINE_S:
-            self._template_since = None
-            self._owner.send(do="end_template")
-            late = f"its import took longer than {PRELOAD_DEADLINE_S:.0f} s"
-            if module in ALWAYS:
-                self._go_cold(f"{module}: {late}")
-            else:
-                self._leave_out({module: late})
-        elif self._start is not None and now >= self._start.deadline:
-            if self._template_ready:
-                self._go_cold("the template did not fork in time")
+        start, preload_deadline = self._begun(), self._launcher.preload_deadline()
+        if preload_deadline is not None and now >= preload_deadline:
+            self._launcher.end_late_preload()
+        elif start is not None and start.deadline is not None and now >= start.deadline:
+            if self._launcher.ready:
+                self._launcher.fork_is_late()
             else:
                 self._report(
-                    f"round {self._start.round.number} starts cold: the warm launcher still imports {module}, and "
+                    f"round {start.round.number} starts cold: the warm launcher still imports {self.preloading}, and "
                     f"later rounds may use it"
                 )
-                self._execute()
+                self._execute(start)
         if (overdue := self._memory.overdue(now)) is not None:
             self.memory_checked(overdue)
-        deadlines = [] if self._start is None else [self._start.deadline]
-        if self._memory.due is not None:
-            deadlines.append(self._memory.due)
-        if self._template_since is not None:
-            deadlines.append(since + PRELOAD_DEADLINE_S)
-        return min(deadlines, default=None)
+        self._advance()
+        deadlines = [self._memory.due, self._launcher.preload_deadline()]
+        if self._start is not None:
+            deadlines.append(self._start.deadline)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
-    # --- messages of the owner -------------------------------------------------------------------------------------
+    # --- reports of the owner --------------------------------------------------------------------------------------
 
     def handle(self, received: OwnerMessage) -> list[OwnerEvent]:
-        message = received.message
-        match message["kind"]:
-            case "preloading":
-                self._preloading = message["module"], time.monotonic()
-            case "template_unfit":
-                self._leave_out(message["leave_out"])
-            case "template_ready":
-                self._template_became_ready(message)
-            case "template_ended":
-                self._template_ended(message["why"])
-            case "parked":
-                self._parked(message["group"])
-            case "refused":
-                return self._refused(message)
-            case "store_ready":
-                group = self._groups.get(message["group"])
-                if group is None:
-                    return []
-                group.store_port = message["port"]
-                return [StoreReady(group.round.number, group.store_port)]
-            case "started":
-                return self._started(message)
-            case "released":
-                group = self._groups.get(message["group"])
-                return [WorkersReleased(group.round.number, message["ranks"])] if group is not None else []
-            case "exited":
-                return self._exited(message)
-            case "ended":
-                return self._group_ended(message)
-            case "unsaved":
-                count, seconds = message["ranks"], message["seconds"]
+        events = self._events_of(received.report)
+        self._advance()
+        return events
+
+    def _events_of(self, report: messages.Report) -> list[OwnerEvent]:
+        match report:
+            case messages.Preloading(module):
+                self._launcher.preloading(module)
+            case messages.TemplateUnfit(modules):
+                self._launcher.leave_out(modules)
+            case messages.TemplateReady():
+                self._launcher.became_ready(report)
+            case messages.TemplateEnded(why):
+                self._template_ended(why)
+            case messages.Parked(name):
+                self._launcher.has_forked()
+                if self._spare is not None and self._spare.name == name:
+                    self._spare.ready = True
+            case messages.Refused(why, name):
+                return self._refused(why, name)
+            case messages.Unsaved(_, count, seconds):
                 ranks = f"{count} rank{'s' if count > 1 else ''}"
                 self._report(f"{ranks} of this node did not save the last step within {seconds:.1f} s of the fault")
-            case "without_writer":
-                self._report(f"there are no more copies of the state in memory: {message['why']}")
-            case "reaped":
-                self._unkillable.discard(message["pid"])
-                return [ProcessReaped(message["pid"])]
+            case messages.WithoutWriter(why):
+                self._report(f"there are no more copies of the state in memory: {why}")
+            case messages.Reaped(pid):
+                self._unkillable.discard(pid)
+                return [ProcessReaped(pid)]
+            case messages.Flushing() | messages.Flushed():
+                pass  # they are for who has called `flush`
+            case _ if (group := self._groups.get(report.group)) is not None:
+                return self._events_of_group(group, report)
         return []
 
-    def _leave_out(self, modules: dict[str, str]) -> None:
-        """Modules with the reason of each. The template ends, and another one preloads the rest."""
-        for name, why in modules.items():
-            self._report(f"{name} is not preloaded: {why}")
-        self._requests.leave_out(modules)
-        self._template_ready = False
-        self._replacing_template = True
-        self._template_tries = 0
-
-    def _template_became_ready(self, message: dict[str, Any]) -> None:
-        self._template_since = None
-        if message["cold"] is not None:
-            self._owner.send(do="end_template")
-            self._template_tries = TEMPLATE_TRIES
-            self._go_cold(message["cold"])
-            return
-        self._template_ready = True
-        seconds = message["seconds"]
-        self._report(LauncherReady("warm", f"the warm launcher is ready after {seconds:.1f} s", seconds))
-        self._advance()
+    def _events_of_group(self, group: WorkerGroup, report: messages.Report) -> list[OwnerEvent]:
+        number = group.round.number
+        match report:
+            case messages.StoreListens(_, port):
+                group.store_port = port
+                return [StoreReady(number, port)]
+            case messages.Started(_, pids, store):
+                group.pids, group.store_pid, group.started_at = pids, store, time.monotonic()
+                self._memory.track(pids, self._slots(group.round))
+                port = group.store_port if group.master is None else group.master[1]
+                return [GroupStarted(number, pids, store, group.warm, group.held, port)]
+            case messages.Released(_, ranks):
+                return [WorkersReleased(number, ranks)]
+            case messages.Exited():
+                return [self._exited(group, report)]
+            case messages.Ended(name, processes):
+                del self._groups[name]
+                if group.store_pid and keeps_store(group.round):
+                    self._stores.append(name)
+                unkillable = [self._process_unkillable(group.round, process) for process in processes]
+                self._unkillable.update(process.pid for process in unkillable)
+                return [*unkillable, GroupEnded(number)]
+        return []
 
     def _template_ended(self, why: str) -> None:
-        was_ready, self._template_ready, self._template_since = self._template_ready, False, None
         if self._spare is not None and not self._spare.ready:
             self._spare = None
-        if self._cold_reason is not None:
-            return
-        if self._replacing_template:
-            self._begin_template()
-            return
-        if self._start is not None:
-            self._report(f"the warm launcher {why}: round {self._start.round.number} starts cold")
-            self._execute()
-        elif was_ready:
-            self._report(f"the warm launcher {why}: the workers continue, and another one is started")
-        if self._template_tries < TEMPLATE_TRIES:
-            self._begin_template()
-        else:
-            self._go_cold(f"the launcher ended {TEMPLATE_TRIES} times, the last time because it {why}")
+        start = self._begun()
+        is_replaced = self._launcher.ended(why, None if start is None else start.round.number)
+        if start is not None and not is_replaced:
+            self._execute(start)
 
-    def _parked(self, name: int) -> None:
-        self._template_tries = 0
-        if self._spare is not None and self._spare.name == name:
-            self._spare.ready = True
-        self._begin_where_free()
-        self._advance()
-
-    def _refused(self, message: dict[str, Any]) -> list[OwnerEvent]:
+    def _refused(self, why: str, name: int | None) -> list[OwnerEvent]:
         """A cold group that could not be started is a failed start; a warm one starts cold instead."""
-        name, why = message["group"], message["why"]
         was_spare = self._spare is not None and self._spare.name == name
         if was_spare:
             self._spare = None
-        group = self._groups.pop(name, None)
+        group = None if name is None else self._groups.pop(name, None)
         if group is not None and not group.warm:
             return [StartFailed(group.round.number, why, time.monotonic()), GroupEnded(group.round.number)]
+        start = self._begun() if was_spare else None
         if group is not None:  # released, but its parked processes have ended
-            self._start = PendingStart(group.round, group.workers, group.master, time.monotonic() + FORK_DEADLINE_S)
-        if self._start is not None and (was_spare or group is not None):
-            self._report(f"round {self._start.round.number}: {why}; starting its workers cold")
-            self._execute()
+            start = PendingStart(group.round, group.workers, group.master)
+        if start is not None:
+            self._report(f"round {start.round.number}: {why}; starting its workers cold")
+            self._execute(start)
         return []
 
-    def _started(self, message: dict[str, Any]) -> list[OwnerEvent]:
-        group = self._groups.get(message["group"])
-        if group is None:
-            return []
-        group.pids, group.store_pid, group.started_at = message["pids"], message["store"], time.monotonic()
-        self._memory.track(group.pids, self._slots(group.round))
-        port = group.store_port if group.master is None else group.master[1]
-        return [GroupStarted(group.round.number, group.pids, group.store_pid, group.warm, group.held, port)]
-
-    def _exited(self, message: dict[str, Any]) -> list[OwnerEvent]:
-        group = self._groups.get(message["group"])
-        if group is None:
-            return []
-        number, local_rank, at = group.round.number, message["local_rank"], message["at"]
-        status = ExitStatus.of(os.waitstatus_to_exitcode(message["status"]))
+    def _exited(self, group: WorkerGroup, report: messages.Exited) -> StoreExited | WorkerExited:
+        number, local_rank = group.round.number, report.local_rank
+        status = ExitStatus.of(os.waitstatus_to_exitcode(report.status))
         if local_rank == STORE_RANK:
-            return [StoreExited(number, status.text, at, status)]
-        member = group.round.member(self._node)
-        assert member is not None
-        rank = group.round.ranks(self._node)[local_rank]
-        report = read_exit_report(group.workers[local_rank].heartbeat)
+            return StoreExited(number, status.text, report.at, status)
+        rank, slot = group.round.ranks(self._node)[local_rank], self._slots(group.round)[local_rank]
+        exit_report = read_exit_report(group.workers[local_rank].heartbeat)
         killed_before, self._oom_kills = self._oom_kills, oom_kills()
         if status.signal == signal.SIGKILL and self._oom_kills > killed_before:
             status = replace(status, out_of_memory=True)
-        ran_s = at - group.started_at
-        return [WorkerExited(number, rank, local_rank, member.slots[local_rank], status, report, at, ran_s)]
+        ran_s = report.at - group.started_at
+        return WorkerExited(number, rank, local_rank, slot, status, exit_report, report.at, ran_s)
 
-    def _group_ended(self, message: dict[str, Any]) -> list[OwnerEvent]:
-        group = self._groups.pop(message["group"], None)
-        if group is None:
-            return []
-        if group.store_pid and keeps_store(group.round):
-            self._stores.append(message["group"])
-        unkillable = [self._process_unkillable(group.round, process) for process in message["unkillable"]]
-        self._unkillable.update(process.pid for process in unkillable)
-        return [*unkillable, GroupEnded(group.round.number)]
-
-    def _process_unkillable(self, round: Round, process: dict[str, Any]) -> ProcessUnkillable:
-        member, local_rank, rank, slot = round.member(self._node), process["local_rank"], None, None
-        if member is not None and local_rank is not None and local_rank != STORE_RANK:
-            rank, slot = round.ranks(self._node)[local_rank], member.slots[local_rank]
+    def _process_unkillable(self, round: Round, process: messages.UnkillableProcess) -> ProcessUnkillable:
+        local_rank, rank, slot = process["local_rank"], None, None
+        if local_rank is not None and local_rank != STORE_RANK and round.member(self._node) is not None:
+            rank, slot = round.ranks(self._node)[local_rank], self._slots(round)[local_rank]
         return ProcessUnkillable(round.number, process["pid"], rank, slot, process["state"], process["wchan"])
+
+    def _slots(self, round: Round) -> tuple[int, ...]:
+        member = round.member(self._node)
+        return member.slots if member is not None else ()
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
-        """Take the pending start, or the requested parked group, one step further; else wait for the template."""
-        start, spare = self._start, self._spare
-        if start is None:
-            if self._park_request is not None and spare is None and self._template_ready:
-                self._request_spare(*self._park_request)
-        elif self._cold_reason is not None:
-            self._execute()
-        elif spare is not None and spare.ready and spare.fits(start):
-            self._release(spare, start)
-        elif spare is not None and spare.ready:
-            self._end_spare()
-            self._advance()
-        elif spare is None and self._template_ready:
-            start.deadline = time.monotonic() + FORK_DEADLINE_S
-            self._request_spare(len(start.workers), start.master is None)
+    def _begun(self) -> PendingStart | None:
+        """The start, unless it waits for GPU memory."""
+        return self._start if self._start is not None and self._start.deadline is not None else None
 
-    def _request_spare(self, size: int, with_store: bool) -> None:
-        self._last_name += 1
-        self._spare = ParkedGroup(self._last_name, size, with_store)
+    def _advance(self) -> None:
+        """Take the start, or the group to park, as far as GPU memory and the template allow now."""
+        if self._start is not None and self._start.deadline is None and self._may_begin(self._start):
+            self._start.deadline = self._launcher.start_deadline(time.monotonic())
+            self._park_request = None
+        begun, spare = self._begun(), self._spare
+        if self._launcher.cold_reason is not None:
+            self._end_spare()
+            self._park_request = None
+            if begun is not None:
+                self._execute(begun)
+        elif begun is not None and spare is not None and spare.ready and spare.fits(begun):
+            self._release(spare, begun)
+        else:
+            self._park_ahead(begun)
+
+    def _may_begin(self, start: PendingStart) -> bool:
+        """Whether the GPU of some worker is free; all of them, unless a parked group can be released in part."""
+        if self._memory.due is None:
+            return True
+        is_parked = self._spare is not None and self._spare.ready and self._spare.fits(start)
+        return is_parked and len(self._memory.held(self._slots(start.round))) < len(start.workers)
+
+    def _park_ahead(self, begun: PendingStart | None) -> None:
+        """Request a group for the start, or the one that `park` asked for."""
+        if self._start is not None and self._spare is not None and not self._spare.fits(self._start):
+            if not self._spare.ready:
+                return
+            self._end_spare()
+        wanted = self._park_request if begun is None else (len(begun.workers), begun.master is None)
+        if wanted is None or self._spare is not None or not self._launcher.ready:
+            return
         self._park_request = None
-        self._owner.send(do="park", group=self._last_name, workers=size, store=with_store, **self._store_at)
+        self._last_name += 1
+        self._spare = ParkedGroup(self._last_name, *wanted)
+        if begun is not None:
+            begun.deadline = time.monotonic() + FORK_DEADLINE_S
+        self._owner.send(messages.Park(self._spare.name, *wanted, self._host, self._port))
 
     def _end_spare(self) -> None:
         if self._spare is not None:
-            self._owner.send(do="signal", group=self._spare.name, signal=int(signal.SIGKILL))
+            self._owner.send(messages.Signal(self._spare.name, signal.SIGKILL))
             self._spare = None
 
     def _release(self, spare: ParkedGroup, start: PendingStart) -> None:
         held = self._memory.held(self._slots(start.round))
         self._groups[spare.name] = WorkerGroup(start.round, start.workers, start.master, warm=True, held=held)
         self._spare = self._start = None
-        self._owner.send(
-            do="release",
-            group=spare.name,
-            store=start.master is None,
-            keep=keeps_store(start.round),
-            workers=[{"env": w.env, "stdout": w.stdout, "stderr": w.stderr} for w in start.workers],
-            held=held,
-            **self._store_at,
-        )
+        workers, keep = [worker.fields() for worker in start.workers], keeps_store(start.round)
+        has_store = start.master is None
+        self._owner.send(messages.Release(spare.name, has_store, keep, self._host, self._port, workers, held))
 
-    def _execute(self) -> None:
-        """Start the pending group cold."""
-        start, self._start = self._start, None
-        assert start is not None
+    def _execute(self, start: PendingStart) -> None:
+        """Start the group cold."""
+        self._start = None
         self._last_name += 1
         self._groups[self._last_name] = WorkerGroup(start.round, start.workers, start.master, warm=False)
-        cold = self._requests.cold(start.workers, with_store=start.master is None)
-        self._owner.send(do="exec", group=self._last_name, keep=keeps_store(start.round), **self._store_at, **cold)
-
-    def _go_cold(self, why: str) -> None:
-        self._cold_reason = why
-        self._template_ready = False
-        self._park_request = None
-        self._report(LauncherReady("cold", f"workers start cold from now on: {why}"))
-        self._end_spare()
-        self._advance()
-
-    def _begin_template(self) -> None:
-        self._template_tries += 1
-        self._replacing_template = False
-        self._template_since = time.monotonic()
-        self._preloading = "torch", self._template_since
-        self._owner.send(do="template", **self._requests.template())
+        has_store, keep = start.master is None, keeps_store(start.round)
+        self._owner.send(
+            self._requests.cold(self._last_name, start.workers, self._host, self._port, store=has_store, keep=keep)
+        )

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from elasticd_agent.workers.launcher import owned_group
-from elasticd_agent.workers.launcher.owned_group import STORE_RANK, OwnedGroup, has_device_open
+from elasticd_agent.workers.launcher.messages import STORE_RANK
+from elasticd_agent.workers.launcher.owned_group import OwnedGroup, has_device_open
 
 HOLDS = "import sys; file = open(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,103 +15,70 @@ from pathlib import Path
 import pytest
 
 import elasticd.checkpointing.memory.writer
-import elasticd_agent.workers.launcher
+from elasticd import channel
 from elasticd.checkpointing.memory.buffers import PROTOCOL, WriteTask, donated_number
 from elasticd.checkpointing.memory.writer_client import WriterClient
 from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
-from elasticd_agent.workers.launcher import writer_process
+from elasticd_agent.workers.launcher import messages, writer_process
+from elasticd_agent.workers.launcher.messages import Ended, Exited, Flush, Flushed, Flushing, Refused, Signal, Started
 from tests.library.conftest import wait_for
-
-OWNER = Path(elasticd_agent.workers.launcher.__file__).with_name("owner.py")
-
-
-def owner(tmp_path: Path) -> tuple[subprocess.Popen[str], socket.socket]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    (tmp_path / "run").mkdir(exist_ok=True)
-    with theirs:
-        argv = [sys.executable, "-I", "-S", str(OWNER), str(theirs.fileno()), str(tmp_path / "run")]
-        process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
-    ours.settimeout(20)
-    return process, ours
+from tests.workers.launcher.owner_process import ENV, OwnerProcess, execute
 
 
 def test_agent_dies_with_unread_messages(tmp_path: Path) -> None:
-    """An agent that dies with words unread is a death like any other."""
-    process, agent = owner(tmp_path)
-    refused = json.dumps(
-        {"do": "park", "group": 1, "workers": 1, "store": True, "host": "127.0.0.1", "port": 0}
-    ).encode()
-    agent.send(refused)
-    agent.recv(1 << 16)
-    agent.send(refused)  # its answer stays unread: closing then resets the connection
-    until_unread(agent)
-    agent.close()
-    _, said = process.communicate(timeout=20)
-    assert (process.returncode, said) == (0, "")
-    assert not (tmp_path / "run").exists()
+    owner = OwnerProcess(tmp_path)
+    refused = messages.Park(1, 1, True, "127.0.0.1", 0)
+    owner.send(refused)
+    assert isinstance(owner.receive(), Refused)
+    owner.send(refused)  # its answer stays unread: closing then resets the connection
+    assert owner.agent.recv(1, socket.MSG_PEEK)
+    assert owner.end() == (0, "")
+    assert not owner.runtime.exists()
 
 
-def test_a_mistake_of_its_own_ends_everything_all_the_same(tmp_path: Path) -> None:
-    process, agent = owner(tmp_path)
-    spawn = {"do": "template", "argv": ["sleep", "600"], "env": {"PATH": "/usr/bin:/bin"}, "cwd": "/", "launch": {}}
-    agent.send(json.dumps(spawn).encode())
-    agent.send(b"no JSON")
-    _, said = process.communicate(timeout=20)
-    assert process.returncode == 1 and "JSONDecodeError" in said
-    assert not (tmp_path / "run").exists()  # the leak check finds the sleeper, were it left
-    agent.close()
+@pytest.mark.parametrize(("packet", "error"), [(b"no JSON", "JSONDecodeError"), (b"[]", "a message is a JSON object")])
+def test_a_mistake_of_its_own_ends_everything_all_the_same(tmp_path: Path, packet: bytes, error: str) -> None:
+    owner = OwnerProcess(tmp_path)
+    owner.send(messages.StartTemplate(["sleep", "600"], ENV, "/", {}))
+    owner.agent.send(packet)
+    code, errors = owner.wait()
+    assert code == 1 and error in errors
+    assert not owner.runtime.exists()  # the leak check finds the sleeper, were it left
 
 
 def test_unknown_request_of_a_newer_agent(tmp_path: Path) -> None:
     """An agent one minor version newer is obeyed as far as we understand it."""
-    process, agent = owner(tmp_path)
-    worker = {"argv": ["true"], "env": {}, "stdout": None, "stderr": None, "nice": 5}
-    group = {"group": 1, "store": None, "keep": False, "cwd": "/", "env": {"PATH": "/usr/bin:/bin"}}
-    for message in (
-        {"do": "freeze", "group": 9},
-        {"do": "exec", **group, "host": "127.0.0.1", "port": 0, "workers": [worker], "cgroup": "/x"},
-    ):
-        agent.send(json.dumps(message).encode())
-    said = [json.loads(agent.recv(1 << 16)) for _ in range(4)]
-    assert said[0] == {"kind": "refused", "group": 9, "why": "freeze: this launcher is older and cannot do that"}
-    assert [message["kind"] for message in said[1:]] == ["started", "exited", "ended"]
-    assert said[2]["status"] == 0
-    agent.close()
-    _, words = process.communicate(timeout=20)
-    assert (process.returncode, words) == (0, "")
+    owner = OwnerProcess(tmp_path)
+    channel.send(owner.agent, {"type": "Freeze", "group": 9})
+    request = messages.to_message(execute(1, ["true"]))
+    request["workers"][0]["nice"] = 5
+    channel.send(owner.agent, {**request, "cgroup": "/x"})
+    assert owner.receive() == Refused("Freeze: this launcher is older and cannot do that", 9)
+    assert [type(owner.receive()) for _ in range(3)] == [Started, Exited, Ended]
+    assert owner.end() == (0, "")
 
 
 def test_program_name_that_is_not_utf_8(tmp_path: Path) -> None:
     """What cannot even be named in utf 8 ends its worker and nothing else."""
-    process, agent = owner(tmp_path)
-    worker = {"argv": ["/nowhere/\udcff"], "env": {}, "stdout": None, "stderr": None}
-    group = {"group": 1, "store": None, "keep": False, "cwd": "/", "env": {}, "host": "127.0.0.1", "port": 0}
-    agent.send(json.dumps({"do": "exec", **group, "workers": [worker]}).encode())
-    said = [json.loads(agent.recv(1 << 16)) for _ in range(3)]
-    assert [message["kind"] for message in said] == ["started", "exited", "ended"]
-    assert said[1]["status"] == 127 << 8
-    assert (tmp_path / "run").exists(), "the failed worker has gone on as its parent"
-    agent.close()
-    _, words = process.communicate(timeout=20)
-    assert process.returncode == 0
-    assert words.count("\n") == 1 and words.startswith("elasticd: cannot start /nowhere/\\udcff: ")
+    owner = OwnerProcess(tmp_path)
+    owner.send(execute(1, ["/nowhere/\udcff"]))
+    assert owner.until(Exited).status == 127 << 8
+    owner.until(Ended)
+    assert owner.runtime.exists(), "the failed worker has gone on as its parent"
+    code, errors = owner.end()
+    assert code == 0
+    assert errors.count("\n") == 1 and errors.startswith("elasticd: cannot start /nowhere/\\udcff: ")
 
 
 def test_template_killed_by_a_nameless_signal(tmp_path: Path) -> None:
     """A template killed by a signal without a name is gone and its owner is not."""
-    process, agent = owner(tmp_path)
-    dies = ["sh", "-c", "kill -40 $$"]
-    spawn = {"do": "template", "argv": dies, "env": {"PATH": "/usr/bin:/bin"}, "cwd": "/", "launch": {}}
-    agent.send(json.dumps(spawn).encode())
-    said = json.loads(agent.recv(1 << 16))
-    assert said["kind"] == "template_ended"
-    assert said["why"] in ("was killed by signal 40", "closed its socket")
-    agent.close()
-    _, words = process.communicate(timeout=20)
-    assert (process.returncode, words) == (0, "")
+    owner = OwnerProcess(tmp_path)
+    owner.send(messages.StartTemplate(["sh", "-c", "kill -40 $$"], ENV, "/", {}))
+    assert owner.until(messages.TemplateEnded).why in ("was killed by signal 40", "closed its socket")
+    assert owner.end() == (0, "")
 
 
-WRITER = [sys.executable, "-I", elasticd.checkpointing.memory.writer.__file__]
+HOLD = messages.HoldStates([sys.executable, "-I", elasticd.checkpointing.memory.writer.__file__], {})
 
 
 def connected(tmp_path: Path, at_end: Callable[[], WriteTask] | None = None) -> WriterClient:
@@ -132,23 +97,20 @@ def connected(tmp_path: Path, at_end: Callable[[], WriteTask] | None = None) -> 
 
 def test_next_owner_has_a_writer_as_well(tmp_path: Path) -> None:
     """The one before it was killed, and its socket is still there."""
-    killed, agent = owner(tmp_path)
-    agent.send(json.dumps({"do": "writer", "argv": WRITER, "env": {}}).encode())
-    connected(tmp_path).close()
-    killed.kill()
-    killed.communicate()
-    agent.close()
-    process, agent = owner(tmp_path)
-    agent.send(json.dumps({"do": "writer", "argv": WRITER, "env": {}}).encode())
-    connected(tmp_path).close()
-    agent.close()
-    assert process.communicate(timeout=20)[1] == ""
+    for is_killed in (True, False):
+        owner = OwnerProcess(tmp_path)
+        owner.send(HOLD)
+        connected(tmp_path).close()
+        if is_killed:
+            owner.process.kill()
+            owner.wait()
+    assert owner.end() == (0, "")
 
 
 @pytest.mark.parametrize("dies", ["before", "meanwhile"])
 def test_state_in_memory_is_written_at_the_end_though_its_writer_dies(tmp_path: Path, dies: str) -> None:
-    process, agent = owner(tmp_path)
-    agent.send(json.dumps({"do": "writer", "argv": WRITER, "env": {}}).encode())
+    owner = OwnerProcess(tmp_path)
+    owner.send(HOLD)
     # Of two nodes: a writer waits a second for the other one.
     task = WriteTask(str(tmp_path / "checkpoints"), 3, "at the end", "", "", 0, 0.0, nodes=2)
     rank = connected(tmp_path, lambda: task)
@@ -159,53 +121,48 @@ def test_state_in_memory_is_written_at_the_end_though_its_writer_dies(tmp_path: 
     rank.copied(draft, number, 0)
     assert rank.find() is not None
     rank.close()
-    (writer,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    pid = owner.process.pid
+    (writer,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     if dies == "meanwhile":
-        agent.send(b'{"do": "flush"}')
+        owner.send(Flush())
         wait_for((tmp_path / "checkpoints" / "r1-s5").exists, "the checkpoint")
     os.kill(int(writer), signal.SIGKILL)
     if dies == "before":
         wait_for(lambda: not Path(f"/proc/{writer}").exists(), "the end of the writer")
-        agent.send(b'{"do": "flush"}')
-    path = str(tmp_path / "checkpoints" / "r1-s5")
+        owner.send(Flush())
     for _ in range(2 if dies == "meanwhile" else 1):
-        assert json.loads(agent.recv(1 << 16)) == {"kind": "flushing", "bytes": 4096}
-    assert json.loads(agent.recv(1 << 16)) == {"kind": "flushed", "step": 5, "path": path, "why": ""}
-    agent.close()
-    assert process.communicate(timeout=20)[1] == ""
+        assert owner.receive() == Flushing(4096)
+    assert owner.receive() == Flushed(5, str(tmp_path / "checkpoints" / "r1-s5"))
+    assert owner.end() == (0, "")
 
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_rank_that_gets_no_processor_at_a_fault_has_the_time_that_would_be_lost(tmp_path: Path, answers: bool) -> None:
     """It answers after 0.6 s, long after the time that a copy takes, or never."""
-    process, agent = owner(tmp_path)
-    agent.send(json.dumps({"do": "writer", "argv": WRITER, "env": {}}).encode())
+    owner = OwnerProcess(tmp_path)
+    owner.send(HOLD)
     connected(tmp_path).close()
-    worker = {"argv": ["sleep", "600"], "env": {}, "stdout": None, "stderr": None}
-    group = {"group": 1, "store": None, "keep": False, "cwd": "/", "env": {"PATH": "/usr/bin:/bin"}}
-    agent.send(json.dumps({"do": "exec", **group, "host": "127.0.0.1", "port": 0, "workers": [worker]}).encode())
-    assert json.loads(agent.recv(1 << 16))["kind"] == "started"
+    owner.send(execute(1, ["sleep", "600"]))
+    owner.until(Started)
     begun = time.monotonic()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank:
-        rank.connect(str(tmp_path / "run" / "writer"))
-        rank.send(json.dumps({"do": "donor", "round": 1, "version": PROTOCOL}).encode())
+    with channel.connect(str(owner.runtime / "writer")) as rank:
+        channel.send(rank, {"do": "donor", "round": 1, "version": PROTOCOL})
         time.sleep(1.2)  # it trains
-        agent.send(json.dumps({"do": "signal", "group": 1, "signal": signal.SIGKILL, "save": 1}).encode())
+        owner.send(Signal(1, signal.SIGKILL, save=1))
         asked = time.monotonic()
-        assert json.loads(rank.recv(4096)) == {"save": 1, "ends": True}
+        assert channel.receive(rank) == {"save": 1, "ends": True}
         if answers:
             time.sleep(0.6)
-            rank.send(json.dumps({"do": "donated"}).encode())
-        said = json.loads(agent.recv(1 << 16))
+            channel.send(rank, {"do": "donated"})
+        report = owner.receive()
     waited_s = time.monotonic() - asked
     if answers:
-        assert said["kind"] == "exited", said
+        assert isinstance(report, Exited), report
         assert waited_s >= 0.6
     else:
-        assert (said["kind"], said["ranks"]) == ("unsaved", 1)
-        assert asked - begun - 0.1 <= said["seconds"] <= waited_s + 0.1
-    agent.close()
-    assert process.communicate(timeout=20)[1] == ""
+        assert isinstance(report, messages.Unsaved) and report.ranks == 1
+        assert asked - begun - 0.1 <= report.seconds <= waited_s + 0.1
+    assert owner.end() == (0, "")
 
 
 def test_writer_that_cannot_be_forked_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,8 +172,4 @@ def test_writer_that_cannot_be_forked_ends_no_job(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(writer_process, "spawn", spawn)
     process = writer_process.WriterProcess(["writer"], {}, str(tmp_path))
     assert "Resource temporarily unavailable" in process.start()
-    assert process.request_flush() is None and process.request_save(1, True) is None
-
-
-def until_unread(channel: socket.socket) -> None:
-    assert channel.recv(1, socket.MSG_PEEK)
+    assert process.request_flush() is None and process.request_save(1, signal.SIGKILL, 0.0) is None

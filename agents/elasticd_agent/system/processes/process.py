@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, TypedDict
 
 PR_SET_PDEATHSIG = 1
 _ERRORS = {signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGSYS}
@@ -143,7 +143,12 @@ def parent_of(pid: int) -> int:
     return int(fields[1]) if len(fields) > 1 else 0
 
 
-def kernel_state(pid: int) -> dict[str, str]:
+class KernelState(TypedDict):
+    state: str
+    wchan: str
+
+
+def kernel_state(pid: int) -> KernelState:
     """`state` and `wchan` of a process that survives SIGKILL, "" where unknown.
 
     Its own memory is not read: reading its command line could wait for the very lock that it holds.

@@ -6,9 +6,8 @@
                              │                         │ fork
                              └── adopts, reaps <── workers and the round's store
 
-`owner.py` runs with the agent's interpreter and, of our packages, imports only `owned_group.py`, `sockets.py` and
-`system/processes/process.py`. `template.py` runs inside the job's own interpreter, maybe another one. When the round's
-store cannot be forked, `system/network/tcp_store.py` serves it. Only the group on rank 0's node has a store. On the
-agent's side `owner_client.py` talks to the owner, and `requests.py` composes the requests and chooses the template's
-imports.
+`owner.py` runs with the agent's interpreter, without site-packages. `template.py` runs inside the job's own
+interpreter, maybe another one. When the round's store cannot be forked, `system/network/tcp_store.py` serves it. Only
+the group on rank 0's node has a store. On the agent's side `owner_client.py` talks to the owner in the words of
+`messages.py`, and `requests.py` composes the requests and chooses the template's imports.
 """

@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterable
-from typing import Any
 
+from elasticd import channel
 from elasticd_agent.system.processes.process import CLEANER_GRACE_S, kernel_state, session_of
+from elasticd_agent.workers.launcher.messages import STORE_RANK, UnkillableProcess
+from elasticd_agent.workers.launcher.writer_process import SaveAtFault
 
-STORE_RANK = -1
-"""The local rank of the round's store process."""
 KILL_DEADLINE_S = 5.0
 """A worker that unpins and unmaps hundreds of GB takes a second or two to die. One that waits for a dead NFS server or
 a broken driver (state D) may never end, and the others need not wait for it."""
@@ -46,19 +45,15 @@ class OwnedGroup:
         self.ranks: dict[int, int] = {}
         """The same, with the members that have ended."""
         self.running = False
-        self.held: dict[int, bytes] = {}
+        self.held: dict[int, channel.Message] = {}
         """The releases that workers of a running group still wait for, by local rank."""
         self.keeps_store = False
         """After a success the store stays until it is killed: other nodes' workers may need it."""
         self.ended = False
         """Except for the store that it keeps."""
         self.failed = False
-        self.saving: socket.socket | None = None
-        """The answer to come before its workers get the signal `after_save`: they have saved their state."""
-        self.after_save: int = signal.SIGKILL
-        self.saving_since = self.save_until = self.running_since = 0.0
-        self.unsaved = 0
-        """Workers that have not answered yet."""
+        self.saving: SaveAtFault | None = None
+        self.running_since = 0.0
         self.killed_at: float | None = None
         self.kill_deadline_s = KILL_DEADLINE_S
         self.last_exit_at = 0.0
@@ -104,9 +99,8 @@ class OwnedGroup:
         """What a shell's program may take is the agent's to say: SIGKILL follows at the deadline of the stop."""
         return math.inf if self.runs_programs else LEFTOVER_GRACE_S
 
-    def describe_unkillable(self, pids: Iterable[int]) -> list[dict[str, Any]]:
-        """For each pid its worker's local rank (a leftover's by its session), and where it hangs in the kernel."""
-        return [{"pid": pid, "local_rank": self._rank_of(pid), **kernel_state(pid)} for pid in pids]
+    def describe_unkillable(self, pids: Iterable[int]) -> list[UnkillableProcess]:
+        return [UnkillableProcess(pid=pid, local_rank=self._rank_of(pid), **kernel_state(pid)) for pid in pids]
 
     def _rank_of(self, pid: int) -> int | None:
         return self.ranks.get(pid, self.ranks.get(session_of(pid)))

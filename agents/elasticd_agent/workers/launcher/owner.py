@@ -35,18 +35,15 @@ The owner decides nothing about the job: what the death of a rank means is the a
 SIGKILL are waited for until a deadline and then reported with `ended`; `reaped` follows when one of them ends after
 all.
 
-It runs as `python -I -S owner.py FD RUNTIME_DIR [KEPT_FD ...]`, in one thread, with the standard library and a few
-modules of ours that need no more. Each KEPT_FD stays open as long as there is a process to end: a lock on it shows
-that.
-
-Messages are one JSON object a packet. Requests of the agent ("do"): writer, template, park, release, release_held,
-exec, signal, flush, end_template. Reports to the agent ("kind"): template_ready, template_ended, template_unfit,
-preloading, parked, refused, store_ready, started, released, exited, ended, reaped, flushing, flushed, unsaved,
-without_writer."""
+It runs as `python -I -S owner.py FD RUNTIME_DIR PATHS [KEPT_FD ...]`, in one thread, with the standard library and a
+few modules of ours that need no more; PATHS are where our packages are. Each KEPT_FD stays open as long as there is a
+process to end: a lock on it shows that. `messages.py` has the requests that it takes, and its reports.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -59,8 +56,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 if __name__ == "__main__":  # run as a file, isolated: our own packages come after the standard library
-    sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
+    sys.path += sys.argv[3].split(os.pathsep)
 
+from elasticd import channel
 from elasticd_agent.system.processes.process import (
     CLEANER_GRACE_S,
     IGNORED_SIGNALS,
@@ -76,16 +74,16 @@ from elasticd_agent.system.processes.process import (
     spawn,
     take_signals,
 )
-from elasticd_agent.workers.launcher.owned_group import LEFTOVER_GRACE_S, STORE_RANK, OwnedGroup
-from elasticd_agent.workers.launcher.sockets import PACKET, encode, listen, pair
+from elasticd_agent.workers.launcher import messages
+from elasticd_agent.workers.launcher.messages import STORE_RANK
+from elasticd_agent.workers.launcher.owned_group import LEFTOVER_GRACE_S, OwnedGroup
 from elasticd_agent.workers.launcher.writer_process import WriterProcess
 
 PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 36, 15
-Message = dict[str, Any]
 
 
 class Owner:
-    """One loop over the agent's socket, the template's socket and SIGCHLD."""
+    """One loop over its sockets and SIGCHLD."""
 
     def __init__(self, agent: socket.socket, runtime_dir: str) -> None:
         self.agent = agent
@@ -94,25 +92,46 @@ class Owner:
         self.template: socket.socket | None = None
         self.template_pid = 0
         self.writer: WriterProcess | None = None
-        self.flushing: socket.socket | None = None
-        """Where the writer says that everything is on the disk."""
         self.flushed_again = False
         self.early_exits: dict[int, tuple[int, float]] = {}
         """Exits of children that the template has not reported yet: pid -> status, time."""
         self.unkillable: set[int] = set()
         """Processes that survive SIGKILL and whose groups have ended."""
         self.running = True
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            messages.HoldStates: self.hold_states,
+            messages.StartTemplate: self.start_template,
+            messages.EndTemplate: self.end_template,
+            messages.Park: self.park,
+            messages.Release: self.release,
+            messages.ReleaseHeld: self.release_held,
+            messages.Execute: self.execute,
+            messages.Signal: self.signal,
+            messages.Flush: self.flush,
+        }
+        self.poll = select.poll()
+        self.watched: dict[int, Callable[[], object]] = {}
+        """By descriptor what to call when it is readable."""
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        self.wakeup = read
-        self.poll = select.poll()
-        for fd in (self.agent.fileno(), read):
-            self.poll.register(fd, select.POLLIN)
+        self.watch(read, lambda: os.read(read, 4096))
+        self.watch(agent.fileno(), self.receive_from_agent)
 
-    def send(self, kind: str, **fields: Any) -> None:
+    def watch(self, fd: int, call: Callable[[], object]) -> None:
+        self.watched[fd] = call
+        self.poll.register(fd, select.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        self.poll.unregister(fd)
+        del self.watched[fd]
+
+    def report(self, report: messages.Report) -> None:
+        self.send(messages.to_message(report))
+
+    def send(self, message: channel.Message) -> None:
         try:
-            self.agent.send(encode({"kind": kind, **fields}))
+            channel.send(self.agent, message)
         except OSError:
             self.running = False  # the agent has died; the loop ends everything
 
@@ -125,270 +144,235 @@ class Owner:
     def serve(self) -> None:
         while self.running:
             waiting = any(group.is_ending() or group.saving for group in self.groups.values())
-            saving = {group.saving.fileno(): group for group in self.groups.values() if group.saving is not None}
             for fd, _ in self.poll.poll(50 if waiting else None):
-                if fd == self.wakeup:
-                    os.read(fd, 4096)
-                elif fd == self.agent.fileno():
-                    self.receive_from_agent()
-                elif self.template is not None and fd == self.template.fileno():
-                    self.receive_from_template()
-                elif fd in saving:
-                    self.receive_from_donors(saving[fd])
-                elif self.flushing is not None and fd == self.flushing.fileno():
-                    self.flushed()
-                elif self.writer is not None:
-                    self.poll.unregister(fd)  # the writer itself listens until it ends
-                    if why := self.writer.start():
-                        self.send("without_writer", why=why)
+                if fd in self.watched:  # not closed by what this turn has read before
+                    self.watched[fd]()
             self.reap()
             for group in list(self.groups.values()):
                 self.finish(group)
 
     def receive_from_agent(self) -> None:
-        try:
-            packet = self.agent.recv(PACKET)
-        except OSError:  # a reset instead of end of file: the agent died before it had read all reports
-            packet = b""
-        if not packet:
+        message = channel.receive(self.agent)
+        if message is None:
             self.running = False
             return
-        message = json.loads(packet)
-        verb: Callable[[Message], None] | None = getattr(self, f"do_{message['do']}", None)
         try:
-            if verb is None:  # an agent that is one minor version newer may send requests unknown here
+            request = messages.request_of(message)
+            if request is None:  # an agent that is one minor version newer may send requests unknown here
                 raise OSError("this launcher is older and cannot do that")
-            verb(message)
+            self.handlers[type(request)](request)
         except OSError as error:
-            group = self.groups.get(message.get("group"))
+            group = self.groups.get(message.get("group", 0))
             if group is not None and not group.running:
                 self.drop(group)
-            self.send("refused", group=message.get("group"), why=f"{message['do']}: {error}")
+            self.report(messages.Refused(f"{message['type']}: {error}", message.get("group")))
 
-    def do_writer(self, message: Message) -> None:
-        """Hold memory for saved states, and start the writer when a rank connects to its socket: {argv, env}."""
+    # --- the writer ---------------------------------------------------------------------------------------------
+
+    def hold_states(self, request: messages.HoldStates) -> None:
         try:
-            self.writer = WriterProcess(message["argv"], message["env"], self.runtime_dir)
+            self.writer = WriterProcess(request.argv, request.env, self.runtime_dir)
         except OSError as error:
-            self.send("without_writer", why=str(error))
+            self.report(messages.WithoutWriter(str(error)))
             return
-        self.poll.register(self.writer.listener.fileno(), select.POLLIN)
+        self.await_first_rank(self.writer)
 
-    def do_flush(self, message: Message) -> None:
-        """No round follows: have the writer write what it holds.
+    def await_first_rank(self, writer: WriterProcess) -> None:
+        self.watch(writer.listener.fileno(), lambda: self.start_writer(writer))
 
-        `flushing` follows, with the bytes of the largest state, and `flushed`, with what became of it; or only the
-        latter, if there is nothing.
-        """
-        self.flushing = self.writer.request_flush() if self.writer is not None else None
-        if self.writer is None or self.flushing is None:
-            self.send("flushed")
+    def start_writer(self, writer: WriterProcess) -> None:
+        self.unwatch(writer.listener.fileno())  # the writer itself listens until it ends
+        if why := writer.start():
+            self.report(messages.WithoutWriter(why))
+
+    def writer_ended(self, writer: WriterProcess, status: int) -> None:
+        if why := writer.ended(status):
+            self.report(messages.WithoutWriter(why))
         else:
-            self.send("flushing", bytes=self.writer.held_bytes())
-            self.poll.register(self.flushing.fileno(), select.POLLIN)
+            self.await_first_rank(writer)
 
-    def flushed(self) -> None:
-        assert self.flushing is not None
-        answer = receive(self.flushing)
-        self.poll.unregister(self.flushing.fileno())
-        self.flushing.close()
-        self.flushing = None
+    def flush(self, request: messages.Flush) -> None:
+        writer = self.writer
+        connection = None if writer is None else writer.request_flush()
+        if writer is None or connection is None:
+            self.report(messages.Flushed())
+            return
+        self.report(messages.Flushing(writer.held_bytes()))
+        self.watch(connection.fileno(), lambda: self.flushed(connection, request))
+
+    def flushed(self, connection: socket.socket, request: messages.Flush) -> None:
+        answer = channel.receive(connection)
+        self.unwatch(connection.fileno())
+        connection.close()
         if not answer and not self.flushed_again:  # it has died, and another one finds the same states
             self.flushed_again = True
-            self.do_flush({})
+            self.flush(request)
         else:
-            self.send("flushed", **answer)
+            self.report(channel.record(messages.Flushed, answer or {}))
 
     # --- the template -------------------------------------------------------------------------------------------
 
-    def do_template(self, message: Message) -> None:
-        """Start the template: {argv, env, cwd, launch}; `launch` reaches the start-up hook through the environment."""
-        ours, theirs = pair()
-        launch = {**message["launch"], "fd": theirs.fileno(), "owner": os.getpid(), "signals": IGNORED_SIGNALS}
-        env = {**message["env"], "ELASTICD_LAUNCH": json.dumps(launch)}
+    def start_template(self, request: messages.StartTemplate) -> None:
+        ours, theirs = channel.pair()
+        launch = {**request.launch, "fd": theirs.fileno(), "owner": os.getpid(), "signals": IGNORED_SIGNALS}
+        env = {**request.env, "ELASTICD_LAUNCH": json.dumps(launch)}
         os.set_inheritable(theirs.fileno(), True)
-        self.template_pid = spawn(message["argv"], env, message["cwd"], None, None)
+        self.template_pid = spawn(request.argv, env, request.cwd, None, None)
         theirs.close()
         self.template = ours
-        self.poll.register(ours.fileno(), select.POLLIN)
+        self.watch(ours.fileno(), lambda: self.receive_from_template(ours))
 
-    def do_end_template(self, message: Message) -> None:
+    def end_template(self, request: messages.EndTemplate) -> None:
         if self.template_pid:
             signal_child(self.template_pid, signal.SIGKILL)
 
-    def receive_from_template(self) -> None:
-        assert self.template is not None
-        try:
-            packet = self.template.recv(PACKET)
-        except OSError:
-            packet = b""
-        if not packet:
+    def receive_from_template(self, template: socket.socket) -> None:
+        message = channel.receive(template)
+        if message is None:
             self.template_lost("closed its socket")
-            return
-        message = json.loads(packet)
-        kind = message.pop("kind")
-        if kind == "forked":
-            self.adopt(message)
-            return
-        if kind == "refused" and message["group"] in self.groups:
-            self.drop(self.groups[message["group"]])
-        self.send(kind, **message)
+        elif message["type"] == "Forked":
+            self.adopt(message["group"], message["pids"])
+        else:
+            if message["type"] == "Refused" and message["group"] in self.groups:
+                self.drop(self.groups[message["group"]])
+            self.send(message)
 
     def template_lost(self, why: str) -> None:
         if self.template is not None:
-            self.poll.unregister(self.template.fileno())
+            self.unwatch(self.template.fileno())
             self.template.close()
             self.template = None
         for group in list(self.groups.values()):
             if group.is_parked():
                 self.drop(group)
-                self.send("refused", group=group.name, why=f"the template ended: {why}")
+                self.report(messages.Refused(f"the template ended: {why}", group.name))
         if self.template_pid:
             signal_child(self.template_pid, signal.SIGKILL)
-            self.send("template_ended", why=why)
+            self.report(messages.TemplateEnded(why))
             self.template_pid = 0
 
     # --- groups -------------------------------------------------------------------------------------------------
 
-    def do_park(self, message: Message) -> None:
-        """Fork a group that waits for its release: {group, workers, store, host, port}.
-
-        With a `store` there is one more process, which serves at once if the port is 0, otherwise from the release on.
-        """
-        name, ranks = message["group"], [*[STORE_RANK] * message["store"], *range(message["workers"])]
+    def park(self, request: messages.Park) -> None:
         if self.template is None:
             raise OSError("there is no template")
         ours, theirs = {}, []
-        for rank in ranks:
-            ours[rank], end_for_child = pair()
+        for rank in [*[STORE_RANK] * request.store, *range(request.workers)]:
+            ours[rank], end_for_child = channel.pair()
             theirs.append(end_for_child)
-        group = OwnedGroup(name, ours)
-        if message["store"] and message["port"] == 0:
-            self.give_store_its_port(group, message["host"], 0)
-        self.groups[name] = group
-        request = encode({"fork": name, "store": message["store"]})
-        socket.send_fds(self.template, [request], [end_for_child.fileno() for end_for_child in theirs])
+        group = OwnedGroup(request.group, ours)
+        if request.store and request.port == 0:
+            self.give_store_its_port(group, request.host, 0)
+        self.groups[group.name] = group
+        fork = {"fork": group.name, "store": request.store}
+        channel.send(self.template, fork, *(end_for_child.fileno() for end_for_child in theirs))
         for end_for_child in theirs:
             end_for_child.close()
 
-    def adopt(self, message: Message) -> None:
-        group = self.groups.get(message["group"])
+    def adopt(self, name: int, pids: list[int]) -> None:
+        """The template has forked these processes, and its intermediate has ended: they are ours."""
+        group = self.groups.get(name)
         if group is None:  # it was dropped meanwhile
-            for pid in message["pids"]:
+            for pid in pids:
                 signal_child(pid, signal.SIGKILL)
             return
-        for rank, pid in zip(group.channels, message["pids"], strict=True):
-            group.alive[pid] = rank
-        self.send("parked", group=group.name, pids=message["pids"])
-        for pid in list(group.alive):
+        group.alive = dict(zip(pids, group.channels, strict=True))
+        self.report(messages.Parked(name, pids))
+        for pid in pids:
             status, at = self.early_exits.pop(pid, (0, 0.0))
             if at > group.since:  # otherwise an earlier process had that pid
                 self.member_exited(group, pid, status, at)
 
-    def do_release(self, message: Message) -> None:
-        """Release a parked group: {group, store, keep, host, port, workers: [{env, stdout, stderr}], held}; the surplus
-        ends.
-
-        Without a `store` the group uses one on another node, which is in its workers' `env` already. With `keep` the
-        store outlives a group that succeeds, until the group is sent SIGKILL. `held` are local ranks of workers that
-        wait for `release_held`.
-        """
-        group = self.groups.get(message["group"])
+    def release(self, request: messages.Release) -> None:
+        group = self.groups.get(request.group)
         if group is None or not group.alive:
             raise OSError("there is no such parked group")
-        if message["store"]:
+        if request.store:
             if group.port == 0:
-                self.give_store_its_port(group, message["host"], message["port"])
+                self.give_store_its_port(group, request.host, request.port)
             self.report_port(group)
         else:
             group.port = 0  # the surplus store ends below
-        pids = {rank: pid for pid, rank in group.alive.items()}
-        for rank, worker in enumerate(message["workers"]):
-            group.held[rank] = encode(self.with_port(group, worker))
-        for rank in [
-            rank for rank in pids if rank >= len(message["workers"]) or (rank == STORE_RANK and not group.port)
-        ]:
-            del group.alive[pids[rank]]
-            signal_child(pids.pop(rank), signal.SIGKILL)
-        for rank in [rank for rank in group.channels if rank not in pids]:
+        for rank, worker in enumerate(request.workers):
+            group.held[rank] = {**worker, "env": self.with_port(group, worker["env"])}
+        for pid, rank in list(group.alive.items()):
+            if rank >= len(request.workers) or (rank == STORE_RANK and not request.store):
+                del group.alive[pid]
+                signal_child(pid, signal.SIGKILL)
+        for rank in group.channels.keys() - group.alive.values():
             group.channels.pop(rank).close()
-        self.release_workers(group, group.held.keys() - set(message["held"]))
-        self.begin(group, pids, message["keep"])
+        self.release_workers(group, group.held.keys() - set(request.held))
+        self.begin(group, request.keep)
 
-    def do_release_held(self, message: Message) -> None:
-        """{group, ranks: [local rank]}"""
-        group = self.groups.get(message["group"])
+    def release_held(self, request: messages.ReleaseHeld) -> None:
+        group = self.groups.get(request.group)
         if group is not None:
-            self.release_workers(group, message["ranks"])
-            self.send("released", group=group.name, ranks=message["ranks"])
+            self.release_workers(group, request.ranks)
+            self.report(messages.Released(group.name, request.ranks))
 
     def release_workers(self, group: OwnedGroup, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            with group.channels.pop(rank) as channel, contextlib.suppress(OSError):
-                channel.send(group.held.pop(rank))  # if it died while parked, its exit is reported like any other
+            with group.channels.pop(rank) as worker, contextlib.suppress(OSError):
+                channel.send(worker, group.held.pop(rank))  # one that died while parked exits like any other
 
-    def do_exec(self, message: Message) -> None:
-        """Start a group cold: {group, store, keep, host, port, cwd, env, workers: [{argv, env, stdout, stderr}]}.
+    def execute(self, request: messages.Execute) -> None:
+        group = self.groups[request.group] = OwnedGroup(request.group, {})
+        if request.store is not None:
+            self.exec_store(group, request.store["argv"], request)
+        for rank, worker in enumerate(request.workers):
+            env = {**request.env, **self.with_port(group, worker["env"])}
+            group.alive[spawn(worker["argv"], env, request.cwd, worker["stdout"], worker["stderr"])] = rank
+        self.begin(group, request.keep)
 
-        A worker's `env` is added to the common one. `store` is {argv} or None; the other fields are as in `do_release`.
-        """
-        group = self.groups[message["group"]] = OwnedGroup(message["group"], {})
-        if message["store"] is not None:
-            self.exec_store(group, message)
-        for rank, worker in enumerate(message["workers"]):
-            env = {**message["env"], **self.with_port(group, worker)["env"]}
-            group.alive[spawn(worker["argv"], env, message["cwd"], worker["stdout"], worker["stderr"])] = rank
-        self.begin(group, {rank: pid for pid, rank in group.alive.items()}, message["keep"])
-
-    def begin(self, group: OwnedGroup, pids: dict[int, int], keeps_store: bool) -> None:
+    def begin(self, group: OwnedGroup, keeps_store: bool) -> None:
         group.running, group.keeps_store, group.ranks = True, keeps_store, dict(group.alive)
         group.running_since = time.monotonic()
-        workers = [pids[rank] for rank in sorted(pids) if rank != STORE_RANK]
-        self.send("started", group=group.name, pids=workers, store=pids.get(STORE_RANK, 0))
+        store, pids = 0, []
+        for pid, rank in sorted(group.alive.items(), key=lambda member: member[1]):
+            if rank == STORE_RANK:
+                store = pid
+            else:
+                pids.append(pid)
+        self.report(messages.Started(group.name, pids, store))
 
     # --- the round's store --------------------------------------------------------------------------------------
 
     def give_store_its_port(self, group: OwnedGroup, host: str, port: int) -> None:
         with listen(host, port) as listener:
             group.port = listener.getsockname()[1]
-            socket.send_fds(group.channels[STORE_RANK], [encode({"host": host})], [listener.fileno()])
+            channel.send(group.channels[STORE_RANK], {"host": host}, listener.fileno())
 
-    def exec_store(self, group: OwnedGroup, message: Message) -> None:
-        group.channels[STORE_RANK], theirs = pair()
-        with theirs, listen(message["host"], message["port"]) as listener:
+    def exec_store(self, group: OwnedGroup, argv: list[str], request: messages.Execute) -> None:
+        group.channels[STORE_RANK], theirs = channel.pair()
+        with theirs, listen(request.host, request.port) as listener:
             group.port = listener.getsockname()[1]
             for fd in (listener.fileno(), theirs.fileno()):
                 os.set_inheritable(fd, True)
-            argv = [*message["store"]["argv"], message["host"], str(listener.fileno()), str(theirs.fileno())]
-            group.alive[spawn(argv, message["env"], message["cwd"], None, None, IGNORED_SIGNALS)] = STORE_RANK
+            argv = [*argv, request.host, str(listener.fileno()), str(theirs.fileno())]
+            group.alive[spawn(argv, request.env, request.cwd, None, None, IGNORED_SIGNALS)] = STORE_RANK
         self.report_port(group)
 
     def report_port(self, group: OwnedGroup) -> None:
         """Before a worker runs: the socket accepts already, and other nodes' workers need the port as soon as ours."""
-        self.send("store_ready", group=group.name, port=group.port)
+        self.report(messages.StoreListens(group.name, group.port))
 
-    def with_port(self, group: OwnedGroup, worker: Message) -> Message:
-        """The worker with the port of the group's own store, if it has one."""
-        own = {"MASTER_PORT": str(group.port)} if group.port else {}
-        return {**worker, "env": {**worker["env"], **own}}
+    def with_port(self, group: OwnedGroup, env: dict[str, str]) -> dict[str, str]:
+        """The environment with the port of the group's own store, if it has one."""
+        return {**env, "MASTER_PORT": str(group.port)} if group.port else env
 
     # --- signals ------------------------------------------------------------------------------------------------
 
-    def do_signal(self, message: Message) -> None:
-        """{group, signal[, save]}: SIGKILL also reaches the store, and what the workers left behind.
-
-        With `save`, the number of the round, workers first save the state of their last step, until a deadline.
-        """
-        group = self.groups.get(message["group"])
+    def signal(self, request: messages.Signal) -> None:
+        group = self.groups.get(request.group)
         if group is None:
             return
-        if message["signal"] == signal.SIGKILL:
+        if request.signal == signal.SIGKILL:
             group.failed = True
             if not group.running or group.ended:
                 self.drop(group)
                 return
-        if "save" not in message or not self.request_save(group, message):
-            self.signal_members(group, message["signal"])
+        if request.save is None or not self.save_first(group, request.save, request.signal):
+            self.signal_members(group, request.signal)
 
     def signal_members(self, group: OwnedGroup, signum: int) -> None:
         if signum == signal.SIGKILL:
@@ -399,39 +383,29 @@ class Owner:
             for pid in group.workers():
                 signal_child(pid, signum)
 
-    def request_save(self, group: OwnedGroup, message: Message) -> bool:
+    def save_first(self, group: OwnedGroup, round: int, signum: int) -> bool:
+        """Have the group's workers save their state; the signal follows. False if none can save."""
         if group.saving is None and self.writer is not None and group.workers():
-            group.saving = self.writer.request_save(message["save"], message["signal"] == signal.SIGKILL)
+            group.saving = self.writer.request_save(round, signum, group.running_since)
             if group.saving is not None:
-                group.saving_since = time.monotonic()
-                lost_s = group.saving_since - group.running_since
-                group.save_until = group.saving_since + self.writer.longest_save_s(False, lost_s)
-                group.after_save = message["signal"]
-                self.poll.register(group.saving.fileno(), select.POLLIN)
-        if message["signal"] == signal.SIGKILL:
-            group.after_save = signal.SIGKILL
+                self.watch(group.saving.connection.fileno(), functools.partial(self.receive_from_donors, group))
+        if group.saving is not None and signum == signal.SIGKILL:
+            group.saving.signum = signum
         return group.saving is not None
 
     def receive_from_donors(self, group: OwnedGroup) -> None:
-        """They are done, or so many have begun: these get more time than ranks that cannot even begin."""
-        assert group.saving is not None and self.writer is not None
-        message = receive(group.saving)
-        if "busy" in message:
-            group.unsaved = message.get("left", 0)
-            lost_s = 0.0 if message.get("answered") else group.saving_since - group.running_since
-            group.save_until = group.saving_since + self.writer.longest_save_s(message["busy"] > 0, lost_s)
-        else:
-            self.saved(group)
+        if group.saving is not None and group.saving.is_over():
+            self.saved(group, group.saving.signum)
 
-    def saved(self, group: OwnedGroup) -> None:
+    def saved(self, group: OwnedGroup, signum: int) -> None:
         """The workers have saved their state, or had the time for it."""
         self.end_saving(group)
-        self.signal_members(group, group.after_save)
+        self.signal_members(group, signum)
 
     def end_saving(self, group: OwnedGroup) -> None:
         if group.saving is not None:
-            self.poll.unregister(group.saving.fileno())
-            group.saving.close()
+            self.unwatch(group.saving.connection.fileno())
+            group.saving.connection.close()
             group.saving = None
 
     def kill_members(self, group: OwnedGroup) -> None:
@@ -443,8 +417,8 @@ class Owner:
 
     def drop(self, group: OwnedGroup) -> None:
         self.end_saving(group)
-        for channel in group.channels.values():
-            channel.close()
+        for end in group.channels.values():
+            end.close()
         for pid in group.alive:
             signal_child(pid, signal.SIGKILL)
         self.groups.pop(group.name, None)
@@ -466,16 +440,13 @@ class Owner:
                 self.member_exited(group, dead, status, now)
             elif dead in self.unkillable:
                 self.unkillable.discard(dead)
-                self.send("reaped", pid=dead)
+                self.report(messages.Reaped(dead))
             elif self.writer is not None and dead == self.writer.pid:
-                if why := self.writer.ended(status):
-                    self.send("without_writer", why=why)
-                else:
-                    self.poll.register(self.writer.listener.fileno(), select.POLLIN)
+                self.writer_ended(self.writer, status)
             elif dead == self.template_pid:
                 self.template_pid = 0
                 why = describe_status(status)
-                self.send("template_ended", why=why)
+                self.report(messages.TemplateEnded(why))
                 self.template_lost(why)
             else:
                 self.early_exits[dead] = (status, now)
@@ -487,11 +458,11 @@ class Owner:
         group.last_exit_at = at
         if not group.running:
             self.drop(group)
-            self.send("refused", group=group.name, why=f"a parked process {describe_status(status)}")
+            self.report(messages.Refused(f"a parked process {describe_status(status)}", group.name))
             return
         if group.ended:  # this was the store that it kept
             self.drop(group)
-        self.send("exited", group=group.name, local_rank=rank, pid=pid, status=status, at=at)
+        self.report(messages.Exited(group.name, rank, pid, status, at))
         if group.stopped and not group.failed:
             self.end_by_signal(group, [left for left in self.leftovers() if session_of(left) == pid])
 
@@ -501,10 +472,9 @@ class Owner:
         Processes that survive SIGKILL are waited for until a deadline, then reported, and reaped whenever they end.
         """
         now = time.monotonic()
-        if group.saving is not None and now >= group.save_until:
-            waited_s = now - group.saving_since
-            self.send("unsaved", group=group.name, ranks=group.unsaved or len(group.workers()), seconds=waited_s)
-            self.saved(group)
+        if (saving := group.saving) is not None and now >= saving.until:
+            self.report(messages.Unsaved(group.name, saving.unsaved or len(group.workers()), now - saving.since))
+            self.saved(group, saving.signum)
         if not group.is_ending():
             return
         keeps_store = group.store_outlives()
@@ -535,7 +505,7 @@ class Owner:
                     signal_child(pid, signal.SIGKILL)
 
     def end_by_signal(self, group: OwnedGroup, leftovers: list[int]) -> None:
-        """Once each."""
+        """Send SIGTERM to those that did not get it yet."""
         for pid in set(leftovers) - group.asked:
             signal_child(pid, signal.SIGTERM)
         group.asked.update(leftovers)
@@ -548,7 +518,7 @@ class Owner:
         if not keeps_store:
             group.alive.clear()
             self.drop(group)
-        self.send("ended", group=group.name, unkillable=unkillable)
+        self.report(messages.Ended(group.name, unkillable))
 
     def leftovers(self) -> list[int]:
         """Our children that are neither the template nor in a group: orphans of ended workers."""
@@ -572,13 +542,11 @@ class Owner:
             shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
 
-def receive(connection: socket.socket) -> Message:
-    """An answer of the writer, {} if it has ended."""
-    try:
-        answer: Message = json.loads(connection.recv(PACKET) or b"{}")
-    except OSError:
-        return {}
-    return answer
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for a round's store; clients wait in its backlog. "::" is every address, IPv4 too."""
+    is_ipv6 = ":" in host
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=4096, dualstack_ipv6=is_ipv6)
 
 
 def main() -> None:
@@ -587,8 +555,8 @@ def main() -> None:
     prctl(PR_SET_NAME, b"elasticd-owner")
     take_signals(IGNORED_SIGNALS, ignore_signal)  # only the agent's end of file ends this process
     agent = socket.socket(fileno=fd)
-    agent.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
-    for ours in (fd, *map(int, sys.argv[3:])):
+    channel.allow_large(agent)
+    for ours in (fd, *map(int, sys.argv[4:])):
         os.set_inheritable(ours, False)
     Owner(agent, runtime_dir).run()
 

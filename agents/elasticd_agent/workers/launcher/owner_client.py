@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import logging
+import os
 import select
 import socket
 import subprocess
@@ -14,14 +14,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from elasticd import channel
 from elasticd.errors import UsageError
-from elasticd_agent.system.installation import program
+from elasticd_agent.system.installation import import_path, program
 from elasticd_agent.system.processes import procfs
 from elasticd_agent.system.processes.helper_process import end_process
 from elasticd_agent.system.processes.process import end_children
-from elasticd_agent.workers.launcher.sockets import PACKET, encode, pair
+from elasticd_agent.workers.launcher import messages
 
 PR_SET_CHILD_SUBREAPER = 36
 LOOK_S, STOPPED_LOOKS = 1.0, 5
@@ -35,9 +35,9 @@ _log = logging.getLogger("elasticd.launcher")
 
 @dataclass(frozen=True, slots=True)
 class OwnerMessage:
-    """A report of the owner; owner.py lists them."""
+    """A report of the owner, in the agent's inbox."""
 
-    message: dict[str, Any]
+    report: messages.Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,10 @@ class OwnerClient:
         """`keep`: file descriptors that the owner keeps open, too, for as long as it has a process to end."""
         # If the owner is killed, its descendants become our children, and are ended by us.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._socket, theirs = pair()
+        self._socket, theirs = channel.pair()
         with theirs:
-            owner = [sys.executable, "-I", "-S", program("owner"), str(theirs.fileno()), str(runtime_dir)]
+            paths = os.pathsep.join(import_path())
+            owner = [sys.executable, "-I", "-S", program("owner"), str(theirs.fileno()), str(runtime_dir), paths]
             self._process = subprocess.Popen(
                 [*owner, *map(str, keep)], pass_fds=[theirs.fileno(), *keep], start_new_session=True
             )
@@ -70,21 +71,18 @@ class OwnerClient:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, **message: Any) -> None:
+    def send(self, request: messages.Request) -> None:
         """Send one request. An owner that has died shows as OwnerLost, not here.
 
         Raises UsageError for a request that is too large.
         """
-        packet = encode(message)
         try:
-            if len(packet) > PACKET:
-                raise OSError(errno.EMSGSIZE, f"{PACKET} bytes are the most")
-            self._socket.send(packet)
+            channel.send(self._socket, messages.to_message(request))
         except OSError as error:
-            if error.errno == errno.EMSGSIZE:  # where net.core.wmem_max is small, that is sooner
+            if error.errno == errno.EMSGSIZE:  # where net.core.wmem_max is small, a smaller one is too large
                 raise UsageError(
-                    f"the environment and the arguments take {len(packet)} bytes, more than a message to the launcher "
-                    "can carry; make them smaller"
+                    "the environment and the arguments take more bytes than a message to the launcher can carry "
+                    f"({error.strerror}); make them smaller"
                 ) from None
 
     def _end_if_stopped(self) -> None:
@@ -106,18 +104,16 @@ class OwnerClient:
     def _read(self) -> None:
         while True:
             self._end_if_stopped()
-            try:
-                packet = self._socket.recv(PACKET)
-            except OSError:
-                packet = b""
-            if not packet:
+            message = channel.receive(self._socket)
+            if message is None:
                 break
-            message = json.loads(packet)
-            if message["kind"] == "ended":
-                self._unkillable.update(process["pid"] for process in message["unkillable"])
-            elif message["kind"] == "reaped":
-                self._unkillable.discard(message["pid"])
-            self._post(OwnerMessage(message))
+            report = messages.report_of(message)
+            if isinstance(report, messages.Ended):
+                self._unkillable.update(process["pid"] for process in report.unkillable)
+            elif isinstance(report, messages.Reaped):
+                self._unkillable.discard(report.pid)
+            if report is not None:
+                self._post(OwnerMessage(report))
         if not self._closing:
             self._post(OwnerLost())
 

@@ -18,6 +18,13 @@ from typing import Any
 
 from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.system.installation import library_file, program
+from elasticd_agent.workers.launcher.messages import (
+    ColdWorkerFields,
+    Execute,
+    HoldStates,
+    StartTemplate,
+    WorkerFields,
+)
 
 ALWAYS = ("numpy", "torch", "torch._dynamo", "torch.profiler._cupti_monitor")
 """numpy, which torch imports where it is installed, torch, and the lazy imports of the first DistributedDataParallel()
@@ -180,6 +187,7 @@ def script_of(module: bool, entrypoint: str, cwd: Path) -> Path | None:
 
 LAUNCHER_FILES = ("template", "tcp_store", "hidden_modules", "debug_hooks", "console_streams")
 LIBRARY = (
+    "elasticd.channel",
     "elasticd.errors",
     "elasticd.heartbeat.exit_report",
     "elasticd.heartbeat.record",
@@ -201,6 +209,9 @@ class WorkerSpec:
     stderr: str | None
     heartbeat: str
 
+    def fields(self) -> WorkerFields:
+        return {"env": self.env, "stdout": self.stdout, "stderr": self.stderr}
+
 
 class LaunchRequests:
     """Composes one job's requests."""
@@ -210,12 +221,8 @@ class LaunchRequests:
         self._preload = preload
         self._base_env = {**base_env, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals)}
 
-    def writer(self) -> dict[str, Any]:
-        """The fields of "writer"."""
-        return {
-            "argv": [sys.executable, "-I", library_file("elasticd.checkpointing.memory.writer")],
-            "env": self._base_env,
-        }
+    def writer(self) -> HoldStates:
+        return HoldStates([sys.executable, "-I", library_file("elasticd.checkpointing.memory.writer")], self._base_env)
 
     def leave_out(self, left_out: Collection[str]) -> None:
         """Preload all but these from now on."""
@@ -225,8 +232,7 @@ class LaunchRequests:
         )
         self._preload = replace(self._preload, modules=modules, required=required)
 
-    def template(self) -> dict[str, Any]:
-        """The fields of "template"."""
+    def template(self) -> StartTemplate:
         spec = self._spec
         module = spec.mode is Mode.MODULE
         launch = self._launch_config(
@@ -236,22 +242,20 @@ class LaunchRequests:
             script_dir=str(spec.cwd if module else (spec.cwd / spec.entrypoint).resolve().parent),
         )
         env = {**self._base_env, "PYTHONPATH": self._hooked_path()}
-        return {"argv": self._argv(0), "env": env, "cwd": str(spec.cwd), "launch": launch}
+        return StartTemplate(self._argv(0), env, str(spec.cwd), launch)
 
-    def cold(self, workers: tuple[WorkerSpec, ...], *, with_store: bool) -> dict[str, Any]:
-        """The fields of "exec", without the group and its store's address."""
+    def cold(
+        self, group: int, workers: tuple[WorkerSpec, ...], host: str, port: int, *, store: bool, keep: bool
+    ) -> Execute:
         spec, hook = self._spec, {}
         if spec.mode is not Mode.EXEC:
             hook = {"PYTHONPATH": self._hooked_path(), "ELASTICD_LAUNCH": json.dumps(self._launch_config(mode="cold"))}
-        return {
-            "cwd": str(spec.cwd),
-            "env": self._base_env,
-            "store": {"argv": [spec.python, "-u", program("tcp_store")]} if with_store else None,
-            "workers": [
-                {"argv": self._argv(rank), "env": {**hook, **w.env}, "stdout": w.stdout, "stderr": w.stderr}
-                for rank, w in enumerate(workers)
-            ],
-        }
+        store_program = {"argv": [spec.python, "-u", program("tcp_store")]} if store else None
+        started: list[ColdWorkerFields] = [
+            {**worker.fields(), "argv": self._argv(rank), "env": {**hook, **worker.env}}
+            for rank, worker in enumerate(workers)
+        ]
+        return Execute(group, store_program, keep, host, port, str(spec.cwd), self._base_env, started)
 
     def _argv(self, local_rank: int) -> list[str]:
         spec = self._spec

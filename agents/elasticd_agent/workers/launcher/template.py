@@ -38,7 +38,6 @@ import gc
 import importlib
 import importlib.abc
 import importlib.util
-import json
 import os
 import re
 import signal
@@ -50,7 +49,6 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-PACKET = 1 << 20
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_GET_NAME = 1, 15, 16
 ADOPTION_DEADLINE_S = 10.0
 THREAD_END_S = 0.5
@@ -110,7 +108,8 @@ class Template:
         self.config = config
         self.library = library
         self.control = socket.socket(fileno=config["fd"])
-        self.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
+        self.channel = library["elasticd.channel"]
+        self.channel.allow_large(self.control)
         self.libc = ctypes.CDLL(None, use_errno=True)
         self.comm = ctypes.create_string_buffer(16)
         self.libc.prctl(PR_GET_NAME, self.comm, 0, 0, 0)
@@ -146,32 +145,28 @@ class Template:
         try:
             left_out = self.preload()
         except BaseException as error:  # noqa: BLE001 an import may raise anything; the cold start shows it
-            self.send("template_ready", cold=f"preloading failed: {type(error).__name__}: {error}", seconds=0.0)
+            self.send("TemplateReady", cold=f"preloading failed: {type(error).__name__}: {error}", seconds=0.0)
             os._exit(0)
         cold = self.unfit() or self.bad_fork()
         if cold is not None and not left_out:
             left_out = dict.fromkeys(self.config["required"], cold)
         if left_out:
-            self.send("template_unfit", leave_out=left_out)
+            self.send("TemplateUnfit", leave_out=left_out)
             os._exit(0)
         gc.collect()
         gc.freeze()  # garbage collection in the workers then leaves the shared pages untouched
-        self.send("template_ready", cold=cold or self.shadowed(), seconds=time.monotonic() - started)
+        self.send("TemplateReady", cold=cold or self.shadowed(), seconds=time.monotonic() - started)
         while True:
-            try:
-                packet, fds, _, _ = socket.recv_fds(self.control, PACKET, 253)
-            except OSError:
-                packet, fds = b"", []
-            if not packet:
+            request, fds = self.channel.receive_with_descriptors(self.control)
+            if request is None:
                 os._exit(0)
-            request = json.loads(packet)
             released = self.fork(request, [socket.socket(fileno=fd) for fd in fds])
             if released is not None:
                 return released
 
     def send(self, kind: str, **fields: Any) -> None:
         try:
-            self.control.send(json.dumps({"kind": kind, **fields}).encode())
+            self.channel.send(self.control, {"type": kind, **fields})
         except OSError:
             os._exit(0)  # the owner was killed; after an exception the script would run here
 
@@ -184,7 +179,7 @@ class Template:
         left_out: dict[str, str] = {}
         with self.fit_to_fork():
             for name in self.config["preload"]:
-                self.send("preloading", module=name)
+                self.send("Preloading", module=name)
                 before = self.unfit()
                 try:
                     with self.hidden.loading(name):
@@ -283,22 +278,22 @@ class Template:
         worker."""
         unfit = self.unfit()
         if unfit is not None:
-            self.send("refused", group=request["fork"], why=unfit)
+            self.send("Refused", group=request["fork"], why=unfit)
             if self.config["required"]:  # one of them has started a thread since
-                self.send("template_unfit", leave_out=dict.fromkeys(self.config["required"], unfit))
+                self.send("TemplateUnfit", leave_out=dict.fromkeys(self.config["required"], unfit))
                 os._exit(0)
             return None
         try:
             intermediate = os.fork()
         except OSError as error:  # no room for another process, on the machine or in the job's cgroup
-            self.send("refused", group=request["fork"], why=f"fork: {error.strerror}")
+            self.send("Refused", group=request["fork"], why=f"fork: {error.strerror}")
             return None
         if intermediate:
             for channel in channels:
                 channel.close()
             _, status = os.waitpid(intermediate, 0)
             if status:  # the workers forked so far read end of file, and exit
-                self.send("refused", group=request["fork"], why="the template could not fork all of its workers")
+                self.send("Refused", group=request["fork"], why="the template could not fork all of its workers")
             return None
         pids = []
         self.intermediate = os.getpid()
@@ -311,7 +306,7 @@ class Template:
                         other.close()
                 return self.child(is_store=role == 0 and request["store"], channel=channel)
             pids.append(pid)
-        self.send("forked", group=request["fork"], pids=pids)
+        self.send("Forked", group=request["fork"], pids=pids)
         os._exit(0)
 
     def child(self, is_store: bool, channel: socket.socket) -> Config:
@@ -320,16 +315,16 @@ class Template:
         self.await_owner()
         if is_store:
             self.libc.prctl(PR_SET_NAME, b"elasticd-store", 0, 0, 0)
-            packet, fds, _, _ = socket.recv_fds(channel, PACKET, 1)
-            if packet:
-                self.store.serve(self.tcp_store, json.loads(packet)["host"], fds[0], channel)
+            address, fds = self.channel.receive_with_descriptors(channel, 1)
+            if address is not None:
+                self.store.serve(self.tcp_store, address["host"], fds[0], channel)
             os._exit(0)
-        if packet := channel.recv(PACKET):
-            channel.close()
-            self.restore_signals()
-            release: Config = json.loads(packet)
-            return release
-        os._exit(0)
+        release: Config | None = self.channel.receive(channel)
+        if release is None:
+            os._exit(0)
+        channel.close()
+        self.restore_signals()
+        return release
 
     def restore_signals(self) -> None:
         """But those for which a preloaded module has installed a handler of its own."""

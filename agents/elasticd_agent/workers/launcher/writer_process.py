@@ -1,4 +1,4 @@
-"""The owner's part of saving: the memory that states are copied into, and the process that writes them to disk.
+"""The owner's part of saving: memory for states, the process that writes them to disk, and the wait at a fault.
 
 The owner holds the memory, so it outlives every worker and every writer. It listens on the writer's socket until a rank
 connects, and only then starts the writer (elasticd/checkpointing/memory/writer.py); when the writer has died, the next
@@ -13,10 +13,9 @@ import os
 import signal
 import socket
 import time
-from typing import Any
 
+from elasticd import channel
 from elasticd_agent.system.processes.process import IGNORED_SIGNALS, describe_status, signal_child, spawn
-from elasticd_agent.workers.launcher.sockets import encode
 
 SOCKET = "writer"
 """The socket's name in the runtime directory."""
@@ -73,12 +72,11 @@ class WriterProcess:
             self.close()
         return why
 
-    def request_save(self, round: int, ends: bool) -> socket.socket | None:
-        """Ask the surviving ranks of a round to save their state; the answer means that they have, or cannot.
-
-        `ends`: they are killed then. None if there is no rank to ask.
-        """
-        return self._request({"do": "donate", "round": round, "ends": ends}) if self.pid else None
+    def request_save(self, round: int, signum: int, running_since: float) -> SaveAtFault | None:
+        """Ask the surviving ranks of a round to save their state before they get this signal; None if none can be."""
+        request = {"do": "donate", "round": round, "ends": signum == signal.SIGKILL}
+        connection = self._request(request) if self.pid else None
+        return None if connection is None else SaveAtFault(connection, self, signum, running_since)
 
     def request_flush(self) -> socket.socket | None:
         """Have everything written that is in memory; the answer says what became of the newest state. None if there is
@@ -90,13 +88,11 @@ class WriterProcess:
         """The memory of the largest state."""
         return max((os.fstat(fd).st_blocks * 512 for fd in self._memory), default=0)
 
-    def _request(self, message: dict[str, Any]) -> socket.socket | None:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            connection.setblocking(False)
-            connection.connect(self.listener.getsockname())
-            connection.send(encode(message))
-            stack.pop_all()
+    def _request(self, message: channel.Message) -> socket.socket | None:
+        with contextlib.ExitStack() as on_error, contextlib.suppress(OSError):
+            connection = on_error.enter_context(channel.connect(self.listener.getsockname(), 0))
+            channel.send(connection, message)
+            on_error.pop_all()
             return connection
         return None
 
@@ -136,3 +132,34 @@ class WriterProcess:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG) is not None:
                 self.pid = 0
             time.sleep(0.005)
+
+
+class SaveAtFault:
+    """The wait of a group's signal `signum` until its workers have saved the state of their last step.
+
+    The writer reports each worker that begins or is done. SIGKILL, asked for meanwhile, replaces the signal and does
+    not shorten the wait.
+    """
+
+    def __init__(self, connection: socket.socket, writer: WriterProcess, signum: int, running_since: float) -> None:
+        self.connection = connection
+        self.signum = signum
+        self.since = time.monotonic()
+        self.unsaved = 0
+        """Workers that have not answered yet, once the writer has reported."""
+        self._writer = writer
+        self._lost_s = self.since - running_since
+        self.until = self.since + writer.longest_save_s(False, self._lost_s)
+
+    def is_over(self) -> bool:
+        """Read one report. True if every worker is done, or the writer has ended.
+
+        A worker that has begun gets more time than workers that cannot even begin.
+        """
+        report = channel.receive(self.connection)
+        if report is None or "busy" not in report:
+            return True
+        self.unsaved = report.get("left", 0)
+        lost_s = 0.0 if report.get("answered") else self._lost_s
+        self.until = self.since + self._writer.longest_save_s(report["busy"] > 0, lost_s)
+        return False

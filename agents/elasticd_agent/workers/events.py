@@ -1,0 +1,79 @@
+"""What the manager of a job's workers reports besides the state machine's events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from elasticd_agent.model.messages import Event
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherReady:
+    """It is known how workers start from now on."""
+
+    mode: Literal["warm", "cold"]
+    reason: str
+    seconds: float | None = None
+    """How long the template took."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStarted:
+    """The workers of round `number` run."""
+
+    number: int
+    pids: list[int]
+    store_pid: int
+    """0: the round's store is on another node."""
+    warm: bool
+    held: tuple[int, ...] = ()
+    """Local ranks that wait until their GPU's memory is free: WorkersReleased follows."""
+    store_port: int = 0
+    """The port of the round's store; 0: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersReleased:
+    """Workers of round `number` that were held run, by local rank."""
+
+    number: int
+    local_ranks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReady:
+    """The store of round `number` accepts connections on `port`: other nodes' workers may be started.
+
+    It precedes GroupStarted, at most once for a group, and only for one that was started without a master.
+    """
+
+    number: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUnkillable:
+    """A process of round `number`'s group has survived SIGKILL; GroupEnded follows all the same.
+
+    It runs no code any more, but may hold its device.
+    """
+
+    number: int
+    pid: int
+    rank: int | None
+    """Its worker's rank; None for the round's store, and for a process of no known worker. So is `slot`."""
+    slot: int | None
+    state: str
+    """As /proc has it, "" if unknown. So is `wchan`."""
+    wchan: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReaped:
+    """An unkillable process has ended."""
+
+    pid: int
+
+
+OwnerEvent = Event | GroupStarted | WorkersReleased | StoreReady | ProcessUnkillable | ProcessReaped

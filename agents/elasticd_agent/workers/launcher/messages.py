@@ -1,0 +1,265 @@
+"""What the agent and its owner tell each other: requests to the owner, and its reports.
+
+Each travels as one message of elasticd/channel.py: its fields, and its name as "type". Both ends usually run from one
+copy of the code (docs/adr/0007). Where none can be made, an upgrade may put a newer owner beside an older agent:
+unknown fields are left out, an unknown request is refused, and an unknown report is ignored.
+
+A group is known by a number that the agent gives it. A local rank is a worker's place in its group; the round's store
+has STORE_RANK.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypedDict, get_args
+
+from elasticd import channel
+
+STORE_RANK = -1
+"""The local rank of the round's store process."""
+
+
+class WorkerFields(TypedDict):
+    """A worker of a parked group: what its release adds to its environment, and files for its output, None: ours."""
+
+    env: dict[str, str]
+    stdout: str | None
+    stderr: str | None
+
+
+class ColdWorkerFields(WorkerFields):
+    argv: list[str]
+
+
+class UnkillableProcess(TypedDict):
+    """A process that survives SIGKILL, and where it hangs in the kernel; a leftover has the rank of its session."""
+
+    pid: int
+    local_rank: int | None
+    state: str
+    wchan: str
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class HoldStates(NamedTuple):
+    """Hold memory for saved states, and start the writer when a rank connects to its socket."""
+
+    argv: list[str]
+    env: dict[str, str]
+
+
+class StartTemplate(NamedTuple):
+    """Start the template; `launch` reaches its start-up hook through the environment."""
+
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    launch: dict[str, Any]
+
+
+class EndTemplate(NamedTuple):
+    """Kill the template. Workers that it has forked run on."""
+
+
+class Park(NamedTuple):
+    """Fork a group that waits for its release. With a `store` there is one more process, which serves at once if the
+    port is 0, otherwise from the release on."""
+
+    group: int
+    workers: int
+    store: bool
+    host: str
+    port: int
+
+
+class Release(NamedTuple):
+    """Release a parked group; surplus processes end.
+
+    Without a `store` the group uses one on another node, which is in its workers' `env` already. With `keep` the store
+    outlives a group that succeeds, until the group is sent SIGKILL. `held` are local ranks of workers that wait for
+    ReleaseHeld.
+    """
+
+    group: int
+    store: bool
+    keep: bool
+    host: str
+    port: int
+    workers: list[WorkerFields]
+    held: tuple[int, ...] = ()
+
+
+class ReleaseHeld(NamedTuple):
+    group: int
+    ranks: list[int]
+
+
+class Execute(NamedTuple):
+    """Start a group cold. A worker's `env` is added to the common one; `store` is {argv} of the round's store, None
+    where it is on another node; the other fields are as in Release."""
+
+    group: int
+    store: dict[str, list[str]] | None
+    keep: bool
+    host: str
+    port: int
+    cwd: str
+    env: dict[str, str]
+    workers: list[ColdWorkerFields]
+
+
+class Signal(NamedTuple):
+    """Signal a group; SIGKILL also reaches the store, and what the workers left behind. With `save`, the number of the
+    round, workers first save the state of their last step, until a deadline."""
+
+    group: int
+    signal: int
+    save: int | None = None
+
+
+class Flush(NamedTuple):
+    """No round follows: have the writer write what it holds. Flushing follows and then Flushed, or Flushed alone if
+    there is nothing to write."""
+
+
+Request = (
+    HoldStates | StartTemplate | EndTemplate | Park | Release | ReleaseHeld | Execute | Signal | Flush
+)  # fmt: skip
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+class Preloading(NamedTuple):
+    """The template begins to import this module."""
+
+    module: str
+
+
+class TemplateReady(NamedTuple):
+    """The template can fork; or `cold` says why it must not."""
+
+    cold: str | None
+    seconds: float
+
+
+class TemplateUnfit(NamedTuple):
+    """The template ends; another one can fork if it leaves these modules out, each with its reason."""
+
+    leave_out: dict[str, str]
+
+
+class TemplateEnded(NamedTuple):
+    why: str
+
+
+class Parked(NamedTuple):
+    """The group's processes wait for their release."""
+
+    group: int
+    pids: list[int]
+
+
+class Refused(NamedTuple):
+    """A request could not be carried out, and its group is none any more; or all of a parked group has ended."""
+
+    why: str
+    group: int | None = None
+
+
+class StoreListens(NamedTuple):
+    """The round's store accepts connections; its group's workers run later."""
+
+    group: int
+    port: int
+
+
+class Started(NamedTuple):
+    """The group's workers run, by local rank; `store` is the pid of the round's store, 0 where it is elsewhere."""
+
+    group: int
+    pids: list[int]
+    store: int
+
+
+class Released(NamedTuple):
+    """Workers that were held run."""
+
+    group: int
+    ranks: list[int]
+
+
+class Exited(NamedTuple):
+    """A worker or the store was reaped at the monotonic time `at`; `status` is as from waitpid."""
+
+    group: int
+    local_rank: int
+    pid: int
+    status: int
+    at: float
+
+
+class Ended(NamedTuple):
+    """No process of the group is left, except the store if it is kept, and processes that survive SIGKILL."""
+
+    group: int
+    unkillable: list[UnkillableProcess]
+
+
+class Reaped(NamedTuple):
+    """A process that had survived SIGKILL has ended after all."""
+
+    pid: int
+
+
+class Unsaved(NamedTuple):
+    """So many workers of the group did not save their state within `seconds`, and are signalled now."""
+
+    group: int
+    ranks: int
+    seconds: float
+
+
+class Flushing(NamedTuple):
+    """The largest state that is written has so many bytes."""
+
+    bytes: int
+
+
+class Flushed(NamedTuple):
+    """Nothing is left to write: the newest checkpoint, and why a newer state is none."""
+
+    step: int | None = None
+    path: str = ""
+    why: str = ""
+
+
+class WithoutWriter(NamedTuple):
+    """No states are held in memory any more."""
+
+    why: str
+
+
+Report = (
+    Preloading | TemplateReady | TemplateUnfit | TemplateEnded | Parked | Refused | StoreListens | Started | Released
+    | Exited | Ended | Reaped | Unsaved | Flushing | Flushed | WithoutWriter
+)  # fmt: skip
+_REQUESTS = {kind.__name__: kind for kind in get_args(Request)}
+_REPORTS = {kind.__name__: kind for kind in get_args(Report)}
+
+
+def to_message(record: Request | Report) -> channel.Message:
+    return {"type": type(record).__name__, **record._asdict()}
+
+
+def request_of(message: channel.Message) -> Request | None:
+    """None for a request that only a newer agent sends."""
+    kind: type[Request] | None = _REQUESTS.get(message["type"])
+    return None if kind is None else channel.record(kind, message)
+
+
+def report_of(message: channel.Message) -> Report | None:
+    """None for a report that only a newer owner sends."""
+    kind: type[Report] | None = _REPORTS.get(message["type"])
+    return None if kind is None else channel.record(kind, message)

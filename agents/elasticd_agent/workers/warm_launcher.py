@@ -1,0 +1,129 @@
+"""How a job's workers start: forked by a template process, or cold, with the reason.
+
+The template imports torch and what else the job preloads, which takes seconds, and once for all rounds. A module that
+makes it unfit to fork is left out, and another template preloads the rest; a template that ends by itself is replaced a
+few times. Only when that does not help, workers start cold from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from elasticd_agent.workers.events import LauncherReady
+from elasticd_agent.workers.launcher.messages import EndTemplate, TemplateReady
+from elasticd_agent.workers.launcher.owner_client import OwnerClient
+from elasticd_agent.workers.launcher.requests import ALWAYS, LaunchRequests
+
+START_WAIT_S = 180.0
+"""Importing torch from a cold network file system can take minutes: a round waits so long for the template, from the
+template's start, and then starts cold."""
+PRELOAD_DEADLINE_S = 600.0
+"""For one module."""
+FORK_DEADLINE_S = 10.0
+TEMPLATE_TRIES = 3
+
+
+class WarmLauncher:
+    """The newest template. `report` gets what a person should know of it."""
+
+    def __init__(
+        self, owner: OwnerClient, requests: LaunchRequests, report: Callable[[LauncherReady | str], None]
+    ) -> None:
+        self.ready = False
+        """The template can fork."""
+        self.cold_reason: str | None = None
+        """Why workers start cold for good."""
+        self.module = ""
+        """The module that the template imports, or imported last."""
+        self._module_since = 0.0
+        self._owner = owner
+        self._requests = requests
+        self._report = report
+        self._since: float | None = None
+        """When the template was started; None once it is ready, or has ended."""
+        self._tries = 0
+        self._is_replaced = False
+        """The template ends, and another one leaves a module out."""
+
+    def begin(self) -> None:
+        self._tries += 1
+        self._is_replaced = False
+        self._since = time.monotonic()
+        self.preloading("torch")
+        self._owner.send(self._requests.template())
+
+    def start_cold(self, why: str, since: str = "") -> None:
+        self.cold_reason = why
+        self.ready = False
+        self._report(LauncherReady("cold", f"workers start cold{since}: {why}"))
+
+    def start_deadline(self, now: float) -> float:
+        """When a start that begins now waits no longer for the template."""
+        if self.ready:
+            return now + FORK_DEADLINE_S
+        return max(now, (now if self._since is None else self._since) + START_WAIT_S)
+
+    def preload_deadline(self) -> float | None:
+        return None if self._since is None else self._module_since + PRELOAD_DEADLINE_S
+
+    def end_late_preload(self) -> None:
+        """The module that is imported has taken too long."""
+        self._since = None
+        self._owner.send(EndTemplate())
+        late = f"its import took longer than {PRELOAD_DEADLINE_S:.0f} s"
+        if self.module in ALWAYS:
+            self._give_up(f"{self.module}: {late}")
+        else:
+            self.leave_out({self.module: late})
+
+    def fork_is_late(self) -> None:
+        self._give_up("the template did not fork in time")
+
+    # --- reports of the owner -------------------------------------------------------------------------------------
+
+    def preloading(self, module: str) -> None:
+        self.module, self._module_since = module, time.monotonic()
+
+    def leave_out(self, modules: Mapping[str, str]) -> None:
+        """The template ends; the next one does without these modules, each of which has its reason."""
+        for name, why in modules.items():
+            self._report(f"{name} is not preloaded: {why}")
+        self._requests.leave_out(modules)
+        self.ready = False
+        self._is_replaced = True
+        self._tries = 0
+
+    def became_ready(self, template: TemplateReady) -> None:
+        self._since = None
+        if template.cold is not None:
+            self._owner.send(EndTemplate())
+            self._give_up(template.cold)
+            return
+        self.ready = True
+        seconds = template.seconds
+        self._report(LauncherReady("warm", f"the warm launcher is ready after {seconds:.1f} s", seconds))
+
+    def has_forked(self) -> None:
+        self._tries = 0
+
+    def ended(self, why: str, starting_round: int | None) -> bool:
+        """Start another template, or give up. True if that one leaves a module out, and the start waits for it."""
+        was_ready, self.ready, self._since = self.ready, False, None
+        if self.cold_reason is not None:
+            return False
+        if self._is_replaced:
+            self.begin()
+            return True
+        if starting_round is not None:
+            self._report(f"the warm launcher {why}: round {starting_round} starts cold")
+        elif was_ready:
+            self._report(f"the warm launcher {why}: the workers continue, and another one is started")
+        if self._tries < TEMPLATE_TRIES:
+            self.begin()
+        else:
+            self._give_up(f"the launcher ended {TEMPLATE_TRIES} times, the last time because it {why}")
+        return False
+
+    def _give_up(self, why: str) -> None:
+        self.start_cold(why, " from now on")
