@@ -83,7 +83,7 @@ _SIGNAL_REQUESTS: Mapping[int, SignalRequest] = {
 
 def agent(argv: Sequence[str]) -> int:
     """Returns 0 once it has left on request; raises UsageError for a configuration that cannot work here."""
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     if options.supervised:
         from elasticd_daemon.supervisor import supervise
 
@@ -375,7 +375,7 @@ def _own_command(without: str = "") -> list[str]:
     return [sys.executable, *(word for word in sys.orig_argv[1:] if word != without)]
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "agent",
         "Runs for months on one node: registers it, runs the jobs scheduled there, drains on request.",

@@ -40,6 +40,6 @@ def test_cli_page_has_every_verb_and_option(name: str) -> None:
     text = (DOCS / "cli.md").read_text()
     assert f"elasticd {name}" in text
     options = {
-        option for action in verbs._parser(name)._actions for option in action.option_strings if option[:2] == "--"
+        option for action in verbs.build_parser(name)._actions for option in action.option_strings if option[:2] == "--"
     }
     assert not {option for option in options - {"--help", "--follow"} if option not in text}

@@ -60,7 +60,7 @@ def test_torchrun_commands_parse(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", ASKING, ids=" ".join)
 def test_agent_commands_parse(words: list[str]) -> None:
-    verbs._parser(words[1]).parse_args(words[2:])
+    verbs.build_parser(words[1]).parse_args(words[2:])
 
 
 def test_pod_variables_of_operator_are_ignored() -> None:

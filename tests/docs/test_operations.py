@@ -71,9 +71,9 @@ def test_elasticd_commands_parse(words: tuple[str, ...], tmp_path: Path) -> None
         here = [str(tmp_path / "agent.toml") if word == file else word for word in rest]
         assert config(here, {"ELASTICD_STATE_DIR": str(tmp_path)}) == 0
     elif name == "doctor":
-        doctor._parser().parse_args(rest)
+        doctor.build_parser().parse_args(rest)
     else:
-        verbs._parser(name).parse_args(rest)
+        verbs.build_parser(name).parse_args(rest)
 
 
 def test_files_to_install_exist() -> None:

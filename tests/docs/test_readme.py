@@ -48,7 +48,7 @@ def test_readme_commands_parse() -> None:
             case ["kubectl", "apply", "-k", folder]:
                 assert (ROOT / folder / "kustomization.yaml").exists()
             case ["elasticd", verb, *more]:
-                verbs._parser(verb).parse_args(more)
+                verbs.build_parser(verb).parse_args(more)
             case _:
                 pytest.fail(f"nobody looks whether this works: {shlex.join(words)}")
 

@@ -39,7 +39,7 @@ _VERBS = ("list", "show", "verify", "prune")
 
 def checkpoints(argv: Sequence[str]) -> int:
     """Returns the exit code. Raises UsageError."""
-    options = _parser().parse_intermixed_args(argv)
+    options = build_parser().parse_intermixed_args(argv)
     if options.name is not None and options.verb not in ("show", "verify"):
         raise UsageError(f"{options.verb} takes no NAME")
     if options.json and options.verb != "list":
@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> int:
     return _verify(options.directory, found, options.name)
 
 
-def _parser() -> CommandParser:
+def build_parser() -> CommandParser:
     parser = CommandParser(
         "checkpoints",
         "list names what DIR holds, the newest first; show prints the description of one checkpoint; verify reads "

@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 def docs(argv: Sequence[str]) -> int:
     """Returns 0; raises UsageError for a page or a heading that is not there."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     folder = next((one for one in (_PACKAGE / "docs", _PACKAGE.parents[1] / "docs") if one.is_dir()), None)
     if folder is None:
         raise UsageError("this installation has no documentation")
@@ -49,7 +49,7 @@ def section(text: str, anchor: str) -> str:
     return "".join(lines[start:])
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "docs",
         "Prints a page of the documentation of this version, or the part of it below a heading: elasticd docs "

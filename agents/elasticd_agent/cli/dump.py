@@ -39,7 +39,7 @@ class LocalRun:
 
 def dump(argv: Sequence[str]) -> int:
     """Returns 0 if evidence was gathered, 1 if not; raises UsageError."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     out = _checked(args.out)
     agents, silent = find_runs(args.pid)
     chosen = [one for one in agents if args.job in (None, one.job)]
@@ -114,7 +114,7 @@ def _failed(why: str) -> int:
     return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "dump",
         "Takes stacks, /proc facts and last log lines of every rank of a job that runs on this machine, "

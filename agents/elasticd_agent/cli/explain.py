@@ -26,7 +26,7 @@ _WIDEST, _NARROWEST = 140, 60
 
 def explain(argv: Sequence[str]) -> int:
     """Returns 0 if there was evidence, 1 if not; raises UsageError."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     directory = Path(args.logdir)
     try:
         return files.run_within(READ_S, lambda: _answer(args, directory))
@@ -92,7 +92,7 @@ def _event_log(place: finding.EvidenceFolder | None, directory: Path) -> Path | 
     return None
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "explain",
         "Explains on one page which rank made a group hang and why, from the evidence on disk. A name "

@@ -27,7 +27,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def store(argv: Sequence[str]) -> int:
     """Serve until a signal: 0. 1: the store failed. Raises UsageError."""
-    port = _parser().parse_args(argv).port
+    port = build_parser().parse_args(argv).port
     # Awaited, not handled; blocked before any thread could receive one.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     made = C10dStore(
@@ -63,7 +63,7 @@ def _say(sentence: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} elasticd store: {sentence}", file=sys.stderr, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "store",
         "Hosts a c10d store on all addresses of this machine, for jobs without an etcd. It has no "

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from elasticd_agent.system.network import control_socket
 from elasticd_daemon.api import rank_logs
 from elasticd_daemon.api.progress import JobTimeline
 from elasticd_daemon.api.rank_logs import LogRequest
-from elasticd_daemon.api.schema import GpuStatus, JobProgress, LogChunk, RunnerAnswer
+from elasticd_daemon.api.schema import JobProgress, LogChunk, RunnerAnswer
 from elasticd_daemon.health.result import GpuUsage
 from elasticd_daemon.job_dir import JobFiles, job_files
 from elasticd_daemon.runners.poller import ask_runner
@@ -102,7 +102,7 @@ class LocalJobs:
             snapshot=runner.snapshot and runner.snapshot.aged(now),
             scalars=() if brief else known.scalars,
             rank_steps=() if brief else runner.rank_steps,
-            gpus=tuple(GpuStatus(node=self.node, **asdict(gpu)) for gpu in self._gpu_usage()),
+            gpus=tuple(replace(gpu, node=self.node) for gpu in self._gpu_usage()),
             runner_problem=problem,
         )
 

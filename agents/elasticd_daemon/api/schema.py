@@ -14,6 +14,7 @@ from urllib.parse import quote, unquote
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Record
+from elasticd_daemon.health.result import GpuUsage
 
 PLANNED_CAUSES = frozenset({"start", "resize", "join", "drain", ""})
 """Causes of rounds that follow no fault."""
@@ -119,17 +120,6 @@ class ScalarSeries(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class GpuStatus(Record):
-    """At the last health check of its node; None: unknown."""
-
-    node: str
-    gpu: int
-    utilization_percent: int | None = None
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RankSteps(Record):
     """When a rank of the newest round had made which step."""
 
@@ -181,7 +171,7 @@ class JobProgress(Record):
     step_samples: tuple[StepSample, ...] = ()
     scalars: tuple[ScalarSeries, ...] = ()
     rank_steps: tuple[RankSteps, ...] = ()
-    gpus: tuple[GpuStatus, ...] = ()
+    gpus: tuple[GpuUsage, ...] = ()
     unreachable: Mapping[str, str] = field(default_factory=dict)
     """By node: why it did not answer."""
     runner_problem: str = ""

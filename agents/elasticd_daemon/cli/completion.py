@@ -13,7 +13,7 @@ _SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 
 def completion(argv: Sequence[str]) -> int:
-    shell = _parser().parse_args(argv).shell
+    shell = build_parser().parse_args(argv).shell
     try:
         import shtab
     except ImportError:
@@ -22,7 +22,7 @@ def completion(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> CommandParser:
+def build_parser() -> CommandParser:
     parser = CommandParser(
         "completion",
         "Prints a script that makes a shell complete elasticd's commands and options.",
@@ -49,13 +49,13 @@ def all_parsers() -> argparse.ArgumentParser:
             switch = {"action": "store_true"} if word.startswith("-") else {"metavar": word}
             run.add_argument(*flag.spellings, help=flag.help.replace("%", "%%"), **switch)  # type: ignore[arg-type]
     run.add_argument("script", metavar="SCRIPT", help="and its arguments")
-    found: dict[str, argparse.ArgumentParser] = {"run": run, "completion": _parser()}
+    found: dict[str, argparse.ArgumentParser] = {"run": run, "completion": build_parser()}
     local = (agent, store_server, doctor, config_command, checkpoints, docs)
-    found |= {one.prog.split()[-1]: one for one in (module._parser() for module in local)}
-    found |= {name: job_commands._parser(name) for name in COMMANDS if name not in found}
+    found |= {one.prog.split()[-1]: one for one in (module.build_parser() for module in local)}
+    found |= {name: job_commands.build_parser(name) for name in COMMANDS if name not in found}
     # Without a JOB, or of a directory, these two are about this machine, and have options of their own.
     for name, module in (("dump", dump), ("explain", explain)):
-        of_job, found[name] = found[name], module._parser()
+        of_job, found[name] = found[name], module.build_parser()
         for action in of_job._actions:
             if action.option_strings and not found[name]._option_string_actions.keys() & set(action.option_strings):
                 found[name]._add_action(action)

@@ -30,7 +30,7 @@ _HIDDEN = "…"
 
 def config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """Returns the exit code. Raises UsageError."""
-    options = _parser().parse_intermixed_args(argv)
+    options = build_parser().parse_intermixed_args(argv)
     if options.verb == "example":
         from elasticd_daemon.config.reference import template
 
@@ -43,7 +43,7 @@ def config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int
     return 0
 
 
-def _parser() -> CommandParser:
+def build_parser() -> CommandParser:
     parser = CommandParser(
         "config",
         "check reads FILE, an agent's configuration or a job file, and shows the effective settings, or one line with "

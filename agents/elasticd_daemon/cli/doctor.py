@@ -20,7 +20,7 @@ from elasticd_daemon.health.result import CheckResult, failed, passed, skipped
 
 def doctor(argv: Sequence[str]) -> int:
     """Returns the exit code. Raises UsageError."""
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     config = options.config or (DEFAULT_FILE if DEFAULT_FILE.exists() else None)
     results = run_checks(load(config, os.environ), os.environ, options.all_reduce)
     healthy = all(one.outcome != "failed" for one in results)
@@ -71,7 +71,7 @@ def check_links(root: bool, sysctls: Path = Path("/proc/sys/fs")) -> list[CheckR
     return found
 
 
-def _parser() -> CommandParser:
+def build_parser() -> CommandParser:
     parser = CommandParser(
         "doctor",
         "Runs the agent's health checks on this node: GPUs, directories, memory, links, and the operator's own checks.",

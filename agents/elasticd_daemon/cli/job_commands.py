@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -53,7 +54,7 @@ _JOB_OPTIONS = ("module", "no_python", "python", "env", "nodes", "workers", "che
 def run_command(name: str, argv: Sequence[str]) -> int:
     """Returns the exit code; raises UsageError."""
     before, command = _split_command(argv) if name == "submit" else (argv, ())
-    options = _parser(name).parse_args(before)
+    options = build_parser(name).parse_args(before)
     options.command = command
     client = open_client(
         options.agent or os.environ.get(AGENT_VARIABLE),
@@ -110,8 +111,8 @@ def _job_of(options: argparse.Namespace) -> bytes:
 def _check_is_script(command: Sequence[str]) -> None:
     """Raises UsageError for an interpreter, or another program that no file of this directory is named like."""
     name = command[0]
-    if found := without_python(command):
-        key, words = found
+    if script := without_python(command):
+        key, words = script
         option = [f"--{key.replace('_', '-')}"] if key else []
         instead = shlex.join(["elasticd", "submit", *option, "--", *words])
         raise UsageError(f"the command begins with a script, not with {name!r}; write: {instead}")
@@ -126,9 +127,9 @@ def _checkpoint_dir(given: str) -> str:
 
 def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, data: bytes, kind: str) -> int:
     if options.check:
-        found = _checked(client.post("/v1/try", data, kind, within_s=TRY_TIMEOUT_S), path)
-        _show(options, found, tables.trial)
-        return 0 if found.get("possible") else 1
+        verdict = _checked(client.post("/v1/try", data, kind, within_s=TRY_TIMEOUT_S), path)
+        _show(options, verdict, tables.trial)
+        return 0 if verdict.get("possible") else 1
     # The same token at every try: a job that was submitted although the answer got lost is found, not run twice.
     query = {"id": options.id, "token": secrets.token_hex(16)}
     reply = client.post("/v1/jobs", data, kind, query=query)
@@ -137,7 +138,7 @@ def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, d
             time.sleep(POLL_S)
             reply = client.post("/v1/jobs", data, kind, query=query)
     made = _checked(reply, path)
-    shown = _show(options, made, lambda it: f"{it['job']}\n")
+    shown = _show(options, made, lambda made: f"{made['job']}\n")
     if not options.follow:
         return shown
     job = str(made["job"])
@@ -159,16 +160,18 @@ def _checked(reply: Reply, path: Path) -> dict[str, Any]:
     return reply.result()
 
 
-def _jobs(client: AgentClient, options: argparse.Namespace) -> int:
-    found = client.get("/v1/jobs").result()
-    _print_problems(found)
-    return _show(options, found, lambda it: tables.jobs([JobSummary.from_dict(row) for row in it["jobs"]]))
+def _list(client: AgentClient, options: argparse.Namespace, path: str, page: Callable[[dict[str, Any]], str]) -> int:
+    answer = client.get(path).result()
+    _print_problems(answer)
+    return _show(options, answer, page)
 
 
-def _queue(client: AgentClient, options: argparse.Namespace) -> int:
-    found = client.get("/v1/jobs").result()
-    _print_problems(found)
-    return _show(options, found, lambda it: tables.queue([JobSummary.from_dict(row) for row in it["jobs"]]))
+def _summaries(answer: dict[str, Any]) -> list[JobSummary]:
+    return [JobSummary.from_dict(row) for row in answer["jobs"]]
+
+
+def _node_table(answer: dict[str, Any]) -> str:
+    return tables.nodes([NodeSummary.from_dict(row) for row in answer["nodes"]])
 
 
 def _status(client: AgentClient, options: argparse.Namespace) -> int:
@@ -177,10 +180,10 @@ def _status(client: AgentClient, options: argparse.Namespace) -> int:
     if options.watch:
         return watch(client, options.job, options.every, as_json=options.json)
     if options.job is None:
-        found = fetch_overview(client)
-        _print_problems(found)
-        return _show(options, found, lambda it: tables.overview(it, ended=True))
-    return _show(options, fetch_status(client, options.job), lambda it: _status_page(JobStatus.from_dict(it)))
+        answer = fetch_overview(client)
+        _print_problems(answer)
+        return _show(options, answer, lambda answer: tables.overview(answer, ended=True))
+    return _show(options, fetch_status(client, options.job), lambda answer: status_page(JobStatus.from_dict(answer)))
 
 
 def _top(client: AgentClient, options: argparse.Namespace) -> int:
@@ -189,8 +192,8 @@ def _top(client: AgentClient, options: argparse.Namespace) -> int:
     return watch(client, None, options.every, as_json=options.json)
 
 
-def _status_page(job: JobStatus) -> str:
-    """What is wrong comes first."""
+def status_page(job: JobStatus) -> str:
+    """A job's page, which begins with its problem."""
     return tables.problem_line(job) + tables.status(job)
 
 
@@ -219,34 +222,24 @@ def _cancel(client: AgentClient, options: argparse.Namespace) -> int:
     return _show(options, client.post(f"{job_path(options.job)}/cancel").result(), tables.cancelled)
 
 
-def _nodes(client: AgentClient, options: argparse.Namespace) -> int:
-    found = client.get("/v1/nodes").result()
-    _print_problems(found)
-    return _show(options, found, lambda it: tables.nodes([NodeSummary.from_dict(row) for row in it["nodes"]]))
-
-
-def _cordon(client: AgentClient, options: argparse.Namespace, what: str = "cordon") -> int:
+def _cordon(client: AgentClient, options: argparse.Namespace, what: str) -> int:
     body = json.dumps({"reason": options.reason or ""}).encode()
     row = client.post(f"/v1/nodes/{quote(options.name, safe='')}/{what}", body).result()
     if getattr(options, "wait", False):
         row = _wait_until_drained(client, options.name, options.timeout)
-    return _show(options, row, lambda it: tables.nodes([NodeSummary.from_dict(it)]))
-
-
-def _drain(client: AgentClient, options: argparse.Namespace) -> int:
-    return _cordon(client, options, "drain")
+    return _show(options, row, lambda row: _node_table({"nodes": [row]}))
 
 
 def _uncordon(client: AgentClient, options: argparse.Namespace) -> int:
-    found = client.post(f"/v1/nodes/{quote(options.name, safe='')}/uncordon").result()
-    return _show(options, found, lambda it: f"{it['node']} takes work again\n")
+    answer = client.post(f"/v1/nodes/{quote(options.name, safe='')}/uncordon").result()
+    return _show(options, answer, lambda answer: f"{answer['node']} takes work again\n")
 
 
 def _open(client: AgentClient, options: argparse.Namespace) -> int:
     made = client.post("/v1/login").result()
     # Over TCP the browser uses the way that this command has used; on the node itself the agent knows its port.
     made["url"] = (made.get("base", "") if client.socket is not None else str(client)) + made.get("path", "")
-    return _show(options, made, lambda it: f"{it['url']}\n")
+    return _show(options, made, lambda made: f"{made['url']}\n")
 
 
 def _dump(client: AgentClient, options: argparse.Namespace) -> int:
@@ -261,16 +254,16 @@ def _explain(client: AgentClient, options: argparse.Namespace) -> int:
 
 _COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
     "submit": _submit,
-    "jobs": _jobs,
-    "queue": _queue,
+    "jobs": partial(_list, path="/v1/jobs", page=lambda answer: tables.jobs(_summaries(answer))),
+    "queue": partial(_list, path="/v1/jobs", page=lambda answer: tables.queue(_summaries(answer))),
     "status": _status,
     "top": _top,
     "logs": _logs,
     "cancel": _cancel,
-    "nodes": _nodes,
-    "cordon": _cordon,
+    "nodes": partial(_list, path="/v1/nodes", page=_node_table),
+    "cordon": partial(_cordon, what="cordon"),
     "uncordon": _uncordon,
-    "drain": _drain,
+    "drain": partial(_cordon, what="drain"),
     "open": _open,
     "dump": _dump,
     "explain": _explain,
@@ -386,66 +379,105 @@ _EPILOG = (
 )
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
-    parser = CommandParser(name, _DESCRIPTIONS[name], _EPILOG)
-    if name == "submit":
-        _add_submit_options(parser)
-    if name == "status":
-        parser.add_argument("job", metavar="JOB", nargs="?", help="its id; without one, all jobs and nodes")
-        parser.add_argument("--watch", action="store_true", help="repeat until the job has ended or Ctrl-C")
-    if name in ("status", "top"):
-        parser.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="the interval (2 s)")
-    if name in ("logs", "cancel", "dump", "explain"):
-        parser.add_argument("job", metavar="JOB", help="its id, as elasticd jobs lists it")
-    if name in ("cordon", "uncordon", "drain"):
-        parser.add_argument("name", metavar="NODE", help="its name, as elasticd nodes lists it")
-    if name in ("cordon", "drain"):
-        parser.add_argument("--reason", metavar="TEXT", help="the reason that elasticd nodes shows")
-    if name == "drain":
-        parser.add_argument("--wait", action="store_true", help="return once nothing runs there")
-        parser.add_argument("--timeout", type=float, default=DRAIN_TIMEOUT_S, metavar="S", help="of --wait (3600 s)")
-    if name == "logs":
-        _add_log_options(parser)
-    if name in ("dump", "explain"):
-        parser.add_argument("--node", metavar="NODE", help="only this node's evidence")
-    if name == "explain":
-        parser.add_argument("--round", type=int, metavar="N", help="this round; default: the newest that hung")
-    parser.add_argument("--json", action="store_true", help="print the agent's JSON instead of a page")
-    parser.add_argument("--agent", metavar="URL", help="the agent: unix:PATH, http://HOST:PORT or https://HOST:PORT")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the file with the token, needed over TCP")
-    parser.add_argument("--ca", type=Path, metavar="FILE", help="the authority of the agent's certificate, PEM")
-    return parser
+_ALL = " ".join(_COMMANDS)
 
 
-def _add_submit_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("file", type=Path, nargs="?", metavar="FILE", help="the job file")
-    add("--id", metavar="JOB", help="the job's id; default: the file's, or the script's name and four characters")
-    add("--kind", choices=tuple(_CONTENT_TYPES), help="the format of FILE, without a suffix")
-    add("--check", action="store_true", help="submit nothing; ask every node, and say whether the job would start")
-    add("-f", "--follow", action="store_true", help="print rank 0's output until the end; exit code 1 if it failed")
-    add("--module", action="store_true", default=None, help="the command is a module's name and arguments: python -m")
-    add("--no-python", action="store_true", default=None, help="the command is a program, started as it is")
-    add("--python", metavar="FILE", help="of a command: its interpreter on the nodes; default: the agent's own")
-    add("--env", type=_variable, action="append", metavar="NAME=VALUE", help="of a command: a variable; repeatable")
-    add("--nodes", metavar="N", help="of a command: nodes, N or MIN:MAX")
-    add("--workers", metavar="N", help="of a command: workers on each node, N or MIN:MAX")
-    add("--checkpoint-dir", metavar="DIR", help="of a command: where session.checkpoint() writes")
-    add("--priority", choices=("high", "normal", "low"), help="of a command: its class in the queue")
-    add("--node-label", dest="node_labels", action="append", metavar="LABEL", help="of a command: only such nodes")
+def _option(commands: str, *spellings: str, **arguments: Any) -> tuple[list[str], tuple[str, ...], dict[str, Any]]:
+    """The commands that have an option, its spellings, and the arguments of `add_argument`."""
+    return commands.split(), spellings, arguments
 
 
-def _add_log_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("-f", "--follow", action="store_true", help="continue through all rounds until the job has ended")
-    add("--rank", type=int, default=0, metavar="K", help="the global rank (0)")
-    add("--node", metavar="NODE", help="read this node's file; default: wherever the rank is")
-    add("--round", type=int, metavar="N", help="of this round; default: the newest")
-    add("--tail", type=int, metavar="LINES", help="begin with the last LINES lines")
-    add(
+_OPTIONS = (
+    _option("submit", "file", type=Path, nargs="?", metavar="FILE", help="the job file"),
+    _option(
+        "submit",
+        "--id",
+        metavar="JOB",
+        help="the job's id; default: the file's, or the script's name and four characters",
+    ),
+    _option("submit", "--kind", choices=tuple(_CONTENT_TYPES), help="the format of FILE, without a suffix"),
+    _option(
+        "submit",
+        "--check",
+        action="store_true",
+        help="submit nothing; ask every node, and say whether the job would start",
+    ),
+    _option(
+        "submit",
+        "-f",
+        "--follow",
+        action="store_true",
+        help="print rank 0's output until the end; exit code 1 if it failed",
+    ),
+    _option(
+        "submit",
+        "--module",
+        action="store_true",
+        default=None,
+        help="the command is a module's name and arguments: python -m",
+    ),
+    _option(
+        "submit", "--no-python", action="store_true", default=None, help="the command is a program, started as it is"
+    ),
+    _option(
+        "submit",
+        "--python",
+        metavar="FILE",
+        help="of a command: its interpreter on the nodes; default: the agent's own",
+    ),
+    _option(
+        "submit",
+        "--env",
+        type=_variable,
+        action="append",
+        metavar="NAME=VALUE",
+        help="of a command: a variable; repeatable",
+    ),
+    _option("submit", "--nodes", metavar="N", help="of a command: nodes, N or MIN:MAX"),
+    _option("submit", "--workers", metavar="N", help="of a command: workers on each node, N or MIN:MAX"),
+    _option("submit", "--checkpoint-dir", metavar="DIR", help="of a command: where session.checkpoint() writes"),
+    _option("submit", "--priority", choices=("high", "normal", "low"), help="of a command: its class in the queue"),
+    _option(
+        "submit",
+        "--node-label",
+        dest="node_labels",
+        action="append",
+        metavar="LABEL",
+        help="of a command: only such nodes",
+    ),
+    _option("status", "job", metavar="JOB", nargs="?", help="its id; without one, all jobs and nodes"),
+    _option("status", "--watch", action="store_true", help="repeat until the job has ended or Ctrl-C"),
+    _option("status top", "--every", type=_seconds, default=2.0, metavar="S", help="the interval (2 s)"),
+    _option("logs cancel dump explain", "job", metavar="JOB", help="its id, as elasticd jobs lists it"),
+    _option("cordon uncordon drain", "name", metavar="NODE", help="its name, as elasticd nodes lists it"),
+    _option("cordon drain", "--reason", metavar="TEXT", help="the reason that elasticd nodes shows"),
+    _option("drain", "--wait", action="store_true", help="return once nothing runs there"),
+    _option("drain", "--timeout", type=float, default=DRAIN_TIMEOUT_S, metavar="S", help="of --wait (3600 s)"),
+    _option("logs", "-f", "--follow", action="store_true", help="continue through all rounds until the job has ended"),
+    _option("logs", "--rank", type=int, default=0, metavar="K", help="the global rank (0)"),
+    _option("logs", "--node", metavar="NODE", help="read this node's file; default: wherever the rank is"),
+    _option("logs", "--round", type=int, metavar="N", help="of this round; default: the newest"),
+    _option("logs", "--tail", type=int, metavar="LINES", help="begin with the last LINES lines"),
+    _option(
+        "logs",
         "--stream",
         choices=("both", "stdout", "stderr", "elasticd", "events"),
         default="both",
         help="both (the rank's stdout on stdout, its stderr on stderr); elasticd: elasticd's own log on the node; "
         "events: its event log",
-    )
+    ),
+    _option("dump explain", "--node", metavar="NODE", help="only this node's evidence"),
+    _option("explain", "--round", type=int, metavar="N", help="this round; default: the newest that hung"),
+    _option(_ALL, "--json", action="store_true", help="print the agent's JSON instead of a page"),
+    _option(_ALL, "--agent", metavar="URL", help="the agent: unix:PATH, http://HOST:PORT or https://HOST:PORT"),
+    _option(_ALL, "--token-file", type=Path, metavar="FILE", help="the file with the token, needed over TCP"),
+    _option(_ALL, "--ca", type=Path, metavar="FILE", help="the authority of the agent's certificate, PEM"),
+)
+
+
+def build_parser(name: str) -> argparse.ArgumentParser:
+    parser = CommandParser(name, _DESCRIPTIONS[name], _EPILOG)
+    for commands, spellings, arguments in _OPTIONS:
+        if name in commands:
+            parser.add_argument(*spellings, **arguments)
+    return parser

@@ -9,8 +9,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elasticd_agent.model.phrases import count
 from elasticd_agent.system.durations import in_words
@@ -26,7 +27,7 @@ _GEOMETRY = {
 }  # fmt: skip
 COLUMNS = 180
 MAX_MARKS = 40
-"""Of more rounds in the window only the newest are marked with a line."""
+"""The newest rounds of the window, which are marked with a line."""
 _TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800)
 _LAST_RATE_HOLDS = 2.5
 """A rate holds after its last point for this many times the distance of its last two points."""
@@ -45,7 +46,7 @@ class TimeWindow:
 
 
 def window(job: JobStatus, now: float, seconds: float | None) -> TimeWindow:
-    """From the job's start, or for the last `seconds`, until now or its end."""
+    """The time from the job's start, or the last `seconds`, until now or its end."""
     until = job.ended_at if job.ended_at is not None else now
     progress = job.known
     starts = [at for at in (progress.started_at, progress.rounds[0].at if progress.rounds else None) if at]
@@ -57,26 +58,26 @@ def window(job: JobStatus, now: float, seconds: float | None) -> TimeWindow:
 
 def points(job: JobStatus) -> tuple[StepSample, ...]:
     """Steps over time: the runner's samples, and each round's first and last step from the event log."""
-    found = list(job.known.step_samples)
-    for one in job.known.rounds:
-        if one.first_step_at is not None and one.first_step is not None:
-            found.append((one.first_step_at, one.round, one.first_step))
-            over = one.ended_at if one.ended_at is not None else job.ended_at
-            if over is not None and one.last_step is not None and over > one.first_step_at:
-                found.append((over, one.round, max(one.last_step, one.first_step)))
-    kept: list[StepSample] = []
-    for at, number, step in sorted(found):
-        if not kept or number > kept[-1][1]:
-            kept.append((at, number, step))
+    samples = list(job.known.step_samples)
+    for row in job.known.rounds:
+        if row.first_step_at is not None and row.first_step is not None:
+            samples.append((row.first_step_at, row.round, row.first_step))
+            over = row.ended_at if row.ended_at is not None else job.ended_at
+            if over is not None and row.last_step is not None and over > row.first_step_at:
+                samples.append((over, row.round, max(row.last_step, row.first_step)))
+    growing: list[StepSample] = []
+    for at, number, step in sorted(samples):
+        if not growing or number > growing[-1][1]:
+            growing.append((at, number, step))
         # Samples and log may come from two hosts with different clocks: within a round steps only grow.
-        elif number == kept[-1][1] and step >= kept[-1][2]:
-            near = at - kept[-1][0] < _MIN_POINT_GAP_S
-            first = len(kept) == 1 or kept[-2][1] != number
+        elif number == growing[-1][1] and step >= growing[-1][2]:
+            near = at - growing[-1][0] < _MIN_POINT_GAP_S
+            first = len(growing) == 1 or growing[-2][1] != number
             if near and not first:
-                kept.pop()
+                growing.pop()
             if not (near and first):
-                kept.append((at, number, step))
-    return tuple(kept)
+                growing.append((at, number, step))
+    return tuple(growing)
 
 
 def rates(samples: Sequence[StepSample], shown: TimeWindow, live: bool, columns: int = COLUMNS) -> list[float | None]:
@@ -96,7 +97,7 @@ def rates(samples: Sequence[StepSample], shown: TimeWindow, live: bool, columns:
         pieces += [(at, holds, last), (holds, shown.until, 0.0)]
     width = (shown.until - shown.since) / columns
     ends = [end for _, end, _ in pieces]
-    found: list[float | None] = []
+    column_rates: list[float | None] = []
     for column in range(columns):
         begin = shown.since + column * width
         steps = known = 0.0
@@ -106,64 +107,39 @@ def rates(samples: Sequence[StepSample], shown: TimeWindow, live: bool, columns:
             overlap = max(0.0, min(at, begin + width) - max(then, begin))
             steps += rate * overlap
             known += overlap
-        found.append(steps / known if known > 0.2 * width else None)
-    return found
+        column_rates.append(steps / known if known > 0.2 * width else None)
+    return column_rates
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Something of one round. Where its height is 0, it is as high as the drawing."""
-
-    title: str
-    x: float
-    width: float
-    kind: str
-    height: float = 0.0
-    label: str = ""
+Shape = dict[str, str | float]
+"""A part of the drawing that stands for a round."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """What templates/drawings.html draws."""
-
-    title: str
-    description: str
-    labels: Sequence[tuple[str, float]]
-    """Of the axes: text, y."""
-    ticks: Sequence[tuple[float, str]]
-    """x and time of day, from the end."""
-    areas: Sequence[tuple[str, str]]
-    """Of each stretch of known columns: the points around what is below it, and of its outline."""
-    lost: Sequence[Shape]
-    blocks: Sequence[Shape]
-    marks: Sequence[Shape]
-    geometry: Mapping[str, float]
-
-
-def chart(job: JobStatus, now: float, seconds: float | None) -> Chart:
+def chart(job: JobStatus, now: float, seconds: float | None) -> dict[str, Any]:
+    """The values of `history` in templates/drawings.html."""
     shown = window(job, now, seconds)
-    found = rates(points(job), shown, live=not job.ended)
-    most = _round_up(max((one for one in found if one is not None), default=0.0))
-    progress = job.known
-    newest = progress.newest_round
-    rounds = [one for one in progress.rounds if (one.ended_at or shown.until) >= shown.since or one is newest]
-    size = max([one.world_size for one in rounds], default=1) or 1
-    blocks = (_block(one, rounds, shown, size) for one in rounds)
-    return Chart(
-        title=f"Step rate and rounds of {job.job}, {formatting.clock(shown.since)} to {formatting.clock(shown.until)}",
-        description=_description(found, rounds),
-        labels=_labels(most, size),
-        ticks=_ticks(shown),
-        areas=_areas(found, most),
-        lost=[_lost(one, shown) for one in rounds if one.lost_seconds],
-        blocks=[block for block in blocks if block is not None],
-        marks=[_mark(one, shown) for one in rounds[-MAX_MARKS:] if one.at > shown.since],
-        geometry=_GEOMETRY,
-    )
+    column_rates = rates(points(job), shown, live=not job.ended)
+    most = _round_up(max((rate for rate in column_rates if rate is not None), default=0.0))
+    newest = job.known.newest_round
+    rounds = [row for row in job.known.rounds if (row.ended_at or shown.until) >= shown.since or row is newest]
+    size = max([row.world_size for row in rounds], default=1) or 1
+    blocks = (_block(row, rounds, shown, size) for row in rounds)
+    return {
+        "title": f"Step rate and rounds of {job.job}, "
+        f"{formatting.clock(shown.since)} to {formatting.clock(shown.until)}",
+        "description": _description(column_rates, rounds),
+        "labels": _labels(most, size),
+        "ticks": _ticks(shown),
+        "areas": _areas(column_rates, most),
+        "lost": [_lost(row, shown) for row in rounds if row.lost_seconds],
+        "blocks": [block for block in blocks if block is not None],
+        "marks": [_mark(row, shown) for row in rounds[-MAX_MARKS:] if row.at > shown.since],
+        "geometry": _GEOMETRY,
+    }
 
 
-def _description(found: Sequence[float | None], rounds: Sequence[RoundStatus]) -> str:
-    known = [one for one in found if one is not None]
+def _description(column_rates: Sequence[float | None], rounds: Sequence[RoundStatus]) -> str:
+    known = [rate for rate in column_rates if rate is not None]
     if not known:
         return "No step in this time."
     fastest, last = formatting.rate(max(known)), formatting.rate(known[-1])
@@ -184,16 +160,17 @@ def _ticks(shown: TimeWindow) -> list[tuple[float, str]]:
     return [(shown.x(at), formatting.clock(at)) for at in itertools.takewhile(lambda at: at > shown.since, times)]
 
 
-def _areas(found: Sequence[float | None], most: float) -> list[tuple[str, str]]:
+def _areas(column_rates: Sequence[float | None], most: float) -> list[tuple[str, str]]:
+    """The outline of each stretch of known columns: with the base line, and without."""
     base, width = TOP + RATE_H, (WIDTH - LEFT - RIGHT) / COLUMNS
     drawn: list[tuple[str, str]] = []
     column = 0
-    while column < len(found):
-        if found[column] is None:
+    while column < len(column_rates):
+        if column_rates[column] is None:
             column += 1
             continue
         first, path = column, []
-        while column < len(found) and (value := found[column]) is not None:
+        while column < len(column_rates) and (value := column_rates[column]) is not None:
             y = base - (RATE_H * value / most if most > 0 else 0.0)
             left = LEFT + column * width
             path += [f"{left:.1f},{y:.1f}", f"{left + width:.1f},{y:.1f}"]
@@ -203,38 +180,37 @@ def _areas(found: Sequence[float | None], most: float) -> list[tuple[str, str]]:
     return drawn
 
 
-def _block(one: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, size: int) -> Shape | None:
-    """From its first step to its last, as high as its number of workers; an outline before the first step."""
-    after = next((later for later in rounds if later.round > one.round), None)
-    ends = [at for at in (one.ended_at, after.at if after is not None else None) if at is not None]
-    until = min(ends, default=shown.until)
-    begin = one.first_step_at if one.first_step_at is not None else one.at
-    left, right = shown.x(begin), shown.x(until)
+def _block(row: RoundStatus, rounds: Sequence[RoundStatus], shown: TimeWindow, size: int) -> Shape | None:
+    """The round from its first step to its last, as high as its number of workers; an outline before the first step."""
+    ends = [at for at in (row.ended_at, *(later.at for later in rounds if later.round > row.round)) if at is not None]
+    has_steps = row.first_step_at is not None
+    left = shown.x(row.at if row.first_step_at is None else row.first_step_at)
+    right = shown.x(min(ends, default=shown.until))
     if right <= LEFT:
         return None
-    wide = max(1.5, right - left - 0.5)
-    return Shape(
-        f"Round {one.round}, {count(one.world_size, 'worker')}: {one.reason}",
-        left,
-        wide,
-        "block" if one.first_step_at is not None else "block none",
-        round(BLOCKS_H * min(1.0, one.world_size / size), 1),
-        f"{one.round}" if wide > 9 * len(str(one.round)) + 6 else "",
-    )
+    width = max(1.5, right - left - 0.5)
+    return {
+        "title": f"Round {row.round}, {count(row.world_size, 'worker')}: {row.reason}",
+        "x": left,
+        "width": width,
+        "kind": "block" if has_steps else "block none",
+        "height": round(BLOCKS_H * min(1.0, row.world_size / size), 1),
+        "label": f"{row.round}" if width > 9 * len(str(row.round)) + 6 else "",
+    }
 
 
-def _lost(one: RoundStatus, shown: TimeWindow) -> Shape:
-    """From the last step of the round before to the first step of this one."""
-    assert one.lost_seconds is not None
-    until = one.first_step_at if one.first_step_at is not None else shown.until
-    left, right = shown.x(until - one.lost_seconds), shown.x(until)
-    kind = "pause" if one.planned else "lost"
-    return Shape(f"{in_words(one.lost_seconds)} without a step", left, max(0.0, round(right - left, 1)), kind)
+def _lost(row: RoundStatus, shown: TimeWindow) -> Shape:
+    """The time from the last step of the round before to the first step of this one."""
+    assert row.lost_seconds is not None
+    until = shown.until if row.first_step_at is None else row.first_step_at
+    left, right = shown.x(until - row.lost_seconds), shown.x(until)
+    title, kind = f"{in_words(row.lost_seconds)} without a step", "pause" if row.planned else "lost"
+    return {"title": title, "x": left, "width": max(0.0, round(right - left, 1)), "kind": kind}
 
 
-def _mark(one: RoundStatus, shown: TimeWindow) -> Shape:
-    title = f"{formatting.clock(one.at)} round {one.round}: {one.reason}"
-    return Shape(title, shown.x(one.at), 0.0, "planned" if one.planned else "fault")
+def _mark(row: RoundStatus, shown: TimeWindow) -> Shape:
+    title = f"{formatting.clock(row.at)} round {row.round}: {row.reason}"
+    return {"title": title, "x": shown.x(row.at), "kind": "planned" if row.planned else "fault"}
 
 
 def _round_up(value: float) -> float:

@@ -10,10 +10,9 @@ from urllib.parse import urlencode
 from elasticd_agent.model.phrases import count
 from elasticd_agent.system.durations import in_words
 from elasticd_daemon.api.schema import CheckpointStatus, JobProgress, JobStatus, RoundStatus
-from elasticd_daemon.dashboard import formatting, ranks
+from elasticd_daemon.dashboard import formatting, status
 from elasticd_daemon.dashboard.chart import chart
 from elasticd_daemon.dashboard.series import scalar_chart, step_times
-from elasticd_daemon.dashboard.status import problem, state
 
 WINDOWS: dict[str, tuple[str, float | None]] = {
     "10m": ("10 min", 600.0),
@@ -80,15 +79,15 @@ def values(
     """What templates/job.html shows. `failure`: the end of the stderr of the rank that made the job fail."""
     progress = job.known
     has_steps = any(one.first_step_at for one in progress.rounds) or progress.step_samples
-    boxes, more_ranks = ranks.grid(job)
+    boxes, more_ranks = status.grid(job)
     size = max([progress.world_size or 0, view.rank + 1, *(rank.rank + 1 for rank in progress.ranks)])
     return {
         "job": job, "view": view, "tail": tail, "failure": failure, "form_key": form_key,
-        "evidence": evidence, "state": state(job), "warnings": _warnings(job), "reason": _reason(job),
+        "evidence": evidence, "state": status.state(job), "warnings": _warnings(job), "reason": _reason(job),
         "last_words": _last_words, "tiles": _tiles(job), "windows": WINDOWS,
         "course": chart(job, now, WINDOWS[view.window][1]) if has_steps else None,
         "scalars": [scalar_chart(one) for one in progress.scalars if one.points],
-        "boxes": boxes, "more_ranks": more_ranks, "behind": lambda rank: ranks.behind(rank, progress),
+        "boxes": boxes, "more_ranks": more_ranks, "behind": lambda rank: status.behind(rank, progress),
         "times": step_times(progress.rank_steps), "rounds": progress.rounds[::-1], "shown_rounds": SHOWN_ROUNDS,
         "facts": lambda one: _facts(one, job, now), "ranks": range(min(size, 1024)), "streams": STREAMS,
     }  # fmt: skip
@@ -102,7 +101,7 @@ def _last_words(text: str) -> str:
 
 
 def _warnings(job: JobStatus) -> list[str]:
-    wrong = problem(job)
+    wrong = status.problem(job)
     silent = [f"{node} does not answer: {why}" for node, why in list(job.known.unreachable.items())[:3]]
     return [*([wrong[1]] if wrong else []), *silent]
 

@@ -1,10 +1,12 @@
-"""A job's state in a word, and its present problem in a sentence. Pure."""
+"""A job's state and its ranks' in a word each, its present problem in a sentence, its ranks node by node. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elasticd_agent.system.durations import in_words
-from elasticd_daemon.api.schema import JobStatus
-from elasticd_daemon.dashboard import ranks
+from elasticd_daemon.api.schema import AssignmentStatus, JobProgress, JobStatus, RankProgress
+from elasticd_daemon.health.result import GpuUsage
 
 JOB_STATE_STYLES = {
     "running": "good",
@@ -15,6 +17,31 @@ JOB_STATE_STYLES = {
     "cancelled": "idle",
     "failed": "bad",
 }
+_NODE_STYLES = {"running": "good", "unreachable": "bad", "offline": "bad", "refused": "bad"}
+MAX_RANKS = 128
+"""The most ranks that are shown: those with the oldest progress."""
+STALLED_S = 5.0
+"""A rank without progress for this long is marked: the shortest time after which a hang is suspected."""
+_STALLED_STEPS = 10
+"""A rank may miss this many slow steps."""
+
+
+def condition(rank: RankProgress, progress: JobProgress) -> tuple[str, str]:
+    """A word or two about the rank, and their style: good, busy, warn, bad or idle."""
+    if rank.exited:
+        return "done", "idle"
+    if rank.state in ("T", "t"):
+        return "stopped", "bad"
+    if rank.state in ("Z", "X"):
+        return "dead", "bad"
+    phase = f"at barrier {rank.barrier}" if rank.phase == "barrier" and rank.barrier else rank.phase or "unknown"
+    rate = progress.steps_per_second
+    is_stalled = rank.idle_seconds > max(STALLED_S, _STALLED_STEPS / rate if rate else 0.0)
+    if rank.state == "D" and is_stalled:
+        return f"{phase}, blocked", "bad"
+    if is_stalled and rank.phase == "step":
+        return f"{phase}, stalled", "warn"
+    return phase, "good" if rank.phase == "step" else "busy"
 
 
 def problem(job: JobStatus) -> tuple[str, str] | None:
@@ -28,21 +55,69 @@ def problem(job: JobStatus) -> tuple[str, str] | None:
         return "recovering", f"No step for {lost}: round {newest.round} is starting: {newest.reason}"
     if progress.phase in ("stopping", "settling"):
         return "stopping", f"The workers of round {progress.round} are being stopped."
-    conditions = [(rank, *ranks.condition(rank, progress)) for rank in progress.ranks]
+    conditions = [(rank, *condition(rank, progress)) for rank in progress.ranks]
     for rank, word, style in conditions:
         if style == "bad":
             others = " The other ranks wait for it." if len(progress.ranks) > 1 else ""
             since = f"no progress for {in_words(rank.idle_seconds)}."
             return "stalled", f"Rank {rank.rank} on {rank.node} is {word}: {since}{others}"
     stalled = [rank for rank, _, style in conditions if style == "warn"]
-    if stalled:
-        one = stalled[0]
-        which = f"Rank {one.rank} on {one.node} has" if len(stalled) == 1 else f"{len(stalled)} ranks have"
-        return "stalled", f"{which} made no progress for {in_words(max(rank.idle_seconds for rank in stalled))}."
-    return None
+    if not stalled:
+        return None
+    first, since = stalled[0], in_words(max(rank.idle_seconds for rank in stalled))
+    which = f"Rank {first.rank} on {first.node} has" if len(stalled) == 1 else f"{len(stalled)} ranks have"
+    return "stalled", f"{which} made no progress for {since}."
 
 
 def state(job: JobStatus) -> tuple[str, str]:
     """The words of a chip, and its style."""
-    found = problem(job)
-    return (f"{job.state}, {found[0]}", "warn") if found else (job.state, JOB_STATE_STYLES.get(job.state, "idle"))
+    wrong = problem(job)
+    return (f"{job.state}, {wrong[0]}", "warn") if wrong else (job.state, JOB_STATE_STYLES.get(job.state, "idle"))
+
+
+def grid(job: JobStatus) -> tuple[list[dict[str, object]], int]:
+    """The values of `node_box` in templates/job.html for each node of the round, and how many ranks are left out."""
+    progress = job.known
+    shown = sorted(progress.ranks, key=lambda rank: -rank.idle_seconds)[:MAX_RANKS]
+    ranks: dict[str, list[RankProgress]] = {}
+    for rank in sorted(shown, key=lambda rank: rank.rank):
+        ranks.setdefault(rank.node, []).append(rank)
+    more = len(progress.ranks) - len(shown)
+    names = dict.fromkeys([*(() if more else job.nodes), *progress.unreachable, *ranks])
+    assigned = {assignment.node: assignment for assignment in job.assignments}
+    return [_box(name, assigned.get(name), progress, ranks.get(name, ())) for name in names], more
+
+
+def _box(
+    name: str, assigned: AssignmentStatus | None, progress: JobProgress, ranks: Sequence[RankProgress]
+) -> dict[str, object]:
+    silence = progress.unreachable.get(name, "")
+    state = "unreachable" if silence else assigned.state if assigned is not None else ""
+    return {
+        "name": name,
+        "state": state,
+        "style": _NODE_STYLES.get(state, "busy"),
+        "reason": silence or (assigned.reason if assigned is not None else ""),
+        "gpus": [_gpu(gpu) for gpu in progress.gpus if gpu.node == name],
+        "ranks": [(rank, *condition(rank, progress)) for rank in ranks],
+        "absent": _absent(progress) if not ranks and not silence else "",
+    }
+
+
+def behind(rank: RankProgress, progress: JobProgress) -> str:
+    missing = max(other.step for other in progress.ranks) - rank.step
+    return f" ({missing:,} behind)" if missing > 1 and rank.phase != "starting" else ""
+
+
+def _absent(progress: JobProgress) -> str:
+    """The reason why a node has no ranks."""
+    why = progress.runner_problem
+    return f"The runner does not answer: {why}" if progress.round and why else "No workers at this moment."
+
+
+def _gpu(gpu: GpuUsage) -> str:
+    """ "GPU 0: 97 %, 61 of 80 GB"."""
+    facts = [] if gpu.utilization_percent is None else [f"{gpu.utilization_percent} %"]
+    if gpu.memory_used_bytes is not None and gpu.memory_total_bytes:
+        facts.append(f"{gpu.memory_used_bytes / 1e9:.0f} of {gpu.memory_total_bytes / 1e9:.0f} GB")
+    return f"GPU {gpu.gpu}: {', '.join(facts)}"

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from elasticd_agent.model.codec import Record
+
 EVERY_JOB = "/"
 """The directory that every job's own are below."""
 Outcome = Literal["passed", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
-class GpuUsage:
-    """Of one GPU at the last check; None: unknown."""
+class GpuUsage(Record):
+    """The use of one GPU at the last health check of its node; None: unknown."""
 
     gpu: int
+    node: str = ""
     utilization_percent: int | None = None
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None

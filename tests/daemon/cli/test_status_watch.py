@@ -73,9 +73,9 @@ def test_problem_and_rate_come_first() -> None:
 
 def test_status_leads_with_the_problem() -> None:
     stalled = JobStatus.from_dict(a_job(ranks=[a_rank(1, state="T", idle_seconds=2.0)]))
-    first, second = job_commands._status_page(stalled).splitlines()[:2]
+    first, second = job_commands.status_page(stalled).splitlines()[:2]
     assert (first, second) == ("elasticd: stalled: Rank 1 on a is stopped: no progress for 2.0 s.", "llama: running")
-    assert job_commands._status_page(JobStatus.from_dict(a_job())).startswith("llama: running\n")
+    assert job_commands.status_page(JobStatus.from_dict(a_job())).startswith("llama: running\n")
 
 
 def test_watch_of_all_jobs_and_nodes() -> None:

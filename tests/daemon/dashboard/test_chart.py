@@ -76,6 +76,9 @@ def test_drawing_names_each_round_and_its_cost() -> None:
     first, second = job.known.rounds
     job = replace(job, progress=replace(job.known, rounds=(first, replace(second, reason=WICKED))))
     drawn = chart.chart(job, NOW, None)
-    assert [one.title for one in drawn.blocks] == ["Round 1, 4 workers: first round", f"Round 2, 4 workers: {WICKED}"]
-    assert [one.title for one in drawn.lost] == ["4.0 s without a step"]
-    assert "onerror" in drawn.marks[-1].title
+    assert [block["title"] for block in drawn["blocks"]] == [
+        "Round 1, 4 workers: first round",
+        f"Round 2, 4 workers: {WICKED}",
+    ]
+    assert [lost["title"] for lost in drawn["lost"]] == ["4.0 s without a step"]
+    assert "onerror" in drawn["marks"][-1]["title"]

@@ -130,11 +130,11 @@ def accepted(words: Sequence[str]) -> str:
         case "agent":
             from elasticd_daemon import agent
 
-            agent._parser().parse_args(rest)
+            agent.build_parser().parse_args(rest)
         case "store":
             from elasticd_agent.cli import store_server as apart
 
-            apart._parser().parse_args(rest)
+            apart.build_parser().parse_args(rest)
         case "run":
             from elasticd_agent.config import run_options as arguments
 
@@ -144,7 +144,7 @@ def accepted(words: Sequence[str]) -> str:
         case _:
             from elasticd_daemon.cli import job_commands as verbs
 
-            verbs._parser(command).parse_args(rest)
+            verbs.build_parser(command).parse_args(rest)
     return command
 
 
