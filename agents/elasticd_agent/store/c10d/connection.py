@@ -22,10 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from elasticd import channel as messages
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store import Traffic
 from elasticd_agent.store.c10d.tcp_store import parse_start
-from elasticd_agent.system.installation import program
+from elasticd_agent.system.installation import import_path, program
 from elasticd_agent.system.network.addresses import format_endpoint
 from elasticd_agent.system.processes.helper_process import HelperError, LineReader, end_process
 
@@ -37,7 +38,6 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 0.8
 """Between two attempts, doubling, jittered; the longest is below a third of the lease's 3 s."""
 MAX_RESTART_PAUSE_S = 8.0
 """Before another helper is started: importing torch takes a second of a core that the workers need."""
-PACKET = 1 << 16
 IMPORT_DEADLINE_S = 120.0
 """torch from a cold network file system; the callers have their own, shorter deadlines."""
 REQUEST_DEADLINE_S = 5.0
@@ -55,11 +55,11 @@ class Helper:
     def __init__(self, python: str) -> None:
         self._python = python
         self._ready = False
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, theirs = messages.pair()
         with theirs:
             try:
                 self.process = subprocess.Popen(
-                    [python, "-u", program("c10d_fork_server"), str(theirs.fileno()), str(os.getpid())],
+                    [python, "-u", program("c10d_fork_server"), str(theirs.fileno()), str(os.getpid()), *import_path()],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
@@ -80,7 +80,7 @@ class Helper:
     def ask(self, request: dict[str, Any], *passed: socket.socket) -> dict[str, Any]:
         try:
             self._control.settimeout(REQUEST_DEADLINE_S)
-            socket.send_fds(self._control, [json.dumps(request).encode()], [sock.fileno() for sock in passed])
+            messages.send(self._control, request, *(sock.fileno() for sock in passed))
         except OSError as error:
             raise HelperLost(f"the helper process is gone: {error}") from None
         return self._receive(REQUEST_DEADLINE_S)
@@ -88,12 +88,11 @@ class Helper:
     def _receive(self, seconds: float) -> dict[str, Any]:
         try:
             self._control.settimeout(seconds)
-            packet = self._control.recv(PACKET)
+            message = messages.receive(self._control)
         except OSError as error:
             raise HelperLost(f"the helper process does not answer: {error}") from None
-        if not packet:
+        if message is None:
             raise HelperLost("the helper process has ended")
-        message: dict[str, Any] = json.loads(packet)
         return message
 
     def interrupt(self) -> None:

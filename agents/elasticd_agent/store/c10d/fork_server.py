@@ -1,6 +1,7 @@
 """The agent's helper for a c10d store: loads torch's TCPStore once, and forks the clients and the server of a TCPStore.
 
-Runs with the job's interpreter as `python -u fork_server.py CONTROL_FD PARENT_PID`. A fork costs milliseconds where a
+Runs with the job's interpreter as `python -u fork_server.py CONTROL_FD PARENT_PID PATHS...`, with the paths where our
+packages are: the interpreter need not have them. A fork costs milliseconds where a
 start costs a second, so a client stuck in torch is killed and replaced at once. Each request and each answer is one
 packet:
 
@@ -16,27 +17,25 @@ from __future__ import annotations
 
 import errno
 import gc
-import json
 import os
 import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path[0] = str(Path(__file__).parents[3])  # where elasticd_agent is: the job's interpreter need not have it
+sys.path[:1] = sys.argv[3:]
+from elasticd import channel as messages  # noqa: E402
 from elasticd_agent.store.c10d.client_process import C10dClient  # noqa: E402
 from elasticd_agent.store.c10d.server_process import serve  # noqa: E402
 from elasticd_agent.store.c10d.tcp_store import TcpStoreConnection, set_host_lookup  # noqa: E402
 from elasticd_agent.store.c10d.torch_import import load_tcp_store  # noqa: E402
 from elasticd_agent.system.processes.process import IGNORED_SIGNALS, PR_SET_PDEATHSIG, prctl  # noqa: E402
 
-del sys.path[0]
+del sys.path[: len(sys.argv[3:])]
 
 PR_SET_NAME = 15
-PACKET = 1 << 16
 
 
 def main() -> None:
@@ -49,10 +48,10 @@ def main() -> None:
     try:
         tcp_store = load_tcp_store()
     except (ImportError, AttributeError) as error:
-        control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        messages.send(control, {"error": f"{type(error).__name__}: {error}"})
         return
     gc.freeze()
-    control.send(json.dumps({"ready": os.getpid()}).encode())
+    messages.send(control, {"ready": os.getpid()})
     ForkServer(tcp_store, control).serve()
 
 
@@ -71,10 +70,10 @@ class ForkServer:
 
     def serve(self) -> None:
         while True:
-            packet, fds, _, _ = socket.recv_fds(self._control, PACKET, 2)
-            if not packet:
+            request, fds = messages.receive_with_descriptors(self._control, 2)
+            if request is None:
                 break
-            self._control.send(json.dumps(self._do(json.loads(packet), fds)).encode())
+            messages.send(self._control, self._do(request, fds))
         for pid in list(self._children):
             self._end(pid)
         os._exit(0)  # torch's work at exit takes half a second and is not needed here
