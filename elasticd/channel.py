@@ -60,10 +60,13 @@ def send(sock: socket.socket, message: Mapping[str, Any], *descriptors: int) -> 
         sock.send(packet)
 
 
-def receive(sock: socket.socket) -> Message | None:
-    """The next message; None when the other end has closed or died. Raises ValueError, and OSError as TimeoutError."""
+def receive(sock: socket.socket, flags: int = 0) -> Message | None:
+    """The next message; None when the other end has closed or died. Raises ValueError, TimeoutError, BlockingIOError.
+
+    `flags` are those of recv(2).
+    """
     try:
-        packet = sock.recv(PACKET)
+        packet = sock.recv(PACKET, flags)
     except ConnectionError:  # a reset instead of the end of file: the other end had not read everything
         return None
     return decode(packet) if packet else None

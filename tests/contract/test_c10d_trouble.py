@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store.c10d.store import C10dStore
-from elasticd_agent.system.installation import program
+from elasticd_agent.system.installation import import_path, program
 
 Until = Callable[[Callable[[], object], float], object]
 SOON_S = 60.0
@@ -351,7 +351,14 @@ def test_foreign_tcp_store_is_refused(theirs: TCPStore) -> None:
 
 def test_helper_abandoned_during_the_import_is_silent() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-u", program("c10d_fork_server"), str(theirs.fileno()), str(os.getpid())]
+    command = [
+        sys.executable,
+        "-u",
+        program("c10d_fork_server"),
+        str(theirs.fileno()),
+        str(os.getpid()),
+        *import_path(),
+    ]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as helper:
         theirs.close()
         ours.close()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import socket
 import sys
@@ -26,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from elasticd import channel
 from elasticd.checkpointing.at_fault import step_files, step_record
 from elasticd.checkpointing.at_fault.committed_state import CommittedState
 from elasticd.checkpointing.at_fault.donor_rules import averaged, reason_against
@@ -130,10 +130,9 @@ class Donor:
     def _connect(self) -> socket.socket:
         """To the writer, as a donor; where there is none, the launcher starts it. Raises OSError."""
         assert self._context.writer is not None
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = channel.connect(self._context.writer.path)
         try:
-            connection.connect(self._context.writer.path)
-            connection.send(json.dumps({"do": "donor", "round": self._context.round, "version": PROTOCOL}).encode())
+            channel.send(connection, {"do": "donor", "round": self._context.round, "version": PROTOCOL})
         except OSError:
             connection.close()
             raise
@@ -296,12 +295,11 @@ class Donor:
         """Until the writer or the session ends; returns why the writer refuses this rank, "" if it does not."""
         assert self._socket is not None
         with contextlib.suppress(OSError):
-            while packet := self._socket.recv(4096):
-                request = json.loads(packet)
+            while (request := channel.receive(self._socket)) is not None:
                 if refused := request.get("refused"):
                     return str(refused)
                 if self._can_copy():
-                    self._socket.send(json.dumps({"do": "saving"}).encode())
+                    channel.send(self._socket, {"do": "saving"})
                     try:
                         until = time.monotonic() + min(WAIT_S + 2 * self._change_s, LONGEST_CHANGE_S)
                         if self._committed.copies is None:  # a GPU is behind what its processor has committed
@@ -311,7 +309,7 @@ class Donor:
                     except Exception as error:  # noqa: BLE001 - the launcher waits for the answer
                         if not self._why:
                             self._give_up(f"{type(error).__name__}: {error}")
-                self._socket.send(json.dumps({"do": "donated"}).encode())
+                channel.send(self._socket, {"do": "donated"})
         return ""
 
     def _can_copy(self) -> bool:
@@ -418,7 +416,7 @@ class Donor:
         finally:
             if ends and self._socket is not None:
                 with contextlib.suppress(OSError):
-                    self._socket.send(json.dumps({"do": "donated"}).encode())
+                    channel.send(self._socket, {"do": "donated"})
                 time.sleep(LONGEST_STAY_S)
             self._lock.release()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 
+from elasticd import channel
 from elasticd.checkpointing.memory import peer
 
 
@@ -35,7 +35,7 @@ class DonorRequests:
         for rank, own in self._rounds.items():
             if own == round and peer.runs(rank):
                 with contextlib.suppress(OSError):  # its end of file follows
-                    rank.send(json.dumps({"save": round, "ends": ends}).encode())
+                    channel.send(rank, {"save": round, "ends": ends})
                     self._waiting[launcher].add(rank)
         self._report()
 
@@ -66,4 +66,4 @@ class DonorRequests:
                 del self._waiting[launcher]
             state = {"busy": len(ranks & self._begun), "left": len(ranks), "answered": launcher in self._answered}
             with contextlib.suppress(OSError):
-                launcher.send(json.dumps(state if ranks else {}).encode())
+                channel.send(launcher, state if ranks else {})

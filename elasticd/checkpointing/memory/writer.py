@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import selectors
 import signal
@@ -55,12 +54,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # run as a file, isolated: the package of this copy comes before an installed one
     _PLACE = next((at for at, path in enumerate(sys.path) if path.endswith("-packages")), len(sys.path))
     sys.path.insert(_PLACE, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
 
+from elasticd import channel
+from elasticd.channel import Message
 from elasticd.checkpointing.memory import peer, shard_files
 from elasticd.checkpointing.memory.buffers import (
     ANOTHER_SAVES,
@@ -85,7 +85,6 @@ from elasticd.checkpointing.storage.retention import retain
 from elasticd.errors import CheckpointError
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 
-PACKET = 1 << 20
 ANOTHER_VERSION = "the script's elasticd speaks another version of the writer's protocol"
 DIVERGED = "the ranks of this node hold different states"
 FIRST_STEPS_S = 1.0
@@ -95,7 +94,6 @@ RESULTS = 16
 
 Key = tuple[int, int]
 """The round, and the number of the save in it."""
-Message = dict[str, Any]
 
 
 class Writer:
@@ -132,6 +130,21 @@ class Writer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._handlers: dict[str, Callable[[socket.socket, Message], None]] = {
+            "begin": self._do_begin,
+            "copied": self._do_copied,
+            "find": self._do_find,
+            "open": self._do_open,
+            "adopt": self._do_adopt,
+            "serve": self._do_serve,
+            "donor": self._do_donor,
+            "donate": self._do_donate,
+            "saving": self._do_saving,
+            "donated": self._do_donated,
+            "flush": self._do_flush,
+            "wait": self._do_wait,
+            "settle": self._do_settle,
+        }
         self._thread = threading.Thread(target=self._write_all, name="checkpoint-writer")
 
     def run(self) -> int:
@@ -169,32 +182,29 @@ class Writer:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET)
+            channel.allow_large(connection)
             self._selector.register(connection, selectors.EVENT_READ)
 
     def _receive(self, rank: socket.socket) -> None:
+        message: Message | None = None
         try:
-            packet = rank.recv(PACKET, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
-        except OSError:
-            packet = b""
-        if not packet:
-            self._lost(rank)
-            return
-        try:
-            message = json.loads(packet)
-            if message.get("version", PROTOCOL) != PROTOCOL:
-                _send(rank, {"refused": f"{ANOTHER_VERSION}: {message['version']}, and the launcher's is {PROTOCOL}"})
+            try:
+                message = channel.receive(rank, socket.MSG_DONTWAIT)
+            except BlockingIOError:
                 return
-            verb = getattr(self, f"_do_{message['do']}")
-            with self._changed:
-                verb(rank, message)
+            if message is None:
+                self._lost(rank)
+            elif message.get("version", PROTOCOL) != PROTOCOL:
+                why = f"{ANOTHER_VERSION}: {message['version']}, and the launcher's is {PROTOCOL}"
+                channel.send(rank, {"refused": why})
+            else:
+                with self._changed:
+                    self._handlers[message["do"]](rank, message)
         except OSError:
             self._lost(rank)
         except Exception as error:  # noqa: BLE001 - what one rank sends must not end what others have in memory
             print(
-                f"elasticd-writer: a message cannot be used ({error!r}): {packet[:200]!r}", file=sys.stderr, flush=True
+                f"elasticd-writer: a message cannot be used ({error!r}): {message!r:.200}", file=sys.stderr, flush=True
             )
             self._lost(rank)
 
@@ -218,10 +228,10 @@ class Writer:
         key = (message["round"], message["number"])
         fill = next((fill for fill in self._fills if fill.key == key), None) or self._begin(key, message)
         if fill.refused:
-            _send(rank, {"refused": fill.refused})
+            channel.send(rank, {"refused": fill.refused})
             return
         if fill.shares == 1 and message["share"] > 0:
-            _send(rank, {"refused": DIVERGED})
+            channel.send(rank, {"refused": DIVERGED})
             return
         if fill.shares > 1 and fill.digest != message["digest"]:
             self._diverged = message["round"]
@@ -229,7 +239,7 @@ class Writer:
         fill.copying.add(rank)
         fd = self._buffers.fds[fill.buffer]
         answer = {"shares": fill.shares, "like": bool(message.get("like"))}
-        socket.send_fds(rank, [json.dumps(answer).encode()], [fd])
+        channel.send(rank, answer, fd)
 
     def _begin(self, key: Key, message: Message) -> Fill:
         fill = Fill(key, 1 if self._diverged == key[0] else message["shares"], -1, message["digest"])
@@ -343,16 +353,16 @@ class Writer:
     def _do_find(self, rank: socket.socket, message: Message) -> None:
         number = message.get("buffer", self._buffers.newest())
         held = None if number is None else self._buffers.held[number]
-        _send(rank, {"snapshot": held and held.to_json().decode()})
+        channel.send(rank, {"snapshot": held and held.to_json().decode()})
 
     def _do_open(self, rank: socket.socket, message: Message) -> None:
         number = self._buffers.find((message["round"], message["number"]), message["file"])
         held = self._buffers.held[number] if number is not None else None
         if number is None or held is None:
-            _send(rank, {"refused": "that state is no longer in this node's memory"})
+            channel.send(rank, {"refused": "that state is no longer in this node's memory"})
         else:
             start, size = held.files[message["file"]] if message["file"] else (0, held.draft.bytes)
-            socket.send_fds(rank, [json.dumps({"start": start, "size": size}).encode()], [self._buffers.fds[number]])
+            channel.send(rank, {"start": start, "size": size}, self._buffers.fds[number])
 
     def _do_adopt(self, rank: socket.socket, message: Message) -> None:
         draft = parse(message["draft"].encode())
@@ -367,21 +377,21 @@ class Writer:
                 self._buffers.describe(number, Snapshot(draft, 0, task, held.path))
                 self._rests_until = time.monotonic() + FIRST_STEPS_S
         self._changed.notify_all()
-        _send(rank, {})
+        channel.send(rank, {})
 
     def _do_serve(self, rank: socket.socket, message: Message) -> None:
         if self._server is None or self._server.server[0] != message["address"]:
             try:
                 server = ShardServer(message["address"], self._buffers, self._changed)
             except OSError as error:
-                _send(rank, {"refused": f"the writer cannot listen at {message['address']}: {error}"})
+                channel.send(rank, {"refused": f"the writer cannot listen at {message['address']}: {error}"})
                 return
             if self._server is not None:
                 self._selector.unregister(self._server.listener)
                 self._server.listener.close()
             self._server = server
             self._selector.register(server.listener, selectors.EVENT_READ)
-        _send(rank, {"server": self._server.server})
+        channel.send(rank, {"server": self._server.server})
 
     # --- saving at a fault ----------------------------------------------------------------------------------------
 
@@ -421,7 +431,7 @@ class Writer:
         if message["wait"]:
             self._waiting.append((None, rank))
         else:
-            _send(rank, {"writing": self._is_writing_shards()})
+            channel.send(rank, {"writing": self._is_writing_shards()})
 
     def _is_writing_shards(self) -> bool:
         """Or some rank of this node is still copying."""
@@ -437,15 +447,15 @@ class Writer:
                     if not self._is_writing_shards():
                         self._waiting.remove((key, rank))
                         with contextlib.suppress(OSError):
-                            _send(rank, {"writing": False})
+                            channel.send(rank, {"writing": False})
                 elif key in self._results or key not in pending:
                     self._waiting.remove((key, rank))
                     with contextlib.suppress(OSError):
-                        _send(rank, self._results.get(key) or self._result_in_header(key))
+                        channel.send(rank, self._results.get(key) or self._result_in_header(key))
             flushed = self._flushes if self._is_done() else []
         while flushed:
             with contextlib.suppress(OSError):
-                _send(flushed.pop(), self._last.result(self._results))
+                channel.send(flushed.pop(), self._last.result(self._results))
 
     def _result_in_header(self, key: Key) -> Message:
         """What an earlier writer process made of this save."""
@@ -574,10 +584,6 @@ def _entry(path: str) -> checkpoint_files.Entry:
     if not isinstance(manifest, Manifest):
         raise CheckpointError(manifest.why)
     return checkpoint_files.Entry(Path(path), manifest)
-
-
-def _send(rank: socket.socket, message: Message) -> None:
-    rank.send(json.dumps(message).encode())
 
 
 def main() -> None:

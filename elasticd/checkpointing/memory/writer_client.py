@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from elasticd import channel
 from elasticd.checkpointing.memory.buffers import PARTNER, PROTOCOL, Snapshot, WriteTask
 from elasticd.checkpointing.memory.mapped_buffer import MappedBuffers
 from elasticd.checkpointing.memory.shard_server import Server
@@ -17,7 +17,6 @@ from elasticd.checkpointing.storage.manifest import Manifest
 
 VARIABLE = "ELASTICD_WRITER"
 """share/shares:path, the path of the writer's socket; set by the launcher."""
-_PACKET = 1 << 20
 _ANSWER_S = 30.0
 """The writer answers within milliseconds; it, or the machine, may be stopped for a while."""
 
@@ -168,11 +167,8 @@ class WriterClient:
     def _send(self, message: Mapping[str, Any]) -> socket.socket:
         try:
             if self._socket is None:
-                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                self._socket.settimeout(_ANSWER_S)
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET)
-                self._socket.connect(self.path)
-            self._socket.send(json.dumps({**message, "version": PROTOCOL}).encode())
+                self._socket = channel.connect(self.path, _ANSWER_S)
+            channel.send(self._socket, {**message, "version": PROTOCOL})
         except OSError:
             self.close()
             raise
@@ -206,13 +202,12 @@ class WriterClient:
         connection = self._send(message)
         connection.settimeout(timeout_s)
         try:
-            packet, fds, _, _ = socket.recv_fds(connection, _PACKET, 1)
-            if not packet:
+            answer, fds = channel.receive_with_descriptors(connection, 1)
+            if answer is None:
                 raise ConnectionResetError("the writer ended")
         except OSError:
             self.close()
             raise
-        answer = json.loads(packet)
         if "refused" in answer:
             raise SnapshotRefused(answer["refused"])
         return answer, fds
