@@ -80,10 +80,13 @@ class SaveContext:
         parent = self.parent if self.parent is not None and self.parent[0] < self.round else None
         return Manifest(self.round, step, parent, *whose, cursor, time.time())
 
-    def agree(self, key: str, what: str, mine: T, decide: Callable[[list[T]], dict[str, Any]]) -> dict[str, Any]:
-        """Rank 0's decision about every rank's word (JSON), on every rank, or its error; a timeout names it `what`."""
+    def agree(self, key: str, what: str, mine: T, decide: Callable[[list[T]], Any], answer_key: str = "") -> Any:
+        """Rank 0's decision about every rank's word, on every rank, or its error; a timeout names the word `what`.
+
+        Words are JSON, decisions JSON objects. `answer_key`: the decision's key in the store, if it is not `key`.
+        """
         every = self.channel.collect(key, json.dumps(mine).encode(), what)
-        return self.channel.on_rank0(key, what, lambda: decide([json.loads(word) for word in every]))
+        return self.channel.on_rank0(answer_key or key, what, lambda: decide([json.loads(word) for word in every]))
 
     def own_part(self, step: int) -> dict[str, Any]:
         """The part of every state that describes the save itself."""

@@ -169,7 +169,8 @@ class ShardedSaver:
                 channel.delete(f"{key}/{number - 1}")  # all ranks have read it: they have sent another word
             return decide(every)
 
-        return self._context.agree(f"{key}/{number}", what, mine, decide_and_tidy)
+        decision: dict[str, Any] = self._context.agree(f"{key}/{number}", what, mine, decide_and_tidy)
+        return decision
 
     def is_busy(self, wait: bool, parts_s: float | None = None) -> bool:
         """Whether this node is still writing an earlier state; on the first node, whether it is not committed yet.

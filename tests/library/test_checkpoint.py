@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing.restore import _Restore
+from elasticd.checkpointing.choice import Chooser, OpenState
+from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.state import checkpoint_files as checkpoint
 from elasticd.checkpointing.state import training_state as training_state
 from elasticd.checkpointing.state.checkpoint_files import Entry
@@ -464,10 +465,11 @@ def test_nothing_is_set_aside_for_a_step_that_cannot_be_loaded(tmp_path: Path) -
     for step in (10, 20, 30):
         save(tmp_path, 1, step)
     nobody: Any = None
-    back = _Restore(tmp_path, {}, (), 20, nobody, nobody, nobody, nobody, WorkerEventWriter(None, 2, 0))
+    context = SaveContext(nobody, nobody, nobody, WorkerEventWriter(None, 2, 0), nobody)
+    chooser = Chooser(context, tmp_path, 20, OpenState())
     flip_a_bit(tmp_path / "r1-s20" / "state.pt")
     with pytest.raises(CheckpointError, match=r"restore\(step=20\): .* does not match its checksum"):
-        back._go_back(20, checkpoint.lineage(tmp_path)[0])
+        chooser.go_back(20, checkpoint.lineage(tmp_path)[0])
     assert present(tmp_path) == ["r1-s10", "r1-s20", "r1-s30"]
 
 

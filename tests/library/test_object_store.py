@@ -19,10 +19,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elasticd.checkpointing import restore
+from elasticd.checkpointing.choice import Choice, OpenState, Source
 from elasticd.checkpointing.memory import last_write, shard_files
 from elasticd.checkpointing.memory.buffers import Buffers, Snapshot, WriteTask, donated_number
 from elasticd.checkpointing.state import checkpoint_files
+from elasticd.checkpointing.state_opener import StateOpener
 from elasticd.checkpointing.storage import object_store, object_url
 from elasticd.checkpointing.storage.lineage import find_damage, names, open_verified
 from elasticd.checkpointing.storage.manifest import MANIFEST, NO_CHECKSUM, STATE, Manifest
@@ -424,12 +425,11 @@ def test_no_rank_opens_a_damaged_copy(nodes: Any, local_rank: int) -> None:
     content = copy.read_bytes()
     copy.write_bytes(_flipped(content))
     rank = SimpleNamespace(environment=SimpleNamespace(local_rank=local_rank))
-    unused: Any = None
-    own = restore._Restore(node.directory, {}, (), None, unused, cast("Any", rank), unused, unused, unused)
-    chosen = {"number": None, "draft": entry.manifest.to_json().decode(), "name": entry.path.name}
-    assert own._open_here(chosen) == ""
-    assert os.pread(own._fd, len(content), 0) == content
-    os.close(own._fd)
+    opened = OpenState()
+    choice = Choice(Source.DISK, entry.manifest, entry.path.name)
+    assert StateOpener(cast("Any", rank), node.directory, opened, []).open_here(choice) == ""
+    assert os.pread(opened.fd, len(content), 0) == content
+    opened.close()
 
 
 @pytest.mark.system

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,26 @@ def kept_random_state(rank: int, step: int, round: int) -> dict[str, Any] | None
 def keep_random_state(rank: int, step: int, device: torch.device) -> None:
     """Of a round that has resumed from a state without it: should it commit no step, the next one resumes from that."""
     step_record.StepRecord(path_of("resumed", rank), [], [], gpu(device)).commit(step)
+
+
+def refused(round: int | None = None) -> set[tuple[int, int]]:
+    """The states in memory that a round has refused, as far as this node knows: the round and the number of each save.
+
+    `round`: None is this one.
+    """
+    try:
+        data = Path(path_of("refused", 0, round)).read_bytes() if "ELASTICD_HEARTBEAT" in os.environ else b"[]"
+        return {(saved_in, number) for saved_in, number in json.loads(data)}
+    except (OSError, ValueError, TypeError):
+        return set()
+
+
+def refuse(saved: Iterable[tuple[int, int]]) -> None:
+    """Keep on this node that these states are not used by this round: of the next one, the reason is not known."""
+    states = sorted(refused().union(saved))
+    if states and "ELASTICD_HEARTBEAT" in os.environ:
+        with contextlib.suppress(OSError):
+            Path(path_of("refused", 0)).write_bytes(json.dumps(states).encode())
 
 
 def gpu(device: torch.device) -> torch.device | None:

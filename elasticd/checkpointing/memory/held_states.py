@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from elasticd.checkpointing.memory import transfer
 from elasticd.checkpointing.memory.buffers import Snapshot
@@ -21,7 +20,6 @@ from elasticd.checkpointing.memory.shard_server import RemoteNode, Server, addre
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
 from elasticd.checkpointing.state.shard_plan import View, file_names, map_file
 from elasticd.checkpointing.storage.manifest import STATE, Manifest
-from elasticd.checkpointing.storage.manifest import parse as parse_manifest
 from elasticd.errors import CheckpointError
 from elasticd.process_group import WorkerEnvironment
 
@@ -57,15 +55,6 @@ class HeldState:
         """Files of which there is only a copy: their node is lost."""
         return sorted(name for name in self.nodes if not self.own.get(name))
 
-    def describe(self, states: list[HeldState], servers: Mapping[int, Server]) -> dict[str, Any]:
-        """What all ranks learn of it: `states` are all that there are."""
-        draft, number = self.snapshot.draft, self.snapshot.number
-        others = [each.snapshot for each in states if each.snapshot.number != number]
-        found = {"key": self.snapshot.key, "alike": find_alike(others, draft) is not None}
-        if self.nodes:
-            found |= {"files": self.nodes, "servers": servers, "copied": self.copied}
-        return found
-
 
 def find_alike(held: list[Snapshot], draft: Manifest) -> Snapshot | None:
     """The newest whole state of the same step; it differs in little."""
@@ -74,17 +63,15 @@ def find_alike(held: list[Snapshot], draft: Manifest) -> Snapshot | None:
     return max(alike, key=lambda each: each.number, default=None)
 
 
-def checksums(chosen: Mapping[str, Any], held: list[Snapshot], writer: WriterClient | None) -> list[str]:
-    """Of what this node has in memory of the chosen step, where another node has it, too."""
-    draft = parse_manifest(chosen["draft"].encode())
-    if not chosen.get("alike") or writer is None or not isinstance(draft, Manifest):
-        return []
-    if (alike := find_alike(held, draft)) is None:
+def checksums(draft: Manifest, held: list[Snapshot], writer: WriterClient | None) -> list[str]:
+    """Those of the pieces of a state of the same step in this node's memory, none without one."""
+    alike = find_alike(held, draft)
+    if alike is None or writer is None:
         return []
     try:
         fd, _, _ = writer.open(alike.key)
         with contextlib.closing(os.fdopen(fd, "rb", 0)):
-            return transfer.checksums(fd, chosen["bytes"])
+            return transfer.checksums(fd, draft.bytes)
     except (OSError, SnapshotRefused):
         return []
 
@@ -129,11 +116,17 @@ def parse(every: list[bytes]) -> tuple[list[HeldState], dict[int, Server]]:
 class ShardsInMemory:
     """The files of the chosen state for one rank: those of its node are mapped, others are read from their nodes."""
 
-    def __init__(self, chosen: Mapping[str, Any], writer: WriterClient | None, who: WorkerEnvironment) -> None:
-        self._key: tuple[int, int] = tuple(chosen["key"])
-        self._nodes: dict[str, list[int]] = chosen["files"]
-        self._servers = {int(each): server for each, server in chosen["servers"].items()}
-        self._writer, self._whose, self._node = writer, (who.job, who.run), who.node
+    def __init__(
+        self,
+        key: tuple[int, int],
+        files: Mapping[str, list[int]],
+        servers: Mapping[int, Server],
+        writer: WriterClient | None,
+        who: WorkerEnvironment,
+    ) -> None:
+        """`files`: the nodes that hold each of them; `servers`: the address at which each node is read."""
+        self._key, self._nodes, self._servers, self._writer = key, files, servers, writer
+        self._whose, self._node = (who.job, who.run), who.node
         self._remote: dict[int, RemoteNode] = {}
 
     def check(self) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TypedDict
 
 from elasticd.checkpointing.storage.manifest import Checksum
 from elasticd.errors import CheckpointError
@@ -47,20 +47,37 @@ def checksums(fd: int, size: int) -> list[str]:
     return found
 
 
-def plan_sending(name: str, answers: list[Mapping[str, Any]], size: int) -> dict[str, Any]:
-    """Which rank sends, which receive, and which spans of the state: {sender, receivers, spans, patched}.
+class Answer(TypedDict):
+    """A rank's answer to the question whether it can read the state."""
 
-    An answer holds `host`; `error`, "" where the rank has the state; `pieces`, the checksums of a state of the same
-    step in its node's memory, none without one; `first`, True if the rank receives for its node. `patched`: receivers
-    have all else already. Raises CheckpointError if no rank has the state.
-    """
+    host: str
+    error: str
+    """The reason why it cannot, "" if it can."""
+    pieces: list[str]
+    """Checksums of a state of the same step in its node's memory, none without one."""
+    first: bool
+    """It receives for its node."""
+
+
+class SendingPlan(TypedDict):
+    """The rank that sends, those that receive, and the spans of the state."""
+
+    sender: int
+    receivers: list[int]
+    spans: list[Span]
+    patched: bool
+    """Receivers have all else already."""
+
+
+def plan_sending(name: str, answers: list[Answer], size: int) -> SendingPlan:
+    """The least that has to be sent so that all ranks have the state. Raises CheckpointError if no rank has it."""
     hosts = {answer["host"] for answer in answers if answer["error"]}
     senders = [rank for rank, answer in enumerate(answers) if not answer["error"]]
     if not senders:
         raise CheckpointError(f"{name} cannot be read by any rank any more: {answers[0]['error']}")
     sender = senders[0]
     receivers = [rank for rank, answer in enumerate(answers) if answer["host"] in hosts and rank != sender]
-    whole = {"sender": sender, "receivers": receivers, "spans": [(0, size)], "patched": False}
+    whole: SendingPlan = {"sender": sender, "receivers": receivers, "spans": [(0, size)], "patched": False}
     sent = answers[sender]["pieces"]
     known = [answers[rank]["pieces"] for rank in receivers if answers[rank]["first"]]
     if not sent or not known or any(len(each) != len(sent) for each in known):

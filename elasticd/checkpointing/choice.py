@@ -1,0 +1,327 @@
+"""The state that the ranks of a round restore, and how rank 0 chooses it.
+
+The newest state wins: one in the memory of the nodes, or a checkpoint in the directory. A round that has left anything
+in the directory has superseded what older rounds have in memory. Rank 0 walks the lineage from the newest checkpoint,
+checks each while reading it, and reports which it skipped and why.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from elasticd.checkpointing.at_fault import step_files
+from elasticd.checkpointing.context import SaveContext
+from elasticd.checkpointing.memory.buffers import Snapshot
+from elasticd.checkpointing.memory.held_states import HeldState, ShardsInMemory, find_alike
+from elasticd.checkpointing.memory.shard_server import Server
+from elasticd.checkpointing.state import checkpoint_files
+from elasticd.checkpointing.storage import retention
+from elasticd.checkpointing.storage.lineage import (
+    Entry,
+    SkippedCheckpoint,
+    find_damage,
+    highest_round,
+    lineage,
+    open_verified,
+    walk,
+)
+from elasticd.checkpointing.storage.manifest import STATE, Manifest, parse
+from elasticd.checkpointing.storage.object_store import BRIEF_PATIENCE_S, RESTORE_PATIENCE_S, store_of
+from elasticd.checkpointing.storage.object_url import shown
+from elasticd.errors import CheckpointCorrupt, CheckpointError, ObjectStoreError
+
+SUSPECT_AFTER = 2
+"""After so many restarts without progress the state itself may be broken (NaN in it), and an older one is tried."""
+
+
+class Source(Enum):
+    """The place that a state is read from; whether a node has it here, or gets it from another one, each node finds."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One state, as rank 0 has chosen it and all ranks learn of it."""
+
+    source: Source
+    manifest: Manifest
+    """That of a state in memory has no checksum."""
+    name: str
+    number: int = 0
+    """Of a state in memory: the number of the save in its round."""
+    key: tuple[int, int] = (0, 0)
+    """Of a state in memory: the round whose state it is now, and the number of the save in it."""
+    files: dict[str, list[int]] = field(default_factory=dict)
+    """Of a sharded state in memory: the nodes that hold each file."""
+    servers: dict[int, Server] = field(default_factory=dict)
+    """Of a sharded state in memory: the address at which each node is read."""
+    copied: list[str] = field(default_factory=list)
+    """Of a sharded state in memory: the files of which there is only a copy, since their node is lost."""
+    has_alike: bool = False
+    """Several nodes hold a state of this step in memory; they differ in little."""
+    step_on_disk: int = 0
+    """The step of the newest checkpoint in the directory, 0 for none."""
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def in_memory(self) -> bool:
+        return self.source is Source.MEMORY
+
+    def placed(self, directory: Path) -> Entry:
+        """The chosen checkpoint; in an object store, this node need not have listed it."""
+        if (store := store_of(directory)) is not None:
+            store.place(self.name, self.manifest)
+        return Entry(directory / self.name, self.manifest)
+
+    def to_message(self) -> dict[str, Any]:
+        """The choice as JSON. A rank of the version before reads the numbers of the manifest beside it."""
+        manifest = self.manifest
+        message: dict[str, Any] = {
+            **{name: getattr(manifest, name) for name in ("round", "step", "world_size", "bytes", "checksum", "wall")},
+            "draft": manifest.to_json().decode(),
+            "name": self.name,
+            "number": None,
+        }
+        if self.in_memory:
+            message |= {"number": self.number, "key": self.key, "alike": self.has_alike, "on_disk": self.step_on_disk}
+        if self.files:
+            message |= {"files": self.files, "servers": self.servers, "copied": self.copied}
+        return message
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Choice:
+        manifest = parse(message["draft"].encode())
+        assert isinstance(manifest, Manifest)
+        if message["number"] is None:
+            return cls(Source.DISK, manifest, message["name"])
+        return cls(
+            source=Source.MEMORY,
+            manifest=manifest,
+            name=message["name"],
+            number=message["number"],
+            key=tuple(message["key"]),
+            files=message.get("files", {}),
+            servers={int(node): server for node, server in message.get("servers", {}).items()},
+            copied=message.get("copied", []),
+            has_alike=message["alike"],
+            step_on_disk=message["on_disk"],
+        )
+
+
+@dataclass
+class OpenState:
+    """The files of the chosen state that this rank has open."""
+
+    fd: int = -1
+    """state.pt; -1 while it is not open."""
+    checksum: str = ""
+    """That of state.pt, if it is in a file that this rank has verified."""
+    content: dict[str, Any] | None = None
+    """The content of state.pt, where this rank has tried whether it can be loaded."""
+    shards: ShardsInMemory | None = None
+    """The files of a sharded state in memory."""
+
+    def load(self) -> dict[str, Any]:
+        """The content of state.pt. Raises CheckpointCorrupt, CheckpointError, OSError."""
+        if self.shards is not None and self.fd < 0:
+            self.fd = self.shards.copy(STATE)
+        if self.content is None:
+            self.content = checkpoint_files.load_mapped(self.fd)
+        return self.content
+
+    def close(self) -> None:
+        """Close all files: another state may be opened."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        if self.shards is not None:
+            self.shards.close()
+        self.fd, self.checksum, self.content, self.shards = -1, "", None, None
+
+
+class Chooser:
+    """Rank 0's part of a restore: the states that there are, and which have been found to be of no use."""
+
+    def __init__(self, context: SaveContext, directory: Path, step: int | None, opened: OpenState) -> None:
+        """`step`: that to go back to, once in a directory; None: the newest one. A chosen checkpoint is `opened`."""
+        self._context, self._directory, self._step, self._opened = context, directory, step, opened
+        self.states: list[HeldState] = []
+        """What all nodes have in memory, newest first."""
+        self.servers: dict[int, Server] = {}
+        self._candidates: list[Entry] = []
+        """Checkpoints that may be loaded and have not been tried yet."""
+        self._skipped = 0
+        self.entry: Entry | None = None
+        """The chosen checkpoint; None for a state in memory."""
+
+    def choose(self) -> Choice | None:
+        """The newest state that has not been rejected; None if there is none. Raises CheckpointError, OSError."""
+        if self.entry is not None:  # a checkpoint has been rejected: an older one is next
+            return self._next_on_disk()
+        whole, torn = self._whole(), self.torn
+        on_disk, skipped = self._lineage(bool(whole))
+        newest, on_disk = self._allowed(whole, on_disk)
+        if newest is not None and self._is_newest(newest.snapshot, on_disk):
+            return self._in_memory(newest, on_disk[0].manifest.step if on_disk else 0)
+        for checkpoint in skipped:
+            self._report_skipped(checkpoint.path, checkpoint.why)
+        self._candidates = on_disk
+        choice = self._next_on_disk()
+        if torn is not None and (choice.step if choice else 0) < (step := torn.snapshot.draft.step):
+            self.report(f"step {step} was in memory, but {', '.join(torn.missing)} is lost with its node", step)
+        return choice
+
+    @property
+    def may_be_incomplete(self) -> bool:
+        """Nodes may still be writing a newer sharded state than the whole ones that they have."""
+        return self.entry is None and (self.torn is not None or not self._whole() or self._step is not None)
+
+    @property
+    def torn(self) -> HeldState | None:
+        """The newest state, where files of it are missing."""
+        return next((state for state in self.states[:1] if state.missing), None)
+
+    def reject_memory(self, choice: Choice, why: str, below: int = 0) -> None:
+        """No state in memory from step `below` on is of use any more."""
+        self.states = [state for state in self.states if state.snapshot.draft.step < below]
+        self.report(f"the state of step {choice.step} in memory cannot be used: {why}", choice.step)
+
+    def reject_checkpoint(self, choice: Choice, why: str) -> None:
+        """The checkpoint is damaged."""
+        self._report_skipped(self._directory / choice.name, why)
+
+    def report(self, reason: str, step: int | None) -> None:
+        self._context.warn("message", reason, self._directory, step)
+
+    def _whole(self) -> list[HeldState]:
+        """States of which the nodes hold all files, without those that an earlier round has refused."""
+        refused = step_files.refused()
+        return [state for state in self.states if not state.missing and state.snapshot.saved not in refused]
+
+    def _in_memory(self, state: HeldState, step_on_disk: int) -> Choice:
+        snapshot = state.snapshot
+        draft, others = snapshot.draft, [other.snapshot for other in self.states if other is not state]
+        return Choice(
+            source=Source.MEMORY,
+            manifest=draft,
+            name=f"r{draft.round}-s{draft.step}",
+            number=snapshot.number,
+            key=snapshot.key,
+            files=state.nodes,
+            servers=self.servers if state.nodes else {},
+            copied=state.copied,
+            has_alike=find_alike(others, draft) is not None,
+            step_on_disk=step_on_disk,
+        )
+
+    def _allowed(self, whole: list[HeldState], on_disk: list[Entry]) -> tuple[HeldState | None, list[Entry]]:
+        """The newest state in memory and the checkpoints, without those that the script goes back behind, or from which
+        restarts have made no progress.
+        """
+        newest = whole[0] if whole else None
+        in_memory = [state.snapshot for state in whole]
+        if self._step is not None:
+            known = [*(snapshot.draft.step for snapshot in in_memory), *(entry.manifest.step for entry in on_disk)]
+            mark = retention.went_back(self._directory, self._step)
+            if mark.exists() and max(known, default=-1) >= self._step:
+                where, what = shown(self._directory), f"restore(step={self._step}) has no effect"
+                self.report(f"{what}: {where} went back to it before; rm {shown(mark)} to go again", self._step)
+            else:
+                newest, on_disk = None, self.go_back(self._step, on_disk)
+        if older := self._older(in_memory[0] if newest else None, in_memory, on_disk):
+            newest, on_disk = None, older
+        return newest, on_disk
+
+    def _is_newest(self, held: Snapshot, on_disk: list[Entry]) -> bool:
+        first = on_disk[0].manifest if on_disk else None
+        superseded = held.key[0] < highest_round(self._directory)
+        return not superseded and (first is None or (first.round, first.step) <= (held.key[0], held.draft.step))
+
+    def _lineage(self, has_other: bool) -> tuple[list[Entry], list[SkippedCheckpoint]]:
+        """As `lineage`; if the object store does not answer and there is a state in memory, what this node knows."""
+        store = store_of(self._directory)
+        if store is None:
+            return lineage(self._directory)
+        usual_s, store.patience_s = store.patience_s, BRIEF_PATIENCE_S if has_other else RESTORE_PATIENCE_S
+        try:
+            return lineage(self._directory)
+        except ObjectStoreError as error:
+            if not has_other:
+                raise
+            self._context.warn("message", f"the state in memory is used: {error}", self._directory)
+            known = walk(self._directory)
+            return known.entries, known.skipped
+        finally:
+            store.patience_s = usual_s
+
+    def _older(self, newest: Snapshot | None, in_memory: list[Snapshot], on_disk: list[Entry]) -> list[Entry]:
+        """The older checkpoints to use where restarts in a row made no progress from the newest state; else none."""
+        count = self._context.environment.failed_restarts
+        if count < SUSPECT_AFTER or self._has_progressed(newest):
+            return []
+        steps = [snapshot.draft.step for snapshot in in_memory] + [entry.manifest.step for entry in on_disk[:1]]
+        step = max(steps, default=0)
+        older = [entry for entry in on_disk if entry.manifest.step < step]
+        if older:
+            self.report(
+                f"the state of step {step} skipped: {count} restarts in a row have made no progress from it", step
+            )
+        return older
+
+    def _has_progressed(self, newest: Snapshot | None) -> bool:
+        """The last round has trained past the state that it resumed from."""
+        if newest is None or newest.key[0] < highest_round(self._directory):
+            return False
+        if newest.adopted or newest.draft.relinked:
+            return False
+        return newest.draft.parent is None or newest.draft.step > newest.draft.parent[1]
+
+    def _next_on_disk(self) -> Choice | None:
+        """The first checkpoint that can be read, kept open; those before it are skipped."""
+        while self._candidates:
+            entry = self._candidates.pop(0)
+            try:
+                fd = open_verified(entry)
+                try:
+                    content = checkpoint_files.load_mapped(fd)
+                except BaseException:
+                    os.close(fd)
+                    raise
+            except ObjectStoreError:
+                raise  # an older one is no better
+            except (CheckpointCorrupt, OSError) as error:
+                self._report_skipped(entry.path, str(error))
+                continue
+            self.entry = entry
+            self._opened.fd, self._opened.content, self._opened.checksum = fd, content, entry.manifest.checksum
+            return Choice(Source.DISK, entry.manifest, entry.path.name)
+        if self._skipped:
+            where = shown(self._directory)
+            self.report(f"no checkpoint in {where} can be used, {self._skipped} skipped: training begins anew", None)
+        return None
+
+    def go_back(self, step: int, on_disk: list[Entry]) -> list[Entry]:
+        """Set newer checkpoints than that of `step` aside; returns those that are left. Raises CheckpointError."""
+        steps = sorted({entry.manifest.step for entry in on_disk})
+        if step not in steps:
+            there = f"there are steps {', '.join(map(str, steps))}" if steps else "there is none"
+            raise CheckpointError(f"restore(step={step}): {self._directory} has no checkpoint of that step; {there}")
+        whys = [find_damage(entry) for entry in on_disk if entry.manifest.step == step]
+        if None not in whys:
+            raise CheckpointError(f"restore(step={step}): the checkpoint of that step cannot be used: {whys[0]}")
+        if aside := retention.set_aside(self._directory, step):
+            names = ", ".join(path.name for path in aside)
+            self.report(f"went back to step {step}: newer checkpoints were set aside as {names}", step)
+        return [entry for entry in on_disk if entry.manifest.step <= step]
+
+    def _report_skipped(self, path: Path, why: str) -> None:
+        self._skipped += 1
+        self._context.warn("checkpoint_skipped", f"checkpoint {path.name} skipped: {why}", path)

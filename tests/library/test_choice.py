@@ -1,0 +1,100 @@
+"""The state that rank 0 chooses: the newest one, in memory or in the directory; never a superseded or refused one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elasticd.checkpointing.at_fault import step_files
+from elasticd.checkpointing.choice import Choice, Chooser, OpenState, Source
+from elasticd.checkpointing.context import SaveContext
+from elasticd.checkpointing.memory.buffers import Snapshot
+from elasticd.checkpointing.memory.held_states import HeldState
+from elasticd.checkpointing.state import checkpoint_files
+from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
+from elasticd.heartbeat.worker_events import WorkerEventWriter
+
+State = tuple[int, int]
+"""Round and step."""
+
+
+def chooser(directory: Path, round: int, in_memory: list[State], failed_restarts: int = 0) -> Chooser:
+    unused: Any = None
+    environment: Any = SimpleNamespace(round=round, failed_restarts=failed_restarts)
+    context = SaveContext(environment, unused, unused, WorkerEventWriter(None, round, 0), unused)
+    made = Chooser(context, directory, None, OpenState())
+    drafts = [Manifest(saved_in, step, None, 1, 8, NO_CHECKSUM, "job", "1", None, 0.0) for saved_in, step in in_memory]
+    made.states = [HeldState(Snapshot(draft, draft.step, None)) for draft in drafts]
+    return made
+
+
+def save(directory: Path, state: State) -> None:
+    checkpoint_files.save(
+        directory,
+        round=state[0],
+        step=state[1],
+        parent=None,
+        world_size=1,
+        job="job",
+        run="1",
+        state={"step": state[1]},
+    )
+
+
+def chosen(made: Chooser) -> tuple[Source, int, int] | None:
+    choice = made.choose()
+    return None if choice is None else (choice.source, choice.manifest.round, choice.step)
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "on_disk", "expected"),
+    [
+        ([], [], None),
+        ([(1, 10)], [], (Source.MEMORY, 1, 10)),
+        ([(1, 10)], [(1, 5)], (Source.MEMORY, 1, 10)),
+        ([(1, 10)], [(1, 10)], (Source.MEMORY, 1, 10)),
+        ([(1, 10)], [(1, 15)], (Source.DISK, 1, 15)),
+        ([(1, 10)], [(2, 5)], (Source.DISK, 2, 5)),  # a round that has left anything has superseded older ones
+        ([(2, 10), (1, 15)], [(1, 15)], (Source.MEMORY, 2, 10)),
+    ],
+)
+def test_newest_state(
+    tmp_path: Path, in_memory: list[State], on_disk: list[State], expected: tuple[Source, int, int] | None
+) -> None:
+    for state in on_disk:
+        save(tmp_path, state)
+    made = chooser(tmp_path, 3, in_memory)
+    assert chosen(made) == expected
+    made._opened.close()
+
+
+def test_state_that_a_round_has_refused_is_not_chosen_by_the_rounds_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round that refuses it begins anew, and dies before its first save: nothing else supersedes the state."""
+    for round in (2, 3, 4):
+        (tmp_path / f"round-{round}").mkdir()
+        monkeypatch.setenv("ELASTICD_HEARTBEAT", str(tmp_path / f"round-{round}" / "heartbeat-0"))
+        step_files.refuse(step_files.refused(round - 1))
+        made = chooser(tmp_path, round, [(1, 10)])
+        if round == 2:
+            choice = made.choose()
+            assert choice is not None
+            made.reject_memory(choice, "rank 1 draws random numbers", below=choice.step)
+            step_files.refuse([(choice.manifest.round, choice.number)])
+        assert made.choose() is None
+    assert chosen(chooser(tmp_path, 4, [(1, 10), (1, 9)])) == (Source.MEMORY, 1, 9), "an older one was not refused"
+
+
+def test_choice_survives_its_way_to_the_other_ranks() -> None:
+    draft = Manifest(2, 10, (1, 5), 2, 8, NO_CHECKSUM, "job", "1", {"seed": 1}, 1.5)
+    in_shards = {"files": {"a": [0, 1]}, "servers": {0: ("host", 1)}, "copied": ["a"]}
+    for choice in (
+        Choice(Source.DISK, draft, "r2-s10.again"),
+        Choice(Source.MEMORY, draft, "r2-s10", number=3, key=(2, 3), has_alike=True, step_on_disk=5),
+        Choice(Source.MEMORY, draft, "r2-s10", number=3, key=(2, 3), **in_shards),  # type: ignore[arg-type]
+    ):
+        assert Choice.from_message(choice.to_message()) == choice
