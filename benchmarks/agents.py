@@ -92,14 +92,14 @@ class SimulatedAgent:
         match notice:
             case RoundPublished(round):
                 if round.member(self.name) is not None:
-                    self._member.update_record(
+                    self._member.update_node_record(
                         ready_round=round.number, stepped_round=round.number, can_pause=round.number
                     )
                 report(
                     kind="round", node=self.name, number=round.number, size=len(round.members), why=round.reason[:1000]
                 )
             case PauseRequested(number, on=True):
-                self._member.update_record(paused=number)
+                self._member.update_node_record(paused=number)
             case DriverFailed(error):
                 report(kind="broken", node=self.name, error=repr(error))
 

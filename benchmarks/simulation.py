@@ -154,7 +154,7 @@ class Agent:
         round = notice.round
         self.task.sleep(DECODE_S * len(round.members))
         self.round, self.read_at = round, self._clock.now
-        self.member.update_record(ready_round=round.number, stepped_round=round.number)
+        self.member.update_node_record(ready_round=round.number, stepped_round=round.number)
         if self._simulation.dead & {m.node for m in round.members}:
             self._clock.at(self._clock.now + GLOO_S, self.lose_peers)
 

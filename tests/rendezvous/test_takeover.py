@@ -133,7 +133,7 @@ def test_round_that_too_few_have_read_has_no_successor() -> None:
     base = round_of("abc", electors=("a", "b", "c", "d", "e"), quorum=3)
     leader = look(base, FIRST, "ab")
     assert isinstance(leader.next(round_of("ab", number=5), 0.0), Wait)
-    assert leader.blocked
+    assert leader.blocked_why
     assert isinstance(look(base, FIRST, "abd").next(round_of("ab", number=5), 0.0), Round), (
         "d is no member, and read it"
     )

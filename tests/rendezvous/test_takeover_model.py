@@ -135,7 +135,7 @@ class World:
         if agent.life.agent == f"{agent.name}:1":
             assert store is not None
             host = self.agents[agent.before.agent[0]]
-            used = store.leader.used == store.life.term
+            used = store.leader.published_term == store.life.term
             if agent.few_since is None or self.now <= agent.few_since or used or host.lost:
                 return None
             return agent.before if self._answering(agent, agent.before) else None
@@ -192,7 +192,7 @@ class World:
             following = following if following.number == base.number else store.leader.next(following, self.now)
         if isinstance(following, Round) and following is not base:
             self._publish(agent, store, following)
-        few = store.leader.few
+        few = store.leader.lacks_quorum
         agent.few_since = None if not few else self.now if agent.few_since is None else agent.few_since
 
     def _next(self, agent: Agent, base: Round, records: dict[str, NodeRecord]) -> Round:

@@ -457,8 +457,8 @@ class Cluster:
                 targets = [EvidenceTarget(rank, 1) for rank in round.ranks(node.name)]
                 node.suspicion.begin(round.number, targets, Path("evidence"))
                 node.stuck = ""
-                node.member.update_facts(next_step_due=self._clock(node))
-                node.member.update_record(ready_round=round.number)
+                node.member.update_local_facts(next_step_due=self._clock(node))
+                node.member.update_node_record(ready_round=round.number)
                 if round.group_rank(node.name) == 0:
                     node.master = round.number
                     node.member.report_master(round.number, node.label, 1)
@@ -476,7 +476,7 @@ class Cluster:
                 node.member.report_done(number)
                 self._at(0.01, lambda: self._gone(node, number))
             case ReportLeaving(why, code, soon):
-                node.member.update_record(leaving=why, leaving_code=code, leaving_soon=soon)
+                node.member.update_node_record(leaving=why, leaving_code=code, leaving_soon=soon)
             case SetTimer(at):
                 node.wakes.append(at - node.ahead_s)
             case Leave(exit_code, why):
@@ -526,11 +526,13 @@ class Cluster:
         self.trained[round.number] = self.now
         self.history.trained(round.run, round.number, tuple(m.identity for m in round.members), self.now)
         for node in self._members(round):
-            node.member.update_facts(high_water=self.step)
-            node.member.update_facts(next_step_due=self._clock(node) + 2 * STEP_S)
+            node.member.update_local_facts(high_water=self.step)
+            node.member.update_local_facts(next_step_due=self._clock(node) + 2 * STEP_S)
             if node.stepping != round.number:
                 node.stepping = round.number
-                node.member.update_record(stepped_round=round.number, can_pause=round.number if self.can_pause else 0)
+                node.member.update_node_record(
+                    stepped_round=round.number, can_pause=round.number if self.can_pause else 0
+                )
                 node.due = self.now
                 self._feed(node, FirstStep(round.number, self._clock(node)))
         self._at(STEP_S, lambda: self._train(round))
@@ -550,9 +552,9 @@ class Cluster:
         if node.group is not None and node.group.number == number == node.pause_round and not node.dead:
             node.pause_round = 0
             self.saved = (number, self.step)
-            node.member.update_facts(checkpoint=self.saved)
+            node.member.update_local_facts(checkpoint=self.saved)
             self.tell(node.label, f"holds round {number} at a checkpoint of its step {self.step}")
-            node.member.update_record(paused=number, checkpoint=(number, self.step), high_water=self.step)
+            node.member.update_node_record(paused=number, checkpoint=(number, self.step), high_water=self.step)
             node.due = self.now
 
     def _gone(self, node: Node, number: int) -> None:
@@ -565,7 +567,7 @@ class Cluster:
         round, node.group = node.group, None
         if node.suspicion is not None:
             node.suspicion.end()
-        node.member.update_facts(next_step_due=None)
+        node.member.update_local_facts(next_step_due=None)
         self._feed(node, GroupEnded(number))
         self._lose_peers(round, node)
 
@@ -580,7 +582,7 @@ class Cluster:
         if (round := node.slots.unblocked()) is not None:
             node.blocked = 0
             self._perform(node, StartGroup(round))
-        node.member.update_record(slots=node.slots.usable, unusable=node.slots.why)
+        node.member.update_node_record(slots=node.slots.usable, unusable=node.slots.why)
         node.due = self.now
 
     def _unblock(self, node: Node, number: int) -> None:

@@ -179,7 +179,7 @@ class JobLoop:
                     self._handle_owner_event(event, now)
                 if self._rules.multi_node and not self._launcher_settled and self.workers.settled:
                     self._launcher_settled = True
-                    self._rendezvous.update_record(warm=1)
+                    self._rendezvous.update_node_record(warm=1)
             case MemoryChecked():
                 self.workers.memory_checked(message)
             case OwnerLost():
@@ -296,7 +296,7 @@ class JobLoop:
                 self._saved_last = True  # it has ended by the signal, as by Ctrl-C, and without a checkpoint
             case messages.StopRequested() | messages.StopForced():
                 if not self._rules.leave_on_stop:
-                    self._rendezvous.update_facts(stop=event)
+                    self._rendezvous.update_local_facts(stop=event)
                 self._listener.on(StopStarted(event, self._rules), now)
 
     def _run_timers(self, now: float) -> None:
@@ -335,7 +335,7 @@ class JobLoop:
             case messages.ReportLeaving(why, code, soon):
                 if not soon:
                     self._listener.log(why)
-                self._rendezvous.update_record(leaving=why, leaving_code=code, leaving_soon=soon)
+                self._rendezvous.update_node_record(leaving=why, leaving_code=code, leaving_soon=soon)
             case messages.SetTimer(at):
                 self._timers.append(max(at, time.monotonic() + TIMER_DELAY_S))
             case messages.Leave(exit_code, why):
@@ -388,7 +388,7 @@ class JobLoop:
             self._listener.on(SlotChanged(cause, sentence), now)
         if (round := self._slots.unblocked()) is not None:
             self._start(round)  # before the slot is announced: a node that has it and has not started counts as late
-        self._rendezvous.update_record(slots=self._slots.usable, unusable=self._slots.why)
+        self._rendezvous.update_node_record(slots=self._slots.usable, unusable=self._slots.why)
 
     def _start(self, round: Round) -> None:
         if self._slots.blocks(round):

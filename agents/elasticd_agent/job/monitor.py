@@ -110,9 +110,9 @@ class GroupMonitor:
         self._at = now + EAGER_INTERVAL_S
         self._step_at = (0, now)
         self._eager_until = now + EAGER_S
-        self._rendezvous.update_facts(next_step_due=now)
+        self._rendezvous.update_local_facts(next_step_due=now)
         self._pending_exception = ""
-        self._rendezvous.update_record(ready_round=round.number, wait_counts=(), pending_exception="")
+        self._rendezvous.update_node_record(ready_round=round.number, wait_counts=(), pending_exception="")
 
     def started(self, started: GroupStarted) -> None:
         prepared = self._prepared
@@ -138,7 +138,7 @@ class GroupMonitor:
     def end(self, number: int) -> FirstStep | None:
         """The group of round `number` has ended: read its last worker events, and stop."""
         self.ending()
-        self._rendezvous.update_facts(next_step_due=None)
+        self._rendezvous.update_local_facts(next_step_due=None)
         first = self.observe(time.monotonic()) if self.number == number else None
         if self.number == number:
             self.drop()
@@ -159,14 +159,14 @@ class GroupMonitor:
         first = FirstStep(number, at) if at is not None and number != self._stepped_round else None
         if first is not None:
             self._stepped_round = number
-            self._rendezvous.update_record(stepped_round=number)
+            self._rendezvous.update_node_record(stepped_round=number)
         for event in seen.worker_events:
             self._worker_event(event)
         self._find_pending_exception(seen)
-        self._rendezvous.update_facts(high_water=self._history.high_water(seen))
+        self._rendezvous.update_local_facts(high_water=self._history.high_water(seen))
         self._advanced(seen.step, now)
         if (counts := self._wait_shares.update(seen)) is not None:
-            self._rendezvous.update_record(wait_counts=counts)
+            self._rendezvous.update_node_record(wait_counts=counts)
         learned = self._history.deadline_s(seen), now, self._history.pause_s, self._history.restart_s(seen)
         self.detector.update(seen, *learned)
         self._listener.on(seen, now)
@@ -190,7 +190,7 @@ class GroupMonitor:
         for rank, beat in zip(seen.ranks, seen.heartbeats, strict=True):
             if beat.exit_report is not None and (why := exit_cause.describe_exception(beat.exit_report)):
                 self._pending_exception = f"rank {rank.rank} {why}"
-                self._rendezvous.update_record(pending_exception=self._pending_exception)
+                self._rendezvous.update_node_record(pending_exception=self._pending_exception)
                 return
 
     def _advanced(self, step: int, now: float) -> None:
@@ -199,7 +199,7 @@ class GroupMonitor:
         if step > before:
             step_s = (now - at) / (step - before)
             self._step_at = step, now
-            self._rendezvous.update_facts(next_step_due=now + 2 * step_s)
+            self._rendezvous.update_local_facts(next_step_due=now + 2 * step_s)
 
     def _worker_event(self, event: WorkerEvent) -> None:
         number, step = event.round, event.step
@@ -212,16 +212,16 @@ class GroupMonitor:
                 # A save that is waited for takes as long as the disk, although the others block only for a copy.
                 seconds = event.extra.get("written_seconds", event.extra.get("seconds", 0.0))
                 self._history.checkpoint_saved(float(seconds))
-                self._rendezvous.update_facts(checkpoint=(number, step))
+                self._rendezvous.update_local_facts(checkpoint=(number, step))
                 now = time.monotonic()
                 if self._shared and now >= self._checkpoint_reported_at + REPORT_CHECKPOINT_S:
                     self._checkpoint_reported_at = now
-                    self._rendezvous.update_record(
+                    self._rendezvous.update_node_record(
                         checkpoint=(number, step), high_water=self._rendezvous.facts.high_water
                     )
             case "can_pause":
-                self._rendezvous.update_record(can_pause=number)
+                self._rendezvous.update_node_record(can_pause=number)
             case "paused" if step is not None:
-                self._rendezvous.update_record(paused=number, checkpoint=(number, step), high_water=step)
+                self._rendezvous.update_node_record(paused=number, checkpoint=(number, step), high_water=step)
             case "pause_ended" | "cannot_pause":
-                self._rendezvous.update_record(paused=0, can_pause=0)
+                self._rendezvous.update_node_record(paused=0, can_pause=0)

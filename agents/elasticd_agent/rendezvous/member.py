@@ -126,11 +126,11 @@ class RendezvousMember:
 
     # --- reports, from the deciding thread --------------------------------------------------------------------------
 
-    def update_facts(self, **fields: Any) -> None:
+    def update_local_facts(self, **fields: Any) -> None:
         """Replace the facts whole: only the deciding thread writes them, so that any thread reads one state."""
         self.facts = replace(self.facts, **fields)
 
-    def update_record(self, **fields: Any) -> None:
+    def update_node_record(self, **fields: Any) -> None:
         """Set fields of this node's record."""
         self._registration.update(**fields)
         self._changed()
@@ -204,7 +204,7 @@ class RendezvousMember:
         """Use the job's store that another agent hosts now, or host it. Raises StoreUnavailable while there is none."""
         if self._take_over is None:
             return
-        leaving, used = bool(self._registration.record.leaving), self._planner.succession.used
+        leaving, used = bool(self._registration.record.leaving), self._planner.succession.published_term
         if self._take_over.turn(self._follower.running, leaving, used, now):
             self._store_replaced(now)
 
@@ -249,7 +249,7 @@ class RendezvousMember:
         lead_at = self._lead(now)
         self._keep_links(self._links())
         if self._take_over is not None:
-            self._take_over.answered(now, self.leads and self._planner.succession.few)
+            self._take_over.answered(now, self.leads and self._planner.succession.lacks_quorum)
         if self._unavailable_since is not None:
             away_s = now - self._unavailable_since
             self._notices.append(StoreAvailability(False, "the store answers again", away_s))
@@ -437,7 +437,7 @@ class RendezvousMember:
 
     def _abandon_if_blocked(self, now: float) -> None:
         """The side of a partition that may not continue gives up as one does whose store is away."""
-        why, due = self._planner.succession.blocked, self.facts.next_step_due
+        why, due = self._planner.succession.blocked_why, self.facts.next_step_due
         if not why or (due is not None and now < due + STALLED_S):
             self._blocked_since = None
         elif self._blocked_since is None:

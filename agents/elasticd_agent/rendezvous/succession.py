@@ -44,9 +44,9 @@ class Succession:
     """One leader's. `look` first; the other methods are about what it has seen."""
 
     _node: str
-    few: bool = False  #: fewer members than a quorum are registered here and have read the Round
-    blocked: str = ""  #: why no Round may follow, although one is due
-    used: int = 0  #: the term of the last store in which a Round was or may have been published
+    lacks_quorum: bool = False  #: fewer members than a quorum are registered here and have read the Round
+    blocked_why: str = ""  #: why no Round may follow, although one is due
+    published_term: int = 0  #: the term of the last store in which a Round was or may have been published
     _life: StoreLife | None = None
     _base: Round | None = None
     _electors: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Succession:
         constrained = base is not None and life is not None and base.store is not None and not base.terminal
         if self._base is None or base is None or (self._base.term, self._base.number) != (base.term, base.number):
             self._readers.clear()
-        self._life, self._base, self.few, self.blocked = life, base if constrained else None, False, ""
+        self._life, self._base, self.lacks_quorum, self.blocked_why = life, base if constrained else None, False, ""
         if base is None or not constrained:
             return
         here = [r for r in records if r.seen_round == base.number and self._has_read(r)]
@@ -69,7 +69,7 @@ class Succession:
         self._kept = frozenset(self._electors).intersection(r.incarnation for r in here)
         size = len(self._electors)
         self._quorum = (size + 1) // 2 if self._is_own else size // 2 + 1
-        self.few = len(self._kept) < self._quorum
+        self.lacks_quorum = len(self._kept) < self._quorum
 
     def _has_read(self, record: NodeRecord) -> bool:
         """An older version's agent writes no term: it cannot leave the first store."""
@@ -95,13 +95,13 @@ class Succession:
             return Wait(f"round {base.number} belongs to another agent's store", now + LOOK_AGAIN_S)
         if (missing := self._missing(base, now)) is not None:
             return replace(missing, notable=False)  # they are on their way
-        self.used = life.term
+        self.published_term = life.term
         return replace(base, store=life, electors=self._electors, quorum=self._quorum)
 
     def next(self, verdict: Round, now: float) -> Round | Wait:
         """`verdict` as it may be published, or what it waits for."""
         base, life = self._base, self._life
-        self.used = 0 if life is None else life.term
+        self.published_term = 0 if life is None else life.term
         if base is None:
             return replace(verdict, store=life, electors=(), quorum=0)
         if verdict.outcome != "succeeded" and (missing := self._missing(verdict, now)):
@@ -113,8 +113,8 @@ class Succession:
 
     def wait(self, verdict: Wait) -> None:
         """Nothing is to be published. Where too few nodes are left, the missing ones may go on elsewhere."""
-        if verdict.too_few_nodes and self.few and self._base is not None:
-            self.blocked = f"{verdict.why}; {self._here(len(self._kept))}"
+        if verdict.too_few_nodes and self.lacks_quorum and self._base is not None:
+            self.blocked_why = f"{verdict.why}; {self._here(len(self._kept))}"
 
     def _here(self, number: int) -> str:
         assert self._base is not None
@@ -124,12 +124,12 @@ class Succession:
         base = self._base
         assert base is not None
         if not self._is_read:
-            self.blocked = f"too few of the last round's nodes have read round {base.number}"
-            return Wait(self.blocked, now + LOOK_AGAIN_S)
+            self.blocked_why = f"too few of the last round's nodes have read round {base.number}"
+            return Wait(self.blocked_why, now + LOOK_AGAIN_S)
         members = {m.incarnation for m in following.members}
         staying = self._kept if following.terminal else self._kept & members
         if len(staying) >= self._quorum:
             return None
         here = self._here(len(staying))
-        self.blocked = f"{following.reason}; {here}, and without {self._quorum} of them others may go on elsewhere"
-        return Wait(self.blocked, now + LOOK_AGAIN_S, notable=True)
+        self.blocked_why = f"{following.reason}; {here}, and without {self._quorum} of them others may go on elsewhere"
+        return Wait(self.blocked_why, now + LOOK_AGAIN_S, notable=True)

@@ -101,7 +101,7 @@ def _due(before: Sequence[_NumberedPoint], point: _NumberedPoint, every_s: float
     return round != last_round or not 0 <= now - then < every_s
 
 
-class RoundHistory:
+class RecentRounds:
     """An event sink that forwards everything to `log`."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ from elasticd_daemon.config.allow_lists import path_refusal
 from elasticd_daemon.job_dir import JobFiles
 from elasticd_daemon.keys import RUNNER_COMM
 from elasticd_daemon.runners import liveness
-from elasticd_daemon.runners.history import RoundHistory, RunnerMetrics
+from elasticd_daemon.runners.history import RecentRounds, RunnerMetrics
 from elasticd_daemon.runners.keeper import keep
 from elasticd_daemon.runners.spawn import Account, become, check_interpreter
 from elasticd_daemon.runners.spec import (
@@ -148,7 +148,7 @@ def _run_to_end(
         reserve_exit_space(files)
     except OSError as error:
         _print(f"{files.root}: {error.strerror}; the job runs anyway")
-    history = RoundHistory()
+    history = RecentRounds()
     try:
         if account is not None:
             check_interpreter(account)
@@ -199,7 +199,7 @@ def checked_model(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFile
 
 
 def _run(
-    runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], history: RoundHistory
+    runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], history: RecentRounds
 ) -> int:
     spec, policy, settings = checked_model(runner_spec, secrets, files)
     context = RunContext(
@@ -231,7 +231,7 @@ class RunnerReporting(Reporting):
         runtime: Path,
         *,
         runner_spec: RunnerSpec,
-        history: RoundHistory,
+        history: RecentRounds,
     ) -> None:
         self._runner_spec = runner_spec
         self._history = history
