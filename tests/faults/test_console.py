@@ -87,7 +87,7 @@ def test_interrupted_rank_is_one_line(tmp_path: Path) -> None:
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGINT
     at = re.escape(f"KeyboardInterrupt at {tmp_path}/script.py:")
-    assert len(re.findall(rf"{at}[456] in train\n", errors.decode())) == 2, errors
+    assert len(re.findall(rf"{at}[456] in train\n", errors.decode())) == 2, errors.decode()
     assert b"Traceback" not in errors
 
 

@@ -76,4 +76,5 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         if not where or not any(part in code.co_filename for part in (*_LIBRARIES, _show.__code__.co_filename)):
             where = f" at {code.co_filename}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
-    print(f"KeyboardInterrupt{where}", file=sys.stderr)
+    # print() writes the end of the line by itself, and all ranks write at once.
+    sys.stderr.write(f"KeyboardInterrupt{where}\n")
