@@ -23,14 +23,6 @@ MAX_PREVIOUS_NODES = 8
 """Nodes that a job has left: they have its older rounds, and perhaps its checkpoints."""
 
 
-def _check_name(what: str, name: str) -> None:
-    """Names become paths and keys, and anyone who may write to the store chooses them."""
-    try:
-        check_identifier(what, name)
-    except UsageError as error:
-        raise WireError(str(error)) from None
-
-
 PRIORITIES = {"high": -1, "normal": 0, "low": 1}
 """The classes of jobs, and their order."""
 
@@ -40,8 +32,29 @@ def submitter(submitted_by: str) -> str:
     return submitted_by.partition(" at ")[0]
 
 
+class _Named(Document):
+    """A document about one job or node. Its name becomes paths and keys, and anyone who may write to the store chooses
+    it.
+    """
+
+    __slots__ = ()
+
+    def check(self) -> None:
+        name = getattr(self, self.NAMED_BY)
+        _check_name("job id" if self.NAMED_BY == "job" else self.NAMED_BY, name)
+        if getattr(self, "number", 1) < 1:
+            raise WireError(f"{type(self).__name__} of {name!r}: it needs a number from 1")
+
+
+def _check_name(what: str, name: str) -> None:
+    try:
+        check_identifier(what, name)
+    except UsageError as error:
+        raise WireError(str(error)) from None
+
+
 @dataclass(frozen=True, slots=True)
-class Submission(Document):
+class Submission(_Named):
     MAX_BYTES: ClassVar[int] = 1 << 20
     NAMED_BY: ClassVar[str] = "job"
 
@@ -77,9 +90,7 @@ class Submission(Document):
         return submitter(self.submitted_by)
 
     def check(self) -> None:
-        _check_name("job id", self.job)
-        if self.number < 1:
-            raise WireError(f"submission of {self.job!r}: it needs a number from 1")
+        _Named.check(self)
         for low, high, what in ((self.min_nodes, self.max_nodes, "nodes"), (self.min_slots, self.max_slots, "slots")):
             if not 1 <= low <= high <= MAX_COUNT:
                 raise WireError(f"submission of {self.job!r}: invalid range of {low}:{high} {what}")
@@ -106,7 +117,7 @@ class Refusal(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement(Document):
+class Placement(_Named):
     """Where a submitted job runs, or, without assignments, why it is pending. Only the scheduler writes it."""
 
     MAX_BYTES: ClassVar[int] = 2 << 20
@@ -120,11 +131,6 @@ class Placement(Document):
     """Nodes that it ran on before, the newest first."""
     ended_s: float | None = None
     """When the scheduler first saw its result, by the schedulers' clock (keys.CLOCK)."""
-
-    def check(self) -> None:
-        _check_name("job id", self.job)
-        if self.number < 1:
-            raise WireError(f"placement of {self.job!r}: it needs a number from 1")
 
     def assignment(self, node: str) -> SlotAssignment | None:
         return next((one for one in self.assignments if one.node == node), None)
@@ -146,7 +152,7 @@ class RoundSummary(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class JobResult(Document):
+class JobResult(_Named):
     """How a submitted job ended. The first node with the result creates it; then all other nodes stop the job."""
 
     NAMED_BY: ClassVar[str] = "job"
@@ -160,11 +166,6 @@ class JobResult(Document):
     nodes: tuple[str, ...] = ()
     rounds: tuple[RoundSummary, ...] = ()
     step: int = 0
-
-    def check(self) -> None:
-        _check_name("job id", self.job)
-        if self.number < 1:
-            raise WireError(f"result of {self.job!r}: it needs a number from 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class RunnerStatus(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeStatus(Document):
+class NodeStatus(_Named):
     """An agent's report about its node, under a lease."""
 
     MAX_BYTES: ClassVar[int] = 2 << 20
@@ -211,13 +212,13 @@ class NodeStatus(Document):
     """Shared directories whose check fails; `why` has the reason."""
 
     def check(self) -> None:
-        _check_name("node", self.node)
+        _Named.check(self)
         if not 0 <= self.slots <= MAX_SLOTS:
             raise WireError(f"node {self.node!r}: {self.slots} slots are not in 0..{MAX_SLOTS}")
 
 
 @dataclass(frozen=True, slots=True)
-class KnownNode(Document):
+class KnownNode(_Named):
     """A node whose agent has registered and has not left. Under no lease; the scheduler notes in it its loss."""
 
     NAMED_BY: ClassVar[str] = "node"
@@ -230,12 +231,9 @@ class KnownNode(Document):
     jobs: tuple[str, ...] = ()
     """Those that were placed there then."""
 
-    def check(self) -> None:
-        _check_name("node", self.node)
-
 
 @dataclass(frozen=True, slots=True)
-class Cordon(Document):
+class Cordon(_Named):
     """No new jobs for a node; with `drain`, its jobs leave it, too. It outlives every agent."""
 
     NAMED_BY: ClassVar[str] = "node"
@@ -244,9 +242,6 @@ class Cordon(Document):
     reason: str
     cordoned_by: str = ""
     cordoned_at: float = 0.0
-
-    def check(self) -> None:
-        _check_name("node", self.node)
 
     @property
     def text(self) -> str:

@@ -125,15 +125,7 @@ class Fleet:
         slots = sorted(self.chance.choices((1, 2, 4, 8), k=2))
         job = self.chance.choice([None, *(f"j{i}" for i in range(6))])
         try:
-            made = queue.submit(
-                self.memory,
-                "{}",
-                job=job,
-                nodes=(nodes[0], nodes[1]),
-                slots=(slots[0], slots[1]),
-                submitted_by="",
-                submitted_at=0.0,
-            )
+            made = queue.submit(self.memory, Submission(job or "", 0, "{}", *nodes, *slots))
         except UsageError:
             return
         self.submitted.add((made.job, made.number))

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from elasticd_daemon.records import Submission
 from elasticd_daemon.scheduler import job_queue as queue
 from tests.daemon.fleet import ADOPT_S, LEASE_S, STEP_S, Fleet
 
@@ -50,7 +51,7 @@ def test_random_faults(seed: int, nodes: int) -> None:
 def test_refused_job_is_retried_on_a_node_after_a_cordon() -> None:
     fleet = Fleet(1, 1)
     fleet.refusing.add(("llm", "n1"))
-    queue.submit(fleet.memory, "{}", job="llm", nodes=(1, 1), slots=(1, 1), submitted_by="", submitted_at=0.0)
+    queue.submit(fleet.memory, Submission("llm", 0, "{}", 1, 1, 1, 1))
     for _ in range(20):
         fleet.step()
     assert "n1 refused it: no such script" in fleet.waiting()["llm"]

@@ -81,7 +81,7 @@ class JobService:
         """Raises NotFound."""
         view, submission = self._find_job(name)
         now = self.clock()
-        summary = JobList.of(view, now).rows[name].summary(now)
+        summary = JobList.of(view, now).by_name[name]
         assigned = () if summary.ended else views.assignments(view, submission)
         progress = self._cluster.progress(view, submission, summary.nodes, now)
         result = view.result(submission.job, submission.number)
@@ -89,68 +89,65 @@ class JobService:
 
     def submit(self, data: bytes, kind: FileFormat, name: str | None, by: str, token: str = "") -> dict[str, Any]:
         """Raises UsageError for an invalid job, Conflict for an id whose job has not ended."""
-        job = job_file.read_job(data, kind, "the job")
-        self.check(job)
-        job_id, now = name or job.id, self.clock()
+        request, stem = self._request(data, kind, name, by, token)
         try:
             # Of many at once, each is counted before the next one.
             with self._submitting if self.limit() is not None else contextlib.nullcontext():
                 self._check_number(by, token)
-                made = job_queue.submit(
-                    self.store,
-                    job_file.to_json(job),
-                    job=job_id,
-                    nodes=job.node_range,
-                    slots=job.slot_range,
-                    submitted_by=by,
-                    submitted_at=now,
-                    token=token,
-                    grow=job.grow != "never",
-                    stem=name_of(job.command[0], job.module),
-                    labels=job.node_labels,
-                    priority=job.priority,
-                    cache=self.cache,
-                )
-                if made.submitted_at == now:  # else it is known, and this is a repetition
+                made = job_queue.submit(self.store, request, stem=stem, cache=self.cache)
+                if made.submitted_at == request.submitted_at:  # else it is known, and this is a repetition
                     self._check_made(made, by)
         except UsageError as error:
-            if job_id is not None and any(one.job == job_id for one in self._view().unfinished()):
+            if any(submission.job == request.job for submission in self._view().unfinished()):
                 raise Conflict(str(error)) from None
             raise
         return {"job": made.job, "number": made.number}
+
+    def _request(
+        self, data: bytes, kind: FileFormat, name: str | None, by: str, token: str = ""
+    ) -> tuple[Submission, str]:
+        """The submission, without a number and perhaps without an id, and what a generated id begins with. Raises
+        UsageError for an invalid job.
+        """
+        job = job_file.read_job(data, kind, "the job")
+        self.check(job)
+        request = Submission(
+            name or job.id or "",
+            0,
+            job_file.to_json(job),
+            *job.node_range,
+            *job.slot_range,
+            submitted_by=by,
+            submitted_at=self.clock(),
+            token=token,
+            grow=job.grow != "never",
+            labels=job.node_labels,
+            priority=job.priority,
+        )
+        return request, name_of(job.command[0], job.module)
 
     def try_job(self, data: bytes, kind: FileFormat, by: str) -> dict[str, Any]:
         """What would come of a submission, by the scheduler's own rules, and what each node says of the job.
 
         Raises UsageError for an invalid job, Conflict where `submit` does.
         """
-        job = job_file.read_job(data, kind, "the job")
-        self.check(job)
+        request, stem = self._request(data, kind, None, by)
         self._check_number(by, "")
         view = self._view()
-        number = 1 + max((one.number for one in view.submissions), default=0)
-        name = job.id or job_queue.new_name(name_of(job.command[0], job.module))
-        if any(one.job == name for one in view.unfinished()):
+        name = request.job or job_queue.new_name(stem)
+        if any(other.job == name for other in view.unfinished()):
             raise Conflict(f"job {name!r} has not ended")
-        submission = Submission(
-            name,
-            number,
-            job_file.to_json(job),
-            *job.node_range,
-            *job.slot_range,
-            submitted_by=by,
-            labels=job.node_labels,
-            priority=job.priority,
-        )
-        nodes = [one.node for one in view.nodes if one.slots >= submission.min_slots]
+        number = 1 + max((other.number for other in view.submissions), default=0)
+        submission = replace(request, job=name, number=number)
+        nodes = [status.node for status in view.nodes if status.slots >= submission.min_slots]
         own, body = lambda: self._try_here(submission), submission.to_json()
         rows = self._cluster.gather(view, nodes, own, ("POST", "/v1/local/try", {}), TRY_TIMEOUT_S, body)
         refusals = tuple(Refusal(row["node"], str(row["refusal"])) for row in rows if row.get("refusal"))
         written = Placement(name, number, (), policy.BEHIND_OTHERS, refusals)
-        found = policy.schedule(
+        changes = policy.schedule(
             replace(view, submissions=(*view.submissions, submission), placements=(*view.placements, written))
         )
-        placement = next((one for one in found if one.job == name), written)
+        placement = next((change for change in changes if change.job == name), written)
         return {
             "job": name,
             "starts": bool(placement.assignments),
@@ -234,7 +231,7 @@ class JobService:
         runners = views.runners_of(view, submission.job, submission.number)
         nodes = [node for node, one in runners.items() if one.state in ("starting", "running")]
         if not nodes:
-            row = JobList.of(view, self.clock()).rows[name]
+            row = JobList.of(view, self.clock()).by_name[name]
             raise Conflict(f"job {name!r} runs on no node, so there is no evidence to take: {row.state}: {row.reason}")
         question = ("POST", f"/v1/local/jobs/{quote(name, safe='')}/dump", {"number": submission.number})
         own = lambda: self.local.dump(name, submission.number)  # noqa: E731

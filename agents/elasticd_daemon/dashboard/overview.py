@@ -50,9 +50,9 @@ class ListQuery:
     page: int = 1
 
     def listed(self, jobs: JobList) -> JobPage:
-        found = jobs.find(self.state, self.text.casefold().split())
-        shown = [row.summary(jobs.now) for row in found[(self.page - 1) * ROWS : self.page * ROWS]]
-        return JobPage(shown, len(found), len(jobs.unfinished), len(jobs.rows))
+        matching = jobs.find(self.state, self.text.casefold().split())
+        shown = matching[(self.page - 1) * ROWS : self.page * ROWS]
+        return JobPage(shown, len(matching), len(jobs.unfinished), len(jobs.by_name))
 
     def link(self, page: int) -> str:
         given = {"q": self.text, "state": self.state, "page": str(page) if page > 1 else ""}

@@ -298,7 +298,7 @@ class RunnerManager:
 
     def poll(self, now: float) -> list[RunnerEnd]:
         """Escalate stops; returns runners that have ended, each once."""
-        self._poller.raise_failure()
+        self._poller.check()
         ends = []
         for key, runner in list(self._runners.items()):
             if (status := self._poller.statuses.get(key)) is not None:

@@ -65,51 +65,25 @@ def read_view(
     )
 
 
-def submit(
-    store: Store,
-    spec_json: str,
-    *,
-    job: str | None,
-    nodes: tuple[int, int],
-    slots: tuple[int, int],
-    submitted_by: str,
-    submitted_at: float,
-    token: str = "",
-    grow: bool = True,
-    stem: str = "job",
-    labels: tuple[str, ...] = (),
-    priority: str = "normal",
-    cache: StoreCache | None = None,
-) -> Submission:
-    """Submit a job; its number is its position in the queue. Without an id it gets `new_name(stem)`.
+def submit(store: Store, request: Submission, *, stem: str = "job", cache: StoreCache | None = None) -> Submission:
+    """Submit a job; its number, which `request` lacks, is its position in the queue. Without an id it gets
+    `new_name(stem)`.
 
     `token` identifies this submission: repeated with it, e.g. after an outage, the job that was submitted the first
     time is returned. Without it, the id of an unfinished job is refused. `cache` saves decoding what is known already.
     """
-    if job is not None:
+    job, token = request.job, request.token
+    if job:
         check_new_id("job id", job)
     if token:
         known = (cache or StoreCache(store, ignore)).read_records(names.SUBMISSIONS, Submission, ignore)
-        if found := next((s for s in known if s.token == token), None):
-            return found
+        if earlier := next((s for s in known if s.token == token), None):
+            return earlier
     for _ in range(MAX_RACES):
-        before = None if job is None else _require_free_id(store, job, token)
+        before = _require_free_id(store, job, token) if job else None
         if isinstance(before, Submission):
             return before
-        number = _next_number(store)
-        submission = Submission(
-            job or new_name(stem),
-            number,
-            spec_json,
-            *nodes,
-            *slots,
-            submitted_by=submitted_by,
-            submitted_at=submitted_at,
-            token=token,
-            grow=grow,
-            labels=labels,
-            priority=priority,
-        )
+        submission = replace(request, job=job or new_name(stem), number=_next_number(store))
         _check(submission)
         if _create(store, before, submission):
             return submission

@@ -57,7 +57,7 @@ def test_runners_that_do_not_answer_delay_no_other(stack: ExitStack, tmp_path: P
         assert polled.acquire(timeout=WAIT_S)
     assert time.monotonic() - began < len(silent) * poller.TIMEOUT_S, "one after the other would take ten times this"
     assert runners.statuses == {("good.1", 1): {"phase": "running"}}
-    runners.raise_failure()
+    runners.check()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's agent runs jobs of others")

@@ -50,8 +50,10 @@ def store(opened: tuple[Store, Callable[[], Store]]) -> Store:
 
 
 def submit(store: Store, job: str | None = "llm", **more: object) -> Submission:
-    fields: dict[str, object] = {"nodes": (1, 2), "slots": (2, 4), "submitted_by": "ann", "submitted_at": 5.0, **more}
-    return queue.submit(store, '{"command": ["train.py"]}', job=job, **fields)  # type: ignore[arg-type]
+    stem = str(more.pop("stem", "job"))
+    fields: dict[str, object] = {"submitted_by": "ann", "submitted_at": 5.0, **more}
+    request = Submission(job or "", 0, '{"command": ["train.py"]}', 1, 2, 2, 4, **fields)  # type: ignore[arg-type]
+    return queue.submit(store, request, stem=stem)
 
 
 def at_once(calls: list[Callable[[], object]]) -> list[object]:
@@ -172,9 +174,7 @@ def test_invalid_requests(store: Store) -> None:
         with pytest.raises(UsageError, match="submission of 'llm'"):
             submit(store, **more)
     with pytest.raises(UsageError, match=r"its job file has 300002 bytes; the limit is 262144"):
-        queue.submit(
-            store, '"' + "x" * 300_000 + '"', job="big", nodes=(1, 1), slots=(1, 1), submitted_by="", submitted_at=0.0
-        )
+        queue.submit(store, Submission("big", 0, '"' + "x" * 300_000 + '"', 1, 1, 1, 1))
     assert not queue.read_view(store).submissions
 
 

@@ -54,9 +54,7 @@ class Queue:
 
     def run(self, job: str, at: float = 0.0, token: str = "") -> Submission:
         """A job that ran and ended, with the keys of its own rendezvous."""
-        wants = queue.submit(
-            self.memory, "{}", job=job, nodes=(1, 1), slots=(1, 1), submitted_by="", submitted_at=at, token=token
-        )
+        wants = queue.submit(self.memory, Submission(job, 0, "{}", 1, 1, 1, 1, submitted_at=at, token=token))
         self.scheduler.turn(self.clock.now)
         keys = Keys(job)
         last = Round(3, (), run=str(wants.number), reason="done", outcome="succeeded", exit_code=0)
@@ -172,7 +170,7 @@ def test_keys_in_use_by_another_run_stay() -> None:
 
 def test_expired_job_that_never_ran() -> None:
     over = Queue(retention_s=10.0)
-    queue.submit(over.memory, "{}", job="huge", nodes=(9, 9), slots=(1, 1), submitted_by="", submitted_at=0.0)
+    queue.submit(over.memory, Submission("huge", 0, "{}", 9, 9, 1, 1))
     queue.cancel(over.memory, "huge", "", 0.0)
     over.turns(5)
     assert over.jobs() == {"huge"}
@@ -257,7 +255,7 @@ def attempt(over: Queue) -> Submission | UsageError:
 
 
 def over_again(over: Queue) -> Submission:
-    return queue.submit(over.memory, "{}", job="llm", nodes=(1, 1), slots=(1, 1), submitted_by="", submitted_at=0.0)
+    return queue.submit(over.memory, Submission("llm", 0, "{}", 1, 1, 1, 1))
 
 
 def test_scheduler_dies_during_the_removal() -> None:

@@ -14,7 +14,7 @@ from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_daemon import keys as names
 from elasticd_daemon.api import views
-from elasticd_daemon.records import KnownNode, NodeStatus, Placement, RunnerStatus, SlotAssignment
+from elasticd_daemon.records import KnownNode, NodeStatus, Placement, RunnerStatus, SlotAssignment, Submission
 from elasticd_daemon.registration import NodeStatusPublisher
 from elasticd_daemon.scheduler import job_queue as queue
 from elasticd_daemon.scheduler import retention
@@ -56,7 +56,7 @@ class Fleet:
         return sentences
 
     def submit(self, job: str, nodes: tuple[int, int] = (1, 1), slots: tuple[int, int] = (4, 4)) -> None:
-        queue.submit(self.memory, "{}", job=job, nodes=nodes, slots=slots, submitted_by="", submitted_at=0.0)
+        queue.submit(self.memory, Submission(job, 0, "{}", *nodes, *slots))
 
     def placed(self, job: str) -> Placement:
         return next(p for p in queue.read_view(self.memory).placements if p.job == job)
@@ -480,13 +480,13 @@ def test_two_schedulers_on_etcd(until: Until) -> None:
         try:
             status = stores[0].announce(names.NODES + "a", NodeStatus("a", "i", 4).to_json(), 60.0)
             assert status is not None
-            queue.submit(stores[1], "{}", job="llm", nodes=(1, 1), slots=(2, 2), submitted_by="", submitted_at=0.0)
+            queue.submit(stores[1], Submission("llm", 0, "{}", 1, 1, 2, 2))
             assert one.turn(0.0) == ["a is the scheduler now", "job llm: runs on a (slots 0-1)"]
             assert two.turn(0.0) == []
             # The key goes, as at the end of its lease.
             stores[1].delete(names.SCHEDULER)
             until(lambda: "b is the scheduler now" in two.turn(0.1), 10.0)
-            queue.submit(stores[1], "{}", job="next", nodes=(1, 1), slots=(2, 2), submitted_by="", submitted_at=0.0)
+            queue.submit(stores[1], Submission("next", 0, "{}", 1, 1, 2, 2))
 
             def noticed() -> bool:
                 return "another agent is the scheduler now" in one.turn(0.2)
