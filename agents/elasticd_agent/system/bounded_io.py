@@ -24,7 +24,7 @@ TEXT_LIMIT = 4 << 20
 LINE_LIMIT = 1 << 20
 ENTRIES_LIMIT = 20_000
 _DIGITS = 20
-"""Of a 64-bit integer with its sign."""
+"""Digits of a 64-bit integer, and its sign."""
 MAX_HANGING = 64
 """Threads that wait for the file systems of one job: pages that refresh themselves ask dead ones again and again."""
 _THREAD = "elasticd-explain"
@@ -85,11 +85,11 @@ def read(path: Path, most: int = TEXT_LIMIT, *, tail: bool = False) -> FileText:
         link = isinstance(error, OSError) and error.errno == errno.ELOOP
         return FileText(trouble=f"{path.name} is a link and is not followed" if link else f"{path.name}: {_why(error)}")
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             return FileText(trouble=f"{path.name} is not a plain file and was not read")
-        cut = found.st_size > most
-        data = _bytes(fd, found.st_size - most if cut and tail else 0, most)
+        cut = status.st_size > most
+        data = _bytes(fd, status.st_size - most if cut and tail else 0, most)
     except OSError as error:
         return FileText(trouble=f"{path.name}: {_why(error)}")
     finally:
@@ -101,24 +101,24 @@ def read(path: Path, most: int = TEXT_LIMIT, *, tail: bool = False) -> FileText:
 
 def read_json(path: Path, most: int = TEXT_LIMIT) -> tuple[dict[str, Any] | None, str]:
     """The JSON object in the file, or None, and the error."""
-    found = read(path, most)
-    if found.missing or (found.trouble and not found.text):
-        return None, found.trouble
-    if not found.text.strip():
+    file = read(path, most)
+    if file.missing or (file.trouble and not file.text):
+        return None, file.trouble
+    if not file.text.strip():
         return None, f"{path.name} is empty"
-    data = _object(found.text)
-    return data, "" if data is not None else found.trouble or f"{path.name} is cut short or is not JSON"
+    data = _object(file.text)
+    return data, "" if data is not None else file.trouble or f"{path.name} is cut short or is not JSON"
 
 
 def read_lines(path: Path, most: int = TEXT_LIMIT) -> tuple[list[dict[str, Any]], str]:
     """The JSON objects of the file's last `most` bytes, one a line, and the error."""
-    found = read(path, most, tail=True)
-    lines = [line for line in found.text.splitlines() if line.strip()]
-    if found.trouble and lines:
+    file = read(path, most, tail=True)
+    lines = [line for line in file.text.splitlines() if line.strip()]
+    if file.trouble and lines:
         lines = lines[1:]  # the first one is incomplete
     objects = [data for line in lines if len(line) <= LINE_LIMIT and (data := _object(line)) is not None]
     bad = len(lines) - len(objects)
-    trouble = f"{path.name}: {bad} of {len(lines)} lines cannot be read" if bad else found.trouble
+    trouble = f"{path.name}: {bad} of {len(lines)} lines cannot be read" if bad else file.trouble
     return objects, trouble
 
 

@@ -23,10 +23,10 @@ def open_plain(path: Path | str, flags: int, *, dir_fd: int | None = None) -> in
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600, dir_fd=dir_fd)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is not a plain file", str(path))
-        if found.st_nlink != 1:
+        if status.st_nlink != 1:
             raise OSError(errno.EMLINK, "it has another name as well", str(path))
     except BaseException:
         os.close(fd)
@@ -106,21 +106,21 @@ MAX_LENGTH = 1024
 
 
 def find_problem(path: Path) -> str | None:
-    """What is wrong with `path` as a secret's file and what would be right, or None. Its group may read it, as with
-    secrets mounted into containers."""
+    """The reason why `path` cannot hold a secret, and what would be right; None if it can. Its group may read it, as
+    with secrets mounted into containers."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         return f"{str(path)!r} cannot be found: {os.strerror(error.errno or 0)}"
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return f"{str(path)!r} is not a file"
-    if found.st_mode & 0o027:
-        who = "anybody can" if found.st_mode & 0o007 else "its group can change it and"
-        can = "read it" if found.st_mode & 0o004 else "change it" if found.st_mode & 0o007 else "replace the secret"
-        return f"{str(path)!r}: {who} {can} (mode {stat.S_IMODE(found.st_mode):04o}); chmod 600 {path}"
+    if status.st_mode & 0o027:
+        who = "anybody can" if status.st_mode & 0o007 else "its group can change it and"
+        can = "read it" if status.st_mode & 0o004 else "change it" if status.st_mode & 0o007 else "replace the secret"
+        return f"{str(path)!r}: {who} {can} (mode {stat.S_IMODE(status.st_mode):04o}); chmod 600 {path}"
     if not os.access(path, os.R_OK):
         return f"{str(path)!r} cannot be read: permission denied"
-    return f"{str(path)!r} is empty" if found.st_size == 0 else None
+    return f"{str(path)!r} is empty" if status.st_size == 0 else None
 
 
 def read_secret(path: Path, key: str) -> str:

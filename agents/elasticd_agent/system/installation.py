@@ -1,4 +1,4 @@
-"""Where our own files are. The only module that knows which programs are started by path.
+"""The places of our own files, and the programs that are started by path.
 
 A job starts helpers and imports modules long after its start, also after an upgrade has replaced the installation under
 it. Therefore a runner works from a copy (docs/adr/0007): it is started from one, or `use` redirects it to one.
@@ -78,9 +78,9 @@ def copy_to(directory: Path) -> None:
             _make_directory(target)
             for file in files:
                 if not file.endswith(".pyc") or file.endswith(_COMPILED):
-                    found = os.stat(os.path.join(source, file))
+                    times = os.stat(os.path.join(source, file))
                     _write(target / file, Path(source, file).read_bytes())
-                    os.utime(target / file, ns=(found.st_atime_ns, found.st_mtime_ns))
+                    os.utime(target / file, ns=(times.st_atime_ns, times.st_mtime_ns))
     _write(directory / "__main__.py", _RUN.encode())
     try:  # `importlib.metadata` finds this version first, whatever is installed by then
         version = metadata.version("elasticd")
@@ -91,7 +91,7 @@ def copy_to(directory: Path) -> None:
 
 
 def use(directory: Path) -> None:
-    """From now on this process imports, and starts programs, from `directory`, a copy of the code that it runs."""
+    """Import and start programs from `directory` from now on: it is a copy of the code that this process runs."""
     packages = set(_packages())
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in packages and hasattr(module, "__path__"):

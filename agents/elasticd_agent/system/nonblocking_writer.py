@@ -56,7 +56,7 @@ class NonBlockingWriter:
         return bool(poll.poll(0))  # POLLERR, POLLHUP
 
     def room(self) -> int:
-        """How many bytes `put` would accept now; a broken writer accepts and discards any number."""
+        """Bytes that `put` would accept now; a broken writer accepts and discards any number."""
         return self._capacity if self._broken else self._capacity - self._pending_bytes
 
     def empty(self) -> bool:
@@ -86,7 +86,7 @@ class NonBlockingWriter:
             return self._changed.wait_for(self.empty, within)
 
     def close(self, within: float = 1.0) -> bool:
-        """As `flush`, then end the thread."""
+        """Flush, then end the thread. True as from `flush`."""
         until = time.monotonic() + within
         with self._changed:
             already, self._closing = self._closing, True
@@ -144,8 +144,7 @@ class NonBlockingWriter:
 
 
 def open_std_writers() -> tuple[NonBlockingWriter, NonBlockingWriter]:
-    """For standard output and error: one writer for both if they go to the same file, which keeps the order of
-    lines."""
+    """Writers for standard output and error: one for both if they go to the same file, to keep the order of lines."""
     out = NonBlockingWriter(1, name="elasticd-stdout")
     return (out, out) if _same_file(1, 2) else (out, NonBlockingWriter(2, name="elasticd-stderr"))
 

@@ -15,8 +15,8 @@ _SITES = ("lib*/python3*/site-packages", "lib/python3*/dist-packages", "local/li
 def installed_version(package: str, python: str, environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Major and minor version; None if it is not found where `python` looks first."""
     for site in _sites(python, environ):
-        for found in site.glob(f"{package}-*-info"):
-            version = re.match(rf"{re.escape(package)}-(\d+)\.(\d+)", found.name)
+        for info in site.glob(f"{package}-*-info"):
+            version = re.match(rf"{re.escape(package)}-(\d+)\.(\d+)", info.name)
             if version:
                 return int(version[1]), int(version[2])
     return None
@@ -24,7 +24,7 @@ def installed_version(package: str, python: str, environ: Mapping[str, str]) -> 
 
 def _sites(python: str, environ: Mapping[str, str]) -> Iterator[Path]:
     yield from (Path(entry) for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry)
-    found = shutil.which(python, path=environ.get("PATH"))
-    if found is not None:
-        prefix = Path(found).parent.parent
+    program = shutil.which(python, path=environ.get("PATH"))
+    if program is not None:
+        prefix = Path(program).parent.parent
         yield from (site for pattern in _SITES for site in prefix.glob(pattern))

@@ -7,7 +7,7 @@ import pwd
 
 
 def user_name() -> str:
-    """Of this process's user; the number if it has none."""
+    """The name of this process's user; its number if it has none."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

@@ -22,7 +22,7 @@ FR_RENAMED = (2, 8)
 FR_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 FR_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 FR_BY_HOOK = (2, 15)
-"""From this torch on hooks, which record backends other than NCCL's and gloo's, warn of that name. It is on there."""
+"""The first torch whose hooks, which record other backends than NCCL and gloo, warn of that name. There it is on."""
 NCCL_DEFAULTS = {
     FR_ON_TIMEOUT: "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",

@@ -1,4 +1,4 @@
-"""What the manager of a job's workers reports besides the state machine's events."""
+"""Reports of the manager of a job's workers, besides the state machine's events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LauncherReady:
     mode: Literal["warm", "cold"]
     reason: str
     seconds: float | None = None
-    """How long the template took."""
+    """The time that the template took to get ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class ProcessUnkillable:
     number: int
     pid: int
     rank: int | None
-    """Its worker's rank; None for the round's store, and for a process of no known worker. So is `slot`."""
+    """The rank of its worker; None for the round's store, and for a process of no known worker. So is `slot`."""
     slot: int | None
     state: str
-    """As /proc has it, "" if unknown. So is `wchan`."""
+    """The state letter of /proc, "" if unknown. So is `wchan`."""
     wchan: str
 
 

@@ -25,9 +25,9 @@ ANSWER_S = 2.0
 CLOSE_S = 2.0
 POLL_S = 0.05
 DEADLINE_S = WAIT_S + ANSWER_S + 3.0
-"""For a check that never answers."""
+"""The end of a check that never answers."""
 SAMPLE_S = 10.0
-"""How often the running processes' memory is read: a millisecond a GPU."""
+"""The interval in which the running processes' memory is read, which takes a millisecond a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class MemoryChecked:
 
 
 class GpuMemory:
-    """Of a machine without GPUs, or without NVML for Python: nothing to wait for."""
+    """The memory of a machine without GPUs, or without NVML for Python: nothing to wait for."""
 
     def track(self, pids: Mapping[int, str]) -> None:
         """These processes were started and may use GPUs, each its own, "" where that is unknown."""
@@ -132,13 +132,13 @@ class NvmlGpuMemory(GpuMemory):
             except queue.Empty:
                 pass
             if check is not None:
-                check = check if self._look(check) else None
+                check = check if self._ask(check) else None
             else:
                 self._nvml.send({"do": "sample", "pids": list(running)})
         self._nvml.close()
 
-    def _look(self, check: _Check) -> bool:
-        """Whether to look again."""
+    def _ask(self, check: _Check) -> bool:
+        """Ask once. True if there is something to wait for."""
         left_s = max(0.0, check.began + self._wait_s - time.monotonic())
         answer = self._nvml.request({"do": "holders", "pids": list(check.pids.items())}, left_s + self._answer_s)
         seconds = time.monotonic() - check.began
@@ -173,7 +173,7 @@ class MemoryWait:
         self._gpus = gpus
         self._number = 0
         self._busy: tuple[str, ...] | None = None
-        """What the check has found, None: nothing yet."""
+        """GPUs that are not free, as in MemoryChecked; None before the first answer."""
 
     def track(self, pids: Sequence[int], slots: Sequence[int]) -> None:
         """The workers on `slots` were started."""
@@ -195,7 +195,7 @@ class MemoryWait:
         return True
 
     def overdue(self, now: float) -> MemoryChecked | None:
-        """What to take instead of an answer that does not come."""
+        """The result to take instead of an answer that does not come."""
         if self.due is None or now < self.due:
             return None
         return MemoryChecked(self._number, (), DEADLINE_S, "the check of the GPU memory did not answer")

@@ -11,7 +11,7 @@ from elasticd_agent.model.records import Round
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 
 Master = tuple[str, int]
-"""Where a round's store listens: MASTER_ADDR and MASTER_PORT."""
+"""The address of a round's store: MASTER_ADDR and MASTER_PORT."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ def with_master(master: Master | None, workers: tuple[WorkerSpec, ...]) -> tuple
 
 
 def keeps_store(round: Round) -> bool:
-    """Whether a store outlives its own node's group: workers of other nodes may end later, as under torchrun."""
+    """True if a store outlives its own node's group: workers of other nodes may end later, as under torchrun."""
     return len(round.members) > 1
 
 

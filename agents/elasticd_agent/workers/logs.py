@@ -45,7 +45,7 @@ DISCARDED = OutputTarget(Path(os.devnull))
 
 
 def keeps_files(spec: JobSpec) -> bool:
-    """Whether any worker's output goes to files; without a log_dir these are in a temporary directory."""
+    """True if any worker's output goes to files; without a log_dir these are in a temporary directory."""
     if spec.log_dir == Path(os.devnull):
         return False
     return spec.log_dir is not None or _redirects_or_tees(spec)
@@ -67,10 +67,10 @@ def plan_stream(spec: JobSpec, which: Streams, rank_dir: Path, local_rank: int, 
 
 
 def is_told_apart(spec: JobSpec, which: Streams) -> bool:
-    """Whether the console shows this stream of every worker, and no worker's lines among another's."""
-    streams = [plan_stream(spec, which, Path(), local_rank, b"x") for local_rank in range(spec.max_workers)]
-    shown = all(one == INHERITED or one.tailed for one in streams)
-    return shown and (spec.max_workers == 1 or all(one.prefix for one in streams))
+    """True if the console shows this stream of every worker, and no worker's lines among another's."""
+    targets = [plan_stream(spec, which, Path(), local_rank, b"x") for local_rank in range(spec.max_workers)]
+    shown = all(target == INHERITED or target.tailed for target in targets)
+    return shown and (spec.max_workers == 1 or all(target.prefix for target in targets))
 
 
 def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> bytes:
@@ -161,7 +161,7 @@ def _rounds(path: Path) -> list[int]:
         names = os.listdir(path)
     except OSError:
         return []
-    return sorted(int(found.group(1)) for found in map(_ROUND.fullmatch, names) if found)
+    return sorted(int(match[1]) for match in map(_ROUND.fullmatch, names) if match)
 
 
 def _holder_name(job: str, run: str) -> str:

@@ -363,7 +363,7 @@ class WorkerManager:
             self._park_ahead(begun)
 
     def _may_begin(self, start: PendingStart) -> bool:
-        """Whether the GPU of some worker is free; all of them, unless a parked group can be released in part."""
+        """True if the GPU of some worker is free; all of them, unless a parked group can be released in part."""
         if self._memory.due is None:
             return True
         is_parked = self._spare is not None and self._spare.ready and self._spare.fits(start)

@@ -1,4 +1,4 @@
-"""How a job's workers start: forked by a template process, or cold, with the reason.
+"""The template of a job's workers as its manager sees it: workers are forked by it, or start cold, with the reason.
 
 The template imports torch and what else the job preloads, which takes seconds, and once for all rounds. A module that
 makes it unfit to fork is left out, and another template preloads the rest; a template that ends by itself is replaced a
@@ -19,7 +19,7 @@ START_WAIT_S = 180.0
 """Importing torch from a cold network file system can take minutes: a round waits so long for the template, from the
 template's start, and then starts cold."""
 PRELOAD_DEADLINE_S = 600.0
-"""For one module."""
+"""The time that the import of one module may take."""
 FORK_DEADLINE_S = 10.0
 TEMPLATE_TRIES = 3
 

@@ -22,7 +22,6 @@ from elasticd_agent.system.network.http_server import (
     HttpRequest,
     HttpResponse,
     Routes,
-    UnauthenticatedRequest,
 )
 from elasticd_agent.telemetry.event_log import EventSink
 from elasticd_agent.telemetry.events import AuditEvent
@@ -48,7 +47,7 @@ class AuditedRoutes:
     def is_public(self, method: str, path: str) -> bool:
         return self.routes.is_public(method, path)
 
-    def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> str | HttpResponse:
+    def reject(self, request: HttpRequest, denied: AccessDenied) -> str | HttpResponse:
         answer = self.routes.reject(request, denied)
         if isinstance(answer, HttpResponse):
             target, caller = f"{request.method} {request.path}", denied.caller

@@ -27,7 +27,6 @@ from elasticd_agent.system.network.http_server import (
     HttpError,
     HttpRequest,
     HttpResponse,
-    UnauthenticatedRequest,
     json_response,
 )
 from elasticd_daemon.api import views
@@ -133,7 +132,7 @@ class DashboardRoutes:
     def is_public(self, method: str, path: str) -> bool:
         return self.api.is_public(method, path) or (method, path) in _PUBLIC
 
-    def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> str | HttpResponse:
+    def reject(self, request: HttpRequest, denied: AccessDenied) -> str | HttpResponse:
         is_page = request.method == "GET" and _is_dashboard_path(request.path)
         is_button = request.method == "POST" and _button(request.path) is not None
         may_log_in = self.cookies.may_log_in(request.host, request.server_name, request.user)

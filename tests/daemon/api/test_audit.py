@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from elasticd_agent.system.network.http_auth import AccessDenied
-from elasticd_agent.system.network.http_server import HttpRequest, HttpResponse, UnauthenticatedRequest
+from elasticd_agent.system.network.http_server import HttpRequest, HttpResponse
 from elasticd_agent.telemetry.events import AuditEvent, LogEvent
 from elasticd_daemon.api.audit import REPEAT_S, AuditedRoutes, action_of
 from elasticd_daemon.api.routes import ApiRoutes
@@ -135,7 +135,7 @@ def test_strangers_cannot_flood_it(tmp_path: Path) -> None:
     reject: Callable[[str, str], object]
     with closing(Served(tmp_path / "one")) as one:
         audited = lines.routes(ApiRoutes(one.service, one.pages))
-        reject = lambda path, host: audited.reject(UnauthenticatedRequest("GET", path, "", host=host), denied)  # noqa: E731
+        reject = lambda path, host: audited.reject(HttpRequest("GET", path, "", host=host), denied)  # noqa: E731
         for i in range(100):
             reject(f"/{i}\n", "10.0.0.1")
         assert lines.rows() == [("10.0.0.1", "denied", "GET /0\\n", 401)]

@@ -1,5 +1,4 @@
-"""How many workers fit on this machine, without importing torch or loading a driver: `--nproc-per-node
-gpu|cpu|auto`."""
+"""CPUs and GPUs for `--nproc-per-node gpu|cpu|auto`, counted without importing torch or loading a driver."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[
 
 
 def _chosen(chosen: str, present: int) -> tuple[str, ...]:
-    """As CUDA reads it: the list ends before the first entry without a device, and a repeated entry voids it."""
+    """CUDA's reading: the list ends before the first entry without a device, and a repeated entry voids it."""
     taken: list[str] = []
     for entry in (part.strip() for part in chosen.split(",")):
         if entry.startswith(("GPU-", "MIG-")):

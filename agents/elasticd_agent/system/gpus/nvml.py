@@ -43,12 +43,12 @@ def find_pynvml() -> str:
 
 
 def find_nvml() -> str | None:
-    """As find_pynvml; None on a machine without NVIDIA's driver."""
+    """The directory that has pynvml, "" if it is not installed; None on a machine without NVIDIA's driver."""
     return find_pynvml() if any(os.path.exists(path) for path in _DRIVER_FILES) else None
 
 
 def describe_event(event: Mapping[str, Any]) -> str:
-    """What the driver reports of a GPU, as a sentence; "" for a kind of event that was not asked for."""
+    """A sentence about an event of the driver; "" for a kind of event that was not asked for."""
     if event["type"] == DOUBLE_BIT_EVENT:
         return f"{gpu_name(event)} had an uncorrectable memory error"
     if event["type"] != XID_EVENT:

@@ -36,11 +36,11 @@ LOST = (15, 16)
 """nvml.h: NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED. Some drivers still return a handle then."""
 MISSING: dict[str, Any] = {"gpus": [], "trouble": "pynvml is not installed: pip install nvidia-ml-py"}
 MAX_NVLINKS = 18
-"""Of an H100 or B200; NVML names more than any GPU has."""
+"""An H100 or B200 has so many; NVML names more than any GPU has."""
 SETTLED_S = 1.0
 """Memory in use that has not shrunk for so long is not being given back."""
 SLACK_BYTES = 256 << 20
-"""What the driver itself may use more than before: a context that another client keeps, page retirement."""
+"""The driver itself may use so much more than before: a context that another client keeps, page retirement."""
 EVENT_WAIT_MS = 10_000
 """An event ends the wait at once."""
 EVENT_RETRY_S = 5.0
@@ -131,20 +131,19 @@ def query_fabric(nvml: Any, handle: Any) -> list[int] | None:
         nvml.nvmlDeviceGetGpuFabricInfo(handle, info)
         return [int(info.state), int(info.status)]
 
-    try:
-        found: list[int] | None = _query(nvml, ask)
-    except nvml.NVMLError:  # it is lost, which the other facts say
-        return None
-    return found
+    state: list[int] | None = None
+    with contextlib.suppress(nvml.NVMLError):  # it is lost, which the other facts say
+        state = _query(nvml, ask)
+    return state
 
 
 def xids(path: str = "/dev/kmsg") -> dict[str, str]:
-    """By bus id the last XID in the kernel's log, the driver's report of a GPU fault; {} if it cannot be read."""
+    """The last XID in the kernel's log, the driver's report of a GPU fault, by bus id; {} if it cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return {}
-    found: dict[str, str] = {}
+    last_xids: dict[str, str] = {}
     try:
         size = 0
         while size < KMSG_LIMIT:
@@ -154,14 +153,14 @@ def xids(path: str = "/dev/kmsg") -> dict[str, str]:
             size += len(record)
             for match in _XID.finditer(record):
                 at_us, bus, number, what = (text(part) for part in match.groups())
-                found[short_bus(bus.removeprefix("PCI:"))] = (
+                last_xids[short_bus(bus.removeprefix("PCI:"))] = (
                     f"{number} at {int(at_us) / 1e6:.0f} s after boot: {what[:120]}"
                 )
     except OSError:  # EAGAIN: that was all; EPIPE: it was overwritten meanwhile
         pass
     finally:
         os.close(fd)
-    return found
+    return last_xids
 
 
 def short_bus(bus: str) -> str:
@@ -202,16 +201,16 @@ class GpuHandle:
         """The driver's own, and that of processes that NVML does not list, before the job has run."""
         self.held: dict[int, int] = {}
         self._beside = math.inf
-        """What no listed process explained while those held theirs."""
+        """Bytes that no listed process explained while the job's processes held theirs."""
         self._least = (math.inf, 0.0)
 
     def sample(self, pids: Collection[int]) -> None:
         processes = self._processes()
-        held = {process.pid: process.usedGpuMemory or 0 for process in processes if process.pid in pids}
-        if held and held.keys().isdisjoint(self.held):
+        used = {process.pid: process.usedGpuMemory or 0 for process in processes if process.pid in pids}
+        if used and used.keys().isdisjoint(self.held):
             self.held, self._beside = {}, math.inf
-        if held:
-            self.held |= held
+        if used:
+            self.held |= used
             self._beside = min(self._beside, self._unexplained(processes))  # some may be ending already
 
     def holders(self, pids: Collection[int], now: float) -> tuple[list[int], bool]:
@@ -250,12 +249,13 @@ class MemoryHolders:
 
     def __init__(self, nvml: Any, names: Collection[str]) -> None:
         nvml.nvmlInit()
-        found = named_handles(nvml, names)
+        by_name = named_handles(nvml, names)
         self._names = sorted(names) or [""]
-        self._known = found is not None
+        self._known = by_name is not None
         self._pids: Mapping[int, str] = {}
-        every = handles(nvml) if found is None else found
-        self._gpus = [GpuHandle(nvml, name, index, handle) for name, (index, handle) in every.items()]
+        if by_name is None:
+            by_name = handles(nvml)
+        self._gpus = [GpuHandle(nvml, name, index, handle) for name, (index, handle) in by_name.items()]
 
     def sample(self, pids: Collection[int]) -> None:
         for gpu in self._gpus:
@@ -274,22 +274,22 @@ class MemoryHolders:
                 gpu.begin_wait(now)
         seen = {pid for gpu in self._gpus for pid in gpu.held}
         theirs = [gpu for gpu in self._gpus if gpu.held.keys() & pids.keys() or not pids.keys() <= seen]
-        found, busy = [], []
+        holders, busy = [], []
         for gpu in theirs:
             listed, waits = gpu.holders(pids, now)
-            found += [(pid, gpu.index) for pid in listed]
+            holders += [(pid, gpu.index) for pid in listed]
             busy += [gpu.name] if waits else []
         own = self._known and all(pids.get(pid, gpu.name) == gpu.name for gpu in self._gpus for pid in gpu.held)
-        return found, busy if own or not busy else self._names
+        return holders, busy if own or not busy else self._names
 
 
 def handles(nvml: Any) -> dict[str, tuple[int, Any]]:
-    """By its index as a string, each GPU's index and handle. A lost one is left out."""
-    found = {}
+    """Index and handle of each GPU by its index as a string. A lost GPU is left out."""
+    by_index = {}
     for index in range(nvml.nvmlDeviceGetCount()):
         with contextlib.suppress(nvml.NVMLError):
-            found[str(index)] = index, nvml.nvmlDeviceGetHandleByIndex(index)
-    return found
+            by_index[str(index)] = index, nvml.nvmlDeviceGetHandleByIndex(index)
+    return by_index
 
 
 def named_handles(nvml: Any, names: Collection[str]) -> dict[str, tuple[int, Any]] | None:
@@ -297,24 +297,24 @@ def named_handles(nvml: Any, names: Collection[str]) -> dict[str, tuple[int, Any
 
     CUDA numbers the fastest model first, NVML goes by the bus: numbers are unknown where there are several models.
     """
-    every = handles(nvml)
+    by_index = handles(nvml)
     by_uuid, models = {}, set()
-    for index, handle in every.values():
+    for index, handle in by_index.values():
         with contextlib.suppress(nvml.NVMLError, AttributeError):
             models.add(nvml.nvmlDeviceGetName(handle))
             by_uuid[text(nvml.nvmlDeviceGetUUID(handle))] = index, handle
     if len(models) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        every = {}
-    found = {}
+        by_index = {}
+    by_name = {}
     for name in names:
-        given = every.get(name) or next((by_uuid[uuid] for uuid in by_uuid if uuid.startswith(name)), None)
+        given = by_index.get(name) or next((by_uuid[uuid] for uuid in by_uuid if uuid.startswith(name)), None)
         if given is None and name.startswith("MIG-"):
             with contextlib.suppress(nvml.NVMLError, AttributeError):
                 given = -1, nvml.nvmlDeviceGetHandleByUUID(name)
         if given is None:
             return None
-        found[name] = given
-    return found or None
+        by_name[name] = given
+    return by_name or None
 
 
 # ---- events

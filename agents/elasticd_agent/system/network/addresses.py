@@ -42,11 +42,11 @@ def local_address(endpoints: Sequence[tuple[str, int]], given: str | None = None
 
 
 def is_local(host: str) -> bool:
-    """Whether this name or address belongs to this machine: localhost, its host name (also in full), an interface's
+    """True if this name or address belongs to this machine: localhost, its host name (also in full), an interface's
     address.
 
-    As torchrun matches its endpoint's host. A name that also means another machine is not local: otherwise each of the
-    two would host the store.
+    torchrun matches its endpoint's host like this. A name that also means another machine is not local: otherwise each
+    of the two would host the store.
     """
     name = _name(host)
     if name in _LOOPBACK_NAMES or name == _name(socket.gethostname()):
@@ -82,7 +82,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def try_parse_endpoint(text: str) -> tuple[str, int] | None:
-    """As parse_endpoint, for what another agent has published; None for anything else."""
+    """Host and port that another agent has published; None for anything but HOST:PORT."""
     try:
         return parse_endpoint(text)
     except UsageError:
@@ -123,17 +123,17 @@ def _address_towards(towards: Sequence[tuple[str, int]]) -> Ip:
 
 
 def _check_given(given: str, towards: Sequence[tuple[str, int]]) -> Ip:
-    found = _resolved(given)
-    own = [ip for ip in found if _is_assigned(ip)]
+    named = _resolved(given)
+    own = [ip for ip in named if _is_assigned(ip)]
     outside = [ip for ip in own if not ip.is_loopback]
     if outside:
         return outside[0]
-    if not found:
+    if not named:
         raise UsageError(f"--local-addr {given}: no such name or address; {_suggestion(towards)}")
     if not own:
-        listed = ", ".join(map(str, found))
+        listed = ", ".join(map(str, named))
         which = f"{listed} is" if listed == given else f"it means {listed}, which is"
-        if any(ip.is_link_local and ip.version == 6 and "%" not in str(ip) for ip in found):
+        if any(ip.is_link_local and ip.version == 6 and "%" not in str(ip) for ip in named):
             raise UsageError(f"--local-addr {given}: add the interface, as in fe80::1%eth0; {_suggestion(towards)}")
         raise UsageError(f"--local-addr {given}: {which} not an address of this machine; {_suggestion(towards)}")
     if not _means_loopback(given) and towards:
@@ -154,10 +154,10 @@ def _suggestion(towards: Sequence[tuple[str, int]]) -> str:
 def _resolved(host: str) -> list[Ip]:
     """The addresses of a name, best first (RFC 6724), or none."""
     try:
-        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM) if host else []
+        infos = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM) if host else []
     except (OSError, ValueError):  # an unknown name, or not a name at all
         return []
-    return list(dict.fromkeys(_ip(where) for _, _, _, _, where in found))
+    return list(dict.fromkeys(_ip(address) for _, _, _, _, address in infos))
 
 
 def _ip(where: tuple[Any, ...]) -> Ip:
@@ -194,7 +194,7 @@ def _source(ip: Ip) -> Ip | None:
 
 
 def _is_assigned(ip: Ip) -> bool | None:
-    """Whether an interface of this machine has this address; None without a route to find out."""
+    """True if an interface of this machine has this address; None without a route to find out."""
     if ip.is_loopback:
         return True
     # A machine contacts its own address from that address.
@@ -203,7 +203,7 @@ def _is_assigned(ip: Ip) -> bool | None:
 
 
 def _means_loopback(host: str) -> bool:
-    """Whether `host` is loopback on every machine, and not only by this machine's host table."""
+    """True if `host` is loopback on every machine, and not only by this machine's host table."""
     if _name(host) in _LOOPBACK_NAMES:
         return True
     try:
@@ -214,10 +214,10 @@ def _means_loopback(host: str) -> bool:
 
 def _full_name() -> str:
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_DGRAM, flags=socket.AI_CANONNAME)
+        infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_DGRAM, flags=socket.AI_CANONNAME)
     except (OSError, ValueError):
         return ""
-    return _name(found[0][3])
+    return _name(infos[0][3])
 
 
 def _name(host: str) -> str:
@@ -235,7 +235,7 @@ GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def gloo_environment(environ: Mapping[str, str], address: str) -> dict[str, str]:
-    """What workers need so that gloo listens at this node's `address`; nothing if the user has chosen."""
+    """The variable with which gloo listens at this node's `address`; nothing if the user has chosen."""
     interface = None if GLOO_VARIABLE in environ else interface_of(address)
     return {} if interface is None else {GLOO_VARIABLE: interface}
 

@@ -48,7 +48,7 @@ _MAX_GROUPS = (
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request whose credentials are valid."""
+    """The sender of a request whose credentials are valid."""
 
     name: str
     """root, uid 1000, or which token: what limits count."""
@@ -57,7 +57,6 @@ class Caller:
     access: Access = "operate"
 
     def __str__(self) -> str:
-        """As `by` in records."""
         return f"{self.name} at {self.host}" if self.host else self.name
 
     def refusal(self, method: str, path: str) -> str:
@@ -77,7 +76,6 @@ class AccessDenied:
     why: str
     retry_after_s: float = 0.0
     caller: Caller | None = None
-    """Who it was, if that is known."""
 
 
 class Authenticator(Protocol):
@@ -94,7 +92,7 @@ class PeerCredentialAuth:
 
     @classmethod
     def from_names(cls, users: Sequence[str], groups: Sequence[str]) -> PeerCredentialAuth:
-        """By name or number. Raises UsageError for a name that is unknown on this machine."""
+        """Users and groups by name or number. Raises UsageError for a name that is unknown on this machine."""
         return cls(
             frozenset(_lookup_id(name, "users", lambda known: pwd.getpwnam(known).pw_uid) for name in users),
             frozenset(_lookup_id(name, "groups", lambda known: grp.getgrnam(known).gr_gid) for name in groups),
@@ -131,10 +129,10 @@ class _TokenFile:
     def read(self) -> tuple[bytes | None, str]:
         """The token's digest, or None and the problem."""
         try:
-            found = os.stat(self.file)
+            status = os.stat(self.file)
         except (OSError, ValueError) as error:
             return None, f"{self.key}: {self.file}: {(isinstance(error, OSError) and error.strerror) or error}"
-        stamp = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_mode)
+        stamp = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_mode)
         with self._lock:
             if stamp != self._stamp:
                 try:
@@ -160,7 +158,7 @@ class TokenAuth:
     ) -> None:
         """`read_only`: the names of tokens that change nothing. `agents`: their own; None: that in `file`."""
         self.address = ""
-        """Of this agent for other nodes: their requests are for it alone."""
+        """The address of this agent for other nodes: their requests are for it alone."""
         self.guesses = GuessLimit(time.monotonic)
         holders = None if file is None else _TokenFile(file, "http.token_file")
         self._agents = holders if agents is None else _TokenFile(agents, "http.agents_token_file")
@@ -169,8 +167,8 @@ class TokenAuth:
             access: Access = "read" if name in read_only else "operate"
             self._files[Caller(f"token {name}", access=access)] = _TokenFile(path, f"http.tokens.{name}")
         self._lock = threading.Lock()
-        self._wrong = 0
-        """Not reported yet."""
+        self._unreported = 0
+        """Wrong tokens since the last report."""
         self._reported_at = float("-inf")
 
     def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> Caller | AccessDenied:
@@ -199,10 +197,10 @@ class TokenAuth:
         return self.count_wrong(host) if caller is None else replace(caller, host=host)
 
     def holder(self, given: str) -> Caller | None:
-        """Whose token it is; every token is compared, in constant time, by its digest: lengths stay hidden, too."""
+        """The caller whose token it is. All are compared, in constant time, by their digests, which hide lengths."""
         digest = token_digest(given.strip())
-        found = [caller for caller, file in self._files.items() if hmac.compare_digest(digest, file.read()[0] or b"")]
-        return found[0] if found else None
+        holders = [caller for caller, file in self._files.items() if hmac.compare_digest(digest, file.read()[0] or b"")]
+        return holders[0] if holders else None
 
     def _agent(self, given: str) -> Caller | None:
         digest = None if self._agents is None else self._agents.read()[0]
@@ -215,10 +213,10 @@ class TokenAuth:
         """The denial of a wrong token. It is logged, at most once every REPORT_INTERVAL_S."""
         wait_s = self.guesses.attempt(host)
         with self._lock:
-            self._wrong += 1
-            count, due = self._wrong, time.monotonic() >= self._reported_at + REPORT_INTERVAL_S
+            self._unreported += 1
+            count, due = self._unreported, time.monotonic() >= self._reported_at + REPORT_INTERVAL_S
             if due:
-                self._wrong, self._reported_at = 0, time.monotonic()
+                self._unreported, self._reported_at = 0, time.monotonic()
         if due:
             _log.warning("access denied: %d wrong token(s), the last from %s", count, host)
         if wait_s:
@@ -234,11 +232,11 @@ class TokenAuth:
         return hashlib.sha256(b"".join(digests)).digest() if digests else None
 
     def may_operate(self, name: str) -> bool:
-        """Whether the caller `name` may now; one without a token has come over the local socket."""
+        """True if the caller `name` still may; a caller without a token has come over the local socket."""
         return all(caller.access == "operate" for caller in self._files if caller.name == name)
 
     def problem(self) -> str:
-        """What is wrong with the tokens' files, "" if nothing."""
+        """The problems of the tokens' files, "" if there is none."""
         files = dict.fromkeys([*self._files.values(), *([] if self._agents is None else [self._agents])])
         return "; ".join(problem for file in files if (problem := file.read()[1]))
 
@@ -286,7 +284,7 @@ def _address_key(host: str) -> str:
 
 
 def agent_credential(digest: bytes, address: str) -> str:
-    """What an agent sends to the agent at `address` instead of the token: it opens nothing anywhere else.
+    """The credential for the agent at `address`, sent instead of the token: it opens nothing anywhere else.
 
     An address comes from a node's record in the store, where a forged record could name any machine.
     """

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -44,13 +44,13 @@ _log = logging.getLogger("elasticd.http")
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """A request whose sender is known. `path` and `query` are still encoded."""
+    """A request. `path` and `query` are still encoded."""
 
     method: str
     path: str
     query: str
-    requested_by: str
-    """The sender in words, "" for a public path."""
+    requested_by: str = ""
+    """The sender in words; "" for a public path, and without valid credentials."""
     content_type: str = ""
     body: bytes = b""
     host: str = ""
@@ -61,9 +61,9 @@ class HttpRequest:
     fetch_site: str = ""
     """Sec-Fetch-Site, "" of a client that is no present-day browser."""
     origin: str = ""
-    """The Origin header."""
+    accept: str = ""
     user: int | None = None
-    """Of the sender's process, if that is on this machine and the kernel tells."""
+    """The user of the sender's process, if that is on this machine and the kernel tells."""
 
     @property
     def is_of_other_site(self) -> bool:
@@ -71,21 +71,6 @@ class HttpRequest:
         if self.fetch_site:
             return self.fetch_site != "same-origin"
         return self.origin not in ("", "null") and self.origin.partition("://")[2] != self.server_name
-
-
-@dataclass(frozen=True, slots=True)
-class UnauthenticatedRequest:
-    """A request without valid credentials, with the headers that tell a browser from other clients."""
-
-    method: str
-    path: str
-    query: str
-    cookie: str = ""
-    accept: str = ""
-    host: str = ""
-    server_name: str = ""
-    user: int | None = None
-    """As in HttpRequest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +95,8 @@ class Routes(Protocol):
     def is_public(self, method: str, path: str) -> bool:
         """True for paths that need no credentials."""
 
-    def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> str | HttpResponse:
-        """The response; or the sender in words, if other credentials are valid."""
+    def reject(self, request: HttpRequest, denied: AccessDenied) -> str | HttpResponse:
+        """The response to a request without valid credentials; or the sender in words, if others are valid."""
 
     def answer(self, request: HttpRequest) -> HttpResponse: ...
 
@@ -136,7 +121,7 @@ class RouteTable:
     def is_public(self, method: str, path: str) -> bool:
         return True
 
-    def reject(self, request: UnauthenticatedRequest, denied: AccessDenied) -> HttpResponse:
+    def reject(self, request: HttpRequest, denied: AccessDenied) -> HttpResponse:
         return error_response(denied.code, denied.why)
 
     def answer(self, request: HttpRequest) -> HttpResponse:
@@ -241,7 +226,7 @@ class HttpServer(ThreadingHTTPServer):
 
     def _until_next_cut(self) -> float | None:
         with self._lock:
-            first = min((one.deadline for one in self._connections.values()), default=math.inf)
+            first = min((connection.deadline for connection in self._connections.values()), default=math.inf)
         return None if first == math.inf else max(0.0, first - time.monotonic())
 
     def server_bind(self) -> None:
@@ -283,14 +268,14 @@ class HttpServer(ThreadingHTTPServer):
     def _make_room(self) -> bool:
         """Call with the lock. Threads that were cut need a moment to end: there are never more than `max_connections`
         of them."""
-        counted = [(request, one) for request, one in self._connections.items() if one.deadline != math.inf]
+        counted = [item for item in self._connections.items() if item[1].deadline != math.inf]
         if len(counted) < self.max_connections:
             return len(self._connections) < 2 * self.max_connections
-        asking = [(request, one) for request, one in counted if not one.is_request_read]  # the oldest first
+        asking = [item for item in counted if not item[1].is_request_read]  # the oldest first
         if not asking or len(self._connections) >= 2 * self.max_connections:
             return False
-        ((host, _),) = Counter(one.host for _, one in asking).most_common(1)
-        self._cut(*next(pair for pair in asking if pair[1].host == host))
+        ((host, _),) = Counter(connection.host for _, connection in asking).most_common(1)
+        self._cut(*next(item for item in asking if item[1].host == host))
         return True
 
     def shutdown_request(self, request: Any) -> None:
@@ -303,19 +288,19 @@ class HttpServer(ThreadingHTTPServer):
     def extend(self, request: socket.socket, seconds: float) -> None:
         """Give this connection `seconds` from now on: its request is complete, and the answer takes longer."""
         with self._lock:
-            one = self._connections.get(request)
-            if one is not None and one.deadline != math.inf:
-                one.deadline, one.is_request_read = time.monotonic() + seconds, True
+            connection = self._connections.get(request)
+            if connection is not None and connection.deadline != math.inf:
+                connection.deadline, connection.is_request_read = time.monotonic() + seconds, True
 
     def cut_expired(self, now: float) -> None:
         with self._lock:
-            for request, one in self._connections.items():
-                if now >= one.deadline:
-                    self._cut(request, one)
+            for request, connection in self._connections.items():
+                if now >= connection.deadline:
+                    self._cut(request, connection)
 
     @staticmethod
-    def _cut(request: socket.socket, one: _Connection) -> None:
-        one.deadline = math.inf
+    def _cut(request: socket.socket, connection: _Connection) -> None:
+        connection.deadline = math.inf
         # Not SSLSocket.shutdown, which would drop the encryption first.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(request, socket.SHUT_RDWR)
@@ -341,7 +326,7 @@ class HttpServer(ThreadingHTTPServer):
 
     def threads(self) -> list[threading.Thread]:
         with self._lock:
-            return [one.thread for one in self._connections.values()]
+            return [connection.thread for connection in self._connections.values()]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _log.debug("a connection of %s ended early", self.name, exc_info=True)
@@ -410,11 +395,23 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _serve  # noqa: N815
 
     def _response(self) -> HttpResponse:
-        server = self.server
+        server, headers = self.server, self.headers
         path, _, query = self.path.partition("?")
+        request = HttpRequest(
+            "GET" if self.command == "HEAD" else self.command,
+            path,
+            query,
+            content_type=headers.get("Content-Type", "").partition(";")[0].strip().lower(),
+            host=self._peer_host(),
+            server_name=self._server_name(),
+            cookie=headers.get("Cookie", ""),
+            fetch_site=headers.get("Sec-Fetch-Site", ""),
+            origin=headers.get("Origin", ""),
+            accept=headers.get("Accept", ""),
+            user=self._peer_user(),
+        )
         is_public = server.authenticator is None or server.routes.is_public(self.command, path)
-        method = "GET" if self.command == "HEAD" else self.command
-        sender = self._sender(method, path, query, is_public)
+        sender = self._sender(request, is_public)
         if isinstance(sender, HttpResponse):
             return sender
         body = self._body()
@@ -423,49 +420,26 @@ class _Handler(BaseHTTPRequestHandler):
         if not is_public and server.response_timeout_s is not None:
             server.extend(self.request, server.response_timeout_s)
             self.request.settimeout(server.response_timeout_s)
-        content_type = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         try:
-            return server.routes.answer(
-                HttpRequest(
-                    method,
-                    path,
-                    query,
-                    sender,
-                    content_type,
-                    body,
-                    self._peer_host(),
-                    self._server_name(),
-                    self.headers.get("Cookie", ""),
-                    self.headers.get("Sec-Fetch-Site", ""),
-                    self.headers.get("Origin", ""),
-                    self._peer_user(),
-                )
-            )
+            return server.routes.answer(replace(request, requested_by=sender, body=body))
         except HttpError as error:
             return error_response(error.status, str(error))
         except Exception:  # noqa: BLE001 a defect of one route must not end the process
             _log.warning("%s could not answer %s %s", server.name, self.command, ascii(path)[:200], exc_info=True)
             return error_response(500, "internal error; the agent's log says why")
 
-    def _sender(self, method: str, path: str, query: str, is_public: bool) -> str | HttpResponse:
-        """Who sent it, or the response if access is denied."""
+    def _sender(self, request: HttpRequest, is_public: bool) -> str | HttpResponse:
+        """The sender in words, or the response if access is denied."""
         authenticator = self.server.authenticator
-        if authenticator is None:
+        credentials = self.headers.get_all("Authorization", [])
+        if authenticator is None or (is_public and not credentials):
             return ""
-        given = self.headers.get_all("Authorization", [])
-        if is_public and not given:
-            return ""
-        found = authenticator.authenticate(self.request, given)
-        if isinstance(found, Caller):
-            if not (why := found.refusal(self.command, path)) or is_public:
-                return str(found)
-            found = AccessDenied(403, why, caller=found)
-        if is_public:
-            return ""
-        headers = self.headers.get("Cookie", ""), self.headers.get("Accept", ""), self._peer_host(), self._server_name()
-        return self.server.routes.reject(
-            UnauthenticatedRequest(method, path, query, *headers, self._peer_user()), found
-        )
+        caller = authenticator.authenticate(self.request, credentials)
+        if isinstance(caller, Caller):
+            if not (why := caller.refusal(self.command, request.path)) or is_public:
+                return str(caller)
+            caller = AccessDenied(403, why, caller=caller)
+        return "" if is_public else self.server.routes.reject(request, caller)
 
     def _peer_host(self) -> str:
         return "" if self.server.address_family == socket.AF_UNIX else str(self.client_address[0])

@@ -18,7 +18,7 @@ _REQUEST, _REQUEST_DUMP = 1, 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 _ERROR, _DONE = 2, 3
 _HEADER, _ATTRIBUTE, _COUNTERS = struct.Struct("=IHHII"), struct.Struct("=HH"), struct.Struct("=QQ")
 _STATE_AT, _PEER_PORT_AT, _QUEUES_AT, _USER_AT, _INODE_AT, _MESSAGE_BYTES = 1, 6, 56, 64, 68, 72
-"""Of struct inet_diag_msg (linux/inet_diag.h); the queues are what is received, and what is to be sent."""
+"""Offsets in struct inet_diag_msg (linux/inet_diag.h); the queues are what is received, and what is to be sent."""
 _CLOSE_WAIT, _LISTENS = 8, 10
 """TCP_CLOSE_WAIT: the end that the peer has sent counts as a byte. TCP_LISTEN: its queues are those of connections."""
 _INFO, _COUNTERS_AT = 2, 120
@@ -28,7 +28,7 @@ _TIMEOUT_S, _BUFFER_BYTES = 0.2, 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class TcpBytes:
-    """Of one socket."""
+    """The counters of one socket."""
 
     moved: int
     """Sent and acknowledged, and received."""
@@ -38,8 +38,8 @@ class TcpBytes:
 
 
 def tcp_bytes() -> dict[int, TcpBytes]:
-    """By socket inode; {} where the kernel does not tell."""
-    found: dict[int, TcpBytes] = {}
+    """The counters of every TCP socket, by inode; {} where the kernel does not tell."""
+    by_inode: dict[int, TcpBytes] = {}
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as netlink:
             netlink.settimeout(_TIMEOUT_S)
@@ -47,11 +47,11 @@ def tcp_bytes() -> dict[int, TcpBytes]:
                 asked = struct.pack("=BBBBI48x", family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, 0xFFFFFFFF)
                 header = _HEADER.pack(_HEADER.size + len(asked), _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 1, 0)
                 netlink.send(header + asked)
-                while _read_messages(netlink.recv(_BUFFER_BYTES), found):
+                while _read_messages(netlink.recv(_BUFFER_BYTES), by_inode):
                     pass
     except (OSError, struct.error):
-        return found
-    return found
+        pass
+    return by_inode
 
 
 def peer_user(sock: socket.socket) -> int | None:
@@ -81,7 +81,7 @@ def _unmapped(host: str) -> IPv4Address | IPv6Address:
     return (isinstance(address, IPv6Address) and address.ipv4_mapped) or address
 
 
-def _read_messages(data: bytes, found: dict[int, TcpBytes]) -> bool:
+def _read_messages(data: bytes, by_inode: dict[int, TcpBytes]) -> bool:
     """False after the last one."""
     at = 0
     while at + _HEADER.size <= len(data):
@@ -96,7 +96,7 @@ def _read_messages(data: bytes, found: dict[int, TcpBytes]) -> bool:
         queued = 0 if state == _LISTENS else unsent + max(0, unread - (state == _CLOSE_WAIT))
         for name, value in _attributes(body[_MESSAGE_BYTES:]):
             if name == _INFO and len(value) >= _COUNTERS_AT + _COUNTERS.size:
-                found[inode] = TcpBytes(sum(_COUNTERS.unpack_from(value, _COUNTERS_AT)), queued, peer_port)
+                by_inode[inode] = TcpBytes(sum(_COUNTERS.unpack_from(value, _COUNTERS_AT)), queued, peer_port)
         at += _aligned(size)
     return True
 
@@ -117,7 +117,7 @@ def _aligned(size: int) -> int:
 
 def sockets_of(pids: Iterable[int]) -> set[int]:
     """The inodes of all sockets that these processes have open. The links are read, never followed."""
-    found = set()
+    inodes = set()
     for pid in pids:
         try:
             numbers = os.listdir(f"/proc/{pid}/fd")
@@ -129,5 +129,5 @@ def sockets_of(pids: Iterable[int]) -> set[int]:
             except OSError:
                 continue
             if target.startswith("socket:["):
-                found.add(int(target[8:-1]))
-    return found
+                inodes.add(int(target[8:-1]))
+    return inodes

@@ -20,13 +20,13 @@ from elasticd_agent.system.processes import procfs
 
 ROOT = "/sys/fs/cgroup"
 _UNITS_S = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}
-"""Of version 2 and of version 1. Both add up the processors."""
+"""The key of version 2, and that of version 1. Both add up the processors."""
 
 
 def throttled_s(pids: Iterable[int], proc: str = "/proc", root: str = ROOT) -> float:
-    """Of all their groups together; 0 where none has a quota, or nothing can be read.
+    """The seconds in which all their groups together were throttled; 0 where none has a quota, or nothing can be read.
 
-    Not of the group with the most: a group that was throttled for long, and is not any more, would hide the others.
+    The sum, not the longest: a group that was throttled for long, and is not any more, would hide the others.
     """
     groups = {procfs.read(f"{proc}/{pid}/cgroup") for pid in pids}
     directories = {path for text in groups for path in _directories(os.fsdecode(text), root)}
@@ -34,7 +34,7 @@ def throttled_s(pids: Iterable[int], proc: str = "/proc", root: str = ROOT) -> f
 
 
 def _directories(groups: str, root: str) -> Iterator[str]:
-    """Of /proc/PID/cgroup: "0::/a/b" is version 2, "3:cpu,cpuacct:/a/b" the CPU controller of version 1."""
+    """The groups in /proc/PID/cgroup: "0::/a/b" is version 2, "3:cpu,cpuacct:/a/b" the CPU controller of version 1."""
     for line in groups.splitlines():
         number, controllers, group = (*line.split(":", 2), "", "")[:3]
         if number == "0" or "cpu" in controllers.split(","):
@@ -52,7 +52,7 @@ def _throttled(text: bytes) -> float:
 AGENT_GROUP = "agent"
 _PREFIX = "job."
 _FILES = {"memory": "memory.max", "pids": "pids.max", "cpu": "cpu.weight"}
-"""By controller: what its limit is written to."""
+"""The file of each controller's limit."""
 
 
 class NoLimits(Exception):
@@ -69,7 +69,9 @@ def make_group(name: str, limits: Mapping[str, int], proc: str = "/proc", root: 
         missing = limits.keys() - (parent / "cgroup.controllers").read_text(errors="replace").split()
         if missing:
             raise NoLimits(f"the kernel or the group {parent} does not offer the controller {', '.join(missing)}")
-        (parent / "cgroup.subtree_control").write_bytes(" ".join(f"+{each}" for each in sorted(limits)).encode())
+        (parent / "cgroup.subtree_control").write_bytes(
+            " ".join(f"+{controller}" for controller in sorted(limits)).encode()
+        )
         group = parent / f"{_PREFIX}{name}"
         with contextlib.suppress(FileExistsError):
             group.mkdir(mode=0o755)

@@ -39,7 +39,8 @@ def take_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | Non
     """Handle these signals, except those ignored on purpose, as by nohup, and those that a library in C handles, as a
     profiler does. Returns the handlers before. Other programs inherit SIG_IGN, but no handler.
     """
-    return {one: signal.signal(one, handler) for one in numbers if signal.getsignal(one) not in (signal.SIG_IGN, None)}
+    taken = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    return {number: signal.signal(number, handler) for number in taken}
 
 
 def ignore_signal(number: int, frame: FrameType | None) -> None:
@@ -202,7 +203,7 @@ def is_shell(pid: int) -> bool:
 
 
 def _ends_by(pid: int, signum: int) -> bool:
-    """Whether the signal has its default action there."""
+    """True if the signal has its default action there."""
     fields = dict(line.split(":\t", 1) for line in _read_proc(pid, "status").splitlines() if ":\t" in line)
     return not any(int(fields.get(name, "0"), 16) >> signum - 1 & 1 for name in ("SigIgn", "SigCgt"))
 

@@ -15,8 +15,8 @@ from elasticd_agent.system.network import sockets
 from elasticd_agent.system.processes import cgroups, procfs
 
 WORKING_SHARE = 0.005
-"""Of the time a starved thread runs more than this, even under a quota of 1 %. The heartbeat thread, which wakes ten
-times a second, runs a tenth of it and waits for a core each time."""
+"""A starved thread runs for a larger share of the time, even under a quota of 1 %. The heartbeat thread, which wakes
+ten times a second, runs a tenth of it and waits for a core each time."""
 DEVICE_THREADS = re.compile(rb"NCCL |pt_nccl_|cuda-EvtHandlr|cuda\d+$")
 """The names of threads that spin or poll for as long as their device is busy or hung: NCCL's proxy ("NCCL Progress 0"),
 torch's watchdog, CUDA's ("cuda-EvtHandlr", "cuda00001400006"). They do no work of the script, and wait for none. A
@@ -25,7 +25,7 @@ thread that the script calls "cuda_prefetch" is its own: Python 3.14 gives its t
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of a whole process tree so far, except DEVICE_THREADS. Bytes count when a system call moves them, and again
+    """Use of a whole process tree so far, except DEVICE_THREADS. Bytes count when a system call moves them, and again
     when a disk does, so that both cached reads and reads through a memory map are counted; those of TCP sockets count
     as well.
 
@@ -41,7 +41,7 @@ class Usage:
     traced: bool = False
     """A debugger is attached to the first process."""
     throttled_s: float = 0.0
-    """For how long a CPU quota has kept its control groups from running."""
+    """Seconds for which a CPU quota has kept its control groups from running."""
     queued: int | None = None
     """Bytes in the queues of its TCP sockets, unsent or unread. None: no socket of it is known."""
     moved: int = 0
@@ -58,32 +58,29 @@ def parse_io(text: bytes) -> int:
 
 
 class UsageReader:
-    """What the trees of processes have used so far, again and again for the same ones: unrelated ones are read once.
+    """Reads the use of the same process trees again and again; processes that belong to none are read once.
 
     Reading costs 6 µs a process, and a machine with many cores has thousands. A process that is neither below another
     one nor in its session never gets there later. A process id that is reused between two calls may be missed.
     """
 
     def __init__(self) -> None:
-        self._pids: tuple[int, ...] = ()
+        self._read_at = 0.0
+        self._begin(())
+
+    def _begin(self, pids: tuple[int, ...]) -> None:
+        self._pids = pids
         self._unrelated: set[int] = set()
         self._threads: dict[int, tuple[float, float]] = {}
         self._waited: dict[int, float] = {}
         self._polled: dict[int, float] = {}
         self._sockets: dict[int, dict[int, int]] = {}
         self._moved: dict[int, int] = {}
-        self._read_at = 0.0
 
     def read(self, pids: Sequence[int], store_port: int = 0) -> dict[int, Usage]:
-        """By process; ended ones are left out. `store_port`: of the round's store."""
+        """Use by process; ended processes are left out. `store_port` is that of the round's store."""
         if tuple(pids) != self._pids:
-            self._pids = tuple(pids)
-            self._unrelated = set()
-            self._threads = {}
-            self._waited = {}
-            self._polled = {}
-            self._sockets = {}
-            self._moved = {}
+            self._begin(tuple(pids))
         everyone = procfs.all_pids()
         known = procfs.scan(everyone - self._unrelated)
         by_root = procfs.trees(pids, known.values())
@@ -91,24 +88,23 @@ class UsageReader:
         self._unrelated = (self._unrelated & everyone) | (known.keys() - ours)
         self._count_threads(by_root)
         all_sockets = sockets.tcp_bytes()
-        found = {}
+        usage = {}
         for pid, members in by_root.items():
-            ours_by_inode = {i: all_sockets[i] for i in sockets.sockets_of(members) if i in all_sockets}
-            tcp = ours_by_inode.values()
-            own = {inode: one.moved for inode, one in ours_by_inode.items() if one.peer_port != (store_port or -1)}
-            self._count_moved(pid, own)
-            found[pid] = Usage(
+            tcp = {inode: all_sockets[inode] for inode in sockets.sockets_of(members) if inode in all_sockets}
+            moved = {inode: sock.moved for inode, sock in tcp.items() if sock.peer_port != (store_port or -1)}
+            self._count_moved(pid, moved)
+            usage[pid] = Usage(
                 sum(known[member].cpu_s for member in members) - self._polled.get(pid, 0.0),
                 sum(parse_io(procfs.read(f"/proc/{member}/io")) for member in members) + self._moved[pid],
                 self._waited.get(pid),
                 any(known[member].state == "R" for member in members),
                 _tracer(pid) != 0,
                 cgroups.throttled_s(members),
-                sum(one.queued for one in tcp) if tcp else None,
+                sum(sock.queued for sock in tcp.values()) if tcp else None,
                 self._moved[pid],
                 frozenset(members),
             )
-        return found
+        return usage
 
     def _count_moved(self, root: int, by_inode: dict[int, int]) -> None:
         """Add up socket by socket: a request may have a connection of its own, which is closed after it."""
@@ -141,26 +137,26 @@ class UsageReader:
 
 
 def _is_device_thread(pid: int, tid: int) -> bool:
-    """By its name, unless it has that of its process: a thread without a name of its own inherits it."""
+    """The name tells, unless it is that of the process: a thread without a name of its own inherits it."""
     name = procfs.read(f"/proc/{pid}/task/{tid}/comm")
     return DEVICE_THREADS.match(name) is not None and name != procfs.read(f"/proc/{pid}/comm")
 
 
 def schedstat(pid: int) -> dict[int, tuple[float, float]]:
-    """By thread: for how long it ran, and for how long it was able to run and did not, in seconds.
+    """The seconds that each thread ran, and those that it was able to run and did not.
 
     /proc/PID/task/TID/schedstat is run, wait (ns), slices. {} without that file.
     """
-    found: dict[int, tuple[float, float]] = {}
+    times: dict[int, tuple[float, float]] = {}
     try:
         tids = os.listdir(f"/proc/{pid}/task")
     except OSError:
-        return found
+        return times
     for tid in tids:
         fields = procfs.read(f"/proc/{pid}/task/{tid}/schedstat").split()
         if len(fields) == 3:
-            found[int(tid)] = int(fields[0]) / 1e9, int(fields[1]) / 1e9
-    return found
+            times[int(tid)] = int(fields[0]) / 1e9, int(fields[1]) / 1e9
+    return times
 
 
 def _tracer(pid: int) -> int:

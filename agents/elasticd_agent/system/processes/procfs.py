@@ -47,18 +47,18 @@ def parse_stat(line: bytes) -> Stat:
 
 def state(pid: int) -> str:
     """The state letter ("R", "S", "D", "T" stopped, "t" traced, "Z", …); "" if the process has ended. 6 µs."""
-    found = stat(pid)
-    return found.state if found is not None else ""
+    process = stat(pid)
+    return process.state if process is not None else ""
 
 
 def condition(pid: int) -> str:
-    """As `state`, but "X" for a process that is ending: its main thread becomes a zombie first, while another one may
-    free a driver's memory for seconds. The kernel may write its core for longer, with all threads stopped."""
-    found = state(pid)
-    ending = (found == "Z" and not _has_live_thread(pid)) or (
-        found and b"\nCoreDumping:\t1" in read(f"/proc/{pid}/status")
+    """The state letter, but "X" for a process that is ending: its main thread becomes a zombie first, while another one
+    may free a driver's memory for seconds. The kernel may write its core for longer, with all threads stopped."""
+    letter = state(pid)
+    ending = (letter == "Z" and not _has_live_thread(pid)) or (
+        letter and b"\nCoreDumping:\t1" in read(f"/proc/{pid}/status")
     )
-    return "X" if ending else found
+    return "X" if ending else letter
 
 
 def _has_live_thread(pid: int) -> bool:
@@ -83,7 +83,7 @@ def stat(pid: int) -> Stat | None:
 
 
 def all_pids() -> set[int]:
-    """None where no file descriptor is left to look with."""
+    """The ids of all processes; none where no file descriptor is left to read /proc with."""
     try:
         return {int(name) for name in os.listdir("/proc") if name.isdigit()}
     except OSError:
@@ -92,12 +92,12 @@ def all_pids() -> set[int]:
 
 def scan(pids: Iterable[int] | None = None) -> dict[int, Stat]:
     """Every process, or those of `pids`. 6 µs each."""
-    found = map(stat, all_pids() if pids is None else pids)
-    return {one.pid: one for one in found if one is not None}
+    processes = map(stat, all_pids() if pids is None else pids)
+    return {process.pid: process for process in processes if process is not None}
 
 
 def trees(roots: Iterable[int], processes: Iterable[Stat]) -> dict[int, tuple[int, ...]]:
-    """For each root all of its descendants and itself, in order of discovery. Pure.
+    """The tree of each root: all of its descendants and itself, in order of discovery. Pure.
 
     A process whose parent has ended has another parent, but stays in its session: a root that leads a session, as
     workers do, owns all of it. A root within another's tree belongs to both.
@@ -108,7 +108,7 @@ def trees(roots: Iterable[int], processes: Iterable[Stat]) -> dict[int, tuple[in
     for process in there.values():
         below.setdefault(process.parent, []).append(process.pid)
         led.setdefault(process.session, []).append(process.pid)
-    found = {}
+    by_root = {}
     for root in roots:
         if root in there:
             members: dict[int, None] = {}
@@ -118,8 +118,8 @@ def trees(roots: Iterable[int], processes: Iterable[Stat]) -> dict[int, tuple[in
                 if member not in members:
                     members[member] = None
                     following += below.get(member, ())
-            found[root] = tuple(members)
-    return found
+            by_root[root] = tuple(members)
+    return by_root
 
 
 def read(path: str, most: int = _READ_LIMIT) -> bytes:

@@ -32,7 +32,7 @@ def allow(tracer: int) -> None:
 
 
 def write_on(signum: int, path: str) -> None:
-    """On `signum` append the stacks of all threads to `path`. The handler is C and needs no GIL."""
+    """Append the stacks of all threads to `path` on `signum`. The handler is C and needs no GIL."""
     with contextlib.suppress(OSError, RuntimeError):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:

@@ -68,7 +68,7 @@ class ImportSideEffects:
                 os.environ[name] = value
 
     def restore(self) -> None:
-        """As if the import happened now: its filters come first, its exit handlers run first."""
+        """Repeat the effects, as if the import happened now: its filters come first, its exit handlers run first."""
         set_warning_filters([*self.filters, *(entry for entry in warnings.filters if entry not in self.filters)])
         for function, args, kwargs in self.exits:
             atexit.register(function, *args, **kwargs)
@@ -96,7 +96,7 @@ class PreloadedBatch:
         return self.trigger.partition(".")[0]
 
     def comes_with(self, family: str, name: str) -> bool:
-        """Whether importing `family` brings the module `name` back.
+        """True if importing `family` brings the module `name` back.
 
         Extension modules create modules without a spec. Those below a package come with it (triton's); the others, of
         an unknown family, come with any of their batch.

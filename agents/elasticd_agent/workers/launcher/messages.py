@@ -1,4 +1,4 @@
-"""What the agent and its owner tell each other: requests to the owner, and its reports.
+"""Messages of an agent and its owner: requests to the owner, and its reports.
 
 Each travels as one message of elasticd/channel.py: its fields, and its name as "type". Both ends usually run from one
 copy of the code (docs/adr/0007). Where none can be made, an upgrade may put a newer owner beside an older agent:
@@ -214,7 +214,7 @@ class Reaped(NamedTuple):
 
 
 class Unsaved(NamedTuple):
-    """So many workers of the group did not save their state within `seconds`, and are signalled now."""
+    """Workers of the group, as many as `ranks`, did not save their state within `seconds`, and are signalled now."""
 
     group: int
     ranks: int

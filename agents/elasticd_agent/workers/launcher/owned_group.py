@@ -27,7 +27,7 @@ DEVICE_KILL_DEADLINE_S = 30.0
 is given up costs the job a GPU."""
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 LEFTOVER_GRACE_S = 5.0
-"""How long processes that a successful script left running may take to end after SIGTERM."""
+"""The time that processes which a successful script left running have to end after SIGTERM."""
 
 
 class OwnedGroup:
@@ -62,7 +62,7 @@ class OwnedGroup:
         self.asked: set[int] = set()
         """Those that got SIGTERM."""
         self.stopped = self.runs_programs = False
-        """Its workers got a signal to end; some of them are shells, which may end by it before their programs do."""
+        """The workers got a signal to end; some of them are shells, which may end by it before their programs do."""
 
     def workers(self) -> list[int]:
         return [pid for pid, rank in self.alive.items() if rank != STORE_RANK]
@@ -96,7 +96,7 @@ class OwnedGroup:
         return now <= max(self.leftovers_since, self.last_exit_at) + grace_s + self.kill_deadline_s
 
     def leftover_grace_s(self) -> float:
-        """What a shell's program may take is the agent's to say: SIGKILL follows at the deadline of the stop."""
+        """No bound for a shell's program: the agent's SIGKILL follows at the deadline of the stop."""
         return math.inf if self.runs_programs else LEFTOVER_GRACE_S
 
     def describe_unkillable(self, pids: Iterable[int]) -> list[UnkillableProcess]:

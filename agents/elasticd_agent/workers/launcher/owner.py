@@ -111,7 +111,7 @@ class Owner:
         }
         self.poll = select.poll()
         self.watched: dict[int, Callable[[], object]] = {}
-        """By descriptor what to call when it is readable."""
+        """The function to call when a descriptor is readable."""
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)

@@ -25,8 +25,8 @@ from elasticd_agent.workers.launcher import messages
 
 PR_SET_CHILD_SUBREAPER = 36
 LOOK_S, STOPPED_LOOKS = 1.0, 5
-"""How often the owner's state is read, and in how many looks in a row it may be stopped. Looks are counted, not time:
-the whole machine may have been suspended."""
+"""The interval in which the owner's state is read, and how often in a row it may be stopped. Looks are counted, not
+time: the whole machine may have been suspended."""
 END_DEADLINE_S = 12.0
 """The owner waits 10 s for killed processes to die, then ends in any case."""
 

@@ -34,7 +34,7 @@ LAZY_LIBRARY = ("elasticd.session", "elasticd.checkpointing.state.checkpoint_fil
 """The lazy imports of `import elasticd`."""
 READ_AT_IMPORT = re.compile(r"(OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|NUMEXPR)_|TORCH(?!ELASTIC|_NCCL)|PYTORCH_")
 MAX_FILES = 500
-"""Of a script's own modules that are read."""
+"""The most files of a script's own modules that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,12 @@ class EnvironmentScan:
             return None
         for node in sorted(nodes, key=lambda node: node.lineno):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
-                found = self._imported(node, file)
+                change = self._imported(node, file)
             else:
-                found = next(
-                    ((file.name, name) for name in _environment_names(node) if READ_AT_IMPORT.match(name)), None
-                )
-            if found is not None or self._torch:
-                return found
+                names = [name for name in _environment_names(node) if READ_AT_IMPORT.match(name)]
+                change = (file.name, names[0]) if names else None
+            if change is not None or self._torch:
+                return change
         return None
 
     def _imported(self, node: ast.Import | ast.ImportFrom, file: Path) -> tuple[str, str] | None:
@@ -114,9 +113,9 @@ class EnvironmentScan:
         if self._torch:
             return None
         for module in self._own_modules(node, file):
-            found = self.early_change(module)
-            if found is not None or self._torch:
-                return found
+            change = self.early_change(module)
+            if change is not None or self._torch:
+                return change
         return None
 
     def _own_modules(self, node: ast.Import | ast.ImportFrom, file: Path) -> Iterator[Path]:

@@ -310,7 +310,7 @@ class Template:
         os._exit(0)
 
     def child(self, is_store: bool, channel: socket.socket) -> Config:
-        """As the owner's child, wait for the listening socket (the store) or the release (a worker)."""
+        """Wait, as the owner's child, for the listening socket (the store) or the release (a worker)."""
         os.setsid()
         self.await_owner()
         if is_store:
@@ -333,8 +333,8 @@ class Template:
                 signal.signal(number, before)
 
     def handler_in_c(self, number: int) -> int:
-        """What the kernel calls, 0 for the default: faulthandler.register and libraries install handlers that Python
-        does not know of."""
+        """The address that the kernel calls, 0 for the default: faulthandler.register and libraries install handlers
+        that Python does not know of."""
         action = (ctypes.c_void_p * 64)()  # struct sigaction, which begins with it; longer than any
         self.libc.sigaction(number, None, action)
         return action[0] or 0
@@ -379,13 +379,13 @@ class Template:
             self.hidden.when_imported("torch.optim.optimizer", lambda: begin(optimizer))
 
     def apply_environment(self, before: dict[str, str]) -> None:
-        """What a module has set before torch is imported takes effect, although torch has been loaded already."""
+        """Apply what a module has set before torch is imported, although torch has been loaded already."""
         for name in sorted(set(os.environ) | set(before)):
             value = os.environ.get(name, "")
             if value == before.get(name, "") or not re.match(self.config["read_at_import"], name):
                 continue
             if name in THREAD_VARIABLES and value.isdigit() and int(value):
-                given = (os.environ.get(one, "") for one in THREAD_VARIABLES)
+                given = (os.environ.get(variable, "") for variable in THREAD_VARIABLES)
                 number = next(int(text) for text in given if text.isdigit() and int(text))
                 self.hidden.get("torch").set_num_threads(number)
             elif not name.startswith("TORCHINDUCTOR_"):  # read when it compiles
@@ -416,7 +416,7 @@ class Template:
             known["threading"].main_thread()._set_native_id()
 
     def give_blas_its_threads(self) -> None:
-        """As many as if it were loaded now."""
+        """Let BLAS start as many threads as if it were loaded now."""
         threads = next(
             (
                 self.env[name]
@@ -445,8 +445,8 @@ def ignore_signal(number: int, frame: Any) -> None:
 
 def mapped_libraries(fragment: str) -> list[str]:
     with open("/proc/self/maps", "rb") as maps:
-        found = {line.split(maxsplit=5)[5].strip() for line in maps if fragment.encode() in line and b".so" in line}
-    return sorted(map(os.fsdecode, found))
+        paths = {line.split(maxsplit=5)[5].strip() for line in maps if fragment.encode() in line and b".so" in line}
+    return sorted(map(os.fsdecode, paths))
 
 
 def open_device() -> str | None:

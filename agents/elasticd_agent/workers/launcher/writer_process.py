@@ -22,13 +22,13 @@ SOCKET = "writer"
 BUFFERS = 3
 """Two that ranks fill in turn, and one for a copy of another node's part of a sharded state."""
 END_GRACE_S = 6.0
-"""For the writer to finish what it writes when the job has ended."""
+"""The time that the writer has to finish what it writes when the job has ended."""
 
 SAVE_S = 0.3
 SAVE_S_PER_BYTE = 1.2e-9
 """Three times as long as one rank takes to copy into memory that was not used before."""
 BUSY_FACTOR = 8
-"""So much longer for a rank that has begun, on a machine with more to do than it can."""
+"""The factor for a rank that has begun, on a machine with more to do than it can."""
 PATIENCE_S = 3.0
 """The most that is waited for the first rank to answer. On a machine with more to do than it can a rank may get no
 processor for seconds, and without its answer all that was trained since the last save is trained again."""
@@ -61,7 +61,9 @@ class WriterProcess:
         fds = [self.listener.fileno(), *self._memory]
         for fd in fds:
             os.set_inheritable(fd, True)
-        ignored = [one for one in IGNORED_SIGNALS if one != signal.SIGTERM]  # with which `end` asks for its end
+        ignored = [
+            number for number in IGNORED_SIGNALS if number != signal.SIGTERM
+        ]  # with which `end` asks for its end
         try:
             self.pid = spawn([*self._argv, *map(str, fds)], self._env, "/", None, None, ignored)
         except OSError as error:  # no memory, or too many processes
@@ -97,7 +99,7 @@ class WriterProcess:
         return None
 
     def longest_save_s(self, busy: bool, lost_s: float) -> float:
-        """How long ranks may take to copy a state before they are killed. `busy`: a rank has begun. `lost_s`: the time
+        """The time that ranks have to copy a state before they are killed. `busy`: a rank has begun. `lost_s`: the time
         of what is trained again at most if none saves, 0 when one has answered.
         """
         copy_s = max(SAVE_S, self.held_bytes() * SAVE_S_PER_BYTE)
