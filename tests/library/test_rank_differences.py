@@ -127,6 +127,13 @@ def test_rank_that_does_not_train_a_module_has_none_that_differs() -> None:
     assert not ranks.save()
 
 
+def test_module_that_all_ranks_but_rank_0_train_differs() -> None:
+    """Only rank 0's parameters are saved, and they are not the trained ones."""
+    ranks = Ranks(nn.Linear(4, 4))
+    del ranks.attached[0]["optimizer"]
+    assert any("the parameters of model on rank 1 differ from rank 0's" in str(each) for each in ranks.save())
+
+
 def test_frozen_parameters_are_not_compared_without_distributed_data_parallel() -> None:
     ranks = Ranks(nn.Linear(4, 4))
     for rank, attached in enumerate(ranks.attached):
