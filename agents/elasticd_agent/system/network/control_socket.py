@@ -13,7 +13,6 @@ import os
 import queue
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd import bounded_json
+from elasticd_agent.system.network.sockets import peer_credentials
 from elasticd_agent.system.waker import Waker
 
 SOCKET_NAME = "control"
@@ -32,7 +32,6 @@ ANSWER_BYTES = 1 << 20
 ANSWER_S = 30.0
 """Evidence takes 3 s by default; an agent that has not answered by then is stuck."""
 _ORPHAN_S = 1.0
-_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 
 Reply = Callable[[Path | str], None]
 Verb = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -128,7 +127,7 @@ class ControlServer:
             time.sleep(0.01)
             return
         sock.setblocking(False)
-        if len(self._callers) >= MAX_CALLERS or _peer(sock)[1] not in self._users:
+        if len(self._callers) >= MAX_CALLERS or peer_credentials(sock)[1] not in self._users:
             sock.close()
             return
         caller = _Caller(sock, time.monotonic() + ANSWER_S)
@@ -231,7 +230,7 @@ def send_request(
         try:
             with short_path(path) as name:
                 sock.connect(name)
-            pid, user = _peer(sock)
+            pid, user, _ = peer_credentials(sock)
             if user not in ((0, os.geteuid()) if users is None else users):
                 raise ControlSocketError(f"{path} belongs to another user")
             if process not in (None, pid):
@@ -258,12 +257,6 @@ def send_request(
     if not isinstance(answer, dict):
         raise ControlSocketError("an answer that is not a JSON object")
     return answer
-
-
-def _peer(sock: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end; of a server as it began to listen."""
-    pid, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return pid, user
 
 
 @contextlib.contextmanager

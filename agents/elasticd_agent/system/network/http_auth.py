@@ -26,6 +26,7 @@ from typing import Literal, Protocol
 
 from elasticd.errors import UsageError
 from elasticd_agent.system.files import read_secret
+from elasticd_agent.system.network.sockets import peer_credentials
 
 MIN_TOKEN_LENGTH = 32
 """A shorter one could be guessed; `openssl rand -hex 32` makes a good one."""
@@ -39,7 +40,6 @@ AGENTS_PATH = "/v1/local/"
 Access = Literal["read", "operate", "agent"]
 """`agent`: another node's, which asks only for what this node has itself."""
 _log = logging.getLogger("elasticd.http")
-_UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 _SO_PEERGROUPS = 59  # asm-generic/socket.h, Linux 4.13; Python has no name for it
 _MAX_GROUPS = (
     256  # as many as fit into the 1,024 bytes that Python reads; of a user with more, only the primary group counts
@@ -104,7 +104,7 @@ class PeerCredentialAuth:
         return 0o666 if self.users or len(self.groups) > 1 else 0o660 if self.groups else 0o600
 
     def authenticate(self, sock: socket.socket, authorization: Sequence[str]) -> Caller | AccessDenied:
-        _, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        _, uid, gid = peer_credentials(sock)
         if uid in (0, os.geteuid()) or uid in self.users or (self.groups and self.groups & {gid, *_groups(sock)}):
             return Caller("root" if uid == 0 else f"uid {uid}")
         return AccessDenied(
@@ -115,32 +115,19 @@ class PeerCredentialAuth:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class _TokenFile:
-    """A token's file, which is read again after a change. Thread-safe."""
+    """A token's file, which is read for every request: a new token counts at once."""
 
-    def __init__(self, file: Path, key: str) -> None:
-        self.file = file
-        self.key = key
-        self._lock = threading.Lock()
-        self._stamp: tuple[int, ...] = ()
-        self._digest: bytes | None = None
-        self._problem = ""
+    file: Path
+    key: str
 
     def read(self) -> tuple[bytes | None, str]:
         """The token's digest, or None and the problem."""
         try:
-            status = os.stat(self.file)
-        except (OSError, ValueError) as error:
-            return None, f"{self.key}: {self.file}: {(isinstance(error, OSError) and error.strerror) or error}"
-        stamp = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_mode)
-        with self._lock:
-            if stamp != self._stamp:
-                try:
-                    self._digest, self._problem = token_digest(read_token(self.file, self.key)), ""
-                except UsageError as error:
-                    self._digest, self._problem = None, str(error)
-                self._stamp = stamp
-            return self._digest, self._problem
+            return token_digest(read_token(self.file, self.key)), ""
+        except UsageError as error:
+            return None, str(error)
 
 
 class TokenAuth:

@@ -1,4 +1,4 @@
-"""Bytes that TCP sockets have sent and received, and those in their queues, from the kernel's sock_diag(7).
+"""Facts of the kernel about sockets: bytes that TCP sockets have moved and hold (sock_diag(7)), and peers.
 
 /proc/PID/io does not count what recv(2) and send(2) move. The kernel answers any user, for the network namespace of
 the caller: sockets of a worker in another one are not seen.
@@ -16,6 +16,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20  # linux/netlink.h, linux/sock_diag.h
 _REQUEST, _REQUEST_DUMP = 1, 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 _ERROR, _DONE = 2, 3
+_UCRED = struct.Struct("3i")
 _HEADER, _ATTRIBUTE, _COUNTERS = struct.Struct("=IHHII"), struct.Struct("=HH"), struct.Struct("=QQ")
 _STATE_AT, _PEER_PORT_AT, _QUEUES_AT, _USER_AT, _INODE_AT, _MESSAGE_BYTES = 1, 6, 56, 64, 68, 72
 """Offsets in struct inet_diag_msg (linux/inet_diag.h); the queues are what is received, and what is to be sent."""
@@ -52,6 +53,12 @@ def tcp_bytes() -> dict[int, TcpBytes]:
     except (OSError, struct.error):
         pass
     return by_inode
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end of a unix socket (unix(7)); of a server, as it began to listen."""
+    pid, user, group = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, user, group
 
 
 def peer_user(sock: socket.socket) -> int | None:
