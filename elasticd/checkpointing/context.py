@@ -40,7 +40,7 @@ class SaveInterval:
 
 @dataclass
 class SaveContext:
-    """One session's ranks, directory and settings. Every rank has the same, but for `events` and `writer`."""
+    """One session's ranks, directory and settings. All ranks have the same values, except `events` and `writer`."""
 
     environment: WorkerEnvironment
     group: DefaultGroup

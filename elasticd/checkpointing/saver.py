@@ -8,8 +8,8 @@ A save, in this order:
 3. The first save is the exception: all ranks wait for rank 0, which tries whether the state could be loaded again and
    compares the digests. A state that is refused is refused on every rank, before a step has been built on it.
 4. The state goes into the memory of the nodes, as files. A state of which each rank has all is one file
-   (`whole_saver`); a sharded one has a file of each rank and a small one (`sharded_saver`), and needs three agreements,
-   since it is worth nothing unless all nodes take their parts.
+   (`whole_saver`); a sharded one has a file of each rank and a small one (`sharded_saver`), and needs three
+   agreements, since it is worth nothing unless all nodes take their parts.
 5. The writer of rank 0's node writes the files to a staging directory, adds the manifest with their checksums, and
    renames the directory. Only then is the checkpoint there, and only then may an older one be deleted.
 
@@ -18,8 +18,8 @@ What this order prevents:
 - A checkpoint that is half of one step and half of another: a node's buffer is whole only when all shares of the same
   (round, save) with the same digest are in it; until then the state before stays, in the other buffer.
 - A state that cannot be loaded, found out at the restart: step 3, and `check_loadable` at each save.
-- Training that waits for a disk: after step 4 no rank waits, but for a save that the script or a stop asks for. A full
-  or read-only disk is reported, training continues, and the save is tried again when the next one is due.
+- Training that waits for a disk: after step 4 no rank waits, except for a save that the script or a stop asks for. A
+  full or read-only disk is reported, training continues, and the save is tried again when the next one is due.
 - A copy that other ranks' nodes cannot use: what only rank 0 has is sent to the nodes that keep copies, in step 4.
 
 Where no launcher runs a writer, or the writer takes no copy, step 5 happens here and now, while training waits.
