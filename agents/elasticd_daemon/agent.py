@@ -150,7 +150,7 @@ def _open_parts(
     notifier: Notifier,
     stack: contextlib.ExitStack,
 ) -> LoopDependencies:
-    """What the main loop works with; `stack` closes it."""
+    """The parts that the main loop works with; `stack` closes them."""
 
     def wake() -> None:
         inbox.put(Wakeup())

@@ -175,7 +175,7 @@ class NodeLoop:
         self.status = replace(self.status, address=address)
 
     def lag_s(self) -> float:
-        """How late the next turn is."""
+        """The delay of the next turn."""
         return max(0.0, time.monotonic() - max(self._next_at, self._last_turn_at))
 
     def adopt(self) -> int:

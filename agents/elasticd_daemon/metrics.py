@@ -140,7 +140,6 @@ def health_samples(
 
 
 def _gpu_samples(gpu: GpuUsage) -> Iterable[tuple[MetricSpec, float]]:
-    """What is known of the GPU."""
     busy = None if gpu.utilization_percent is None else gpu.utilization_percent / 100
     values = ((GPU_UTILIZATION, busy), (GPU_MEMORY_USED, gpu.memory_used_bytes), (GPU_MEMORY, gpu.memory_total_bytes))
     return [(spec, value) for spec, value in values if value is not None]
@@ -169,7 +168,7 @@ def failed_jobs(
 
 
 class NodeMetrics:
-    """What is counted, and the page. Thread-safe."""
+    """The counters, and the page. Thread-safe."""
 
     def __init__(self, node: str, version: str) -> None:
         self._node = node
@@ -241,13 +240,13 @@ Query = Callable[[str, int, float], bytes]
 """Job, number, timeout in seconds; raises ControlSocketError."""
 
 SCRAPE_S = 5.0
-"""For all runners together; Prometheus gives up after 10 s."""
+"""The time for all runners together; Prometheus gives up after 10 s."""
 PER_RUNNER_S = 1.5
 KEPT_S = 60.0
 """A runner that has not answered for so long is stuck, and its series end."""
 MAX_PARALLEL = 8
 MAX_SERIES = 500
-"""Of one job. A runner of this version has fewer; one of the next version may have more."""
+"""The limit of one job. A runner of this version has fewer; one of the next version may have more."""
 
 _TEXT = r'(?:[^"\\\x00-\x1f]|\\[\\n"])*'
 _HEAD = re.compile(r"# (?:HELP elasticd_[a-z0-9_]+ [^\x00-\x1f]*|TYPE elasticd_[a-z0-9_]+ (?:counter|gauge|histogram))")

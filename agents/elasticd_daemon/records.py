@@ -60,24 +60,23 @@ class Submission(_Named):
 
     job: str
     number: int
-    """Its position in the order of all submissions, and the token of its run."""
+    """The position in the order of all submissions, and the token of its run."""
     spec: str
     """The job file as JSON, checked at submission."""
     min_nodes: int
     max_nodes: int
     min_slots: int
-    """On each node."""
     max_slots: int
     submitted_by: str = ""
     submitted_at: float = 0.0
     token: str = ""
     """Chosen by the client, which recognises by it a submission that was made before an outage."""
     grow: bool = True
-    """Whether a running job gets more nodes."""
+    """A running job gets more nodes."""
     removed: bool = False
     """The job has ended, and its records are being removed."""
     labels: tuple[str, ...] = ()
-    """Of the nodes that may run it."""
+    """The labels of the nodes that may run it."""
     priority: str = "normal"
     """One of PRIORITIES; anything else, of a newer version, counts as normal."""
 
@@ -118,7 +117,9 @@ class Refusal(Record):
 
 @dataclass(frozen=True, slots=True)
 class Placement(_Named):
-    """Where a submitted job runs, or, without assignments, why it is pending. Only the scheduler writes it."""
+    """The slots where a submitted job runs, or, without assignments, why it is pending. Only the scheduler writes
+    it.
+    """
 
     MAX_BYTES: ClassVar[int] = 2 << 20
     NAMED_BY: ClassVar[str] = "job"
@@ -153,7 +154,7 @@ class RoundSummary(Record):
 
 @dataclass(frozen=True, slots=True)
 class JobResult(_Named):
-    """How a submitted job ended. The first node with the result creates it; then all other nodes stop the job."""
+    """The end of a submitted job. The first node with the result creates it; then all other nodes stop the job."""
 
     NAMED_BY: ClassVar[str] = "job"
     FINAL: ClassVar[bool] = True
@@ -266,7 +267,7 @@ class ClusterView:
     left_behind: frozenset[tuple[str, str]] = frozenset()
     """(job, node) where the node is absent and the job's own rendezvous has continued without it."""
     known: tuple[KnownNode, ...] = ()
-    """For people only: which nodes are lost."""
+    """The nodes, lost ones included; for people only."""
 
     def result(self, job: str, number: int) -> JobResult | None:
         return next((r for r in self.results if (r.job, r.number) == (job, number)), None)

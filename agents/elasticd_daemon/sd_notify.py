@@ -16,7 +16,7 @@ _VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 _FEEDS_PER_WATCHDOG = 4
 """sd_watchdog_enabled(3) recommends two; with four a late keep-alive does no harm."""
 _SEND_TIMEOUT_S = 1.0
-"""For single notifications. A keep-alive does not wait: another one follows."""
+"""The time for single notifications. A keep-alive does not wait: another one follows."""
 
 
 class Notifier:

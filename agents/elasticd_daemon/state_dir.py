@@ -85,7 +85,7 @@ def incarnation(state: Path, node: str) -> str:
 
 
 def cookie_key(state: Path) -> bytes:
-    """What signs the dashboard's cookies, kept so that they outlive the agent; a new one where it cannot be kept."""
+    """The key of the dashboard's cookies, kept so that they outlive the agent; a new one where it cannot be kept."""
     path = state / COOKIE_KEY
     with contextlib.suppress(OSError):
         if len(known := read_plain(path, KEY_BYTES)) == KEY_BYTES:

@@ -28,7 +28,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STRA
 HANG_TIMEOUT_S = 30.0
 """The same as WatchdogSec in deploy/systemd, and less than the timeout of the kubelet's liveness probe."""
 ABORT_GRACE_S = 5.0
-"""From SIGABRT, on which the agent writes its stacks, to SIGKILL, which also ends a stopped agent."""
+"""The time from SIGABRT, on which the agent writes its stacks, to SIGKILL, which also ends a stopped agent."""
 POLL_S = 5.0
 FINAL_EXIT_CODES = (0, 2)
 """The agent left on request, or its configuration is wrong."""

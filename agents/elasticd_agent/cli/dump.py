@@ -73,7 +73,7 @@ def find_runs(only: int | None = None) -> tuple[list[LocalRun], list[str]]:
 
 
 def _sockets() -> set[Path]:
-    """Where run.runtime_directory puts them."""
+    """The control sockets where run.runtime_directory puts them."""
     bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
     return {path for base in bases for path in base.glob(f"elasticd-{os.getuid()}-*-*/{control.SOCKET_NAME}")}
 

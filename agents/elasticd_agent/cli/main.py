@@ -20,7 +20,7 @@ from elasticd_agent.model.phrases import did_you_mean
 
 class Command(NamedTuple):
     line: str
-    """For the list of commands."""
+    """The command's line in the list of commands."""
     entry: str = ""
     """module:function. "": it uses an agent's HTTP API, cli/job_commands.py."""
 
@@ -148,7 +148,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def refers_to_job(command: str, argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether `dump` or `explain` is about a job of an agent. `dump JOB` is; `explain WORD` is if there is an agent,
+    """True if `dump` or `explain` is about a job of an agent. `dump JOB` is; `explain WORD` is if there is an agent,
     unless the word has a slash or exists here.
     """
     flags = {word.partition("=")[0] for word in argv if word.startswith("-")}

@@ -51,7 +51,7 @@ class Reply:
     most_values: int = MAX_RESPONSE_BYTES
 
     def document(self) -> dict[str, Any]:
-        """Its JSON object. Raises Unreachable for anything else."""
+        """The answer's JSON object. Raises Unreachable for anything else."""
         try:
             found = bounded_json.loads(self.body, self.most_values)
         except (ValueError, RecursionError):
@@ -94,10 +94,9 @@ class AgentClient:
     tls_name: str | None = None
     """The name in its certificate, if it is not `host`."""
     scheme: str = "Bearer"
-    """Of `token`, as the Authorization header names it."""
+    """The kind of `token`, as the Authorization header names it."""
     most_bytes: int = MAX_RESPONSE_BYTES
     most_values: int = MAX_RESPONSE_BYTES
-    """Of an answer."""
 
     def __str__(self) -> str:
         if self.socket is not None:

@@ -1,4 +1,4 @@
-"""What this node itself knows of a job: its event log, its runner's status, its ranks' logs, its evidence.
+"""The knowledge of this node alone about a job: its event log, its runner's status, its ranks' logs, its evidence.
 
 The history comes from the disk, so it survives every agent. A runner is asked with a deadline, and a file system that
 does not answer delays only the request that reads it. Everything is read-only; a dump is taken by the runner.
@@ -49,7 +49,7 @@ QueryRunner = Callable[[JobFiles, Mapping[str, Any], float], dict[str, Any]]
 
 @dataclass(slots=True)
 class _LogCursor:
-    """How far an event log has been read."""
+    """The place in an event log up to which it has been read."""
 
     timeline: JobTimeline = field(default_factory=JobTimeline)
     offset: int = 0
@@ -84,7 +84,7 @@ class LocalJobs:
         return self.files(job, number).root.is_dir()
 
     def progress(self, job: str, number: int, now: float, *, brief: bool = False) -> JobProgress:
-        """How the job does, as far as this node knows. `now` is unix seconds. `brief`: without its history."""
+        """The job's progress, as far as this node knows it. `now` is unix seconds. `brief`: without its history."""
         known = run_within(READ_TIMEOUT_S, lambda: self._history(job, number, now), job)
         runner, problem = self._runner_status(job, number)
         steps = [step for step in (known.step, runner.step) if step is not None]

@@ -1,4 +1,4 @@
-"""What lies on the nodes, wherever they are: this node's data read directly, the others' through their agents.
+"""Files of a job on the nodes, wherever they are: this node's data read directly, the others' through their agents.
 
 A rank's logs, a job's event log and its evidence are on the nodes the job ran on. The job's Round, its placement and
 its result say where to look first; a node that does not answer is named.
@@ -36,7 +36,7 @@ from elasticd_daemon.records import ClusterView, Submission
 
 PEER_TIMEOUT_S = 5.0
 SUPPLEMENT_TIMEOUT_S = 2.0
-"""For the other nodes' ranks where this node knows the job itself."""
+"""The time for the other nodes' ranks where this node knows the job itself."""
 LOG_SEARCH_TIMEOUT_S = 20.0
 MAX_HISTORY_NODES = 16
 """Nodes that are asked for the history of a job without a placement."""
@@ -204,7 +204,7 @@ class ClusterReader:
 
 
 def addresses(view: ClusterView, nodes: Iterable[str]) -> dict[str, str]:
-    """Of those nodes whose agents are registered."""
+    """The addresses of those nodes whose agents are registered."""
     known = {one.node: one.address for one in view.nodes}
     return {node: known[node] for node in nodes if node in known}
 
@@ -253,15 +253,15 @@ def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) 
 
 
 def _by_rank(rows: Sequence[JobProgress], of: Callable[[JobProgress], Iterable[_OfRank]]) -> tuple[_OfRank, ...]:
-    """Of the newest round only: an older one numbers ranks differently."""
+    """The rows of the newest round's ranks: an older one numbers ranks differently."""
     newest = max(row.round or 0 for row in rows)
     found = {one.rank: one for row in reversed(rows) if (row.round or 0) == newest for one in of(row)}
     return tuple(found[rank] for rank in sorted(found))
 
 
 def _merged_rounds(rows: Sequence[JobProgress]) -> tuple[RoundStatus, ...]:
-    """What a fault cost is said once, by the node that measured it, and what it resumed from by rank 0's
-    node; all else by the row that counts.
+    """The rounds, each with the cost of its fault from the node that measured it, the step it resumed from of rank 0's
+    node, and all else from the row that counts.
     """
     rounds: dict[int, RoundStatus] = {}
     for row in reversed(rows):

@@ -22,7 +22,7 @@ from elasticd_daemon.api.client import AgentClient, Reply, Unreachable, client_c
 MAX_PARALLEL = 16
 MAX_NODES = 256
 MAX_ANSWER_BYTES = 4 << 20
-"""Of a node that need not be trusted; many answer at once."""
+"""The limit for a node that need not be trusted; many answer at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Peers:
         meanwhile: Callable[[], None] = lambda: None,
         body: bytes = b"",
     ) -> dict[str, dict[str, Any] | str]:
-        """By node: its answer, or why there is none; within `within_s`. `meanwhile` runs on the caller's thread."""
+        """Each node's answer, or why there is none; within `within_s`. `meanwhile` runs on the caller's thread."""
         answers: dict[str, dict[str, Any] | str] = {}
         left = list(addresses.items())[:MAX_NODES]
         until = time.monotonic() + within_s

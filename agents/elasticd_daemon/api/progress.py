@@ -19,10 +19,10 @@ from elasticd_daemon.api.schema import CheckpointStatus, JobProgress, RoundStatu
 CLOCK_STEP_S = 2.0
 """A clock that is only slewed (by 500 ppm) differs from a monotonic one by less than this within an hour."""
 MAX_ROUNDS = 1000
-"""Of more rounds only the newest are kept; sums cover all."""
+"""The newest rounds are kept; sums cover all."""
 MAX_SHOWN_ROUNDS = 100
 MAX_POINTS = 512
-"""Of a number that the script logs; of more, every second one is dropped."""
+"""The points of a number that the script logs; of more, every second one is dropped."""
 MAX_NAME_CHARS = 64
 _GROUP_EVENTS = frozenset(
     event.kind
@@ -36,7 +36,7 @@ _GROUP_EVENTS = frozenset(
         events.GroupEndedEvent,
     )
 )
-"""Their `mono` is one process's monotonic clock."""
+"""The events whose `mono` is one process's monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,13 @@ class JobTimeline:
     donor_steps: int = 0
     scalars: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     _resumed_steps: dict[int, int | None] = field(default_factory=dict)
-    """By round."""
     _ledger: GoodputLedger = field(default_factory=lambda: GoodputLedger(0.0))
     _lost_before_fault_s: float = 0.0
     """Lost time up to the fault whose work is being recovered."""
     _training_round: int | None = None
     """The round whose first step came last."""
     _clock_offset_s: float = 0.0
-    """How far the node's clock has been stepped forward since the first line."""
+    """The sum of the steps of the node's clock since the first line."""
     _clock_base: tuple[int, float] | None = None
     """A round, and unix time minus monotonic time in it."""
 
@@ -136,7 +135,7 @@ class JobTimeline:
         return next(reversed(self.rounds.values()), None)
 
     def progress(self, node: str, now: float) -> JobProgress:
-        """What the log of `node` tells of the job."""
+        """The job's progress, as the log of `node` tells it."""
         newest, goodput, saved = self.newest(), self.goodput(now), self.checkpoint
         return JobProgress(
             node=node,

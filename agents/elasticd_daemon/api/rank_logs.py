@@ -19,7 +19,7 @@ from elasticd_daemon.job_dir import JobFiles
 
 STREAMS = ("stdout", "stderr")
 NODE_STREAMS = ("elasticd", "events")
-"""Of a node and not of a rank: the runner's own output, and the event log."""
+"""Streams of a node and not of a rank: the runner's own output, and the event log."""
 MAX_BYTES = 1 << 20
 _ROUND = re.compile(r"round-([1-9][0-9]{0,17})")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,9})")
@@ -33,7 +33,7 @@ class LogRequest:
     """None: the rank's newest."""
     stream: str = "stdout"
     offset: int = 0
-    """In bytes; below 0 from the end."""
+    """Bytes from the start; below 0 from the end."""
     limit: int = MAX_BYTES
     node: str | None = None
     """Search this node only."""

@@ -1,4 +1,4 @@
-"""What the HTTP API answers, as typed values with their JSON form; docs/http.md lists the same fields.
+"""The answers of the HTTP API as typed values with their JSON form; docs/http.md lists the same fields.
 
 The answer of a runner or of another agent is checked here, once, where it comes in: a malformed one raises WireError
 naming the field. Pages and tables then draw typed values only. Times are unix seconds.
@@ -33,7 +33,7 @@ class RankProgress(Record):
     idle_seconds: float = 0.0
     """Since any counter of the rank advanced."""
     state: str = ""
-    """Its process state, as /proc names it."""
+    """The letter of the process state in /proc."""
     barrier: str = ""
     """The name of the barrier it waits at."""
     exited: bool = False
@@ -58,7 +58,7 @@ class RoundStatus(Record):
     ended_at: float | None = None
     """When it made its last step; None while it may make more."""
     lost_seconds: float | None = None
-    """From the fault, or without one from the last step of the round before, to the first step of this one."""
+    """The time from the fault, or without one from the last step of the round before, to the first step of this one."""
     lost_steps: int | None = None
     """Steps that had to be trained again; None if unknown."""
     resumed_step: int | None = None
@@ -90,14 +90,13 @@ class CheckpointStatus(Record):
     age_seconds: float | None = None
     bytes: int | None = None
     blocked_seconds: float | None = None
-    """How long training paused for it."""
 
     def aged(self, now: float) -> CheckpointStatus:
         return self if self.at is None else replace(self, age_seconds=round(max(0.0, now - self.at), 1))
 
     @property
     def cost(self) -> str:
-        """In words: its size, and how long training paused for it."""
+        """Words for its size, and for how long training paused for it."""
         size = f"{self.bytes / 1e6:,.0f} MB" if self.bytes else ""
         paused = "" if self.blocked_seconds is None else f"training blocked {self.blocked_seconds:.2g} s"
         return ", ".join(filter(None, [size, paused]))
@@ -146,7 +145,7 @@ class RunnerAnswer(Record):
 
 @dataclass(frozen=True, slots=True)
 class JobProgress(Record):
-    """How a job does, as one node or all of its nodes together know."""
+    """The progress of a job, as one node or all of its nodes together know it."""
 
     node: str = ""
     """The node whose answer counts where two nodes disagree."""
@@ -163,7 +162,7 @@ class JobProgress(Record):
     donor_resumes: int = 0
     """Rounds that resumed from a state saved after the fault."""
     donor_steps: int = 0
-    """How far these states were ahead of the newest checkpoint on the disk, in all."""
+    """The steps by which these states were ahead of the newest checkpoint on the disk, in all."""
     goodput: float | None = None
     started_at: float | None = None
     rounds: tuple[RoundStatus, ...] = ()
@@ -173,7 +172,7 @@ class JobProgress(Record):
     rank_steps: tuple[RankSteps, ...] = ()
     gpus: tuple[GpuUsage, ...] = ()
     unreachable: Mapping[str, str] = field(default_factory=dict)
-    """By node: why it did not answer."""
+    """The nodes that did not answer, and why."""
     runner_problem: str = ""
     """Why the runner on `node` did not answer."""
 
@@ -188,14 +187,14 @@ class Requested(Record):
 
     nodes: tuple[int, int]
     slots: tuple[int, int]
-    """On each node."""
+    """The slots of each node."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSummary(Record):
     job: str
     number: int = 0
-    """Its place in the order of all submissions."""
+    """The place in the order of all submissions."""
     state: str = ""
     nodes: tuple[str, ...] = ()
     slots: int = 0
@@ -205,7 +204,7 @@ class JobSummary(Record):
     submitted_by: str = ""
     priority: str = "normal"
     place: int | None = None
-    """In the queue, from 1; None unless it is pending."""
+    """The place in the queue, from 1; None unless it is pending."""
     ended_at: float | None = None
     ended_seconds: float | None = None
     exit_code: int | None = None
@@ -281,7 +280,7 @@ class LogChunk:
     node: str
     round: int
     start: int
-    """Where `data` begins in the file."""
+    """The offset of `data` in the file."""
     next: int
     size: int
     """The whole file's."""

@@ -20,7 +20,7 @@ from elasticd_agent.system.network.http_server import HttpServer, Routes, listen
 from elasticd_daemon.config.agent_settings import HttpSettings
 
 MAX_CONNECTIONS = 32
-"""On each listener. An answer that is forwarded takes one here and one on the other node."""
+"""The limit of each listener. An answer that is forwarded takes one here and one on the other node."""
 REQUEST_TIMEOUT_S = 10.0
 RESPONSE_TIMEOUT_S = 60.0
 """Evidence of a job on many nodes, the slowest answer, takes half of that."""

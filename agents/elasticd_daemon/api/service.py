@@ -37,7 +37,7 @@ from elasticd_daemon.runners.trial import TrialFailed
 from elasticd_daemon.scheduler import job_queue, policy
 
 TRY_TIMEOUT_S = 25.0
-"""For all nodes' answers to a trial, which have 20 s each (runners/trial.py)."""
+"""The time for all nodes' answers to a trial, which have 20 s each (runners/trial.py)."""
 
 
 class Conflict(ElasticdError):
@@ -54,7 +54,7 @@ class JobService:
     check: Callable[[JobFile], None] = lambda job: None
     """Applies this node's limits to a job before it is submitted: it raises UsageError."""
     limit: Callable[[], int | None] = lambda: None
-    """How many jobs of one submitter may be unfinished."""
+    """The most unfinished jobs of one submitter."""
     trial: Callable[[Submission], str] = lambda job: ""
     """Why this node would refuse a job; "" if it would not."""
     clock: Callable[[], float] = time.time
@@ -127,7 +127,7 @@ class JobService:
         return request, name_of(job.command[0], job.module)
 
     def try_job(self, data: bytes, kind: FileFormat, by: str) -> dict[str, Any]:
-        """What would come of a submission, by the scheduler's own rules, and what each node says of the job.
+        """Predict by the scheduler's own rules what would come of a submission, with what each node says of the job.
 
         Raises UsageError for an invalid job, Conflict where `submit` does.
         """
@@ -226,7 +226,9 @@ class JobService:
         return self._cluster.logs(view, submission, self._current_round(submission), request)
 
     def dump(self, name: str) -> dict[str, Any]:
-        """By node: evidence taken now, or why there is none. Raises NotFound, Conflict for a job that does not run."""
+        """Evidence that is taken now on each node, or why there is none. Raises NotFound, Conflict for a job that
+        does not run.
+        """
         view, submission = self._find_job(name)
         runners = views.runners_of(view, submission.job, submission.number)
         nodes = [node for node, one in runners.items() if one.state in ("starting", "running")]
@@ -238,7 +240,7 @@ class JobService:
         return {"job": name, "nodes": self._cluster.gather(view, nodes, own, question, DUMP_TIMEOUT_S + READ_TIMEOUT_S)}
 
     def explain(self, name: str, round: int | None) -> dict[str, Any]:
-        """By node: the explanation from its evidence, or why there is none. Raises NotFound."""
+        """The explanation of each node's evidence, or why there is none. Raises NotFound."""
         view, submission = self._find_job(name)
         query = {"number": submission.number, "round": round}
         question = ("GET", f"/v1/local/jobs/{quote(name, safe='')}/explain", query)
@@ -278,7 +280,7 @@ class JobService:
 
 
 def _with_result(progress: JobProgress | None, result: JobResult | None) -> JobProgress | None:
-    """With the summary that the result holds: rounds, and reasons of rounds, that no node has in its event log."""
+    """The progress with the rounds and their reasons that only the result has, and no node in its event log."""
     if result is None or not (result.rounds or result.step):
         return progress
     rounds = {} if progress is None else {one.round: one for one in progress.rounds}

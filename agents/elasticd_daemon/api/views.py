@@ -144,7 +144,7 @@ def placement_of(view: ClusterView, submission: Submission) -> Placement | None:
 
 
 def runners_of(view: ClusterView, job: str, number: int) -> dict[str, RunnerStatus]:
-    """By node: the job's runner there, as the node's agent reports it."""
+    """The job's runner on each node, as the node's agent reports it."""
     return {node.node: one for node in view.nodes for one in node.runners if (one.job, one.number) == (job, number)}
 
 

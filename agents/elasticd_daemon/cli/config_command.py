@@ -87,7 +87,7 @@ def _has(table: Mapping[str, Any], key: str) -> bool:
 
 
 def settings_values(settings: NodeSettings) -> dict[str, Any]:
-    """By key, as a file would have them, tables inside; None where nothing is given."""
+    """The values by key, as a file would have them, tables inside; None where nothing is given."""
     return {
         field.encode_name: _table(value) if isinstance(value, msgspec.Struct) else _plain(value)
         for field, value in _fields(settings)
@@ -103,7 +103,9 @@ def _fields(struct: msgspec.Struct) -> list[tuple[msgspec.structs.FieldInfo, Any
 
 
 def job_values(job: JobFile) -> dict[str, Any]:
-    """By key; what the file does not give is what `elasticd run` would take. Values of variables are not shown."""
+    """The values by key; what the file does not give is what `elasticd run` would take. Values of variables are not
+    shown.
+    """
     policy, values = job_policy(job), {}
     for field, value in _fields(job):
         name = field.encode_name

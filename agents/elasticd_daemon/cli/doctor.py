@@ -45,7 +45,7 @@ def run_checks(settings: NodeSettings, environ: Mapping[str, str], all_reduce: b
 
 
 def agent_is_root(state_dir: Path) -> bool:
-    """By the owner of its directory: `sudo elasticd doctor` is for any agent."""
+    """Tell by the owner of the agent's directory: `sudo elasticd doctor` is for any agent."""
     try:
         return state_dir.stat().st_uid == 0
     except OSError:

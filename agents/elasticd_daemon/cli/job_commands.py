@@ -69,7 +69,7 @@ def run_command(name: str, argv: Sequence[str]) -> int:
 
 
 def _split_command(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """What is before and after `--`."""
+    """The words before and after `--`."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]
 

@@ -18,7 +18,7 @@ from elasticd_daemon.api.schema import LogChunk
 
 POLL_S = 0.5
 RETRY_S = 120.0
-"""How long -f waits for an agent that is being restarted or upgraded, or for its store."""
+"""The time for which -f waits for an agent that is being restarted or upgraded, or for its store."""
 _MAX_LINE_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 20
 

@@ -21,7 +21,7 @@ from elasticd_daemon.cli import tables
 from elasticd_daemon.dashboard import chart
 
 TOP_JOBS = 32
-"""Of more running jobs steps, rates and problems of the first ones are shown: each costs a request."""
+"""Running jobs whose steps, rates and problems are shown: each costs a request."""
 SPARKS = " ▁▂▃▄▅▆▇█"
 SPARK_COLUMNS, SPARK_S = 40, 600.0
 _STYLES = {

@@ -28,9 +28,9 @@ from elasticd_daemon.records import submitter
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _SHOWN_NODES = 3
 SHOWN_RANKS = 64
-"""Of more ranks, those with the oldest progress are shown."""
+"""The ranks that are shown: those with the oldest progress."""
 SHOWN_ROUNDS = 20
-"""Of more rounds, the newest are shown; --json has up to a hundred."""
+"""The rounds that are shown: the newest; --json has up to a hundred."""
 SHOWN_PROBLEMS = 20
 RECENT_S = 3600.0
 FAILING = ("lost", "offline", "quarantined")
@@ -79,7 +79,9 @@ def queue(rows: Sequence[JobSummary]) -> str:
 
 
 def trial(answer: Mapping[str, Any]) -> str:
-    """Of `submit --check`: what would come of the job, then the nodes that would refuse it or did not answer."""
+    """The page of `submit --check`: what would come of the job, then the nodes that would refuse it or did not
+    answer.
+    """
     starts = "it would start: " if answer["starts"] else "it would wait: " if answer["possible"] else ""
     lines = [f"{starts}{visible(str(answer['reason']).removeprefix('pending: '))}"]
     for row in answer["nodes"]:
@@ -96,7 +98,7 @@ def cancelled(answer: Mapping[str, Any]) -> str:
 
 
 def nodes(rows: Sequence[NodeSummary], running: Sequence[JobStatus] = ()) -> str:
-    """What the nodes' GPUs do is known of those where a job of `running` runs."""
+    """The table of nodes; it has the use of the GPUs of those where a job of `running` runs."""
     if not rows:
         return "no nodes: no agent is registered\n"
     cells = [
@@ -116,7 +118,7 @@ def nodes(rows: Sequence[NodeSummary], running: Sequence[JobStatus] = ()) -> str
 
 
 def _gpu_usage(node: str, running: Sequence[JobStatus]) -> list[str]:
-    """How busy the node's GPUs are on average, and their memory in use; empty if unknown."""
+    """The average use of the node's GPUs, and their memory in use; empty if unknown."""
     gpus = {gpu.gpu: gpu for job in running for gpu in job.known.gpus if gpu.node == node}.values()
     busy = [gpu.utilization_percent for gpu in gpus if gpu.utilization_percent is not None]
     total_bytes = sum(gpu.memory_total_bytes or 0 for gpu in gpus)
@@ -126,7 +128,7 @@ def _gpu_usage(node: str, running: Sequence[JobStatus]) -> list[str]:
 
 
 def problem_line(job: JobStatus, prefix: str = "elasticd: ") -> str:
-    """What is wrong with a job now, in a line; "" if nothing is."""
+    """A line about a job's present problem; "" if it has none."""
     wrong = problem(job)
     return f"{prefix}{wrong[0]}: {visible(wrong[1])}\n" if wrong else ""
 
@@ -159,7 +161,7 @@ def status(job: JobStatus) -> str:
 
 
 def overview(both: Mapping[str, Any], *, ended: bool = False) -> str:
-    """What is wrong, the running jobs, all nodes, the pending jobs and, if asked for, the `ended` ones. Raises
+    """Problems, the running jobs, all nodes, the pending jobs and, if asked for, the `ended` ones. Raises
     WireError.
     """
     listed = [JobSummary.from_dict(row) for row in both["jobs"]]

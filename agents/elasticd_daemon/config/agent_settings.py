@@ -245,5 +245,5 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return gpus if len(gpus) >= self.slot_count(environ) else ()
 
     def slot_count(self, environ: Mapping[str, str]) -> int:
-        """How many workers this node takes at once."""
+        """The number of workers that this node takes at once."""
         return self.slots if isinstance(self.slots, int) else len(visible_gpus(environ)) or cpu_count()

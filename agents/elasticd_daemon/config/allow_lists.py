@@ -130,7 +130,7 @@ def _other_code(job: JobFile) -> ConfigError | None:
 
 
 def _place(path: Path) -> str:
-    """As the kernel resolves it; an object store's URL as it is (with `..` the job would be refused)."""
+    """The path as the kernel resolves it; an object store's URL as it is (with `..` the job would be refused)."""
     return url_of(path) or os.path.realpath(path)
 
 

@@ -37,7 +37,7 @@ class ConfigError(UsageError):
 
 
 KeyHints = Mapping[type, Mapping[str, str]]
-"""By struct: what to say of keys that are not its keys, but that people may well try."""
+"""Words for each struct about keys that are not its keys, but that people may well try."""
 
 
 def decode(table: Mapping[str, Any], kind: type[S], hints: KeyHints) -> S:
@@ -241,11 +241,11 @@ def struct_in(kind: Any) -> type | None:
 
 
 RELOADABLE = object()
-"""In the annotation of a key: SIGHUP reloads it."""
+"""A mark in the annotation of a key: SIGHUP reloads it."""
 
 
 class KeyMeta(NamedTuple):
-    """What the annotation of a key says."""
+    """The content of a key's annotation."""
 
     help: str
     example: str

@@ -28,7 +28,7 @@ MAX_DEPTH = 16
 
 
 class _DocumentError(ValueError):
-    """What is wrong with the text, as the end of a sentence."""
+    """A defect of the text, as the end of a sentence."""
 
 
 def parse(data: bytes, kind: FileFormat, where: str, largest: int = MAX_JOB_FILE_BYTES) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def parse(data: bytes, kind: FileFormat, where: str, largest: int = MAX_JOB_FILE
 
 
 def format_of(name: str) -> FileFormat:
-    """What a file's name says it holds; TOML if nothing. Raises UsageError for YAML."""
+    """The format that a file's name tells; TOML if none. Raises UsageError for YAML."""
     if name.endswith((".yaml", ".yml")):
         raise UsageError(f"{name}: YAML is not understood; write TOML, as elasticd config example --job prints it")
     return "json" if name.endswith(".json") else "toml"

@@ -52,7 +52,8 @@ _SET_FOR_THE_DAEMON = re.compile(
 
 
 def job_environment(daemon_env: Mapping[str, str], job_env: Mapping[str, str], user: str | None) -> dict[str, str]:
-    """What all processes of a job start from: the machine's settings, then the user's home, then the job's own.
+    """The environment that all processes of a job start from: the machine's settings, then the user's home, then the
+    job's own.
 
     Raises UsageError when there is no such user.
     """
@@ -71,7 +72,7 @@ def job_environment(daemon_env: Mapping[str, str], job_env: Mapping[str, str], u
 
 
 class JobLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Of the control group of one job on one node; None: no limit."""
+    """The limits of a job's control group on one node; None: no limit."""
 
     memory: Size | None = None
     pids: int | None = None
@@ -297,7 +298,7 @@ def runner_model(
     devices: tuple[str, ...] | None = None,
     user: str | None = None,
 ) -> RunModel:
-    """What one node's runner does for this job. Raises UsageError.
+    """The work of one node's runner for this job. Raises UsageError.
 
     `slots`: the slots of this node that the job got. `devices`: the GPU of each slot of the node, as in
     CUDA_VISIBLE_DEVICES; () where slots are not GPUs, None: every GPU, as `elasticd run` counts them. `rendezvous`: the
@@ -372,7 +373,9 @@ def check_job(job: JobFile) -> None:
 
 
 def check_new_job(job: JobFile) -> None:
-    """What is asked of new jobs only; those that were submitted to an earlier version go on. Raises ConfigError."""
+    """Check what is asked of new jobs only; those that were submitted to an earlier version go on. Raises
+    ConfigError.
+    """
     try:
         if job.id is not None:
             check_new_id("id", job.id)

@@ -16,7 +16,7 @@ def rate(per_second: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """In three digits below 10 s: "96 ms", "1.24 s"; times that differ by 15 % look different."""
+    """Seconds in three digits below 10 s: "96 ms", "1.24 s"; times that differ by 15 % look different."""
     if seconds >= 9.995:
         return in_words(seconds)
     return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.2f} s"

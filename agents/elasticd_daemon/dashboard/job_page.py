@@ -35,7 +35,7 @@ class PageQuery:
     rank: int = 0
     stream: str = "stdout"
     find: str = ""
-    """Only lines of the log with this text."""
+    """A text: only lines of the log that have it are shown."""
 
     def link(self, job: str, more: str = "", **other: str) -> str:
         query = {"window": self.window, "rank": str(self.rank), "stream": self.stream, "find": self.find, **other}
@@ -59,11 +59,11 @@ class Evidence:
     """The explanations of the nodes' evidence."""
 
     pages: Sequence[tuple[str, str]] = ()
-    """Of each node; those with a verdict first."""
+    """The node and its page; those with a verdict first."""
     why: str = ""
     """Why there are none."""
     others: int = 0
-    """How many are left out."""
+    """The number of pages that are left out."""
     is_late: bool = False
 
 
@@ -76,7 +76,7 @@ def values(
     failure: LogTail | None = None,
     form_key: str = "",
 ) -> dict[str, object]:
-    """What templates/job.html shows. `failure`: the end of the stderr of the rank that made the job fail."""
+    """The values of templates/job.html. `failure`: the end of the stderr of the rank that made the job fail."""
     progress = job.known
     has_steps = any(one.first_step_at for one in progress.rounds) or progress.step_samples
     boxes, more_ranks = status.grid(job)
@@ -155,7 +155,7 @@ def _lost_tile(progress: JobProgress) -> tuple[str, str, str]:
 
 
 def _facts(one: RoundStatus, job: JobStatus, now: float) -> list[str]:
-    """Of a round: its workers, where its state is from, and how it went."""
+    """The facts of a round: its workers, where its state is from, and how it went."""
     more = len(one.nodes) - _SHOWN_NODES
     nodes = ", ".join(one.nodes[:_SHOWN_NODES]) + (f" +{more}" if more > 0 else "")
     where = count(one.world_size, "worker") + (f" on {nodes}" if nodes else "")

@@ -45,7 +45,7 @@ _HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 _POLICY = "default-src 'none'; {}; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 PAGE_POLICY = _POLICY.format("script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'")
 PUBLIC_POLICY = _POLICY.format(f"style-src 'sha256-{_HASH}'; img-src data:")
-"""For pages without login: the style is inline, since no file is public."""
+"""The policy of pages without login: the style is inline, since no file is public."""
 
 
 def _visible(value: object) -> object:
@@ -115,7 +115,7 @@ def public_page(template: str, title: str, **values: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoginTexts:
-    """What a visitor who is not logged in reads; the defaults are an agent's."""
+    """Texts for a visitor who is not logged in; the defaults are an agent's."""
 
     needed: str = "This page shows jobs, their logs and the nodes. It needs the agent's token."
     used: str = "This link was used, or is too old: `elasticd open` prints a new one. Or give the token."

@@ -27,7 +27,7 @@ TLS_COOKIE = "__Host-elasticd"
 COOKIE_LIFETIME_S = 12 * 3600
 """A working day."""
 CODE_LIFETIME_S = 120.0
-"""Of a one-time code: long enough to copy its URL to a browser."""
+"""The lifetime of a one-time code: long enough to copy its URL to a browser."""
 MAX_CODES = 64
 _PURPOSE, _BUTTON_PURPOSE = b"elasticd page 3\0", b"elasticd button 1\0"
 
@@ -37,17 +37,16 @@ class Visitor:
     """A logged-in browser."""
 
     name: str
-    """As in Caller."""
     may_operate: bool
     form_key: str
     """Every form of this visitor that changes something has it."""
 
     def __str__(self) -> str:
-        """As `by` in records."""
+        """The name of this visitor in records."""
         return f"{self.name}, in a browser"
 
     def sent(self, form_key: str) -> bool:
-        """Whether a form with this key comes from one of this visitor's pages."""
+        """True if a form with this key comes from one of this visitor's pages."""
         return hmac.compare_digest(form_key.encode(), self.form_key.encode())
 
 

@@ -24,7 +24,6 @@ NODE_STATE_STYLES = {
 }
 STATES = ("unfinished", "running", "pending", "succeeded", "failed", "cancelled")
 ROWS, NODE_ROWS = 100, 64
-"""On a page."""
 REASON_CHARS = 160
 _SHOWN_NAMES = 4
 
@@ -68,7 +67,7 @@ def values(
     query: ListQuery,
     form_key: str = "",
 ) -> dict[str, object]:
-    """What templates/overview.html shows. `local`: the jobs on this node, `here`, with their progress."""
+    """The values of templates/overview.html. `local`: the jobs on this node, `here`, with their progress."""
     ready = sum(1 for row in nodes if row.state == "ready")
     first = (query.page - 1) * ROWS
     # This node first, then those that take no work.

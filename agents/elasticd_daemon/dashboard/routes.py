@@ -49,9 +49,9 @@ EVIDENCE_S = 30.0
 MAX_EVIDENCE = 8
 TAIL_BYTES = 16 << 10
 SEARCH_BYTES, SEARCH_S = 8 << 20, 20.0
-"""Of a log, its end, and how often a page with a search is refreshed."""
+"""The end of a log that is searched, and the interval at which a page with a search is refreshed."""
 DOWNLOAD_BYTES = 32 << 20
-"""Of a log, its end: more is on the node."""
+"""The end of a log that can be downloaded: more is on the node."""
 MAX_SEARCH_CHARS = 200
 MAX_FOUND = 500
 """Lines that a search shows, the newest."""
@@ -121,7 +121,7 @@ class DashboardRoutes:
     has_buttons: bool = True
     """The jobs and nodes can be changed here."""
     base_url: str = ""
-    """Where a browser on this machine finds the dashboard: http://127.0.0.1:9411."""
+    """The address of the dashboard for a browser on this machine: http://127.0.0.1:9411."""
     codes: OneTimeCodes = field(default_factory=lambda: OneTimeCodes(time.monotonic))
     texts: layout.LoginTexts = field(default_factory=layout.LoginTexts)
     _overviews: ResponseCache[_Overview] = field(default_factory=lambda: ResponseCache(CACHE_S))
@@ -201,7 +201,7 @@ class DashboardRoutes:
         return self._render(request, "overview.html", f"{here} · elasticd", values)
 
     def _form_key(self, request: HttpRequest) -> str:
-        """Of the buttons of this page; "" for one who may not press any."""
+        """The key of this page's buttons; "" for one who may not press any."""
         visitor = self.cookies.visitor(request.cookie, request.user) if self.has_buttons else None
         return visitor.form_key if visitor is not None and visitor.may_operate else ""
 
@@ -370,7 +370,7 @@ class DashboardRoutes:
         return _public_response(403, "Login needs TLS", f"{why[0].upper()}{why[1:]}.")
 
     def _login_code(self, by: str) -> HttpResponse:
-        """For a caller of the API, who has full access: a path that logs one browser in."""
+        """A path that logs one browser in, for a caller of the API, who has full access."""
         if self.token.fingerprint() is None:
             raise HttpError(409, self.token.problem() or NO_TOKEN)
         host = self.base_url.partition("://")[2]

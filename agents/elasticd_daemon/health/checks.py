@@ -35,7 +35,7 @@ CLOSE_S = 2.0
 MEMORY = "memory"
 MIN_FREE_SHARE = 0.05
 MIN_FREE_BYTES = 1 << 30
-"""Of a large machine; a worker that has imported torch takes a quarter of it."""
+"""The limit on a large machine; a worker that has imported torch takes a quarter of it."""
 
 
 class NodeChecks:
@@ -53,7 +53,7 @@ class NodeChecks:
         self._stop = Waker()
 
     def stop(self) -> None:
-        """From any thread: a run in progress ends soon."""
+        """End a run in progress soon; from any thread."""
         self._stop.wake()
         self._nvml.stop()
 

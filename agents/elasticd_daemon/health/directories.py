@@ -16,7 +16,7 @@ from elasticd_daemon.health.result import CheckResult, failed, full, passed
 MIN_FREE_INODES = 1000
 """A round of a job makes a few dozen files. File systems without inodes report 0 of 0."""
 LOOK_S = 0.5
-"""For the job that has most of a full state directory: the check must end in time."""
+"""The time to find the job that has most of a full state directory: the check must end in time."""
 TEST_DATA = b"\0" * 4096
 """One page, synced: a full file system may still accept data that fits into the inode."""
 

@@ -40,7 +40,7 @@ def gpu_results(
 
 
 def gpu_usage(answer: Mapping[str, Any], chosen: Sequence[str] | None) -> tuple[GpuUsage, ...]:
-    """Of the GPUs that answer, and as far as NVML knows."""
+    """The use of the GPUs that answer, as far as NVML knows it."""
     gpus = [gpu for gpu in answer.get("gpus", ()) if "error" not in gpu and _is_visible(gpu, chosen)]
     return tuple(
         GpuUsage(

@@ -16,7 +16,7 @@ from elasticd_agent.model.phrases import plural
 
 Key = tuple[str, int]
 MAX_CHARS = 1000
-"""Of a sentence: it becomes part of the node status, and the runner belongs to the job's user."""
+"""The limit of a sentence: it becomes part of the node status, and the runner belongs to the job's user."""
 
 
 class JobFailures:
@@ -56,7 +56,7 @@ class JobFailures:
 
 
 def _quarantine_counts(quarantined: Any, node: str) -> dict[int, int] | None:
-    """By slot of this node: how often it was quarantined; None if the runner's version does not report it."""
+    """The number of quarantines of each slot of this node; None if the runner's version does not report it."""
     if not isinstance(quarantined, list):
         return None
     found = {}

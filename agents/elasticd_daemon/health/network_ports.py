@@ -20,14 +20,14 @@ SYSFS = Path("/sys/class/infiniband")
 @dataclass(frozen=True, slots=True)
 class Port:
     state: str
-    """As the kernel spells it: "ACTIVE", "DOWN", "INIT", "ARMED"; "" if it is gone."""
+    """The kernel's word: "ACTIVE", "DOWN", "INIT", "ARMED"; "" if it is gone."""
     link_downed: int = 0
-    """How often its link has gone down since the driver was loaded; -1: unknown."""
+    """The times that its link went down since the driver was loaded; -1: unknown."""
     was_active: bool = False
 
 
 def read_ports(root: Path = SYSFS) -> dict[str, dict[str, Any]]:
-    """By "mlx5_0 port 1"; a port without a readable state is left out."""
+    """The ports by name, as "mlx5_0 port 1"; one without a readable state is left out."""
     found = {}
     for path in sorted(root.glob("*/ports/*")):
         try:

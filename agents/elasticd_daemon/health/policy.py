@@ -44,9 +44,8 @@ class CheckHistory:
     """Newest last."""
     failing: bool
     why: str
-    """Of the newest run."""
+    """The reason of the newest run."""
     directory: str = ""
-    """As in CheckResult."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class HealthVerdict:
     state: Literal["healthy", "unhealthy", "quarantined"]
     why: str = ""
     left_s: float = 0.0
-    """Of a quarantine."""
+    """The rest of a quarantine."""
     failing: tuple[str, ...] = ()
     """The names of the checks that fail."""
     unusable: tuple[str, ...] = ()

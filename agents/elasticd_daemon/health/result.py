@@ -40,7 +40,9 @@ def failed(check: str, why: str, seconds: float = 0.0) -> CheckResult:
 
 
 def full(check: str, why: str) -> CheckResult:
-    """Of a directory where the agent keeps files of every job: its users can fill it, so no running job is moved."""
+    """The failure of a full directory where the agent keeps files of every job: users can fill it, so no running job
+    is moved.
+    """
     return CheckResult(check, "failed", why, directory=EVERY_JOB)
 
 

@@ -21,14 +21,14 @@ FINE_S = 2.0
 FINE_POINTS = 300
 """The last ten minutes, a point every two seconds."""
 RANK_COLUMNS = 80
-"""Of the steps by rank: at this number every second one is removed, and the interval is doubled."""
+"""The columns of steps by rank: at this number every second one is removed, and the interval is doubled."""
 COARSE_POINTS = 256
 """At this number every second point is removed, and the interval of new points is doubled."""
 
 Point = tuple[float, int, int]
 """Unix seconds, round, step."""
 _NumberedPoint = tuple[int, Point]
-"""With its position among all points ever recorded."""
+"""The position of a point among all ever recorded, and the point."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class StepTrack:
                     self._every_s = max(FINE_S, span / len(self._coarse))
 
     def points(self) -> list[Point]:
-        """In the order of recording, each once."""
+        """The points in the order of recording, each once."""
         with self._lock:
             fine, coarse = list(self._fine), list(self._coarse)
         return [point for count, point in coarse if not fine or count < fine[0][0]] + [point for _, point in fine]
@@ -146,7 +146,9 @@ class RunnerMetrics(metrics.Metrics):
         self.rank_track = RankTrack()
 
     def course(self) -> dict[str, Any]:
-        """For an answer to `status`: as JSON has it, since `elasticd run --ui` reads it in the same process."""
+        """The job's course for an answer to `status`: as JSON has it, since `elasticd run --ui` reads it in the same
+        process.
+        """
         return {
             "steps_per_second": self.steps_per_second,
             "step_samples": [list(point) for point in self.step_track.points()],

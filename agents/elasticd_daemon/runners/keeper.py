@@ -18,7 +18,7 @@ from elasticd_agent.system.processes.process import IGNORED_SIGNALS, children, e
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 OWNER_COMM = b"elasticd-owner"
 GRACE_S = 25.0
-"""For the owner of a killed runner to end the workers and to remove their shared memory."""
+"""The time for the owner of a killed runner to end the workers and to remove their shared memory."""
 PAUSE_S = 1.0
 """Between attempts to kill processes that survive SIGKILL."""
 

@@ -1,4 +1,4 @@
-"""Whether a process is alive: a lock that it holds, and an identity that no other process ever has.
+"""Proof that a process is alive: a lock that it holds, and an identity that no other process ever has.
 
 Pids are assigned again, after a reboot all of them, so a process is identified by pid, start time and boot id; the lock
 is released by the kernel. No other process is ever signalled by mistake. Only the file system of the lock is asked,
@@ -92,7 +92,7 @@ def write_reason(path: Path, why: str) -> None:
 
 
 def read_reason(lock: int) -> str:
-    """What `write_reason` wrote; "" if nothing."""
+    """The reason that `write_reason` wrote; "" if there is none."""
     with contextlib.suppress(OSError):
         line, newline, _ = os.pread(lock, REASON_BYTES, OWNER_BYTES).partition(b"\n")
         return line.decode(errors="replace") if newline else ""
@@ -180,7 +180,9 @@ def processes_with_lock(path: Path, user: int) -> tuple[list[int], bool]:
 
 
 def _kernel_name(path: Path) -> bytes | None:
-    """What /proc calls the file; None: it shows no locks. It may differ from the device of `stat`, as with btrfs."""
+    """The name of the file in /proc; None: it shows no locks. It may differ from the device of `stat`, as with
+    btrfs.
+    """
     try:
         fd = open_plain(path, os.O_RDONLY)
     except OSError:

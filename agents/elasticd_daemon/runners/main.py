@@ -171,7 +171,7 @@ def _print(sentence: str) -> None:
 
 
 def checked_model(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles | None) -> RunModel:
-    """What this runner does. Raises UsageError if this node cannot run the job. `files`: None for a trial."""
+    """The work of this runner. Raises UsageError if this node cannot run the job. `files`: None for a trial."""
     job = job_file.from_json(runner_spec.job_file)
     directories = None if (below := runner_spec.directories) is None else tuple(map(Path, below))
     if wrong := path_refusal(Limits(commands=runner_spec.commands, directories=directories), job):

@@ -37,13 +37,13 @@ from elasticd_daemon.runners.spec import (
 )
 
 KILL_DELAY_S = 5.0
-"""From the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
+"""The time from the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
 REMNANT_GRACE_S = 25.0
-"""For the owner of a killed runner to end its processes; after it they are killed from here."""
+"""The time for the owner of a killed runner to end its processes; after it they are killed from here."""
 EMPTY_SCANS = 2
-"""As far apart as that: a scan of /proc may miss a process that is forked meanwhile, two in a row do not."""
+"""Scans of /proc, as far apart as that: one may miss a process that is forked meanwhile, two in a row do not."""
 SPEC_FROM_RUNNER_S = 2.0
-"""For all runners with unreadable specs together to report what they run."""
+"""The time for all runners with unreadable specs together to report what they run."""
 SIGN_GRACE_S = 1.0
 """A runner writes its identity at once; if it is still missing, the disk was full or the file is damaged."""
 
@@ -60,7 +60,7 @@ class ManagedRunner:
     child: subprocess.Popen[bytes] | None = None
     """The runner, or its keeper."""
     keeper: ProcessIdentity | None = None
-    """That of an adopted runner: it may be our child from before an exec of ourselves."""
+    """The keeper of an adopted runner: it may be our child from before an exec of ourselves."""
     is_missing: bool = False
     """The lock names no live process, and none that has it is a runner."""
     search_owner_at: float = field(default_factory=lambda: time.monotonic() + SIGN_GRACE_S)
@@ -68,7 +68,8 @@ class ManagedRunner:
     kill_at: float | None = None
     remnants_deadline: float | None = None
     empty_scans: int = 0
-    """How often in a row the lock was taken, but no process of the job's user had it: its descriptor is in a socket or
+    """The scans in a row in which the lock was taken, but no process of the job's user had it: its descriptor is in a
+    socket or
     another user's process, or a process that has it was being forked during the scan of /proc."""
     process_tree: tuple[ProcessIdentity, ...] = ()
     last_status: Mapping[str, Any] | None = None
@@ -158,7 +159,7 @@ class RunnerManager:
         return {runner.key: runner.last_status for runner in self._runners.values() if runner.last_status is not None}
 
     def users(self) -> dict[tuple[str, int], int | None]:
-        """Of the jobs here."""
+        """The users of the jobs here."""
         return {runner.key: runner.user for runner in self._runners.values()}
 
     def adopt(self) -> list[RunnerEnd]:
@@ -418,7 +419,7 @@ class RunnerManager:
 
 
 def _spec_from_runner(files: JobFiles, until: float) -> RunnerSpec | None:
-    """What a runner with an unreadable spec reports: its slots are in use."""
+    """The spec that a runner with an unreadable one reports: its slots are in use."""
     job, _, number = files.root.name.rpartition(".")
     try:
         status = ask_runner(files, {"do": "poll"}, max(0.1, until - time.monotonic()))

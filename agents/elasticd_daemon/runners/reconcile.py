@@ -53,7 +53,7 @@ class CrashBackoff:
     """A runner that ended before its job."""
 
     crashes: int
-    """In a row."""
+    """The crashes in a row."""
     retry_at: float
     why: str
 
@@ -75,9 +75,8 @@ class NodePlan:
     start: tuple[RunnerStart, ...] = ()
     stop: tuple[RunnerStop, ...] = ()
     results: tuple[JobResult, ...] = ()
-    """To be written to the store."""
+    """Results to be written to the store."""
     runners: tuple[RunnerStatus, ...] = ()
-    """For this node's status."""
     missing: tuple[RunnerSpec, ...] = ()
     """Running jobs without any record in the store."""
     next_start_at: float | None = None
@@ -86,7 +85,7 @@ class NodePlan:
 
 @dataclass(slots=True)
 class RunOutcomes:
-    """How runners of this node ended, while it matters; kept by the main loop between turns."""
+    """The ends of runners of this node, while they matter; kept by the main loop between turns."""
 
     exits: dict[Key, RunnerExit] = field(default_factory=dict)
     backoffs: dict[Key, CrashBackoff] = field(default_factory=dict)

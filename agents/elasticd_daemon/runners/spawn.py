@@ -105,7 +105,9 @@ def own_command() -> list[str]:
 
 
 def name_to_become(account: Account) -> str:
-    """For a program that starts as this process's user; "": it stays that. Raises UsageError if root may not."""
+    """The user that a program becomes which starts as this process's; "": it stays that. Raises UsageError if root
+    may not.
+    """
     if account.uid == os.geteuid():
         return ""
     effective = procfs.read("/proc/self/status").partition(b"\nCapEff:\t")[2][:16]
@@ -129,7 +131,7 @@ def become(account: Account) -> None:
 
 
 def check_interpreter(account: Account) -> None:
-    """As this user: that this interpreter starts, as the job's launcher will. Raises NotAllowed.
+    """Check as this user that this interpreter starts, as the job's launcher will. Raises NotAllowed.
 
     Never in the agent: the user can stop such a process, also before it has started a program.
     """
@@ -169,9 +171,9 @@ def runner_environment(account: Account, environ: Mapping[str, str] = os.environ
 class SpecBuilder:
     settings: NodeSettings
     rendezvous: Rendezvous
-    """Of the store, for the runners."""
+    """The store of the runners."""
     devices: tuple[str, ...]
-    """Of the node's slots."""
+    """The GPUs of the node's slots."""
 
     def build(self, start: RunnerStart) -> RunnerSpec:
         job, settings, store = start.submission, self.settings, self.rendezvous
@@ -205,7 +207,7 @@ class SpecBuilder:
         return StoreSecrets(self.rendezvous.password, ca, cert, key)
 
     def group_limits(self, spec: RunnerSpec) -> dict[str, int]:
-        """By controller, for the job's control group; {}: it needs none."""
+        """The limits of the job's control group by controller; {}: it needs none."""
         return limits.group_limits(self.settings.limits, from_json(spec.job_file))
 
     def account(self, spec: RunnerSpec) -> Account:

@@ -86,7 +86,6 @@ class RunnerSpec(Document):
     node: str
     slots: tuple[int, ...]
     job_file: str
-    """As JSON."""
     submission: str = ""
     """The job's record in the store, to register the job again in a store that lost its data."""
     adopt_timeout_s: float = 60.0
@@ -97,12 +96,12 @@ class RunnerSpec(Document):
     user: str | None = None
     local_addr: str | None = None
     job_user: str | None = None
-    """For a job file without a user."""
+    """The user of a job file that names none."""
     commands: tuple[str, ...] | None = None
     directories: tuple[str, ...] | None = None
     """[limits] of the node."""
     devices: tuple[str, ...] = ()
-    """Of all slots of the node."""
+    """The GPUs of all slots of the node."""
     control_group: str = ""
     """The directory of the job's, for the runner to join; "": it stays in the agent's."""
     min_nodes: int = 1
@@ -135,7 +134,7 @@ class RunnerSpec(Document):
 
 @dataclass(frozen=True, slots=True)
 class RunnerExit(Document):
-    """How a runner ended. `refused`: this node cannot run the job at all. `left`: the job has not ended."""
+    """The end of a runner. `refused`: this node cannot run the job at all. `left`: the job has not ended."""
 
     job: str
     number: int

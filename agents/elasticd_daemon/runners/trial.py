@@ -1,4 +1,5 @@
-"""Whether this node would refuse a job that is not submitted yet: the checks of its runner, as the job's user.
+"""The trial of a job that is not submitted yet, to see whether this node would refuse it: the checks of its runner,
+as the job's user.
 
 They run in a process of their own, since the file systems of a job may never answer.
 """

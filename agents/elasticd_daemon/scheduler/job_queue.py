@@ -22,7 +22,7 @@ from elasticd_daemon import keys as names
 from elasticd_daemon.records import ClusterView, Cordon, JobResult, KnownNode, NodeStatus, Placement, Submission
 
 CACHED = (names.SUBMISSIONS, names.PLACEMENTS, names.RESULTS, names.CORDONS)
-"""What every agent keeps current; node statuses, which change most, concern the scheduler only."""
+"""The records that every agent keeps current; node statuses, which change most, concern the scheduler only."""
 MAX_RACES = 100
 """A write that is lost this often in a row is a fault and no race."""
 REASON_CHARS = 500
@@ -34,7 +34,7 @@ MAX_SPEC_BYTES = 256 * 1024
 
 
 def ignore(sentence: str) -> None:
-    """For callers that do not report undecodable records."""
+    """Drop a sentence, for callers that do not report undecodable records."""
 
 
 def cached_view(cache: StoreCache) -> ClusterView:

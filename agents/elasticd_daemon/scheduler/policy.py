@@ -39,10 +39,12 @@ from elasticd_daemon.records import (
 )
 
 BEHIND_OTHERS = "pending behind other jobs"
-"""Of every job behind the head of the queue. It names no job: each start would rewrite it for the whole queue."""
+"""The reason of every job behind the head of the queue. It names no job: each start would rewrite it for the whole
+queue.
+"""
 BLOCKS_NOBODY = "it blocks no other job"
 MAX_QUARANTINED_SHARE = 0.2
-"""Of the nodes, emptied at once because the same check fails; one always may be."""
+"""The share of the nodes that are emptied at once because the same check fails; one always may be."""
 
 
 def schedule(view: ClusterView) -> tuple[Placement, ...]:
@@ -207,7 +209,7 @@ class _Job:
     assignments: dict[str, SlotAssignment]
     refusals: dict[str, str]
     changes: list[str]
-    """What has happened to its assignments in this turn, in sentences."""
+    """Sentences about what has happened to its assignments in this turn."""
     pending: str = ""
 
     @property
@@ -220,7 +222,7 @@ class _Job:
 
     @property
     def slots(self) -> int:
-        """In use, or needed to start; none of a job that cannot start."""
+        """The slots in use, or needed to start; none of a job that cannot start."""
         if self.pending.endswith(BLOCKS_NOBODY):
             return 0
         if self.assignments:
@@ -271,7 +273,7 @@ def _refusals(key: tuple[str, int], written: Placement | None, view: ClusterView
 
 
 def _running(key: tuple[str, int], view: ClusterView) -> tuple[SlotAssignment, ...]:
-    """Where a job runs that has no placement: the store has lost its data, the nodes still run the job."""
+    """The assignments of a job without a placement: the store has lost its data, the nodes still run the job."""
     found = {
         status.node: SlotAssignment(status.node, runner.slots)
         for status in view.nodes
@@ -410,7 +412,7 @@ def _fits(job: _Job, node: _Node) -> bool:
 
 
 def _feasible(job: _Job, nodes: dict[str, _Node]) -> bool:
-    """Whether these nodes could run the job if they were empty. One that is absent for a moment counts, too."""
+    """True if these nodes could run the job if they were empty. One that is absent for a moment counts, too."""
     return sum(_fits_empty(job, node) for node in nodes.values()) >= job.submission.min_nodes
 
 
@@ -439,7 +441,7 @@ def _request(submission: Submission) -> str:
 
 
 def _shortage(job: _Job, nodes: dict[str, _Node]) -> str:
-    """What a pending job waits for that could run if other jobs did not."""
+    """The nodes or slots that a pending job waits for which could run if other jobs did not."""
     fit = [name for name, node in sorted(nodes.items()) if _fits(job, node)]
     has = f"{listing(fit)} {has_have(fit)} them, but " if fit else ""
     return has + listing(_obstacles(job, nodes, fit, free=True))
@@ -460,7 +462,7 @@ def _infeasible_reason(job: _Job, nodes: dict[str, _Node]) -> str:
 
 
 def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: bool) -> list[str]:
-    """What is in the way on each of the other nodes; those that refused the job for one reason are named together."""
+    """The obstacle on each of the other nodes; those that refused the job for one reason are named together."""
     found: list[str] = []
     refused: dict[str, list[str]] = {}
     for name, node in sorted(nodes.items()):

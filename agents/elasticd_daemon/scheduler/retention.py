@@ -32,7 +32,7 @@ MAX_RUN_FOLDERS = 500
 SAVE_CLOCK_S = 600.0
 """The scheduler clock is saved this often; a change of schedulers loses at most that much."""
 REMOVAL_TIMEOUT_S = 300.0
-"""For the files of one run; the next cleanup continues."""
+"""The time for the files of one run; the next cleanup continues."""
 MAX_LOST_NODES = 200
 """Lost nodes that are kept: where machines come and go without leaving, each has another name."""
 STAMPS_PER_TURN = 20
@@ -243,7 +243,9 @@ def _ended_runs(jobs: Path, needed: Collection[tuple[str, int]], now: float) -> 
 
 
 def _ended_at(files: JobFiles, now: float) -> float:
-    """By a file that only the agent can write: a job's user could date its own into the future. Raises OSError."""
+    """The time of the end, by a file that only the agent can write: a job's user could date its own into the future.
+    Raises
+    OSError."""
     if not files.ended.exists():
         files.record.mkdir(mode=0o700, parents=True, exist_ok=True)
         files.ended.touch(0o600)
@@ -254,7 +256,7 @@ def _ended_at(files: JobFiles, now: float) -> float:
 
 
 def _remove_folder(path: Path, why: str) -> str:
-    """With rm, which needs neither a stack nor descriptors for directories that a job has nested deeply."""
+    """Remove with rm, which needs neither a stack nor descriptors for directories that a job has nested deeply."""
     rm = ["rm", "-rf", "--one-file-system", "--", str(path)]
     try:
         done = subprocess.run(rm, capture_output=True, text=True, errors="replace", timeout=REMOVAL_TIMEOUT_S)

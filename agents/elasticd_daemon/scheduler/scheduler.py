@@ -63,7 +63,7 @@ class Scheduler:
     lease_s: float = 3.0
     renewal_s: float = 1.0
     adopt_timeout_s: float = 60.0
-    """How long an absent node keeps its assignments."""
+    """The time for which an absent node keeps its assignments."""
     refuse_timeout_s: float = 60.0
     """A job that every node refuses for so long has failed: a script that is not there does not come by itself."""
     retention_s: float = retention.RETENTION_S
@@ -242,7 +242,7 @@ class Scheduler:
                 self._not_removed[result.job, result.number] = now + RETRY_REMOVAL_S
 
     def _note_lost_nodes(self, view: ClusterView, clock_s: float) -> None:
-        """In their records, for people: `schedule` times absent nodes itself."""
+        """Note the loss of nodes in their records, for people: `schedule` times absent nodes itself."""
         written = self._records.list(names.KNOWN)
         for one in retention.stamp_nodes(view, clock_s, time.time())[: retention.STAMPS_PER_TURN]:
             before = written.get(key := names.KNOWN + one.node)
@@ -277,7 +277,7 @@ class Scheduler:
         )
 
     def _last_known(self, node: str, placements: tuple[Placement, ...]) -> NodeStatus:
-        """Of a node whose status another version wrote: its jobs stay, new ones do not come."""
+        """The status of a node that another version wrote: its jobs stay, new ones do not come."""
         found = [a for p in placements if (a := p.assignment(node)) is not None]
         slots = max((slot for assignment in found for slot in assignment.slots), default=-1) + 1
         status = self._nodes.get(node, NodeStatus(node, "", slots))
