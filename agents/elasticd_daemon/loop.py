@@ -36,7 +36,6 @@ from elasticd_daemon.scheduler.scheduler import Scheduler
 from elasticd_daemon.sd_notify import Notifier
 
 COALESCE_S = 0.02
-"""Wake-ups within this time cause one turn."""
 NAME_CONFLICT_MARGIN_S = 2.0
 """A name in use at our start may be a dead agent's: it counts after two leases of a store that answers, and this."""
 

@@ -119,7 +119,6 @@ METRICS = (
 )  # fmt: skip
 
 Labels = tuple[str, ...]
-"""The values of a metric's labels."""
 Samples = Mapping[tuple[MetricSpec, Labels], float]
 
 

@@ -24,7 +24,6 @@ MAX_PREVIOUS_NODES = 8
 
 
 PRIORITIES = {"high": -1, "normal": 0, "low": 1}
-"""The classes of jobs, and their order."""
 
 
 def submitter(submitted_by: str) -> str:
@@ -72,11 +71,8 @@ class Submission(_Named):
     token: str = ""
     """Chosen by the client, which recognises by it a submission that was made before an outage."""
     grow: bool = True
-    """A running job gets more nodes."""
     removed: bool = False
-    """The job has ended, and its records are being removed."""
     labels: tuple[str, ...] = ()
-    """The labels of the nodes that may run it."""
     priority: str = "normal"
     """One of PRIORITIES; anything else, of a newer version, counts as normal."""
 
@@ -208,7 +204,6 @@ class NodeStatus(_Named):
     labels: tuple[str, ...] = ()
     runners: tuple[RunnerStatus, ...] = ()
     failing: tuple[str, ...] = ()
-    """The names of the health checks that fail."""
     unusable: tuple[str, ...] = ()
     """Shared directories whose check fails; `why` has the reason."""
 
@@ -230,7 +225,6 @@ class KnownNode(_Named):
     lost_at: float = 0.0
     """The same by the time of day."""
     jobs: tuple[str, ...] = ()
-    """Those that were placed there then."""
 
 
 @dataclass(frozen=True, slots=True)

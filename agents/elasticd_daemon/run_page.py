@@ -43,7 +43,6 @@ from elasticd_daemon.runners.history import RunnerMetrics
 
 HOST = "127.0.0.1"
 NUMBER = 1
-"""The number of the job in the store of this page."""
 CODE_LIFETIME_S = 30 * 86400.0
 """The URL is printed once, and may be opened hours later; like every code it is good for one browser."""
 MAX_CONNECTIONS = 16

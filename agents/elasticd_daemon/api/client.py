@@ -94,7 +94,6 @@ class AgentClient:
     tls_name: str | None = None
     """The name in its certificate, if it is not `host`."""
     scheme: str = "Bearer"
-    """The kind of `token`, as the Authorization header names it."""
     most_bytes: int = MAX_RESPONSE_BYTES
     most_values: int = MAX_RESPONSE_BYTES
 

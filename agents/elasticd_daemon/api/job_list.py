@@ -22,7 +22,6 @@ class JobList:
     unfinished: tuple[JobSummary, ...]
     """Running jobs, the newest first, then the queue."""
     ended: tuple[JobSummary, ...]
-    """The newest first."""
 
     @classmethod
     def of(cls, view: ClusterView, now: float) -> JobList:

@@ -35,7 +35,6 @@ class RankProgress(Record):
     state: str = ""
     """The letter of the process state in /proc."""
     barrier: str = ""
-    """The name of the barrier it waits at."""
     exited: bool = False
     """It ended with code 0."""
 
@@ -187,14 +186,12 @@ class Requested(Record):
 
     nodes: tuple[int, int]
     slots: tuple[int, int]
-    """The slots of each node."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSummary(Record):
     job: str
     number: int = 0
-    """The place in the order of all submissions."""
     state: str = ""
     nodes: tuple[str, ...] = ()
     slots: int = 0
@@ -283,9 +280,7 @@ class LogChunk:
     """The offset of `data` in the file."""
     next: int
     size: int
-    """The whole file's."""
     newest: int = 0
-    """The newest known round of the job."""
     over: bool = False
     """Nothing will be added any more."""
 

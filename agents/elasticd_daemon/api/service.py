@@ -54,7 +54,6 @@ class JobService:
     check: Callable[[JobFile], None] = lambda job: None
     """Applies this node's limits to a job before it is submitted: it raises UsageError."""
     limit: Callable[[], int | None] = lambda: None
-    """The most unfinished jobs of one submitter."""
     trial: Callable[[Submission], str] = lambda job: ""
     """Why this node would refuse a job; "" if it would not."""
     clock: Callable[[], float] = time.time

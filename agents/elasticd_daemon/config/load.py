@@ -20,7 +20,6 @@ from elasticd_daemon.config.validate import check_settings
 
 DEFAULT_FILE = Path("/etc/elasticd/agent.toml")
 MAX_BYTES = 1 << 20
-"""Bytes of agent.toml."""
 
 _SECRETS = "secrets are in files of their own; write"
 _TABLE_NAMES = "tables are [store], [http], [health] and [limits]"

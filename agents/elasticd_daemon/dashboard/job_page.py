@@ -51,7 +51,6 @@ class LogTail:
     text: str = ""
     where: str = ""
     why: str = ""
-    """Why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +60,7 @@ class Evidence:
     pages: Sequence[tuple[str, str]] = ()
     """The node and its page; those with a verdict first."""
     why: str = ""
-    """Why there are none."""
     others: int = 0
-    """The number of pages that are left out."""
     is_late: bool = False
 
 

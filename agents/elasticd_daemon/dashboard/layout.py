@@ -24,9 +24,7 @@ from elasticd_daemon.dashboard.overview import both_ends
 
 HTML_TYPE = "text/html; charset=utf-8"
 REFRESH_S = 2.0
-"""The script's interval."""
 RELOAD_S = 10
-"""The reload interval without the script."""
 ASSETS = {
     "style.css": "text/css; charset=utf-8",
     "live.js": "text/javascript; charset=utf-8",

@@ -66,7 +66,6 @@ _PUBLIC = {("POST", "/login"), ("POST", "/logout"), ("GET", "/login")}
 _FORM = "application/x-www-form-urlencoded"
 
 _Overview = tuple[JobList, list[NodeSummary], list[str]]
-"""Jobs, nodes, problems."""
 
 
 V = TypeVar("V")
@@ -119,7 +118,6 @@ class DashboardRoutes:
     cookies: LoginCookies
     version: str
     has_buttons: bool = True
-    """The jobs and nodes can be changed here."""
     base_url: str = ""
     """The address of the dashboard for a browser on this machine: http://127.0.0.1:9411."""
     codes: OneTimeCodes = field(default_factory=lambda: OneTimeCodes(time.monotonic))

@@ -14,7 +14,6 @@ WIDTH, LEFT, BASE = 320, 6, 98
 MAX_ROWS = 32
 """The slowest ranks, which are drawn."""
 NAMES = 52
-"""The width of the ranks' names."""
 LEVELS = (1.15, 1.5, 2.5, 5.0)
 """Step times above these many medians are drawn in the next colour."""
 

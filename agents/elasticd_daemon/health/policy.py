@@ -44,7 +44,6 @@ class CheckHistory:
     """Newest last."""
     failing: bool
     why: str
-    """The reason of the newest run."""
     directory: str = ""
 
 
@@ -53,7 +52,6 @@ class HealthHistory:
     checks: tuple[CheckHistory, ...] = ()
     fit_since_boot: bool = False
     streak: int = 0
-    """Failures in a row."""
     quarantined_until: float = float("-inf")
     last_failure_at: float = float("-inf")
     why: str = ""
@@ -79,9 +77,7 @@ class HealthVerdict:
     state: Literal["healthy", "unhealthy", "quarantined"]
     why: str = ""
     left_s: float = 0.0
-    """The rest of a quarantine."""
     failing: tuple[str, ...] = ()
-    """The names of the checks that fail."""
     unusable: tuple[str, ...] = ()
     """Shared directories: jobs that use one are not started here."""
 

@@ -53,7 +53,6 @@ class CrashBackoff:
     """A runner that ended before its job."""
 
     crashes: int
-    """The crashes in a row."""
     retry_at: float
     why: str
 
@@ -75,12 +74,10 @@ class NodePlan:
     start: tuple[RunnerStart, ...] = ()
     stop: tuple[RunnerStop, ...] = ()
     results: tuple[JobResult, ...] = ()
-    """Results to be written to the store."""
     runners: tuple[RunnerStatus, ...] = ()
     missing: tuple[RunnerSpec, ...] = ()
     """Running jobs without any record in the store."""
     next_start_at: float | None = None
-    """When a backoff ends."""
 
 
 @dataclass(slots=True)

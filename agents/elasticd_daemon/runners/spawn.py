@@ -171,9 +171,7 @@ def runner_environment(account: Account, environ: Mapping[str, str] = os.environ
 class SpecBuilder:
     settings: NodeSettings
     rendezvous: Rendezvous
-    """The store of the runners."""
     devices: tuple[str, ...]
-    """The GPUs of the node's slots."""
 
     def build(self, start: RunnerStart) -> RunnerSpec:
         job, settings, store = start.submission, self.settings, self.rendezvous

@@ -101,7 +101,6 @@ class RunnerSpec(Document):
     directories: tuple[str, ...] | None = None
     """[limits] of the node."""
     devices: tuple[str, ...] = ()
-    """The GPUs of all slots of the node."""
     control_group: str = ""
     """The directory of the job's, for the runner to join; "": it stays in the agent's."""
     min_nodes: int = 1

@@ -27,7 +27,6 @@ MAX_RACES = 100
 """A write that is lost this often in a row is a fault and no race."""
 REASON_CHARS = 500
 MAX_ROUNDS = 200
-"""The newest rounds that a result keeps."""
 ROUND_REASON_CHARS = 160
 MAX_NODES = 1000
 MAX_SPEC_BYTES = 256 * 1024

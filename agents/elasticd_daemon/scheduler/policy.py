@@ -209,7 +209,6 @@ class _Job:
     assignments: dict[str, SlotAssignment]
     refusals: dict[str, str]
     changes: list[str]
-    """Sentences about what has happened to its assignments in this turn."""
     pending: str = ""
 
     @property

@@ -28,7 +28,6 @@ RETENTION_S = 7 * 86400.0
 MAX_RESULTS = 1000
 """Ended jobs whose records are kept: every read of the queue reads them."""
 MAX_RUN_FOLDERS = 500
-"""Ended jobs whose files are kept on a node."""
 SAVE_CLOCK_S = 600.0
 """The scheduler clock is saved this often; a change of schedulers loses at most that much."""
 REMOVAL_TIMEOUT_S = 300.0

@@ -63,7 +63,6 @@ class Scheduler:
     lease_s: float = 3.0
     renewal_s: float = 1.0
     adopt_timeout_s: float = 60.0
-    """The time for which an absent node keeps its assignments."""
     refuse_timeout_s: float = 60.0
     """A job that every node refuses for so long has failed: a script that is not there does not come by itself."""
     retention_s: float = retention.RETENTION_S
