@@ -17,6 +17,8 @@ import time
 from datetime import timedelta
 from typing import Any, NoReturn
 
+Message = dict[str, Any]
+"""A line of JSON: a request, a result, or what a rank has reached."""
 PR_SET_PDEATHSIG = 1
 ELEMENTS = 1 << 18
 """1 MiB: enough for the large-message paths of gloo and NCCL."""
@@ -40,7 +42,7 @@ def main() -> None:
     send({**run_ranks(request), "import_s": imported_s})
 
 
-def run_ranks(request: dict[str, Any]) -> dict[str, Any]:
+def run_ranks(request: Message) -> Message:
     slots: list[int] = request["slots"]
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)  # the parent's end
@@ -73,7 +75,7 @@ def run_ranks(request: dict[str, Any]) -> dict[str, Any]:
     return summarize(slots, found, request)
 
 
-def summarize(slots: list[int], found: dict[int, list[dict[str, Any]]], request: dict[str, Any]) -> dict[str, Any]:
+def summarize(slots: list[int], found: dict[int, list[Message]], request: Message) -> Message:
     """The first rule that finds a fault names the slot that blocked the others."""
     for rule in (_absent, _failed, _unfinished, _wrong_sum):
         if why := rule(slots, found, request):
@@ -82,11 +84,11 @@ def summarize(slots: list[int], found: dict[int, list[dict[str, Any]]], request:
     return {"outcome": "passed", "why": f"{len(slots)} slots, {request['backend']}, {seconds:.2f} s"}
 
 
-def _stages(messages: list[dict[str, Any]]) -> int:
+def _stages(messages: list[Message]) -> int:
     return sum("stage" in one for one in messages)
 
 
-def _late(slots: list[int], found: dict[int, list[dict[str, Any]]]) -> list[int]:
+def _late(slots: list[int], found: dict[int, list[Message]]) -> list[int]:
     """Slots that neither finished nor failed."""
     return [
         slot
@@ -95,7 +97,7 @@ def _late(slots: list[int], found: dict[int, list[dict[str, Any]]]) -> list[int]
     ]
 
 
-def _absent(slots: list[int], found: dict[int, list[dict[str, Any]]], request: dict[str, Any]) -> str:
+def _absent(slots: list[int], found: dict[int, list[Message]], request: Message) -> str:
     least = min(map(_stages, found.values()))
     behind = [slot for slot in _late(slots, found) if _stages(found[slot]) == least]
     if not 0 < len(behind) < len(slots):
@@ -105,7 +107,7 @@ def _absent(slots: list[int], found: dict[int, list[dict[str, Any]]], request: d
     return f"slot {names} did not reach the all-reduce within {request['within_s']:g} s ({last}); the others waited"
 
 
-def _failed(slots: list[int], found: dict[int, list[dict[str, Any]]], request: dict[str, Any]) -> str:
+def _failed(slots: list[int], found: dict[int, list[Message]], request: Message) -> str:
     errors = {slot: messages[-1]["failed"] for slot, messages in found.items() if messages and "failed" in messages[-1]}
     if not errors:
         return ""
@@ -113,19 +115,19 @@ def _failed(slots: list[int], found: dict[int, list[dict[str, Any]]], request: d
     return f"slot {first}: {errors[first]}"
 
 
-def _unfinished(slots: list[int], found: dict[int, list[dict[str, Any]]], request: dict[str, Any]) -> str:
+def _unfinished(slots: list[int], found: dict[int, list[Message]], request: Message) -> str:
     within = f"within {request['within_s']:g} s"
     return f"the slots did not finish an all-reduce {within}" if _late(slots, found) else ""
 
 
-def _wrong_sum(slots: list[int], found: dict[int, list[dict[str, Any]]], request: dict[str, Any]) -> str:
+def _wrong_sum(slots: list[int], found: dict[int, list[Message]], request: Message) -> str:
     wrong = {slot: messages[-1]["sum"] for slot, messages in found.items() if messages[-1]["sum"] != request["sum"]}
     slot, got = min(wrong.items(), default=(0, None))
     return f"slot {slot} added up {got}, not {request['sum']}" if wrong else ""
 
 
-def _rank_main(rank: int, request: dict[str, Any], out: int) -> NoReturn:
-    def tell(message: dict[str, Any]) -> None:
+def _rank_main(rank: int, request: Message, out: int) -> NoReturn:
+    def tell(message: Message) -> None:
         os.write(out, json.dumps(message).encode() + b"\n")
 
     try:
@@ -169,7 +171,7 @@ def _end(pids: Any) -> None:
         time.sleep(0.01 * bool(left))
 
 
-def send(message: dict[str, Any]) -> None:
+def send(message: Message) -> None:
     print(json.dumps(message), flush=True)
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,8 @@ from elasticd_agent.system.processes.procfs import read, stat
 from elasticd_daemon.health import directories, network_ports
 from elasticd_daemon.health.result import CheckResult, failed, passed, skipped
 
+Message = dict[str, Any]
+"""A line of JSON."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MAX_OUTPUT_BYTES = 1 << 20
 KEPT_OUTPUT_BYTES = 16 * 1024
@@ -39,39 +40,32 @@ CANNOT_RUN = 125
 class CheckChild:
     check: str
     pid: int
-    fd: int
+    pidfd: int
+    output_fd: int
     began: float
     until: float
     read: Callable[[CheckChild, int], CheckResult]
     output: bytearray = field(default_factory=bytearray)
     output_bytes: int = 0
     killed: str = ""  # the reason
-    reading: dict[str, Any] = field(default_factory=dict)  # of the network's ports, for the next run
+    ports: Message = field(default_factory=dict)  # the network's, for the next run
 
 
 class CheckRunner:
-    def __init__(self, send: Callable[[dict[str, Any]], None], stop_fd: int) -> None:
+    def __init__(self, send: Callable[[Message], None], stop_fd: int) -> None:
         """`stop_fd` becomes readable when the results are no longer needed."""
         self._send = send
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, CheckChild] = {}
         self._stopped = False
-        awake, wake = socket.socketpair()
-        for end in (awake, wake):
-            end.setblocking(False)
-        self._awake = awake
-        self._wake = wake
-        signal.set_wakeup_fd(wake.fileno())
-        signal.signal(signal.SIGCHLD, ignore_signal)
         take_signals(STRAY_SIGNALS, ignore_signal)
-        self._selector.register(awake, selectors.EVENT_READ)
         self._selector.register(stop_fd, selectors.EVENT_READ)
         self._stop_fd = stop_fd
 
-    def run(self, request: dict[str, Any]) -> None:
-        waiting = [self._directory(one, request) for one in request["directories"]]
-        waiting += [self._ports(one, request) for one in request.get("ports", ())]
-        waiting += [self._plugin(one, request) for one in request["plugins"]]
+    def run(self, request: Message) -> None:
+        waiting = [self._directory(asked, request) for asked in request["directories"]]
+        waiting += [self._ports(asked, request) for asked in request.get("ports", ())]
+        waiting += [self._plugin(asked, request) for asked in request["plugins"]]
         waiting.reverse()
         while (waiting or self._children) and not self._stopped:
             while waiting and len(self._children) < request["at_once"]:
@@ -79,15 +73,15 @@ class CheckRunner:
             self._turn()
         self._kill_descendants()
 
-    def _directory(self, one: dict[str, Any], request: dict[str, Any]) -> Callable[[], None]:
+    def _directory(self, asked: Message, request: Message) -> Callable[[], None]:
         def ask() -> None:
-            found = directories.check_directory(one["check"], one["path"], one["free_min_bytes"], one["made"])
-            os.write(1, json.dumps(asdict(found)).encode())
+            result = directories.check_directory(asked["check"], asked["path"], asked["free_min_bytes"], asked["made"])
+            os.write(1, json.dumps(asdict(result)).encode())
             os._exit(0)
 
-        return lambda: self._start(one["check"], request["directory_s"], ask, _directory_result)
+        return lambda: self._start(asked["check"], request["directory_s"], ask, _directory_result)
 
-    def _ports(self, one: dict[str, Any], request: dict[str, Any]) -> Callable[[], None]:
+    def _ports(self, asked: Message, request: Message) -> Callable[[], None]:
         def ask() -> None:
             os.write(1, json.dumps(network_ports.read_ports()).encode())
             os._exit(0)
@@ -96,22 +90,22 @@ class CheckRunner:
             if child.killed:
                 return failed(child.check, f"{child.killed}: does the adapter's driver answer?")
             try:
-                result, child.reading = network_ports.judge_ports(one["before"], json.loads(child.output))
+                result, child.ports = network_ports.judge_ports(asked["before"], json.loads(child.output))
             except (ValueError, TypeError):
                 return skipped(child.check, first_line(bytes(child.output)) or _describe_exit(status))
             return result
 
-        return lambda: self._start(one["check"], request["directory_s"], ask, judge)
+        return lambda: self._start(asked["check"], request["directory_s"], ask, judge)
 
-    def _plugin(self, one: dict[str, Any], request: dict[str, Any]) -> Callable[[], None]:
+    def _plugin(self, asked: Message, request: Message) -> Callable[[], None]:
         def become() -> None:
             try:
-                os.execve(one["path"], [one["path"]], request["environment"])
+                os.execve(asked["path"], [asked["path"]], request["environment"])
             except OSError as error:
-                os.write(1, f"{one['path']} cannot be executed: {error.strerror}".encode())
+                os.write(1, f"{asked['path']} cannot be executed: {error.strerror}".encode())
             os._exit(CANNOT_RUN)
 
-        return lambda: self._start(one["check"], request["plugin_s"], become, _plugin_result)
+        return lambda: self._start(asked["check"], request["plugin_s"], become, _plugin_result)
 
     def _start(
         self, check: str, within_s: float, act: Callable[[], None], read: Callable[[CheckChild, int], CheckResult]
@@ -123,37 +117,30 @@ class CheckRunner:
             _become_child(us, theirs, act)
         os.close(theirs)
         now = time.monotonic()
-        self._children[pid] = CheckChild(check, pid, ours, now, now + within_s, read)
-        self._selector.register(ours, selectors.EVENT_READ, self._children[pid])
+        child = self._children[pid] = CheckChild(check, pid, os.pidfd_open(pid), ours, now, now + within_s, read)
+        for fd in (child.output_fd, child.pidfd):
+            self._selector.register(fd, selectors.EVENT_READ, child)
 
     def _turn(self) -> None:
         until = min(child.until for child in self._children.values())
         for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
             if key.fd == self._stop_fd:
                 self._stopped = True
-            elif key.data is not None:
+            elif key.fd == key.data.output_fd:
                 self._read_output(key.data)
-        self._drain_wakeups()
         self._reap()
         now = time.monotonic()
         for child in list(self._children.values()):
             if now >= child.until:
                 self._on_deadline(child)
 
-    def _drain_wakeups(self) -> None:
-        try:
-            while self._awake.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
-
     def _read_output(self, child: CheckChild) -> None:
         try:
-            data = os.read(child.fd, 1 << 16)
+            data = os.read(child.output_fd, 1 << 16)
         except BlockingIOError:
             return
         if not data:
-            self._selector.unregister(child.fd)
+            self._selector.unregister(child.output_fd)
             return
         child.output_bytes += len(data)
         child.output += data[: KEPT_OUTPUT_BYTES - len(child.output)]
@@ -170,22 +157,24 @@ class CheckRunner:
                 return
             child = self._children.pop(pid, None)
             if child is not None:
-                self._drain_output(child)
+                self._forget(child)
                 self._report(child, child.read(child, status))
 
-    def _drain_output(self, child: CheckChild) -> None:
-        if child.fd in self._selector.get_map():
+    def _forget(self, child: CheckChild) -> None:
+        """Read the rest of its output, and close what belongs to it."""
+        if child.output_fd in self._selector.get_map():
             self._read_output(child)
-        if child.fd in self._selector.get_map():
-            self._selector.unregister(child.fd)
-        os.close(child.fd)
+        for fd in (child.output_fd, child.pidfd):
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+            os.close(fd)
 
     def _on_deadline(self, child: CheckChild) -> None:
         if not child.killed:
             self._kill(child, f"no result within {child.until - child.began:g} s")
             return
         del self._children[child.pid]
-        self._drain_output(child)
+        self._forget(child)
         process = stat(child.pid)
         state = process.state if process is not None else "?"
         where = read(f"/proc/{child.pid}/wchan").decode("ascii", "replace")
@@ -200,11 +189,11 @@ class CheckRunner:
         _kill_group(child.pid)
         _kill(child.pid)
 
-    def _report(self, child: CheckChild, found: CheckResult) -> None:
+    def _report(self, child: CheckChild, result: CheckResult) -> None:
         took_s = time.monotonic() - child.began
-        self._send({"result": asdict(replace(found, seconds=took_s))})
-        if child.reading:
-            self._send({"ports": child.reading})
+        self._send({"result": asdict(replace(result, seconds=took_s))})
+        if child.ports:
+            self._send({"ports": child.ports})
 
     def _kill_descendants(self) -> None:
         """No descendant outlives this process, except unkillable ones."""
@@ -220,8 +209,7 @@ class CheckRunner:
                 return
             if time.monotonic() >= until:
                 return
-            self._selector.select(0.01)
-            self._drain_wakeups()
+            time.sleep(0.01)
 
 
 def _become_child(parent: int, out: int, act: Callable[[], None]) -> NoReturn:
@@ -231,8 +219,7 @@ def _become_child(parent: int, out: int, act: Callable[[], None]) -> NoReturn:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(CANNOT_RUN)
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT):
+        for number in (signal.SIGPIPE, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDWR)
         os.set_blocking(out, True)
@@ -250,9 +237,8 @@ def _directory_result(child: CheckChild, status: int) -> CheckResult:
     if child.killed:
         return failed(child.check, f"{child.killed}: is it a mount whose server is unreachable?")
     try:
-        found = json.loads(child.output)
-        return CheckResult(found["check"], found["outcome"], found["why"], directory=found["directory"])
-    except (ValueError, KeyError, TypeError):
+        return CheckResult(**json.loads(child.output))
+    except (ValueError, TypeError):
         return skipped(
             child.check, f"it could not be checked: {first_line(bytes(child.output)) or _describe_exit(status)}"
         )
@@ -305,7 +291,7 @@ def main() -> None:
         return
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def send(message: dict[str, Any]) -> None:
+    def send(message: Message) -> None:
         os.write(1, json.dumps(message).encode() + b"\n")
 
     CheckRunner(send, sys.stdin.fileno()).run(json.loads(line))

@@ -17,10 +17,10 @@ class GpuUsage(Record):
     """The use of one GPU at the last health check of its node; None: unknown."""
 
     gpu: int
-    node: str = ""
     utilization_percent: int | None = None
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
