@@ -363,7 +363,7 @@ def _exec_replacement(notifier: Notifier, inbox: queue.SimpleQueue[Message]) -> 
     Unhandled requests become signals again: a stop that systemd requests during the replacement must not be lost.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNAL_REQUESTS)
-    numbers = {one: signum for signum, one in _SIGNAL_REQUESTS.items() if one.action != "replace"}
+    numbers = {request: signum for signum, request in _SIGNAL_REQUESTS.items() if request.action != "replace"}
     with contextlib.suppress(queue.Empty):
         while True:
             if (message := inbox.get_nowait()) in numbers:

@@ -139,12 +139,12 @@ class NodeLoop:
     def gauges(self) -> metrics.Samples:
         """The node's metrics at this moment, without its health."""
         view = self._cluster_view
-        states = [one.state for one in self.status.runners]
-        ended = {(one.job, one.number) for one in view.results}
+        states = [runner.state for runner in self.status.runners]
+        ended = {(result.job, result.number) for result in view.results}
         pending = [p for p in view.placements if not p.assignments and (p.job, p.number) not in ended]
         return {
             (metrics.SLOTS, ()): self.status.slots,
-            (metrics.SLOTS_USED, ()): sum(len(one.spec.slots) for one in self._parts.runners.alive()),
+            (metrics.SLOTS_USED, ()): sum(len(runner.spec.slots) for runner in self._parts.runners.alive()),
             **{(metrics.STATE, (state,)): state == self.status.state for state in metrics.NODE_STATES},
             (metrics.REGISTERED, ()): self.registered,
             (metrics.IS_SCHEDULER, ()): self._parts.scheduler.is_leader,
@@ -163,7 +163,7 @@ class NodeLoop:
 
     def jobs(self) -> tuple[tuple[str, int], ...]:
         """(job, number) of the runners here."""
-        return tuple(one.key for one in self._parts.runners.alive())
+        return tuple(runner.key for runner in self._parts.runners.alive())
 
     def jobs_with_files_in_use(self) -> set[tuple[str, int]]:
         """(job, number) of running jobs, and of all that may start here."""

@@ -155,14 +155,14 @@ def failed_jobs(
 
     `ends`: how jobs ended; those that are not in the store yet are exits of this node's runners. `now` is Unix time.
     """
-    found: dict[str, JobResult | RunnerExit] = {}
+    failed: dict[str, JobResult | RunnerExit] = {}
     for end in ends:
         if end.outcome != "failed" or now >= end.ended_at + FAILED_KEPT_S:
             continue
         nodes = end.nodes if isinstance(end, JobResult) else (node,)
         if node in nodes or (is_scheduler and not nodes):
-            found[end.job] = end
-    newest = sorted(found.values(), key=lambda end: end.ended_at)[-MAX_FAILED:]
+            failed[end.job] = end
+    newest = sorted(failed.values(), key=lambda end: end.ended_at)[-MAX_FAILED:]
     return {(JOB_FAILED, (end.job, shorten(end.reason))): end.ended_at for end in newest}
 
 
@@ -287,11 +287,11 @@ class RunnerScraper:
         until = time.monotonic() + SCRAPE_S
         self._last = {key: known for key, known in list(self._last.items()) if key in jobs}
         if len(jobs) < 2:
-            found = [self._page(key, until) for key in jobs]
+            pages = [self._page(key, until) for key in jobs]
         else:
             with ThreadPoolExecutor(min(len(jobs), MAX_PARALLEL), "elasticd-scrape") as pool:
-                found = list(pool.map(lambda key: self._page(key, until), jobs))
-        return [one for one in found if one]
+                pages = list(pool.map(lambda key: self._page(key, until), jobs))
+        return [page for page in pages if page]
 
     def _page(self, key: tuple[str, int], until: float) -> bytes:
         left = until - time.monotonic()
@@ -309,14 +309,14 @@ class RunnerScraper:
 def filter_samples(node: str, job: str, page: bytes) -> bytes:
     """The valid samples of a runner's page: in Prometheus' text format, and of this job on this node."""
     expected = {"job_id": escape_label(job), "node": escape_label(node)}
-    kept = []
+    valid = []
     family = ""
     left = MAX_SERIES
     for line in page.decode(errors="replace").split("\n"):
         if line.startswith("# "):
             if _HEAD.fullmatch(line):
                 family = line.split(" ", 3)[2]
-                kept.append(line)
+                valid.append(line)
             continue
         sample = _SAMPLE.fullmatch(line)
         if not left or sample is None or not family or not line.startswith(family):
@@ -326,6 +326,6 @@ def filter_samples(node: str, job: str, page: bytes) -> bytes:
         if len(labels) < len(pairs):
             continue
         if labels.get("job_id") == expected["job_id"] and labels.get("node", expected["node"]) == expected["node"]:
-            kept.append(line)
+            valid.append(line)
             left -= 1
-    return "\n".join(kept).encode() + b"\n"
+    return "\n".join(valid).encode() + b"\n"

@@ -130,11 +130,11 @@ class Placement(_Named):
     """When the scheduler first saw its result, by the schedulers' clock (keys.CLOCK)."""
 
     def assignment(self, node: str) -> SlotAssignment | None:
-        return next((one for one in self.assignments if one.node == node), None)
+        return next((assignment for assignment in self.assignments if assignment.node == node), None)
 
     def previous_nodes_after(self, nodes: Collection[str]) -> tuple[str, ...]:
         """`previous_nodes` when the job runs on `nodes` next."""
-        known = dict.fromkeys([*(one.node for one in self.assignments), *self.previous_nodes])
+        known = dict.fromkeys([*(assignment.node for assignment in self.assignments), *self.previous_nodes])
         return tuple(node for node in known if node not in nodes)[:MAX_PREVIOUS_NODES]
 
 
@@ -268,12 +268,12 @@ class ClusterView:
 
     def unfinished(self) -> tuple[Submission, ...]:
         finished = {r.job: r.number for r in self.results}
-        found = [s for s in self.submissions if s.number > finished.get(s.job, 0) and not s.removed]
-        return tuple(sorted(found, key=lambda s: s.order))
+        submissions = [s for s in self.submissions if s.number > finished.get(s.job, 0) and not s.removed]
+        return tuple(sorted(submissions, key=lambda s: s.order))
 
     def orphaned(self) -> tuple[Placement, ...]:
         """Placements without a submission known here, e.g. of a newer version: they keep their slots."""
         submitted = {s.job for s in self.submissions}
         finished = {r.job: r.number for r in self.results}
-        found = [p for p in self.placements if p.job not in submitted and p.number > finished.get(p.job, 0)]
-        return tuple(sorted(found, key=lambda p: p.job))
+        placements = [p for p in self.placements if p.job not in submitted and p.number > finished.get(p.job, 0)]
+        return tuple(sorted(placements, key=lambda p: p.job))

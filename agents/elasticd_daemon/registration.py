@@ -76,9 +76,9 @@ class NodeStatusPublisher:
             return
         key, value = keys.KNOWN + self._status.node, KnownNode(self._status.node, self._status.address).to_json()
         with contextlib.suppress(StoreRefused):  # by the role of a node that an older version's page has made
-            found = self._store.read(key)
-            if found is None or found.value != value:
-                self._store.compare_and_swap(key, None if found is None else found.version, value)
+            entry = self._store.read(key)
+            if entry is None or entry.value != value:
+                self._store.compare_and_swap(key, None if entry is None else entry.version, value)
         self._remembered = True
 
     def _may_replace(self, value: bytes) -> bool:
@@ -134,5 +134,5 @@ def _torch() -> str:
 
 
 def _driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    found = re.search(rb"Kernel Module(?: for \S+)?\s+([0-9.]+)", procfs.read(str(path)))
-    return found[1].decode() if found else ""
+    version = re.search(rb"Kernel Module(?: for \S+)?\s+([0-9.]+)", procfs.read(str(path)))
+    return version[1].decode() if version else ""

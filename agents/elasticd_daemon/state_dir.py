@@ -37,10 +37,10 @@ def exclusive(state: Path) -> Iterator[None]:
     """Create and lock the directory. Raises UsageError."""
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = state.stat()
-        if found.st_uid not in (0, os.geteuid()) or stat.S_IMODE(found.st_mode) & 0o022:
+        status = state.stat()
+        if status.st_uid not in (0, os.geteuid()) or stat.S_IMODE(status.st_mode) & 0o022:
             raise UsageError(f"state_dir {state}: other users can write there; chown it to this user and chmod it 0700")
-        if stat.S_IMODE(found.st_mode) & 0o066:
+        if stat.S_IMODE(status.st_mode) & 0o066:
             state.chmod(0o700)
         lock = _take_lock(state / LOCK)
     except OSError as error:

@@ -79,13 +79,13 @@ def _copied(given: Path) -> Iterator[Path]:
 def _run(options: argparse.Namespace) -> int:
     if options.verb == "prune":
         return _prune(options.directory, options.keep, options.keep_every)
-    found = walk(options.directory)
+    lineage = walk(options.directory)
     if options.verb == "list":
-        _print_list(options.directory, found, options.json)
+        _print_list(options.directory, lineage, options.json)
         return 0
     if options.verb == "show":
-        return _show(options.directory, found, options.name)
-    return _verify(options.directory, found, options.name)
+        return _show(options.directory, lineage, options.name)
+    return _verify(options.directory, lineage, options.name)
 
 
 def build_parser() -> CommandParser:
@@ -112,15 +112,15 @@ def build_parser() -> CommandParser:
 
 def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
     usable = {entry.path for entry in found.entries}
-    skipped = {each.path: each.why for each in found.skipped}
-    aside = {each.path: each for each in names_aside(directory)}
+    skipped = {checkpoint.path: checkpoint.why for checkpoint in found.skipped}
+    aside = {checkpoint.path: checkpoint for checkpoint in names_aside(directory)}
     present = [*_present(directory), *sorted(aside.values(), key=lambda each: each.path.name)]
     if not present and not as_json:
         print(f"{shown(directory)} holds no checkpoint")
-    for each in present:
-        manifest = examine(each)
-        why = skipped.get(each.path, "not in the lineage of the newest round")
-        why = "set aside by session.restore(step=…)" if each.path in aside else why
+    for checkpoint in present:
+        manifest = examine(checkpoint)
+        why = skipped.get(checkpoint.path, "not in the lineage of the newest round")
+        why = "set aside by session.restore(step=…)" if checkpoint.path in aside else why
         size, saved, kind = "", "", ""
         described: dict[str, object] = {}
         if isinstance(manifest, Unreadable):
@@ -135,23 +135,36 @@ def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
                 "world_size": manifest.world_size,
                 "wall": manifest.wall,
             }
-        why = "" if each.path in usable else why
+        why = "" if checkpoint.path in usable else why
         if as_json:
-            print(json.dumps({"name": each.path.name, "round": each.round, "step": each.step, **described, "why": why}))
+            print(
+                json.dumps(
+                    {
+                        "name": checkpoint.path.name,
+                        "round": checkpoint.round,
+                        "step": checkpoint.step,
+                        **described,
+                        "why": why,
+                    }
+                )
+            )
         else:
-            print(f"{each.path.name:<16} {size:>12}  {kind:<7}  {saved:<21}  {why or 'can be restored'}".rstrip())
+            print(f"{checkpoint.path.name:<16} {size:>12}  {kind:<7}  {saved:<21}  {why or 'can be restored'}".rstrip())
 
 
 def _present(directory: Path) -> list[CheckpointName]:
     """The newest first."""
-    found = [each for each in names(directory) if not each.hidden]
-    return sorted(found, key=lambda each: (-each.round, -each.step))
+    checkpoints = [checkpoint for checkpoint in names(directory) if not checkpoint.hidden]
+    return sorted(checkpoints, key=lambda each: (-each.round, -each.step))
 
 
 def _entries(found: LineageWalk, name: str | None) -> list[Entry]:
     entries = [entry for entry in found.entries if name in (None, entry.path.name)]
     if name is not None and not entries:
-        why = next((each.why for each in found.skipped if each.path.name == name), "there is none in the lineage")
+        why = next(
+            (checkpoint.why for checkpoint in found.skipped if checkpoint.path.name == name),
+            "there is none in the lineage",
+        )
         raise UsageError(f"{name}: {why}")
     return entries
 
@@ -169,13 +182,13 @@ def _verify(directory: Path, found: LineageWalk, name: str | None) -> int:
     """Read from the disk, not from the page cache; without a name also what is not in the lineage."""
     damaged = 0
     lineage = {entry.path for entry in _entries(found, name)}
-    for each in _present(directory):
-        if name is None or each.path in lineage:
-            manifest = examine(each)
-            why = manifest.why if isinstance(manifest, Unreadable) else find_damage(Entry(each.path, manifest))
+    for checkpoint in _present(directory):
+        if name is None or checkpoint.path in lineage:
+            manifest = examine(checkpoint)
+            why = manifest.why if isinstance(manifest, Unreadable) else find_damage(Entry(checkpoint.path, manifest))
             damaged += why is not None
-            outside = "" if each.path in lineage else ", not in the lineage of the newest round"
-            print(f"{each.path.name}: {why or f'whole{outside}'}")
+            outside = "" if checkpoint.path in lineage else ", not in the lineage of the newest round"
+            print(f"{checkpoint.path.name}: {why or f'whole{outside}'}")
     return 1 if damaged else 0
 
 
@@ -197,5 +210,5 @@ def _prune(directory: Path, keep: int, keep_every: int) -> int:
         lock.release()
     for path in deleted:
         print(f"{path.name}: deleted")
-    print(f"{len(deleted)} deleted, {sum(not each.hidden for each in names(directory))} left")
+    print(f"{len(deleted)} deleted, {sum(not checkpoint.hidden for checkpoint in names(directory))} left")
     return 0

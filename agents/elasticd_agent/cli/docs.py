@@ -16,7 +16,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 def docs(argv: Sequence[str]) -> int:
     """Returns 0; raises UsageError for a page or a heading that is not there."""
     args = build_parser().parse_args(argv)
-    folder = next((one for one in (_PACKAGE / "docs", _PACKAGE.parents[1] / "docs") if one.is_dir()), None)
+    folder = next((path for path in (_PACKAGE / "docs", _PACKAGE.parents[1] / "docs") if path.is_dir()), None)
     if folder is None:
         raise UsageError("this installation has no documentation")
     pages = {path.stem: path for path in sorted(folder.glob("*.md")) if path.stem != "README"}

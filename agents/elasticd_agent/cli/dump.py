@@ -42,7 +42,7 @@ def dump(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     out = _checked(args.out)
     agents, silent = find_runs(args.pid)
-    chosen = [one for one in agents if args.job in (None, one.job)]
+    chosen = [agent for agent in agents if args.job in (None, agent.job)]
     if not chosen:
         for why in silent:
             print(f"elasticd dump: {why}", file=sys.stderr)
@@ -50,7 +50,7 @@ def dump(argv: Sequence[str]) -> int:
         which = f"job {args.job}" if args.job is not None else f"agent {args.pid}" if args.pid is not None else "job"
         return _failed(f"no {which} of this user runs on this machine{named}")
     if len(chosen) > 1:
-        listed = "".join(f"\n  --pid {one.pid}  (job {one.job}, node {one.node})" for one in chosen)
+        listed = "".join(f"\n  --pid {agent.pid}  (job {agent.job}, node {agent.node})" for agent in chosen)
         print(f"elasticd dump: several jobs run here; choose one:{listed}", file=sys.stderr)
         return 2
     return _dumped(chosen[0], out, as_json=args.json)
@@ -58,7 +58,7 @@ def dump(argv: Sequence[str]) -> int:
 
 def find_runs(only: int | None = None) -> tuple[list[LocalRun], list[str]]:
     """This user's agents on this machine, or `only` that pid; and a sentence for each that does not answer."""
-    found, silent = [], []
+    runs, silent = [], []
     for path in sorted(_sockets()):
         pid = path.parent.name.split("-")[2]
         if not pid.isdecimal() or not Path(f"/proc/{pid}").exists() or only not in (None, int(pid)):
@@ -68,8 +68,8 @@ def find_runs(only: int | None = None) -> tuple[list[LocalRun], list[str]]:
         except control.ControlSocketError as error:
             silent.append(f"the agent with pid {pid} does not answer: {error}")
             continue
-        found.append(LocalRun(int(pid), str(about.get("job", "?")), str(about.get("node", "?")), path))
-    return sorted(found, key=lambda agent: agent.pid), silent
+        runs.append(LocalRun(int(pid), str(about.get("job", "?")), str(about.get("node", "?")), path))
+    return sorted(runs, key=lambda agent: agent.pid), silent
 
 
 def _sockets() -> set[Path]:

@@ -36,24 +36,24 @@ def explain(argv: Sequence[str]) -> int:
 
 
 def _answer(args: argparse.Namespace, directory: Path) -> int:
-    found = finding.find_all(directory)
-    if not found and not directory.is_dir():
+    folders = finding.find_all(directory)
+    if not folders and not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise UsageError(
             f"{directory} {what}; give the job's --log-dir, a round's folder in it, or a folder of evidence"
         )
     if args.list:
-        return _list(found, directory)
-    place = finding.choose_folder(found)
+        return _list(folders, directory)
+    place = finding.choose_folder(folders)
     if args.round is not None:
-        place = finding.choose_folder([one for one in found if one.round == args.round])
-        if place is None and found:
-            rounds = ", ".join(str(number) for number in sorted({one.round for one in found}))
+        place = finding.choose_folder([folder for folder in folders if folder.round == args.round])
+        if place is None and folders:
+            rounds = ", ".join(str(number) for number in sorted({folder.round for folder in folders}))
             return _nothing(f"no evidence of round {args.round} in {directory}; there is some of: {rounds}")
     if place is None:
         ended = reading.ending(args.event_log or _event_log(None, directory))
         return _nothing(f"no evidence in {directory}, nor elsewhere for it: no hang was suspected here{ended}")
-    show(reading.explain(place, args.event_log or _event_log(place, directory), found), as_json=args.json)
+    show(reading.explain(place, args.event_log or _event_log(place, directory), folders), as_json=args.json)
     return 0
 
 

@@ -52,8 +52,8 @@ class AuditedRoutes:
         if isinstance(answer, HttpResponse):
             target, caller = f"{request.method} {request.path}", denied.caller
             # Nobody can flood the log with invented paths: of the same action, whatever its target, there is one line.
-            found = action_of(request.method, request.path)
-            once = found[0] if found is not None and caller is not None and caller.host else ""
+            audited = action_of(request.method, request.path)
+            once = audited[0] if audited is not None and caller is not None and caller.host else ""
             self._record(str(caller or request.host), DENIED, target, answer.status, denied.why, once=once)
         return answer
 
@@ -70,10 +70,10 @@ class AuditedRoutes:
             self._record_request(request, status, body)
 
     def _record_request(self, request: HttpRequest, status: int, body: bytes) -> None:
-        found = action_of(request.method, request.path)
-        if found is None:
+        audited = action_of(request.method, request.path)
+        if audited is None:
             return
-        action, target = found
+        action, target = audited
         if action == "submit" and status == 201:
             target = json.loads(body)["job"]
         by = request.requested_by or request.host

@@ -53,12 +53,12 @@ class Reply:
     def document(self) -> dict[str, Any]:
         """The answer's JSON object. Raises Unreachable for anything else."""
         try:
-            found = bounded_json.loads(self.body, self.most_values)
+            parsed = bounded_json.loads(self.body, self.most_values)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+            parsed = None
+        if not isinstance(parsed, dict):
             raise Unreachable(f"the answer is not from an elasticd agent: {self.body[:60]!r}")
-        return found
+        return parsed
 
     def result(self) -> dict[str, Any]:
         """The JSON object of a request that succeeded. Raises RequestFailed, UsageError for a request that is invalid,

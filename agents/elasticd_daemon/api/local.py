@@ -155,16 +155,16 @@ class LocalJobs:
         events = logs.parent / "events.jsonl"
 
         def work() -> dict[str, Any]:
-            found, log = locate.find_all(where), events if events.is_file() else None
-            place = locate.choose_folder([one for one in found if round in (None, one.round)])
+            folders, log = locate.find_all(where), events if events.is_file() else None
+            place = locate.choose_folder([folder for folder in folders if round in (None, folder.round)])
             if place is None:
-                some = ", ".join(str(number) for number in sorted({one.round for one in found}))
+                some = ", ".join(str(number) for number in sorted({folder.round for folder in folders}))
                 which = (
                     "" if round is None else f" of round {round}" + (f"; there is evidence of: {some}" if some else "")
                 )
                 error = f"no evidence{which}: no hang was suspected here{load.ending(log)}"
                 return {"node": self.node, "error": error}
-            explained = load.explain(place, log, found, here=self.node)
+            explained = load.explain(place, log, folders, here=self.node)
             return {
                 "node": self.node,
                 "path": str(place.path),
@@ -205,14 +205,14 @@ def _feed(cursor: _LogCursor, fd: int, until: float) -> None:
 
     What is left at `until` is for the next time.
     """
-    found = os.fstat(fd)
-    if found.st_ino != cursor.inode or found.st_size < cursor.offset:
+    file = os.fstat(fd)
+    if file.st_ino != cursor.inode or file.st_size < cursor.offset:
         cursor.timeline = JobTimeline()
         cursor.offset = 0
         cursor.partial_line = b""
-        cursor.inode = found.st_ino
-    if found.st_size - cursor.offset > MAX_UNREAD_BYTES:
-        cursor.offset, cursor.partial_line = found.st_size - MAX_UNREAD_BYTES, b""
+        cursor.inode = file.st_ino
+    if file.st_size - cursor.offset > MAX_UNREAD_BYTES:
+        cursor.offset, cursor.partial_line = file.st_size - MAX_UNREAD_BYTES, b""
     while time.monotonic() < until and (data := os.pread(fd, _CHUNK, cursor.offset)):
         cursor.offset += len(data)
         *lines, cursor.partial_line = (cursor.partial_line + data).split(b"\n")

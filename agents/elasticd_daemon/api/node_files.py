@@ -6,6 +6,7 @@ its result say where to look first; a node that does not answer is named.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,13 +67,13 @@ class ClusterReader:
         own = self._own_progress(job, now)
         is_member = own is not None and (self.local.node in nodes or (not nodes and bool(own.rounds)))
         answers = self._peer_progress(view, job, nodes, is_member)
-        rows = [one for one in answers.values() if isinstance(one, JobProgress)]
+        rows = [answer for answer in answers.values() if isinstance(answer, JobProgress)]
         rows.sort(key=lambda one: -(one.round or 0))
         if own is not None:
             is_behind = bool(rows) and (rows[0].round or 0) >= (own.round or 0)
             rows.insert(len(rows) if is_behind and not is_member else 0, own)
         # Only the job's own nodes: a node that may never have had the job is not missed.
-        problems = {node: one for node in nodes if isinstance(one := answers.get(node, _NOT_REGISTERED), str)}
+        problems = {node: answer for node in nodes if isinstance(answer := answers.get(node, _NOT_REGISTERED), str)}
         problems.pop(self.local.node, None)
         return merge_progress(rows, problems)
 
@@ -97,15 +98,15 @@ class ClusterReader:
         full = {node for number, node in enumerate(known) if number < MAX_FULL_HISTORY_NODES or node in left}
         within_s = SUPPLEMENT_TIMEOUT_S if is_member else PEER_TIMEOUT_S
         path = f"/v1/local/jobs/{quote(job.job, safe='')}"
-        found: dict[str, dict[str, Any] | str] = {}
+        answers: dict[str, dict[str, Any] | str] = {}
 
         def ask(brief: bool, meanwhile: Callable[[], None] = lambda: None) -> None:
             addressed = {node: address for node, address in known.items() if (node in full) != brief}
             query = {"number": job.number, "brief": 1 if brief else None}
-            found.update(self.peers.request_all(addressed, "GET", path, query, within_s, meanwhile))
+            answers.update(self.peers.request_all(addressed, "GET", path, query, within_s, meanwhile))
 
         ask(True, meanwhile=lambda: ask(False))
-        return {node: one if isinstance(one, str) else _decoded(one) for node, one in found.items()}
+        return {node: answer if isinstance(answer, str) else _decoded(answer) for node, answer in answers.items()}
 
     def logs(self, view: ClusterView, job: Submission, current: Round | None, request: LogRequest) -> LogChunk:
         """`current`: the job's current Round, if known. Raises NotFound, NodesUnavailable."""
@@ -117,12 +118,12 @@ class ClusterReader:
         until = time.monotonic() + LOG_SEARCH_TIMEOUT_S
         for node in nodes:
             try:
-                found = self._logs_of(node, view, job, request)
+                chunk = self._logs_of(node, view, job, request)
             except (Unreachable, DeadlineExceeded, WireError) as error:
                 problems[node] = str(error) or "its disk does not answer"
                 continue
-            if found is not None and (best is None or found.round > best.round):
-                best = found
+            if chunk is not None and (best is None or chunk.round > best.round):
+                best = chunk
             # A rank may have moved: without a round in the request or a current Round, every node has to be asked.
             is_sure = request.round is not None or request.stream in rank_logs.NODE_STREAMS or node in owner
             if (best is not None and is_sure) or time.monotonic() > until:
@@ -183,7 +184,7 @@ class ClusterReader:
         meanwhile = (lambda: own.append(here())) if self.local.node in names else lambda: None
         answers = self.peers.request_all(others, method, path, query, within_s, meanwhile, body)
         rows: dict[str, dict[str, Any]] = {
-            node: one if isinstance(one, dict) else {"error": one} for node, one in answers.items()
+            node: answer if isinstance(answer, dict) else {"error": answer} for node, answer in answers.items()
         }
         if own:
             rows[self.local.node] = own[0]
@@ -193,10 +194,10 @@ class ClusterReader:
         """Every node that may have data of the job, this one first. `current`: the job's current Round, if known."""
         placement = views.placement_of(view, job)
         result = view.result(job.job, job.number)
-        named = [] if placement is None else [one.node for one in placement.assignments]
+        named = [] if placement is None else [assignment.node for assignment in placement.assignments]
         named += [] if current is None else [member.node for member in current.members]
         named += [] if result is None else list(result.nodes)
-        named += [one.node for one in view.nodes]  # nodes that the job has left have its older rounds
+        named += [status.node for status in view.nodes]  # nodes that the job has left have its older rounds
         return list(dict.fromkeys([self.local.node, *named]))
 
     def _files(self, job: Submission) -> JobFiles:
@@ -205,7 +206,7 @@ class ClusterReader:
 
 def addresses(view: ClusterView, nodes: Iterable[str]) -> dict[str, str]:
     """The addresses of those nodes whose agents are registered."""
-    known = {one.node: one.address for one in view.nodes}
+    known = {status.node: status.address for status in view.nodes}
     return {node: known[node] for node in nodes if node in known}
 
 
@@ -224,7 +225,11 @@ def _node_of_rank(current: Round | None, request: LogRequest) -> list[str]:
 
 
 def _newest(saved: Iterable[CheckpointStatus | None]) -> CheckpointStatus | None:
-    return max((one for one in saved if one is not None), key=lambda one: (one.round, one.step), default=None)
+    return max(
+        (checkpoint for checkpoint in saved if checkpoint is not None),
+        key=lambda one: (one.round, one.step),
+        default=None,
+    )
 
 
 def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) -> JobProgress | None:
@@ -255,8 +260,8 @@ def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) 
 def _by_rank(rows: Sequence[JobProgress], of: Callable[[JobProgress], Iterable[_OfRank]]) -> tuple[_OfRank, ...]:
     """The rows of the newest round's ranks: an older one numbers ranks differently."""
     newest = max(row.round or 0 for row in rows)
-    found = {one.rank: one for row in reversed(rows) if (row.round or 0) == newest for one in of(row)}
-    return tuple(found[rank] for rank in sorted(found))
+    by_rank = {ranked.rank: ranked for row in reversed(rows) if (row.round or 0) == newest for ranked in of(row)}
+    return tuple(by_rank[rank] for rank in sorted(by_rank))
 
 
 def _merged_rounds(rows: Sequence[JobProgress]) -> tuple[RoundStatus, ...]:
@@ -265,18 +270,19 @@ def _merged_rounds(rows: Sequence[JobProgress]) -> tuple[RoundStatus, ...]:
     """
     rounds: dict[int, RoundStatus] = {}
     for row in reversed(rows):
-        rounds |= {one.round: one for one in row.rounds}
-    for node, one in ((row.node, one) for row in rows for one in row.rounds):
-        if node == measuring_node(one.leader, one.nodes) and one.lost_seconds is not None:
-            rounds[one.round] = replace(rounds[one.round], lost_seconds=one.lost_seconds)
-        if one.resumed_step is not None:
-            rounds[one.round] = replace(rounds[one.round], resumed_step=one.resumed_step, donor=one.donor)
+        rounds |= {status.round: status for status in row.rounds}
+    for node, status in ((row.node, status) for row in rows for status in row.rounds):
+        number = status.round
+        if node == measuring_node(status.leader, status.nodes) and status.lost_seconds is not None:
+            rounds[number] = replace(rounds[number], lost_seconds=status.lost_seconds)
+        if status.resumed_step is not None:
+            rounds[number] = replace(rounds[number], resumed_step=status.resumed_step, donor=status.donor)
     return tuple(rounds[number] for number in sorted(rounds)[-MAX_SHOWN_ROUNDS:])
 
 
 def _merged_scalars(rows: Sequence[JobProgress]) -> tuple[ScalarSeries, ...]:
     """Rank 0, which logs them, may have moved from node to node."""
-    found: dict[str, dict[int, float]] = {}
-    for series in (one for row in reversed(rows) for one in row.scalars):
-        found.setdefault(series.name, {}).update(series.points)
-    return tuple(ScalarSeries(name, tuple(sorted(points.items()))) for name, points in sorted(found.items()))
+    merged: dict[str, dict[int, float]] = {}
+    for series in itertools.chain.from_iterable(row.scalars for row in reversed(rows)):
+        merged.setdefault(series.name, {}).update(series.points)
+    return tuple(ScalarSeries(name, tuple(sorted(points.items()))) for name, points in sorted(merged.items()))

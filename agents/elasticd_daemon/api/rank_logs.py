@@ -80,10 +80,10 @@ def read_log(files: JobFiles, node: str, request: LogRequest) -> LogChunk | None
     file, round = files.output if request.stream == "elasticd" else files.events, 0
     root, parts = file.parent, [file.name]
     if request.stream not in NODE_STREAMS:
-        found = newest_round_of(files, request.rank) if request.round is None else request.round
-        if found is None:
+        newest = newest_round_of(files, request.rank) if request.round is None else request.round
+        if newest is None:
             return None
-        root, round = files.logs, found
+        root, round = files.logs, newest
         parts = [f"round-{round}", f"rank-{request.rank}", f"{request.stream}.log"]
     offset = request.offset
     try:
@@ -125,6 +125,6 @@ def _numbered_entries(files: JobFiles, parts: Sequence[str], pattern: re.Pattern
     try:
         with _directory(files.logs, parts) as fd, os.scandir(fd) as entries:
             names = (entry.name for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False))
-            return {int(found[1]) for found in map(pattern.fullmatch, names) if found is not None}
+            return {int(match[1]) for match in map(pattern.fullmatch, names) if match is not None}
     except (OSError, ValueError):
         return set()

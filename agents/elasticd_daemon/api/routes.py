@@ -139,10 +139,10 @@ class ApiRoutes:
 
     def _local_logs(self, request: HttpRequest, job: str) -> HttpResponse:
         local, number, log_request = self.service.local, _job_number(request), _log_request(request)
-        found = local.logs(job, number, log_request)
-        if found is None:
+        chunk = local.logs(job, number, log_request)
+        if chunk is None:
             raise NotFound(f"{local.node} has no log {log_request} of job {job!r} number {number}")
-        return _log_response(found)
+        return _log_response(chunk)
 
     def _local_dump(self, request: HttpRequest, job: str) -> HttpResponse:
         return json_response(self.service.local.dump(job, _job_number(request)))
@@ -212,8 +212,8 @@ def _reason(body: bytes) -> str:
     if not body:
         return ""
     try:
-        found = bounded_json.loads(body)
-        reason = found.get("reason", "") if isinstance(found, dict) else None
+        parsed = bounded_json.loads(body)
+        reason = parsed.get("reason", "") if isinstance(parsed, dict) else None
         if isinstance(reason, str):
             reason.encode()
             return reason
@@ -223,7 +223,7 @@ def _reason(body: bytes) -> str:
 
 
 def _listing(name: str, rows: Sequence[msgspec.Raw], problems: Sequence[str]) -> HttpResponse:
-    shown = [one.encode("utf-8", "replace").decode() for one in problems]  # a key need not be UTF-8
+    shown = [sentence.encode("utf-8", "replace").decode() for sentence in problems]  # a key need not be UTF-8
     return HttpResponse(200, msgspec.json.encode({name: rows, "problems": shown}) + b"\n")
 
 

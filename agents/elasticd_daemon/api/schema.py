@@ -244,8 +244,8 @@ class JobStatus(JobSummary):
     @property
     def failed_rank(self) -> int | None:
         """The rank that made the job fail: the reason names it first. None where none did."""
-        found = re.search(r"\brank (\d{1,6})\b", self.reason) if self.state == "failed" else None
-        return int(found[1]) if found else None
+        named = re.search(r"\brank (\d{1,6})\b", self.reason) if self.state == "failed" else None
+        return int(named[1]) if named else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,15 +180,15 @@ class Certificates:
 
     def _file_stamps(self) -> tuple[object, ...]:
         """Changes whenever one of the files does."""
-        found: list[object] = []
+        stamps: list[object] = []
         for path in (self._cert, self._key):
             try:
-                one = os.stat(path)
+                status = os.stat(path)
             except OSError:
-                found.append(None)
+                stamps.append(None)
             else:
-                found.append((one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns))
-        return tuple(found)
+                stamps.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+        return tuple(stamps)
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

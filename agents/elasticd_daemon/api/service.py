@@ -167,8 +167,8 @@ class JobService:
         if most is None:
             return
         name = submitter(by)
-        own = [one for one in self._view().unfinished() if one.submitter == name]
-        if len(own) >= most and not (token and any(one.token == token for one in own)):
+        own = [submission for submission in self._view().unfinished() if submission.submitter == name]
+        if len(own) >= most and not (token and any(submission.token == token for submission in own)):
             raise Conflict(f"{name} has {count(len(own), 'unfinished job')}: [limits] jobs_per_submitter is {most}")
 
     def _check_made(self, made: Submission, by: str) -> None:
@@ -179,7 +179,7 @@ class JobService:
         most = self.limit()
         if most is None:
             return
-        own = [one for one in self._view().unfinished() if one.submitter == made.submitter]
+        own = [submission for submission in self._view().unfinished() if submission.submitter == made.submitter]
         if len(own) > most:
             job_queue.cancel(self.store, made.job, "[limits] jobs_per_submitter", self.clock())
             raise Conflict(
@@ -230,7 +230,7 @@ class JobService:
         """
         view, submission = self._find_job(name)
         runners = views.runners_of(view, submission.job, submission.number)
-        nodes = [node for node, one in runners.items() if one.state in ("starting", "running")]
+        nodes = [node for node, runner in runners.items() if runner.state in ("starting", "running")]
         if not nodes:
             row = JobList.of(view, self.clock()).by_name[name]
             raise Conflict(f"job {name!r} runs on no node, so there is no evidence to take: {row.state}: {row.reason}")
@@ -258,7 +258,9 @@ class JobService:
         for result in view.results:  # its submission was cleaned away a moment ago
             if result.job == name:
                 return view, Submission(result.job, result.number, "{}", 1, 1, 1, 1, submitted_at=result.ended_at)
-        raise NotFound(f"there is no job {name!r}; {_existing_names([one.job for one in view.submissions], 'job')}")
+        raise NotFound(
+            f"there is no job {name!r}; {_existing_names([submission.job for submission in view.submissions], 'job')}"
+        )
 
     def _node(self, node: str) -> NodeSummary:
         rows, _ = self.nodes()
@@ -271,8 +273,8 @@ class JobService:
         """The job's current Round; None if its runners do not meet in this store."""
         try:
             key = Keys(job.job).round
-            found = self.store.read(key)
-            agreed = None if found is None else decode_record(Round, key, found.value)
+            entry = self.store.read(key)
+            agreed = None if entry is None else decode_record(Round, key, entry.value)
         except WireError:
             return None
         return agreed if agreed is not None and agreed.run in ("", str(job.number)) else None
@@ -282,15 +284,15 @@ def _with_result(progress: JobProgress | None, result: JobResult | None) -> JobP
     """The progress with the rounds and their reasons that only the result has, and no node in its event log."""
     if result is None or not (result.rounds or result.step):
         return progress
-    rounds = {} if progress is None else {one.round: one for one in progress.rounds}
-    for one in result.rounds:
-        known = rounds.get(one.number, RoundStatus(one.number, one.at))
+    rounds = {} if progress is None else {row.round: row for row in progress.rounds}
+    for row in result.rounds:
+        known = rounds.get(row.number, RoundStatus(row.number, row.at))
         if not known.reason:
-            rounds[one.number] = replace(known, world_size=one.world_size, reason=one.reason)
-    found = tuple(rounds[number] for number in sorted(rounds))
+            rounds[row.number] = replace(known, world_size=row.world_size, reason=row.reason)
+    newest_last = tuple(rounds[number] for number in sorted(rounds))
     if progress is None:
-        return JobProgress(rounds=found, round=found[-1].round if found else None, step=result.step)
-    return replace(progress, rounds=found)
+        return JobProgress(rounds=newest_last, round=newest_last[-1].round if newest_last else None, step=result.step)
+    return replace(progress, rounds=newest_last)
 
 
 def _existing_names(names: list[str], what: str) -> str:

@@ -18,7 +18,7 @@ from elasticd_daemon.records import ClusterView, Cordon, KnownNode, NodeStatus, 
 def job_status(
     summary: JobSummary, assignments: tuple[AssignmentStatus, ...], progress: JobProgress | None, file: str = ""
 ) -> JobStatus:
-    known = {one.name: getattr(summary, one.name) for one in fields(summary)}
+    known = {field.name: getattr(summary, field.name) for field in fields(summary)}
     return JobStatus(**known, assignments=assignments, progress=progress, file=file)
 
 
@@ -46,15 +46,17 @@ def assignments(view: ClusterView, submission: Submission) -> tuple[AssignmentSt
     """Each node the job runs on, or still runs on: its slots, and the state of the runner there."""
     placement = placement_of(view, submission)
     runners = runners_of(view, submission.job, submission.number)
-    assigned = {} if placement is None else {one.node: one for one in placement.assignments}
-    registered = {one.node for one in view.nodes}
+    assigned = {} if placement is None else {assignment.node: assignment for assignment in placement.assignments}
+    registered = {status.node for status in view.nodes}
     rows: dict[str, AssignmentStatus] = {}
     for node, runner in runners.items():
         slots = assigned[node].slots if node in assigned else runner.slots
         rows[node] = AssignmentStatus(node, slots, runner.state, runner.why)
-    for node, one in assigned.items():
+    for node, assignment in assigned.items():
         offline = ("offline", "its agent is not registered")
-        rows.setdefault(node, AssignmentStatus(node, one.slots, *(("starting", "") if node in registered else offline)))
+        rows.setdefault(
+            node, AssignmentStatus(node, assignment.slots, *(("starting", "") if node in registered else offline))
+        )
     for refusal in () if placement is None else placement.refusals:
         rows.setdefault(refusal.node, AssignmentStatus(refusal.node, (), "refused", refusal.why))
     return tuple(rows[node] for node in dict.fromkeys([*assigned, *rows]))
@@ -62,15 +64,15 @@ def assignments(view: ClusterView, submission: Submission) -> tuple[AssignmentSt
 
 def nodes(view: ClusterView, now: float) -> list[NodeSummary]:
     """Every node whose agent is registered, or was lost, or that is cordoned. `now`: the time of day."""
-    statuses = {one.node: one for one in view.nodes}
-    lost = {one.node: one for one in view.known if one.node not in statuses}
-    cordons = {one.node: one for one in view.cordons}
-    ended = {(one.job, one.number) for one in view.results}
+    statuses = {status.node: status for status in view.nodes}
+    lost = {node.node: node for node in view.known if node.node not in statuses}
+    cordons = {cordon.node: cordon for cordon in view.cordons}
+    ended = {(result.job, result.number) for result in view.results}
     assigned: dict[str, dict[str, tuple[int, ...]]] = {}
     for placement in view.placements:
         if placement.assignments and (placement.job, placement.number) not in ended:
-            for one in placement.assignments:
-                assigned.setdefault(one.node, {})[placement.job] = one.slots
+            for assignment in placement.assignments:
+                assigned.setdefault(assignment.node, {})[placement.job] = assignment.slots
     return [
         _node(name, statuses.get(name) or lost.get(name), cordons.get(name), assigned.get(name, {}), now)
         for name in sorted(statuses.keys() | lost.keys() | cordons.keys())
@@ -88,8 +90,8 @@ def _node(
     status = found if isinstance(found, NodeStatus) else None
     lost = found if isinstance(found, KnownNode) else None
     known = status or NodeStatus(name, "", 0, "" if lost is None else lost.address)
-    runners = [one for one in known.runners if one.state != "refused"]
-    used = {slot for slots in (*(one.slots for one in runners), *assigned.values()) for slot in slots}
+    runners = [runner for runner in known.runners if runner.state != "refused"]
+    used = {slot for slots in (*(runner.slots for runner in runners), *assigned.values()) for slot in slots}
     state, reason = _node_state(status, lost, cordon, now, busy=bool(runners or assigned))
     versions = {"elasticd": known.elasticd, "python": known.python, "torch": known.torch, "driver": known.driver}
     return NodeSummary(
@@ -97,7 +99,7 @@ def _node(
         state=state,
         slots=known.slots,
         used=len(used),
-        jobs=tuple(sorted({one.job for one in runners} | assigned.keys())),
+        jobs=tuple(sorted({runner.job for runner in runners} | assigned.keys())),
         reason=reason,
         address=known.address,
         gpus=known.gpus,
@@ -140,14 +142,19 @@ def _loss(lost: KnownNode, now: float) -> str:
 
 def placement_of(view: ClusterView, submission: Submission) -> Placement | None:
     key = (submission.job, submission.number)
-    return next((one for one in view.placements if (one.job, one.number) == key), None)
+    return next((placement for placement in view.placements if (placement.job, placement.number) == key), None)
 
 
 def runners_of(view: ClusterView, job: str, number: int) -> dict[str, RunnerStatus]:
     """The job's runner on each node, as the node's agent reports it."""
-    return {node.node: one for node in view.nodes for one in node.runners if (one.job, one.number) == (job, number)}
+    return {
+        node.node: runner
+        for node in view.nodes
+        for runner in node.runners
+        if (runner.job, runner.number) == (job, number)
+    }
 
 
 def nodes_still_running(runners: Mapping[str, RunnerStatus]) -> list[str]:
     """The nodes where processes of the job run; a node that refused the job has none."""
-    return [node for node, one in runners.items() if one.state != "refused"]
+    return [node for node, runner in runners.items() if runner.state != "refused"]

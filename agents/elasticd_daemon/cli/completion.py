@@ -49,25 +49,25 @@ def all_parsers() -> argparse.ArgumentParser:
             switch = {"action": "store_true"} if word.startswith("-") else {"metavar": word}
             run.add_argument(*flag.spellings, help=flag.help.replace("%", "%%"), **switch)  # type: ignore[arg-type]
     run.add_argument("script", metavar="SCRIPT", help="and its arguments")
-    found: dict[str, argparse.ArgumentParser] = {"run": run, "completion": build_parser()}
+    parsers: dict[str, argparse.ArgumentParser] = {"run": run, "completion": build_parser()}
     local = (agent, store_server, doctor, config_command, checkpoints, docs)
-    found |= {one.prog.split()[-1]: one for one in (module.build_parser() for module in local)}
-    found |= {name: job_commands.build_parser(name) for name in COMMANDS if name not in found}
+    parsers |= {parser.prog.split()[-1]: parser for parser in (module.build_parser() for module in local)}
+    parsers |= {name: job_commands.build_parser(name) for name in COMMANDS if name not in parsers}
     # Without a JOB, or of a directory, these two are about this machine, and have options of their own.
     for name, module in (("dump", dump), ("explain", explain)):
-        of_job, found[name] = found[name], module.build_parser()
+        of_job, parsers[name] = parsers[name], module.build_parser()
         for action in of_job._actions:
-            if action.option_strings and not found[name]._option_string_actions.keys() & set(action.option_strings):
-                found[name]._add_action(action)
+            if action.option_strings and not parsers[name]._option_string_actions.keys() & set(action.option_strings):
+                parsers[name]._add_action(action)
     whole = argparse.ArgumentParser(prog="elasticd", description="Keeps a PyTorch training job running.")
     commands = whole.add_subparsers(metavar="COMMAND")
     for name, command in COMMANDS.items():
         commands.add_parser(
             name,
             help=command.line,
-            description=found[name].description,
-            epilog=found[name].epilog,
-            parents=[found[name]],
+            description=parsers[name].description,
+            epilog=parsers[name].epilog,
+            parents=[parsers[name]],
             add_help=False,
         )
     return whole

@@ -71,7 +71,7 @@ def _check(file: Path, given: str | None, as_json: bool, environ: Mapping[str, s
     else:
         values = settings_values(load(file, environ))
         sources = {key: "file" for key, _ in config_keys(NodeSettings) if _has(table, key)}
-        sources |= {key: found.name for key, found in read_overrides(NodeSettings, environ, {}).items()}
+        sources |= {key: override.name for key, override in read_overrides(NodeSettings, environ, {}).items()}
     if as_json:
         return json.dumps({"file": str(file), "kind": what, "values": values, "sources": sources}, indent=2) + "\n"
     lines = [f"# {file}: nothing is wrong with it; {_FILE_KINDS[what]}. What would count:", *_toml(values, sources)]

@@ -23,12 +23,15 @@ def doctor(argv: Sequence[str]) -> int:
     options = build_parser().parse_args(argv)
     config = options.config or (DEFAULT_FILE if DEFAULT_FILE.exists() else None)
     results = run_checks(load(config, os.environ), os.environ, options.all_reduce)
-    healthy = all(one.outcome != "failed" for one in results)
+    healthy = all(result.outcome != "failed" for result in results)
     if options.json:
-        print(json.dumps({"healthy": healthy, "results": [asdict(one) for one in results]}))
+        print(json.dumps({"healthy": healthy, "results": [asdict(result) for result in results]}))
     else:
         words = {"passed": "passed", "failed": "FAILED", "skipped": "skipped"}
-        rows = [(one.check, words[one.outcome], f"{one.seconds:.2f}", tables.visible(one.why)) for one in results]
+        rows = [
+            (result.check, words[result.outcome], f"{result.seconds:.2f}", tables.visible(result.why))
+            for result in results
+        ]
         print(tables.table(("CHECK", "RESULT", "SECONDS", "WHY"), rows), end="")
     return 0 if healthy else 1
 
@@ -54,21 +57,21 @@ def agent_is_root(state_dir: Path) -> bool:
 
 def check_links(root: bool, sysctls: Path = Path("/proc/sys/fs")) -> list[CheckResult]:
     """The kernel keeps users from leading root to files of others by links. Root's agent runs jobs of any user."""
-    found = []
+    results = []
     for name in ("protected_hardlinks", "protected_symlinks"):
         check = f"fs.{name}"
         try:
             value = int((sysctls / name).read_bytes())
         except (OSError, ValueError) as error:
-            found.append(skipped(check, f"it cannot be read: {error}"))
+            results.append(skipped(check, f"it cannot be read: {error}"))
             continue
         if value:
-            found.append(passed(check, str(value)))
+            results.append(passed(check, str(value)))
         elif root:
-            found.append(failed(check, f"0, but jobs may run as other users; sysctl -w {check}=1"))
+            results.append(failed(check, f"0, but jobs may run as other users; sysctl -w {check}=1"))
         else:
-            found.append(skipped(check, "0; give jobs a user of their own only where it is 1"))
-    return found
+            results.append(skipped(check, "0; give jobs a user of their own only where it is 1"))
+    return results
 
 
 def build_parser() -> CommandParser:

@@ -95,12 +95,12 @@ class LogFollower:
         """Raises RequestFailed for a job that does not exist."""
         waiting = ""
         while True:
-            found = self._retry(lambda: self.client.get(job_path(self.query.job))).result()
-            if found.get("ended_at") is not None or found.get("progress"):
+            answer = self._retry(lambda: self.client.get(job_path(self.query.job))).result()
+            if answer.get("ended_at") is not None or answer.get("progress"):
                 return
-            if found.get("reason") != waiting:
-                waiting = str(found.get("reason"))
-                state = str(found.get("state"))  # with which the scheduler's reasons for a pending job begin
+            if answer.get("reason") != waiting:
+                waiting = str(answer.get("reason"))
+                state = str(answer.get("state"))  # with which the scheduler's reasons for a pending job begin
                 self.log(waiting if waiting.startswith(state) else f"{state}: {waiting}")
             self.sleep(2 * POLL_S)
 
@@ -161,8 +161,8 @@ class LogFollower:
 
     def _has_ended(self) -> bool:
         job = self._retry(lambda: self.client.get(job_path(self.query.job)))
-        found = job.document() if job.code == 200 else {}
-        return job.code != 200 or (found.get("ended_at") is not None and not found.get("leaving"))
+        answer = job.document() if job.code == 200 else {}
+        return job.code != 200 or (answer.get("ended_at") is not None and not answer.get("leaving"))
 
     def _retry(self, ask: Callable[[], Reply]) -> Reply:
         """The reply; with follow an outage is waited out. Raises Unreachable."""

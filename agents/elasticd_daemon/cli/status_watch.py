@@ -74,13 +74,13 @@ def watch(client: AgentClient, job: str | None, every_s: float, *, as_json: bool
 
 def fetch_overview(client: AgentClient) -> dict[str, Any]:
     """All jobs and nodes, and in "status" the running jobs whole, as far as they answer."""
-    found = fetch_status(client, None)
-    running = [row["job"] for row in found["jobs"] if row.get("state") in ("running", "starting", "leaving")]
-    found["status"] = {}
+    overview = fetch_status(client, None)
+    running = [row["job"] for row in overview["jobs"] if row.get("state") in ("running", "starting", "leaving")]
+    overview["status"] = {}
     for name in running[:TOP_JOBS]:
         with contextlib.suppress(RequestFailed, Unreachable):  # it has ended, or its nodes do not answer
-            found["status"][name] = fetch_status(client, name)
-    return found
+            overview["status"][name] = fetch_status(client, name)
+    return overview
 
 
 def follow(
@@ -138,8 +138,8 @@ def render(job: JobStatus) -> str:
 
 def sparks(found: list[float | None]) -> str:
     """One character each; a dot where nothing is known."""
-    most = max((one for one in found if one is not None), default=0.0) or 1.0
-    return "".join("·" if one is None else SPARKS[round(one / most * (len(SPARKS) - 1))] for one in found)
+    most = max((rate for rate in found if rate is not None), default=0.0) or 1.0
+    return "".join("·" if rate is None else SPARKS[round(rate / most * (len(SPARKS) - 1))] for rate in found)
 
 
 def _print(text: str) -> None:

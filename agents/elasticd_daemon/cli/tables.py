@@ -154,7 +154,7 @@ def status(job: JobStatus) -> str:
     page = "\n".join(lines) + "\n" + _ranks(progress.ranks)
     if progress.rounds:
         older = len(progress.rounds) - SHOWN_ROUNDS
-        cells = [_round_row(one) for one in progress.rounds[-SHOWN_ROUNDS:]]
+        cells = [_round_row(row) for row in progress.rounds[-SHOWN_ROUNDS:]]
         page += "\n" + table(("ROUND", "SINCE", "WORKERS", "NODES", "LOST", "REASON"), cells)
         page += f"and {older} older rounds: --json\n" if older > 0 else ""
     return page
@@ -166,7 +166,7 @@ def overview(both: Mapping[str, Any], *, ended: bool = False) -> str:
     """
     listed = [JobSummary.from_dict(row) for row in both["jobs"]]
     ready = [NodeSummary.from_dict(row) for row in both["nodes"]]
-    running = [JobStatus.from_dict(one) for one in both["status"].values()]
+    running = [JobStatus.from_dict(answer) for answer in both["status"].values()]
     others = [row for row in listed if row.job not in both["status"] and (ended or not row.ended)]
     pending = sum(1 for row in listed if row.place is not None)
     used, slots = sum(row.used for row in ready), sum(row.slots for row in ready)
@@ -261,7 +261,7 @@ def _state(job: JobStatus) -> str:
 def _where(job: JobStatus) -> list[tuple[str, str]]:
     if not job.assignments:
         return [("nodes", _names(job.nodes) if job.nodes else "")]
-    return [("" if index else "nodes", _assignment(one)) for index, one in enumerate(job.assignments)]
+    return [("" if index else "nodes", _assignment(assignment)) for index, assignment in enumerate(job.assignments)]
 
 
 def _assignment(one: AssignmentStatus) -> str:
@@ -340,7 +340,8 @@ def _ranks(rows: Sequence[RankProgress]) -> str:
         return ""
     shown = sorted(rows, key=lambda one: -one.idle_seconds)[:SHOWN_RANKS] if len(rows) > SHOWN_RANKS else rows
     cells = [
-        (str(one.rank), visible(one.node), _phase(one), str(one.step), f"{one.idle_seconds:.1f}s ago") for one in shown
+        (str(rank.rank), visible(rank.node), _phase(rank), str(rank.step), f"{rank.idle_seconds:.1f}s ago")
+        for rank in shown
     ]
     more = f"and {len(rows) - SHOWN_RANKS} more with newer progress: --json\n" if len(rows) > SHOWN_RANKS else ""
     return "\n" + table(("RANK", "NODE", "PHASE", "STEP", "PROGRESS"), cells) + more

@@ -67,7 +67,7 @@ def group_limits(limits: Limits, job: JobFile) -> dict[str, int]:
         "pids": (limits.job_pids, job.limits.pids),
         "cpu": (limits.job_cpu_weight, job.limits.cpu_weight),
     }
-    given = {controller: [one for one in pair if one is not None] for controller, pair in pairs.items()}
+    given = {controller: [limit for limit in pair if limit is not None] for controller, pair in pairs.items()}
     return {controller: min(values) for controller, values in given.items() if values}
 
 

@@ -51,9 +51,9 @@ def decode(table: Mapping[str, Any], kind: type[S], hints: KeyHints) -> S:
 
 
 def _translate(text: str, table: Mapping[str, Any], kind: type, words: KeyHints) -> ConfigError:
-    found = re.fullmatch(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?", text, re.DOTALL)
-    what, path = (found["what"], (found["path"] or "").lstrip(".")) if found else (text, "")
-    if found and found["key"]:
+    match = re.fullmatch(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?", text, re.DOTALL)
+    what, path = (match["what"], (match["path"] or "").lstrip(".")) if match else (text, "")
+    if match and match["key"]:
         return ConfigError(path, "every key must be text")
     unknown = re.match(r"Object contains unknown field `(.*)`", what, re.DOTALL)
     missing = re.match(r"Object missing required field `(.*)`", what)

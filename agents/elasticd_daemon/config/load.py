@@ -116,18 +116,18 @@ def merge_reloaded(old: NodeSettings, new: NodeSettings) -> tuple[NodeSettings, 
 
 
 def _merge_structs(old: Any, new: Any, outer: str, sentences: list[str]) -> Any:
-    kept: dict[str, Any] = {}
+    settled: dict[str, Any] = {}
     for field in msgspec.structs.fields(type(old)):
         before, now, key = getattr(old, field.name), getattr(new, field.name), outer + field.encode_name
         if isinstance(before, msgspec.Struct):
-            kept[field.name] = _merge_structs(before, now, f"{key}.", sentences)
+            settled[field.name] = _merge_structs(before, now, f"{key}.", sentences)
         elif before != now:
             at_once = meta_of(field).reloadable
             when = "from now on" if at_once else _AFTER_RESTART
             sentences.append(f"{key}: {_value_text(now)} instead of {_value_text(before)} {when}")
             if not at_once:
-                kept[field.name] = before
-    return msgspec.structs.replace(new, **kept)
+                settled[field.name] = before
+    return msgspec.structs.replace(new, **settled)
 
 
 def _value_text(value: Any) -> str:

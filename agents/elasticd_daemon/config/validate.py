@@ -117,9 +117,9 @@ def _check_store(store: StoreSettings) -> None:
         return
     if not store.endpoints:
         raise ConfigError("store.endpoints", 'is missing; where etcd is, as in endpoints = ["https://10.0.0.1:2379"]')
-    for one, other in (("user", "password_file"), ("password_file", "user"), ("cert", "key"), ("key", "cert")):
-        if getattr(store, one) is not None and getattr(store, other) is None:
-            raise ConfigError(f"store.{other}", f"is missing, but store.{one} is given; they come together")
+    for given, other in (("user", "password_file"), ("password_file", "user"), ("cert", "key"), ("key", "cert")):
+        if getattr(store, given) is not None and getattr(store, other) is None:
+            raise ConfigError(f"store.{other}", f"is missing, but store.{given} is given; they come together")
     _check_files("store", {"ca": store.ca, "cert": store.cert})
     _check_secrets({"store.password_file": store.password_file, "store.key": store.key})
     _check_certificates("store.", Tls(store.ca, store.cert, store.key))
@@ -148,9 +148,9 @@ def _check_http_address(http: HttpSettings) -> None:
 
 
 def _check_http_tls(http: HttpSettings) -> None:
-    for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
-        if getattr(http, one) is not None and getattr(http, other) is None:
-            raise ConfigError(f"http.{other}", f"is missing, but http.{one} is given; HTTPS needs both")
+    for given, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+        if getattr(http, given) is not None and getattr(http, other) is None:
+            raise ConfigError(f"http.{other}", f"is missing, but http.{given} is given; HTTPS needs both")
     if http.tls_name is not None:
         if http.tls_cert is None:
             raise ConfigError(
@@ -239,8 +239,8 @@ def _check_files(table: str, files: Mapping[str, Path | None]) -> None:
 
 
 def _check_certificates(keys: str, tls: Tls) -> None:
-    if (tls.ca or tls.cert) and (found := certificate_files.find_problem(tls)) is not None:
-        which, why = found
+    if (tls.ca or tls.cert) and (defect := certificate_files.find_problem(tls)) is not None:
+        which, why = defect
         raise ConfigError(f"{keys}{which}", why)
 
 

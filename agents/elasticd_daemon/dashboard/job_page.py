@@ -75,7 +75,7 @@ def values(
 ) -> dict[str, object]:
     """The values of templates/job.html. `failure`: the end of the stderr of the rank that made the job fail."""
     progress = job.known
-    has_steps = any(one.first_step_at for one in progress.rounds) or progress.step_samples
+    has_steps = any(row.first_step_at for row in progress.rounds) or progress.step_samples
     boxes, more_ranks = status.grid(job)
     size = max([progress.world_size or 0, view.rank + 1, *(rank.rank + 1 for rank in progress.ranks)])
     return {
@@ -83,7 +83,7 @@ def values(
         "evidence": evidence, "state": status.state(job), "warnings": _warnings(job), "reason": _reason(job),
         "last_words": _last_words, "tiles": _tiles(job), "windows": WINDOWS,
         "course": chart(job, now, WINDOWS[view.window][1]) if has_steps else None,
-        "scalars": [scalar_chart(one) for one in progress.scalars if one.points],
+        "scalars": [scalar_chart(series) for series in progress.scalars if series.points],
         "boxes": boxes, "more_ranks": more_ranks, "behind": lambda rank: status.behind(rank, progress),
         "times": step_times(progress.rank_steps), "rounds": progress.rounds[::-1], "shown_rounds": SHOWN_ROUNDS,
         "facts": lambda one: _facts(one, job, now), "ranks": range(min(size, 1024)), "streams": STREAMS,
@@ -92,9 +92,9 @@ def values(
 
 def _last_words(text: str) -> str:
     """The last traceback, or the last lines."""
-    before, found, after = text.rpartition(_TRACEBACK)
-    lines = (found + after if found else before or after).rstrip().split("\n")
-    return "\n".join(lines if found and len(lines) <= FAILURE_LINES else lines[-FAILURE_LINES:])
+    before, mark, after = text.rpartition(_TRACEBACK)
+    lines = (mark + after if mark else before or after).rstrip().split("\n")
+    return "\n".join(lines if mark and len(lines) <= FAILURE_LINES else lines[-FAILURE_LINES:])
 
 
 def _warnings(job: JobStatus) -> list[str]:
@@ -140,11 +140,11 @@ def _saved_tile(name: str, saved: CheckpointStatus | None) -> tuple[str, str, st
 
 
 def _lost_tile(progress: JobProgress) -> tuple[str, str, str]:
-    faults = [one for one in progress.rounds if not one.planned]
-    lost = [one.lost_seconds for one in faults if one.lost_seconds is not None]
+    faults = [row for row in progress.rounds if not row.planned]
+    lost = [row.lost_seconds for row in faults if row.lost_seconds is not None]
     if not lost:
         return "Lost", "nothing", ""
-    again = sum(one.lost_steps or 0 for one in faults)
+    again = sum(row.lost_steps or 0 for row in faults)
     more = f"{count(len(faults), 'fault')}, {count(again, 'step')} again"
     if progress.donor_resumes:
         more += f", {count(progress.donor_steps, 'step')} saved after a fault"
@@ -173,14 +173,14 @@ def _outcome(one: RoundStatus, job: JobStatus, now: float) -> str:
 
 def last_hung_round(listed: Sequence[RoundStatus]) -> int:
     """The newest round that followed a hang; 0 if there is none."""
-    return max((one.round for one in listed if one.cause == "hung"), default=0)
+    return max((row.round for row in listed if row.cause == "hung"), default=0)
 
 
 def explanations(rows: Sequence[dict[str, Any]], *, brief: bool) -> Evidence:
     """`brief`: only the first one."""
-    found = [row for row in rows if isinstance(row.get("page"), str)]
-    found.sort(key=lambda row: not isinstance(row.get("document"), dict) or row["document"].get("verdict") is None)
-    if not found:
+    explained = [row for row in rows if isinstance(row.get("page"), str)]
+    explained.sort(key=lambda row: not isinstance(row.get("document"), dict) or row["document"].get("verdict") is None)
+    if not explained:
         return Evidence(why="; ".join(f"{row.get('node')}: {row.get('error', 'nothing')}" for row in rows[:8]))
-    pages = [(str(row.get("node")), row["page"]) for row in (found[:1] if brief else found)]
-    return Evidence(pages, others=len(found) - len(pages))
+    pages = [(str(row.get("node")), row["page"]) for row in (explained[:1] if brief else explained)]
+    return Evidence(pages, others=len(explained) - len(pages))

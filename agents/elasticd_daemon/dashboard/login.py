@@ -81,8 +81,8 @@ class LoginCookies:
 
     def visitor(self, cookies: str, user: int | None) -> Visitor | None:
         """Whose valid cookie is in a Cookie header's value that a browser of `user` has sent."""
-        found = (self._visitor(value, user) for value in _cookie_values(cookies, self.name))
-        return next((one for one in found if one is not None), None)
+        visitors = (self._visitor(value, user) for value in _cookie_values(cookies, self.name))
+        return next((visitor for visitor in visitors if visitor is not None), None)
 
     def _visitor(self, value: str, user: int | None) -> Visitor | None:
         text, _, signature = value.rpartition(".")
@@ -151,7 +151,7 @@ def _host_of(server_name: str) -> str:
 
 
 def _cookie_values(cookies: str, wanted: str) -> list[str]:
-    pairs = (one.strip().partition("=") for one in cookies.split(";")[:50])
+    pairs = (cookie.strip().partition("=") for cookie in cookies.split(";")[:50])
     return [value for name, _, value in pairs if name == wanted]
 
 

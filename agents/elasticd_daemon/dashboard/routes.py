@@ -228,15 +228,15 @@ class DashboardRoutes:
 
     def _local_progress(self, rows: Sequence[JobSummary]) -> dict[str, JobStatus]:
         """This node's jobs with their progress as this node knows it; without those that do not answer in time."""
-        found: dict[str, JobStatus] = {}
+        progress: dict[str, JobStatus] = {}
         until = time.monotonic() + PAGE_TIMEOUT_S
         for row in rows:
             try:
                 known = run_within(max(0.0, until - time.monotonic()), functools.partial(self._local_job, row), row.job)
             except (ElasticdError, DeadlineExceeded):
                 continue
-            found[row.job] = views.job_status(row, (), known)
-        return found
+            progress[row.job] = views.job_status(row, (), known)
+        return progress
 
     def _local_job(self, row: JobSummary) -> JobProgress:
         service = self.api.service
@@ -274,12 +274,12 @@ class DashboardRoutes:
             return None
         key, service = (job.job, job.number, number), self.api.service
         try:
-            found = run_within(
+            answer = run_within(
                 PAGE_TIMEOUT_S, lambda: self._evidence.get(key, lambda: service.explain(job.job, None)), job.job
             )
         except (ElasticdError, DeadlineExceeded):
             return Evidence(is_late=True)
-        return job_page.explanations(found["nodes"], brief=True)
+        return job_page.explanations(answer["nodes"], brief=True)
 
     def _tail(self, job: JobStatus, view: PageQuery) -> LogTail:
         try:
@@ -309,20 +309,20 @@ class DashboardRoutes:
         parts, size, end = [first.data], len(first.data), first.next
         while size < most and end < first.size:
             piece = replace(request, round=first.round or None, offset=end, limit=MAX_BYTES, node=first.node)
-            found = self.api.service.logs(job, piece)
-            if not found.data:
+            chunk = self.api.service.logs(job, piece)
+            if not chunk.data:
                 break
-            parts.append(found.data)
-            size, end = size + len(found.data), found.next
+            parts.append(chunk.data)
+            size, end = size + len(chunk.data), chunk.next
         return replace(first, data=b"".join(parts), next=end)
 
     def _download(self, job: str, view: PageQuery) -> HttpResponse:
         request = LogRequest(view.rank, None, view.stream, -DOWNLOAD_BYTES, MAX_BYTES)
-        found = self._read_log(job, request, DOWNLOAD_BYTES)
-        place = f"-round-{found.round}-rank-{view.rank}" if found.round else ""
+        chunk = self._read_log(job, request, DOWNLOAD_BYTES)
+        place = f"-round-{chunk.round}-rank-{view.rank}" if chunk.round else ""
         name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{job}{place}-{view.stream}.log")
         headers = (("Content-Disposition", f'attachment; filename="{name}"'),)
-        return HttpResponse(200, found.data, "text/plain; charset=utf-8", headers)
+        return HttpResponse(200, chunk.data, "text/plain; charset=utf-8", headers)
 
     def _render(
         self,

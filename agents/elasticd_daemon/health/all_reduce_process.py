@@ -68,11 +68,11 @@ def run_ranks(request: Message) -> Message:
                 selector.unregister(key.fd)
                 os.close(key.fd)
     _end(pids.values())
-    found = {
+    messages_of = {
         slot: [json.loads(line) for line in messages.splitlines(True) if line[-1:] == b"\n"]
         for slot, messages in output.items()
     }
-    return summarize(slots, found, request)
+    return summarize(slots, messages_of, request)
 
 
 def summarize(slots: list[int], found: dict[int, list[Message]], request: Message) -> Message:
@@ -85,7 +85,7 @@ def summarize(slots: list[int], found: dict[int, list[Message]], request: Messag
 
 
 def _stages(messages: list[Message]) -> int:
-    return sum("stage" in one for one in messages)
+    return sum("stage" in message for message in messages)
 
 
 def _late(slots: list[int], found: dict[int, list[Message]]) -> list[int]:

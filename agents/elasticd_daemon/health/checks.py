@@ -102,30 +102,30 @@ class NodeChecks:
             self._on_event()
 
     def _xid_result(self) -> list[CheckResult]:
-        found: list[CheckResult] = []
+        failures: list[CheckResult] = []
         while not self._events.empty():
-            found.append(self._events.get())
-        if not found:
+            failures.append(self._events.get())
+        if not failures:
             return [CheckResult(gpu_checks.XIDS, "passed", "none since the last check")]
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        return [CheckResult(gpu_checks.XIDS, "failed", found[0].why + more, certain=True)]
+        more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+        return [CheckResult(gpu_checks.XIDS, "failed", failures[0].why + more, certain=True)]
 
     def _in_check_process(self) -> list[CheckResult]:
         settings, health = self._settings, self._settings.health
         own = [path for path in (settings.state_dir, settings.log_dir) if path is not None]  # the agent makes them
-        found, results = plugins.find(health.plugins_dir)
+        executables, results = plugins.find(health.plugins_dir)
         requested: dict[str, list[dict[str, Any]]] = {"directories": [], "ports": [], "plugins": []}
         requested["ports"].append({"check": network_ports.CHECK, "before": self._ports})
         for path, made in {**dict.fromkeys(health.directories, False), **dict.fromkeys(own, True)}.items():
-            one = {"check": f"disk {path}", "path": str(path), "free_min_bytes": health.disk_free_min_bytes}
-            requested["directories"].append({**one, "made": made})
-        for path in found:
+            asked = {"check": f"disk {path}", "path": str(path), "free_min_bytes": health.disk_free_min_bytes}
+            requested["directories"].append({**asked, "made": made})
+        for path in executables:
             requested["plugins"].append({"check": plugins.check_name(path), "path": str(path)})
         for kind, ones in requested.items():
-            hanging = {one["check"]: why for one in ones if (why := self._hang_reason(one["check"]))}
+            hanging = {asked["check"]: why for asked in ones if (why := self._hang_reason(asked["check"]))}
             results += [failed(check, why) for check, why in hanging.items()]
-            requested[kind] = [one for one in ones if one["check"] not in hanging]
-        names = [one["check"] for ones in requested.values() for one in ones]
+            requested[kind] = [asked for asked in ones if asked["check"] not in hanging]
+        names = [asked["check"] for ones in requested.values() for asked in ones]
         if names:
             results += self._run_check_process(requested, names)
         shared = {f"disk {path}": str(path) for path in health.directories if path not in own}
@@ -158,31 +158,31 @@ class NodeChecks:
             env={**self._environ, "PYTHONPATH": os.pathsep.join(import_path())},
             cwd="/",
         )
-        found: dict[str, CheckResult] = {}
+        results: dict[str, CheckResult] = {}
         try:
             helper.send(request, deadline)
             for message in helper.messages(deadline, cancel=self._stop.fileno()):
                 if "result" in message:
                     result = CheckResult(**message["result"])
-                    found[result.check] = result
+                    results[result.check] = result
                 elif "ports" in message:
                     self._ports = message["ports"]
                 elif "stuck" in message:
                     stuck = message["stuck"]
-                    self._stuck[stuck["check"]] = (stuck["pid"], stuck["started"], found[stuck["check"]].why)
+                    self._stuck[stuck["check"]] = (stuck["pid"], stuck["started"], results[stuck["check"]].why)
         except HelperError:
             pass  # the results received so far count
         finally:
             helper.close(grace_s=CLOSE_S)  # it ends with its input, after everything it started
         missing = "its process ended before this check"
-        return [found.get(name) or skipped(name, missing) for name in names]
+        return [results.get(name) or skipped(name, missing) for name in names]
 
 
 def check_memory(idle: bool, path: str = "/proc/meminfo") -> CheckResult:
     """Judged only while no job runs here: the memory of a job is not the node's fault."""
     pattern = rb"^(\w+): +(\d+) kB"
-    found = {name: int(kib) << 10 for name, kib in re.findall(pattern, procfs.read(path), re.MULTILINE)}
-    total, free = found.get(b"MemTotal"), found.get(b"MemAvailable")
+    sizes = {name: int(kib) << 10 for name, kib in re.findall(pattern, procfs.read(path), re.MULTILINE)}
+    total, free = sizes.get(b"MemTotal"), sizes.get(b"MemAvailable")
     if total is None or free is None:
         return skipped(MEMORY, f"{path} does not report the available memory")
     available = f"{format_size(free)} of {format_size(total)} available"

@@ -83,8 +83,8 @@ def _present(gpus: Sequence[Mapping[str, Any]], expected: int, seconds: float) -
 
 
 def _each(check: str, gpus: Sequence[Mapping[str, Any]], look: Any, fine: str) -> CheckResult:
-    found = [f"{gpu_name(gpu)} {why}" for gpu in gpus if "error" not in gpu and (why := look(gpu))]
-    return failed(check, "; ".join(found)) if found else passed(check, fine)
+    bad = [f"{gpu_name(gpu)} {why}" for gpu in gpus if "error" not in gpu and (why := look(gpu))]
+    return failed(check, "; ".join(bad)) if bad else passed(check, fine)
 
 
 def _errors(gpu: Mapping[str, Any]) -> str:
@@ -139,4 +139,4 @@ def _is_visible(gpu: Mapping[str, Any], chosen: Sequence[str] | None) -> bool:
     if chosen is None or "index" not in gpu or any(name.startswith("MIG-") for name in chosen):
         return True
     uuid = str(gpu.get("uuid", ""))
-    return str(gpu.get("index")) in chosen or any(uuid.startswith(one) for one in chosen if one.startswith("GPU-"))
+    return str(gpu.get("index")) in chosen or any(uuid.startswith(name) for name in chosen if name.startswith("GPU-"))

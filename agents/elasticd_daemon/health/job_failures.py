@@ -59,9 +59,9 @@ def _quarantine_counts(quarantined: Any, node: str) -> dict[int, int] | None:
     """The number of quarantines of each slot of this node; None if the runner's version does not report it."""
     if not isinstance(quarantined, list):
         return None
-    found = {}
-    for one in quarantined:
-        match one:
+    counts = {}
+    for slot_record in quarantined:
+        match slot_record:
             case {"node": str(name), "slot": int(slot), "times": int(count)} if name == node and count > 0:
-                found[slot] = count
-    return found
+                counts[slot] = count
+    return counts

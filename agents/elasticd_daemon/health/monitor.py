@@ -152,7 +152,11 @@ class HealthMonitor:
 
     def _run_checks(self, idle: bool) -> list[CheckResult]:
         results = self._checks.run(idle, self._file.max_gpus)
-        if not self._all_reduce_passed and idle and all(one.outcome != "failed" or one.directory for one in results):
+        if (
+            not self._all_reduce_passed
+            and idle
+            and all(result.outcome != "failed" or result.directory for result in results)
+        ):
             results.append(self._checks.all_reduce())
             self._all_reduce_passed = results[-1].outcome != "failed"
         return results

@@ -28,7 +28,7 @@ class Port:
 
 def read_ports(root: Path = SYSFS) -> dict[str, dict[str, Any]]:
     """The ports by name, as "mlx5_0 port 1"; one without a readable state is left out."""
-    found = {}
+    ports = {}
     for path in sorted(root.glob("*/ports/*")):
         try:
             state = (path / "state").read_text(errors="replace").rpartition(":")[2].strip()  # "4: ACTIVE"
@@ -38,8 +38,8 @@ def read_ports(root: Path = SYSFS) -> dict[str, dict[str, Any]]:
             downed = int((path / "counters" / "link_downed").read_bytes())
         except (OSError, ValueError):
             downed = -1
-        found[f"{path.parent.parent.name} port {path.name}"] = asdict(Port(state, downed, state == "ACTIVE"))
-    return found
+        ports[f"{path.parent.parent.name} port {path.name}"] = asdict(Port(state, downed, state == "ACTIVE"))
+    return ports
 
 
 def judge_ports(
@@ -56,10 +56,10 @@ def judge_ports(
             whys.append(f"{name} is {port.state or 'gone'} and was ACTIVE")
         elif 0 <= old.link_downed < port.link_downed:
             whys.append(f"{name}'s link went down since the last check, {port.link_downed - old.link_downed} times")
-    kept = {name: asdict(port) for name, port in ports.items()}
+    remembered = {name: asdict(port) for name, port in ports.items()}
     if whys:
-        return failed(CHECK, "; ".join(whys)), kept
+        return failed(CHECK, "; ".join(whys)), remembered
     if not ports:
-        return skipped(CHECK, "no InfiniBand or RoCE port"), kept
+        return skipped(CHECK, "no InfiniBand or RoCE port"), remembered
     active = sum(port.state == "ACTIVE" for port in ports.values())
-    return passed(CHECK, f"{active} of {len(ports)} ports active"), kept
+    return passed(CHECK, f"{active} of {len(ports)} ports active"), remembered

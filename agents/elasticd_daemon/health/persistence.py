@@ -51,29 +51,29 @@ class HealthFile:
 
     def load(self, now: float) -> HealthHistory:
         try:
-            kept = HealthRecord.from_json(self._path.read_bytes())
+            record = HealthRecord.from_json(self._path.read_bytes())
         except FileNotFoundError:
             return HealthHistory()
         except (OSError, WireError) as error:
             _log.warning("the health history of this node is lost: %s: %s", self._path, error)
             return HealthHistory()
-        self.max_gpus = max(self.max_gpus, kept.gpus)
+        self.max_gpus = max(self.max_gpus, record.gpus)
         self._exists = True
-        same = kept.boot_id == self._boot and kept.at <= now
-        then = kept.at if same else now
+        same = record.boot_id == self._boot and record.at <= now
+        then = record.at if same else now
         history = HealthHistory(
-            checks=tuple(CheckHistory(one.name, (True,), True, one.why) for one in kept.failing),
-            fit_since_boot=kept.fit_since_boot,
-            streak=kept.streak,
-            quarantined_until=then + kept.left_s if kept.left_s > 0 else float("-inf"),
-            last_failure_at=then - kept.failure_age_s if kept.failure_age_s is not None else float("-inf"),
-            why=kept.why,
-            job_failures=tuple(then - age_s for age_s in kept.job_failure_ages_s),
+            checks=tuple(CheckHistory(check.name, (True,), True, check.why) for check in record.failing),
+            fit_since_boot=record.fit_since_boot,
+            streak=record.streak,
+            quarantined_until=then + record.left_s if record.left_s > 0 else float("-inf"),
+            last_failure_at=then - record.failure_age_s if record.failure_age_s is not None else float("-inf"),
+            why=record.why,
+            job_failures=tuple(then - age_s for age_s in record.job_failure_ages_s),
         )
         return history if same else after_reboot(history)
 
     def save(self, history: HealthHistory, now: float) -> None:
-        kept = HealthRecord(
+        record = HealthRecord(
             boot_id=self._boot,
             at=now,
             fit_since_boot=history.fit_since_boot,
@@ -86,7 +86,7 @@ class HealthFile:
             gpus=self.max_gpus,
         )
         try:
-            replace_file(self._path, kept.to_json(), sync=False)
+            replace_file(self._path, record.to_json(), sync=False)
         except OSError as error:
             if not self._warned:
                 _log.warning(

@@ -60,16 +60,16 @@ class HealthHistory:
     @property
     def is_unconfirmed(self) -> bool:
         """The newest run found a failure that does not count yet."""
-        return any(one.recent_failures[-1] and not one.failing for one in self.checks)
+        return any(check.recent_failures[-1] and not check.failing for check in self.checks)
 
     @property
     def failing(self) -> tuple[CheckHistory, ...]:
         """Checks of the node itself."""
-        return tuple(one for one in self.checks if one.failing and not one.directory)
+        return tuple(check for check in self.checks if check.failing and not check.directory)
 
     @property
     def failing_directories(self) -> tuple[CheckHistory, ...]:
-        return tuple(one for one in self.checks if one.failing and one.directory)
+        return tuple(check for check in self.checks if check.failing and check.directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +84,26 @@ class HealthVerdict:
 
 def health_verdict(history: HealthHistory, now: float) -> HealthVerdict:
     if history.failing:
-        return HealthVerdict("unhealthy", _sentence(history.failing), 0.0, tuple(one.check for one in history.failing))
+        return HealthVerdict(
+            "unhealthy", _sentence(history.failing), 0.0, tuple(check.check for check in history.failing)
+        )
     if now < history.quarantined_until:
         return HealthVerdict("quarantined", history.why, history.quarantined_until - now)
     if not history.fit_since_boot:
         return HealthVerdict("unhealthy", NOT_CHECKED_YET)
     shared = history.failing_directories
-    return HealthVerdict("healthy", _sentence(shared), unusable=tuple(one.directory for one in shared))
+    return HealthVerdict("healthy", _sentence(shared), unusable=tuple(check.directory for check in shared))
 
 
 def after_checks(
     history: HealthHistory, results: Sequence[CheckResult], now: float, rules: HealthRules
 ) -> HealthHistory:
     """Skipped and missing checks are dropped."""
-    before = {one.check: one for one in history.checks}
+    before = {check.check: check for check in history.checks}
     checks = tuple(
-        _check_history(before.get(one.check), one, history.fit_since_boot, rules)
-        for one in results
-        if one.outcome != "skipped"
+        _check_history(before.get(result.check), result, history.fit_since_boot, rules)
+        for result in results
+        if result.outcome != "skipped"
     )
     was_failing = bool(history.failing)
     history = replace(history, checks=checks)
@@ -176,4 +178,4 @@ def _reset_old_streak(history: HealthHistory, now: float, rules: HealthRules) ->
 
 
 def _sentence(checks: Sequence[CheckHistory]) -> str:
-    return shortened("; ".join(f"{one.check}: {one.why}" for one in checks), _MAX_REASON_CHARS)
+    return shortened("; ".join(f"{check.check}: {check.why}" for check in checks), _MAX_REASON_CHARS)

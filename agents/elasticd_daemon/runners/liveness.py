@@ -146,8 +146,8 @@ def find_unnamed_owner(path: Path, name: bytes, user: int) -> tuple[ProcessIdent
     False: there may be one at which we may not look.
     """
     pids, complete = processes_with_lock(path, user)
-    found = [pid for pid in pids if procfs.read(f"/proc/{pid}/comm").strip() == name]
-    named = [process for process in map(ProcessIdentity.of, found) if process is not None]
+    candidates = [pid for pid in pids if procfs.read(f"/proc/{pid}/comm").strip() == name]
+    named = [process for process in map(ProcessIdentity.of, candidates) if process is not None]
     return min(named, key=lambda process: process.started, default=None), complete
 
 

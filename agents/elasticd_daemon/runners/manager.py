@@ -376,16 +376,16 @@ class RunnerManager:
     def _process_tree(self, runner: ManagedRunner) -> tuple[ProcessIdentity, ...]:
         if runner.process is None:
             return ()
-        found = procfs.trees([runner.process.pid], procfs.scan().values()).get(runner.process.pid, ())
-        return tuple(process for process in map(ProcessIdentity.of, found) if process is not None)
+        tree = procfs.trees([runner.process.pid], procfs.scan().values()).get(runner.process.pid, ())
+        return tuple(process for process in map(ProcessIdentity.of, tree) if process is not None)
 
     def _lock_keepers(self, runner: ManagedRunner) -> tuple[list[ProcessIdentity], bool]:
         """The job user's processes that have the lock, and their children; False: we may not look at all of his."""
         owner = runner.user
         if owner is None:
             return [], False
-        found, complete = liveness.processes_with_lock(runner.files.lock, owner)
-        trees = procfs.trees(set(found) - {os.getpid()}, procfs.scan().values())
+        holders, complete = liveness.processes_with_lock(runner.files.lock, owner)
+        trees = procfs.trees(set(holders) - {os.getpid()}, procfs.scan().values())
         pids = {pid for tree in trees.values() for pid in tree if liveness.process_user(pid) == owner} - {os.getpid()}
         return [process for process in map(ProcessIdentity.of, pids) if process is not None], complete
 

@@ -127,7 +127,9 @@ def reconcile(
     """`drain_reason`: why this node may run nothing, or "". `now` is monotonic seconds."""
     runners = tuple(runners)
     stop = tuple(
-        RunnerStop(one.spec, why) for one in runners if (why := _stop_reason(one.spec, view, node, drain_reason))
+        RunnerStop(runner.spec, why)
+        for runner in runners
+        if (why := _stop_reason(runner.spec, view, node, drain_reason))
     )
     start, waiting, next_start_at = _starts(() if drain_reason else view.placements, view, node, runners, outcomes, now)
     statuses = [*_runner_statuses(runners, stop), *waiting, *_refused(outcomes)]
@@ -136,7 +138,9 @@ def reconcile(
         stop=stop,
         results=tuple(_results(view, outcomes)),
         runners=tuple(sorted(statuses, key=lambda one: (one.number, one.job))),
-        missing=tuple(one.spec for one in runners if one.state != "leaving" and _missing_from_store(one.spec, view)),
+        missing=tuple(
+            runner.spec for runner in runners if runner.state != "leaving" and _missing_from_store(runner.spec, view)
+        ),
         next_start_at=next_start_at,
     )
 
@@ -150,9 +154,9 @@ def _starts(
     now: float,
 ) -> tuple[list[RunnerStart], list[RunnerStatus], float | None]:
     """The runners to start, those that must wait, and when the next backoff ends."""
-    running = {one.key for one in runners}
-    in_use = {slot: one.spec.job for one in runners for slot in one.spec.slots}
-    unknown = {one.spec.job for one in runners if not one.spec.slots}
+    running = {runner.key for runner in runners}
+    in_use = {slot: runner.spec.job for runner in runners for slot in runner.spec.slots}
+    unknown = {runner.spec.job for runner in runners if not runner.spec.slots}
     start: list[RunnerStart] = []
     waiting: list[RunnerStatus] = []
     next_start_at = None
@@ -181,11 +185,11 @@ def _starts(
 
 
 def _runner_statuses(runners: Iterable[LocalRunner], stop: Iterable[RunnerStop]) -> Iterable[RunnerStatus]:
-    reasons = {one.spec.job: one.why for one in stop}
-    for one in runners:
-        job = one.spec.job
-        state = "leaving" if job in reasons else one.state
-        yield RunnerStatus(*one.key, one.spec.slots, state, one.why or reasons.get(job, ""))
+    reasons = {runner.spec.job: runner.why for runner in stop}
+    for runner in runners:
+        job = runner.spec.job
+        state = "leaving" if job in reasons else runner.state
+        yield RunnerStatus(*runner.key, runner.spec.slots, state, runner.why or reasons.get(job, ""))
 
 
 def _refused(outcomes: RunOutcomes) -> Iterable[RunnerStatus]:
@@ -233,14 +237,14 @@ def _results(view: ClusterView, outcomes: RunOutcomes) -> Iterable[JobResult]:
     for key, exit in outcomes.exits.items():
         if exit.outcome == "refused" or key not in submitted or view.result(*key) is not None:
             continue
-        nodes = tuple(one.node for one in placements[key].assignments) if key in placements else ()
+        nodes = tuple(assignment.node for assignment in placements[key].assignments) if key in placements else ()
         outcome: Literal["succeeded", "failed"] = "succeeded" if exit.outcome == "succeeded" else "failed"
         yield JobResult(*key, outcome, exit.exit_code, exit.reason, exit.ended_at, nodes, exit.rounds, exit.step)
 
 
 def _missing_from_store(spec: RunnerSpec, view: ClusterView) -> bool:
     """True if the store has no record of the job: it came back empty, or the job was never in it."""
-    recorded = [(one.job, one.number) for one in view.submissions]
-    recorded += [(one.job, one.number) for one in view.placements]
-    recorded += [(one.job, one.number) for one in view.results]
+    recorded = [(submission.job, submission.number) for submission in view.submissions]
+    recorded += [(placement.job, placement.number) for placement in view.placements]
+    recorded += [(result.job, result.number) for result in view.results]
     return not any(job == spec.job and number >= spec.number for job, number in recorded)

@@ -151,20 +151,20 @@ def blocked_directory(account: Account, program: Path) -> str:
     directories = [*reversed(program.parents), *reversed(program.resolve().parents)]
     for directory in dict.fromkeys(directories):
         with contextlib.suppress(OSError):
-            found = directory.stat()
-            mine = 0o100 if found.st_uid == account.uid else 0o010 if found.st_gid in groups else 0o001
-            if not found.st_mode & mine:
-                mode = stat.S_IMODE(found.st_mode)
+            status = directory.stat()
+            mine = 0o100 if status.st_uid == account.uid else 0o010 if status.st_gid in groups else 0o001
+            if not status.st_mode & mine:
+                mode = stat.S_IMODE(status.st_mode)
                 return f", because {directory} (mode {mode:04o}) is closed to it; install in an open directory"
     return ", or cannot reach it"
 
 
 def runner_environment(account: Account, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """A runner's environment: the agent's own without the agent's variables, with the values of its user."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(_AGENT_PREFIXES)}
+    variables = {name: value for name, value in environ.items() if not name.startswith(_AGENT_PREFIXES)}
     if account.uid != os.geteuid():
-        kept |= {"HOME": account.home, "USER": account.name, "LOGNAME": account.name, "SHELL": account.shell}
-    return kept
+        variables |= {"HOME": account.home, "USER": account.name, "LOGNAME": account.name, "SHELL": account.shell}
+    return variables
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,8 +154,8 @@ def read_exit(files: JobFiles) -> RunnerExit | None:
     """The agent's refusal, or the runner's exit. None while the runner has not ended, or if it could not write it."""
     for path in (files.refusal, files.runner_exit):
         with contextlib.suppress(OSError, WireError):
-            found = RunnerExit.from_json(read_plain(path, MAX_EXIT_BYTES))
-            return replace(found, reason=found.reason[:MAX_REASON_CHARS])  # it becomes a part of the node's status
+            exit = RunnerExit.from_json(read_plain(path, MAX_EXIT_BYTES))
+            return replace(exit, reason=exit.reason[:MAX_REASON_CHARS])  # it becomes a part of the node's status
     return None
 
 
@@ -183,5 +183,5 @@ def reserve_exit_space(files: JobFiles) -> None:
 def exit_for(spec: RunnerSpec, exit_code: int, reason: str, rounds: Sequence[RoundSummary], step: int) -> RunnerExit:
     outcomes: dict[int, Outcome] = {0: "succeeded", 1: "failed", 2: "refused"}
     outcome = outcomes.get(exit_code, "left")
-    kept = tuple(rounds)[-MAX_EXIT_ROUNDS:]
-    return RunnerExit(spec.job, spec.number, exit_code, outcome, reason, kept, step, time.time())
+    newest = tuple(rounds)[-MAX_EXIT_ROUNDS:]
+    return RunnerExit(spec.job, spec.number, exit_code, outcome, reason, newest, step, time.time())

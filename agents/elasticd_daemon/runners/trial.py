@@ -53,7 +53,7 @@ def _ask_process(spec: RunnerSpec, account: Account) -> str:
         return ""
     refused = done.returncode == REFUSED
     lines = (done.stdout if refused else done.stderr).decode(errors="replace").split("\n")
-    said = next((line for line in reversed(lines) if line.strip()), "")
-    if refused and said:
-        return said
-    raise TrialFailed(f"its check ended with code {done.returncode}" + (f": {said}" if said else ""))
+    reason = next((line for line in reversed(lines) if line.strip()), "")
+    if refused and reason:
+        return reason
+    raise TrialFailed(f"its check ended with code {done.returncode}" + (f": {reason}" if reason else ""))

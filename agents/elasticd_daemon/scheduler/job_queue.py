@@ -143,8 +143,8 @@ def uncordon(store: Store, node: str) -> bool:
 
 def _next_number(store: Store) -> int:
     for _ in range(MAX_RACES):
-        found = store.read(names.SEQUENCE)
-        text = b"0" if found is None else found.value
+        entry = store.read(names.SEQUENCE)
+        text = b"0" if entry is None else entry.value
         # A sequence that was lost or damaged continues above every known number.
         number = int(text) if text.isdigit() and len(text) < 16 else 0
         if number == 0:
@@ -152,7 +152,7 @@ def _next_number(store: Store) -> int:
             taken = [*(s.number for s in known.submissions), *(p.number for p in known.placements)]
             number = max([0, *taken, *(r.number for r in known.results)])
         number += 1
-        if store.compare_and_swap(names.SEQUENCE, None if found is None else found.version, str(number).encode()):
+        if store.compare_and_swap(names.SEQUENCE, None if entry is None else entry.version, str(number).encode()):
             return number
     raise _lost_races("the job got no number")
 
@@ -165,10 +165,10 @@ def _number(store: Store, job: str) -> int:
     """The number of the job's newest run. Raises UsageError if there is no such job."""
     check_identifier("job id", job)
     for prefix, kind in ((names.SUBMISSIONS, Submission), (names.PLACEMENTS, Placement), (names.RESULTS, JobResult)):
-        found = store.read(prefix + job)
-        if found is not None:
+        entry = store.read(prefix + job)
+        if entry is not None:
             try:
-                known = decode_record(kind, prefix + job, found.value)
+                known = decode_record(kind, prefix + job, entry.value)
                 assert isinstance(known, (Submission, Placement, JobResult))
                 return known.number
             except WireError as error:
@@ -190,11 +190,11 @@ def _bounded(result: JobResult) -> JobResult:
 def _require_free_id(store: Store, job: str, token: str) -> Versioned | Submission | None:
     """The record of an earlier run that has ended, which may be replaced; or the submission with this `token`."""
     key, result_key = names.SUBMISSIONS + job, names.RESULTS + job
-    found = store.read(key)
-    if found is None:
+    entry = store.read(key)
+    if entry is None:
         return None
     try:
-        earlier = decode_record(Submission, key, found.value)
+        earlier = decode_record(Submission, key, entry.value)
         result = store.read(result_key)
         ended = result is not None and decode_record(JobResult, result_key, result.value).number >= earlier.number
     except WireError as error:
@@ -202,7 +202,7 @@ def _require_free_id(store: Store, job: str, token: str) -> Versioned | Submissi
     if earlier.removed:
         raise UsageError(f"the records of the ended job {job!r} are being removed; try again in a few seconds")
     if ended:
-        return found
+        return entry
     if token and earlier.token == token:
         return earlier
     raise UsageError(
@@ -226,10 +226,10 @@ def _create(store: Store, before: Versioned | None, submission: Submission) -> b
 
 def _exists(store: Store, key: str, value: bytes) -> bool:
     try:
-        found = store.read(key)
+        entry = store.read(key)
     except StoreUnavailable:
         return False
-    return found is not None and found.value == value
+    return entry is not None and entry.value == value
 
 
 def _check(submission: Submission) -> None:

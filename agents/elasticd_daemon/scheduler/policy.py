@@ -104,7 +104,7 @@ def refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
     """
     nodes = _nodes(view)
     written = {(p.job, p.number): p for p in view.placements}
-    found = {}
+    refused = {}
     for submission in view.unfinished():
         key = (submission.job, submission.number)
         placement = written.get(key)
@@ -117,8 +117,8 @@ def refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
             if node.status.slots >= submission.min_slots and not _missing_labels(job, node)
         }
         if len(able) >= submission.min_nodes and able <= job.refusals.keys():
-            found[key] = "; ".join(_obstacles(job, {name: nodes[name] for name in able}, [], free=False))
-    return found
+            refused[key] = "; ".join(_obstacles(job, {name: nodes[name] for name in able}, [], free=False))
+    return refused
 
 
 @dataclass(slots=True)
@@ -147,26 +147,26 @@ class _Node:
 
 def _nodes(view: ClusterView) -> dict[str, _Node]:
     cordons = {cordon.node: cordon for cordon in view.cordons}
-    found = {}
+    nodes = {}
     keep = _keep_their_jobs(view)
     for status, absent in [*((s, True) for s in view.absent), *((s, False) for s in view.nodes)]:
         cordon = cordons.get(status.node)
         evict = _evict_reason(status, cordon, status.node in keep)
         unschedulable = evict or _unschedulable_reason(status, cordon, absent)
         busy = frozenset(slot for runner in status.runners if runner.state != "refused" for slot in runner.slots)
-        found[status.node] = _Node(status, absent, unschedulable, evict, busy)
+        nodes[status.node] = _Node(status, absent, unschedulable, evict, busy)
     for placement in view.orphaned():
         for assignment in placement.assignments:
-            if assignment.node in found:
-                found[assignment.node].allocate(assignment, placement.job)
-    return found
+            if assignment.node in nodes:
+                nodes[assignment.node].allocate(assignment, placement.job)
+    return nodes
 
 
 def _keep_their_jobs(view: ClusterView) -> set[str]:
     """Quarantined nodes beyond the share. Nodes without jobs count first: the answer stays while nodes are emptied."""
     statuses = (*view.nodes, *view.absent)
     quarantined = [status for status in statuses if status.state == "quarantined"]
-    in_use = {one.node for placement in view.placements for one in placement.assignments}
+    in_use = {assignment.node for placement in view.placements for assignment in placement.assignments}
     by_check: dict[str, list[str]] = {}
     for status in sorted(quarantined, key=lambda status: (status.node in in_use, status.node)):
         for check in status.failing or ("",):  # none fails during a cool-off
@@ -225,7 +225,7 @@ class _Job:
         if self.pending.endswith(BLOCKS_NOBODY):
             return 0
         if self.assignments:
-            return sum(len(one.slots) for one in self.assignments.values())
+            return sum(len(assignment.slots) for assignment in self.assignments.values())
         return self.submission.min_nodes * self.submission.min_slots
 
     def placement(self) -> Placement:
@@ -263,23 +263,23 @@ def _job(submission: Submission, written: Placement | None, view: ClusterView, n
 def _refusals(key: tuple[str, int], written: Placement | None, view: ClusterView) -> dict[str, str]:
     """The nodes that refused the job, and why. A cordon ends a refusal: its node was repaired, or will be."""
     cordoned = {cordon.node for cordon in view.cordons}
-    found = {} if written is None else {r.node: r.why for r in written.refusals}
+    refusals = {} if written is None else {r.node: r.why for r in written.refusals}
     for status in view.nodes:
         for runner in status.runners:
             if (runner.job, runner.number) == key and runner.state == "refused":
-                found[status.node] = runner.why
-    return {node: why for node, why in found.items() if node not in cordoned}
+                refusals[status.node] = runner.why
+    return {node: why for node, why in refusals.items() if node not in cordoned}
 
 
 def _running(key: tuple[str, int], view: ClusterView) -> tuple[SlotAssignment, ...]:
     """The assignments of a job without a placement: the store has lost its data, the nodes still run the job."""
-    found = {
+    assignments = {
         status.node: SlotAssignment(status.node, runner.slots)
         for status in view.nodes
         for runner in status.runners
         if (runner.job, runner.number) == key and runner.slots and runner.state in ("starting", "running")
     }
-    return tuple(found.values())
+    return tuple(assignments.values())
 
 
 def _lost_reason(assignment: SlotAssignment, job: _Job, node: _Node, view: ClusterView) -> str:
@@ -427,7 +427,9 @@ def _unusable_directory(job: _Job, node: _Node) -> str:
     if not node.status.unusable:
         return ""
     used = shared_directories(job.submission.spec)
-    return next((one for one in node.status.unusable if any(path.is_relative_to(one) for path in used)), "")
+    return next(
+        (directory for directory in node.status.unusable if any(path.is_relative_to(directory) for path in used)), ""
+    )
 
 
 def _missing_labels(job: _Job, node: _Node) -> list[str]:
@@ -435,8 +437,8 @@ def _missing_labels(job: _Job, node: _Node) -> list[str]:
 
 
 def _request(submission: Submission) -> str:
-    each = " each" if submission.min_nodes > 1 else ""
-    return f"needs {count(submission.min_nodes, 'node')} with {count(submission.min_slots, 'free slot')}{each}"
+    each_node = " each" if submission.min_nodes > 1 else ""
+    return f"needs {count(submission.min_nodes, 'node')} with {count(submission.min_slots, 'free slot')}{each_node}"
 
 
 def _shortage(job: _Job, nodes: dict[str, _Node]) -> str:
@@ -462,26 +464,26 @@ def _infeasible_reason(job: _Job, nodes: dict[str, _Node]) -> str:
 
 def _obstacles(job: _Job, nodes: dict[str, _Node], without: list[str], *, free: bool) -> list[str]:
     """The obstacle on each of the other nodes; those that refused the job for one reason are named together."""
-    found: list[str] = []
+    obstacles: list[str] = []
     refused: dict[str, list[str]] = {}
     for name, node in sorted(nodes.items()):
         slots = node.status.slots
         if name in without:
             continue
         if node.unschedulable:
-            found.append(node.unschedulable)
+            obstacles.append(node.unschedulable)
         elif name in job.refusals:
             refused.setdefault(job.refusals[name], []).append(name)
         elif missing := _missing_labels(job, node):
-            found.append(f"{name} has no label {listing(missing)}")
+            obstacles.append(f"{name} has no label {listing(missing)}")
         elif directory := _unusable_directory(job, node):
             cannot = "start a job" if directory == EVERY_JOB else f"use {directory}"
-            found.append(_with_reason(f"{name} cannot {cannot}", node.status.why))
+            obstacles.append(_with_reason(f"{name} cannot {cannot}", node.status.why))
         elif free and slots >= job.submission.min_slots:
-            found.append(f"{name} has {len(node.free)} of {slots} free")
+            obstacles.append(f"{name} has {len(node.free)} of {slots} free")
         else:
-            found.append(f"{name} has {count(slots, 'slot')}" + (" in all" if free else ""))
-    return [*found, *(_refused(names, why) for why, names in refused.items())]
+            obstacles.append(f"{name} has {count(slots, 'slot')}" + (" in all" if free else ""))
+    return [*obstacles, *(_refused(names, why) for why, names in refused.items())]
 
 
 def _refused(names: Iterable[str], why: str) -> str:

@@ -76,40 +76,40 @@ class SchedulerClock:
 def stamp_results(view: ClusterView, clock_s: float) -> tuple[Placement, ...]:
     """Pure. The placements of ended jobs that have no `ended_s` yet, with it."""
     placements = {placement.job: placement for placement in view.placements}
-    found = []
+    stamped = []
     for result in view.results:
         placement = placements.get(result.job)
         if placement is None or placement.number < result.number:
             placement = Placement(result.job, result.number, (), result.reason)
         if placement.number == result.number and placement.ended_s is None:
-            found.append(replace(placement, ended_s=clock_s))
-    return tuple(found)
+            stamped.append(replace(placement, ended_s=clock_s))
+    return tuple(stamped)
 
 
 def stamp_nodes(view: ClusterView, clock_s: float, wall: float) -> tuple[KnownNode, ...]:
     """Pure. The records of the nodes that were lost or came back since they were written."""
-    present = {one.node for one in view.nodes}
-    ended = {(one.job, one.number) for one in view.results}
+    present = {status.node for status in view.nodes}
+    ended = {(result.job, result.number) for result in view.results}
     placed: dict[str, list[str]] = {}
     for placement in view.placements:
-        for one in () if (placement.job, placement.number) in ended else placement.assignments:
-            placed.setdefault(one.node, []).append(placement.job)
+        for assignment in () if (placement.job, placement.number) in ended else placement.assignments:
+            placed.setdefault(assignment.node, []).append(placement.job)
     lost = [
-        replace(one, lost_s=clock_s, lost_at=wall, jobs=tuple(placed.get(one.node, ())))
-        for one in view.known
-        if one.lost_s is None and one.node not in present
+        replace(node, lost_s=clock_s, lost_at=wall, jobs=tuple(placed.get(node.node, ())))
+        for node in view.known
+        if node.lost_s is None and node.node not in present
     ]
     back = [
-        replace(one, lost_s=None, lost_at=0.0, jobs=())
-        for one in view.known
-        if one.lost_s is not None and one.node in present
+        replace(node, lost_s=None, lost_at=0.0, jobs=())
+        for node in view.known
+        if node.lost_s is not None and node.node in present
     ]
     return (*lost, *back)
 
 
 def forgotten_nodes(view: ClusterView, clock_s: float, retention_s: float) -> tuple[str, ...]:
     """Pure. The nodes lost more than `retention_s` ago, and the longest lost of those above MAX_LOST_NODES."""
-    lost = sorted((one.lost_s, one.node) for one in view.known if one.lost_s is not None)
+    lost = sorted((node.lost_s, node.node) for node in view.known if node.lost_s is not None)
     surplus = len(lost) - MAX_LOST_NODES
     return tuple(node for i, (lost_s, node) in enumerate(lost) if i < surplus or clock_s >= lost_s + retention_s)
 
@@ -144,18 +144,18 @@ def remove_records(store: Store, result: JobResult, node: str, lease_s: float) -
 
 def _remove(store: Store, result: JobResult, lease: Lease) -> bool:
     key = names.SUBMISSIONS + result.job
-    found = store.read(key)
+    entry = store.read(key)
     try:
-        if found is None:
+        if entry is None:
             submission = Submission(result.job, result.number, "", 1, 1, 1, 1)
         else:
-            submission = decode_record(Submission, key, found.value)
+            submission = decode_record(Submission, key, entry.value)
     except WireError:
         return False
     if submission.number != result.number:
         return False
     removed = replace(submission, spec="", removed=True).to_json()
-    if lease.put(key, removed, None if found is None else found.version) is None:
+    if lease.put(key, removed, None if entry is None else entry.version) is None:
         return False
     if not _remove_own_keys(store, result, lease):
         return False
@@ -168,10 +168,10 @@ def _remove(store: Store, result: JobResult, lease: Lease) -> bool:
 def _remove_own_keys(store: Store, result: JobResult, lease: Lease) -> bool:
     """The keys of the job's own rendezvous, unless an `elasticd run` uses its name."""
     keys = Keys(result.job)
-    found = store.read(keys.round)
-    if found is not None:
+    entry = store.read(keys.round)
+    if entry is not None:
         try:
-            last = decode_record(Round, keys.round, found.value)
+            last = decode_record(Round, keys.round, entry.value)
         except WireError:
             return True
         if last.run != str(result.number) or store.list(keys.nodes):
@@ -185,15 +185,15 @@ def _remove_own_keys(store: Store, result: JobResult, lease: Lease) -> bool:
 
 def _move(store: Store, lease: Lease, key: str, kind: type[Placement] | type[JobResult], number: int) -> bool:
     """Put a record of this run under the lease that is about to end. False: it is another run's, or has changed."""
-    found = store.read(key)
-    if found is None:
+    entry = store.read(key)
+    if entry is None:
         return True
     try:
-        if decode_record(kind, key, found.value).number != number:
+        if decode_record(kind, key, entry.value).number != number:
             return False
     except WireError:
         pass  # no agent can tell what it is about: it goes with the others
-    return lease.put(key, found.value, found.version) is not None
+    return lease.put(key, entry.value, entry.version) is not None
 
 
 def remove_files(
@@ -223,12 +223,12 @@ def remove_files(
 
 def _ended_runs(jobs: Path, needed: Collection[tuple[str, int]], now: float) -> Mapping[Path, float]:
     """The folders of runs that are not in use, and when each was first seen to have ended."""
-    found: dict[Path, float] = {}
+    ended: dict[Path, float] = {}
     try:
         with os.scandir(jobs) as entries:
             folders = list(entries)
     except OSError:
-        return found
+        return ended
     for folder in folders:
         job, dot, number = folder.name.rpartition(".")
         if not (dot and number.isdecimal() and folder.is_dir(follow_symlinks=False)):
@@ -237,8 +237,8 @@ def _ended_runs(jobs: Path, needed: Collection[tuple[str, int]], now: float) -> 
         if (job, int(number)) in needed or has_processes(files):
             continue
         with contextlib.suppress(OSError):
-            found[files.root] = _ended_at(files, now)
-    return found
+            ended[files.root] = _ended_at(files, now)
+    return ended
 
 
 def _ended_at(files: JobFiles, now: float) -> float:

@@ -210,8 +210,8 @@ class Scheduler:
             self._wrote = True
             return True
         self._records.clear()
-        found = self.store.read(names.SCHEDULER)
-        if found is None or found.version != self.version:
+        holder = self.store.read(names.SCHEDULER)
+        if holder is None or holder.version != self.version:
             self._sentences.append("another agent is the scheduler now")
             self._key_lost()
         return False
@@ -243,10 +243,10 @@ class Scheduler:
     def _note_lost_nodes(self, view: ClusterView, clock_s: float) -> None:
         """Note the loss of nodes in their records, for people: `schedule` times absent nodes itself."""
         written = self._records.list(names.KNOWN)
-        for one in retention.stamp_nodes(view, clock_s, time.time())[: retention.STAMPS_PER_TURN]:
-            before = written.get(key := names.KNOWN + one.node)
-            if before and self.store.compare_and_swap(key, before.version, one.to_json(), self._guard):
-                self._sentences.append(f"node {one.node} is {'back' if one.lost_s is None else 'lost'}")
+        for known in retention.stamp_nodes(view, clock_s, time.time())[: retention.STAMPS_PER_TURN]:
+            before = written.get(key := names.KNOWN + known.node)
+            if before and self.store.compare_and_swap(key, before.version, known.to_json(), self._guard):
+                self._sentences.append(f"node {known.node} is {'back' if known.lost_s is None else 'lost'}")
         for node in retention.forgotten_nodes(view, clock_s, self.retention_s):
             self.store.delete(names.KNOWN + node)
 
@@ -277,8 +277,8 @@ class Scheduler:
 
     def _last_known(self, node: str, placements: tuple[Placement, ...]) -> NodeStatus:
         """The status of a node that another version wrote: its jobs stay, new ones do not come."""
-        found = [a for p in placements if (a := p.assignment(node)) is not None]
-        slots = max((slot for assignment in found for slot in assignment.slots), default=-1) + 1
+        assigned = [a for p in placements if (a := p.assignment(node)) is not None]
+        slots = max((slot for assignment in assigned for slot in assignment.slots), default=-1) + 1
         status = self._nodes.get(node, NodeStatus(node, "", slots))
         return replace(status, state="cordoned", why="its status cannot be decoded")
 
@@ -299,19 +299,19 @@ class Scheduler:
 
     def _left_behind(self, placements: tuple[Placement, ...]) -> frozenset[tuple[str, str]]:
         """Assignments on absent nodes whose jobs have continued without them: the job's own Round has not the node."""
-        found = set()
+        behind = set()
         for placement in placements:
             absent = [a.node for a in placement.assignments if a.node in self._absent_since]
             if absent and (round := self._round(placement.job, placement.number)) is not None:
-                found |= {(placement.job, node) for node in absent if round.member(node) is None}
-        return frozenset(found)
+                behind |= {(placement.job, node) for node in absent if round.member(node) is None}
+        return frozenset(behind)
 
     def _round(self, job: str, number: int) -> Round | None:
         """The Round that this run of the job has now, if it is in this store."""
         key = Keys(job).round
-        found = self.store.read(key)
+        entry = self.store.read(key)
         try:
-            round = None if found is None else decode_record(Round, key, found.value)
+            round = None if entry is None else decode_record(Round, key, entry.value)
         except WireError:
             return None
         return round if round is not None and round.run == str(number) and not round.terminal else None
