@@ -49,11 +49,12 @@ def store(opened: tuple[Store, Callable[[], Store]]) -> Store:
     return opened[0]
 
 
-def submit(store: Store, job: str | None = "llm", **more: object) -> Submission:
-    stem = str(more.pop("stem", "job"))
+def submit(
+    store: Store, job: str | None = "llm", stem: str = "job", cache: StoreCache | None = None, **more: object
+) -> Submission:
     fields: dict[str, object] = {"submitted_by": "ann", "submitted_at": 5.0, **more}
     request = Submission(job or "", 0, '{"command": ["train.py"]}', 1, 2, 2, 4, **fields)  # type: ignore[arg-type]
-    return queue.submit(store, request, stem=stem)
+    return queue.submit(store, request, stem=stem, cache=cache)
 
 
 def at_once(calls: list[Callable[[], object]]) -> list[object]:
@@ -160,7 +161,7 @@ def test_cancel_a_job_without_submission(store: Store) -> None:
 
 
 def test_invalid_requests(store: Store) -> None:
-    for job in ("a/b", "", " a", ".a", "a\n", "x" * 200):
+    for job in ("a/b", " a", ".a", "a\n", "x" * 200):
         with pytest.raises(UsageError, match="job id"):
             submit(store, job)
         with pytest.raises(UsageError, match="job id"):
