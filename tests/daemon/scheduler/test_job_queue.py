@@ -171,9 +171,9 @@ def test_invalid_requests(store: Store) -> None:
     for job in ("-f", "bad id", "$(id)", "a;b", "x*", "ä"):
         with pytest.raises(UsageError, match="characters that a shell"):
             submit(store, job)
-    for more in ({"nodes": (0, 1)}, {"nodes": (3, 2)}, {"slots": (2, 1)}, {"slots": (0, 0)}):
+    for limits in ((0, 1, 2, 4), (3, 2, 2, 4), (1, 2, 2, 1), (1, 2, 0, 0)):
         with pytest.raises(UsageError, match="submission of 'llm'"):
-            submit(store, **more)
+            queue.submit(store, Submission("llm", 0, "{}", *limits))
     with pytest.raises(UsageError, match=r"its job file has 300002 bytes; the limit is 262144"):
         queue.submit(store, Submission("big", 0, '"' + "x" * 300_000 + '"', 1, 1, 1, 1))
     assert not queue.read_view(store).submissions
