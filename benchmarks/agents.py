@@ -22,12 +22,12 @@ from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.messages import RoundPublished
 from elasticd_agent.model.notices import Notice, PauseRequested
 from elasticd_agent.model.records import Failure, NodeRecord
-from elasticd_agent.rendezvous.driver import DriverFailed, MemberThread
-from elasticd_agent.rendezvous.member import RendezvousMember
-from elasticd_agent.rendezvous.peer_links import PeerLinks
-from elasticd_agent.rendezvous.probe import ProbeServer, probe_nodes
+from elasticd_agent.rendezvous.member import DriverFailed, MemberThread, RendezvousMember
+from elasticd_agent.rendezvous.membership_client import JobTerms
+from elasticd_agent.rendezvous.peers import TcpPeerNetwork
+from elasticd_agent.rendezvous.probe import ProbeServer
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
-from elasticd_agent.store import Store
+from elasticd_agent.store import JobStore
 from elasticd_agent.store.c10d.store import C10dStore
 from elasticd_agent.store.etcd.store import EtcdStore
 
@@ -51,34 +51,16 @@ def report(**fields: object) -> None:
 class SimulatedAgent:
     """Follows rounds and reports that it has started them."""
 
-    def __init__(
-        self, name: str, store: Store, kind: str, hosts: bool, job: str, requirements: Requirements, policy: Policy
-    ) -> None:
+    def __init__(self, name: str, store: JobStore, job: str, requirements: Requirements, policy: Policy) -> None:
         self.name, self.store = name, store
         incarnation = f"{name}-{time.monotonic_ns()}"
         self.knock = ProbeServer("127.0.0.1", name, incarnation)
-        keys = Keys(job)
         record = NodeRecord(name, incarnation, f"127.0.0.1:{self.knock.port}", (0,))
         knock_s = KNOCK_S * policy.lease_s / Policy().lease_s
-        self.lines = PeerLinks(lambda node: member.peer_disconnected(node))
-        member = RendezvousMember(
-            store,
-            keys,
-            policy,
-            record,
-            requirements,
-            LocalFacts(),
-            b"{}",
-            lambda a, b: None,
-            lambda nodes: probe_nodes(nodes, knock_s),
-            self.log,
-            may_lead=lambda: kind == "etcd" or hosts,
-            others_may_lead=lambda: kind == "etcd",
-            single_key_cas=kind != "etcd",
-            keep_links=self.lines.keep,
-        )
-        self._member = member
-        self._thread = MemberThread(member, self.on_notice, lambda: hosts)
+        self.lines = TcpPeerNetwork(self.knock, knock_s)
+        terms = JobTerms(Keys(job), policy, requirements, b"{}")
+        self._member = RendezvousMember(store, terms, record, LocalFacts(), self.lines, self.log)
+        self._thread = MemberThread(self._member, self.on_notice)
         self._thread.start()
 
     @property
@@ -153,12 +135,12 @@ def main() -> None:
         nonlocal first
         hosts = kind == "c10d" and name == "n0" and first
         first = False
-        store: Store = (
+        store: JobStore = (
             EtcdStore([(host, int(port))], timeout_s=policy.store_timeout_s)
             if kind == "etcd"
             else C10dStore(host, int(port), serve=hosts, timeout_s=policy.store_timeout_s)
         )
-        return SimulatedAgent(name, store, kind, hosts, job, requirements, policy)
+        return SimulatedAgent(name, store, job, requirements, policy)
 
     report(kind="ready")
     agents: dict[str, SimulatedAgent] = {}

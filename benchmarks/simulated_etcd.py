@@ -233,6 +233,8 @@ class SimulatedEtcd:
 class SimulatedStore:
     """One agent's client. Its calls are made from that agent's task."""
 
+    hosts, standalone, compares_one_key = False, True, False
+
     def __init__(self, etcd: SimulatedEtcd) -> None:
         self.traffic = Traffic()
         self.task: Task | None = None

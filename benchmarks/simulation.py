@@ -20,10 +20,11 @@ from elasticd_agent.model.keys import Keys, decode_record
 from elasticd_agent.model.messages import RoundPublished
 from elasticd_agent.model.notices import Notice, StoreAvailability
 from elasticd_agent.model.records import Failure, NodeRecord, Round
-from elasticd_agent.rendezvous import round_follower
-from elasticd_agent.rendezvous.driver import MAX_REST_S
-from elasticd_agent.rendezvous.member import RendezvousMember
-from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
+from elasticd_agent.rendezvous import membership_client
+from elasticd_agent.rendezvous.member import MAX_REST_S, RendezvousMember
+from elasticd_agent.rendezvous.membership_client import JobTerms
+from elasticd_agent.rendezvous.peers import PeerNetwork
+from elasticd_agent.rendezvous.probe import Address, ProbeAlive, ProbeAnswer, ProbeRefused
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.system.network.addresses import format_endpoint
 
@@ -78,7 +79,7 @@ def incarnation(index: int) -> str:
     return f"{random.Random(index).getrandbits(64):016x}"
 
 
-class Agent:
+class Agent(PeerNetwork):
     """One node: turns as MemberThread takes them."""
 
     def __init__(self, simulation: Simulation, index: int, requirements: Requirements, policy: Policy) -> None:
@@ -87,7 +88,7 @@ class Agent:
         self.name = f"n{index}"
         self.incarnation = incarnation(index)
         self.store = SimulatedStore(simulation.etcd)
-        self.links: Mapping[str, tuple[str, int]] = {}
+        self.links: Mapping[str, Address] = {}
         self.round: Round | None = None
         self.read_at = 0.0
         self.away = False
@@ -97,22 +98,17 @@ class Agent:
         record = NodeRecord(self.name, self.incarnation, format_endpoint("10.0.0.1", 1 + index), tuple(range(8)))
         self.member = RendezvousMember(
             self.store,
-            simulation.keys,
-            policy,
+            JobTerms(simulation.keys, policy, requirements, b"{}"),
             record,
-            requirements,
             LocalFacts(),
-            b"{}",
-            lambda mine, theirs: None,
-            self._probe,
+            self,
             lambda sentence: None,
-            keep_links=self._keep_links,
         )
         self.member.on_change(self._hint)
         self.task = self._clock.start(self._run)
         self.store.task = self.task
 
-    def _keep_links(self, nodes: Mapping[str, tuple[str, int]]) -> None:
+    def keep_links(self, nodes: Mapping[str, Address], broken: Callable[[str], None]) -> None:
         self.links = nodes
 
     def _hint(self) -> None:
@@ -163,7 +159,7 @@ class Agent:
         if round is not None and self.name not in self._simulation.dead:
             self.member.report_failure(Failure(round.number, self.name, "crash", (), "lost its peers"), self._clock.now)
 
-    def _probe(self, nodes: Mapping[str, tuple[str, int]]) -> Mapping[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
+    def probe(self, nodes: Mapping[str, Address]) -> Mapping[str, ProbeAnswer]:
         dead = self._simulation.dead & nodes.keys()
         self.task.sleep(PROBE_S + (REFUSED_S if dead else 0.0))
         answers = self._simulation.answers
@@ -229,7 +225,7 @@ def simulate(nodes: int, times: EtcdTimes | None = None, seed: int = 1) -> Simul
         return decode_record(kind, key, value)
 
     # In one process, thousands of agents would decode the same bytes: DECODE_S stands for the time that each takes.
-    with mock.patch.object(round_follower, "decode_record", decode_once):
+    with mock.patch.object(membership_client, "decode_record", decode_once):
         simulation = Simulation(nodes, times or EtcdTimes())
         try:
             return _measure(simulation, SimulationResult(nodes), random.Random(seed))

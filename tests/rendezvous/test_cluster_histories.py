@@ -178,7 +178,7 @@ def test_random_histories_keep_the_invariants(
 def live(fewest: int, holds: bool, began: int, acts: list[Step], store: str) -> CheckedCluster:
     """`store`: c10d compares one key at a time; "c10d on a" ends with a's agent, and is empty when it starts again."""
     c = CheckedCluster(Requirements(1, 1, fewest, 3), Policy(max_restarts=50), holds)
-    c.single_key_cas, c.host = store != "etcd", "a" if store.endswith(" a") else ""
+    c.compares_one_key, c.host = store != "etcd", "a" if store.endswith(" a") else ""
     for label in NAMES[:began]:
         c.start(label)
     c.wait(1.0)

@@ -7,6 +7,8 @@ from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.messages import StoreAbandoned
 from elasticd_agent.model.records import NodeRecord
 from elasticd_agent.rendezvous.member import RendezvousMember
+from elasticd_agent.rendezvous.membership_client import JobTerms
+from elasticd_agent.rendezvous.peers import PeerNetwork
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.memory import MemoryStore
 
@@ -16,28 +18,27 @@ KEYS = Keys("job")
 class SingleKeyStore(MemoryStore):
     """As c10d is between the look at the guard and the swap: what the guard was worth then counts."""
 
+    compares_one_key = True
+
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
     ) -> bool:
         return super().compare_and_swap(key, expected, value)
 
 
-def agent(store: MemoryStore, name: str, may_lead: bool = True) -> RendezvousMember:
+class ForeignStore(SingleKeyStore):
+    """The same as its host's clients see it."""
+
+    standalone = False
+
+    def __init__(self, store: SingleKeyStore) -> None:
+        vars(self).update(vars(store))
+
+
+def agent(store: SingleKeyStore, name: str) -> RendezvousMember:
     record = NodeRecord(name, f"{name}1", "", (0,), "", 0, warm=1)
-    return RendezvousMember(
-        store,
-        KEYS,
-        Policy(),
-        record,
-        Requirements(1, 1, 1, 2, 0.0, "0"),
-        LocalFacts(),
-        b"{}",
-        lambda mine, theirs: None,
-        lambda nodes: {},
-        lambda sentence: None,
-        may_lead=lambda: may_lead,
-        single_key_cas=True,
-    )
+    terms = JobTerms(KEYS, Policy(), Requirements(1, 1, 1, 2, 0.0, "0"), b"{}")
+    return RendezvousMember(store, terms, record, LocalFacts(), PeerNetwork(), lambda sentence: None)
 
 
 def test_new_leader_fences_the_round_key() -> None:
@@ -67,7 +68,7 @@ def test_new_leader_fences_the_round_key() -> None:
 def test_host_that_does_not_lead_is_abandoned() -> None:
     """Its server process answers, its agent is stuck: the others give up after store_away, and not while it leads."""
     store = SingleKeyStore(lambda: now)
-    now, host, other = 100.0, agent(store, "a"), agent(store, "b", may_lead=False)
+    now, host, other = 100.0, agent(store, "a"), agent(ForeignStore(store), "b")
     abandoned: list[StoreAbandoned] = []
 
     def turns(until: float, *agents: RendezvousMember) -> None:

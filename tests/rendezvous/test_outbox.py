@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elasticd.errors import StoreUnavailable
-from elasticd_agent.rendezvous.outbox import Outbox
+from elasticd_agent.model.keys import Keys
+from elasticd_agent.rendezvous.membership_client import Outbox
 from elasticd_agent.store import Versioned
 from elasticd_agent.store.memory import MemoryStore
 
@@ -27,17 +28,18 @@ class CountingStore(MemoryStore):
 def test_long_outage_does_not_grow_the_outbox() -> None:
     """An outage of a day leaves as little to send as one of a minute."""
     store = CountingStore()
-    reports = Outbox(store)
-    reports.add(3, "done/3/a", b"done")
+    keys = Keys("job")
+    reports = Outbox(store, keys, "a")
+    reports.add_done(3)
     reports.send()
     store.away = True
     for _ in range(8640):  # every 10 s
-        reports.resend(3, without="")
+        reports.resend(3, without_master_of=0)
         with pytest.raises(StoreUnavailable):
             reports.send()
     store.away = False
-    store.delete("done/3/a")  # it came back empty
+    store.delete(keys.done(3) + "a")  # it came back empty
     store.written = 0
     reports.send()
     assert store.written == 1
-    assert isinstance(store.read("done/3/a"), Versioned)
+    assert isinstance(store.read(keys.done(3) + "a"), Versioned)

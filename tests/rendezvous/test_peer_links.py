@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticd_agent.rendezvous.peer_links import PeerLinks
+from elasticd_agent.rendezvous.peers import PeerLinks
 from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeServer, probe_nodes
 
 WITHIN_S = 20.0
@@ -32,7 +32,10 @@ class Heard:
 
     def __init__(self) -> None:
         self.nodes: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.lines = PeerLinks(self.nodes.put)
+        self.links = PeerLinks()
+
+    def keep(self, **ports: int) -> None:
+        self.links.keep({node: ("127.0.0.1", port) for node, port in ports.items()}, self.nodes.put)
 
     def next(self) -> str:
         return self.nodes.get(timeout=WITHIN_S)
@@ -42,7 +45,7 @@ class Heard:
 def heard() -> Iterator[Heard]:
     made = Heard()
     yield made
-    made.lines.close()
+    made.links.close()
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def until_kept(port: int, callers: int) -> None:
 
 def test_killed_process_breaks_its_link(heard: Heard, agent: tuple[subprocess.Popen[str], int]) -> None:
     process, port = agent
-    heard.lines.keep({"a": ("127.0.0.1", port)})
+    heard.keep(a=port)
     until_kept(port, 1)
     process.kill()
     assert heard.next() == "a"
@@ -81,7 +84,7 @@ def test_killed_process_breaks_its_link(heard: Heard, agent: tuple[subprocess.Po
 def test_stopped_process_keeps_its_link(heard: Heard, agent: tuple[subprocess.Popen[str], int]) -> None:
     process, port = agent
     other = ProbeServer("127.0.0.1", "b", "i2")
-    heard.lines.keep({"a": ("127.0.0.1", port), "b": ("127.0.0.1", other.port)})
+    heard.keep(a=port, b=other.port)
     until_kept(port, 1)
     until_kept(other.port, 1)
     os.kill(process.pid, signal.SIGSTOP)
@@ -92,9 +95,9 @@ def test_stopped_process_keeps_its_link(heard: Heard, agent: tuple[subprocess.Po
 
 def test_removed_node_is_disconnected_without_a_report(heard: Heard) -> None:
     first, second = ProbeServer("127.0.0.1", "a", "i1"), ProbeServer("127.0.0.1", "b", "i2")
-    heard.lines.keep({"a": ("127.0.0.1", first.port), "b": ("127.0.0.1", second.port)})
+    heard.keep(a=first.port, b=second.port)
     until_kept(first.port, 1)
-    heard.lines.keep({"b": ("127.0.0.1", second.port)})
+    heard.keep(b=second.port)
     until_kept(first.port, 0)
     until_kept(second.port, 1)
     second.close()
@@ -106,15 +109,15 @@ def test_removed_node_is_disconnected_without_a_report(heard: Heard) -> None:
 def test_refused_connection_is_reported_once(heard: Heard) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        heard.lines.keep({"a": unused.getsockname()})
+        heard.keep(a=unused.getsockname()[1])
         assert heard.next() == "a"
-        heard.lines.keep({})
+        heard.keep()
 
 
 def test_standing_link_does_not_delay_probes(heard: Heard) -> None:
     """A caller that stays connected costs the probe server nothing."""
     server = ProbeServer("127.0.0.1", "a", "i1")
-    heard.lines.keep({"a": ("127.0.0.1", server.port)})
+    heard.keep(a=server.port)
     until_kept(server.port, 1)
     assert probe_nodes({"a": ("127.0.0.1", server.port)}, 5.0) == {"a": ProbeAlive("a", "i1")}
     assert heard.nodes.empty()
@@ -135,13 +138,13 @@ def test_talking_caller_is_disconnected() -> None:
 PLANNER = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from elasticd_agent.rendezvous.peer_links import PeerLinks
-lines = PeerLinks(lambda node: None)
-lines.keep({f"n{i}": ("127.0.0.1", int(sys.argv[1])) for i in range(100)})
+from elasticd_agent.rendezvous.peers import PeerLinks
+links = PeerLinks()
+links.keep({f"n{i}": ("127.0.0.1", int(sys.argv[1])) for i in range(100)}, lambda node: None)
 sys.stdin.readline()
 spare = [os.open("/dev/null", os.O_RDONLY) for _ in range(32)]
 print("there is room", flush=True)
-lines.close()
+links.close()
 """
 
 

@@ -6,34 +6,35 @@ from collections.abc import Mapping
 
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.records import Exclusion, Member, Round
-from elasticd_agent.rendezvous.observations import PeerObservations
-from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
-from elasticd_agent.rendezvous.reachability import (
-    EXCLUDED_INTERVAL_S,
+from elasticd_agent.rendezvous.peers import (
     INTRODUCTION_SPREAD_S,
     MAX_INTERVAL_S,
+    OUTSIDER_INTERVAL_S,
+    PeerNetwork,
+    PeerObservations,
     ReachabilityMonitor,
 )
+from elasticd_agent.rendezvous.probe import Address, ProbeAlive, ProbeAnswer, ProbeNoAnswer, ProbeRefused
 
 POLICY = Policy()
 
 
-class Network:
+class Network(PeerNetwork):
     """Node b among a, b, c, d; `answers`: the behaviour of each other node; `asked`: (time, probed nodes)."""
 
     def __init__(self, **answers: str) -> None:
         self.now = 1000.0
         self.answers = {"a": "answers", "c": "answers", "d": "answers", **answers}
         self.asked: list[tuple[float, str]] = []
-        self.reach = ReachabilityMonitor(POLICY, ("b", "i"), PeerObservations("b", self._knock))
+        self.reach = ReachabilityMonitor(POLICY, ("b", "i"), PeerObservations("b", self))
         self.round = Round(1, tuple(Member(name, "i", (0,), "", f"{name}:1") for name in "abcd"))
         self.stepped = 0
         self.advances_by: float | None = self.now
 
-    def _knock(self, them: Mapping[str, tuple[str, int]]) -> dict[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
-        self.asked.append((self.now, "".join(sorted(them))))
+    def probe(self, nodes: Mapping[str, Address]) -> Mapping[str, ProbeAnswer]:
+        self.asked.append((self.now, "".join(sorted(nodes))))
         kinds = {"silent": ProbeNoAnswer("no answer"), "refuses": ProbeRefused()}
-        return {name: kinds.get(self.answers[name], ProbeAlive(name, "i")) for name in them}
+        return {name: kinds.get(self.answers[name], ProbeAlive(name, "i")) for name in nodes}
 
     def wait(self, seconds: float) -> tuple[str, ...]:
         """As a member does: turns when they are due, and ten times a second."""
@@ -107,9 +108,9 @@ def test_excluded_node_continues_to_probe() -> None:
     net.advances_by = None
     net.asked.clear()
     assert net.wait(20) == ("c",)
-    assert len(net.asked) == 20 / EXCLUDED_INTERVAL_S
+    assert len(net.asked) == 20 / OUTSIDER_INTERVAL_S
     net.answers["c"] = "answers"
-    assert net.wait(EXCLUDED_INTERVAL_S) == ()
+    assert net.wait(OUTSIDER_INTERVAL_S) == ()
     net.answers["c"] = "silent"
     net.round = Round(3, tuple(Member(name, "i", (0,), "", f"{name}:1") for name in "abcd"))
     net.advances_by = net.now

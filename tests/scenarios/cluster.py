@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from benchmarks.history import AgentHistory, History, View
 from elasticd_agent.hangs.detector import HangDetector
@@ -61,8 +61,10 @@ from elasticd_agent.model.notices import (
 from elasticd_agent.model.records import NodeRecord, Round
 from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.rendezvous.member import RendezvousMember
-from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeNoAnswer, ProbeRefused
-from elasticd_agent.rendezvous.spec_check import mismatch
+from elasticd_agent.rendezvous.membership_client import JobTerms
+from elasticd_agent.rendezvous.peers import PeerNetwork
+from elasticd_agent.rendezvous.probe import Address, ProbeAlive, ProbeAnswer, ProbeNoAnswer, ProbeRefused
+from elasticd_agent.rendezvous.takeover import TakeOver
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_agent.workers.manager import ProcessReaped, ProcessUnkillable
@@ -98,6 +100,21 @@ class _HangListener:
         self.cluster.tell(self.label, f"suspected it for {seconds:.1f} s, and it goes on")
 
 
+class NodeNetwork(PeerNetwork):
+    """One agent's way to the others of its cluster."""
+
+    def __init__(self, cluster: Cluster, incarnation: str) -> None:
+        self.cluster, self.incarnation = cluster, incarnation
+
+    @property
+    def node(self) -> Node:
+        return self.cluster.agents[self.incarnation]
+
+    def probe(self, nodes: Mapping[str, Address]) -> Mapping[str, ProbeAnswer]:
+        agents = list(self.cluster.agents.values())
+        return {name: self.cluster.answer(self.node, agents[port - 1]) for name, (_, port) in nodes.items()}
+
+
 class Cluster:
     """All nodes of one job. `lines` is what happened since it was last looked at: when, to whom, what.
 
@@ -111,7 +128,7 @@ class Cluster:
         self.store_up = True
         self.deaf = False
         self.twins = False
-        self.single_key_cas = False
+        self.compares_one_key = False
         self.host = ""
         self.keys = Keys("job")
         self.history = History(join_timeout_s=policy.join_timeout_s)
@@ -156,19 +173,13 @@ class Cluster:
 
         member = RendezvousMember(
             store,
-            self.keys,
-            self.policy,
+            JobTerms(self.keys, self.policy, self.asked, mine),
             record,
-            self.asked,
             LocalFacts(first_number=1 + highest, checkpoint=self.saved),
-            mine,
-            lambda mine, theirs: mismatch(mine, theirs, log),
-            lambda nodes: self._knock(node, nodes),
+            NodeNetwork(self, incarnation),
             log,
-            single_key_cas=self.single_key_cas,
-            **self._hosting(store, record, lambda: node, log),
+            take_over=self._take_over(store, record, log),
         )
-        store.single_key_cas = self.single_key_cas
         rules = StepRules(name, incarnation=incarnation, multi_node=True, leave_on_stop=True)
         slots = Slots(name, record.slots, self.asked.min_workers)
         node = Node(label, name, incarnation, rules, member, store, away, slots, due=self.now)
@@ -181,15 +192,16 @@ class Cluster:
         return node
 
     def _node_store(self, label: str, incarnation: str, away: Partition, version: str) -> NodeStore:
-        return NodeStore(
+        store = NodeStore(
             self.store, lambda: self.is_store_up and not away.store, lambda deliver: self.hints(deliver), version
         )
+        store.compares_one_key, store.standalone = self.compares_one_key, not self.host
+        store.is_host = label == self.host
+        return store
 
-    def _hosting(
-        self, store: NodeStore, record: NodeRecord, node: Callable[[], Node], log: Callable[[str], None]
-    ) -> dict[str, Any]:
-        """Who may lead."""
-        return {"may_lead": lambda: self.host in ("", node().label), "others_may_lead": lambda: not self.host}
+    def _take_over(self, store: NodeStore, record: NodeRecord, log: Callable[[str], None]) -> TakeOver | None:
+        """No agent takes this store over."""
+        return None
 
     def _reaches_store(self, node: Node) -> bool:
         return self.is_store_up and not node.partition.store
@@ -610,15 +622,9 @@ class Cluster:
     def _at(self, seconds: float, act: Callable[[], None]) -> None:
         self.later.append((self.now + seconds, act))
 
-    # ---- knocking, and words
+    # ---- probes, and words
 
-    def _knock(
-        self, who: Node, them: Mapping[str, tuple[str, int]]
-    ) -> dict[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
-        agents = list(self.agents.values())
-        return {name: self._answer(who, agents[port - 1]) for name, (_, port) in them.items()}
-
-    def _answer(self, who: Node, whom: Node) -> ProbeAlive | ProbeRefused | ProbeNoAnswer:
+    def answer(self, who: Node, whom: Node) -> ProbeAnswer:
         if not self._reaches(who, whom) or whom.frozen or self.deaf:
             return SILENT
         return ProbeRefused() if whom.dead or whom.left else ProbeAlive(whom.name, whom.incarnation, *whom.says)

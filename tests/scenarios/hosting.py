@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from elasticd_agent.model.codec import VERSION
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import decode_record
 from elasticd_agent.model.records import NodeRecord, Round, StoreLife, life_term
+from elasticd_agent.rendezvous.probe import Address
 from elasticd_agent.rendezvous.takeover import TakeOver
 from elasticd_agent.rendezvous.view import Requirements
 from elasticd_agent.store import Watch
 from elasticd_agent.store.memory import MemoryStore
-from tests.scenarios.cluster import Cluster
+from tests.scenarios.cluster import Cluster, NodeNetwork
 from tests.scenarios.node import Node, Partition
 from tests.scenarios.waystore import NodeStore
 
@@ -44,7 +44,7 @@ class HostedStore(NodeStore):
         self._life: Hosted | None = None
         self._pinned = False
         self._followed: dict[str, tuple[Callable[[str], None], list[Watch]]] = {}
-        self.single_key_cas = True
+        self.compares_one_key, self.standalone = True, False
         if label == ENDPOINT:
             self.host(life_term(0, incarnation))
 
@@ -112,12 +112,29 @@ class _Followed:
             watch.close()
 
 
+class HostingNetwork(NodeNetwork):
+    """One agent's way to the others, and to the stores that they host."""
+
+    cluster: HostingCluster
+
+    def reaches(self, address: Address) -> bool:
+        life = next((life for life in self.cluster.lives.values() if life.port == address[1]), None)
+        if life is None or life.over or not self.cluster.serves(life):
+            return False
+        return self.cluster.connects(self.node.label, life.label)
+
+    def publish(self, store: StoreLife | None, lost: bool, leaving: bool) -> None:
+        self.node.says = store, lost, leaving
+
+    def show_way(self, round: Round | None) -> None:
+        self.node.hosted_round = round
+
+
 class HostingCluster(Cluster):
     """Its agents take over; the endpoint's machine has a signpost."""
 
     def __init__(self, asked: Requirements, policy: Policy, slots: int = 1, holds: bool = False) -> None:
         super().__init__(asked, policy, slots, holds)
-        self.single_key_cas = True
         self.lives: dict[int, Hosted] = {}
         self.at_endpoint: Hosted | None = None
         self._at(SIGN_S, self._show_the_way)
@@ -145,24 +162,10 @@ class HostingCluster(Cluster):
     def _node_store(self, label: str, incarnation: str, away: Partition, version: str) -> NodeStore:
         return HostedStore(self, label, incarnation, away, version)
 
-    def _hosting(
-        self, store: NodeStore, record: NodeRecord, node: Callable[[], Node], log: Callable[[str], None]
-    ) -> dict[str, Any]:
+    def _take_over(self, store: NodeStore, record: NodeRecord, log: Callable[[str], None]) -> TakeOver | None:
         assert isinstance(store, HostedStore)
-
-        def publish(life: StoreLife | None, lost: bool, leaving: bool) -> None:
-            node().says = life, lost, leaving
-
-        def reaches(address: tuple[str, int]) -> bool:
-            life = next((life for life in self.lives.values() if life.port == address[1]), None)
-            here = life is not None and not life.over and self.serves(life)
-            return here and life is not None and self.connects(node().label, life.label)
-
-        take_over = TakeOver(
-            store, record.identity, record.address, self.policy, lambda them: self._knock(node(), them), reaches,
-            publish, lambda: None, log,
-        )  # fmt: skip
-        return {"may_lead": lambda: store.hosts, "others_may_lead": lambda: False, "take_over": take_over}
+        network = HostingNetwork(self, record.incarnation)
+        return TakeOver(store, record, self.policy, network, network.show_way, log)
 
     def _reaches_store(self, node: Node) -> bool:
         return isinstance(node.store, HostedStore) and node.store.answers
@@ -172,7 +175,7 @@ class HostingCluster(Cluster):
         self._at(SIGN_S, self._show_the_way)
         life = self.at_endpoint
         for node in self._alive():
-            round = node.member.hosted_round
+            round = node.hosted_round
             if round is None or life is None or life.over or not self.serves(life):
                 continue
             if self.connects(node.label, life.label) and not node.partition.store:

@@ -63,7 +63,7 @@ class ScriptedCluster:
         policy = replace(Policy(), **numbers)
         asked = Requirements(1, slots, int(fewest), int(most or fewest), policy.last_call_timeout_s, run)
         self.cluster = Cluster(asked, policy, slots, holds)
-        self.cluster.host, self.cluster.single_key_cas = host, bool(host)
+        self.cluster.host, self.cluster.compares_one_key = host, bool(host)
         self.at = self.shown_at = self.cluster.now
         self._requests: dict[str, int] = {}
 

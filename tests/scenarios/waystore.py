@@ -28,7 +28,7 @@ class NodeStore:
     """A Store. `fates`: what becomes of the n-th request from now on, counted from 1; each happens once.
 
     `hints(deliver)` is given every hint and delivers it when, as often and if it likes. `version`: what its agent's
-    records say they are; a newer one's have a field more. `single_key_cas`: as c10d, it reads a guard in a
+    records say they are; a newer one's have a field more. `compares_one_key`: as c10d, it reads a guard in a
     request before the swap.
     """
 
@@ -41,8 +41,12 @@ class NodeStore:
     ) -> None:
         self._store, self._reachable, self._hints, self._version = store, reachable, hints, version
         self.traffic = Traffic()
-        self.single_key_cas = False
+        self.compares_one_key, self.standalone, self.is_host = False, True, False
         self.fates: dict[int, Fate] = {}
+
+    @property
+    def hosts(self) -> bool:
+        return self.is_host
 
     def written(self, value: bytes) -> bytes:
         """As an agent of this version writes it; what it read and passes on keeps the higher minor."""
@@ -77,7 +81,7 @@ class NodeStore:
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
     ) -> bool:
-        if self.single_key_cas and guard is not None:
+        if self.compares_one_key and guard is not None:
             found = self.read(guard[0])
             if found is None or found.version != guard[1]:
                 return False

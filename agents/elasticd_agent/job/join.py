@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,15 +22,15 @@ from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.notices import Notice, Probed
 from elasticd_agent.model.records import NodeRecord
-from elasticd_agent.rendezvous.driver import DriverFailed, MemberThread
-from elasticd_agent.rendezvous.member import RendezvousMember, TurnResult
-from elasticd_agent.rendezvous.peer_links import PeerLinks
-from elasticd_agent.rendezvous.probe import ProbeServer, probe_nodes
-from elasticd_agent.rendezvous.spec_check import mismatch, spec_document
+from elasticd_agent.rendezvous.member import DriverFailed, MemberThread, RendezvousMember, TurnResult
+from elasticd_agent.rendezvous.membership_client import JobTerms
+from elasticd_agent.rendezvous.peers import PeerNetwork, TcpPeerNetwork
+from elasticd_agent.rendezvous.probe import ProbeServer
+from elasticd_agent.rendezvous.spec_check import spec_document
 from elasticd_agent.rendezvous.takeover import MovableStore, TakeOver
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
 from elasticd_agent.store.lease import RenewalListener, ignore_renewals
-from elasticd_agent.store.open import FEWEST_TO_TAKE_OVER, any_agent_may_lead, is_hosted_here, open_signpost, open_store
+from elasticd_agent.store.open import FEWEST_TO_TAKE_OVER, open_signpost, open_store
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.network.addresses import format_endpoint, local_address
 
@@ -39,8 +38,6 @@ NEVER_S = 1e7
 DIRECTORY_ID_S = 1.0
 """The creator of a directory's id writes it within this time; an empty one was left by a process that died."""
 ADDRESS_S = 1.0
-PROBE_S = 0.2
-"""An agent answers a probe within a millisecond; no answer in this time is silence."""
 RESOLVE_RETRY_S = 1.0
 REMIND_S = 30.0
 """Between the log lines of a start that cannot reach its store: a name may be mistyped, and join_timeout is long."""
@@ -88,11 +85,13 @@ def join_job(
     shared = options.backend != "memory"
     incarnation = secrets.token_hex(8)
     own, address = OwnAddress(lambda: workers_address(spec)), ""
-    probe_server: ProbeServer | None = None
+    network = PeerNetwork()
     if shared:
-        probe_server = ProbeServer(own.known, node, incarnation, answered=lambda: post(Probed()))
-        stack.callback(probe_server.close)
-        address = format_endpoint(own.known, probe_server.port)
+        server = ProbeServer(own.known, node, incarnation, answered=lambda: post(Probed()))
+        stack.callback(server.close)
+        network = TcpPeerNetwork(server)
+        stack.callback(network.close)
+        address = format_endpoint(own.known, server.port)
     highest, resume = found_on_disk
     record = NodeRecord(
         node,
@@ -106,70 +105,34 @@ def join_job(
     )
     store = open_store(options, spec.python, policy, log, may_host, incarnation)
     stack.callback(store.close)
-    keys, times = Keys(spec.job_id), policy if shared else _without_renewal(policy)
     last_call_timeout_s = policy.last_call_timeout_s if shared else 0.0
     requirements = Requirements(
         spec.min_workers, spec.max_workers, options.min_nodes, options.max_nodes, last_call_timeout_s, spec.run
     )
-    links = PeerLinks(lambda node: member.peer_disconnected(node))
-    stack.callback(links.close)
+    times = policy if shared else _without_renewal(policy)
+    document = json.dumps(spec_document(spec, policy), sort_keys=True).encode()
+    terms = JobTerms(Keys(spec.job_id), times, requirements, document)
     take_over: TakeOver | None = None
-    if probe_server is not None and options.backend == "c10d" and options.max_nodes >= FEWEST_TO_TAKE_OVER:
-        signpost = open_signpost(options, spec.python, policy, keys, lambda: member.hosted_round, log)
+    if options.backend == "c10d" and options.max_nodes >= FEWEST_TO_TAKE_OVER:
+        signpost = open_signpost(options, spec.python, policy, terms.keys, log)
         stack.callback(signpost.close)
-        take_over = _take_over(cast(MovableStore, store), record, policy, probe_server, signpost.start, log)
+        take_over = TakeOver(cast(MovableStore, store), record, policy, network, signpost.show, log)
     member = RendezvousMember(
         store,
-        keys,
-        times,
+        terms,
         record,
-        requirements,
         LocalFacts(first_number=1 + highest, checkpoint=resume),
-        json.dumps(spec_document(spec, policy), sort_keys=True).encode(),
-        lambda mine, theirs: mismatch(mine, theirs, log),
-        lambda nodes: probe_nodes(nodes, PROBE_S),
+        network,
         log,
-        may_lead=lambda: is_hosted_here(store) or any_agent_may_lead(store),
-        others_may_lead=lambda: any_agent_may_lead(store),
-        single_key_cas=options.backend == "c10d",
         attentive=attentive,
-        keep_links=links.keep,
         renewed=renewed if shared else ignore_renewals,
         take_over=take_over,
     )
     if not shared:
         return JobMembership(node, incarnation, shared, member, own)
-    thread = MemberThread(member, post, lambda: is_hosted_here(store))
+    thread = MemberThread(member, post)
     stack.callback(thread.close)
     return JobMembership(node, incarnation, shared, member, own, thread)
-
-
-def _take_over(
-    store: MovableStore,
-    record: NodeRecord,
-    policy: Policy,
-    probe_server: ProbeServer,
-    hosting: Callable[[], None],
-    log: Callable[[str], None],
-) -> TakeOver:
-    return TakeOver(
-        store,
-        record.identity,
-        record.address,
-        policy,
-        lambda nodes: probe_nodes(nodes, PROBE_S),
-        reaches,
-        probe_server.publish,
-        hosting,
-        log,
-    )
-
-
-def reaches(address: tuple[str, int]) -> bool:
-    """Whether something listens there."""
-    with contextlib.suppress(OSError), socket.create_connection(address, PROBE_S):
-        return True
-    return False
 
 
 def _without_renewal(policy: Policy) -> Policy:

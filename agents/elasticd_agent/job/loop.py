@@ -28,8 +28,7 @@ from elasticd_agent.job.state_machine import step
 from elasticd_agent.model import messages, notices
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangVerdict
-from elasticd_agent.rendezvous.driver import DriverFailed
-from elasticd_agent.rendezvous.member import RendezvousMember, TurnResult
+from elasticd_agent.rendezvous.member import DriverFailed, RendezvousMember, TurnResult
 from elasticd_agent.system.network.control_socket import DumpRequested
 from elasticd_agent.workers.events import (
     GroupStarted,

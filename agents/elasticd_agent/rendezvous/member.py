@@ -2,35 +2,38 @@
 
 The deciding loop never waits for a store: each turn reads what a watch has named, sends what the loop has reported, and
 returns notices for the loop. While the store is unavailable, reports wait in the outbox, and turns are tried again.
+Turns are taken by a thread, or by the loop itself where the store is this process's memory.
 """
 
 from __future__ import annotations
 
-import json
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
-from elasticd_agent.model.job import Policy
-from elasticd_agent.model.keys import Keys
+from elasticd.errors import ElasticdError, StoreRefused, StoreUnavailable, UsageError, WireError
 from elasticd_agent.model.messages import RoundPublished, StoreAbandoned
 from elasticd_agent.model.notices import LeadershipChanged, Notice, Rejected, StoreAvailability, WaitingFor
 from elasticd_agent.model.records import Failure, NodeRecord, Round
 from elasticd_agent.model.reports import HangReport
-from elasticd_agent.rendezvous.election import LeaderElection
 from elasticd_agent.rendezvous.membership import STALLED_S
-from elasticd_agent.rendezvous.observations import Address, PeerObservations, Probe
-from elasticd_agent.rendezvous.outbox import HangReportPublisher, Outbox
+from elasticd_agent.rendezvous.membership_client import (
+    JobTerms,
+    LeaderElection,
+    NodeRegistration,
+    Outbox,
+    RoundFollower,
+)
+from elasticd_agent.rendezvous.peers import PeerNetwork, PeerObservations, ReachabilityMonitor
 from elasticd_agent.rendezvous.planner import HandOver, Planner
-from elasticd_agent.rendezvous.reachability import ReachabilityMonitor
-from elasticd_agent.rendezvous.registration import NodeRegistration
-from elasticd_agent.rendezvous.round_follower import RoundFollower
+from elasticd_agent.rendezvous.probe import Address
 from elasticd_agent.rendezvous.spec_check import SpecAgreement
 from elasticd_agent.rendezvous.takeover import TakeOver
-from elasticd_agent.rendezvous.view import LocalFacts, Requirements, Wait
-from elasticd_agent.store import Store, Watch
+from elasticd_agent.rendezvous.view import LocalFacts, Wait
+from elasticd_agent.store import JobStore, Watch
 from elasticd_agent.store.lease import RenewalListener, ignore_renewals
 from elasticd_agent.system.network.addresses import try_parse_endpoint
 
@@ -40,6 +43,11 @@ REREAD_S = 10.0
 CUT_OFF_S = 5.0
 """A leader that is cut off from most members leaves the leader key to them for so long."""
 RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+LINGER_S = 5.0
+"""How long the host of a store waits for the other nodes to leave, once the job has ended."""
+CLOSE_S = 5.0
+MAX_REST_S = 0.05
+"""The leader rests after a turn for as long as the turn took, and no longer than this."""
 
 
 TurnResult = tuple[list[Notice], float | None]
@@ -50,61 +58,34 @@ class RendezvousMember:
 
     def __init__(
         self,
-        store: Store,
-        keys: Keys,
-        policy: Policy,
+        store: JobStore,
+        terms: JobTerms,
         record: NodeRecord,
-        requirements: Requirements,
         facts: LocalFacts,
-        spec: bytes,
-        mismatch: Callable[[bytes, bytes], str | None],
-        probe: Probe,
+        network: PeerNetwork,
         log: Callable[[str], None],
         *,
-        may_lead: Callable[[], bool] = lambda: True,
-        others_may_lead: Callable[[], bool] = lambda: True,
-        single_key_cas: bool = False,
         attentive: Callable[[], bool] = lambda: True,
-        keep_links: Callable[[Mapping[str, Address]], None] = lambda nodes: None,
         renewed: RenewalListener = ignore_renewals,
         take_over: TakeOver | None = None,
     ) -> None:
-        """`mismatch(mine, theirs)`: why two specs of the job cannot run together, None if they can.
-
-        `may_lead` and `others_may_lead` are called once the store has answered. `single_key_cas`: the store compares
-        one key at a time. `keep_links` gets the nodes to keep a standing connection to; `peer_disconnected` is to be
-        called when one of them breaks. `take_over`: where an agent hosts the store.
-        """
-        me = record.identity
+        """`attentive`: the lease is renewed while it returns True. `renewed` is called with each renewal.
+        `take_over`: where an agent hosts the store."""
         self.facts = facts
         self._store = store
-        self._keys = keys
-        self._policy = policy
-        self._me = me
-        self._may_lead = may_lead
-        self._others_may_lead = others_may_lead
-        self._single_key_cas = single_key_cas
-        self._keep_links = keep_links
+        self._keys = keys = terms.keys
+        self._policy = policy = terms.policy
+        self._node = record.id
+        self._network = network
         self._take_over = take_over
-        self._observations = PeerObservations(record.id, probe)
-        self._planner = Planner(store, keys, policy, requirements, record.id, self._observations, log)
-        self._agreement = SpecAgreement(store, keys, spec, mismatch, policy.join_timeout_s, log)
-        self._registration = NodeRegistration(
-            store, keys.node(record.id), policy, record, self._observations.probe_node, attentive, renewed
-        )
-        self._follower = RoundFollower(store, keys, me, requirements.run, self._agreement.restore)
-        self._outbox = Outbox(store)
-        self._hang_report = HangReportPublisher(store, keys, record.id)
-        self._reachability = ReachabilityMonitor(policy, me, self._observations)
-        self._election = LeaderElection(
-            store,
-            keys.planner,
-            self._registration,
-            self._observations,
-            policy.renewal_s,
-            self._leadership_changed,
-            self._reread_leadership,
-        )
+        self._observations = PeerObservations(record.id, network)
+        self._planner = Planner(store, terms, record.id, self._observations, log)
+        self._agreement = SpecAgreement(store, keys, terms.spec, policy.join_timeout_s, log)
+        self._registration = NodeRegistration(store, terms, record, self._observations, attentive, renewed)
+        self._follower = RoundFollower(store, terms, record.identity, self._agreement)
+        self._outbox = Outbox(store, keys, record.id)
+        self._reachability = ReachabilityMonitor(policy, record.identity, self._observations)
+        self._election = LeaderElection(store, terms, self._registration, self._observations, self._follower)
         self._watches: dict[str, Watch] = {}
         self._disconnected: deque[str] = deque()
         self._changed: Callable[[], None] = lambda: None
@@ -115,6 +96,7 @@ class RendezvousMember:
         self._retries = 0
         self._notices: list[Notice] = []
         self._leadership_reported = False
+        self._led_with: int | None = None  # the version of the leader key with which this agent began to lead
         self._posted = "", 0
         self._rejected = ""
         self._rejected_at = 0.0
@@ -136,21 +118,21 @@ class RendezvousMember:
         self._changed()
 
     def report_failure(self, failure: Failure, now: float) -> None:
-        self._outbox.add(failure.round, self._keys.failures(failure.round) + self._me[0], failure.to_json())
+        self._outbox.add_failure(failure)
         self._election.expect_answer(now)
         self._changed()
 
     def report_done(self, number: int) -> None:
-        self._outbox.add(number, self._keys.done(number) + self._me[0], b"done")
+        self._outbox.add_done(number)
         self._changed()
 
     def report_master(self, number: int, address: str, port: int) -> None:
-        self._outbox.add(number, self._keys.master(number), json.dumps([address, port]).encode())
+        self._outbox.add_master(number, address, port)
         self._changed()
 
     def report_hang(self, report: HangReport | None) -> None:
-        """What this node observes of its ranks while any node suspects a hang; None: no node does any more."""
-        self._hang_report.report = report
+        """This node's observations of its ranks while any node suspects a hang; None: no node does any more."""
+        self._outbox.hang_report = report
         self._changed()
 
     def hint(self, key: str) -> None:
@@ -170,11 +152,8 @@ class RendezvousMember:
         return self._election.key_version is not None
 
     @property
-    def hosted_round(self) -> Round | None:
-        """The Round that runs, if it was published in a store that this agent has taken over. Safe from any thread."""
-        life = self._take_over.taken_over if self._take_over is not None else None
-        round = self._follower.running
-        return round if life is not None and round is not None and round.term == life.term else None
+    def hosts_store(self) -> bool:
+        return self._store.hosts
 
     # --- turns ------------------------------------------------------------------------------------------------------
 
@@ -197,6 +176,8 @@ class RendezvousMember:
             until = now + self._policy.renewal_s
         if self.leads != self._leadership_reported:
             self._leadership_reported = self.leads
+            if not self.leads:
+                self._planner.reset()
             self._notices.append(LeadershipChanged(self.leads))
         return self._notices, until
 
@@ -226,10 +207,9 @@ class RendezvousMember:
             self._follower.invalidate_all()
             if self._follower.is_non_member:
                 self._agreement.check_again()
-            # After the group's first step nothing connects to its store any more.
-            stepped = self._registration.record.stepped_round
             number = self._follower.round.number if self._follower.round is not None else 0
-            self._outbox.resend(number, without=self._keys.master(stepped))
+            # After the group's first step nothing connects to its store any more.
+            self._outbox.resend(number, without_master_of=self._registration.record.stepped_round)
         if not self._agreement.is_reached(now):
             return now + NAME_RETRY_S
         self._watch_keys()
@@ -247,16 +227,19 @@ class RendezvousMember:
         self._send()
         self._probe_disconnected(now)
         lead_at = self._lead(now)
-        self._keep_links(self._links())
+        self._network.keep_links(self._links(), self.peer_disconnected)
         if self._take_over is not None:
             self._take_over.answered(now, self.leads and self._planner.succession.lacks_quorum)
+        self._store_answers(now)
+        times = (self._registration.key.renew_at, self._reread_at, lead_at, self._election.preempt_at, reachability_at)
+        return min(at for at in times if at is not None)
+
+    def _store_answers(self, now: float) -> None:
         if self._unavailable_since is not None:
             away_s = now - self._unavailable_since
             self._notices.append(StoreAvailability(False, "the store answers again", away_s))
             self._unavailable_since = None
             self._retries = 0
-        times = (self._registration.key.renew_at, self._reread_at, lead_at, self._election.preempt_at, reachability_at)
-        return min(at for at in times if at is not None)
 
     def _unavailable(self, why: str, now: float) -> float:
         if self._unavailable_since is None:
@@ -290,7 +273,7 @@ class RendezvousMember:
         lease = self._registration.lease
         try:
             if check or self._observations.take_own_record_missing():
-                self._registration.check()
+                self._registration.key.check()
             return self._registration.turn(now)
         finally:
             if self._registration.lease is not lease:
@@ -301,7 +284,8 @@ class RendezvousMember:
         self._outbox.send()
         if self._registration.lease is not None and not self._registration.send():
             self._election.key_lost()
-        if self._registration.lease is not None and self._hang_report.send(self._registration.lease) and self.leads:
+        lease = self._registration.lease
+        if lease is not None and self._outbox.send_hang_report(lease) and self.leads:
             self._planner.hint(self._keys.hang_reports())
 
     def _read_round(self) -> None:
@@ -311,7 +295,7 @@ class RendezvousMember:
         if self._follower.is_replaced():
             self._notices.append(RoundPublished(round))
             self._election.key_lost()
-            self._registration.withdraw()
+            self._registration.key.withdraw()
             return
         self._follower.follow(round)
         self._followed(round)
@@ -366,13 +350,12 @@ class RendezvousMember:
             return None
         if self._follower.take(self._keys.planner):
             self._election.read_leader(now)
-        if not self._may_lead():
+        if not (self._store.standalone or self._store.hosts):
             return self._await_leader(now)
-        led = self.leads
-        claim_at = None if led else self._election.claim(now, non_member=self._follower.is_non_member)
+        claim_at = None if self.leads else self._election.claim(now, non_member=self._follower.is_non_member)
         if not self.leads:
             return claim_at
-        if not led:
+        if self._led_with != self._election.key_version:
             self._begin_to_lead()
         elif self._a_member_should_lead():
             return self._election.resign(now, 0.0)
@@ -389,17 +372,20 @@ class RendezvousMember:
         return max(since + self._policy.store_away_s, now + self._policy.renewal_s)
 
     def _begin_to_lead(self) -> None:
+        self._planner.reset()
+        self._watch_keys()
         self._read_round()
-        if self._single_key_cas:
+        if self._store.compares_one_key:
             self._follower.fence()
             self._read_round()
+        self._led_with = self._election.key_version
 
     def _a_member_should_lead(self) -> bool:
         """A leader outside the Round leaves the leader key to a member: it notices at once that workers stand still."""
         return (
             self._follower.is_non_member
             and self._planner.others_can_lead(self._follower.round)
-            and self._others_may_lead()
+            and self._store.standalone
         )
 
     def _plan(self, now: float) -> float | None:
@@ -418,13 +404,13 @@ class RendezvousMember:
                 self._followed(verdict)
                 return now
             case HandOver():
-                if self._others_may_lead():
+                if self._store.standalone:
                     return self._election.resign(now, CUT_OFF_S)
-                self._reread_leadership()
+                self._follower.invalidate_leader()
                 return now
             case Wait():
                 if verdict.until == now:
-                    self._reread_leadership()
+                    self._follower.invalidate_leader()
                 if verdict.too_few_nodes or verdict.notable:
                     self._wait_for(verdict.why, verdict.too_few_nodes)
         return verdict.until
@@ -445,14 +431,6 @@ class RendezvousMember:
         elif (blocked_s := now - self._blocked_since) >= self._policy.store_away_s:
             self._notices.append(StoreAbandoned(f"{why}; waited for {blocked_s:.0f} s", now, stuck=True))
 
-    def _leadership_changed(self) -> None:
-        self._planner.reset()
-        self._watch_keys()
-
-    def _reread_leadership(self) -> None:
-        self._follower.invalidate(self._keys.planner)
-        self._follower.invalidate(self._keys.round)
-
     def _is_over(self) -> bool:
         """True if the job has ended. Its leader may have died before it deleted the records: a joiner does."""
         round = self._follower.round
@@ -464,13 +442,71 @@ class RendezvousMember:
 
     def others_left(self) -> bool:
         """True once every other node has left: the host of the store leaves last. Raises StoreUnavailable."""
-        return set(self._store.list(self._keys.nodes)) <= {self._keys.node(self._me[0])}
+        return set(self._store.list(self._keys.nodes)) <= {self._keys.node(self._node)}
 
     def close(self) -> None:
         """Leave the job: the record and the leader key go at once. Raises nothing."""
         for watch in self._watches.values():
             watch.close()
         try:
-            self._registration.withdraw()
+            self._registration.key.withdraw()
         except (StoreUnavailable, UsageError):
             pass  # the lease expires by itself
+
+
+# --- the thread -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DriverFailed:
+    """The thread has ended by an error in elasticd."""
+
+    error: BaseException
+
+
+class MemberThread:
+    """The thread that takes a member's turns. It posts the notices of each turn to the loop's inbox."""
+
+    def __init__(self, member: RendezvousMember, post: Callable[[Notice | DriverFailed], None]) -> None:
+        self._member = member
+        self._post = post
+        self._changed = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="elasticd-store", daemon=True)
+        member.on_change(self._changed.set)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._changed.clear()
+                began = time.monotonic()
+                notices, until = self._member.turn(began)
+                took_s = time.monotonic() - began
+                for notice in notices:
+                    self._post(notice)
+                self._changed.wait(None if until is None else max(0.0, until - time.monotonic()))
+                if self._member.leads and not self._closing:
+                    # Many nodes report at once: one turn answers all of them.
+                    time.sleep(min(took_s, MAX_REST_S))
+        except BaseException as error:  # noqa: BLE001 the loop must end with it
+            self._post(DriverFailed(error))
+
+    def abandon(self) -> None:
+        """Take no more turns, and take nothing back: what a killed agent does."""
+        self._closing = True
+        self._changed.set()
+        self._thread.join(CLOSE_S)
+
+    def close(self) -> None:
+        """Leave the job; the host of the store waits until the other nodes have left, too. Bounded."""
+        self.abandon()
+        deadline = time.monotonic() + LINGER_S
+        try:
+            while self._member.hosts_store and time.monotonic() < deadline and not self._member.others_left():
+                time.sleep(0.05)
+        except ElasticdError:
+            pass  # the store is gone, and nothing can be reported any more
+        self._member.close()

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 
 from elasticd_agent.hangs.judge import HangJudge, failures
 from elasticd_agent.hangs.stragglers import PersistentStragglers
-from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys, decode_record, encode_record
 from elasticd_agent.model.notices import FaultDetected, Notice, StragglersFound
 from elasticd_agent.model.records import Failure, Identity, NodeRecord, Round, StoreLife
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.faults import FaultLog
-from elasticd_agent.rendezvous.liveness import LivenessProber
-from elasticd_agent.rendezvous.observations import PeerObservations
+from elasticd_agent.rendezvous.membership_client import JobTerms
+from elasticd_agent.rendezvous.peers import LivenessProber, PeerObservations
 from elasticd_agent.rendezvous.plan import plan
 from elasticd_agent.rendezvous.restart_budget import is_progress, restarts_left
 from elasticd_agent.rendezvous.succession import Succession
@@ -45,14 +44,13 @@ class Planner:
     """One job's planner; it takes turns while its agent holds the leader key. Times are monotonic seconds."""
 
     _store: Store
-    _keys: Keys
-    _policy: Policy
-    _requirements: Requirements
+    _terms: JobTerms
     _node: str
     _observations: PeerObservations
     _log: Callable[[str], None]
 
     def __post_init__(self) -> None:
+        self._keys, self._policy, self._requirements = self._terms.keys, self._terms.policy, self._terms.requirements
         self._cache = StoreCache(self._store, self._log)
         self._reader = ViewReader(self._cache, self._keys, self._requirements, self._observations)
         self._liveness = LivenessProber(self._node, self._policy, self._observations)
@@ -324,7 +322,7 @@ class ViewReader:
         if failures:
             self._failed_at.setdefault(number, now)
         present = {r.id for r in records}
-        self._observations.listed(present, now)
+        self._observations.nodes_listed(present, now)
         members = current.members if current is not None else ()
         missing = sorted({m.node for m in members} - present)
         self._absent_since = {node: self._absent_since.get(node, now) for node in missing}

@@ -60,6 +60,10 @@ class ProbeNoAnswer:
     why: str
 
 
+Address = tuple[str, int]
+ProbeAnswer = ProbeAlive | ProbeRefused | ProbeNoAnswer
+
+
 class ProbeServer:
     """Answers at (`address`, `port`), port 0 for any free one, until closed.
 
@@ -162,9 +166,7 @@ def _listening(address: str, port: int) -> socket.socket:
         raise UsageError(f"cannot listen for other agents on {address} port {port}: {_error_text(error)}") from error
 
 
-def probe_nodes(
-    nodes: Mapping[str, tuple[str, int]], timeout_s: float
-) -> dict[str, ProbeAlive | ProbeRefused | ProbeNoAnswer]:
+def probe_nodes(nodes: Mapping[str, Address], timeout_s: float) -> dict[str, ProbeAnswer]:
     """Probe every node's (literal address, port), all at once; every node is in the result.
 
     Takes `timeout_s` plus REFUSAL_CONFIRM_S at most. A connection that is reset without an answer is tried once more at
@@ -196,11 +198,9 @@ class _Attempt:
 
 
 class _ProbeRun:
-    def __init__(
-        self, nodes: Mapping[str, tuple[str, int]], timeout_s: float, selector: selectors.BaseSelector
-    ) -> None:
+    def __init__(self, nodes: Mapping[str, Address], timeout_s: float, selector: selectors.BaseSelector) -> None:
         now = time.monotonic()
-        self.results: dict[str, ProbeAlive | ProbeRefused | ProbeNoAnswer] = {}
+        self.results: dict[str, ProbeAnswer] = {}
         self._timeout_s = timeout_s
         self._end = now + timeout_s + REFUSAL_CONFIRM_S
         self._selector = selector

@@ -162,7 +162,6 @@ class SpecAgreement:
     _store: Store
     _keys: Keys
     _spec: bytes
-    _mismatch: Callable[[bytes, bytes], str | None]
     _within_s: float
     _log: Callable[[str], None]
     _until: float | None = None
@@ -192,7 +191,7 @@ class SpecAgreement:
     def restore(self) -> None:
         """Write the spec of the Round that runs into a store that has lost it. Raises StoreUnavailable."""
         found = self._store.read(self._keys.spec)
-        if found is None or (found.value != self._spec and self._mismatch(self._spec, found.value) is not None):
+        if found is None or (found.value != self._spec and mismatch(self._spec, found.value, self._log) is not None):
             self._store.compare_and_swap(self._keys.spec, None if found is None else found.version, self._spec)
 
     def _compare(self) -> str:
@@ -203,7 +202,7 @@ class SpecAgreement:
             return "" if store.compare_and_swap(keys.spec, None, self._spec) else self._compare()
         if found.value in (self._spec, self._accepted):
             return ""
-        if (why := self._mismatch(self._spec, found.value)) is None:
+        if (why := mismatch(self._spec, found.value, self._log)) is None:
             self._accepted = found.value
             return ""
         stored = store.read(keys.round)

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.records import Identity, Round, StoreLife, life_term
-from elasticd_agent.rendezvous.observations import Address, Probe
-from elasticd_agent.rendezvous.probe import ProbeAlive, ProbeRefused
+from elasticd_agent.model.records import NodeRecord, Round, StoreLife, life_term
+from elasticd_agent.rendezvous.peers import PeerNetwork
+from elasticd_agent.rendezvous.probe import Address, ProbeAlive, ProbeRefused
 from elasticd_agent.system.network.addresses import format_endpoint, parse_endpoint, try_parse_endpoint
 
 ASKED_FIRST = 8
@@ -91,25 +91,20 @@ class TakeOver:
     def __init__(
         self,
         store: MovableStore,
-        me: Identity,
-        address: str,
+        record: NodeRecord,
         policy: Policy,
-        probe: Probe,
-        reaches: Callable[[Address], bool],
-        publish: Callable[[StoreLife | None, bool, bool], None],
-        hosting: Callable[[], None],
+        network: PeerNetwork,
+        show_way: Callable[[Round | None], None],
         log: Callable[[str], None],
     ) -> None:
-        """`address`: where this agent answers probes; `publish(life, lost, leaving)`: what it answers.
-        `reaches`: whether a connection can be made; `hosting` is called once this agent hosts another store."""
+        """`show_way` gets the Round that runs while this agent hosts its store instead of an earlier host, else None:
+        newcomers look for the store at its first address."""
         self._store = store
-        self._node, self._incarnation = me
-        self._address = address
+        self._node, self._incarnation = record.identity
+        self._address = record.address
         self._few_s, self._silent_s = policy.renewal_s, policy.lease_s + 2 * policy.renewal_s
-        self._probe = probe
-        self._reaches = reaches
-        self._publish = publish
-        self._hosting = hosting
+        self._network = network
+        self._show_way = show_way
         self._log = log
         self._life: StoreLife | None = None
         self._answered_at = float("-inf")
@@ -128,11 +123,10 @@ class TakeOver:
             store.pin(store.term)
         return self._life
 
-    @property
-    def taken_over(self) -> StoreLife | None:
-        """The life of the store that this agent hosts instead of an earlier host. Safe from any thread."""
+    def _took_over(self, round: Round) -> bool:
+        """True if `round` was published in a store that this agent hosts instead of an earlier host."""
         life = self._life
-        return life if life is not None and life.count and self._store.hosts else None
+        return life is not None and life.count > 0 and self._store.hosts and round.term == life.term
 
     def answered(self, now: float, few: bool) -> None:
         """The store has answered all requests of a turn. `few`: it is hosted here, and too few members use it."""
@@ -156,6 +150,7 @@ class TakeOver:
         `used`: the term of the last store in which this agent has published a Round, or may have.
         """
         life = self._life
+        self._show_way(round if round is not None and self._took_over(round) else None)
         if life is None or round is None:
             return False
         why = self._lost(life, now)
@@ -178,7 +173,6 @@ class TakeOver:
             except OSError as error:
                 raise StoreUnavailable(f"{why}; this agent cannot host one: {error.strerror or error}") from None
             self._life, self._before = self._own_life(term), life
-            self._hosting()
             return self._moved(now)
         if self._store.hosts:
             return False  # its own one answers it, at least
@@ -192,7 +186,7 @@ class TakeOver:
             return f"too few members have used {where} for {few_s:.0f} s" if few_s > self._few_s else ""
         address = try_parse_endpoint(life.agent)
         if address is not None and life.agent != self._address:
-            answer = self._probe({_HOST: address}).get(_HOST)
+            answer = self._network.probe({_HOST: address}).get(_HOST)
             if isinstance(answer, ProbeRefused):
                 return f"{where} is lost: the port of its host's agent is closed"
             if isinstance(answer, ProbeAlive) and answer.store is not None and answer.store.term > life.term:
@@ -211,7 +205,7 @@ class TakeOver:
             return None
         asked = before if hosts else life
         address = try_parse_endpoint(asked.agent)
-        answer = self._probe({_HOST: address}).get(_HOST) if address is not None else None
+        answer = self._network.probe({_HOST: address}).get(_HOST) if address is not None else None
         if not isinstance(answer, ProbeAlive) or answer.store is None:
             return None
         if life_term(asked.count, answer.incarnation) != asked.term:
@@ -239,7 +233,7 @@ class TakeOver:
 
     def _answers(self, round: Round, addresses: dict[str, Address]) -> dict[str, ProbeAlive]:
         incarnations = {m.node: m.incarnation for m in round.members}
-        found = self._probe(addresses) if addresses else {}
+        found = self._network.probe(addresses) if addresses else {}
         return {n: a for n, a in found.items() if isinstance(a, ProbeAlive) and a.incarnation == incarnations[n]}
 
     def _reached(self, answers: Mapping[str, ProbeAlive]) -> set[StoreLife]:
@@ -247,7 +241,7 @@ class TakeOver:
 
     def _reaches_store(self, life: StoreLife) -> bool:
         address = try_parse_endpoint(life.endpoint)
-        return life == self._life or (address is not None and self._reaches(address))
+        return life == self._life or (address is not None and self._network.reaches(address))
 
     def _follow(self, life: StoreLife, now: float, *, serve_on: bool) -> bool:
         """`serve_on`: a store that is hosted here keeps saying where the job's is."""
@@ -273,4 +267,4 @@ class TakeOver:
         said = self._life, lost, leaving
         if said != self._published:
             self._published = said
-            self._publish(*said)
+            self._network.publish(*said)

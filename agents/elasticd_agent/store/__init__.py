@@ -94,3 +94,19 @@ class Store(Protocol):
 
     def close(self) -> None:
         """End every watch; leases expire. The store must not be used after this."""
+
+
+class JobStore(Store, Protocol):
+    """A store in which the agents of one job meet."""
+
+    @property
+    def hosts(self) -> bool:
+        """This agent hosts it: the store ends with this agent."""
+
+    @property
+    def standalone(self) -> bool:
+        """No agent of the job hosts it, so that any of them may lead; else the host leads alone."""
+
+    @property
+    def compares_one_key(self) -> bool:
+        """A guard is read before the swap, not with it: see `compare_and_swap`."""

@@ -23,6 +23,8 @@ class _Entry:
 class MemoryStore:
     """Thread-safe. `clock` is monotonic seconds."""
 
+    hosts, standalone, compares_one_key = False, True, False
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.RLock()

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from elasticd_agent.model.job import Policy, Rendezvous
 from elasticd_agent.model.keys import Keys
-from elasticd_agent.model.records import Round, life_term
-from elasticd_agent.store import Store
+from elasticd_agent.model.records import life_term
+from elasticd_agent.store import JobStore, Store
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_agent.system.network.addresses import is_local
 
@@ -29,7 +29,7 @@ Log = Callable[[str], None]
 
 def open_store(
     rendezvous: Rendezvous, python: str, policy: Policy, log: Log, may_host: bool = True, incarnation: str = ""
-) -> Store:
+) -> JobStore:
     """The store. This agent may host it, unless `may_host` is False and `is_host` not given.
 
     Raises StoreRefused for a store that can never work.
@@ -39,21 +39,11 @@ def open_store(
     return OPENERS[rendezvous.backend](rendezvous, python, policy, log, incarnation)
 
 
-def any_agent_may_lead(store: Store) -> bool:
-    """Whether any agent may lead, not only the store's host: if an agent hosts the store, the store ends with it."""
-    return bool(getattr(store, "standalone", True))
-
-
-def is_hosted_here(store: Store) -> bool:
-    """Whether the store is a process of this agent."""
-    return bool(getattr(store, "hosts", False))
-
-
-def _open_memory(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, incarnation: str) -> Store:
+def _open_memory(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, incarnation: str) -> JobStore:
     return MemoryStore()
 
 
-def _open_c10d(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, incarnation: str) -> Store:
+def _open_c10d(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, incarnation: str) -> JobStore:
     from elasticd_agent.store.c10d.connection import listen
     from elasticd_agent.store.c10d.store import C10dStore
 
@@ -71,10 +61,8 @@ def _open_c10d(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, in
     return C10dStore(host, port, serve=serve, listener=listener, term=term, python=python, log=log, **times)
 
 
-def open_signpost(
-    rendezvous: Rendezvous, python: str, policy: Policy, keys: Keys, current: Callable[[], Round | None], log: Log
-) -> Signpost:
-    """Of a job whose store an agent hosts: for its original endpoint."""
+def open_signpost(rendezvous: Rendezvous, python: str, policy: Policy, keys: Keys, log: Log) -> Signpost:
+    """The signpost at the original endpoint of a job whose store an agent hosts."""
     from elasticd_agent.store.c10d.signpost import Signpost
     from elasticd_agent.store.c10d.store import C10dStore
 
@@ -85,10 +73,10 @@ def open_signpost(
             *endpoint, serve=False, python=python, timeout_s=policy.store_timeout_s, start_timeout_s=FIRST_REQUEST_S
         )
 
-    return Signpost(endpoint, keys.round, current, open_store, log)
+    return Signpost(endpoint, keys.round, open_store, log)
 
 
-def _open_etcd(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, incarnation: str) -> Store:
+def _open_etcd(rendezvous: Rendezvous, python: str, policy: Policy, log: Log, incarnation: str) -> JobStore:
     from elasticd_agent.store.etcd.store import EtcdStore
 
     login = {"tls": rendezvous.tls, "user": rendezvous.user, "password": rendezvous.password}

@@ -26,27 +26,27 @@ FOREIGN_S = 30.0
 
 
 class Signpost:
-    """One job's. A thread tries the endpoint while `current` returns a Round; `open_store` opens what is there."""
+    """The signpost of one job. A thread tries the endpoint while a Round is shown; `open_store` opens what is there."""
 
     def __init__(
         self,
         endpoint: tuple[str, int],
         key: str,
-        current: Callable[[], Round | None],
         open_store: Callable[[], Store],
         log: Callable[[str], None],
     ) -> None:
         self._endpoint = endpoint
         self._key = key
-        self._current = current
+        self._round: Round | None = None
         self._open_store = open_store
         self._log = log
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="c10d-signpost", daemon=True)
 
-    def start(self) -> None:
-        """May be called again."""
-        if not self._thread.ident:
+    def show(self, round: Round | None) -> None:
+        """Say where the store of `round` is; None: say nothing."""
+        self._round = round
+        if round is not None and not self._thread.ident:
             self._thread.start()
 
     def close(self) -> None:
@@ -59,13 +59,13 @@ class Signpost:
             with contextlib.suppress(OSError), socket.create_connection(self._endpoint, CONNECT_S) as life:
                 told = self._tell()
                 # The connection ends with the store's process: the next one at this address knows nothing.
-                while not self._closing.wait(INTERVAL_S if told else FOREIGN_S) and self._current() is not None:
+                while not self._closing.wait(INTERVAL_S if told else FOREIGN_S) and self._round is not None:
                     if not told or select.select([life], [], [], 0)[0]:
                         break
 
     def _is_needed(self) -> bool:
         """Not where the job's store is at the endpoint itself."""
-        round = self._current()
+        round = self._round
         if round is None or round.store is None:
             return False
         host, port = self._endpoint
@@ -75,7 +75,7 @@ class Signpost:
         """False: what answers there is no store of elasticd's."""
         store = self._open_store()
         try:
-            round, found = self._current(), store.read(self._key)
+            round, found = self._round, store.read(self._key)
             if round is None:
                 return True
             if found is None or decode_record(Round, self._key, found.value).precedes(round):

@@ -20,6 +20,8 @@ from elasticd_agent.store.c10d.connection import C10dConnection
 class C10dStore(C10dConnection):
     """Thread-safe. Every call ends within `timeout_s`; the first ones wait for the start, up to `start_timeout_s`."""
 
+    compares_one_key = True
+
     def __init__(self, host: str, port: int, **options: Any) -> None:
         """`options` as of C10dConnection."""
         self._watch_lock = threading.RLock()

@@ -32,6 +32,8 @@ class EtcdStore:
     access or is no etcd; one sentence says why. `log` receives one sentence when an outage begins and one when it ends.
     """
 
+    hosts, standalone, compares_one_key = False, True, False
+
     def __init__(
         self,
         endpoints: Sequence[tuple[str, int]],
