@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from elasticd_agent.config.command_parser import CommandParser
+from elasticd_agent.model import log_events as events
 from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.model.version import version
 from elasticd_agent.store import Store
@@ -34,7 +35,6 @@ from elasticd_agent.system.network.addresses import format_endpoint, local_addre
 from elasticd_agent.system.network.http_auth import TokenAuth
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.system.processes.process import STRAY_SIGNALS, signal_name, take_signals
-from elasticd_agent.telemetry import events
 from elasticd_agent.telemetry.console import PlainConsole
 from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MonitoringPages
 from elasticd_daemon import state_dir

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elasticd.errors import UsageError
-from elasticd_agent.telemetry import events
+from elasticd_agent.model import log_events as events
 from elasticd_daemon.journal import AgentJournal
 from elasticd_daemon.metrics import RUNNER_EXITS, RUNNER_STARTS, NodeMetrics
 from elasticd_daemon.runners.manager import RunnerManager

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import UsageError
+from elasticd_agent.model.log_events import LogEvent
 from elasticd_agent.telemetry import event_log
 from elasticd_agent.telemetry.console import Console
-from elasticd_agent.telemetry.events import LogEvent
 
 MAX_BYTES = 64 << 20
 """About 200,000 lines; the previous file of the same size is kept, too."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
+from elasticd_agent.model import log_events as events
 from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
-from elasticd_agent.telemetry import events
 from elasticd_daemon import keys, metrics
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.executor import Executor

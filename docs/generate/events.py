@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
-from elasticd_agent.telemetry.events import EVENT_TYPES, FORMAT_VERSION, MAX_LINE_BYTES, LogEvent
+from elasticd_agent.model.log_events import EVENT_TYPES, FORMAT_VERSION, MAX_LINE_BYTES, LogEvent
 
 
 def page() -> str:
@@ -16,27 +16,37 @@ def page() -> str:
         "| `job` | str | the job's id |",
         "| `node` | str | the id of the node whose agent wrote the line |",
         "| `wall` | float | unix time when it happened, in seconds, by this node's clock |",
-        *(_row(f) for f in fields(LogEvent)),
+        *map(_row, _documented(LogEvent)),
         "| `cut` | bool | present, and true, when something was shortened to stay below "
         f"{MAX_LINE_BYTES // 1024} KiB |",
     ]  # fmt: skip
     parts = [INTRODUCTION, "## Every line", "\n".join(rows), "## Kinds"]
     common = {f.name for f in fields(LogEvent)}
     for kind in EVENT_TYPES:
-        own = [_row(f) for f in fields(kind) if f.name not in common]
+        own = [_row(f) for f in _documented(kind) if f.name not in common]
         parts += [f"### {kind.kind}", (kind.__doc__ or "").strip()]
         parts += ["\n".join(["| field | type | meaning |", "|---|---|---|", *own])] if own else []
     return "\n\n".join(parts) + "\n"
 
 
-def _row(f: Any) -> str:
-    kind = str(f.type).replace("tuple[", "list[").replace(", ...]", "]").replace(" | None", " or null")
+def _documented(kind: type[LogEvent]) -> list[Field[Any]]:
+    return [f for f in fields(kind) if "meaning" in f.metadata]
+
+
+def _row(f: Field[Any]) -> str:
+    kind = (
+        str(f.type)
+        .replace("TimeSplit", "object")
+        .replace("tuple[", "list[")
+        .replace(", ...]", "]")
+        .replace(" | None", " or null")
+    )
     return f"| `{f.name}` | {kind} | {f.metadata['meaning']} |"
 
 
 INTRODUCTION = """# The event log
 
-<!-- Written by `make docs` from docs/generate/events.py and agents/elasticd_agent/telemetry/events.py. -->
+<!-- Written by `make docs` from docs/generate/events.py and agents/elasticd_agent/model/log_events.py. -->
 
 `elasticd run --event-log FILE ...` appends one JSON object a line to FILE (UTF-8, mode 0600 when elasticd creates it).
 Each line is written when the event happens, by one write to a file opened for appending, so a reader may follow the

@@ -29,6 +29,7 @@ from elasticd_daemon.api.service import JobService
 from elasticd_daemon.config.agent_settings import HttpSettings
 from elasticd_daemon.job_dir import JobFiles
 from elasticd_daemon.records import NodeStatus, Placement, RunnerStatus, SlotAssignment
+from tests.log_lines import line
 
 TOKEN = "correct-horse-battery-staple-0a4b"
 JOB = b'command = ["train.py"]\nworkdir = "/tmp"\nworkers = "1:2"\n'
@@ -137,7 +138,8 @@ class Served:
         files = self.files(job, number)
         files.root.mkdir(parents=True, exist_ok=True)
         with files.events.open("a") as file:
-            file.write(json.dumps({"kind": kind, "wall": wall, "round": round, **more}) + "\n")
+            fields = line(kind, wall, round, **more).event.to_dict()
+            file.write(json.dumps({"kind": kind, "wall": wall, **fields}) + "\n")
 
     def close(self) -> None:
         assert self.server.close(within=DEADLINE)

@@ -14,9 +14,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticd_agent.hangs.explain.event_log import RunLog
+from elasticd_agent.model.log_events import decode
 from elasticd_agent.telemetry.metric_table import TIME_STATES
+from elasticd_agent.telemetry.timeline import JobTimeline
+from elasticd_daemon.api.local import summarize
 from elasticd_daemon.api.node_files import merge_progress
-from elasticd_daemon.api.progress import JobTimeline
 from tests.etcd import free_ports
 from tests.faults.conftest import StartJob
 from tests.faults.job import Fault, Job, until
@@ -74,6 +76,13 @@ def key(name: str, **labels: str) -> str:
     return name + (str(sorted(labels.items())) if labels else "")
 
 
+def timeline_of(agent: Job) -> JobTimeline:
+    timeline = JobTimeline()
+    for line in filter(None, map(decode, agent.events())):
+        timeline.feed(line)
+    return timeline
+
+
 @pytest.mark.system
 def test_cost_of_a_kill_in_the_event_log(job: StartJob, tmp_path: Path) -> None:
     """What a kill costs is what the event log says."""
@@ -106,9 +115,7 @@ def test_cost_of_a_kill_in_the_event_log(job: StartJob, tmp_path: Path) -> None:
     assert times["lost"] > found["elasticd_recovery_seconds_sum"] > 0, "to train again is no part of the recovery"
 
     # What `elasticd status` reads out of the log is the same.
-    progress = JobTimeline()
-    for line in trains.events():
-        progress.feed(line)
+    progress = timeline_of(trains)
     now = time.time() - (time.monotonic() - answered)
     goodput = progress.goodput(now)
     assert goodput is not None and progress.began_at is not None
@@ -206,12 +213,9 @@ def test_one_figure_for_the_recovery_of_two_nodes(nodes: StartNodes, tmp_path: P
     said = [line for agent in agents for line in agent.err.splitlines() if "after the fault" in line]
     assert len(said) == 1 and f"training again {seconds:.2f} s after the fault" in said[0], said
 
-    logs = {agent: JobTimeline() for agent in agents}
-    for agent, log in logs.items():
-        for line in agent.events():
-            log.feed(line)
+    logs = {agent: timeline_of(agent) for agent in agents}
     for order in (agents, agents[::-1]):  # the node that is asked comes first
-        page = merge_progress([logs[agent].progress("ab"[agents.index(agent)], time.time()) for agent in order], {})
+        page = merge_progress([summarize(logs[agent], "ab"[agents.index(agent)], time.time()) for agent in order], {})
         assert page is not None and page.rounds[-1].lost_seconds == round(seconds, 3)
     lines = [line for agent in (other, leads) for line in agent.events()]
     assert RunLog.of(lines, 1, 0.0).aftermath().recovery_s == seconds

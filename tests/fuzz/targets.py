@@ -25,21 +25,22 @@ from elasticd_agent.hangs.explain.json_report import document
 from elasticd_agent.hangs.explain.text import page
 from elasticd_agent.model.codec import LEAST_NUMBER, Document, Record
 from elasticd_agent.model.keys import Keys
+from elasticd_agent.model.log_events import decode
 from elasticd_agent.model.records import Exclusion, Failure, Member, NodeRecord, QuarantinedSlot, Round, StoreLife
 from elasticd_agent.model.reports import GroupTail, HangReport, RankReport
 from elasticd_agent.rendezvous.probe import ProbeAlive
 from elasticd_agent.system.network.http_auth import TokenAuth
 from elasticd_agent.system.network.http_server import HttpRequest, _Handler
+from elasticd_agent.telemetry.timeline import JobTimeline
 from elasticd_agent.torchrun_plugin.member import JobClosed
 from elasticd_agent.torchrun_plugin.plan import Candidate, TorchrunMember, TorchrunRound
 from elasticd_daemon import keys
 from elasticd_daemon.api.client import Reply, Unreachable
+from elasticd_daemon.api.local import summarize
 from elasticd_daemon.api.node_files import ClusterReader
-from elasticd_daemon.api.progress import JobTimeline
 from elasticd_daemon.api.routes import ApiRoutes
 from elasticd_daemon.api.schema import (
     CheckpointStatus,
-    GpuStatus,
     JobProgress,
     JobStatus,
     JobSummary,
@@ -55,6 +56,7 @@ from elasticd_daemon.cli import tables
 from elasticd_daemon.config.job_file import read_job
 from elasticd_daemon.dashboard.login import LoginCookies
 from elasticd_daemon.dashboard.routes import DashboardRoutes, ResponseCache
+from elasticd_daemon.health.result import GpuUsage
 from elasticd_daemon.records import NodeStatus
 from tests.daemon.api.test_fuzzed import RECORDS
 from tests.daemon.served import JOB, TOKEN, Served
@@ -87,7 +89,7 @@ PROGRESS: dict[bytes, Record] = {
     b"node": JobProgress("n2", 3, "running", 2, (MemberSlots("n2", (0, 1)),), 1, 7, 1.5, CheckpointStatus(3, 6, 1e9),
                          goodput=0.9, started_at=1e9, rounds=(RoundStatus(3, 1e9, 2, ("n2",), "start", "why"),),
                          step_samples=((1e9, 3, 7),), scalars=(ScalarSeries("loss", ((7, 0.5),)),),
-                         gpus=(GpuStatus("n2", 0),), unreachable={"n3": "why"}),
+                         gpus=(GpuUsage(0, node="n2"),), unreachable={"n3": "why"}),
 }  # fmt: skip
 """What a runner, which is a job's user's, and another node answer about a job."""
 EVIDENCE = Path(__file__).parents[1] / "cli" / "explain" / "everyone"
@@ -256,9 +258,9 @@ def _events(data: bytes) -> None:
     timeline = JobTimeline()
     for line in data.split(b"\n"):
         found = json.loads(line)
-        if isinstance(found, dict):
-            timeline.feed(found)
-    json.dumps(timeline.progress("n1", 200.0).to_dict())
+        if isinstance(found, dict) and (event := decode(found)) is not None:
+            timeline.feed(event)
+    json.dumps(summarize(timeline, "n1", 200.0).to_dict())
 
 
 def _dashboard(api: ApiRoutes, token: TokenAuth, tls: bool) -> DashboardRoutes:

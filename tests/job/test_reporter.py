@@ -16,14 +16,14 @@ from elasticd_agent.config.run_options import parse_run
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.job.listener import JobLeft, StopStarted
 from elasticd_agent.job.reporting import JobReporter
+from elasticd_agent.model import log_events as events
+from elasticd_agent.model.log_events import LogEvent
 from elasticd_agent.model.messages import ExitStatus, FirstStep, RoundPublished, StepRules, StopRequested, StoreExited
 from elasticd_agent.model.notices import FaultDetected
 from elasticd_agent.model.records import BudgetState, Member, Round
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
-from elasticd_agent.telemetry import events
 from elasticd_agent.telemetry.console import PlainConsole
 from elasticd_agent.telemetry.event_log import NullEventLog
-from elasticd_agent.telemetry.events import LogEvent
 from elasticd_agent.telemetry.metrics import Metrics
 from elasticd_agent.workers.events import GroupStarted
 

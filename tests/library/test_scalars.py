@@ -12,7 +12,7 @@ import torch
 from elasticd.errors import UsageError
 from elasticd.heartbeat.scalars import MAX_NAMES, ScalarSampler
 from elasticd.heartbeat.worker_events import WorkerEventReader, WorkerEventWriter
-from elasticd_agent.telemetry.events import ScalarsEvent, from_worker
+from elasticd_agent.model.log_events import ScalarsEvent, from_worker
 
 
 class Tensor:

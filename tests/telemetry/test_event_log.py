@@ -23,13 +23,13 @@ import pytest
 
 from docs.generate import events
 from elasticd.errors import UsageError
-from elasticd_agent.telemetry.event_log import KEPT_BYTES, MAX_LINE_BYTES, EventLog, NullEventLog, open_event_log
-from elasticd_agent.telemetry.events import (
+from elasticd_agent.model.log_events import (
     EVENT_TYPES,
     CheckpointSavedEvent,
     JobEndedEvent,
     RoundPublishedEvent,
 )
+from elasticd_agent.telemetry.event_log import KEPT_BYTES, MAX_LINE_BYTES, EventLog, NullEventLog, open_event_log
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -126,7 +126,7 @@ def test_two_processes_never_mix_within_a_line(tmp_path: Path) -> None:
     path = tmp_path / "events"
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from elasticd_agent.telemetry.event_log import *; from elasticd_agent.telemetry.events import *\n"
+        "from elasticd_agent.telemetry.event_log import *; from elasticd_agent.model.log_events import *\n"
         "log = EventLog(Path(sys.argv[1]), 'j', sys.argv[2])\n"
         "for i in range(300):\n"
         "    log.write(StopRequestedEvent(round=i, mono=0.0, reason='x' * 3000, by='me', grace_seconds=1))\n"

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd_agent.telemetry.goodput import GoodputLedger, TimeSplit, monotonic_counters
+from elasticd_agent.model.log_events import TimeSplit
+from elasticd_agent.telemetry.goodput import GoodputLedger, monotonic_counters
 
 BEGAN = 100.0
 

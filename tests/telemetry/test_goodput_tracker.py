@@ -6,8 +6,9 @@ import pytest
 
 from elasticd.heartbeat.record import Heartbeat, Source
 from elasticd_agent.hangs.observer import Observation
+from elasticd_agent.model.log_events import TimeSplit
 from elasticd_agent.model.records import BudgetState, Exclusion, Member, Round
-from elasticd_agent.telemetry.goodput import AGREEMENT_S, GoodputLedger, GoodputTracker, TimeSplit, follows_fault
+from elasticd_agent.telemetry.goodput import AGREEMENT_S, GoodputLedger, GoodputTracker, follows_fault
 
 ME, OTHER = "a", "b"
 BACKOFF_S = (0.0, 1.0, 2.0, 60.0)

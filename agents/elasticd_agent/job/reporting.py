@@ -20,16 +20,18 @@ from elasticd.errors import UsageError
 from elasticd_agent.job.listener import JobEvent, JobLeft, PhaseChanged, StopStarted
 from elasticd_agent.job.loop import JobLoop, Message
 from elasticd_agent.job.subject_reporters import HangReporter, JobContext, ProgressReporter, WorkerReporter
+from elasticd_agent.model import log_events as events
 from elasticd_agent.model.job import AgentSettings, JobSpec, Policy, Streams
+from elasticd_agent.model.log_events import TimeSplit
 from elasticd_agent.model.messages import RoundPublished, StopForced
 from elasticd_agent.model.notices import FaultDetected, LeadershipChanged, StoreAvailability, WaitingFor
 from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.rendezvous import restart_budget as budget
 from elasticd_agent.system.network.control_socket import SOCKET_NAME, Verb, open_control
 from elasticd_agent.system.nonblocking_writer import open_std_writers
-from elasticd_agent.telemetry import event_log, events, metrics
+from elasticd_agent.telemetry import event_log, metrics
 from elasticd_agent.telemetry.console import Console, ConsoleLogHandler, PlainConsole, QuietConsole, open_console
-from elasticd_agent.telemetry.goodput import TimeSplit, follows_fault, lost_nodes
+from elasticd_agent.telemetry.goodput import follows_fault, lost_nodes
 from elasticd_agent.workers.logs import PREFIX_VARIABLE, JobLogs, is_told_apart
 
 
@@ -122,9 +124,10 @@ class JobReporter:
         self.metrics.store_available(up=True)
         nodes, lost = tuple(member.node for member in round.members), lost_nodes(round)
         job.write(
-            events.RoundPublishedEvent, now, round.reason, round.number,
-            world_size=round.world_size, nodes=nodes, restarts=round.restarts, cause=cause, lost=lost,
-            leader=round.leader, idle_seconds=idle_s,
+            events.RoundPublishedEvent(
+                round=round.number, mono=now, reason=round.reason, world_size=round.world_size, nodes=nodes,
+                restarts=round.restarts, cause=cause, lost=lost, leader=round.leader, idle_seconds=idle_s,
+            )
         )  # fmt: skip
         self.console.log(f"round {round.number}: {round.reason}")
         if not self._workers.launcher_known:
@@ -134,17 +137,18 @@ class JobReporter:
     def _store(self, store: StoreAvailability, now: float) -> None:
         """An event and a metric; the store client itself logs the sentence."""
         self.metrics.store_available(up=not store.unavailable)
+        job, number = self._job, self._job.round_number
         if store.unavailable:
-            self._job.write(events.StoreUnavailableEvent, now, store.why)
+            job.write(events.StoreUnavailableEvent(round=number, mono=now, reason=store.why))
         else:
             reason = f"the store is available again after {store.seconds:.1f} s"
-            self._job.write(events.StoreAvailableEvent, now, reason, seconds=store.seconds)
+            job.write(events.StoreAvailableEvent(round=number, mono=now, reason=reason, seconds=store.seconds))
 
     def _waiting(self, why: str, more_nodes: bool, now: float) -> None:
         self.console.log(why)
-        self._job.write(events.WaitingEvent, now, why, nodes=more_nodes)
         if more_nodes:
             self._job.goodput.on_waiting(now)
+        self._job.write(events.WaitingEvent(round=self._job.round_number, mono=now, reason=why, nodes=more_nodes))
 
     def _stop(self, stop: StopStarted) -> None:
         """Where other nodes may continue, only this one leaves; its limit is theirs, or the checkpoint's."""
@@ -157,7 +161,11 @@ class JobReporter:
         else:
             reason = f"{name} received: workers have {grace_s:g} s to stop"
         self._stopped = True
-        self._job.write(events.StopRequestedEvent, request.at, reason, by=name, grace_seconds=grace_s)
+        self._job.write(
+            events.StopRequestedEvent(
+                round=self._job.round_number, mono=request.at, reason=reason, by=name, grace_seconds=grace_s
+            )
+        )
 
     def _left(self, left: JobLeft, now: float) -> None:
         """How the job ended, and the traceback of a user error that ended it."""
@@ -175,8 +183,12 @@ class JobReporter:
         requested = self._stopped and outcome in ("stopped", "left")
         self.console.log(f"{what}: {left.why}", "info" if left.exit_code == 0 or requested else "error")
         number, restarts = (left.round.number, left.round.restarts) if left.round is not None else (0, 0)
-        fields = {"outcome": outcome, "exit_code": left.exit_code, "restarts": restarts, "step": self._job.step}
-        self._job.write(events.JobEndedEvent, now, left.why, number, **fields)
+        self._job.write(
+            events.JobEndedEvent(
+                round=number, mono=now, reason=left.why, outcome=outcome, exit_code=left.exit_code, restarts=restarts,
+                step=self._job.step,
+            )
+        )  # fmt: skip
 
 
 STDERR = 2

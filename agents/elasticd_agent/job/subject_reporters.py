@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elasticd.heartbeat.worker_events import WorkerEvent
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.job.listener import GroupEnding, JobEvent, SlotChanged
+from elasticd_agent.model import log_events as events
 from elasticd_agent.model.job import JobSpec, Policy
+from elasticd_agent.model.log_events import LogEvent
 from elasticd_agent.model.messages import FirstStep, GroupEnded, StoreExited, WorkerExited
 from elasticd_agent.model.notices import StragglersFound
 from elasticd_agent.model.phrases import count
 from elasticd_agent.model.records import Round
 from elasticd_agent.model.reports import HangVerdict
-from elasticd_agent.telemetry import events
 from elasticd_agent.telemetry.console import Console, ProgressView
 from elasticd_agent.telemetry.event_log import EventSink
-from elasticd_agent.telemetry.events import LogEvent
 from elasticd_agent.telemetry.goodput import GoodputLedger, GoodputTracker, RecoveryTimer, StepRate
 from elasticd_agent.telemetry.metrics import Metrics
 from elasticd_agent.workers.events import GroupStarted, LauncherReady, ProcessReaped, ProcessUnkillable
@@ -50,11 +50,9 @@ class JobContext:
     def round_number(self) -> int:
         return self.round.number if self.round is not None else 0
 
-    def write(
-        self, kind: Callable[..., LogEvent], at: float, reason: str, round: int | None = None, **fields: object
-    ) -> None:
-        """Write an event of the newest round, or of `round`."""
-        self.events.write(kind(round=self.round_number if round is None else round, mono=at, reason=reason, **fields))
+    def write(self, event: LogEvent) -> None:
+        """Write the event, with what became of this node's time until then."""
+        self.events.write(replace(event, spent=self.goodput.recorded_at(event.mono)))
 
     def max_workers(self, round: Round) -> int:
         """The most workers that the job may have; other nodes can have more slots than this one."""
@@ -98,7 +96,12 @@ class WorkerReporter:
                 self._slot_changed(cause, sentence, now)
 
     def _launcher(self, launcher: LauncherReady, now: float) -> None:
-        self.job.write(events.LauncherReadyEvent, now, launcher.reason, mode=launcher.mode, seconds=launcher.seconds)
+        self.job.write(
+            events.LauncherReadyEvent(
+                round=self.job.round_number, mono=now, reason=launcher.reason, mode=launcher.mode,
+                seconds=launcher.seconds,
+            )
+        )  # fmt: skip
         if launcher.mode == "cold":
             self.job.console.log(launcher.reason, "warning")
         elif self.job.round is not None and not self.launcher_known:
@@ -116,8 +119,12 @@ class WorkerReporter:
         job.metrics.group_started(len(started.pids), started.warm)
         how = "forked from the warm launcher" if started.warm else "started cold"
         reason = f"{count(len(started.pids), 'worker')} {how}"
-        ranks, pids = tuple(job.round.ranks(job.node)), tuple(started.pids)
-        job.write(events.GroupStartedEvent, now, reason, started.number, ranks=ranks, pids=pids, warm=started.warm)
+        job.write(
+            events.GroupStartedEvent(
+                round=started.number, mono=now, reason=reason, ranks=tuple(job.round.ranks(job.node)),
+                pids=tuple(started.pids), warm=started.warm,
+            )
+        )  # fmt: skip
 
     def _worker_exited(self, exit: WorkerExited) -> None:
         job, status = self.job, exit.status
@@ -131,9 +138,11 @@ class WorkerReporter:
         pid = self._pids.pop(exit.local_rank, 0)
         beats = job.observation.heartbeats if job.observation is not None else ()
         job.write(
-            events.WorkerExitedEvent, exit.at, f"rank {exit.rank} (pid {pid}) {status.text}", exit.number,
-            rank=exit.rank, local_rank=exit.local_rank, pid=pid, exit_code=status.code, signal=status.signal,
-            requested=requested, step=beats[exit.local_rank].step or None if exit.local_rank < len(beats) else None,
+            events.WorkerExitedEvent(
+                round=exit.number, mono=exit.at, reason=f"rank {exit.rank} (pid {pid}) {status.text}", rank=exit.rank,
+                local_rank=exit.local_rank, pid=pid, exit_code=status.code, signal=status.signal, requested=requested,
+                step=beats[exit.local_rank].step or None if exit.local_rank < len(beats) else None,
+            )
         )  # fmt: skip
 
     def _store_exited(self, exit: StoreExited) -> None:
@@ -144,8 +153,12 @@ class WorkerReporter:
             return
         self._fault(exit.number, exit.at)
         code, signum = (exit.status.code, exit.status.signal) if exit.status is not None else (None, None)
-        pid, reason = self._pids.get(STORE_RANK, 0), f"the workers' store {exit.why}"
-        job.write(events.StoreExitedEvent, exit.at, reason, exit.number, pid=pid, exit_code=code, signal=signum)
+        job.write(
+            events.StoreExitedEvent(
+                round=exit.number, mono=exit.at, reason=f"the workers' store {exit.why}",
+                pid=self._pids.get(STORE_RANK, 0), exit_code=code, signal=signum,
+            )
+        )  # fmt: skip
 
     def _first_step(self, number: int, at: float) -> None:
         job = self.job
@@ -164,8 +177,12 @@ class WorkerReporter:
         job.console.log(f"round {number}: {reason}")
         ranks = job.round.ranks(job.node)
         rank, step = ranks[first] if first < len(ranks) else 0, max(beats[first].step, 1) if beats else 1
-        seconds = {"start_seconds": start_s, "recovery_seconds": recovery_s}
-        job.write(events.FirstStepEvent, at, reason, number, step=step, rank=rank, **seconds)
+        job.write(
+            events.FirstStepEvent(
+                round=number, mono=at, reason=reason, step=step, rank=rank, start_seconds=start_s,
+                recovery_seconds=recovery_s,
+            )
+        )  # fmt: skip
 
     def _ended(self, number: int, now: float) -> None:
         job = self.job
@@ -179,7 +196,7 @@ class WorkerReporter:
         but = f" except unkillable pids {', '.join(map(str, survivors))}" if survivors else ""
         seconds = now - self._ending_since if self._ending_since is not None else 0.0
         reason = f"round {number}: all processes reaped{but}"
-        job.write(events.GroupEndedEvent, now, reason, number, seconds=seconds, survivors=survivors)
+        job.write(events.GroupEndedEvent(round=number, mono=now, reason=reason, seconds=seconds, survivors=survivors))
         self._pids.clear()
 
     def _slot_changed(self, cause: ProcessUnkillable | ProcessReaped, sentence: str, now: float) -> None:
@@ -187,20 +204,16 @@ class WorkerReporter:
         if isinstance(cause, ProcessReaped):
             self._unkillable.pop(cause.pid, None)
             job.console.log(sentence)
-            job.write(events.ProcessReapedEvent, now, sentence, pid=cause.pid)
+            job.write(events.ProcessReapedEvent(round=job.round_number, mono=now, reason=sentence, pid=cause.pid))
         else:
             self._unkillable[cause.pid] = cause.number
             job.console.log(sentence, "warning")
-            fields = {"pid": cause.pid, "rank": cause.rank, "slot": cause.slot}
             job.write(
-                events.ProcessUnkillableEvent,
-                now,
-                sentence,
-                cause.number,
-                **fields,
-                state=cause.state,
-                wchan=cause.wchan,
-            )
+                events.ProcessUnkillableEvent(
+                    round=cause.number, mono=now, reason=sentence, pid=cause.pid, rank=cause.rank, slot=cause.slot,
+                    state=cause.state, wchan=cause.wchan,
+                )
+            )  # fmt: skip
         job.metrics.unkillable_processes(len(self._unkillable))
 
     def _fault(self, number: int, at: float) -> None:
@@ -255,7 +268,11 @@ class ProgressReporter:
         if cost_s is not None and seen.progress_at is not None:
             step = goodput.ledger.high_water
             reason = f"caught up at step {step}; " + (f"the fault cost {cost_s:.2f} s" if cost_s else "no work lost")
-            self.job.write(events.WorkRecoveredEvent, seen.progress_at, reason, seen.round, step=step, seconds=cost_s)
+            self.job.write(
+                events.WorkRecoveredEvent(
+                    round=seen.round, mono=seen.progress_at, reason=reason, step=step, seconds=cost_s
+                )
+            )
 
     def _worker_event(self, reported: WorkerEvent) -> None:
         job = self.job
@@ -263,9 +280,11 @@ class ProgressReporter:
             job.metrics.checkpoint_interval(float(seconds))
         if reported.kind == "snapshot" and reported.step is not None:
             job.metrics.snapshot(reported.step, reported.wall)
+        if reported.kind == "paused":
+            job.goodput.on_pause(reported.mono)
         event = events.from_worker(reported)
         if event is not None:
-            job.events.write(event)
+            job.write(event)
         if isinstance(event, events.ResumedEvent) and event.donor is not None:
             job.metrics.donor_resumed(event.steps_saved)
         match event:
@@ -278,8 +297,6 @@ class ProgressReporter:
                 self.saved = reported.round, step
                 job.metrics.checkpoint_saved(step, reported.wall, size, seconds, written_s)
                 self._warn_of_stops(step, written_s)
-            case events.PausedEvent():
-                job.goodput.on_pause(reported.mono)
             case events.CheckpointFailedEvent():
                 job.metrics.checkpoint_failed()
             case events.CheckpointDroppedEvent():
@@ -316,7 +333,7 @@ class HangReporter:
         """This node suspects a hang. The console stays silent: most suspicions end by themselves."""
         now = self._suspected_at = time.monotonic()
         self.job.metrics.hang_suspected()
-        self.job.write(events.HangSuspectedEvent, now, why, number)
+        self.job.write(events.HangSuspectedEvent(round=number, mono=now, reason=why))
 
     def suspicion_lasts(self, number: int, why: str) -> None:
         """Once a minute: a person may wonder, or have a debugger open."""
@@ -325,7 +342,7 @@ class HangReporter:
     def hang_cleared(self, number: int, seconds: float) -> None:
         reason = f"the workers make progress again; a hang was suspected for {seconds:.1f} s"
         self._suspected_at = None
-        self.job.write(events.HangClearedEvent, time.monotonic(), reason, number, seconds=seconds)
+        self.job.write(events.HangClearedEvent(round=number, mono=time.monotonic(), reason=reason, seconds=seconds))
 
     def _hang(self, verdict: HangVerdict, now: float) -> None:
         job, culprits = self.job, verdict.culprits
@@ -338,8 +355,10 @@ class HangReporter:
             job.recovery.mark("evidence", now)
         nodes, ranks, slots = zip(*culprits, strict=True) if culprits else ((), (), ())
         job.write(
-            events.HangDetectedEvent, now, verdict.why, verdict.round, cause=verdict.cause, nodes=nodes, ranks=ranks,
-            slots=slots, seconds=verdict.hung_s, action="restart" if verdict.restarts else "report",
+            events.HangDetectedEvent(
+                round=verdict.round, mono=now, reason=verdict.why, cause=verdict.cause, nodes=nodes, ranks=ranks,
+                slots=slots, seconds=verdict.hung_s, action="restart" if verdict.restarts else "report",
+            )
         )  # fmt: skip
         hangs = "hangs" if verdict.restarts else "may hang (only reported)"
         job.console.log(f"round {verdict.round} {hangs}: {verdict.why}", "warning")
@@ -350,6 +369,8 @@ class HangReporter:
         for rank, ratio in found.ranks:
             if rank not in self._stragglers:
                 reason = f"rank {rank} is slow: the others wait for it, its own work takes {ratio:.1f} times as long"
-                self.job.write(events.StragglerEvent, now, reason, found.number, rank=rank, ratio=ratio)
+                self.job.write(
+                    events.StragglerEvent(round=found.number, mono=now, reason=reason, rank=rank, ratio=ratio)
+                )
                 self.job.console.log(f"round {found.number}: {reason}", "warning")
         self._stragglers = {rank for rank, _ in found.ranks}

@@ -181,7 +181,7 @@ def _decoder(hint: Any, floats: tuple[float, float]) -> _Decoder:
     if origin is tuple:
         return functools.partial(_decode_items, [_decoder(a, floats) for a in args if a is not Ellipsis])
     if origin is Mapping:
-        return _decode_texts_by_name
+        return functools.partial(_decode_by_name, *(_decoder(a, floats) for a in args))
     if isinstance(hint, type) and issubclass(hint, Record):
         return _record_decoder(hint)  # type: ignore[arg-type]
     return functools.partial(_decode_scalar, hint, floats if hint is float else (LEAST_NUMBER, 2**63 - 1))
@@ -202,11 +202,10 @@ def _decode_items(readers: Sequence[_Decoder], value: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _decode_texts_by_name(value: Any) -> dict[str, str]:
+def _decode_by_name(read_name: _Decoder, read: _Decoder, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _Mismatch(f"expected an object, got {_json_type(value)}")
-    read = _decoder(str, (0, 0))
-    return {read(name): read(text) for name, text in value.items()}
+    return {read_name(name): read(item) for name, item in value.items()}
 
 
 def _decode_choice(allowed: tuple[Any, ...], value: Any) -> Any:

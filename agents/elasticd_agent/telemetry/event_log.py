@@ -16,12 +16,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from elasticd.errors import UsageError
-from elasticd_agent.telemetry.events import FORMAT_VERSION, MAX_LINE_BYTES, LogEvent
+from elasticd_agent.model.log_events import FORMAT_VERSION, MAX_LINE_BYTES, LogEvent
 
 # Long enough for any path and a sentence about it; a Python traceback in a reason is cut.
 MAX_TEXT = 4096
@@ -163,10 +162,11 @@ def encode(record: LogEvent, job: str, node: str) -> bytes:
         "kind": record.kind,
         "job": job,
         "node": node,
-        "round": record.round,
         "wall": round(wall, 6),
     }
-    body = {f.name: getattr(record, f.name) for f in fields(record) if f.name != "round"}
+    body = record.to_dict()
+    if record.spent is None:
+        del body["spent"]
     line = b""
     for text, items in _CUT_LIMITS:
         line = _dump({**head, **body}, text, items)

@@ -14,31 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from elasticd_agent.hangs.observer import Observation
+from elasticd_agent.model.log_events import State, TimeSplit
 from elasticd_agent.model.records import Round
 
-State = Literal["useful", "lost", "idle"]
 NEVER = float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class TimeSplit:
-    """Seconds."""
-
-    useful: float = 0.0
-    lost: float = 0.0
-    idle: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.useful + self.lost + self.idle
-
-    @property
-    def goodput(self) -> float:
-        """The useful part; 0 before any time has passed."""
-        return self.useful / self.total if self.total > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +32,7 @@ class GoodputLedger:
     since: float
     state: State = "idle"
     high_water: int = 0
-    totals: TimeSplit = TimeSplit()
+    totals: TimeSplit = field(default_factory=TimeSplit)
     waiting_from: float = NEVER
 
     def totals_at(self, now: float) -> TimeSplit:
@@ -158,6 +139,11 @@ class GoodputTracker:
 
     def totals_at(self, now: float) -> TimeSplit:
         return self.ledger.totals_at(now)
+
+    def recorded_at(self, at: float) -> TimeSplit:
+        """The split until `at` for the event log, whose readers add what follows to `state`."""
+        times = self.ledger.totals_at(at)
+        return TimeSplit(round(times.useful, 3), round(times.lost, 3), round(times.idle, 3), self.ledger.state)
 
     def on_round(self, round: Round, now: float) -> None:
         if round.terminal:

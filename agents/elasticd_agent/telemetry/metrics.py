@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elasticd_agent.hangs.causes import CAUSES as HANGS
+from elasticd_agent.model.log_events import TimeSplit
 from elasticd_agent.telemetry import metric_table as names
-from elasticd_agent.telemetry.goodput import TimeSplit, monotonic_counters
+from elasticd_agent.telemetry.goodput import monotonic_counters
 from elasticd_agent.telemetry.metric_table import MetricSpec
 
 MOST_STEPS_PER_LOOK = 16

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
+from elasticd_agent.model.log_events import AuditEvent
 from elasticd_agent.system.network.http_auth import AccessDenied
 from elasticd_agent.system.network.http_server import (
     HttpError,
@@ -24,7 +25,6 @@ from elasticd_agent.system.network.http_server import (
     Routes,
 )
 from elasticd_agent.telemetry.event_log import EventSink
-from elasticd_agent.telemetry.events import AuditEvent
 
 REPEAT_S = 60.0
 MAX_REPEATED = 1024

@@ -22,12 +22,13 @@ from elasticd_agent.hangs.explain import load, locate
 from elasticd_agent.hangs.explain.json_report import document
 from elasticd_agent.hangs.explain.text import page
 from elasticd_agent.model.job import check_identifier
+from elasticd_agent.model.log_events import MAX_LINE_BYTES, decode
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.network import control_socket
+from elasticd_agent.telemetry.timeline import JobTimeline
 from elasticd_daemon.api import rank_logs
-from elasticd_daemon.api.progress import JobTimeline
 from elasticd_daemon.api.rank_logs import LogRequest
-from elasticd_daemon.api.schema import JobProgress, LogChunk, RunnerAnswer
+from elasticd_daemon.api.schema import JobProgress, LogChunk, RunnerAnswer, ScalarSeries
 from elasticd_daemon.health.result import GpuUsage
 from elasticd_daemon.job_dir import JobFiles, job_files
 from elasticd_daemon.runners.poller import ask_runner
@@ -38,7 +39,7 @@ READ_TIMEOUT_S = 20.0
 MAX_CACHED_LOGS = 64
 """Event logs that are read on from where they were read last."""
 _CHUNK = 1 << 20
-_MAX_LINE_BYTES = 1 << 20
+MAX_SHOWN_ROUNDS = 100
 MAX_UNREAD_BYTES = 256 << 20
 """A million events. Of more only the newest are read: a job's user can make a file of any size."""
 
@@ -195,9 +196,28 @@ class LocalJobs:
                 rank_logs.open_below(files.events.parent, (files.events.name,)) as fd,
             ):
                 _feed(cursor, fd, until)
-            return cursor.timeline.progress(self.node, now)
+            return summarize(cursor.timeline, self.node, now)
         finally:
             cursor.lock.release()
+
+
+def summarize(timeline: JobTimeline, node: str, now: float) -> JobProgress:
+    """The view of the event log of `node`."""
+    newest, goodput, saved = timeline.newest(), timeline.goodput(now), timeline.checkpoint
+    return JobProgress(
+        node=node,
+        round=None if newest is None else newest.round,
+        world_size=None if newest is None else newest.world_size,
+        step=timeline.step,
+        restarts=timeline.restarts,
+        checkpoint=saved and saved.aged(now),
+        donor_resumes=timeline.donor_resumes,
+        donor_steps=timeline.donor_steps,
+        goodput=None if goodput is None else round(goodput, 4),
+        started_at=timeline.began_at,
+        rounds=tuple(timeline.history(now)[-MAX_SHOWN_ROUNDS:]),
+        scalars=tuple(ScalarSeries(name, tuple(points)) for name, points in sorted(timeline.scalars.items())),
+    )
 
 
 def _feed(cursor: _LogCursor, fd: int, until: float) -> None:
@@ -216,12 +236,12 @@ def _feed(cursor: _LogCursor, fd: int, until: float) -> None:
     while time.monotonic() < until and (data := os.pread(fd, _CHUNK, cursor.offset)):
         cursor.offset += len(data)
         *lines, cursor.partial_line = (cursor.partial_line + data).split(b"\n")
-        if len(cursor.partial_line) > _MAX_LINE_BYTES:
+        if len(cursor.partial_line) > MAX_LINE_BYTES:
             cursor.partial_line = b""
-        for line in lines:
+        for data in lines:
             try:
-                event = bounded_json.loads(line)
+                values = bounded_json.loads(data)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(event, dict):
-                cursor.timeline.feed(event)
+            if isinstance(values, dict) and (line := decode(values)) is not None:
+                cursor.timeline.feed(line)

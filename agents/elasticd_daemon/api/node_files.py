@@ -19,9 +19,8 @@ from elasticd_agent.model.records import Round, measuring_node
 from elasticd_agent.system.bounded_io import DeadlineExceeded
 from elasticd_daemon.api import rank_logs, views
 from elasticd_daemon.api.client import Unreachable
-from elasticd_daemon.api.local import LocalJobs
+from elasticd_daemon.api.local import MAX_SHOWN_ROUNDS, LocalJobs
 from elasticd_daemon.api.peers import Peers
-from elasticd_daemon.api.progress import MAX_SHOWN_ROUNDS
 from elasticd_daemon.api.rank_logs import LogRequest
 from elasticd_daemon.api.schema import (
     CheckpointStatus,

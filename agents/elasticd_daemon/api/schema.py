@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass, field
 from urllib.parse import quote, unquote
 
 from elasticd.errors import WireError
 from elasticd_agent.model.codec import Record
+from elasticd_agent.telemetry.timeline import CheckpointStatus as CheckpointStatus
+from elasticd_agent.telemetry.timeline import RoundStatus as RoundStatus
+from elasticd_agent.telemetry.timeline import ScalarSeries as ScalarSeries
 from elasticd_daemon.health.result import GpuUsage
-
-PLANNED_CAUSES = frozenset({"start", "resize", "join", "drain", ""})
-"""Causes of rounds that follow no fault."""
 
 StepSample = tuple[float, int, int]
 """Unix time, round, step."""
@@ -40,81 +39,9 @@ class RankProgress(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundStatus(Record):
-    round: int
-    at: float = 0.0
-    world_size: int = 0
-    nodes: tuple[str, ...] = ()
-    cause: str = ""
-    reason: str = ""
-    lost_nodes: tuple[str, ...] = ()
-    """Members of the round before that were lost."""
-    leader: str = ""
-    """The node that published it."""
-    first_step: int | None = None
-    first_step_at: float | None = None
-    last_step: int | None = None
-    ended_at: float | None = None
-    """When it made its last step; None while it may make more."""
-    lost_seconds: float | None = None
-    """The time from the fault, or without one from the last step of the round before, to the first step of this one."""
-    lost_steps: int | None = None
-    """Steps that had to be trained again; None if unknown."""
-    resumed_step: int | None = None
-    donor: int | None = None
-    """The rank that saved the state of `resumed_step` after the fault; None if it was saved before."""
-
-    @property
-    def origin(self) -> str:
-        """Which rank saved the state that it resumed from, "" if that was no donor."""
-        if self.donor is None:
-            return ""
-        return f"resumed from step {self.resumed_step}, saved by rank {self.donor} after the fault"
-
-    @property
-    def planned(self) -> bool:
-        return self.cause in PLANNED_CAUSES and not self.lost_nodes
-
-    @property
-    def kind(self) -> str:
-        """Why it began, in one or two words."""
-        return "node lost" if self.lost_nodes and self.cause in PLANNED_CAUSES else self.cause or "round"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointStatus(Record):
-    step: int
-    round: int = 0
-    at: float | None = None
-    age_seconds: float | None = None
-    bytes: int | None = None
-    blocked_seconds: float | None = None
-
-    def aged(self, now: float) -> CheckpointStatus:
-        return self if self.at is None else replace(self, age_seconds=round(max(0.0, now - self.at), 1))
-
-    @property
-    def cost(self) -> str:
-        """Words for its size, and for how long training paused for it."""
-        size = f"{self.bytes / 1e6:,.0f} MB" if self.bytes else ""
-        paused = "" if self.blocked_seconds is None else f"training blocked {self.blocked_seconds:.2g} s"
-        return ", ".join(filter(None, [size, paused]))
-
-
-@dataclass(frozen=True, slots=True)
 class MemberSlots(Record):
     node: str
     slots: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ScalarSeries(Record):
-    """A number that the script logs."""
-
-    FLOATS: ClassVar[tuple[float, float]] = (-1e300, 1e300)
-    name: str
-    points: tuple[tuple[int, float], ...] = ()
-    """(step, value), by step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from elasticd_agent.telemetry import events
+from elasticd_agent.model import log_events as events
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.health.checks import NodeChecks
 from elasticd_daemon.health.persistence import HealthFile

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticd_agent.telemetry import events, metrics
+from elasticd_agent.model import log_events as events
+from elasticd_agent.telemetry import metrics
 from elasticd_agent.telemetry.event_log import EventSink
 from elasticd_daemon.records import RoundSummary
 from elasticd_daemon.runners.spec import MAX_EXIT_ROUNDS

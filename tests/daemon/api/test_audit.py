@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
+from elasticd_agent.model.log_events import AuditEvent, LogEvent
 from elasticd_agent.system.network.http_auth import AccessDenied
 from elasticd_agent.system.network.http_server import HttpRequest, HttpResponse
-from elasticd_agent.telemetry.events import AuditEvent, LogEvent
 from elasticd_daemon.api.audit import REPEAT_S, AuditedRoutes, action_of
 from elasticd_daemon.api.routes import ApiRoutes
 from tests.daemon.served import TOKEN, Served

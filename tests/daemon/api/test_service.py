@@ -18,14 +18,15 @@ from typing import Any, cast
 
 import pytest
 
+from elasticd_agent.model.log_events import TimeSplit
 from elasticd_agent.system.network.addresses import format_endpoint
 from elasticd_agent.system.network.http_auth import AGENT_SCHEME
 from elasticd_agent.telemetry.console import Level, QuietConsole
+from elasticd_agent.telemetry.timeline import JobTimeline
 from elasticd_daemon import keys as names
 from elasticd_daemon.api.client import AgentClient, Unreachable
 from elasticd_daemon.api.local import READ_TIMEOUT_S
 from elasticd_daemon.api.peers import Peers
-from elasticd_daemon.api.progress import JobTimeline
 from elasticd_daemon.api.rank_logs import MAX_BYTES
 from elasticd_daemon.api.service import Conflict, JobService
 from elasticd_daemon.journal import AgentJournal
@@ -79,7 +80,8 @@ def trained(one: Served) -> None:
     one.event("resumed", NOW - 61, 2, step=20, donor=0, steps_saved=9)
     one.event("first_step", NOW - 60, 2, step=12)
     one.event("work_recovered", NOW - 50, 2, step=22, seconds=20.0)
-    one.event("checkpoint_saved", NOW - 34, 2, step=40, bytes=600, seconds=0.5)
+    spent = TimeSplit(36.0, 20.0, 10.0, "useful")
+    one.event("checkpoint_saved", NOW - 34, 2, step=40, bytes=600, seconds=0.5, spent=spent)
     one.answers["status"] = {"phase": "running", "round": 2, "world_size": 2, "step": 101, "steps_per_second": 1.5}
     one.answers["status"]["snapshot"] = {"step": 100, "round": 2, "at": NOW - 3}
 
@@ -213,7 +215,6 @@ def test_progress_from_event_log_and_runner(serve: Serve) -> None:
     unknown = {"bytes": None, "blocked_seconds": None}
     assert progress["snapshot"] == {"step": 100, "round": 2, "at": NOW - 3, "age_seconds": 3.0, **unknown}
     assert (progress["donor_resumes"], progress["donor_steps"]) == (1, 9)
-    # 20 s until the fault, and 50 s since what it cost was made good, in 100 s.
     assert progress["goodput"] == 0.7
     assert [one["reason"] for one in progress["rounds"]] == ["first round", "rank 1 was killed"]
     assert [(one["resumed_step"], one["donor"]) for one in progress["rounds"]] == [(None, None), (20, 0)]
@@ -576,7 +577,7 @@ def test_a_log_that_cannot_be_summed_up_is_not_locked_for_ever(serve: Serve, mon
     one = serve()
     one.event("round_published", 100.0)
     with monkeypatch.context() as broken:
-        broken.setattr(JobTimeline, "progress", lambda *_: 1 // 0)
+        broken.setattr(JobTimeline, "history", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             one.service.local.progress("llama", 1, 200.0)
     assert not one.service.local._cursors["llama", 1].lock.locked()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.telemetry import events
+from elasticd_agent.model import log_events as events
 from elasticd_daemon.health.job_failures import JobFailures
 from elasticd_daemon.health.monitor import report_change
 from elasticd_daemon.health.policy import HealthVerdict

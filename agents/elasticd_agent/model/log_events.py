@@ -1,22 +1,45 @@
-"""The kinds and fields of the event log: what can happen to a job, and to a node's agent.
+"""The kinds and fields of the event log: what can happen to a job, and to a node's agent. Pure.
 
-docs/events.md is generated from it (`python -m elasticd_agent.telemetry.events`) and a test keeps the two in step.
-The format is stable: kinds and fields are added, never renamed or given another meaning, while FORMAT is 1.
-Nothing is written here.
+docs/events.md is generated from it (`make docs`) and a test keeps the two in step. The format is stable: kinds and
+fields are added, never renamed or given another meaning, while FORMAT_VERSION is 1. `decode` reads a line back: every
+program of elasticd that reads a log gets the same typed events as the one that wrote it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
 
+from elasticd.errors import WireError
 from elasticd.heartbeat.worker_events import WorkerEvent
+from elasticd_agent.model.codec import Record
 
 FORMAT_VERSION = 1
 MAX_LINE_BYTES = 64 * 1024
 MAX_SCALARS = 16
 """Names of a job's own numbers."""
+
+State = Literal["useful", "lost", "idle"]
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSplit(Record):
+    """Seconds of one node's time in a job, by what became of them; and which of the three grows."""
+
+    useful: float = 0.0
+    lost: float = 0.0
+    idle: float = 0.0
+    state: State = "idle"
+
+    @property
+    def total(self) -> float:
+        return self.useful + self.lost + self.idle
+
+    @property
+    def goodput(self) -> float:
+        """The useful part; 0 before any time has passed."""
+        return self.useful / self.total if self.total > 0 else 0.0
 
 
 def _field(meaning: str, **default: Any) -> Any:
@@ -25,13 +48,18 @@ def _field(meaning: str, **default: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogEvent:
+class LogEvent(Record):
     """The fields of every line, besides `v`, `kind`, `job`, `node` and `wall`, which the log adds."""
 
     kind: ClassVar[str]
     round: int = _field("the round's number; 0 before the first one")
     mono: float = _field("CLOCK_MONOTONIC of this node when it happened, in seconds; for one boot of one node only")
     reason: str = _field("one sentence: what happened and why")
+    spent: TimeSplit | None = _field(  # noqa: RUF009
+        "only in a job's log: this node's time in the job until then, in seconds, as `useful`, `lost` and `idle`, and "
+        "the `state` that the time after it belongs to, unless a later line corrects that",
+        default=None,
+    )
 
     def __init_subclass__(cls, kind: str) -> None:
         cls.kind = kind
@@ -100,10 +128,10 @@ class CheckpointSavedEvent(LogEvent, kind="checkpoint_saved"):
     """Rank 0 finished a checkpoint: it is on disk under its final name."""
 
     step: int = _field("the step it holds")
-    path: str = _field("its directory")
-    bytes: int = _field("its size")
-    seconds: float = _field("how long training paused for it, in seconds")
-    written_seconds: float = _field("from its begin until it was on the disk, in seconds")
+    path: str = _field("its directory", default="")
+    bytes: int = _field("its size", default=0)
+    seconds: float = _field("how long training paused for it, in seconds", default=0.0)
+    written_seconds: float = _field("from its begin until it was on the disk, in seconds", default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +139,7 @@ class CheckpointSkippedEvent(LogEvent, kind="checkpoint_skipped"):
     """A checkpoint failed its checks and was skipped in favor of an older one."""
 
     step: int | None = _field("the step in its name or manifest; null when neither can be read", default=None)
-    path: str = _field("its directory")
+    path: str = _field("its directory", default="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +147,7 @@ class CheckpointFailedEvent(LogEvent, kind="checkpoint_failed"):
     """A checkpoint could not be written; training continues and the next one is tried."""
 
     step: int | None = _field("the step it would have held", default=None)
-    path: str = _field("the intended directory")
+    path: str = _field("the intended directory", default="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +155,14 @@ class CheckpointDroppedEvent(LogEvent, kind="checkpoint_dropped"):
     """A save was in memory only: a newer one took its place there, such as where the disk is slower than the saves."""
 
     step: int | None = _field("the step it held", default=None)
-    path: str = _field("the intended directory")
+    path: str = _field("the intended directory", default="")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarsEvent(LogEvent, kind="scalars"):
     """Numbers that the script has logged with `session.log`, sampled."""
 
+    FLOATS = (-1e300, 1e300)
     step: int = _field("the step at which they were logged")
     values: Mapping[str, float | None] = _field("the number of each name; null for one that is not finite")
 
@@ -143,8 +172,8 @@ class ResumedEvent(LogEvent, kind="resumed"):
     """The round's workers loaded a checkpoint and continue from it."""
 
     step: int = _field("the step from which training continues")
-    from_round: int = _field("the round that wrote the checkpoint")
-    path: str = _field("its directory")
+    from_round: int = _field("the round that wrote the checkpoint", default=0)
+    path: str = _field("its directory", default="")
     donor: int | None = _field("the rank that saved the state after the fault; null for a save as usual", default=None)
     steps_saved: int = _field("how far such a state was ahead of the newest checkpoint on the disk", default=0)
     saved_at: float | None = _field(
@@ -164,7 +193,7 @@ class PauseEndedEvent(LogEvent, kind="pause_ended"):
     """The workers continued by themselves; there is no such line when the next round ended the pause."""
 
     step: int = _field("the step at which they had paused")
-    seconds: float = _field("how long they were paused, in seconds")
+    seconds: float = _field("how long they were paused, in seconds", default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,45 +413,73 @@ QUIET_KINDS = ("checkpoint_saved", "snapshot", "attached", "can_pause", "scalars
 WARNING_KINDS = ("checkpoint_failed", "checkpoint_skipped")
 
 
-def from_worker(note: WorkerEvent) -> LogEvent | None:
+_TYPES: Mapping[str, type[LogEvent]] = {event_type.kind: event_type for event_type in EVENT_TYPES}
+_WORKER_TYPES = {
+    event_type.kind: event_type
+    for event_type in (
+        CheckpointSavedEvent,
+        CheckpointSkippedEvent,
+        CheckpointFailedEvent,
+        CheckpointDroppedEvent,
+        ScalarsEvent,
+        ResumedEvent,
+        PausedEvent,
+        PauseEndedEvent,
+    )
+}
+"""Their fields are those of the worker event of the same kind, which is checked where it is read."""
+_STEP_MAY_BE_UNKNOWN = (CheckpointSkippedEvent, CheckpointFailedEvent, CheckpointDroppedEvent)
+
+
+def from_worker(reported: WorkerEvent) -> LogEvent | None:
     """The event of a worker's Session as a line of the log; None for kinds that the log has not."""
-    known: dict[str, Any] = {"round": note.round, "mono": note.mono, "reason": note.reason}
-    path, seconds = str(note.extra.get("path", "")), float(note.extra.get("seconds", 0.0))
-    match note.kind:
-        case "checkpoint_saved" if note.step is not None:
-            size = int(note.extra.get("bytes", 0))
-            return CheckpointSavedEvent(
-                **known,
-                step=note.step,
-                path=path,
-                bytes=size,
-                seconds=seconds,
-                written_seconds=float(note.extra.get("written_seconds", seconds)),
-            )
-        case "checkpoint_failed":
-            return CheckpointFailedEvent(**known, step=note.step, path=path)
-        case "checkpoint_dropped":
-            return CheckpointDroppedEvent(**known, step=note.step, path=path)
-        case "checkpoint_skipped":
-            return CheckpointSkippedEvent(**known, step=note.step, path=path)
-        case "resumed" if note.step is not None:
-            origin = int(note.extra.get("from_round", 0))
-            donor, steps = note.extra.get("donor"), int(note.extra.get("steps_saved", 0))
-            return ResumedEvent(
-                **known,
-                step=note.step,
-                from_round=origin,
-                path=path,
-                donor=donor,
-                steps_saved=steps,
-                saved_at=note.extra.get("saved_at") or None,
-            )
-        case "scalars" if note.step is not None:
-            given = note.extra.get("values", {}).items()
-            good = {name: value for name, value in given if value is None or isinstance(value, (int, float))}
-            return ScalarsEvent(**known, step=note.step, values=dict(list(good.items())[:MAX_SCALARS]))
-        case "paused" if note.step is not None:
-            return PausedEvent(**known, step=note.step)
-        case "pause_ended" if note.step is not None:
-            return PauseEndedEvent(**known, step=note.step, seconds=seconds)
-    return None
+    event_type = _WORKER_TYPES.get(reported.kind)
+    if event_type is None or (reported.step is None and event_type not in _STEP_MAY_BE_UNKNOWN):
+        return None
+    own = {"round": reported.round, "mono": reported.mono, "reason": reported.reason, "step": reported.step}
+    given = {"written_seconds": reported.extra.get("seconds", 0.0), **reported.extra, **own}
+    if event_type is ResumedEvent:
+        given["saved_at"] = given.get("saved_at") or None
+    if event_type is ScalarsEvent:
+        numbers = [(name, value) for name, value in given.get("values", {}).items() if _is_number(value)]
+        given["values"] = dict(numbers[:MAX_SCALARS])
+    return event_type(**{f.name: given[f.name] for f in fields(event_type) if f.name in given})
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LineHead(Record):
+    kind: str
+    wall: float
+    job: str = ""
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """An event as a reader of the log has it. `wall` is unix time by the clock of `node`."""
+
+    event: LogEvent
+    wall: float
+    job: str = ""
+    node: str = ""
+
+
+def decode(line: Mapping[str, Any]) -> LogLine | None:
+    """One line of a log; None for a kind that this version does not know, and for values that make no sense."""
+    try:
+        head = _LineHead.from_dict({name: _printable(value) for name, value in line.items()})
+        event_type = _TYPES.get(head.kind)
+        if event_type is None:
+            return None
+        return LogLine(event_type.from_dict(head.unknown), head.wall, head.job, head.node)
+    except WireError:
+        return None
+
+
+def _printable(value: object) -> object:
+    """Texts without the halves of surrogate pairs that stand for bytes which are not UTF-8."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

@@ -1,0 +1,288 @@
+"""The timeline of a job as one node has logged it: rounds, steps, checkpoints, goodput, the script's numbers. Pure.
+
+`JobTimeline` reduces typed events one by one: those of the log on the disk, which survives its writer, or those of a
+running job as they happen. What `elasticd status`, the pages and a runner's exit tell of the past are views of it. The
+goodput is not computed again here: every line has the writer's own split of the time (`spent`), which the metrics
+show, too. A bounded number of rounds and points is kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from elasticd_agent.model import log_events as events
+from elasticd_agent.model.codec import Record
+from elasticd_agent.model.log_events import LogLine, TimeSplit
+
+PLANNED_CAUSES = frozenset({"start", "resize", "join", "drain", ""})
+"""Causes of rounds that follow no fault."""
+MAX_ROUNDS = 1000
+"""The newest rounds are kept; sums cover all."""
+MAX_POINTS = 512
+"""The points of a number that the script logs; of more, every second one is dropped."""
+MAX_NAME_CHARS = 64
+RESTARTED_S = 10.0
+"""Lines may be written out of order by less than this. A larger decrease of a node's time in the job shows that
+another process continues the log, which counts from zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStatus(Record):
+    round: int
+    at: float = 0.0
+    world_size: int = 0
+    nodes: tuple[str, ...] = ()
+    cause: str = ""
+    reason: str = ""
+    lost_nodes: tuple[str, ...] = ()
+    """Members of the round before that were lost."""
+    leader: str = ""
+    """The node that published it."""
+    first_step: int | None = None
+    first_step_at: float | None = None
+    last_step: int | None = None
+    ended_at: float | None = None
+    """When it made its last step; None while it may make more."""
+    lost_seconds: float | None = None
+    """The time from the fault, or without one from the last step of the round before, to the first step of this one."""
+    lost_steps: int | None = None
+    """Steps that had to be trained again; None if unknown."""
+    resumed_step: int | None = None
+    donor: int | None = None
+    """The rank that saved the state of `resumed_step` after the fault; None if it was saved before."""
+
+    @property
+    def origin(self) -> str:
+        """Which rank saved the state that it resumed from, "" if that was no donor."""
+        if self.donor is None:
+            return ""
+        return f"resumed from step {self.resumed_step}, saved by rank {self.donor} after the fault"
+
+    @property
+    def planned(self) -> bool:
+        return self.cause in PLANNED_CAUSES and not self.lost_nodes
+
+    @property
+    def kind(self) -> str:
+        """Why it began, in one or two words."""
+        return "node lost" if self.lost_nodes and self.cause in PLANNED_CAUSES else self.cause or "round"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStatus(Record):
+    step: int
+    round: int = 0
+    at: float | None = None
+    age_seconds: float | None = None
+    bytes: int | None = None
+    blocked_seconds: float | None = None
+
+    def aged(self, now: float) -> CheckpointStatus:
+        return self if self.at is None else replace(self, age_seconds=round(max(0.0, now - self.at), 1))
+
+    @property
+    def cost(self) -> str:
+        """Words for its size, and for how long training paused for it."""
+        size = f"{self.bytes / 1e6:,.0f} MB" if self.bytes else ""
+        paused = "" if self.blocked_seconds is None else f"training blocked {self.blocked_seconds:.2g} s"
+        return ", ".join(filter(None, [size, paused]))
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarSeries(Record):
+    """A number that the script logs."""
+
+    FLOATS: ClassVar[tuple[float, float]] = (-1e300, 1e300)
+    name: str
+    points: tuple[tuple[int, float], ...] = ()
+    """(step, value), by step."""
+
+
+@dataclass(slots=True)
+class JobTimeline:
+    """The sum of the events so far."""
+
+    rounds: OrderedDict[int, RoundStatus] = field(default_factory=OrderedDict)
+    began_at: float | None = None
+    ended_at: float | None = None
+    restarts: int = 0
+    step: int | None = None
+    checkpoint: CheckpointStatus | None = None
+    donor_resumes: int = 0
+    donor_steps: int = 0
+    scalars: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    _resumed_steps: dict[int, int] = field(default_factory=dict)
+    _training_round: int | None = None
+    """The round whose first step came last."""
+    _spent: tuple[TimeSplit, float] | None = None
+    """The newest split of the node's time, and when it was written."""
+    _spent_before: TimeSplit = field(default_factory=TimeSplit)
+    """The time of processes that wrote this log earlier."""
+
+    def feed(self, line: LogLine) -> None:
+        event, at = line.event, line.wall
+        if self.began_at is None:
+            self.began_at = at
+        if event.spent is not None:
+            self._add_time(event.spent, at)
+        match event:
+            case events.RoundPublishedEvent():
+                self._on_round(event, at)
+            case events.GroupStartedEvent():
+                self._round(event, at)
+            case events.ResumedEvent():
+                self._on_resumed(event, at)
+            case events.FirstStepEvent():
+                self._on_first_step(event, at)
+            case events.CheckpointSavedEvent(step=step, round=number):
+                self.checkpoint = CheckpointStatus(step, number, at, bytes=event.bytes, blocked_seconds=event.seconds)
+                self._on_step(number, step)
+            case events.ScalarsEvent():
+                self._on_scalars(event)
+            case events.WorkerExitedEvent(round=number):
+                self._on_step(number, event.step)
+                self._end_training(number, at)
+            case events.HangDetectedEvent(round=number, seconds=seconds, action=action):
+                if action != "report":  # no worker is killed, and it may resume
+                    self._end_training(number, at - seconds)
+            case events.PausedEvent(round=number) | events.GroupEndedEvent(round=number):
+                self._end_training(number, at)
+            case events.PauseEndedEvent(round=number) if number in self.rounds:
+                self.rounds[number] = replace(self.rounds[number], ended_at=None)
+            case events.JobEndedEvent():
+                self._on_step(event.round, event.step)
+                self._end_training(self._training_round, at)
+                self.ended_at = at
+                self.restarts = max(self.restarts, event.restarts)
+
+    def goodput(self, now: float) -> float | None:
+        """The useful part of this node's time, as `elasticd_time_seconds_total` counts it; None before the first step.
+
+        `now` is unix seconds. Time after the newest line counts as that line's state.
+        """
+        if self._spent is None:
+            return None
+        split, at = self._spent
+        more_s = max(0.0, (self.ended_at if self.ended_at is not None else now) - at)
+        useful = self._spent_before.useful + split.useful + (more_s if split.state == "useful" else 0.0)
+        total = self._spent_before.total + split.total + more_s
+        return useful / total if useful else None
+
+    def newest(self) -> RoundStatus | None:
+        return next(reversed(self.rounds.values()), None)
+
+    def history(self, now: float) -> list[RoundStatus]:
+        """The rounds with what each of them cost. The newest round without a step costs until `now`."""
+        priced: list[RoundStatus] = []
+        before: RoundStatus | None = None
+        newest = self.newest()
+        for status in self.rounds.values():
+            until = status.first_step_at
+            if until is None and status is newest:
+                until = self.ended_at if self.ended_at is not None else now
+            if before is not None and before.ended_at is not None and until is not None:
+                lost_s = status.lost_seconds
+                if lost_s is None:
+                    lost_s = round(max(0.0, until - before.ended_at), 3)
+                priced.append(replace(status, lost_seconds=lost_s, lost_steps=self._lost_steps(before, status)))
+            else:
+                priced.append(status)
+            if status.first_step_at is not None:
+                before = status
+        return priced
+
+    def _lost_steps(self, before: RoundStatus, after: RoundStatus) -> int | None:
+        if after.first_step is None or before.last_step is None:
+            return None
+        # A script that counts its steps from 1 in every process does not report the step it resumed from.
+        resumed = self._resumed_steps.get(after.round, after.first_step - 1 or None)
+        return None if resumed is None else max(0, before.last_step - resumed)
+
+    def _add_time(self, split: TimeSplit, at: float) -> None:
+        if self._spent is not None and split.total < self._spent[0].total - RESTARTED_S:
+            before, last = self._spent_before, self._spent[0]
+            self._spent_before = TimeSplit(
+                before.useful + last.useful, before.lost + last.lost, before.idle + last.idle
+            )
+        self._spent = split, at
+
+    def _on_round(self, event: events.RoundPublishedEvent, at: float) -> None:
+        # Of a hang that another node judged, only this line has the time of its begin on this node's clock.
+        self._end_training(self._training_round, at - (event.idle_seconds if event.cause == "hung" else 0.0))
+        self.ended_at = None  # a later runner of the same job continues it
+        self.rounds[event.round] = replace(
+            self._round(event, at),
+            at=at,
+            world_size=event.world_size,
+            nodes=event.nodes,
+            reason=event.reason,
+            cause=event.cause,
+            lost_nodes=event.lost,
+            leader=event.leader,
+        )
+        self.restarts = max(self.restarts, event.restarts)
+
+    def _on_resumed(self, event: events.ResumedEvent, at: float) -> None:
+        number, step = event.round, event.step
+        self.rounds[number] = replace(self._round(event, at), resumed_step=step, donor=event.donor)
+        self._resumed_steps[number] = step
+        if event.donor is not None:  # from memory
+            self.donor_resumes += 1
+            self.donor_steps += event.steps_saved
+        elif self.checkpoint is None or step > self.checkpoint.step:
+            # Another node saved it, or an earlier run did.
+            self.checkpoint = CheckpointStatus(step, number, event.saved_at)
+
+    def _on_first_step(self, event: events.FirstStepEvent, at: float) -> None:
+        status = self._round(event, at)
+        if status.first_step_at is None:
+            # After a fault the measured figure counts, which the console, the metrics and `explain` have.
+            seconds = event.recovery_seconds
+            self.rounds[event.round] = replace(
+                status,
+                first_step_at=at,
+                first_step=event.step,
+                last_step=event.step,
+                lost_seconds=None if seconds is None else round(seconds, 3),
+            )
+            self.step = event.step
+            self._training_round = event.round
+
+    def _on_scalars(self, event: events.ScalarsEvent) -> None:
+        """A step that is trained again replaces what was logged at it and after it."""
+        for name, value in list(event.values.items())[: events.MAX_SCALARS]:
+            if value is None or (name not in self.scalars and len(self.scalars) >= events.MAX_SCALARS):
+                continue
+            points = self.scalars.setdefault(name[:MAX_NAME_CHARS], [])
+            while points and points[-1][0] >= event.step:
+                points.pop()
+            points.append((event.step, value))
+            if len(points) > MAX_POINTS:
+                del points[1:-1:2]  # the first and the newest stay
+
+    def _on_step(self, number: int, step: int | None) -> None:
+        status = self.rounds.get(number)
+        if status is not None and step is not None:
+            if status.last_step is not None:
+                self.rounds[number] = replace(status, last_step=max(status.last_step, step))
+            self.step = step if self.step is None else max(step, self.step)
+
+    def _end_training(self, number: int | None, at: float) -> None:
+        """Whatever this round still does after `at` is no training."""
+        status = self.rounds.get(number) if number is not None else None
+        if (
+            status is not None
+            and status.first_step_at is not None
+            and (status.ended_at is None or at < status.ended_at)
+        ):
+            self.rounds[status.round] = replace(status, ended_at=max(at, status.first_step_at))
+
+    def _round(self, event: events.LogEvent, at: float) -> RoundStatus:
+        number = event.round
+        if number not in self.rounds:
+            self.rounds[number] = RoundStatus(number, at=at)
+            while len(self.rounds) > MAX_ROUNDS:
+                self._resumed_steps.pop(self.rounds.popitem(last=False)[0], None)
+        return self.rounds[number]

@@ -1,0 +1,17 @@
+"""Lines of an event log."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+
+from elasticd_agent.model.log_events import EVENT_TYPES, LogLine
+
+_TYPES = {event_type.kind: event_type for event_type in EVENT_TYPES}
+_EMPTY = {"int": 0, "float": 0.0, "str": "", "bool": False, "Mapping[str, float | None]": {}}
+
+
+def line(kind: str, wall: float, round: int = 1, **given: object) -> LogLine:
+    """An event with the fields given; the others are empty."""
+    required = (f for f in fields(_TYPES[kind]) if f.default is MISSING and f.default_factory is MISSING)
+    empty = {f.name: _EMPTY.get(str(f.type), ()) for f in required}
+    return LogLine(_TYPES[kind](**{**empty, "round": round, **given}), wall)
