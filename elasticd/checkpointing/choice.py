@@ -51,18 +51,18 @@ class Choice:
 
     source: Source
     manifest: Manifest
-    """That of a state in memory has no checksum."""
+    """The description of the state. In memory it has no checksum."""
     name: str
     number: int = 0
-    """Of a state in memory: the number of the save in its round."""
+    """The number of a save in its round, for a state in memory."""
     key: tuple[int, int] = (0, 0)
-    """Of a state in memory: the round whose state it is now, and the number of the save in it."""
+    """The round that owns a state in memory, and the number of the save in it."""
     files: dict[str, list[int]] = field(default_factory=dict)
-    """Of a sharded state in memory: the nodes that hold each file."""
+    """The nodes that hold each file of a sharded state in memory."""
     servers: dict[int, Server] = field(default_factory=dict)
-    """Of a sharded state in memory: the address at which each node is read."""
+    """The address at which each node is read, for a sharded state in memory."""
     copied: list[str] = field(default_factory=list)
-    """Of a sharded state in memory: the files of which there is only a copy, since their node is lost."""
+    """The files of a sharded state in memory of which there is only a copy, since their node is lost."""
     has_alike: bool = False
     """Several nodes hold a state of this step in memory; they differ in little."""
     step_on_disk: int = 0
@@ -124,7 +124,7 @@ class OpenState:
     fd: int = -1
     """state.pt; -1 while it is not open."""
     checksum: str = ""
-    """That of state.pt, if it is in a file that this rank has verified."""
+    """The checksum of state.pt, if it is in a file that this rank has verified."""
     content: dict[str, Any] | None = None
     """The content of state.pt, where this rank has tried whether it can be loaded."""
     shards: ShardsInMemory | None = None
@@ -154,7 +154,7 @@ class Chooser:
         """`step`: that to go back to, once in a directory; None: the newest one. A chosen checkpoint is `opened`."""
         self._context, self._directory, self._step, self._opened = context, directory, step, opened
         self.states: list[HeldState] = []
-        """What all nodes have in memory, newest first."""
+        """The states in the memory of all nodes, newest first."""
         self.servers: dict[int, Server] = {}
         self._candidates: list[Entry] = []
         """Checkpoints that may be loaded and have not been tried yet."""
@@ -246,7 +246,9 @@ class Chooser:
         return not superseded and (first is None or (first.round, first.step) <= (held.key[0], held.draft.step))
 
     def _lineage(self, has_other: bool) -> tuple[list[Entry], list[SkippedCheckpoint]]:
-        """As `lineage`; if the object store does not answer and there is a state in memory, what this node knows."""
+        """Walk the lineage. If the object store does not answer and there is a state in memory, use what this node
+        knows.
+        """
         store = store_of(self._directory)
         if store is None:
             return lineage(self._directory)

@@ -94,7 +94,7 @@ class DirectoryWrites:
                 context.warn_failed(step, KILLED)
 
     def wait(self) -> bool:
-        """On rank 0: wait until the writer has finished with the last save; True if it is on the disk."""
+        """Wait, on rank 0, until the writer has finished with the last save; True if it is on the disk."""
         context = self._context
         if context.writer is None or self._expected is None or os.getpid() != self._pid:
             return False

@@ -1,4 +1,4 @@
-"""What a script has forgotten, so that a restart would lose data or updates: found in its first steps.
+"""Omissions of a script through which a restart would lose data or updates, found in its first steps.
 
 It is an error where the script cannot mean it, and else a warning, as later in a job that has trained for long. All
 ranks of a script do the same, so each of them finds it at the same step.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("elasticd")
 
 FIRST_STEPS = 8
-"""In which a mistake is an error: a later one costs too much work."""
+"""The first steps, in which a mistake is an error: a later one costs too much work."""
 LOOK_EVERY, LOOKS = 32, 3
 """Steps between two times at which samplers are looked at, and how often in a row: an evaluation between two steps
 fetches once, and training before each."""
@@ -38,18 +38,18 @@ set."""
 _WRONG_ORDERS = 2
 """Times that an optimizer is seen to step after `session.step()`, with the gradients from before it."""
 _GRADIENTS = 4
-"""Of an optimizer that are compared."""
+"""The number of an optimizer's gradients that are compared."""
 
 
 class Omissions:
-    """Of one session. `attached` is the session's own dict, which grows until the first step."""
+    """The omissions in one session. `attached` is the session's own dict, which grows until the first step."""
 
     def __init__(self, context: SaveContext, attached: Mapping[str, Any]) -> None:
         self._context, self._attached = context, attached
         self._hook: Any = None
         self._is_compiling: Callable[[], bool]
         self._known: set[int] = set()
-        """What is attached, by id."""
+        """The ids of attached objects."""
         self._steps = 0
         """Calls of `session.step()`."""
         self._stepped: dict[int, weakref.ref[Any]] = {}
@@ -61,9 +61,9 @@ class Omissions:
         self._first_at = 0.0
         self._told: set[str] = set()
         self._fetched: dict[int, tuple[int, int]] = {}
-        """Of samplers that are not attached: how much was fetched at the last look, and at how many looks it grew."""
+        """Counts of samplers that are not attached: fetches at the last look, looks in a row at which these grew."""
         self._iterations: dict[int, int] = {}
-        """Of attached samplers: the iteration in which an optimizer made the first step."""
+        """The iteration in which an optimizer made the first step, for each attached sampler."""
         self._gradients: dict[int, list[tuple[Any, weakref.ref[torch.Tensor], int]]] = {}
         self._fetches = 0
         self._wrong_orders = 0
@@ -133,24 +133,27 @@ class Omissions:
         from torch.optim import Optimizer
 
         modules = {name: obj for name, obj in self._attached.items() if isinstance(obj, Module)}
-        of_module = {id(each): name for name, module in modules.items() for each in module.parameters()}
-        steppers: list[torch.optim.Optimizer] = [each for of in stepped.values() if (each := of()) is not None]
-        last = {id(each): of for of in steppers for group in of.param_groups for each in group["params"]}
+        of_module = {id(parameter): name for name, module in modules.items() for parameter in module.parameters()}
+        steppers: list[torch.optim.Optimizer] = [living for of in stepped.values() if (living := of()) is not None]
+        last = {id(parameter): of for of in steppers for group in of.param_groups for parameter in group["params"]}
         another = {name: obj for name, obj in self._attached.items() if isinstance(obj, Optimizer)}
-        inside = {id(each): f"{of}.{name}" for of, obj in another.items() for name, each in vars(obj).items()}
+        inside = {id(value): f"{of}.{name}" for of, obj in another.items() for name, value in vars(obj).items()}
         for optimizer in steppers:
-            key, parameters = id(optimizer), [id(each) for group in optimizer.param_groups for each in group["params"]]
-            own = [each for each in parameters if key in inside or last[each] is optimizer]
-            names = [of_module[each] for each in own if each in of_module]
-            kept = sorted({str(name) for values in optimizer.state.values() for name in values})
-            if key in self._known or not kept or not names or optimizer in self._judged:
+            key, parameters = (
+                id(optimizer),
+                [id(parameter) for group in optimizer.param_groups for parameter in group["params"]],
+            )
+            own = [parameter for parameter in parameters if key in inside or last[parameter] is optimizer]
+            names = [of_module[parameter] for parameter in own if parameter in of_module]
+            state_names = sorted({str(name) for values in optimizer.state.values() for name in values})
+            if key in self._known or not state_names or not names or optimizer in self._judged:
                 continue
             self._judged.add(optimizer)
             if self._is_saved(optimizer):
                 continue
             name = names[0]
             what = f"{type(optimizer).__name__} trains {name} and is not attached: at each restart its state "
-            what += f"({', '.join(kept)}) would begin anew. "
+            what += f"({', '.join(state_names)}) would begin anew. "
             if key in inside:
                 what += f"Attach {inside[key]}, too: nothing that is attached saves its state"
             elif another:
@@ -160,23 +163,26 @@ class Omissions:
             self._tell(what, is_error=bool(another) and number < FIRST_STEPS)
 
     def _is_saved(self, optimizer: Any) -> bool:
-        """As a part of something else that is attached, such as a wrapper around it."""
+        """True if a part of something else that is attached, such as a wrapper, saves the optimizer's state."""
         from torch.nn import Module
         from torch.optim import Optimizer
 
-        own = {each.untyped_storage().data_ptr() for each in map(local, training_state.tensors(dict(optimizer.state)))}
+        own = {
+            tensor.untyped_storage().data_ptr() for tensor in map(local, training_state.tensors(dict(optimizer.state)))
+        }
         for obj in self._attached.values():
             if isinstance(obj, Module):
                 continue
             try:
                 saved = {
-                    each.untyped_storage().data_ptr() for each in map(local, training_state.tensors(obj.state_dict()))
+                    tensor.untyped_storage().data_ptr()
+                    for tensor in map(local, training_state.tensors(obj.state_dict()))
                 }
             except Exception:  # noqa: BLE001 - of any object: ZeroRedundancyOptimizer has none before it is gathered
                 return True
             # One that has a method of its own, and knows the optimizer, may save copies. A scheduler knows it, too.
             has_own = saved and getattr(type(obj), "state_dict", None) is not Optimizer.state_dict
-            if saved & own - {0} or (has_own and any(each is optimizer for each in _attributes(obj).values())):
+            if saved & own - {0} or (has_own and any(value is optimizer for value in _attributes(obj).values())):
                 return True
         return False
 
@@ -185,13 +191,13 @@ class Omissions:
     def _check_samplers(self, number: int) -> None:
         """One that gives the batches of each step, and whose position is in no checkpoint."""
         before, self._fetched = self._fetched, {}
-        for each in uncommitted():
-            if id(each) in self._known:
+        for sampler in uncommitted():
+            if id(sampler) in self._known:
                 continue
-            fetched = usage_of(each).fetched_to_train
-            known, times = before.get(id(each), (fetched, 0)) if number % LOOK_EVERY else (fetched, 0)
+            fetched = usage_of(sampler).fetched_to_train
+            known, times = before.get(id(sampler), (fetched, 0)) if number % LOOK_EVERY else (fetched, 0)
             times = times + 1 if fetched > known else 0
-            self._fetched[id(each)] = fetched, times
+            self._fetched[id(sampler)] = fetched, times
             if times == LOOKS - 1:
                 has_another = bool(self._context.per_rank or self._usages())
                 self._tell(
@@ -225,7 +231,7 @@ class Omissions:
                 )
 
     def _keep_gradients(self, number: int) -> None:
-        """That an optimizer's next step may find unchanged."""
+        """Keep gradients that an optimizer's next step may find unchanged."""
         from torch.optim import Optimizer
 
         self._gradients = {}
@@ -235,27 +241,31 @@ class Omissions:
         self._fetches = self._count_fetches()
         for obj in self._attached.values():
             if isinstance(obj, Optimizer):
-                parameters = (each for group in obj.param_groups for each in group["params"])
-                found = [each for each in parameters if each.grad is not None][:_GRADIENTS]
-                kept = [(each, weakref.ref(each.grad), local(each.grad)._version) for each in found]
-                self._gradients |= {id(obj): kept} if kept else {}
+                parameters = (parameter for group in obj.param_groups for parameter in group["params"])
+                trained = [parameter for parameter in parameters if parameter.grad is not None][:_GRADIENTS]
+                gradients = [
+                    (parameter, weakref.ref(parameter.grad), local(parameter.grad)._version) for parameter in trained
+                ]
+                self._gradients |= {id(obj): gradients} if gradients else {}
 
     def _check_order(self, key: int) -> None:
-        """Of an optimizer's step with the gradients from before `session.step()`: it is in no checkpoint of its step.
+        """Check an optimizer's step with the gradients from before `session.step()`: it is in no checkpoint of its
+        step.
 
         Clipping changes them in place, as a backward pass may: where there is a sampler, that shows whether there was
         one. Neither counts what a CUDA graph does.
         """
-        kept = self._gradients.pop(key, [])
-        if not kept:
+        gradients = self._gradients.pop(key, [])
+        if not gradients:
             return
         samplers = self._usages()
-        are_same = all(gradient() is not None and each.grad is gradient() for each, gradient, _ in kept)
-        if samplers and all(each.exhausted < each.begun for each in samplers):
+        are_same = all(gradient() is not None and parameter.grad is gradient() for parameter, gradient, _ in gradients)
+        if samplers and all(usage.exhausted < usage.begun for usage in samplers):
             is_wrong = are_same and self._count_fetches() == self._fetches
         else:
             is_wrong = are_same and all(
-                local(each.grad)._version == version and each.device.type == "cpu" for each, _, version in kept
+                local(parameter.grad)._version == version and parameter.device.type == "cpu"
+                for parameter, _, version in gradients
             )
         if not is_wrong:
             self._order_is_known, self._gradients = True, {}
@@ -268,11 +278,11 @@ class Omissions:
             )
 
     def _count_fetches(self) -> int:
-        return sum(each.fetched for each in self._usages())
+        return sum(usage.fetched for usage in self._usages())
 
     def _usages(self) -> list[Usage]:
-        """Of attached samplers."""
-        return [usage_of(each) for each in self._attached.values() if isinstance(each, ElasticBatchSampler)]
+        """The usage of each attached sampler."""
+        return [usage_of(sampler) for sampler in self._attached.values() if isinstance(sampler, ElasticBatchSampler)]
 
     def _tell(self, what: str, is_error: bool) -> None:
         if is_error:
@@ -294,7 +304,7 @@ def _attributes(obj: Any) -> dict[str, Any]:
 
 
 def _kept_by_each_rank(obj: Any) -> Iterator[str]:
-    """What a rank has of an attached model, and gets from no checkpoint."""
+    """Sentences about what each rank has of an attached model by itself, and gets from no checkpoint."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     wrapper = training_state.parallel(obj)
@@ -304,5 +314,5 @@ def _kept_by_each_rank(obj: Any) -> Iterator[str]:
     if saved and not wrapper.broadcast_buffers:
         yield "with broadcast_buffers=False each rank has buffers of its own, and after a restart all have rank 0's"
     stateless = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
-    if any(hook not in stateless and kept is not None for hook, kept in getattr(wrapper, "_comm_hooks", [])):
+    if any(hook not in stateless and state is not None for hook, state in getattr(wrapper, "_comm_hooks", [])):
         yield "the state of its communication hook is in no checkpoint, and begins anew after a restart"

@@ -1,4 +1,4 @@
-"""How the ranks load a state together: rank 0 chooses, all load the same one, all succeed or all raise.
+"""All ranks load a state together: rank 0 chooses, all load the same one, all succeed or all raise.
 
 Every agreement is a word of each rank to rank 0 and rank 0's decision, which every rank waits for. N counts the choices
 that have been tried.
@@ -57,7 +57,7 @@ from elasticd.errors import CheckpointCorrupt, CheckpointError, UsageError
 logger = logging.getLogger("elasticd")
 
 LOST_PART_S = 2.0
-"""How long a node's part of an earlier round's checkpoint is waited for once all nodes of this round have theirs."""
+"""The wait for a node's part of an earlier round's checkpoint once all nodes of this round have theirs."""
 _ALL = 1 << 30
 """Checkpoints to keep."""
 
@@ -70,7 +70,7 @@ class Resumed:
     step: int
     world_size: int
     notes: tuple[str, ...] = ()
-    """What could not be used of it, and on which rank; the same on every rank."""
+    """Sentences about what could not be used of it, and on which rank; the same on every rank."""
 
 
 def restore(attached: Mapping[str, Any], optional: Collection[str], step: int | None, saver: Saver) -> Resumed | None:
@@ -96,7 +96,9 @@ def check_unneeded(context: SaveContext) -> None:
         with contextlib.suppress(OSError):  # a disk or store that cannot be read now; saves will say so
             manifests += [entry.manifest for entry in lineage(directory)[0][:1]]
         with contextlib.suppress(OSError, SnapshotRefused):
-            manifests += [held.draft for held in context.writer.find_all()] if context.writer is not None else []
+            manifests += (
+                [snapshot.draft for snapshot in context.writer.find_all()] if context.writer is not None else []
+            )
         newest = max(manifests, key=lambda manifest: (manifest.round, manifest.step), default=None)
         if newest is None:
             return {"step": 0}
@@ -126,9 +128,9 @@ class Restore:
         self._attached, self._optional, self._goes_back = attached, optional, step is not None
         self.opened = OpenState()
         self._held: list[Snapshot] = []
-        """On the first rank of each node: what is in the node's memory."""
+        """The states in the node's memory; none but on the first rank of each node."""
         self._chooser = Chooser(context, self._directory, step, self.opened)
-        """Of use on rank 0 only."""
+        """Rank 0's part; unused on the others."""
         self._opener = StateOpener(context, self._directory, self.opened, self._held)
 
     def resume(self) -> Resumed | None:
@@ -176,7 +178,9 @@ class Restore:
             snapshots = writer.find_all()
         except (OSError, SnapshotRefused):
             return b""
-        self._held += [each for each in snapshots if (each.draft.job, each.draft.run) == (who.job, who.run)]
+        self._held += [
+            snapshot for snapshot in snapshots if (snapshot.draft.job, snapshot.draft.run) == (who.job, who.run)
+        ]
         return held_states.report(self._held, writer, who)
 
     def _choose_once(self, attempt: int, may_wait: bool) -> Choice | None:
@@ -216,7 +220,7 @@ class Restore:
             return self._agree_on_shards(choice, attempt)
         if choice.manifest.files and not self._agree_on_files(choice, attempt):
             return False
-        self._opener.open_everywhere(choice)
+        self._opener.open_everywhere(choice, attempt)
         return not choice.in_memory or self._agree_on_draws(choice, attempt)
 
     def _agree_on_shards(self, choice: Choice, attempt: int) -> bool:
@@ -283,14 +287,14 @@ class Restore:
                 word["why" if store is None else "error"] = str(error)
 
         def decide(words: list[dict[str, Any]]) -> dict[str, str]:
-            if blind := [str(rank) for rank, each in enumerate(words) if not each["shared"]]:
+            if blind := [str(rank) for rank, answer in enumerate(words) if not answer["shared"]]:
                 raise CheckpointError(
                     f"rank {', '.join(blind)} cannot see {entry.path}: a sharded checkpoint needs a directory that all "
                     "nodes share"
                 )
-            if failed := [(rank, each["error"]) for rank, each in enumerate(words) if "error" in each]:
+            if failed := [(rank, answer["error"]) for rank, answer in enumerate(words) if "error" in answer]:
                 raise CheckpointError(f"rank {failed[0][0]} cannot read {entry.path}: {failed[0][1]}")
-            why = next((each["why"] for each in words if each["why"]), "")
+            why = next((answer["why"] for answer in words if answer["why"]), "")
             if why:
                 self._chooser.reject_checkpoint(choice, why)
             return {"why": why}
@@ -376,11 +380,11 @@ class Restore:
         words: list[dict[str, Any]] = self._context.agree(
             "loaded", "its loading", word, lambda words: {"answers": words}, "restored"
         )["answers"]
-        if failed := [f"rank {rank}: {each['error']}" for rank, each in enumerate(words) if each["error"]]:
+        if failed := [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(words) if answer["error"]]:
             # Rank 0 may serve the store itself, and is about to leave.
             self._context.channel.leave("restored/received")
             raise error or CheckpointError(f"{choice.name} could not be restored by every rank: {'; '.join(failed)}")
-        merged = tuple(dict.fromkeys(note for each in words for note in each["notes"]))
+        merged = tuple(dict.fromkeys(note for answer in words for note in answer["notes"]))
         return Resumed(choice.manifest.round, choice.step, choice.manifest.world_size, merged)
 
     # --- the state becomes this round's own ---------------------------------------------------------------------------
@@ -422,14 +426,14 @@ class Restore:
             return
         if choice.copied:
             writer.settle(False, parts_s=0.0)
-        held = next((snapshot for snapshot in self._held if snapshot.key == choice.key), None)
-        if held is not None and choice.key[0] != context.round:
+        ours = next((snapshot for snapshot in self._held if snapshot.key == choice.key), None)
+        if ours is not None and choice.key[0] != context.round:
             # How many are kept the script says after `restore()`.
             task = replace(context.task("resumed from memory", 0.0), keep=_ALL) if context.group.rank == 0 else None
-            writer.adopt(choice.key, held.draft.relinked_to(context.round), task)
+            writer.adopt(choice.key, ours.draft.relinked_to(context.round), task)
 
     def _find_repeated(self, step: int) -> list[str]:
-        """On rank 0: a sentence about what the round before has trained, as far as this node knows, and is lost."""
+        """Sentences, on rank 0, about what the round before has trained, as far as this node knows, and is lost."""
         round = self._context.environment.round - 1
         if self._goes_back or round < 1 or "ELASTICD_HEARTBEAT" not in os.environ:
             return []

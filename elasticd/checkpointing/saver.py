@@ -206,7 +206,7 @@ class Saver:
         in_shards: Mapping[str, Any],
         random_state: dict[str, Any] | None,
     ) -> tuple[list[Any], str]:
-        """On rank 0 every rank's random state, `per_rank` states and digests, and which ranks have too much of them."""
+        """Every rank's random state, `per_rank` states and digests, on rank 0; which ranks have too much of them."""
         context, rank = self.context, self.context.group.rank
         own = {name: obj.state_dict() for name, obj in context.per_rank.items()}
         check_loadable(own)
@@ -243,12 +243,14 @@ class Saver:
                 raise CheckpointRefused(too_large)
             check_loadable(content())
             different = differences()
-            if context.parent is None and (errors := [each.what for each in different if each.is_error]):
+            if context.parent is None and (
+                errors := [difference.what for difference in different if difference.is_error]
+            ):
                 raise StateDiffers(errors[0])
-            return {each.name: each.what for each in different}
+            return {difference.name: difference.what for difference in different}
 
         if self._accepted:
-            self._report({each.name: each.what for each in differences()} if every_rank else {}, step)
+            self._report({difference.name: difference.what for difference in differences()} if every_rank else {}, step)
             return
         what = f"whether the state of step {step} can be loaded again"
         self._report(context.channel.on_rank0(f"first save/{context.saves}", what, check_first), step)
@@ -282,7 +284,7 @@ class Saver:
         return self._shards
 
     def wait(self) -> bool:
-        """On rank 0: wait until the writer has finished with the last save; True if it is on the disk."""
+        """Wait, on rank 0, until the writer has finished with the last save; True if it is on the disk."""
         return self._writes.wait()
 
     def close(self, wait: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""How all ranks save a sharded state together: each copies its part into its node's memory, and the writers write it.
+"""A save of a sharded state: each rank copies its part into its node's memory, and the writers of all nodes write it.
 
 Rank 0 decides three things at every save, and the others wait for it: whether the planner has to run again, whether the
 disk is ready for another state, and whether every node could take its copy. Otherwise all ranks write their files at
@@ -35,7 +35,7 @@ from elasticd.checkpointing.storage.object_url import url_of
 from elasticd.errors import UsageError
 
 LOST_PART_S = 2.0
-"""For the part of a node that does not write any more: a network file system may show it late."""
+"""The wait for the part of a node that does not write any more: a network file system may show it late."""
 _BUSY = "the disk is slower than the saves: an earlier state is still being written"
 
 
@@ -60,10 +60,10 @@ class ShardedSaver:
 
     def _compare(self, every: list[dict[str, str]]) -> dict[str, Any]:
         """Raises UsageError for other objects than rank 0's; makes a file that all ranks should see."""
-        if why := next((each["error"] for each in every if "error" in each), ""):
+        if why := next((words["error"] for words in every if "error" in words), ""):
             raise UsageError(why)
         for name in every[0]:
-            different = [str(rank) for rank, each in enumerate(every) if each.get(name) != every[0][name]]
+            different = [str(rank) for rank, words in enumerate(every) if words.get(name) != every[0][name]]
             if different:
                 raise UsageError(
                     f"attach({name}=...): its class, parameters, settings, mesh or placements on rank "
@@ -97,7 +97,9 @@ class ShardedSaver:
         why: str,
         wait: bool,
     ) -> bool:
-        """As `Saver.save`. On rank 0 `content` returns what goes into state.pt, and `unable` why there is none."""
+        """Save as `Saver.save` does. On rank 0 `content` returns what goes into state.pt, and `unable` why there is
+        none.
+        """
         context, start = self._context, time.monotonic()
         state = sharded.gather(self.objects, context.group.rank)
         changed = self._plan is None or not self._plan.fits(state)
@@ -105,7 +107,7 @@ class ShardedSaver:
 
         def begin(every: list[tuple[bool, bool]]) -> dict[str, Any]:
             nonlocal layout
-            is_new, others_write = (any(each) for each in zip(*every, strict=True))
+            is_new, others_write = (any(words) for words in zip(*every, strict=True))
             if unable:
                 return {"event": "checkpoint_failed", "why": unable}
             # A part that no node is writing and that has not come is lost: with its node's writer, during the copy.
@@ -143,7 +145,7 @@ class ShardedSaver:
         return not is_lost and (self._writes.wait() if wait else context.group.rank == 0)
 
     def _settle(self) -> None:
-        """Where all other nodes have written their parts or lost them, the first one waits for them no longer."""
+        """Tell the first node to wait no longer, once all other nodes have written their parts or lost them."""
         writer, timeout_s, has_ended = self._context.writer, self._context.channel.timeout_s, True
         if writer is not None and writer.share == 0 and self._context.group.rank != 0:
             try:
@@ -173,7 +175,7 @@ class ShardedSaver:
         return decision
 
     def is_busy(self, wait: bool, parts_s: float | None = None) -> bool:
-        """Whether this node is still writing an earlier state; on the first node, whether it is not committed yet.
+        """True if this node is still writing an earlier state, or the first node has not published it yet.
 
         `parts_s`: so long it waits for the parts of other nodes at most.
         """
@@ -194,7 +196,7 @@ class ShardedSaver:
         try:
 
             def decide(every: list[str]) -> dict[str, Any]:
-                refusal = next((each for each in every if each), "")
+                refusal = next((word for word in every if word), "")
                 return {"refused": refusal, "token": secrets.token_hex(4)}
 
             answer = self._agree("copy", "whether its node takes a copy", refused, decide)
@@ -316,7 +318,7 @@ class ShardedSaver:
             opened = True
             context.channel.on_rank0(key, what, lambda: {"folder": str(staging.path)})
             own = json.dumps(shard_files.write_part(staging.path, contents)).encode()
-            every = [json.loads(each) for each in context.channel.collect(key, own, what)]
+            every = [json.loads(part) for part in context.channel.collect(key, own, what)]
             return shard_files.merge({f"rank {rank}": part for rank, part in enumerate(every)})
 
         saved = self._writes.write_now(

@@ -32,8 +32,10 @@ class StateOpener:
         """`held`: on the first rank of each node, what is in the node's memory."""
         self._context, self._directory, self._opened, self._held = context, directory, opened, held
 
-    def open_everywhere(self, choice: Choice) -> None:
+    def open_everywhere(self, choice: Choice, attempt: int) -> None:
         """Open the chosen state on every rank. Raises CheckpointError if no rank has it, OSError."""
+        # A key has one message: a rank that reads it again would read the message of the attempt before.
+        suffix = f"/{attempt}" if attempt else ""
         context, opened = self._context, self._opened
         group, writer = context.group, context.writer
         if group.world_size == 1 and opened.fd >= 0:
@@ -45,11 +47,15 @@ class StateOpener:
             "pieces": held_states.checksums(choice.manifest, self._held, writer) if choice.has_alike else [],
         }
         plan = context.agree(
-            "read", "whether it can read the state", answer, functools.partial(self._plan, choice), "send"
+            f"read{suffix}",
+            "whether it can read the state",
+            answer,
+            functools.partial(self._plan, choice),
+            f"send{suffix}",
         )
         lacking = plan["receivers"]
         if lacking and choice.in_memory:
-            lacking = self._send_into_memory(choice, plan)
+            lacking = self._send_into_memory(choice, plan, suffix)
         if lacking:
             receives = group.rank in lacking
             if receives:
@@ -69,7 +75,7 @@ class StateOpener:
             self._context.warn("message", reason, self._directory, choice.step)
         return plan
 
-    def _send_into_memory(self, choice: Choice, plan: SendingPlan) -> list[int]:
+    def _send_into_memory(self, choice: Choice, plan: SendingPlan, suffix: str) -> list[int]:
         """One rank of each node receives into the node's memory, the others open it there; returns who could not."""
         context, writer, draft = self._context, self._context.writer, choice.manifest
         receives = context.group.rank in plan["receivers"]
@@ -101,13 +107,13 @@ class StateOpener:
             with contextlib.suppress(OSError, SnapshotRefused):
                 writer.copied(draft, choice.number, 0)
                 self._held[:] = writer.find_all()
-        context.agree("sent", "whether it has received the state", None, lambda _: {})
+        context.agree(f"sent{suffix}", "whether it has received the state", None, lambda _: {})
         error = self.open_here(choice) if receives else ""
 
         def lacking(errors: list[str]) -> dict[str, list[int]]:
             return {"ranks": [rank for rank, error in enumerate(errors) if error]}
 
-        ranks: list[int] = context.agree("opened", "whether it has the state", error, lacking)["ranks"]
+        ranks: list[int] = context.agree(f"opened{suffix}", "whether it has the state", error, lacking)["ranks"]
         return ranks
 
     def open_here(self, choice: Choice) -> str:

@@ -44,7 +44,7 @@ class WholeSaver:
         why: str,
         wait: bool,
     ) -> bool:
-        """As `Saver.save`. `content` returns the state, and `unable` is why there is none."""
+        """Save as `Saver.save` does. `content` returns the state, and `unable` is why there is none."""
         context, start = self._context, time.monotonic()
         is_rank0 = context.group.rank == 0
         if not is_rank0 and not (context.writer and self._keeps_copies):

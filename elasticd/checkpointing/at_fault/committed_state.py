@@ -1,4 +1,4 @@
-"""What a rank keeps of its last commit, and the state as of that commit, put together at a fault.
+"""The small state that a rank keeps of its last commit, and the whole state as of that commit, put together at a fault.
 
 Parameters and the optimizer's tensors stay where they are: they change in an optimizer's step only. What changes at
 other times is kept at every commit: `step_record` has random states and buffers, `step_ring` learning rates, the
@@ -54,9 +54,10 @@ MOST_CHANGES = 3
 
 
 class CommittedState:
-    """Of the attached objects. The training thread calls `compare` and `before_change` before an optimizer's step and
-    `commit` after it; the rest is for a fault, under a lock that keeps these out. `expect` is called in each backward
-    pass, before this rank sends its first gradient. `averaged` is what `donor_rules.averaged` has found.
+    """The state of the attached objects as of the last commit. The training thread calls `compare` and `before_change`
+    before an optimizer's step and `commit` after it; the rest is for a fault, under a lock that keeps these out.
+    `expect` is called in each backward pass, before this rank sends its first gradient. `averaged` is the result of
+    `donor_rules.averaged`.
     """
 
     def __init__(
@@ -74,16 +75,15 @@ class CommittedState:
         self._must_look = False
         """The next commit looks whether there are other tensors to watch."""
         self.commits = 0
-        """So far."""
         self._record: step_record.StepRecord
         self._ring: StepRing
         self._watched: Any = None
-        """What the ring is of."""
+        """Addresses and sizes of the tensors in the ring."""
         self._recorded: Any = None
-        """What the record is of."""
+        """The places and parameters of which the record is made."""
         self._hooks: list[Any] = []
         self._more_hooks: dict[int, Any] = {}
-        """By the id of a parameter that was trained in a backward pass without a hook."""
+        """Hooks by the id of a parameter that was trained in a backward pass without a hook."""
         objects = list(self._attached.values())
         self.optimizers = [obj for obj in objects if is_optimizer(obj)]
         self._others = [obj for obj in objects if not is_module(obj) and not is_optimizer(obj)]
@@ -97,7 +97,7 @@ class CommittedState:
         device = step_files.gpu(context.group.device)
         # Made here and not at the fault: it would break a CUDA graph that the script captures meanwhile.
         self.copies = None if device is None else device_copy.GpuCopies(device)
-        """From the rank's GPU, for the thread that saves."""
+        """Copies from the rank's GPU, for the thread that saves."""
 
     def close(self) -> None:
         for hook in (*self._hooks, *self._more_hooks.values()):
@@ -110,7 +110,7 @@ class CommittedState:
     # --- at a step ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """What the script may replace: buffers, parameters that are trained, groups of optimizers."""
+        """Watch what the script may replace: buffers, parameters that are trained, groups of optimizers."""
         self._groups = _groups(self.optimizers)
         self._sizes = list(map(len, self._groups))
         places = dict(step_files.buffers(self._attached))
@@ -118,25 +118,25 @@ class CommittedState:
         self._on_host = [path for path, buffer in self._buffers.items() if step_files.on_host(buffer)]
         self._on_device = [path for path, buffer in self._buffers.items() if not step_files.on_host(buffer)]
         recorded = _recorded(self.optimizers)
-        on_device = [each for each in recorded if not step_files.on_host(each)]
-        self._pieces = [step_record.piece(each, step_record.PIECE_BYTES) for each in on_device]
+        on_device = [tensor for tensor in recorded if not step_files.on_host(tensor)]
+        self._pieces = [step_record.piece(tensor, step_record.PIECE_BYTES) for tensor in on_device]
         # As bytes: tensors of one type are copied by one kernel.
-        held = [step_record.piece(self._buffers[path]) for path in self._on_device] + self._pieces
-        watched = [(each.data_ptr(), len(each)) for each in held]
+        watched_memory = [step_record.piece(self._buffers[path]) for path in self._on_device] + self._pieces
+        watched = [(memory.data_ptr(), len(memory)) for memory in watched_memory]
         if watched != self._watched:  # else a GPU may still be at a commit of the ring
-            self._ring, self._watched = ring_of(self._context.group.device, held), watched
+            self._ring, self._watched = ring_of(self._context.group.device, watched_memory), watched
         on_host = list(filter(step_files.on_host, recorded))
         self._record_from({path: places[path] for path in self._on_host}, on_host)
         # Of FSDP2 no hook runs before gradients are sent: the random state of a rank that dies after that is lost.
-        parallel = [found for obj in self._attached.values() if (found := training_state.parallel(obj)) is not None]
-        parameters: list[Any] = [parameter for each in parallel for parameter in itertools.islice(trained(each), 1)]
+        parallel = [model for obj in self._attached.values() if (model := training_state.parallel(obj)) is not None]
+        parameters: list[Any] = [parameter for model in parallel for parameter in itertools.islice(trained(model), 1)]
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [each.register_post_accumulate_grad_hook(self._expect) for each in parameters]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._expect) for parameter in parameters]
 
     def _record_from(self, places: Mapping[Any, step_record.Place], parameters: list[torch.Tensor]) -> None:
-        """By the record that there is, if it is of these: another one takes 0.3 ms."""
-        pieces = [(each.data_ptr(), each.numel()) for each in parameters]
+        """Keep the record that there is, if it is of these: another one takes 0.3 ms."""
+        pieces = [(memory.data_ptr(), memory.numel()) for memory in parameters]
         recorded = (list(places), [id(holder) for holder, _ in places.values()], pieces)
         if recorded == self._recorded:
             with contextlib.suppress(step_record.OtherBuffers):
@@ -167,9 +167,13 @@ class CommittedState:
         self._must_look = True
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its backward pass has come to no hook: what had one is frozen now, as where two models train in turn."""
-        parameters = (each for group in optimizer.param_groups for each in group["params"])
-        first = next((each for each in parameters if each.requires_grad and each.grad is not None), None)
+        """Hook the optimizer's first parameter with a gradient: those that had a hook are frozen now, as where two
+        models train in turn.
+        """
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        first = next(
+            (parameter for parameter in parameters if parameter.requires_grad and parameter.grad is not None), None
+        )
         if first is not None and id(first) not in self._more_hooks:
             self._more_hooks[id(first)] = first.register_post_accumulate_grad_hook(self._expect)
 
@@ -201,14 +205,14 @@ class CommittedState:
 
     def _scaler_updates(self) -> list[Any]:
         """Each update makes a new one. In a torch without them a step that is skipped is no commit."""
-        return [getattr(each, "_per_optimizer_states", None) for each in self._scalers]
+        return [getattr(scaler, "_per_optimizer_states", None) for scaler in self._scalers]
 
     def pass_over(self) -> None:
         """Instead of a commit, where no optimizer has made a step: other attached things may have been changed."""
         self._whole = None
 
     def expect(self, step: int) -> None:
-        """In the backward pass: what this rank will be at the end of `step`, as far as that is known."""
+        """Record, in the backward pass, what this rank will be at the end of `step`, as far as that is known."""
         with contextlib.suppress(step_record.OtherBuffers):  # from the commit on there are other ones to watch
             self._record.expect(step)
 
@@ -222,10 +226,10 @@ class CommittedState:
             self._updates = self._scaler_updates()
         if skipped:
             self._fingerprint.restart()
-        kept = self._copy_objects()
-        digest = self._digest(kept) if self._unlike else b""
+        objects = self._copy_objects()
+        digest = self._digest(objects) if self._unlike else b""
         looks = self._must_look or self.commits & (self.commits - 1) == 0
-        sizes = [len(group["params"]) for groups in kept[1] for group in groups]
+        sizes = [len(group["params"]) for groups in objects[1] for group in groups]
         if (looks or sizes != self._sizes) and (why := self._watch_again()):
             return why
         try:
@@ -234,7 +238,7 @@ class CommittedState:
             if why := self._watch_again():
                 return why
             self._record.commit(step, digest)
-        self._ring.commit(step, kept)
+        self._ring.commit(step, objects)
         self._fingerprint.commit()
         if looks:
             self._must_look = False
@@ -256,11 +260,11 @@ class CommittedState:
         self._record.begin()
 
     def commit_again(self, step: int) -> None:
-        """In place of the last commit: the script has changed something before the next step begins."""
-        kept = self._copy_objects()
+        """Replace the last commit: the script has changed something before the next step begins."""
+        objects = self._copy_objects()
         with contextlib.suppress(step_record.OtherBuffers):  # found at the next commit
-            self._record.commit_again(step, self._digest(kept) if self._unlike else b"")
-        self._ring.last.kept = kept
+            self._record.commit_again(step, self._digest(objects) if self._unlike else b"")
+        self._ring.last.kept = objects
         self._whole = None
         if self.is_changed():
             self._fingerprint.restart()
@@ -268,12 +272,12 @@ class CommittedState:
             self._ring.last.revision = self._fingerprint.revision
 
     def set_step_s(self, step_s: float) -> None:
-        """How long a step takes, at least."""
+        """Say how long a step takes, at least."""
         self._fingerprint.set_step_s(step_s)
 
     def _copy_objects(self) -> _Kept:
         small = [pickle.dumps(state_of(), pickle.HIGHEST_PROTOCOL) for state_of in self._states]
-        return small, [[group.copy() for group in each.param_groups] for each in self.optimizers]
+        return small, [[group.copy() for group in optimizer.param_groups] for optimizer in self.optimizers]
 
     def _digest(self, kept: _Kept) -> bytes:
         return hashlib.blake2b(b"".join([kept[0][index] for index in self._unlike]), digest_size=16).digest()
@@ -303,12 +307,14 @@ class CommittedState:
         ):
             raise CheckpointError(_CHANGED)
         now = {path: holder[key] for path, (holder, key) in step_files.buffers(self._attached)}
-        kinds = [{path: step_record.kind(each) for path, each in found.items()} for found in (now, self._buffers)]
+        kinds = [
+            {path: step_record.kind(buffer) for path, buffer in buffers.items()} for buffers in (now, self._buffers)
+        ]
         on_gpu = step_files.gpu(self._context.group.device) is not None
         copied = [(now[path].data_ptr(), now[path].nbytes) for path in self._on_device if path in now]
         if (
             kinds[0] != kinds[1]
-            or (on_gpu and any(now[path] is not each for path, each in self._buffers.items()))
+            or (on_gpu and any(now[path] is not buffer for path, buffer in self._buffers.items()))
             or copied != self._watched[: len(self._on_device)]
         ):
             raise CheckpointError("a module has other buffers than at the step")
@@ -319,9 +325,11 @@ class CommittedState:
         return [self._buffers[path] for path in self._on_host]
 
     def _copied(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
-        """From the GPU, as they are there now."""
-        starts = [int(each.storage_offset()) for each in tensors]
-        parts = [(0, each.untyped_storage(), at, at + len(each)) for each, at in zip(tensors, starts, strict=True)]
+        """The bytes of these tensors, as they are on the GPU now."""
+        starts = [int(tensor.storage_offset()) for tensor in tensors]
+        parts = [
+            (0, tensor.untyped_storage(), at, at + len(tensor)) for tensor, at in zip(tensors, starts, strict=True)
+        ]
         return [] if self.copies is None else [bytes(data) for _, data in self.copies.pieces(parts)]
 
     def _kept(self, commit: Commit) -> Iterator[tuple[str, Any]]:
@@ -339,12 +347,12 @@ class CommittedState:
         for path, copied in zip(self._on_device, commit.buffers, strict=False):
             buffer = self._buffers[path]
             buffers[path] = copied.view(buffer.dtype).view(buffer.shape) if len(copied) else buffer
-        kept = dict(self._kept(commit))
-        for name, key in buffers.keys() & {(name, key) for name in kept for key in step_files.OF_SCALER}:
+        small = dict(self._kept(commit))
+        for name, key in buffers.keys() & {(name, key) for name in small for key in step_files.OF_SCALER}:
             (data,) = self._copied([step_record.piece(buffers[name, key])])
-            kept[name][key] = torch.frombuffer(bytearray(data), dtype=buffers.pop((name, key)).dtype).item()
-        now = training_state.gather({name: obj for name, obj in self._attached.items() if name not in kept})
-        content = {name: kept[name] if name in kept else now[name] for name in self._attached}
+            small[name][key] = torch.frombuffer(bytearray(data), dtype=buffers.pop((name, key)).dtype).item()
+        now = training_state.gather({name: obj for name, obj in self._attached.items() if name not in small})
+        content = {name: small[name] if name in small else now[name] for name in self._attached}
         for (name, key), value in buffers.items():
             if isinstance(key, str):
                 content[name][key] = value
@@ -367,11 +375,11 @@ class CommittedState:
         self, step: int, drawn: Sequence[Drawn], random_states: list[Any], is_as_expected: bool
     ) -> dict[str, dict[str, Any]]:
         own = self._context.own_part(step)
-        found = [(each.rank, each.last, each.digests) for each in drawn]
-        return {training_state.RESERVED: {**own, "rng": random_states, EXPECTED: is_as_expected, DRAWN: found}}
+        described = [(rank.rank, rank.last, rank.digests) for rank in drawn]
+        return {training_state.RESERVED: {**own, "rng": random_states, EXPECTED: is_as_expected, DRAWN: described}}
 
     def _records(self, step: int) -> tuple[list[Drawn], list[Any], bool, dict[tuple[str, Any], torch.Tensor]]:
-        """How the ranks of this node that have finished `step` have drawn, all random states that it has as of then
+        """The draws of those ranks of this node that have finished `step`, all random states that it has as of then
         (None for the others), whether this rank's is as it has expected, and rank 0's buffers, else ours. Raises
         CheckpointError.
         """
@@ -387,19 +395,19 @@ class CommittedState:
         ):
             names = [name for name, obj in self._attached.items() if any(obj is self._others[i] for i in self._unlike)]
             raise CheckpointError(may_differ(" or ".join(names)))
-        if any(each.committed and each.committed.pieces != mine.committed.pieces for each in ranks):
+        if any(record.committed and record.committed.pieces != mine.committed.pieces for record in ranks):
             raise CheckpointError(
                 "the parameters are not the same on every rank, as DistributedDataParallel keeps them: does each rank "
                 "change them by itself, by noise of its own or a step that it leaves out?"
             )
         # A record from before such a change, and one from after it, are no state of all ranks.
-        both = [(each.committed, mine.committed) for each in ranks if each.committed is not None]
+        both = [(record.committed, mine.committed) for record in ranks if record.committed is not None]
         if any((b.is_again and not a.is_begun) or (a.is_again and not b.is_begun) for a, b in both):
             raise CheckpointError(
                 f"a rank had not begun the step after {step}, before which the script changes something"
             )
-        drawn = [each.drawn for each in ranks if each.committed is not None]
-        random_states = [each.random_state(drawn) for each in ranks]
+        drawn = [record.drawn for record in ranks if record.committed is not None]
+        random_states = [record.random_state(drawn) for record in ranks]
         buffers = (first.committed or mine.committed).buffers
         if first.committed is None and first.expected and mine.expected and self._record.moved_at != step:
             buffers = step_record.as_expected(first.expected.buffers, mine.expected.buffers, buffers)
@@ -407,12 +415,12 @@ class CommittedState:
 
 
 _Digests = Mapping[str, str] | None
-"""Of the state of each random generator; None if that is not known."""
+"""Digests of the state of each random generator; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """How a rank that has finished a step has drawn in it and before: ranks with equal digests draw alike."""
+    """The draws of a rank that has finished a step, in it and before: ranks with equal digests draw alike."""
 
     rank: int
     last: int
@@ -420,16 +428,15 @@ class Drawn:
     digests: Sequence[_Digests]
     """At the commit, as it was expected, and both of the last step before."""
     random_state: Mapping[str, Any]
-    """As of the commit."""
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> list[Drawn]:
         """Those in a saved state, which has the random states already."""
-        return [cls(rank, last, each, saved["rng"][rank]) for rank, last, each in saved.get(DRAWN, ())]
+        return [cls(rank, last, digests, saved["rng"][rank]) for rank, last, digests in saved.get(DRAWN, ())]
 
 
 class RankRecord:
-    """What the record of a rank has of a step, and of the last one that it has finished before."""
+    """A rank's record of a step, and of the last one that it has finished before."""
 
     def __init__(self, rank: int, step: int, buffers: Sequence[torch.Tensor], round: int | None = None) -> None:
         self._rank, self._step, self._buffers = rank, step, buffers
@@ -437,7 +444,9 @@ class RankRecord:
         self.committed, self.expected = self._read(step)
 
     def random_state(self, others: Sequence[Drawn]) -> dict[str, Any] | None:
-        """As of the step; None if nothing is known of the rank. Raises CheckpointError if it may have drawn more."""
+        """The rank's random state as of the step; None if nothing is known of the rank. Raises CheckpointError if it
+        may have drawn more.
+        """
         random_state = self.committed.random_state if self.committed else self._likely_state(others)
         if random_state is None and self.expected is not None:
             raise CheckpointError(
@@ -465,28 +474,28 @@ class RankRecord:
     @functools.cached_property
     def before(self) -> tuple[int, RecordedStep | None, RecordedStep | None]:
         """The last step that it has finished before, 0 for none; as `committed` and `expected`."""
-        last = max((each for each in step_record.steps(self._path) if each < self._step), default=0)
+        last = max((earlier for earlier in step_record.steps(self._path) if earlier < self._step), default=0)
         return last, *(self._read(last) if last else (None, None))
 
     def _likely_state(self, others: Sequence[Drawn]) -> dict[str, Any] | None:
-        """That this rank, which is dead, would have had at the commit; None if that is not known."""
+        """The random state that this rank, which is dead, would have had at the commit; None if that is not known."""
         of = self.expected or self.before[1]
-        found = {kind: self._likely(kind, others) for kind in of.random_state} if of is not None else {}
-        return found if found and None not in found.values() else None
+        likely = {kind: self._likely(kind, others) for kind in of.random_state} if of is not None else {}
+        return likely if likely and None not in likely.values() else None
 
     def _likely(self, kind: str, others: Sequence[Drawn]) -> Any:
-        """Of one generator: that of a rank where it was in the same state until then, or what was expected, if this
-        rank draws none after the backward pass.
+        """The state of one generator: that of a rank where it was in the same state until then, or what was expected,
+        if this rank draws none after the backward pass.
         """
         last, *records = self.before
         committed_before, expected_before, expected = map(_digests, (*records, self.expected))
         drew_none = _alike(kind, committed_before, expected_before)
         as_expected = True
-        for each in others:
-            own_committed, own_expected, own_before, own_expected_before = each.digests
-            has_been_equal = last == each.last and _alike(kind, committed_before, own_before)
+        for other in others:
+            own_committed, own_expected, own_before, own_expected_before = other.digests
+            has_been_equal = last == other.last and _alike(kind, committed_before, own_before)
             if has_been_equal and _alike(kind, expected, own_expected) is not False:
-                return each.random_state.get(kind)
+                return other.random_state.get(kind)
             if drew_none is None or _alike(kind, own_before, own_expected_before) is drew_none:
                 as_expected = as_expected and bool(_alike(kind, own_committed, own_expected))
         if drew_none is False or not as_expected:
@@ -502,7 +511,7 @@ def _digests(found: RecordedStep | None) -> _Digests:
 
 
 def _alike(kind: str, one: _Digests, other: _Digests) -> bool | None:
-    """Of one generator; None if a state is not known."""
+    """True if the state of one generator is the same in both; None if a state is not known."""
     return None if one is None or other is None else one.get(kind) == other.get(kind)
 
 
@@ -513,12 +522,12 @@ def _is_scaler(obj: Any) -> TypeGuard[torch.amp.GradScaler]:
 
 
 def _state_of(obj: Any) -> Callable[[], Any]:
-    """What gives the state of an object at a commit: of a GradScaler without what its GPU has, as that would wait for
-    the GPU.
+    """A function that returns an object's state at a commit: that of a GradScaler lacks the part on the GPU, since
+    reading that would wait for the GPU.
     """
     if not _is_scaler(obj):
-        found: Callable[[], Any] = obj.state_dict
-        return found
+        state_dict: Callable[[], Any] = obj.state_dict
+        return state_dict
 
     def of_scaler() -> dict[str, Any]:
         if not any(step_files.is_on_gpu(vars(obj).get(where)) for where in step_files.OF_SCALER.values()):
@@ -531,12 +540,14 @@ def _state_of(obj: Any) -> Callable[[], Any]:
 
 def _recorded(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """The parameters of which a commit record has a piece."""
-    parameters = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
-    trained = [training_state.local(each) for each in parameters]
+    parameters = [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+    ]
+    trained = [training_state.local(parameter) for parameter in parameters]
     every = -(-len(trained) // step_record.MOST_PIECES)
     return trained[:: max(every, 1)]
 
 
 def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[int]]:
     """The parameters of each group, by id."""
-    return [list(map(id, group["params"])) for each in optimizers for group in each.param_groups]
+    return [list(map(id, group["params"])) for optimizer in optimizers for group in optimizer.param_groups]

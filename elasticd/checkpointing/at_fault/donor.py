@@ -43,26 +43,28 @@ if TYPE_CHECKING:
     import torch
 
 LONGEST_COPY_S = 200e-6
-"""What the copies at a commit may take, or SHARE of a step if that is longer; else the rank is no donor."""
+"""The longest that the copies at a commit may take, or SHARE of a step if that is longer; else the rank is no donor."""
 SHARE = 0.002
 TRIALS, MOST_TRIALS = 32, 128
 """Commits of which the fastest copy and the fastest step are compared; of more if that takes too long, since on a busy
 machine each of the first ones may have been disturbed."""
 WAIT_S, LONGEST_CHANGE_S = 0.25, 2.0
-"""How long a rank that is between the optimizer's step and the commit is waited for, or that is about to begin that:
-so long and twice the time that this took lately, but less than the launcher waits."""
+"""The time that a rank is waited for which is between the optimizer's step and the commit, or about to begin that:
+WAIT_S and twice the time that this took lately, but less than the launcher waits."""
 SHORT_S, MOST_SHORT = 1.0, 3
 """A writer that ends so soon, so many times in a row, will do so again."""
 PROBE_S = 0.1
 """A copy of one byte from a GPU takes 0.1 ms, or does not end."""
 BEHIND_S = 0.25
-"""For a GPU that is at the end of the last step: an optimizer's step of a large model takes 0.01 to 0.1 s there."""
+"""The wait for a GPU that is at the end of the last step: an optimizer's step of a large model takes 0.01 to 0.1 s
+there."""
 BEGIN_S = 0.1
-"""For a rank that is about to begin a step; what it does before, such as an evaluation, may take long."""
+"""The wait for a rank that is about to begin a step; its script may do something long before that, such as an
+evaluation."""
 LONGEST_STAY_S = 5.0
-"""For the launcher to kill this rank, which it does at once."""
+"""The wait for the launcher to kill this rank, which it does at once."""
 LONGEST_WAIT_S = 5.0
-"""For another rank that copies the same step: the launcher waits for all."""
+"""The wait for another rank that copies the same step: the launcher waits for all."""
 _UNCLEAN = "it was between the optimizer's step and session.step()"
 
 
@@ -86,7 +88,7 @@ class Donor:
         """Held from the optimizer's pre-step hook to the commit, and by a thread that saves."""
         self._changing = False
         self._change_s, self._changing_since = 0.0, 0.0
-        """How long it took lately from the optimizer's step to the commit."""
+        """The time that it took lately from the optimizer's step to the commit."""
         self._optimized = optimized
         """An optimizer has begun a step since the last commit."""
         self._has_begun = True
@@ -96,7 +98,7 @@ class Donor:
         self._is_expected = True
         """`_expect` has been called since the last optimizer's step began."""
         self._next_step = 0
-        """That the next `session.step()` ends; 0 before the first one."""
+        """The step that the next `session.step()` ends; 0 before the first one."""
         self._step = 0
         """The last commit: a step without an optimizer's step is none, unless a GradScaler has skipped it."""
         self._committed: CommittedState
@@ -123,7 +125,9 @@ class Donor:
         if self._committed.copies is not None:
             self._committed.copies.is_free(device_copy.FIRST_S)
         self._socket = self._connect()
-        self._hooks = [each.register_step_pre_hook(self._before_change) for each in self._committed.optimizers]
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_change) for optimizer in self._committed.optimizers
+        ]
         self._thread.start()
         atexit.register(self._at_exit)
 
@@ -162,7 +166,9 @@ class Donor:
         self._changing_since = time.monotonic()
 
     def _expect(self, _: torch.Tensor) -> None:
-        """In the backward pass, before this rank sends a gradient that the others need for the step."""
+        """Record the expected state in the backward pass, before this rank sends a gradient that the others need for
+        the step.
+        """
         self._has_begun = self._is_expected = True
         if not self._next_step or self._why or os.getpid() != self._pid:
             return
@@ -201,7 +207,7 @@ class Donor:
             self._lock.release()
 
     def begin_step(self, is_changed: bool, is_tail: bool) -> bool:
-        """What the script has changed since the last commit, or has drawn, belongs to that; True if it has drawn.
+        """Take into the last commit what the script has changed or drawn since then; True if it has drawn.
 
         `is_tail`: it is repeated by a run that resumes from that commit, as long as all tensors are those of it.
         """
@@ -421,7 +427,9 @@ class Donor:
             self._lock.release()
 
     def _waits_for_own_copy(self) -> bool:
-        """Where the script has failed, its own thread is saving: the lock is free again when that is done."""
+        """Wait for the script's own thread, which saves where the script has failed: the lock is free again when that
+        is done.
+        """
         return self._failed and not self._changing and self._lock.acquire(timeout=LONGEST_WAIT_S)
 
     def _save_clean(self, commit: Commit) -> None:
@@ -459,11 +467,11 @@ class Donor:
 
     def _is_saved(self, client: WriterClient, step: int) -> bool:
         """Another rank was faster, or it was saved at that step, and not changed since."""
-        held = client.find()
-        if held is None:
+        snapshot = client.find()
+        if snapshot is None:
             return False
-        there, here = (held.draft.round, held.draft.step), (self._context.round, step)
-        return there > here or (there == here and not (self._is_changed and donated_step(held.number) is None))
+        there, here = (snapshot.draft.round, snapshot.draft.step), (self._context.round, step)
+        return there > here or (there == here and not (self._is_changed and donated_step(snapshot.number) is None))
 
     def _borrow(self, client: WriterClient, draft: Manifest, number: int, digest: str) -> int | None:
         """A buffer, also after a rank has died that was copying the same step or a save; None when it is saved."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MOST_BUFFER_BYTES = 16 << 20
-"""Of a rank's buffers on its GPU, which keeps several copies of them."""
+"""The most that a rank's buffers on its GPU may have: several copies of them are kept there."""
 MUTABLE = "a parameter group of the optimizer has values that can change in place, such as lr in a tensor"
 
 
@@ -43,7 +43,7 @@ class _Rank:
 
     @property
     def parallel(self) -> list[DistributedDataParallel]:
-        return [found for obj in self.attached.values() if (found := training_state.parallel(obj)) is not None]
+        return [model for obj in self.attached.values() if (model := training_state.parallel(obj)) is not None]
 
 
 def reason_against(
@@ -90,8 +90,10 @@ def _ahead_of_a_gpu(rank: _Rank) -> str:
     """An optimizer's numbers are those of the last step that was queued."""
     if rank.context.group.device.type == "cpu":
         return ""
-    kept = [value for each in rank.optimizers for values in each.state.values() for value in values.values()]
-    if all(value is None or hasattr(value, "data_ptr") for value in kept):
+    values_kept = [
+        value for optimizer in rank.optimizers for values in optimizer.state.values() for value in values.values()
+    ]
+    if all(value is None or hasattr(value, "data_ptr") for value in values_kept):
         return ""
     return "an optimizer's state has values that are no tensors, and may be ahead of the GPU"
 
@@ -131,9 +133,9 @@ def _no_replicated_optimizer(rank: _Rank) -> str:
 
 
 def _only_at_saves(rank: _Rank) -> str:
-    found = (name for name, obj in rank.attached.items() if getattr(obj, training_state.ONLY_AT_SAVES, False))
+    names = (name for name, obj in rank.attached.items() if getattr(obj, training_state.ONLY_AT_SAVES, False))
     return next(
-        (f"the state of {name} is made by the script's hooks, which are called at saves only" for name in found), ""
+        (f"the state of {name} is made by the script's hooks, which are called at saves only" for name in names), ""
     )
 
 
@@ -154,7 +156,7 @@ def _state_of_each_rank(rank: _Rank) -> str:
 
 
 def _unlike_rank_0(rank: _Rank) -> str:
-    """Of small objects a digest is compared with rank 0's, at the fault."""
+    """A module has to be alike on all ranks; of small objects a digest is compared with rank 0's, at the fault."""
     if rank.context.group.rank == 0:
         return ""
     modules = ((name, obj) for name, obj in rank.attached.items() if is_module(obj))
@@ -165,9 +167,9 @@ def _own_state_dict(rank: _Rank) -> str:
     from torch.nn import Module
 
     for name, module in rank.modules.items():
-        for each in module.modules():
-            hooks = (each._state_dict_hooks, each._state_dict_pre_hooks)
-            kind = type(each)
+        for submodule in module.modules():
+            hooks = (submodule._state_dict_hooks, submodule._state_dict_pre_hooks)
+            kind = type(submodule)
             methods_are_own = (
                 kind.state_dict is not Module.state_dict or kind.get_extra_state is not Module.get_extra_state
             )
@@ -177,11 +179,11 @@ def _own_state_dict(rank: _Rank) -> str:
 
 
 def _own_optimizer_state(rank: _Rank) -> str:
-    """Of a number that is no count, such as a loss, the dead rank's may have been another one."""
+    """A number that is no count, such as a loss, may have been another one on the dead rank."""
     import torch
 
     for obj in rank.optimizers:
-        if any(training_state.components(each)[0] is not each for each in _kept(obj)):
+        if any(training_state.components(tensor)[0] is not tensor for tensor in _kept(obj)):
             return f"the state of {type(obj).__name__} has tensors that are made of others"
         for key, value in (item for values in obj.state.values() for item in values.items()):
             if not isinstance(value, (torch.Tensor, int, str, type(None))):
@@ -195,7 +197,7 @@ def _kept(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     import torch
 
     for values in optimizer.state.values():
-        yield from (each for each in values.values() if isinstance(each, torch.Tensor))
+        yield from (tensor for tensor in values.values() if isinstance(tensor, torch.Tensor))
 
 
 def _unusual_tensor(rank: _Rank) -> str:
@@ -203,12 +205,12 @@ def _unusual_tensor(rank: _Rank) -> str:
 
     for name, module in rank.modules.items():
         every = [*module.parameters(), *module.buffers()]
-        if not all(type(each.data) is torch.Tensor and each.layout is torch.strided for each in every):
+        if not all(type(tensor.data) is torch.Tensor and tensor.layout is torch.strided for tensor in every):
             return f"{name} holds a tensor that is no plain tensor"
         # A GPU is behind its processor: with parameters on both, the state is that of two steps.
-        if {each.device for each in module.parameters()} - {rank.context.group.device}:
+        if {parameter.device for parameter in module.parameters()} - {rank.context.group.device}:
             return f"{name} has parameters on another device than the rank's"
-        if {each.device for each in module.buffers()} - {rank.context.group.device, torch.device("cpu")}:
+        if {buffer.device for buffer in module.buffers()} - {rank.context.group.device, torch.device("cpu")}:
             return f"{name} has buffers on another GPU"
         if not all(buffer.is_contiguous() for buffer in module.buffers()):
             return f"{name} has a buffer that is not contiguous"
@@ -236,7 +238,7 @@ _RULES = (
 
 
 def has_mutable_setting(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an optimizer's parameter groups have values, beside their parameters, that can change in place."""
+    """True if an optimizer's parameter groups have values, beside their parameters, that can change in place."""
     own = ("params", "param_names")
     return not all(_is_constant(value) for group in groups for key, value in group.items() if key not in own)
 
@@ -260,16 +262,16 @@ def is_optimizer(obj: Any) -> bool:
 
 
 def averaged(attached: Mapping[str, Any]) -> dict[int, torch.nn.Parameter]:
-    """By id, the parameters that DistributedDataParallel keeps equal on all ranks: those that were trained when it was
-    made. It does not name them, but counts them. To be called before the script freezes or unfreezes others.
+    """The parameters that DistributedDataParallel keeps equal on all ranks, by id: those that were trained when it was
+    made. It does not name them, but counts them. The call has to come before the script freezes or unfreezes others.
     """
-    found: dict[int, torch.nn.Parameter] = {}
+    parameters: dict[int, torch.nn.Parameter] = {}
     for obj in filter(None, map(training_state.parallel, attached.values())):
-        every = [each for name, each in obj.module.named_parameters() if name not in obj.parameters_to_ignore]
+        every = [parameter for name, parameter in obj.module.named_parameters() if name not in obj.parameters_to_ignore]
         counted: dict[str, Any] = obj._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         were_all = counted.get("num_parameter_tensors") == len(every)
-        found |= {id(each): each for each in every if were_all or each.requires_grad}
-    return found
+        parameters |= {id(parameter): parameter for parameter in every if were_all or parameter.requires_grad}
+    return parameters
 
 
 def trained(parallel: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
@@ -284,7 +286,7 @@ def may_differ(name: str) -> str:
 
 
 def is_alike(obj: Any) -> bool:
-    """Its state follows from what is equal on all ranks, buffers of modules aside."""
+    """True if the object's state follows from what is equal on all ranks, buffers of modules aside."""
     import torch
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
     from torch.optim.swa_utils import AveragedModel

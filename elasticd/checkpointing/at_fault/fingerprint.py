@@ -1,4 +1,4 @@
-"""Whether parameters and the optimizers' state are still those of the last commit.
+"""A fingerprint that shows whether parameters and the optimizers' state are still those of the last commit.
 
 A counter in each tensor (`_version`) counts the in-place changes that torch sees. Changes through `.data`, or through
 numpy's view of a tensor, move no counter: a piece of each tensor is compared, too. Both are compared between a commit
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     import torch
 
 READ_S = 50e-9
-"""What reading one counter takes."""
+"""The time to read one counter."""
 COMPARE_S = 150e-9
-"""What reading one takes, and comparing it with what it was."""
+"""The time to read one counter and compare it with an earlier value."""
 LEAST_S = 0.5e-6
 SHARE = 0.0003
-"""What reading counters may take at a commit, on average: LEAST_S, or this share of a step if that is longer."""
+"""The share of a step that reading counters may take at a commit, on average, or LEAST_S if that is longer."""
 LEAST_IRREGULAR_S = 4e-6
 IRREGULAR_SHARE = 0.001
 """The same for reading irregular ones, as of two models that are trained in turn."""
@@ -42,7 +42,7 @@ _version = operator.attrgetter("_version")
 
 
 class Fingerprint:
-    """Of the parameters of `modules` and the state of `optimizers`."""
+    """The fingerprint of the parameters of `modules` and the state of `optimizers`."""
 
     def __init__(self, modules: Sequence[Any], optimizers: Sequence[Any]) -> None:
         self._modules, self._optimizers = modules, optimizers
@@ -62,9 +62,9 @@ class Fingerprint:
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._counters = list(map(_version, self._tensors))
         self._growth: list[int] = []
-        """Of each counter, at a commit; none before they were read a second time."""
+        """The growth of each counter at a commit; none before they were read a second time."""
         self._irregular: dict[int, torch.Tensor] = {}
-        """By index: what has grown by another number at some commit, read at every one."""
+        """Tensors by index whose counters have grown by another number at some commit, read at every one."""
         self._irregular_counters: list[int] = []
         self._commits = self._age = 0
         """Since all counters were read, and from all tensors having been collected until then."""
@@ -77,7 +77,7 @@ class Fingerprint:
         now, commits = list(map(_version, self._tensors)), self._commits
         grown = list(map(operator.sub, now, self._counters))
         self._age += commits
-        if grown == [each * commits for each in self._growth]:
+        if grown == [count * commits for count in self._growth]:
             self._sample_sum += commits * self._sample_growth
         else:
             self.revision += 1
@@ -92,10 +92,10 @@ class Fingerprint:
         self._interval = min(2 * self._interval + 1, int(len(now) * COMPARE_S / self._budget_s) | 1)
 
     def _learn(self, now: list[int], grown: list[int]) -> bool:
-        """How counters grow that have not grown as before; False if that is to be found anew for all of them."""
-        growth = [each // self._commits for each in grown]
+        """Learn how counters grow that have not grown as before; False if that is to be found anew for all of them."""
+        growth = [count // self._commits for count in grown]
         before = self._growth or growth
-        odd = {index for index, each in enumerate(grown) if each != before[index] * self._commits}
+        odd = {index for index, count in enumerate(grown) if count != before[index] * self._commits}
         are_few = len(odd | self._irregular.keys()) <= self._irregular_budget_s / READ_S
         if self._age >= LEAST_BETWEEN and (2 * len(odd) > len(now) or not are_few):
             return False
@@ -105,11 +105,11 @@ class Fingerprint:
         self._growth = growth
         sample = [index for index in range(0, len(now), len(now) // SAMPLE + 1) if index not in self._irregular]
         self._sample = [self._tensors[index] for index in sample]
-        self._sample_sum, self._sample_growth = (sum(map(each.__getitem__, sample)) for each in (now, growth))
+        self._sample_sum, self._sample_growth = (sum(map(counts.__getitem__, sample)) for counts in (now, growth))
         return True
 
     def set_step_s(self, step_s: float) -> None:
-        """How long a step takes: counters can be read more often where it is long."""
+        """Say how long a step takes: counters can be read more often where it is long."""
         self._budget_s = max(LEAST_S, SHARE * step_s)
         self._irregular_budget_s = max(LEAST_IRREGULAR_S, IRREGULAR_SHARE * step_s)
 
@@ -145,7 +145,7 @@ class Fingerprint:
         return not same or [tensor.data_ptr() for tensor in now] != self._addresses
 
     def whole(self) -> tuple[list[int], list[int], bytes]:
-        """Of all tensors: counters, addresses, pieces of those in the host's memory."""
+        """Counters, addresses and pieces in the host's memory, of all tensors."""
         import torch
 
         tensors = [*_parameters(self._modules), *_states(self._optimizers)]

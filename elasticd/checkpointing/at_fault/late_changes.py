@@ -1,4 +1,4 @@
-"""What a script changes after `session.step()` and before the next step begins.
+"""Changes that a script makes after `session.step()` and before the next step begins.
 
 It belongs to the step that has ended, and what `session.step()` has saved lacks it: a scheduler that steps there is one
 step behind after each restart. Only the end of an epoch is different: the cursor is there, so a resumed run does again
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from elasticd.checkpointing.at_fault.donor import Donor
 
 FIRST_STEPS = 3
-"""What a script changes after each of its first steps is an error; later ones have cost too much work."""
+"""The first steps, after which a late change is an error; later ones have cost too much work."""
 LONGEST_LOOK_S = 20e-6
-"""For an object of the script's own. One that takes longer is looked at in FIRST_LOOKS only."""
+"""The longest look at an object of the script's own. One that takes longer is looked at in FIRST_LOOKS only."""
 FIRST_LOOKS = 8
 _REPEATED_BY = "elasticd.integrations."
-"""Where the attached state of a framework's loop is made, which does again what a fault kept it from."""
+"""The modules in which the attached state of a framework's loop is made, which does again what a fault kept it from."""
 _PIECE_BYTES = 1024
-"""Of the beginning, the middle and the end of a parameter."""
+"""The bytes from the beginning, the middle and the end of a parameter."""
 Look = Callable[[], Any]
 
 
 class StepEnd:
-    """Of a session: between `session.step()` and the beginning of the next step."""
+    """The time of a session between `session.step()` and the beginning of the next step."""
 
     def __init__(self, attached: Mapping[str, Any], donor: Donor, device: torch.device, is_first_run: bool) -> None:
         self._changes, self._donor, self._is_first_run = LateChanges(attached), donor, is_first_run
@@ -66,7 +66,7 @@ class StepEnd:
         self.has_begun = False
 
     def on_save(self, is_past: bool) -> None:
-        """By the script. `is_past`: as of the beginning of the next epoch, so the rest of this one is not repeated."""
+        """The script saves. `is_past`: as of the beginning of the next epoch, so no rest of this one is repeated."""
         self._is_saved = True
         self._ends_epoch = self._ends_epoch and not is_past
         self._changes.commit()
@@ -77,7 +77,7 @@ class StepEnd:
 
     @property
     def random_state(self) -> dict[str, Any] | None:
-        """That a save by the script has to have, None for the present one."""
+        """The random state that a save by the script has to have, None for the present one."""
         return None if self.has_begun else self._random_state
 
     def begin(self, is_certain: bool) -> str:
@@ -87,9 +87,9 @@ class StepEnd:
         checkpoint would hold the last change.
         """
         self.has_begun = True
-        found = self._changes.find()
-        self.changed = [name for name in found if is_certain or name in self._changes.untrained]
-        if is_certain and self._donor.begin_step(bool(found) or self._changes.are_counted(), self._ends_epoch):
+        changed = self._changes.find()
+        self.changed = [name for name in changed if is_certain or name in self._changes.untrained]
+        if is_certain and self._donor.begin_step(bool(changed) or self._changes.are_counted(), self._ends_epoch):
             self.changed.append("the random state")
         if not self.changed or self._ends_epoch:
             self._in_a_row = 0
@@ -107,12 +107,14 @@ class StepEnd:
         return what
 
     def why_save_again(self) -> str:
-        """Of a script that does this now and then, "" if there is no need."""
+        """The reason to save again, for a script that changes something late now and then, "" if there is none."""
         return f"step {self._step} was saved before a change" if self._is_saved and self._in_a_row == 1 else ""
 
 
 class LateChanges:
-    """Of the attached objects: tensors of modules by a sample, buffers not, since a forward pass changes them."""
+    """Changes of the attached objects: a sample of modules' tensors, without buffers, since a forward pass changes
+    them.
+    """
 
     def __init__(self, attached: Mapping[str, Any]) -> None:
         self._looks: dict[str, Look] = {}
@@ -124,8 +126,8 @@ class LateChanges:
         self._own: set[str] = set()
         if not any(type(obj).__module__.startswith(_REPEATED_BY) for obj in attached.values()):
             for name, obj in attached.items():
-                if look := self._look_of(name, obj):
-                    self._looks[name] = look
+                if read_state := self._look_of(name, obj):
+                    self._looks[name] = read_state
         self.certain = {name for name, obj in attached.items() if is_module(obj) or _is_scheduler(obj)}
         """Names of those that no script changes at the beginning of a step, after it has asked for the batch."""
         self.untrained = self.certain - _trained(attached)
@@ -144,7 +146,7 @@ class LateChanges:
             return lambda: [group.get("lr") for group in obj.param_groups]
         if _is_scheduler(obj):
             nested = [obj, *getattr(obj, "_schedulers", ())]
-            return lambda: [getattr(each, "last_epoch", None) for each in nested]
+            return lambda: [getattr(scheduler, "last_epoch", None) for scheduler in nested]
         if isinstance(obj, GradScaler):
             return lambda: id(getattr(obj, "_per_optimizer_states", None))
         if _copies_tensors(obj):
@@ -156,31 +158,31 @@ class LateChanges:
         """The state is that of a step."""
         if self._count == FIRST_LOOKS:
             self._drop_slow()
-        self._kept = {name: look() for name, look in self._looks.items()}
-        self._counters = [each._version for each in self._sample]
+        self._kept = {name: read_state() for name, read_state in self._looks.items()}
+        self._counters = [tensor._version for tensor in self._sample]
         self._count += 1
 
     def find(self) -> list[str]:
         """The names of what has changed since."""
-        return [name for name, kept in self._kept.items() if self._looks[name]() != kept]
+        return [name for name, before in self._kept.items() if self._looks[name]() != before]
 
     def are_counted(self) -> bool:
         """Changes of parameters since, also of those that have their values back."""
-        return [each._version for each in self._sample] != self._counters
+        return [tensor._version for tensor in self._sample] != self._counters
 
     def _module(self, module: torch.nn.Module) -> Look | None:
         """The first and the last parameter: of those elsewhere than in the host's memory their counters of changes."""
         import torch
 
-        every = [each for each in module.parameters() if not each.is_inference()]
+        every = [parameter for parameter in module.parameters() if not parameter.is_inference()]
         sample = every[:1] + every[1:][-1:]
-        plain = all(type(each.data) is torch.Tensor and each.layout is torch.strided for each in sample)
-        if sample and plain and all(each.device.type == "cpu" for each in sample):
+        plain = all(type(tensor.data) is torch.Tensor and tensor.layout is torch.strided for tensor in sample)
+        if sample and plain and all(tensor.device.type == "cpu" for tensor in sample):
             self._sample += sample
             looks = list(map(_pieces, sample))
-            return lambda: [look() for look in looks]
+            return lambda: [read_state() for read_state in looks]
         counted = list(map(local, sample))
-        return (lambda: [each._version for each in counted]) if counted else None
+        return (lambda: [tensor._version for tensor in counted]) if counted else None
 
     def _drop_slow(self) -> None:
         for name in self._own & self._looks.keys():
@@ -193,9 +195,9 @@ class LateChanges:
 def _trained(attached: Mapping[str, Any]) -> set[str]:
     """Names of the modules that an optimizer trains."""
     optimizers = [obj for obj in attached.values() if is_optimizer(obj)]
-    trained = {id(each) for obj in optimizers for group in obj.param_groups for each in group["params"]}
+    trained = {id(parameter) for obj in optimizers for group in obj.param_groups for parameter in group["params"]}
     modules = {name: obj for name, obj in attached.items() if is_module(obj)}
-    return {name for name, obj in modules.items() if any(id(each) in trained for each in obj.parameters())}
+    return {name for name, obj in modules.items() if any(id(parameter) in trained for parameter in obj.parameters())}
 
 
 def _is_scheduler(obj: Any) -> bool:
@@ -205,7 +207,7 @@ def _is_scheduler(obj: Any) -> bool:
 
 
 def _pieces(parameter: torch.Tensor) -> Look:
-    """Of its memory, which may be another one each time."""
+    """Pieces of a parameter's memory, which may be another one each time."""
     known, pieces = 0, set[tuple[int, int]]()
 
     def look() -> list[bytes]:
@@ -215,13 +217,13 @@ def _pieces(parameter: torch.Tensor) -> Look:
             size = int(min(size, parameter.nbytes))
             length = min(size, _PIECE_BYTES)
             known, pieces = start, {(start + skipped, length) for skipped in (0, (size - length) // 2, size - length)}
-        return [ctypes.string_at(*each) for each in pieces]
+        return [ctypes.string_at(*piece) for piece in pieces]
 
     return look
 
 
 class _Pickler(pickle.Pickler):
-    """Of a tensor its place and its counter of changes."""
+    """A pickler that writes a tensor's place and its counter of changes."""
 
     def persistent_id(self, obj: Any) -> Any:
         return (obj.data_ptr(), obj._version) if hasattr(obj, "_version") and hasattr(obj, "data_ptr") else None
@@ -233,12 +235,12 @@ def _copies_tensors(obj: Any) -> bool:
         first, second = obj.state_dict(), obj.state_dict()
     except Exception:  # noqa: BLE001 - of any object
         return False
-    places = [[local(each).data_ptr() for each in training_state.tensors(found)] for found in (first, second)]
+    places = [[local(tensor).data_ptr() for tensor in training_state.tensors(state)] for state in (first, second)]
     return places[0] != places[1]
 
 
 def _pickled(obj: Any) -> bytes:
-    """Of a state that cannot be pickled, nothing."""
+    """The pickled state of an object; nothing of a state that cannot be pickled."""
     file = io.BytesIO()
     try:
         _Pickler(file).dump(obj.state_dict())

@@ -17,24 +17,28 @@ if TYPE_CHECKING:
 
 
 def path_of(kind: str, rank: int, round: int | None = None) -> str:
-    """Of a rank's record, beside the heartbeat records, so that it has their life time: this round and the next."""
+    """The path of a rank's record. It lies beside the heartbeat records and has their life time: this round and the
+    next.
+    """
     directory = Path(os.environ["ELASTICD_HEARTBEAT"]).parent
     return str((directory if round is None else directory.with_name(f"round-{round}")) / f"{kind}-{rank}")
 
 
 def paths_of(kind: str, round: int) -> list[str]:
-    """Of the ranks that were on this node in a round."""
+    """The records of the ranks that were on this node in a round."""
     return list(map(str, Path(path_of(kind, 0, round)).parent.glob(f"{kind}-*")))
 
 
 def kept_random_state(rank: int, step: int, round: int) -> dict[str, Any] | None:
-    """What `keep_random_state` has kept, if the rank's process was on this node."""
-    found = step_record.read(path_of("resumed", rank, round), step, [])
-    return found.random_state if found is not None else None
+    """The state that `keep_random_state` has kept, if the rank's process was on this node."""
+    record = step_record.read(path_of("resumed", rank, round), step, [])
+    return record.random_state if record is not None else None
 
 
 def keep_random_state(rank: int, step: int, device: torch.device) -> None:
-    """Of a round that has resumed from a state without it: should it commit no step, the next one resumes from that."""
+    """Keep the random state of a round that has resumed from a state without it: should it commit no step, the next one
+    resumes from that.
+    """
     step_record.StepRecord(path_of("resumed", rank), [], [], gpu(device)).commit(step)
 
 
@@ -64,7 +68,7 @@ def gpu(device: torch.device) -> torch.device | None:
 
 
 OF_SCALER = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}
-"""What a GradScaler's state has of its tensors, and which attributes they are: None before the first use."""
+"""The keys of a GradScaler's state that are tensors, and their attributes: None before the first use."""
 
 
 def is_on_gpu(tensor: torch.Tensor | None) -> bool:
@@ -77,7 +81,7 @@ def on_host(tensor: torch.Tensor) -> bool:
 
 
 def buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], step_record.Place]]:
-    """Where the buffers in the state of attached modules are, by the module's name and the key.
+    """The places of the buffers in the state of attached modules, by the module's name and the key.
 
     Also what a GradScaler keeps on a GPU. And behind all of these what optimizers keep in the host's memory for
     parameters on a GPU, such as the number of steps: it is that of the last commit, however far the GPU is behind. Its
@@ -89,8 +93,12 @@ def buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], step
 
     for name, obj in attached.items():
         if isinstance(obj, GradScaler):
-            held = vars(obj)
-            yield from (((name, key), (held, where)) for key, where in OF_SCALER.items() if is_on_gpu(held.get(where)))
+            attributes = vars(obj)
+            yield from (
+                ((name, key), (attributes, where))
+                for key, where in OF_SCALER.items()
+                if is_on_gpu(attributes.get(where))
+            )
         if not isinstance(obj, Module):
             continue
         for path, module in training_state.unwrap(obj).named_modules(remove_duplicate=False):
@@ -99,8 +107,8 @@ def buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], step
                     yield (name, training_state.plain(f"{path}.{key}" if path else key)), (module._buffers, key)
     for name, optimizer in attached.items():
         if isinstance(optimizer, Optimizer):
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for number, parameter in enumerate(parameters):
                 values = {} if on_host(parameter) else optimizer.state.get(parameter, {})
-                kept = [key for key, value in values.items() if hasattr(value, "device") and on_host(value)]
-                yield from (((name, (number, key)), (values, key)) for key in kept)
+                keys = [key for key, value in values.items() if hasattr(value, "device") and on_host(value)]
+                yield from (((name, (number, key)), (values, key)) for key in keys)

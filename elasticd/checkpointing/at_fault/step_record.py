@@ -51,9 +51,9 @@ _pwritev.restype = ctypes.c_ssize_t
 _SLOTS = 4
 _EXPECTED = 2
 _ALIGNMENT = 64
-"""Of slots: a step lies in one cache line, so no other process reads half of it."""
+"""The alignment of slots: a step lies in one cache line, so no other process reads half of it."""
 Place = tuple[Any, Any]
-"""Where a module has a buffer: a container, and the key in it. A script may put another tensor there."""
+"""The place where a module has a buffer: a container, and the key in it. A script may put another tensor there."""
 
 
 class OtherBuffers(Exception):
@@ -62,14 +62,13 @@ class OtherBuffers(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """What the record of a rank has of one step."""
+    """A rank's record of one step."""
 
     random_state: dict[str, Any]
     buffers: list[torch.Tensor]
     pieces: bytes
-    """Of parameters: ranks with different ones have diverged. An expected commit has none."""
+    """Bytes of parameters: ranks with different ones have diverged. An expected commit has none."""
     digest: bytes
-    """As given. An expected commit has none."""
     is_begun: bool = False
     """The next step has begun."""
     is_again: bool = False
@@ -128,14 +127,14 @@ class StepRecord:
         """Find the memory of the tensors again: torch moves one that the script sends to another process, and the
         script may replace a buffer. Raises OtherBuffers.
         """
-        found = [holder.get(key) for holder, key in (*self._buffers, *self._fixed)]
-        if list(map(kind, found)) != self._kinds:
+        tensors = [holder.get(key) for holder, key in (*self._buffers, *self._fixed)]
+        if list(map(kind, tensors)) != self._kinds:
             raise OtherBuffers
-        held, count = list(map(piece, found)), len(self._buffers)
-        self._addresses = [buffer.data_ptr() for buffer in found[:count]]
+        memory, count = list(map(piece, tensors)), len(self._buffers)
+        self._addresses = [buffer.data_ptr() for buffer in tensors[:count]]
         of_buffers, of_pieces, size = self._places.buffers, self._places.pieces, self._places.bytes
-        self._gathers = [_Gather(self._fd, at * size + of_pieces, self._pieces + held) for at in range(_EXPECTED)]
-        self._gathers += [_Gather(self._fd, at * size + of_buffers, held[:count]) for at in range(_EXPECTED, _SLOTS)]
+        self._gathers = [_Gather(self._fd, at * size + of_pieces, self._pieces + memory) for at in range(_EXPECTED)]
+        self._gathers += [_Gather(self._fd, at * size + of_buffers, memory[:count]) for at in range(_EXPECTED, _SLOTS)]
         self._memory = self._generators.memory
         whole = memoryview(self._map)
         self._copies = []
@@ -145,7 +144,7 @@ class StepRecord:
             self._copies.append(list(zip(places, self._memory, strict=True)))
 
     def pieces(self) -> bytes:
-        """Of the parameters as they are now."""
+        """Bytes of the parameters as they are now."""
         import torch
 
         return bytes(host_bytes(torch.cat(self._pieces)))
@@ -162,7 +161,7 @@ class StepRecord:
         self._next = 1 - self._next
 
     def commit_again(self, step: int, digest: bytes = b"") -> None:
-        """In place of the last commit, of the same step. Raises OtherBuffers."""
+        """Replace the last commit, of the same step. Raises OtherBuffers."""
         self._next = 1 - self._next
         self.commit(step, digest)
         self._flags[1 - self._next][0] |= _AGAIN
@@ -180,7 +179,8 @@ class StepRecord:
         return any(place.tobytes() != memory.tobytes() for place, memory in self._copies[at])
 
     def expect(self, step: int) -> None:
-        """What the commit of `step` will have if nothing draws or changes a buffer until then. Raises OtherBuffers.
+        """Record what the commit of `step` will have if nothing draws or changes a buffer until then. Raises
+        OtherBuffers.
 
         A buffer that is moved for the first time may be as it was before: `moved_at` says so after the commit.
         """
@@ -215,7 +215,8 @@ class StepRecord:
 
 
 def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool = False) -> RecordedStep | None:
-    """What a rank has committed as of `step`, or has expected to; None if it has not reached that step, or has left it.
+    """The record of a rank's commit of `step`, or of what it has expected of it; None if it has not reached that step,
+    or has left it.
 
     `buffers` have the shapes of the rank's.
     """
@@ -229,7 +230,7 @@ def read(path: str, step: int, buffers: Sequence[torch.Tensor], expected: bool =
         return None
     first = _EXPECTED * expected
     slots = [data[at * places.bytes : (at + 1) * places.bytes] for at in (first, first + 1)]
-    slot = next((each for each in slots if _HEAD.unpack_from(each)[0] == step), None)
+    slot = next((data_of_slot for data_of_slot in slots if _HEAD.unpack_from(data_of_slot)[0] == step), None)
     if slot is None:
         return None
     _, *numbers, digest = _HEAD.unpack_from(slot)

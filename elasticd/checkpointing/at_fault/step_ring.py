@@ -28,7 +28,7 @@ commit records have two."""
 
 
 class Event(Protocol):
-    """As torch.cuda.Event."""
+    """The part of torch.cuda.Event that is used."""
 
     def record(self, stream: Any) -> None: ...
     def query(self) -> bool:
@@ -36,19 +36,19 @@ class Event(Protocol):
 
 
 class Commit:
-    """Of one step; `kept` is what the script may change later, `buffers` the same on the device."""
+    """A commit of one step; `kept` is what the script may change later, `buffers` the same on the device."""
 
     __slots__ = ("begun", "buffers", "done", "is_spoilt", "kept", "revision", "step")
 
     def __init__(self, step: int = 0, kept: Any = None, done: Event | None = None) -> None:
         self.step, self.kept, self.done = step, kept, done
         self.buffers: list[torch.Tensor] = []
-        """Of each of the ring's buffers the copy, on the device. A state may have no two types in one memory, so each
+        """The copy of each of the ring's buffers, on the device. A state may have no two types in one memory, so each
         has its own."""
         self.begun: Event | None = None
         """Before the optimizer step after it."""
         self.revision = 0
-        """Of the fingerprint."""
+        """The fingerprint's revision."""
         self.is_spoilt = False
         """The state was changed after it."""
 
@@ -110,7 +110,7 @@ class StepRing:
 
     def current(self) -> Commit | None:
         """The commit that the memory is at; None between two, and where the device is further behind than DEPTH."""
-        passed = (each for each in reversed(self._commits) if each.done is None or each.done.query())
+        passed = (commit for commit in reversed(self._commits) if commit.done is None or commit.done.query())
         newest = next(passed, None)
         return newest if newest is not None and newest.step and newest.is_whole() else None
 
@@ -127,8 +127,8 @@ class _Stream:
         self._known: Any = None
 
     def number(self) -> int:
-        found: int = self._number()
-        return found
+        number: int = self._number()
+        return number
 
     def mark(self) -> Event:
         if self._known is None or self._number() != self._known.cuda_stream:
@@ -139,7 +139,7 @@ class _Stream:
 
 
 def ring_of(device: torch.device, buffers: Sequence[torch.Tensor]) -> StepRing:
-    """Of a rank that trains on `device`."""
+    """The ring of a rank that trains on `device`."""
     if device.type != "cuda":
         return StepRing()
     import torch

@@ -58,7 +58,7 @@ def donor_of(number: int | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class WriteTask:
-    """What the writer does with a state: it writes a checkpoint and appends worker events about it."""
+    """The writer's task with a state: it writes a checkpoint and appends worker events about it."""
 
     directory: str
     keep: int
@@ -69,11 +69,10 @@ class WriteTask:
     """The worker event file of the rank that saved it, "" for none; so are `rank` and `blocked_s`."""
     rank: int
     blocked_s: float
-    """How long training was blocked by the copy."""
     keep_every: int = 0
     """Steps that are multiples of it are never deleted; 0: none."""
     token: str = ""
-    """Of a sharded state: the staging directory's. `node` of `nodes` writes its part there."""
+    """The name of a sharded state's staging directory. `node` of `nodes` writes its part there."""
     node: int = 0
     nodes: int = 1
 
@@ -91,9 +90,9 @@ class Snapshot:
     path: str = ""
     """The checkpoint that it was written to."""
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Of a sharded state: offset and size of each of the files in this buffer."""
+    """Offset and size of each of the files of a sharded state in this buffer."""
     adopted: int = 0
-    """Of a sharded state: the last round that has resumed from it, 0 for none."""
+    """The last round that has resumed from a sharded state, 0 for none."""
     is_copy: bool = False
     """Another node's part, kept for it."""
 
@@ -113,7 +112,7 @@ class Snapshot:
         return self.task is not None and donated_step(self.number) is None
 
     def as_copy(self) -> Snapshot:
-        """As another node keeps it."""
+        """The state as another node keeps it."""
         return replace(self, task=None, path="", is_copy=True)
 
     def written(self, path: Path | None) -> Snapshot:
@@ -128,12 +127,12 @@ class Snapshot:
     @classmethod
     def from_json(cls, data: bytes) -> Snapshot:
         """Raises ValueError, KeyError or TypeError for anything else than `to_json` wrote."""
-        found = json.loads(data)
-        draft = parse(found["draft"].encode())
+        fields = json.loads(data)
+        draft = parse(fields["draft"].encode())
         if not isinstance(draft, Manifest):
             raise ValueError(draft.why)
-        task = found["task"] and WriteTask(**found["task"])
-        return cls(draft, found["number"], task, found["path"], found["files"], found["adopted"], found["is_copy"])
+        task = fields["task"] and WriteTask(**fields["task"])
+        return cls(draft, fields["number"], task, fields["path"], fields["files"], fields["adopted"], fields["is_copy"])
 
 
 @dataclass
@@ -177,18 +176,18 @@ class Buffers:
 
     def find(self, key: tuple[int, int], file: str = "", copies: bool = True) -> int | None:
         """The buffer with this state, and with that file of it; without `copies`, this node's own part."""
-        for number, held in enumerate(self.held):
-            if held is None or held.key != key or (held.is_copy and not copies):
+        for number, snapshot in enumerate(self.held):
+            if snapshot is None or snapshot.key != key or (snapshot.is_copy and not copies):
                 continue
-            if not file or file in held.files:
+            if not file or file in snapshot.files:
                 return number
         return None
 
     def newest(self) -> int | None:
         """The buffer with the newest state that is whole in it."""
-        whole = [(at, each) for at, each in enumerate(self.held) if each and not each.files]
-        held = [(each.draft.round, each.draft.step, each.number, at) for at, each in whole]
-        return max(held, default=(0, 0, 0, None))[3]
+        whole = [(at, snapshot) for at, snapshot in enumerate(self.held) if snapshot and not snapshot.files]
+        keys = [(snapshot.draft.round, snapshot.draft.step, snapshot.number, at) for at, snapshot in whole]
+        return max(keys, default=(0, 0, 0, None))[3]
 
     def erase(self, number: int) -> None:
         """Before the buffer is filled."""
@@ -227,7 +226,7 @@ class Buffers:
         size = os.fstat(self.fds[number]).st_size
         fallocate = ctypes.CDLL(None).fallocate
         fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-        for fd in (each for at, each in enumerate(self.fds[:COUNT]) if at != number):
+        for fd in (other for at, other in enumerate(self.fds[:COUNT]) if at != number):
             if os.fstat(fd).st_blocks * 512 < size:
                 # A rank that wants to write into it waits for one piece at most. Its size is the rank's to choose.
                 for at in range(0, size, _PROVIDED_BYTES):

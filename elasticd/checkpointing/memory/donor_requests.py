@@ -10,11 +10,11 @@ from elasticd.checkpointing.memory import peer
 
 
 class DonorRequests:
-    """By connections: of ranks that save at a fault, and of launchers that wait for them."""
+    """Requests by connections: of ranks that save at a fault, and of launchers that wait for them."""
 
     def __init__(self) -> None:
         self._rounds: dict[socket.socket, int] = {}
-        """Of the ranks."""
+        """The round of each rank."""
         self._waiting: dict[socket.socket, set[socket.socket]] = {}
         """The ranks for which a launcher waits."""
         self._begun: set[socket.socket] = set()
@@ -44,7 +44,7 @@ class DonorRequests:
         self._report()
 
     def done(self, rank: socket.socket) -> None:
-        """With or without success."""
+        """A rank has answered, with or without success."""
         self._answered |= {launcher for launcher, ranks in self._waiting.items() if rank in ranks}
         self._leave(rank)
 

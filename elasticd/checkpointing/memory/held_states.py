@@ -32,9 +32,9 @@ class HeldState:
     """One state, and the nodes with its files."""
 
     snapshot: Snapshot
-    """Of the node that holds state.pt, if any does."""
+    """The snapshot of the node that holds state.pt, if any does."""
     own: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Of a sharded state: the nodes that hold a file as a part of their own."""
+    """The nodes that hold a file of a sharded state as a part of their own."""
     copies: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """The nodes that hold a copy of it."""
 
@@ -59,7 +59,11 @@ class HeldState:
 def find_alike(held: list[Snapshot], draft: Manifest) -> Snapshot | None:
     """The newest whole state of the same step; it differs in little."""
     step = (draft.round, draft.step, draft.bytes)
-    alike = [each for each in held if not each.files and (each.draft.round, each.draft.step, each.draft.bytes) == step]
+    alike = [
+        snapshot
+        for snapshot in held
+        if not snapshot.files and (snapshot.draft.round, snapshot.draft.step, snapshot.draft.bytes) == step
+    ]
     return max(alike, key=lambda each: each.number, default=None)
 
 
@@ -77,17 +81,17 @@ def checksums(draft: Manifest, held: list[Snapshot], writer: WriterClient | None
 
 
 def report(found: list[Snapshot], writer: WriterClient, who: WorkerEnvironment) -> bytes:
-    """What this node has, for `parse`."""
+    """This node's states, for `parse`."""
     server = None
-    if who.nodes > 1 and any(each.files for each in found):
+    if who.nodes > 1 and any(snapshot.files for snapshot in found):
         with contextlib.suppress(OSError, SnapshotRefused):
             server = serve(writer)
-    held = [each.to_json().decode() for each in found]
-    return json.dumps({"node": who.node, "server": server, "held": held}).encode()
+    snapshots = [snapshot.to_json().decode() for snapshot in found]
+    return json.dumps({"node": who.node, "server": server, "held": snapshots}).encode()
 
 
 def serve(writer: WriterClient) -> Server:
-    """Where other nodes of this round read this one's shards. Raises SnapshotRefused, OSError."""
+    """The address at which other nodes of this round read this one's shards. Raises SnapshotRefused, OSError."""
     return writer.serve(address_beside(os.environ["MASTER_ADDR"]))
 
 
@@ -95,15 +99,18 @@ def parse(every: list[bytes]) -> tuple[list[HeldState], dict[int, Server]]:
     """The states that the nodes have together, newest first, and where nodes are read."""
     states: dict[tuple[int, int, int, int], HeldState] = {}
     servers: dict[int, Server] = {}
-    for each in every:
+    for message in every:
         try:
-            found = json.loads(each or b"{}")
-            node, held = found.get("node", 0), [Snapshot.from_json(data.encode()) for data in found.get("held", [])]
+            answer = json.loads(message or b"{}")
+            node, snapshots = (
+                answer.get("node", 0),
+                [Snapshot.from_json(data.encode()) for data in answer.get("held", [])],
+            )
         except (ValueError, KeyError, TypeError):
             continue  # of another version
-        if found.get("server") is not None:
-            servers[node] = found["server"]
-        for snapshot in held:
+        if answer.get("server") is not None:
+            servers[node] = answer["server"]
+        for snapshot in snapshots:
             key = (*snapshot.key, snapshot.draft.step, snapshot.draft.world_size)
             state = states.setdefault(key, HeldState(snapshot))
             if STATE in snapshot.files:
@@ -141,7 +148,7 @@ class ShardsInMemory:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[View]:
-        """As `shard_plan.read` needs it. Raises OSError, CheckpointError."""
+        """Open a file as `shard_plan.load_shards` needs it. Raises OSError, CheckpointError."""
         nodes = self._nodes[name]
         if self._is_here(nodes):
             assert self._writer is not None
@@ -169,8 +176,8 @@ class ShardsInMemory:
         return fd
 
     def close(self) -> None:
-        for each in self._remote.values():
-            each.close()
+        for node in self._remote.values():
+            node.close()
         self._remote.clear()
 
     def _is_here(self, nodes: list[int]) -> bool:

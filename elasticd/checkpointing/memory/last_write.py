@@ -30,28 +30,30 @@ from elasticd.checkpointing.storage.manifest import STATE, FileState, Manifest
 from elasticd.checkpointing.storage.object_store import ObjectStore, store_of
 
 END_PARTS_S = 4.0
-"""For the parts of other nodes when the launcher ends the writer: it waits a little longer."""
+"""The wait for the parts of other nodes when the launcher ends the writer: it waits a little longer."""
 FLUSH_PARTS_S = 15.0
-"""For the parts of a save as usual that is being written: half of what the launcher waits. Then copies are used."""
+"""The wait for the parts of a save as usual that is being written: half of what the launcher waits. Then copies are
+used."""
 BEGUN_S = 1.0
-"""For nodes that have not begun to write, before this one says what the job leaves: their groups were killed later."""
+"""The wait for nodes that have not begun to write, before this one says what the job leaves: their groups were killed
+later."""
 PARTS_S = 8.0
-"""For nodes that have not begun to write their part: all learn of the end within seconds."""
+"""The wait for nodes that have not begun to write their part: all learn of the end within seconds."""
 _TOKEN = "e"
-"""In the staging directory's name, by which all nodes know it."""
+"""The token in the staging directory's name, by which all nodes know it."""
 _TRIES = 5
 _POLL_S, _LOOK_S = 0.02, 0.25
 
 
 class LastWrite:
-    """Of one writer. `task` is where and how, as a rank said at the last copy; None: not known yet."""
+    """The last write of one writer. `task` says where and how, as a rank said at the last copy; None: not known yet."""
 
     def __init__(self, buffers: Buffers, is_ending: Callable[[], bool]) -> None:
         """`is_ending` returns whether the launcher ends the writer."""
         self._buffers, self._is_ending = buffers, is_ending
         self._ends_at = float("inf")
         self._token = secrets.token_hex(8)
-        """Of this process, in an object store."""
+        """The token of this process, in an object store."""
         self.task: WriteTask | None = None
         self._tried: set[tuple[int, int]] = set()
         self._found: checkpoint_files.Entry | None = None
@@ -63,10 +65,10 @@ class LastWrite:
         """The buffer with the newest state, unless it is a checkpoint or is to be written as usual; then an older one
         if it could not be written.
         """
-        for at, held in self._newest_first():
-            if held.is_due or held.path:
+        for at, snapshot in self._newest_first():
+            if snapshot.is_due or snapshot.path:
                 break
-            if held.saved not in self._tried and (held.task or self.task):
+            if snapshot.saved not in self._tried and (snapshot.task or self.task):
                 return at
         return None
 
@@ -76,24 +78,24 @@ class LastWrite:
         Waits until other nodes have left theirs. `results`: of the writes as usual, by the state's key.
         """
         self._look()
-        held = next((held for _, held in self._newest_first()), None)
-        if held is None:
+        snapshot = next((snapshot for _, snapshot in self._newest_first()), None)
+        if snapshot is None:
             return {}
-        step, why = self._lost or (held.draft.step, results.get(held.key, {}).get("why", ""))
+        step, why = self._lost or (snapshot.draft.step, results.get(snapshot.key, {}).get("why", ""))
         why = why and f"step {step}: {why}"
         if self._found is not None:
             return {"step": self._found.manifest.step, "path": str(self._found.path), "why": why}
-        return {"step": held.draft.step, "path": held.path, "why": why}
+        return {"step": snapshot.draft.step, "path": snapshot.path, "why": why}
 
     def _look(self) -> None:
-        """For what other nodes of the job leave."""
+        """Look for states that other nodes of the job leave."""
         if self.task is None or self.task.nodes == 1:
             return
         deadline, directory = time.monotonic() + BEGUN_S, Path(self.task.directory)
         with contextlib.suppress(OSError):
             while True:
                 late = time.monotonic() > deadline
-                writing = [each for each in directory.glob(f".*.{_TOKEN}.staging") if not is_abandoned(each)]
+                writing = [staging for staging in directory.glob(f".*.{_TOKEN}.staging") if not is_abandoned(staging)]
                 newest, _ = lineage(directory)
                 self._found = newest[0] if newest else self._found
                 if (late and not writing) or self._gives_up():
@@ -101,14 +103,14 @@ class LastWrite:
                 time.sleep(_LOOK_S)
 
     def done(self, snapshot: Snapshot, entry: checkpoint_files.Entry | None, why: str) -> None:
-        """What became of it."""
+        """The result of the task."""
         self._tried.add(snapshot.saved)
         self._found = entry
         if entry is None:
             self._lost = self._lost or (snapshot.draft.step, why)
 
     def _newest_first(self) -> list[tuple[int, Snapshot]]:
-        every = [(at, held) for at, held in enumerate(self._buffers.held) if held is not None]
+        every = [(at, snapshot) for at, snapshot in enumerate(self._buffers.held) if snapshot is not None]
         return sorted(every, key=lambda each: (each[1].draft.round, each[1].draft.step, each[1].number), reverse=True)
 
     def write(self, number: int, snapshot: Snapshot) -> checkpoint_files.Entry:
@@ -174,11 +176,11 @@ class LastWrite:
         """The files of this state that are in this node's memory, also as a copy for another node."""
         if not snapshot.files:
             return {STATE: lambda file: file.write_pages(self._buffers.pages(number, snapshot.draft.bytes))}
-        found: dict[str, Content] = {}
-        for fd, held in zip(self._buffers.fds, self._buffers.held, strict=True):
-            if held is not None and held.saved == snapshot.saved:
-                found |= shard_files.contents(fd, held)
-        return found
+        contents: dict[str, Content] = {}
+        for fd, in_buffer in zip(self._buffers.fds, self._buffers.held, strict=True):
+            if in_buffer is not None and in_buffer.saved == snapshot.saved:
+                contents |= shard_files.contents(fd, in_buffer)
+        return contents
 
     def _commit(
         self, folder: Path, final: Path, contents: Mapping[str, Content], needed: Sequence[str]
@@ -188,7 +190,7 @@ class LastWrite:
         """
         parts = {"this node": shard_files.write_part(folder, contents)}
         deadline, seen = time.monotonic() + PARTS_S, dict[str, int]()
-        while missing := set(needed) - set(found := shard_files.merge(parts)):
+        while missing := set(needed) - set(merged := shard_files.merge(parts)):
             for path in folder.glob("part-*.json"):
                 parts[f"another node ({path.stem})"] = json.loads(path.read_bytes())
                 path.unlink()
@@ -205,7 +207,7 @@ class LastWrite:
             if why := self._gives_up() or ("no other node has written them" if late and not begun else ""):
                 raise OSError(f"{', '.join(sorted(missing))}: {why}")
             time.sleep(_POLL_S)
-        return {name: found[name] for name in needed}
+        return {name: merged[name] for name in needed}
 
     def _gives_up(self) -> str:
         """Why other nodes are waited for no longer, "" if they are."""

@@ -18,7 +18,7 @@ from elasticd.checkpointing.state.layout import write_at
 _POPULATE_READ = 22
 """MADV_POPULATE_READ of linux/mman.h, since Linux 5.14. Of a shared mapping such pages can be written, too."""
 _STEP_BYTES = 16 << 20
-"""So much at once, 2 ms, until it looks whether it is to end."""
+"""The bytes that are mapped at once, in 2 ms, until it looks whether it is to end."""
 
 
 class MappedBuffers:
@@ -30,18 +30,18 @@ class MappedBuffers:
     def begin(self, fd: int) -> MappedBuffer:
         """The buffer for one copy."""
         inode = os.fstat(fd).st_ino
-        found = self._buffers.get(inode)
-        if found is None and len(self._buffers) == COUNT:
+        buffer = self._buffers.get(inode)
+        if buffer is None and len(self._buffers) == COUNT:
             self.close()  # buffers of a launcher that has died
-        if found is None or not found.fits:
-            found = self._buffers[inode] = MappedBuffer()
-        found.begin(fd)
-        return found
+        if buffer is None or not buffer.fits:
+            buffer = self._buffers[inode] = MappedBuffer()
+        buffer.begin(fd)
+        return buffer
 
     def close(self) -> None:
         """Nothing is mapped any more."""
-        for each in self._buffers.values():
-            each.close()
+        for buffer in self._buffers.values():
+            buffer.close()
         self._buffers.clear()
 
 
@@ -53,9 +53,9 @@ class MappedBuffer:
         """False: the state has grown beyond what is mapped."""
         self._fd = -1
         self._address, self._mapped = 0, 0
-        """Where it is in this process's memory, and how many bytes."""
+        """The place of the mapping in this process's memory, and its size."""
         self._safe = 0
-        """So many bytes of them are in the file during this copy."""
+        """The bytes of the mapping that are in the file during this copy."""
         self._written: list[tuple[int, int]] = []
         """Offset and end of each piece of the first copy."""
         self._view: ctypes.Array[ctypes.c_char] | None = None

@@ -1,4 +1,4 @@
-"""How much memory this process may still use: what the machine has left and what its cgroups allow.
+"""The memory that this process may still use: what the machine has left and what its cgroups allow.
 
 Pages of a memfd are charged to the cgroup of the process that touches them first, as any memory is, and cannot be
 reclaimed. Sources: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst, proc_meminfo(5).
@@ -32,7 +32,9 @@ def available_bytes() -> tuple[int, str]:
 
 
 def oom_kills() -> int:
-    """How many processes of this process's cgroup the kernel has killed for lack of memory; 0 where it does not say."""
+    """The number of processes of this process's cgroup that the kernel has killed for lack of memory; 0 where it does
+    not say.
+    """
     for group, unified in _groups():
         try:
             lines = (group / ("memory.events" if unified else "memory.oom_control")).read_bytes().splitlines()
@@ -76,10 +78,10 @@ def _reclaimable(group: Path) -> int:
 
 def refusal(size: int, buffers: list[int]) -> str:
     """Why there is no memory for a state of `size` bytes in each of these files, "" if there is."""
-    held = [os.fstat(fd).st_blocks * 512 for fd in buffers]
-    need = sum(max(size - each, 0) for each in held) + SPARE_BYTES
+    sizes = [os.fstat(fd).st_blocks * 512 for fd in buffers]
+    need = sum(max(size - used, 0) for used in sizes) + SPARE_BYTES
     left, where = available_bytes()
     if need <= left:
         return ""
-    what = f"two copies of a state of {size >> 20} MB take" if len(held) == 2 else f"a part of {size >> 20} MB takes"
+    what = f"two copies of a state of {size >> 20} MB take" if len(sizes) == 2 else f"a part of {size >> 20} MB takes"
     return f"{what} {need >> 20} MB more, and {max(left, 0) >> 20} MB are left {where}"

@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """With all of its threads: the main thread may be gone while another one still writes."""
+    """True if the process has ended with all of its threads: the main thread may be gone while another one still
+    writes.
+    """
     fields = _stat(connection)
     return not fields or (fields[0] in "ZX" and int(fields[_THREADS]) <= 1)
 

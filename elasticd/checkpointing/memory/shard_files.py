@@ -28,7 +28,7 @@ from elasticd.checkpointing.storage.manifest import MANIFEST, FileState, Manifes
 from elasticd.checkpointing.storage.object_store import store_of
 
 PART_S = 600.0
-"""For another node to write its files once the first one has written its own."""
+"""The wait for another node to write its files once the first one has written its own."""
 _POLL_S, _STORE_POLL_S = 0.02, 0.5
 
 Content = Callable[[HashingFile], None]
@@ -87,7 +87,7 @@ def put_part(path: Path, part: Mapping[str, Any]) -> None:
 def write_other_part(
     directory: Path, draft: Manifest, token: str, number: int, contents: Mapping[str, Content]
 ) -> dict[str, Any]:
-    """As `write_part`, for another node or rank than the first: to where the first one commits it."""
+    """Write the part of another node or rank than the first, to the place where the first one publishes it."""
     store = store_of(directory)
     if store is None:
         return write_part(staging_path(directory, draft.round, draft.step, token), contents)
@@ -132,7 +132,9 @@ def _name(draft: Manifest) -> str:
 
 
 def _part_name(task: WriteTask, node: int) -> str:
-    """In an object store there is no staging directory: a part of an earlier try is another object."""
+    """The name of a node's part. In an object store there is no staging directory: a part of an earlier try is another
+    object.
+    """
     return f"part-{node}.json" if store_of(task.directory) is None else f"part-{node}.{task.token}.json"
 
 
@@ -147,11 +149,11 @@ def _take(path: Path) -> bytes | None:
 
 def _wait(ready: Callable[[], Found | None], gives_up: Callable[[], str], slow: str, poll_s: float = _POLL_S) -> Found:
     deadline = time.monotonic() + PART_S
-    while (found := ready()) is None:
+    while (result := ready()) is None:
         if why := gives_up() or (f"for {PART_S:g} s {slow}" if time.monotonic() > deadline else ""):
             raise OSError(why)
         time.sleep(poll_s)
-    return found
+    return result
 
 
 def _range(fd: int, start: int, size: int) -> Content:

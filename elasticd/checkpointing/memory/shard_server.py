@@ -30,11 +30,11 @@ from elasticd.heartbeat.worker_events import WorkerEventWriter
 Server = Sequence[Any]
 """Address, port and secret of a node's writer."""
 NICE = 10
-"""Of threads that copy: where cores are scarce, training comes first."""
+"""The niceness of threads that copy: where cores are scarce, training comes first."""
 CONNECT_S, PATIENCE_S = 3.0, 30.0
 """To reach the other side, and its longest pause."""
 WHOLE_S = 60.0
-"""How long a partner waits for all ranks of the other node to have copied their parts."""
+"""The time that a partner waits for all ranks of the other node to have copied their parts."""
 _PIECE_BYTES = 4 << 20
 _LONGEST_LINE = 2 << 20
 _MOST_CONNECTIONS = 1024
@@ -89,7 +89,7 @@ class RemoteNode:
 
 
 class ShardServer:
-    """Of one writer. `changed` guards the buffers and is notified when a state is whole."""
+    """The shard server of one writer. `changed` guards the buffers and is notified when a state is whole."""
 
     def __init__(self, address: str, buffers: Buffers, changed: threading.Condition) -> None:
         """Raises OSError if it cannot listen at this address of the node."""
@@ -127,13 +127,13 @@ class ShardServer:
         if not hmac.compare_digest(str(request["secret"]), self.server[2]) or request["version"] != PROTOCOL:
             raise ValueError("a stranger")
         file = request.get("file", "")
-        found = self._find(request, file)
-        if found is None or not file:
+        place = self._find(request, file)
+        if place is None or not file:
             refused = {"refused": "that state is not in its memory"}
-            answer = refused if found is None else {"snapshot": found[1].to_json().decode()}
+            answer = refused if place is None else {"snapshot": place[1].to_json().decode()}
             connection.sendall(json.dumps(answer).encode() + b"\n")
             return
-        number, snapshot = found
+        number, snapshot = place
         first, length = snapshot.files[file]
         start = min(max(request["start"], 0), length)
         size = max(min(request["size"], length - start), 0)
@@ -157,9 +157,9 @@ class ShardServer:
             return number, snapshot
 
         with self._changed:
-            while (found := held()) is None and (left := deadline - time.monotonic()) > 0:
+            while (buffer := held()) is None and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
-            return found
+            return buffer
 
 
 class PartnerCopy:
@@ -259,9 +259,9 @@ class PartnerCopy:
 
     def _refusal(self, size: int) -> str:
         """Why there is no memory for a copy, beside what this node's own part will take; "" if there is."""
-        found = [os.fstat(fd) for fd in self._buffers.fds]
-        lacking = [max(each.st_size - each.st_blocks * 512, 0) for each in found[:PARTNER]]
-        need = max(size - found[PARTNER].st_blocks * 512, 0) + sum(lacking) + SPARE_BYTES
+        status = [os.fstat(fd) for fd in self._buffers.fds]
+        lacking = [max(buffer.st_size - buffer.st_blocks * 512, 0) for buffer in status[:PARTNER]]
+        need = max(size - status[PARTNER].st_blocks * 512, 0) + sum(lacking) + SPARE_BYTES
         left, where = available_bytes()
         if need <= left:
             return ""

@@ -32,9 +32,9 @@ def _pieces(size: int) -> list[Span]:
 
 
 def checksums(fd: int, size: int) -> list[str]:
-    """Of each piece of a state of `size` bytes. Raises OSError."""
+    """Checksums of each piece of a state of `size` bytes. Raises OSError."""
     buffer = memoryview(bytearray(_READ_BYTES))
-    found = []
+    sums = []
     for start, end in _pieces(size):
         checksum = Checksum()
         while start < end:
@@ -43,8 +43,8 @@ def checksums(fd: int, size: int) -> list[str]:
                 raise OSError(_SHORTER)
             checksum.update(buffer[:count])
             start += count
-        found.append(str(checksum))
-    return found
+        sums.append(str(checksum))
+    return sums
 
 
 class Answer(TypedDict):
@@ -80,9 +80,9 @@ def plan_sending(name: str, answers: list[Answer], size: int) -> SendingPlan:
     whole: SendingPlan = {"sender": sender, "receivers": receivers, "spans": [(0, size)], "patched": False}
     sent = answers[sender]["pieces"]
     known = [answers[rank]["pieces"] for rank in receivers if answers[rank]["first"]]
-    if not sent or not known or any(len(each) != len(sent) for each in known):
+    if not sent or not known or any(len(pieces) != len(sent) for pieces in known):
         return whole
-    spans = [span for at, span in enumerate(_pieces(size)) if any(each[at] != sent[at] for each in known)]
+    spans = [span for at, span in enumerate(_pieces(size)) if any(pieces[at] != sent[at] for pieces in known)]
     if sum(end - start for start, end in spans) > SENT_BYTES:
         return whole
     return {**whole, "spans": spans, "patched": True}

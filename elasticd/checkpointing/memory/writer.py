@@ -90,7 +90,7 @@ DIVERGED = "the ranks of this node hold different states"
 FIRST_STEPS_S = 1.0
 """After a round has resumed, nothing is written for so long: memory has the state, and training begins."""
 RESULTS = 16
-"""So many are remembered for ranks that ask later."""
+"""The number of results that are remembered for ranks that ask later."""
 
 Key = tuple[int, int]
 """The round, and the number of the save in it."""
@@ -261,8 +261,8 @@ class Writer:
         if fill.buffer < 0:
             fill.refused = STILL_COPIED
         else:
-            kept = self._buffers.fds[:COUNT] if message.get("copies", 2) == 2 else [self._buffers.fds[fill.buffer]]
-            fill.refused = refusal(message["size"], kept)
+            usable = self._buffers.fds[:COUNT] if message.get("copies", 2) == 2 else [self._buffers.fds[fill.buffer]]
+            fill.refused = refusal(message["size"], usable)
         if not fill.refused or donated_step(key[1]) is None:  # at a fault a rank tries again
             self._fills.insert(0, fill)
         if not fill.refused:
@@ -270,18 +270,18 @@ class Writer:
         return fill
 
     def _clear(self, number: int, size: int) -> None:
-        """For a new state."""
-        held = self._buffers.held[number]
+        """Clear a buffer for a new state."""
+        snapshot = self._buffers.held[number]
         self._buffers.erase(number)
         self._buffers.grow(number, size)
-        if held is not None and held.is_due:
+        if snapshot is not None and snapshot.is_due:
             why = "a newer state took its place in memory"
-            self._finish(held, None, why, kind="checkpoint_dropped")
+            self._finish(snapshot, None, why, kind="checkpoint_dropped")
 
     def _drop_dead(self) -> None:
         """Ranks whose end is not known yet, as their children hold the connection open."""
         copying = {rank for fill in self._fills for rank in fill.copying}
-        for rank in [each for each in copying if peer.has_ended(each)]:
+        for rank in [connection for connection in copying if peer.has_ended(connection)]:
             self._receive(rank)  # its report may still be unread
             self._lost(rank)
 
@@ -289,8 +289,8 @@ class Writer:
         """The one with this state, if it is not being written; without a key, a free one. -1 if there is none."""
         if key is None:
             return self._free_buffer()
-        found = self._buffers.find((key[0], key[1]))
-        return -1 if found is None or found == self._writing else found
+        number = self._buffers.find((key[0], key[1]))
+        return -1 if number is None or number == self._writing else number
 
     def _free_buffer(self) -> int:
         """One that no rank fills and that is not being written; not the only whole state. -1 if there is none."""
@@ -330,11 +330,11 @@ class Writer:
             self._changed.notify_all()
 
     def _task(self, message: Message) -> WriteTask | None:
-        """Of a state; what was saved at a fault is written at the end."""
+        """The task of a state; a state that was saved at a fault is written at the end."""
         at_end = message.get("at_end")
         self._last.task = WriteTask(**at_end) if at_end else self._last.task
-        found = message.get("task") or (at_end if donated_step(message["number"]) is not None else None)
-        return WriteTask(**found) if found else None
+        task = message.get("task") or (at_end if donated_step(message["number"]) is not None else None)
+        return WriteTask(**task) if task else None
 
     def _report_whole(self, snapshot: Snapshot) -> None:
         if (task := snapshot.task) is not None and task.node == 0 and snapshot.is_due:
@@ -352,29 +352,29 @@ class Writer:
 
     def _do_find(self, rank: socket.socket, message: Message) -> None:
         number = message.get("buffer", self._buffers.newest())
-        held = None if number is None else self._buffers.held[number]
-        channel.send(rank, {"snapshot": held and held.to_json().decode()})
+        snapshot = None if number is None else self._buffers.held[number]
+        channel.send(rank, {"snapshot": snapshot and snapshot.to_json().decode()})
 
     def _do_open(self, rank: socket.socket, message: Message) -> None:
         number = self._buffers.find((message["round"], message["number"]), message["file"])
-        held = self._buffers.held[number] if number is not None else None
-        if number is None or held is None:
+        snapshot = self._buffers.held[number] if number is not None else None
+        if number is None or snapshot is None:
             channel.send(rank, {"refused": "that state is no longer in this node's memory"})
         else:
-            start, size = held.files[message["file"]] if message["file"] else (0, held.draft.bytes)
+            start, size = snapshot.files[message["file"]] if message["file"] else (0, snapshot.draft.bytes)
             channel.send(rank, {"start": start, "size": size}, self._buffers.fds[number])
 
     def _do_adopt(self, rank: socket.socket, message: Message) -> None:
         draft = parse(message["draft"].encode())
         assert isinstance(draft, Manifest)
-        for number, held in enumerate(self._buffers.held):
-            if held is None or held.key != (message["round"], message["number"]):
+        for number, snapshot in enumerate(self._buffers.held):
+            if snapshot is None or snapshot.key != (message["round"], message["number"]):
                 continue
-            if held.files:  # what is to be written of it stays as it is
-                self._buffers.describe(number, replace(held, adopted=draft.round))
+            if snapshot.files:  # what is to be written of it stays as it is
+                self._buffers.describe(number, replace(snapshot, adopted=draft.round))
             else:
                 task = message["task"] and WriteTask(**message["task"])
-                self._buffers.describe(number, Snapshot(draft, 0, task, held.path))
+                self._buffers.describe(number, Snapshot(draft, 0, task, snapshot.path))
                 self._rests_until = time.monotonic() + FIRST_STEPS_S
         self._changed.notify_all()
         channel.send(rank, {})
@@ -436,11 +436,15 @@ class Writer:
     def _is_writing_shards(self) -> bool:
         """Or some rank of this node is still copying."""
         is_copied = any(fill.copying for fill in self._fills if not fill.failed)
-        return is_copied or any(held is not None and held.files and held.is_due for held in self._buffers.held)
+        return is_copied or any(
+            snapshot is not None and snapshot.files and snapshot.is_due for snapshot in self._buffers.held
+        )
 
     def _answer_waiting(self) -> None:
         with self._changed:
-            pending = {held.key for held in self._buffers.held if held is not None and held.task is not None}
+            pending = {
+                snapshot.key for snapshot in self._buffers.held if snapshot is not None and snapshot.task is not None
+            }
             pending |= {fill.key for fill in self._fills if fill.snapshot is not None}
             for key, rank in list(self._waiting):
                 if key is None:
@@ -458,8 +462,10 @@ class Writer:
                 channel.send(flushed.pop(), self._last.result(self._results))
 
     def _result_in_header(self, key: Key) -> Message:
-        """What an earlier writer process made of this save."""
-        path = next((held.path for held in self._buffers.held if held is not None and held.key == key), "")
+        """The result of this save as an earlier writer process has left it."""
+        path = next(
+            (snapshot.path for snapshot in self._buffers.held if snapshot is not None and snapshot.key == key), ""
+        )
         return {"saved": bool(path), "path": path, "why": "" if path else KILLED}
 
     def _finish(
@@ -499,9 +505,9 @@ class Writer:
             entry, why = self._write(number, snapshot, is_last)
             with self._changed:
                 self._writing = None
-                held = self._buffers.held[number]
-                if held is not None and held.saved == snapshot.saved:  # no later round has made it its own meanwhile
-                    self._buffers.describe(number, held.written(entry.path if entry else None))
+                there = self._buffers.held[number]
+                if there is not None and there.saved == snapshot.saved:  # no later round has made it its own meanwhile
+                    self._buffers.describe(number, there.written(entry.path if entry else None))
                 self._finish(snapshot, entry, why)
                 if is_last:
                     self._last.done(snapshot, entry, why)
@@ -531,8 +537,8 @@ class Writer:
                 self._changed.wait()
 
     def _tasks(self) -> list[tuple[Key, int]]:
-        """What is to be written, and the buffers that it is in."""
-        return [(held.key, at) for at, held in enumerate(self._buffers.held) if held and held.is_due]
+        """The saves that are to be written, and the buffers that they are in."""
+        return [(snapshot.key, at) for at, snapshot in enumerate(self._buffers.held) if snapshot and snapshot.is_due]
 
     def _write(self, number: int, snapshot: Snapshot, is_last: bool) -> tuple[checkpoint_files.Entry | None, str]:
         task, draft = snapshot.task, snapshot.draft
@@ -560,7 +566,7 @@ class Writer:
 
         def why() -> str:
             with self._changed:
-                if any(held is not None and held.saved > snapshot.saved for held in self._buffers.held):
+                if any(newer is not None and newer.saved > snapshot.saved for newer in self._buffers.held):
                     return "a later save has begun"
                 if self._ending or self._flushes:
                     patience_s = END_PARTS_S if self._ending else FLUSH_PARTS_S

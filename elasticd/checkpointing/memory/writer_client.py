@@ -35,7 +35,7 @@ class WriterClient:
     first_node: bool
     """Rank 0 is on this node."""
     at_end: Callable[[], WriteTask] | None = None
-    """What the writer does with the newest state when the job ends."""
+    """The writer's task with the newest state when the job ends."""
     on_successor: Callable[[], None] | None = None
     """Called before the next writer is asked, once the one before it has died: what it had not read is lost."""
     _is_looking: bool = False
@@ -120,12 +120,12 @@ class WriterClient:
         return self._find({})
 
     def find_all(self) -> list[Snapshot]:
-        """What each buffer of this node holds. Raises as `find` does."""
-        return [found for buffer in range(PARTNER + 1) if (found := self._find({"buffer": buffer})) is not None]
+        """The state in each buffer of this node. Raises as `find` does."""
+        return [snapshot for buffer in range(PARTNER + 1) if (snapshot := self._find({"buffer": buffer})) is not None]
 
     def _find(self, where: Mapping[str, int]) -> Snapshot | None:
-        found = self._request({"do": "find", **where})[0]["snapshot"]
-        return Snapshot.from_json(found.encode()) if found else None
+        data = self._request({"do": "find", **where})[0]["snapshot"]
+        return Snapshot.from_json(data.encode()) if data else None
 
     def open(self, key: tuple[int, int], file: str = "") -> tuple[int, int, int]:
         """A descriptor of the buffer with this state, or with that file of it; start and size in it.
@@ -136,7 +136,7 @@ class WriterClient:
         return fd, answer["start"], answer["size"]
 
     def serve(self, address: str) -> Server:
-        """Where other nodes read shards from this one's memory, from now on. Raises SnapshotRefused, OSError."""
+        """Serve this node's shards to other nodes; returns the address. Raises SnapshotRefused, OSError."""
         server: Server = self._request({"do": "serve", "address": address})[0]["server"]
         return server
 
@@ -145,7 +145,7 @@ class WriterClient:
         self._request({"do": "adopt", "round": key[0], "number": key[1], **self._described(draft, task)})
 
     def wait(self, round: int, number: int, timeout_s: float) -> dict[str, Any]:
-        """What became of a save: {saved, path, why}. Raises SnapshotRefused, OSError."""
+        """The result of a save: {saved, path, why}. Raises SnapshotRefused, OSError."""
         return self._request({"do": "wait", "round": round, "number": number}, timeout_s)[0]
 
     def settle(self, wait: bool, timeout_s: float = _ANSWER_S, parts_s: float | None = None) -> bool:

@@ -157,14 +157,14 @@ def _manifest_in(directory: int) -> Manifest | Unreadable:
 
 def _parent(base: Path, round: int, given: tuple[int, int] | None) -> tuple[int, int] | None:
     """The parent of a round's checkpoints: the one in its first manifest, else the given one, through re-links."""
-    present = [each for each in names(base) if each.hidden is None]
-    for own in sorted((each for each in present if each.round == round), key=lambda each: each.step):
-        found = examine(own)
-        if isinstance(found, Manifest):
-            return found.parent
-    for each in present:
-        if (each.round, each.step) == given:
-            found = examine(each)
-            if isinstance(found, Manifest) and found.relinked:
-                return found.parent
+    present = [name for name in names(base) if name.hidden is None]
+    for own in sorted((name for name in present if name.round == round), key=lambda each: each.step):
+        manifest = examine(own)
+        if isinstance(manifest, Manifest):
+            return manifest.parent
+    for other in present:
+        if (other.round, other.step) == given:
+            manifest = examine(other)
+            if isinstance(manifest, Manifest) and manifest.relinked:
+                return manifest.parent
     return given

@@ -22,16 +22,17 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 16 << 20
-"""So much is copied at once. Each `GpuCopies` has two such chunks of pinned memory, and a rank has two of these."""
+"""The bytes that are copied at once. Each `GpuCopies` has two such chunks of pinned memory, and a rank has two of
+these."""
 FIRST_S = 10.0
-"""For the first copy in a stream."""
+"""The wait for the first copy in a stream."""
 _ALIGNMENT = 64
 Part = tuple[int, "torch.UntypedStorage", int, int]
-"""Where the part goes in a file; the storage; the first byte of it, and the one behind the last."""
+"""The part's offset in a file; the storage; the first byte of the part in it, and the one behind the last."""
 
 
 class GpuCopies:
-    """From one GPU, in one stream, for one thread at a time."""
+    """Copies from one GPU, in one stream, for one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -62,7 +63,7 @@ class GpuCopies:
         yield from filled
 
     def is_free(self, within_s: float) -> bool:
-        """Whether a copy ends within so long, whatever is queued elsewhere. If not, a thread is left waiting.
+        """True if a copy ends within so long, whatever is queued elsewhere. If not, a thread is left waiting.
 
         Nothing is allocated: at a fault that may wait for the GPU, too.
         """
@@ -81,7 +82,7 @@ class GpuCopies:
 
 
 def pieces(device: torch.device, parts: Iterable[Part]) -> Iterator[tuple[int, memoryview]]:
-    """As `GpuCopies.pieces`, from any device, after what is queued there."""
+    """Copy pieces as `GpuCopies.pieces` does, from any device, after what is queued there."""
     if device.type == "cuda":
         yield from _gpu(device).pieces(parts, at_once=False)
         return
@@ -93,12 +94,12 @@ def pieces(device: torch.device, parts: Iterable[Part]) -> Iterator[tuple[int, m
 
 @functools.cache
 def _gpu(device: torch.device) -> GpuCopies:
-    """For the training thread."""
+    """The training thread's copies from a GPU."""
     return GpuCopies(device)
 
 
 def _batches(parts: Iterable[Part]) -> Iterator[list[tuple[int, int, torch.Tensor]]]:
-    """As many bytes at a time as fit into a chunk: of each piece the place there and in the file, and its memory."""
+    """Batches that fit into a chunk: the place of each piece there and in the file, and its memory."""
     import torch
 
     batch: list[tuple[int, int, torch.Tensor]] = []
@@ -117,5 +118,5 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[tuple[int, int, torch.Tenso
 
 
 def view(address: int, size: int) -> memoryview:
-    """Of the host's memory."""
+    """A view of the host's memory."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")

@@ -26,16 +26,15 @@ if TYPE_CHECKING:
 
 _WORDS = 624
 _WORD = "I"
-"""Of `array`: 32 bits."""
 _INDEX = struct.Struct("=i")
 _HALF = struct.Struct("=i4xd")
-"""As in aug_bitgen_t of numpy's legacy-distributions.h."""
+"""The layout of aug_bitgen_t in numpy's legacy-distributions.h."""
 _STATE_BYTES = _INDEX.size + 4 * _WORDS
 OTHERS_SIZES = (_STATE_BYTES, _STATE_BYTES, _HALF.size)
 _KIND = "MT19937"
-"""Of numpy's default generator, unless the script replaces it."""
+"""The class of numpy's default generator, unless the script replaces it."""
 _VERSION = 3
-"""Of the state that python's generator returns."""
+"""The version of the state that python's generator returns."""
 Source = memoryview | Callable[[], bytes]
 """Memory to copy, or what makes the bytes."""
 
@@ -47,7 +46,7 @@ HAS_NUMPY, HAS_DEVICE, KNOWN = 2, 4, 128
 16.
 """
 DEVICE_BYTES = 16
-"""Of a GPU's generator: a seed and how much was drawn. Its processor keeps them."""
+"""The size of a GPU's generator: a seed and how much was drawn. Its processor keeps them."""
 _DEVICE = struct.Struct("=QQ")
 
 
@@ -99,7 +98,9 @@ class Generators:
         return _DEVICE.pack(self._seed(), self._gpu.get_offset())
 
     def _follow_gpu(self) -> None:
-        """What a GPU's generator offers takes 4 µs; its two numbers, where it has no others, 0.5."""
+        """Find the quick way to a GPU's generator: what it offers takes 4 µs; its two numbers, where it has no others,
+        0.5.
+        """
         offered = self._of_device()
         if len(offered) != DEVICE_BYTES:
             raise CheckpointError("the state of the GPU's random generator has another size than in torch 2.6 to 2.13")
@@ -125,9 +126,9 @@ class Generators:
         own = [memoryview(bytearray(size)) for size in (*OTHERS_SIZES, torch_bytes())]
         every = [*sources, *own[len(sources) : -1], self._of_torch]
         self.memory: list[memoryview] = [
-            empty if callable(each) else each for empty, each in zip(own, every, strict=True)
+            empty if callable(source) else source for empty, source in zip(own, every, strict=True)
         ]
-        self._offered = [(empty, each) for empty, each in zip(own, every, strict=True) if callable(each)]
+        self._offered = [(empty, source) for empty, source in zip(own, every, strict=True) if callable(source)]
         self._flags = KNOWN | HAS_NUMPY * (self._numpy is not None) | HAS_DEVICE * (self._gpu is not None)
         self._half = ...  # `look` sets the numbers
 
@@ -140,7 +141,7 @@ def torch_bytes() -> int:
 
 
 def decode(memory: bytes, numbers: Numbers) -> dict[str, Any]:
-    """As `state.random_state` has them. Raises CheckpointError."""
+    """The states as `training_state.random_state` has them. Raises CheckpointError."""
     import torch
 
     flags, has_half, half, of_device = numbers
@@ -162,7 +163,7 @@ def decode(memory: bytes, numbers: Numbers) -> dict[str, Any]:
 
 
 def _python_source(generator: Any) -> Source:
-    """Of its index and words."""
+    """The source of a python generator's index and words."""
 
     def offered() -> bytes:
         version, numbers, _ = generator.getstate()
@@ -182,7 +183,7 @@ def _python_source(generator: Any) -> Source:
 
 
 def _numpy_sources(generator: Any) -> tuple[Source, Source]:
-    """Of its words and position, and of its half of a pair of normal samples."""
+    """The sources of a numpy generator's words and position, and of its half of a pair of normal samples."""
 
     def offered() -> bytes:
         _, words, position, _, _ = generator.get_state()
@@ -197,9 +198,9 @@ def _numpy_sources(generator: Any) -> tuple[Source, Source]:
     _, words, position, valid, value = trial.get_state()
     at = _memory(trial._bit_generator).tobytes().find(words.tobytes() + _INDEX.pack(position))
     half = _memory(trial).tobytes().find(struct.pack("=d", value)) - (_HALF.size - 8)
-    found = half >= 0 and _HALF.unpack_from(_memory(trial), half) == (valid, value) == (1, value)
+    has_half = half >= 0 and _HALF.unpack_from(_memory(trial), half) == (valid, value) == (1, value)
     trial.standard_normal()
-    is_known = at >= 0 and found and _HALF.unpack_from(_memory(trial), half) == (0, 0.0)
+    is_known = at >= 0 and has_half and _HALF.unpack_from(_memory(trial), half) == (0, 0.0)
     if not is_known:
         return offered, offered_half
     bits = _memory(generator._bit_generator)[at : at + _STATE_BYTES]

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     import torch
 
 _STEP_BYTES = 4 << 20
-"""What is read at once, and goes into the checksum while it is in the processor's caches."""
+"""The bytes that are read at once, and go into the checksum while they are in the processor's caches."""
 _MOST_VIEWS = 512
-"""Of one system call; less than IOV_MAX."""
+"""The views of one system call; less than IOV_MAX."""
 _LEAST_SKIPPED_BYTES = 64 << 10
 """A shorter gap between two tensors is read with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one tensor of the state is to be read to."""
+    """The place that one tensor of the state is read to."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -73,8 +73,8 @@ def read(fd: int, content: dict[str, Any], attached: Mapping[str, Any], checksum
     if _overlap(pieces.values()):
         return frozenset()
     _read(fd, pieces, checksum)
-    for each in replace:
-        each()
+    for target in replace:
+        target()
     return frozenset(piece.untyped_storage().data_ptr() for piece in pieces.values())
 
 
@@ -112,23 +112,23 @@ def _places_in_module(saved: dict[str, Any], module: torch.nn.Module) -> Iterato
 
 def _places_in_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[_Place]:
     groups = [[group["params"] for group in groups] for groups in (saved["param_groups"], optimizer.param_groups)]
-    if len({tuple(map(len, each)) for each in groups}) > 1:
+    if len({tuple(map(len, group)) for group in groups}) > 1:
         return  # loading it fails
     numbers, parameters = map(chain.from_iterable, groups)
     for number, parameter in zip(numbers, parameters, strict=True):
-        held = optimizer.state.get(parameter, {})
-        kept = saved["state"].get(number, {})
-        for key, source in kept.items() if isinstance(kept, dict) else ():
-            target = held.get(key)
+        own = optimizer.state.get(parameter, {})
+        values = saved["state"].get(number, {})
+        for key, source in values.items() if isinstance(values, dict) else ():
+            target = own.get(key)
             if not _fits(source, target):
                 if not _is_whole(source):
                     continue
                 target = training_state.empty_like(source, source.device if key == "step" else parameter.device)
-            yield _Place(source, target, functools.partial(kept.__setitem__, key, target))
+            yield _Place(source, target, functools.partial(values.__setitem__, key, target))
 
 
 def _is_plain_module(module: torch.nn.Module) -> bool:
-    """Its `load_state_dict()` copies each tensor of the state into the one of the same name, as it is."""
+    """True if the module's `load_state_dict()` copies each tensor of the state as it is into the one of that name."""
     from torch.__future__ import get_swap_module_params_on_conversion
     from torch.nn import Module
 
@@ -136,15 +136,15 @@ def _is_plain_module(module: torch.nn.Module) -> bool:
         _function(module.load_state_dict) is Module.load_state_dict
         and not get_swap_module_params_on_conversion()
         and not any(
-            each._load_state_dict_pre_hooks
-            or not _function(each._load_from_state_dict).__module__.startswith("torch.nn.modules.")
-            for each in module.modules()
+            submodule._load_state_dict_pre_hooks
+            or not _function(submodule._load_from_state_dict).__module__.startswith("torch.nn.modules.")
+            for submodule in module.modules()
         )
     )
 
 
 def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Its `load_state_dict()` keeps the tensors of the state."""
+    """True if the optimizer's `load_state_dict()` keeps the tensors of the state."""
     from torch.optim import Optimizer
 
     hooks = optimizer._optimizer_load_state_dict_pre_hooks
@@ -209,8 +209,8 @@ def _host_memory(piece: torch.Tensor) -> memoryview | None:
 
 
 def _overlap(pieces: Iterable[torch.Tensor]) -> bool:
-    spans = sorted((str(each.device), each.data_ptr(), each.nbytes) for each in pieces)
-    return any(one[0] == other[0] and one[1] + one[2] > other[1] for one, other in pairwise(spans))
+    spans = sorted((str(piece.device), piece.data_ptr(), piece.nbytes) for piece in pieces)
+    return any(span[0] == other[0] and span[1] + span[2] > other[1] for span, other in pairwise(spans))
 
 
 def _mapping(fd: int) -> Callable[[int], int | None]:
@@ -221,7 +221,7 @@ def _mapping(fd: int) -> Callable[[int], int | None]:
         for line in file:
             fields = line.rstrip(b"\n").split(maxsplit=5)
             if fields[5:] == [name]:
-                start, end = (int(each, 16) for each in fields[0].split(b"-"))
+                start, end = (int(number, 16) for number in fields[0].split(b"-"))
                 mapped.append((start, end, int(fields[2], 16)))
 
     def offset(address: int) -> int | None:
@@ -250,11 +250,11 @@ class Reader:
         self.checksum = checksum
         self._cache = CacheWindows(fd)
         self._start = 0
-        """Of what `flush` will read."""
+        """The beginning of what `flush` will read."""
         self._views: list[memoryview] = []
         self._bytes = 0
         self._scratch = memoryview(mmap.mmap(-1, _STEP_BYTES))
-        """For what has no place on the host; the part of it at an offset from `_start`."""
+        """Memory for what has no place on the host; the part of it at an offset from `_start`."""
 
     def skip(self, end: int) -> None:
         """Read the file up to `end` without keeping it."""

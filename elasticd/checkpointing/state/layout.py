@@ -1,4 +1,4 @@
-"""Where each byte of `state.pt` lies, known before a byte is copied, so that several processes can fill one file.
+"""The place of each byte of `state.pt`, known before a byte is copied, so that several processes can fill one file.
 
 `state.pt` is the archive that `torch.save` writes and `torch.load` reads: a zip file with one stored record for each
 storage and a pickle that refers to them. The records of the storages come first here. Their offsets then depend on
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     import torch
 
 _ALIGNMENT = 64
-"""As torch's own writer aligns records."""
+"""The alignment of records in torch's own writer."""
 _SAMPLES, _SAMPLE_BYTES = 256, 256
-"""So many shared storages are compared by pieces from their middles; where there are more, others at the next save."""
+"""The number of shared storages that are compared by pieces from their middles; where there are more, others at the
+next save."""
 _ROOT = "archive/"
 _OVER = 0xFFFFFFFF
 # What pickle and torch raise for a value that passed our own list of types.
@@ -131,7 +132,7 @@ class Layout:
 
     @property
     def own_bytes(self) -> int:
-        """What `copy_own` copies."""
+        """The size of what `copy_own` copies."""
         return sum(storage.nbytes() for _, storage in self._own) + sum(len(data) for _, data in self._small)
 
     def pack_own(self, most: int) -> bytes:
@@ -148,7 +149,7 @@ class Layout:
             yield offset, memoryview(data)
 
     def around(self) -> tuple[bytes, bytes]:
-        """What the file holds before and after its only storage."""
+        """The bytes of the file before and after its only storage."""
         ((start, storage),) = self._own
         end = start + storage.nbytes()
         before, after = bytearray(start), bytearray(self.bytes - end)

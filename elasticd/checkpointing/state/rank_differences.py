@@ -1,4 +1,4 @@
-"""What ranks hold, of which rank 0's alone is saved, and what of it is not the same on every rank.
+"""Parts of a state of which rank 0's alone is saved, compared between ranks.
 
 Each rank describes its state at every save: a digest of small objects, of the plain values that an optimizer keeps, and
 a few numbers of parameters. Rank 0 compares them. In the first save of a job a difference is an error, since the script
@@ -24,7 +24,7 @@ LONGEST_DIGEST_S, TRIALS = 5e-3, 3
 MOST_SAMPLED = 256
 """Parameters of a module that are compared at a save; of a larger one others at the next save."""
 _NUMBERS = 8
-"""Of each of them."""
+"""The numbers that are taken of each parameter."""
 _ROUNDING, _ROUNDED_STEPS = 1e-5, 1000
 """The share by which ranks on GPUs of different kinds may differ after so many steps. Errors of rounding add up as the
 square root of their number.
@@ -38,15 +38,15 @@ Sample = tuple["torch.Tensor", float, bool]
 @dataclass(frozen=True)
 class Difference:
     name: str
-    """Of what is attached."""
+    """The name of an attached object."""
     what: str
     """One sentence or more."""
     is_error: bool
-    """In the first save of a job."""
+    """The difference ends the first save of a job."""
 
 
 class RankState:
-    """Of one session: what to compare of a rank's state at each save."""
+    """The part of a rank's state that is compared at each save of a session."""
 
     def __init__(self) -> None:
         self.stepped: set[int] = set()
@@ -58,55 +58,58 @@ class RankState:
     def describe(
         self, attached: Mapping[str, Any], in_shards: Mapping[str, Any], world_size: int, step: int, is_first: bool
     ) -> list[Any]:
-        """What `find` takes of each rank, as plain data. `in_shards` are saved in shards, `attached` not."""
+        """This rank's description for `find`, as plain data. `in_shards` are saved in shards, `attached` not."""
         self._saves += 1
         unsharded = sharded.plain_digests(in_shards, world_size) if is_first else {}
         compared = samples({**attached, **in_shards}, self.stepped, step, self._saves)
         return [self._digests(attached, is_first), unsharded, compared]
 
     def _digests(self, attached: Mapping[str, Any], is_first: bool) -> dict[str, dict[str, str] | None]:
-        """Of each object but modules: of the whole state, or of what an optimizer keeps, by key. None: not compared."""
+        """Digests of each object but modules: of the whole state, or of what an optimizer keeps, by key. None: not
+        compared.
+        """
         from torch.nn import Module
 
-        found: dict[str, dict[str, str] | None] = {}
+        digests: dict[str, dict[str, str] | None] = {}
         for name, obj in attached.items():
             if isinstance(obj, Module) or getattr(obj, training_state.RANK_INDEPENDENT, False):
                 continue
             is_slow = self._saves > TRIALS and self._fastest_s.get(name, 0.0) > LONGEST_DIGEST_S
             if not is_first and (is_slow or getattr(obj, training_state.ONLY_AT_SAVES, False)):
-                found[name] = None
+                digests[name] = None
                 continue
             start = time.perf_counter()
             with contextlib.suppress(RecursionError):  # rank 0 refuses it with a reason
                 if not _is_optimizer(obj):
-                    found[name] = {_WHOLE: digest(obj.state_dict())}
+                    digests[name] = {_WHOLE: digest(obj.state_dict())}
                 elif id(obj) in self.stepped:
-                    found[name] = _values(obj)
+                    digests[name] = _values(obj)
             took_s = time.perf_counter() - start
             self._fastest_s[name] = min(self._fastest_s.get(name, took_s), took_s)
-        return found
+        return digests
 
 
 def find(every_rank: Sequence[Sequence[Any]]) -> Iterator[Difference]:
-    """What differs from rank 0's. `every_rank` is what ranks have described."""
+    """The differences from rank 0. `every_rank` is what ranks have described."""
     small, unsharded, sampled = zip(*every_rank, strict=True)
-    for name in {name: None for each in small for name in each}:
-        kept = [each.get(name, {}) for each in small]
-        if not any(each and _WHOLE in each for each in kept):  # an optimizer may make no step on other ranks
-            kept = [each or kept[0] for each in kept]
-        found = {} if None in kept else dict(_different(kept))
-        if _WHOLE in found:
+    for name in {name: None for digests in small for name in digests}:
+        of_every_rank = [digests.get(name, {}) for digests in small]
+        # An optimizer may make no step on other ranks.
+        if not any(of_rank and _WHOLE in of_rank for of_rank in of_every_rank):
+            of_every_rank = [of_rank or of_every_rank[0] for of_rank in of_every_rank]
+        apart = {} if None in of_every_rank else dict(_different(of_every_rank))
+        if _WHOLE in apart:
             yield Difference(
                 name,
-                f"the state of {name} on rank {found[_WHOLE]} differs from rank 0's, which alone is saved. Attach it "
+                f"the state of {name} on rank {apart[_WHOLE]} differs from rank 0's, which alone is saved. Attach it "
                 f"with attach(per_rank={{{name!r}: ...}}) if each rank needs its own, or make it the same on all "
                 "ranks, for example by averaging the number that it depends on",
                 True,
             )
-        elif found:
+        elif apart:
             yield Difference(
                 name,
-                f"{', '.join(found)} in the state of {name} on rank {next(iter(found.values()))} differs from rank "
+                f"{', '.join(apart)} in the state of {name} on rank {next(iter(apart.values()))} differs from rank "
                 "0's, which alone is saved. Make it the same on all ranks, for example by averaging the loss that the "
                 "optimizer's step gets",
                 False,
@@ -132,8 +135,8 @@ def find(every_rank: Sequence[Sequence[Any]]) -> Iterator[Difference]:
 
 def _different(digests: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
     """Each key of which a rank has another digest than rank 0, and these ranks."""
-    for key in {key: None for each in digests for key in each}:
-        if ranks := [str(rank) for rank, each in enumerate(digests) if each.get(key) != digests[0].get(key)]:
+    for key in {key: None for of_rank in digests for key in of_rank}:
+        if ranks := [str(rank) for rank, of_rank in enumerate(digests) if of_rank.get(key) != digests[0].get(key)]:
             yield key, ", ".join(ranks)
 
 
@@ -147,14 +150,14 @@ def _values(optimizer: Any) -> dict[str, str]:
     """Digests of what an optimizer keeps of its parameters beside tensors, by key: such as counts, and a loss."""
     import torch
 
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    places = {id(each): number for number, each in enumerate(parameters)}
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    places = {id(parameter): number for number, parameter in enumerate(parameters)}
     values: dict[str, list[Any]] = {}
-    for of, kept in sorted(optimizer.state.items(), key=lambda item: places.get(id(item[0]), -1)):
-        for key, value in (kept if isinstance(kept, Mapping) else {of: kept}).items():
+    for of, state_of in sorted(optimizer.state.items(), key=lambda item: places.get(id(item[0]), -1)):
+        for key, value in (state_of if isinstance(state_of, Mapping) else {of: state_of}).items():
             if not isinstance(value, torch.Tensor):
                 values.setdefault(str(key), []).append((places.get(id(of)), value))
-    return {key: digest(found) for key, found in values.items()}
+    return {key: digest(value) for key, value in values.items()}
 
 
 def samples(attached: Mapping[str, Any], stepped: Collection[int], step: int, save: int) -> dict[str, Sample]:
@@ -168,9 +171,9 @@ def samples(attached: Mapping[str, Any], stepped: Collection[int], step: int, sa
     from torch.nn import Module
 
     optimizers = [obj for obj in attached.values() if _is_optimizer(obj)]
-    groups = [group for each in optimizers if id(each) in stepped for group in each.param_groups]
-    trained = {id(each) for group in groups for each in group["params"] if each.requires_grad}
-    found: dict[str, Sample] = {}
+    groups = [group for optimizer in optimizers if id(optimizer) in stepped for group in optimizer.param_groups]
+    trained = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
+    sampled: dict[str, Sample] = {}
     for name, obj in attached.items():
         if not isinstance(obj, Module) or getattr(obj, training_state.RANK_INDEPENDENT, False):
             continue
@@ -178,18 +181,24 @@ def samples(attached: Mapping[str, Any], stepped: Collection[int], step: int, sa
         parameters = (obj if wrapper is None else wrapper.module).parameters()
         # One that is frozen may be a rank's own by design, which is no error at the first save.
         is_in_ddp = wrapper is not None
-        every = [each for each in parameters if id(each) in trained or (is_in_ddp and (each.requires_grad or save > 1))]
+        every = [
+            parameter
+            for parameter in parameters
+            if id(parameter) in trained or (is_in_ddp and (parameter.requires_grad or save > 1))
+        ]
         interval = len(every) // MOST_SAMPLED + 1
-        every = [each.detach() for each in every[save % interval :: interval] if each.is_floating_point()]
-        if every := [each for each in every if type(each) is torch.Tensor and each.numel()]:
-            pieces = [_spread(each).float() for each in every]
-            devices = dict.fromkeys(each.device for each in pieces)
-            numbers = [torch.cat([each for each in pieces if each.device == device]).cpu() for device in devices]
+        every = [
+            parameter.detach() for parameter in every[save % interval :: interval] if parameter.is_floating_point()
+        ]
+        if every := [parameter for parameter in every if type(parameter) is torch.Tensor and parameter.numel()]:
+            pieces = [_spread(parameter).float() for parameter in every]
+            devices = dict.fromkeys(piece.device for piece in pieces)
+            numbers = [torch.cat([piece for piece in pieces if piece.device == device]).cpu() for device in devices]
             drift = _ROUNDING * max(step / _ROUNDED_STEPS, 1) ** 0.5
-            share = max(drift, 4 * max(torch.finfo(each.dtype).eps for each in every))
+            share = max(drift, 4 * max(torch.finfo(parameter.dtype).eps for parameter in every))
             is_mistake = wrapper is None or not (wrapper.parameters_to_ignore or getattr(wrapper, "_comm_hooks", []))
-            found[name] = torch.cat(numbers).nan_to_num(), share, is_mistake
-    return found
+            sampled[name] = torch.cat(numbers).nan_to_num(), share, is_mistake
+    return sampled
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,8 +213,8 @@ def _apart(every_rank: Sequence[Mapping[str, Sample]]) -> Iterator[tuple[str, li
 
     A rank that does not train a module counts only where it is rank 0.
     """
-    for name in {name: None for each in every_rank for name in each}:
-        having = {rank: each[name] for rank, each in enumerate(every_rank) if name in each}
+    for name in {name: None for of_rank in every_rank for name in of_rank}:
+        having = {rank: of_rank[name] for rank, of_rank in enumerate(every_rank) if name in of_rank}
         first, share, is_mistake = having.get(0, (None, 0.0, False))
         if ranks := [rank for rank, (own, _, _) in having.items() if first is None or not _is_near(own, first, share)]:
             yield name, ranks, is_mistake

@@ -1,4 +1,4 @@
-"""What `torch.load(weights_only=True)` will load, checked before anything is written, by an explicit list of types.
+"""The types that `torch.load(weights_only=True)` will load, checked before anything is written, by an explicit list.
 
 The list is what the oldest and the newest supported torch both load, pickled as `torch.save` does by default. A refusal
 at the save names the key and what to store instead; a refusal at the load, hours later, would lose the work.
@@ -37,8 +37,8 @@ class _Walk:
 
         self._torch = torch
         self._plain = (type(None), bool, float, str, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)
-        self._allowed = [each for each in torch.serialization.get_safe_globals() if isinstance(each, type)]
-        """Of packages that have registered them, such as torchao's tensors of 8 and 4 bits."""
+        self._allowed = [kind for kind in torch.serialization.get_safe_globals() if isinstance(kind, type)]
+        """The types of packages that have registered them, such as torchao's tensors of 8 and 4 bits."""
         self._seen: set[int] = set()
         self._open: set[int] = set()
         # torch.save refuses one memory seen as two types.

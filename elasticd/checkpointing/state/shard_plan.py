@@ -62,10 +62,10 @@ class ShardPlan:
                 answer = [(plan, "") for plan in global_plan]
             except Exception as error:  # noqa: BLE001 - the planner raises many kinds, and all ranks wait
                 answer = [(None, str(error))] * group.world_size
-        found, why = scatter_objects(answer, group)
-        if found is None:
+        answered, why = scatter_objects(answer, group)
+        if answered is None:
             raise CheckpointError(f"torch.distributed.checkpoint cannot plan this state: {why}")
-        self._own = _File(found.items)
+        self._own = _File(answered.items)
         self._own_sizes = self._own.value_sizes(self._planner)
         at = 0
         places = []
@@ -76,7 +76,7 @@ class ShardPlan:
         every = gather_objects((at, places), group)
         if metadata is not None:
             metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.6 has none
-            metadata.storage_data = dict(pair for _, found in every for pair in found)
+            metadata.storage_data = dict(pair for _, pairs in every for pair in pairs)
             data = pickle.dumps(metadata)
             sizes = [size for size, _ in every]
             answer = [(sizes, b"" if rank else data) for rank in range(group.world_size)]
@@ -101,7 +101,7 @@ class ShardPlan:
 
 
 class _File:
-    """What one rank writes."""
+    """The file that one rank writes."""
 
     def __init__(self, items: list[WriteItem]) -> None:
         from torch.distributed.checkpoint.planner import WriteItemType
@@ -116,11 +116,11 @@ class _File:
 
         with torch.no_grad():
             for item in self._tensors:
-                found = planner.resolve_data(item)
-                assert isinstance(found, torch.Tensor)
-                before, after = _around(found.dtype, found.shape)
+                data = planner.resolve_data(item)
+                assert isinstance(data, torch.Tensor)
+                before, after = _around(data.dtype, data.shape)
                 yield before
-                yield host_bytes(found)
+                yield host_bytes(data)
                 yield after
         yield from self._value_bytes(planner)
 
@@ -133,11 +133,11 @@ class _File:
         yield from value_sizes
 
     def value_sizes(self, planner: SavePlanner) -> list[int]:
-        return [len(each) for each in self._value_bytes(planner)]
+        return [len(value) for value in self._value_bytes(planner)]
 
     def _value_bytes(self, planner: SavePlanner) -> list[bytes]:
-        found = [planner.resolve_data(item) for item in self._values]
-        return [each.getvalue() for each in found if isinstance(each, io.BytesIO)]
+        resolved = [planner.resolve_data(item) for item in self._values]
+        return [value.getvalue() for value in resolved if isinstance(value, io.BytesIO)]
 
 
 def write_pieces(fd: int, offset: int, content: Iterator[bytes | memoryview]) -> None:
@@ -275,21 +275,21 @@ def _load(archive: memoryview, described: Any, index: MetadataIndex) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of metadata: a pickle that cannot run code. Names are checked before anything is imported for them, and a name
-    with a dot would lead out of its module.
+    """An unpickler of metadata: a pickle that cannot run code. Names are checked before anything is imported for them,
+    and a name with a dot would lead out of its module.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         import torch
 
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(member := getattr(torch, name, None), torch.dtype):
+            return member
         if name in _METADATA_TYPES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch.distributed.checkpoint.metadata" and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
+            member = super().find_class(module, name)
+            if isinstance(member, type) and member.__module__ == module:
+                return member
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
@@ -310,14 +310,14 @@ def _read_metadata(content: bytes) -> Metadata:
 
 @functools.lru_cache(1 << 16)
 def _around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
-    """What `torch.save` writes before and after the bytes of such a tensor."""
+    """The bytes that `torch.save` writes before and after those of such a tensor."""
     import torch
 
     return Layout(torch.empty(shape, dtype=dtype)).around()
 
 
 def _structure(flat: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """What a plan depends on; it differs in nothing else."""
+    """The structure that a plan depends on; it differs in nothing else."""
     import torch
 
     return [

@@ -61,12 +61,14 @@ def names(attached: Mapping[str, Any]) -> frozenset[str]:
     from torch.optim import Optimizer
 
     large = {name: obj for name, obj in attached.items() if isinstance(obj, (Module, Optimizer))}
-    is_sharded = any(_is_zero(obj) or any(_is_dtensor(each) for _, each in _parameters(obj)) for obj in large.values())
+    is_sharded = any(
+        _is_zero(obj) or any(_is_dtensor(parameter) for _, parameter in _parameters(obj)) for obj in large.values()
+    )
     return frozenset(large) if is_sharded else frozenset()
 
 
 def digests(attached: Mapping[str, Any]) -> dict[str, str]:
-    """Of each object, what has to be the same on all ranks."""
+    """Digests of what has to be the same on all ranks, for each object."""
     described: dict[str, Any] = {}
     for name, obj in attached.items():
         if _is_optimizer(obj):
@@ -74,23 +76,29 @@ def digests(attached: Mapping[str, Any]) -> dict[str, str]:
             settings = [{key: _plain(value) for key, value in group.items()} for group in _groups(obj, owners)]
             described[name] = [type(obj).__qualname__, settings]
         else:
-            found = _parameters(obj)
+            parameters = _parameters(obj)
             described[name] = [
-                [(key, tuple(each.shape), each.dtype, getattr(each, "placements", None)) for key, each in found],
+                [
+                    (key, tuple(parameter.shape), parameter.dtype, getattr(parameter, "placements", None))
+                    for key, parameter in parameters
+                ],
                 [(str(mesh), _root_mesh(mesh).mesh.tolist()) for _, mesh in _meshes(obj)],
             ]
-    return {name: hashlib.sha256(repr(each).encode()).hexdigest()[:16] for name, each in described.items()}
+    return {
+        name: hashlib.sha256(repr(description).encode()).hexdigest()[:16] for name, description in described.items()
+    }
 
 
 def plain_digests(attached: Mapping[str, Any], world_size: int) -> dict[str, str]:
-    """Of each parameter, and each tensor of an optimizer, that is not sharded: one rank's is saved for all of them.
+    """Digests of each parameter, and each tensor of an optimizer, that is not sharded: one rank's is saved for all of
+    them.
 
     Not of single numbers of an optimizer, and not of what DistributedDataParallel and ZeroRedundancyOptimizer manage.
     """
     import torch
 
     equal = training_state.replicated(attached, world_size)
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
 
     def visit(value: Any, path: tuple[str, ...]) -> None:
         if isinstance(value, Mapping):
@@ -102,11 +110,11 @@ def plain_digests(attached: Mapping[str, Any], world_size: int) -> dict[str, str
                 checksum = Checksum(ALGORITHM)
                 checksum.update(f"{value.dtype} {tuple(value.shape)}".encode())
                 checksum.update(host_bytes(value))
-                found[".".join(path)] = str(checksum)[-16:]  # every rank sends those of all its tensors
+                digests[".".join(path)] = str(checksum)[-16:]  # every rank sends those of all its tensors
 
     own = {name: obj for name, obj in attached.items() if not _is_zero(obj)}
     visit(gather(own, rank=1), ())  # ranks other than 0 have no buffers in it
-    return found
+    return digests
 
 
 def gather(attached: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -119,23 +127,23 @@ def gather(attached: Mapping[str, Any], rank: int) -> dict[str, Any]:
     gathered: dict[str, Any] = {}
     for name, obj in attached.items():
         if not _is_optimizer(obj):
-            found = training_state.unwrap(obj).state_dict(keep_vars=True).items()
+            items = training_state.unwrap(obj).state_dict(keep_vars=True).items()
             own = {
-                key: value for key, value in found if rank == 0 or isinstance(value, Parameter) or _is_dtensor(value)
+                key: value for key, value in items if rank == 0 or isinstance(value, Parameter) or _is_dtensor(value)
             }
             gathered[name] = {training_state.plain(key): value for key, value in own.items()}
             continue
         owners = _parameter_names(obj, name, attached)
         part = _part(obj)
         indices = _indices(part)
-        kept = part.state_dict()[STATE]
-        by_name = {owners[id(parameter)]: kept[index] for index, parameter in indices.items() if index in kept}
+        values = part.state_dict()[STATE]
+        by_name = {owners[id(parameter)]: values[index] for index, parameter in indices.items() if index in values}
         gathered[name] = {STATE: by_name, **({GROUPS: _groups(obj, owners)} if rank == 0 else {})}
     return gathered
 
 
 def values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a nested state is no tensor."""
+    """The parts of a nested state that are no tensors."""
     import torch
 
     return {
@@ -146,7 +154,7 @@ def values(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def targets(attached: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
-    """Where DCP loads to, nested in the same way: the modules' own tensors, and new ones for optimizers.
+    """The tensors that DCP loads to, nested in the same way: the modules' own, and new ones for optimizers.
 
     Raises CheckpointError for what the checkpoint lacks.
     """
@@ -160,11 +168,11 @@ def targets(attached: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
             owners[name] = {known[id(parameter)]: parameter for parameter in _indices(_part(obj)).values()}
             nested[name] = {STATE: {}, GROUPS: []}
         else:
-            found = training_state.unwrap(obj).state_dict()
-            nested[name] = {training_state.plain(key): value for key, value in found.items()}
-            held = list(dict.fromkeys(path[1] for path in metadata.planner_data.values() if path[0] == name))
-            lacking = [key for key in nested[name] if key not in held]
-            extra = [key for key in held if key not in nested[name]]
+            own = training_state.unwrap(obj).state_dict()
+            nested[name] = {training_state.plain(key): value for key, value in own.items()}
+            saved_keys = list(dict.fromkeys(path[1] for path in metadata.planner_data.values() if path[0] == name))
+            lacking = [key for key in nested[name] if key not in saved_keys]
+            extra = [key for key in saved_keys if key not in nested[name]]
             if lacking or extra:
                 what = f"holds nothing for {lacking[0]}" if lacking else f"holds {extra[0]}, which the module lacks"
                 raise CheckpointError(f"{name}: the checkpoint {what}")
@@ -178,7 +186,9 @@ def targets(attached: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
 
 
 def divide(attached: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
-    """What `scatter` takes, of a checkpoint that has these objects whole. Raises CheckpointError where they differ."""
+    """The argument of `scatter`, from a checkpoint that has these objects whole. Raises CheckpointError where they
+    differ.
+    """
     nested: dict[str, Any] = {}
     for name, obj in attached.items():
         saved = content[name]
@@ -191,14 +201,14 @@ def divide(attached: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str,
             continue
         owners = _parameter_names(obj, name, attached)
         numbers = [number for group in saved[GROUPS] for number in group["params"]]
-        owner = dict(zip(numbers, (each for _, each in _parameters(obj)), strict=False))
+        owner = dict(zip(numbers, (parameter for _, parameter in _parameters(obj)), strict=False))
         groups = [
-            {**each, "params": [owners[id(owner[at])] for at in each["params"] if at in owner]}
-            for each in saved[GROUPS]
+            {**group, "params": [owners[id(owner[at])] for at in group["params"] if at in owner]}
+            for group in saved[GROUPS]
         ]
         by_name = {
-            owners[id(owner[at])]: {key: _divided(value, owner[at]) for key, value in kept.items()}
-            for at, kept in saved[STATE].items()
+            owners[id(owner[at])]: {key: _divided(value, owner[at]) for key, value in values.items()}
+            for at, values in saved[STATE].items()
             if at in owner
         }
         nested[name] = {STATE: by_name, GROUPS: groups}
@@ -210,10 +220,10 @@ def scatter(attached: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     for name, obj in attached.items():
         if not _is_optimizer(obj):
             target = training_state.unwrap(obj)
-            found = target.state_dict()
-            for key in found:
-                found[key] = loaded[name][training_state.plain(key)]
-            target.load_state_dict(found)
+            current = target.state_dict()
+            for key in current:
+                current[key] = loaded[name][training_state.plain(key)]
+            target.load_state_dict(current)
             continue
         owners = _parameter_names(obj, name, attached)
         saved, now = loaded[name][GROUPS], _groups(obj, owners)
@@ -224,10 +234,16 @@ def scatter(attached: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
             )
         part = _part(obj)
         values = loaded[name][STATE]
-        kept = {index: values[owners[id(each)]] for index, each in _indices(part).items() if owners[id(each)] in values}
+        own_values = {
+            index: values[owners[id(parameter)]]
+            for index, parameter in _indices(part).items()
+            if owners[id(parameter)] in values
+        }
         settings = [{key: value for key, value in group.items() if key != "params"} for group in saved]
         own = part.state_dict()[GROUPS]
-        part.load_state_dict({STATE: kept, GROUPS: [{**each, **new} for each, new in zip(own, settings, strict=True)]})
+        part.load_state_dict(
+            {STATE: own_values, GROUPS: [{**group, **new} for group, new in zip(own, settings, strict=True)]}
+        )
         if part is not obj:
             for group, new in zip(obj.param_groups, settings, strict=True):
                 group.update(new)
@@ -238,12 +254,12 @@ def _parameters(obj: Any) -> list[tuple[str, Any]]:
     from torch.nn import Module
 
     if _is_optimizer(obj):
-        return [("a parameter", each) for group in obj.param_groups for each in group["params"]]
+        return [("a parameter", parameter) for group in obj.param_groups for parameter in group["params"]]
     if not isinstance(obj, Module):
         return []
     module = training_state.unwrap(obj)
-    buffers = [(key, each) for key, each in module.named_buffers() if _is_dtensor(each)]
-    return [(training_state.plain(key), each) for key, each in (*module.named_parameters(), *buffers)]
+    buffers = [(key, buffer) for key, buffer in module.named_buffers() if _is_dtensor(buffer)]
+    return [(training_state.plain(key), tensor) for key, tensor in (*module.named_parameters(), *buffers)]
 
 
 def _plain(value: Any) -> Any:
@@ -253,23 +269,23 @@ def _plain(value: Any) -> Any:
 
 def _meshes(obj: Any) -> list[tuple[str, Any]]:
     """Each mesh of its DTensors once, with the key of one of them."""
-    found: dict[int, tuple[str, Any]] = {}
-    for key, each in _parameters(obj):
-        if _is_dtensor(each):
-            found.setdefault(id(each.device_mesh), (key, each.device_mesh))
-    return list(found.values())
+    meshes: dict[int, tuple[str, Any]] = {}
+    for key, parameter in _parameters(obj):
+        if _is_dtensor(parameter):
+            meshes.setdefault(id(parameter.device_mesh), (key, parameter.device_mesh))
+    return list(meshes.values())
 
 
 def _parameter_names(optimizer: Any, name: str, attached: Mapping[str, Any]) -> dict[int, str]:
     """The keys of an optimizer's parameters in the module that it trains. Raises UsageError for any other parameter."""
     known: dict[int, str] = {}
-    modules = {each: obj for each, obj in attached.items() if not _is_optimizer(obj)}
-    of_module = {each: {id(value): key for key, value in _parameters(obj)} for each, obj in modules.items()}
+    modules = {module: obj for module, obj in attached.items() if not _is_optimizer(obj)}
+    of_module = {module: {id(value): key for key, value in _parameters(obj)} for module, obj in modules.items()}
     own = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    used = [each for each, found in of_module.items() if any(parameter in found for parameter in own)]
-    for each in used:
+    used = [module for module, parameters in of_module.items() if any(parameter in parameters for parameter in own)]
+    for module in used:
         # With more than one module, by their names, too.
-        known |= {at: key if len(used) == 1 else f"{each}.{key}" for at, key in of_module[each].items()}
+        known |= {at: key if len(used) == 1 else f"{module}.{key}" for at, key in of_module[module].items()}
     if any(parameter not in known for parameter in own):
         raise UsageError(
             f"attach({name}=...): it trains a parameter of no attached module; attach the module, too, and make the "
@@ -279,12 +295,15 @@ def _parameter_names(optimizer: Any, name: str, attached: Mapping[str, Any]) -> 
 
 
 def _groups(optimizer: Any, owners: Mapping[int, str]) -> list[dict[str, Any]]:
-    return [{**group, "params": [owners[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
+    return [
+        {**group, "params": [owners[id(parameter)] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
 
 
 def _indices(optimizer: Any) -> dict[int, torch.Tensor]:
     """The parameters by their numbers in the optimizer's state_dict()."""
-    return dict(enumerate(each for group in optimizer.param_groups for each in group["params"]))
+    return dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
 
 
 def _like(parameter: torch.Tensor | None, saved: Any) -> Any:

@@ -1,4 +1,5 @@
-"""What a checkpoint holds of the attached objects and of every rank's random streams, and how it is restored.
+"""The state of the attached objects and of every rank's random streams: gathered for a checkpoint, and restored from
+it.
 
 Modules are saved without DDP's and torch.compile's wrappers, so a state saved wrapped loads unwrapped and the other way
 round. Random states are plain tensors, lists and numbers, so that `torch.load(weights_only=True)` opens them.
@@ -30,8 +31,8 @@ _HUGE_BYTES = 2 << 20
 _HUGE = 14
 """MADV_HUGEPAGE of linux/mman.h."""
 _OTHERS_SHARDS = (
-    *(f"deepspeed.runtime.{each}" for each in ("base_optimizer", "engine", "pipe", "zero")),
-    *(f"megatron.core.{each}" for each in ("distributed", "optimizer", "transformer")),
+    *(f"deepspeed.runtime.{module}" for module in ("base_optimizer", "engine", "pipe", "zero")),
+    *(f"megatron.core.{module}" for module in ("distributed", "optimizer", "transformer")),
 )
 """Modules of engines, models and optimizers that divide the state among ranks without DTensor."""
 RANK_INDEPENDENT = "rank_independent"
@@ -54,7 +55,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def attachable(name: str, obj: Any) -> Any:
-    """What is saved and loaded for it: the object itself, except for a generator.
+    """The object that is saved and loaded: the given one, except for a generator.
 
     Raises UsageError for an object that cannot be saved and loaded.
     """
@@ -64,7 +65,7 @@ def attachable(name: str, obj: Any) -> Any:
         return GeneratorState(obj)
     if name == RESERVED:
         raise UsageError(f"attach({name}=...): that name is elasticd's own part of a checkpoint; choose another")
-    foreign = next((each.__module__ for each in type(obj).__mro__ if each.__module__.startswith(_OTHERS_SHARDS)), "")
+    foreign = next((kind.__module__ for kind in type(obj).__mro__ if kind.__module__.startswith(_OTHERS_SHARDS)), "")
     if foreign:
         raise UsageError(
             f"attach({name}=...): {type(obj).__name__} is {foreign.partition('.')[0]}'s, which keeps a part of the "
@@ -81,14 +82,14 @@ def attachable(name: str, obj: Any) -> Any:
 
 
 class GeneratorState:
-    """Of a torch.Generator, in a form in which any rank can save it at a fault: bytes and no tensor."""
+    """The state of a torch.Generator, in a form in which any rank can save it at a fault: bytes and no tensor."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        kept = self._generator.get_state()
-        return {"state": ctypes.string_at(kept.data_ptr(), kept.nbytes)}
+        offered = self._generator.get_state()
+        return {"state": ctypes.string_at(offered.data_ptr(), offered.nbytes)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         import torch
@@ -145,7 +146,9 @@ def replicated(attached: Mapping[str, Any], world_size: int) -> frozenset[int]:
     parameters: dict[int, torch.Tensor] = {}
     for obj in map(parallel, attached.values()):
         if obj is not None and obj.process_group.size() == world_size:
-            trained = [each for name, each in obj.module.named_parameters() if name not in obj.parameters_to_ignore]
+            trained = [
+                parameter for name, parameter in obj.module.named_parameters() if name not in obj.parameters_to_ignore
+            ]
             parameters |= {id(parameter): parameter for parameter in trained if parameter.requires_grad}
     tensors = list(parameters.values())
     for obj in attached.values():
@@ -153,8 +156,8 @@ def replicated(attached: Mapping[str, Any], world_size: int) -> frozenset[int]:
         if isinstance(obj, Optimizer) and type(obj).state_dict is Optimizer.state_dict:
             for parameter, values in obj.state.items():
                 if id(parameter) in parameters and isinstance(values, dict):
-                    kept = [value for value in values.values() if isinstance(value, torch.Tensor)]
-                    tensors += [part for value in kept for part in components(value)]
+                    tensors_kept = [value for value in values.values() if isinstance(value, torch.Tensor)]
+                    tensors += [part for value in tensors_kept for part in components(value)]
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
@@ -172,9 +175,9 @@ def scatter(
     absent = [name for name in attached if name not in state]
     missing = [name for name in absent if name not in optional]
     if missing:
-        held = ", ".join(name for name in state if name != RESERVED)
+        names = ", ".join(name for name in state if name != RESERVED)
         raise CheckpointError(
-            f"the checkpoint holds nothing for {', '.join(missing)}, only {held}; attach under the names it was saved "
+            f"the checkpoint holds nothing for {', '.join(missing)}, only {names}; attach under the names it was saved "
             "with, start in another directory, or attach what is new with optional=True"
         )
     in_place = read()
@@ -208,7 +211,7 @@ def _load(target: Any, state: Any, in_place: Collection[int]) -> None:
         _keep_copies(target.state, before, mapped)
         if mapped.isdisjoint(_addresses(target.state)):
             return
-    elif not mapped and all(each.layout is torch.strided for each in tensors(state)):
+    elif not mapped and all(tensor.layout is torch.strided for tensor in tensors(state)):
         target.load_state_dict(state)
         return
     target.load_state_dict(wrapped(_copied(state), target))
@@ -220,13 +223,18 @@ def _check_settings(optimizer: torch.optim.Optimizer, before: list[list[str]]) -
     """
     groups = zip(before, optimizer.param_groups, strict=True)
     missing = sorted(
-        {each for names, group in groups for each in names if each in optimizer.defaults and each not in group}
+        {
+            setting
+            for names, group in groups
+            for setting in names
+            if setting in optimizer.defaults and setting not in group
+        }
     )
     if missing:
-        kept = sorted({str(name) for values in optimizer.state.values() for name in values})
-        held = f", which keeps {', '.join(kept)}" if kept else ""
+        state_names = sorted({str(name) for values in optimizer.state.values() for name in values})
+        what = f", which keeps {', '.join(state_names)}" if state_names else ""
         raise CheckpointError(
-            f"the checkpoint has the state of another optimizer than {type(optimizer).__name__}{held}, and has no "
+            f"the checkpoint has the state of another optimizer than {type(optimizer).__name__}{what}, and has no "
             f"{', '.join(missing)}: restore into the class that it was saved with, or attach the new optimizer under "
             "another name, with optional=True"
         )
@@ -260,7 +268,9 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """In huge pages where the kernel grants them: page faults are three quarters of the time that a copy takes."""
+    """A new tensor in huge pages where the kernel grants them: page faults are three quarters of the time that a copy
+    takes.
+    """
     import torch
 
     new = torch.empty_like(tensor, device=device, requires_grad=False)
@@ -276,23 +286,23 @@ def _copied(state: Any) -> Any:
     """A deep copy, in which tensors that share memory still do. Torch has none of a compressed sparse tensor (CSR)."""
     import torch
 
-    if any(components(each)[0] is not each for each in _tensors(state)):
+    if any(components(tensor)[0] is not tensor for tensor in _tensors(state)):
         return from_bytes(to_bytes(state))  # their classes need not have a clone()
     usual = (torch.strided, torch.sparse_coo)
-    return copy.deepcopy(state, {id(each): each.clone() for each in tensors(state) if each.layout not in usual})
+    return copy.deepcopy(state, {id(tensor): tensor.clone() for tensor in tensors(state) if tensor.layout not in usual})
 
 
 def _addresses(state: Any) -> set[int]:
     """The storages of the dense tensors in nested containers."""
     import torch
 
-    return {each.untyped_storage().data_ptr() for each in tensors(state) if each.layout is torch.strided} - {0}
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors(state) if tensor.layout is torch.strided} - {0}
 
 
 def tensors(state: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested containers; in place of one that is made of others, such as of 8 bits, those."""
-    for each in _tensors(state):
-        yield from components(each)
+    for tensor_in in _tensors(state):
+        yield from components(tensor_in)
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
@@ -314,8 +324,8 @@ def components(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def local(tensor: Any) -> torch.Tensor:
     """This rank's part of a DTensor, with its counter of changes; other tensors as they are."""
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def plain(key: str) -> str:
@@ -330,14 +340,14 @@ def _bare(state: Any) -> Any:
 
 
 def wrapped(state: Any, target: Any) -> Any:
-    """With the names that a module has whose submodules were compiled by themselves."""
+    """The state with the names that a module has whose submodules were compiled by themselves."""
     from torch.nn import Module
 
     if not isinstance(target, Module):
         return state
     paths = [*target.state_dict(keep_vars=True), *(name for name, _ in target.named_modules())]
-    found = {plain(path): path for path in paths if _COMPILED in path}
-    return _renamed(state, lambda key: found.get(key, key)) if found else state
+    renamed = {plain(path): path for path in paths if _COMPILED in path}
+    return _renamed(state, lambda key: renamed.get(key, key)) if renamed else state
 
 
 def _renamed(state: OrderedDict[str, Any], rename: Callable[[str], str]) -> OrderedDict[str, Any]:
@@ -399,7 +409,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def torch_state() -> torch.Tensor:
-    """Of its default generator."""
+    """The state of torch's default generator."""
     import torch
 
     return torch.get_rng_state()
@@ -445,7 +455,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> list[str
 
 
 def to_bytes(state: Any) -> bytes:
-    """As `torch.save` writes it."""
+    """The state as `torch.save` writes it."""
     import torch
 
     buffer = io.BytesIO()

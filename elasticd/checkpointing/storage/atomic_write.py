@@ -1,4 +1,4 @@
-"""How a checkpoint is written whole or not at all, and how it is deleted: staged, fsynced, renamed.
+"""Atomic writes: a checkpoint is written whole or not at all, and deleted in the same way: staged, fsynced, renamed.
 
 Everything is written under a hidden name first; one rename makes it a checkpoint. A writer that dies leaves only hidden
 names, which the next save deletes once their lock shows that the writer is gone.
@@ -25,7 +25,7 @@ from elasticd.checkpointing.storage.object_store import ObjectStore, store_of
 _BLOCK_BYTES = 4 << 20
 _TRIES = 5
 _ALIGNMENT = 4096
-"""Of offsets and sizes with O_DIRECT: no disk has larger blocks."""
+"""The alignment of offsets and sizes with O_DIRECT: no disk has larger blocks."""
 
 
 class HashingFile:
@@ -259,11 +259,11 @@ def sweep(directory: Path, own_round: int, settled: bool = False) -> None:
     """Remove half-deleted checkpoints and those that dead writers left unfinished; `settled`: those of older rounds,
     too.
     """
-    for each in names(directory):
-        if each.hidden == "trash" or (settled and each.hidden == "staging" and each.round < own_round):
-            _remove(each.path)
-        elif each.hidden == "staging" and each.round <= own_round:
-            _remove_abandoned(each.path)
+    for named in names(directory):
+        if named.hidden == "trash" or (settled and named.hidden == "staging" and named.round < own_round):
+            _remove(named.path)
+        elif named.hidden == "staging" and named.round <= own_round:
+            _remove_abandoned(named.path)
 
 
 def fsync_directory(path: Path) -> None:
@@ -279,7 +279,9 @@ def fsync_directory(path: Path) -> None:
 
 
 def is_abandoned(staging: Path) -> bool:
-    """Its writer is dead, or it does not exist. False where the file system has no locks."""
+    """True if the writer of a staging directory is dead, or it does not exist. False where the file system has no
+    locks.
+    """
     try:
         fd = os.open(staging / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

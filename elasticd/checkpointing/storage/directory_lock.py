@@ -135,7 +135,7 @@ def _set(fd: int, kind: int) -> bool:
 
 def _holder(fd: int) -> dict[str, str]:
     try:
-        found = json.loads(os.pread(fd, _MAX_BYTES, 0))
-        return {key: str(found[key]) for key in ("job", "run", "host", "pid")}
+        claim = json.loads(os.pread(fd, _MAX_BYTES, 0))
+        return {key: str(claim[key]) for key in ("job", "run", "host", "pid")}
     except (ValueError, KeyError, TypeError):
         return {}

@@ -71,18 +71,18 @@ class LineageWalk:
     """Newest first."""
     skipped: list[SkippedCheckpoint]
     links: dict[int, Path]
-    """Of each round, newest first, the checkpoint whose manifest names the parent; its state may be damaged."""
+    """The checkpoint whose manifest names the parent, for each round, newest first; its state may be damaged."""
     oldest_round: int
 
 
 def names(directory: str | os.PathLike[str]) -> list[CheckpointName]:
     """Every name of elasticd's, valid or not; none without a directory. Raises OSError if it cannot be listed."""
     try:
-        found = os.listdir(directory)
+        listed = os.listdir(directory)
     except FileNotFoundError:
         return []
     base, named = Path(directory), []
-    for name in found:
+    for name in listed:
         if match := _NAME.fullmatch(name):
             named.append(CheckpointName(base / name, int(match[1]), int(match[2]), replacement=match[3] is not None))
         elif match := _HIDDEN.fullmatch(name):
@@ -92,19 +92,19 @@ def names(directory: str | os.PathLike[str]) -> list[CheckpointName]:
 
 def names_aside(directory: str | os.PathLike[str]) -> list[CheckpointName]:
     """The checkpoints that were set aside. Raises OSError."""
-    found = [match for name in os.listdir(directory) if (match := _ASIDE.fullmatch(name))]
-    return [CheckpointName(Path(directory, match[0]), int(match[1]), int(match[2])) for match in found]
+    matches = [match for name in os.listdir(directory) if (match := _ASIDE.fullmatch(name))]
+    return [CheckpointName(Path(directory, match[0]), int(match[1]), int(match[2])) for match in matches]
 
 
 def refresh(directory: str | os.PathLike[str]) -> None:
-    """Of an object store: what is there now. Raises OSError."""
+    """Learn what is in an object store now. Raises OSError."""
     if (store := store_of(directory)) is not None:
         store.pull(lambda name: bool(_NAME.fullmatch(name) or _ASIDE.fullmatch(name)))
 
 
 def highest_round(directory: str | os.PathLike[str]) -> int:
     """The highest round that ever wrote here, valid, damaged or unfinished; 0 if none. Raises OSError."""
-    return max((each.round for each in names(directory)), default=0)
+    return max((named.round for named in names(directory)), default=0)
 
 
 def lineage(directory: str | os.PathLike[str]) -> tuple[list[Entry], list[SkippedCheckpoint]]:
@@ -114,16 +114,16 @@ def lineage(directory: str | os.PathLike[str]) -> tuple[list[Entry], list[Skippe
     object store, what is there now.
     """
     refresh(directory)
-    found = walk(directory)
-    return found.entries, found.skipped
+    walked = walk(directory)
+    return walked.entries, walked.skipped
 
 
 def walk(directory: str | os.PathLike[str]) -> LineageWalk:
-    """As `lineage`, with links and end, for retention."""
+    """The lineage as `lineage` has it, with links and end, for retention."""
     rounds: dict[int, list[CheckpointName]] = defaultdict(list)
-    for each in names(directory):
-        if each.hidden is None:
-            rounds[each.round].append(each)
+    for named in names(directory):
+        if named.hidden is None:
+            rounds[named.round].append(named)
     entries: list[Entry] = []
     skipped: list[SkippedCheckpoint] = []
     links: dict[int, Path] = {}
@@ -136,18 +136,18 @@ def walk(directory: str | os.PathLike[str]) -> LineageWalk:
     while number is not None:
         oldest = number
         manifests: list[Manifest] = []
-        for each in sorted(rounds[number], key=lambda each: (each.step, each.replacement), reverse=True):
-            found = examine(each)
-            if isinstance(found, Unreadable):
-                skipped.append(SkippedCheckpoint(each.path, found.why))
+        for named in sorted(rounds[number], key=lambda each: (each.step, each.replacement), reverse=True):
+            manifest = examine(named)
+            if isinstance(manifest, Unreadable):
+                skipped.append(SkippedCheckpoint(named.path, manifest.why))
                 continue
-            manifests.append(found)
-            links.setdefault(number, each.path)
-            why = _beyond(found, limit, newer, parent_checksum) or _state_damage(each.path, found)
+            manifests.append(manifest)
+            links.setdefault(number, named.path)
+            why = _beyond(manifest, limit, newer, parent_checksum) or _state_damage(named.path, manifest)
             if why is None:
-                entries.append(Entry(each.path, found))
+                entries.append(Entry(named.path, manifest))
             else:
-                skipped.append(SkippedCheckpoint(each.path, why))
+                skipped.append(SkippedCheckpoint(named.path, why))
         newer = number
         if not manifests:
             if entered:
@@ -171,10 +171,12 @@ def walk(directory: str | os.PathLike[str]) -> LineageWalk:
 
 def examine(named: CheckpointName) -> Manifest | Unreadable:
     """The manifest under a name, if the two agree."""
-    found = read(named.path)
-    if isinstance(found, Manifest) and (found.round, found.step) != (named.round, named.step):
-        return Unreadable(f"its manifest belongs to r{found.round}-s{found.step}: the directory was renamed or copied")
-    return found
+    manifest = read(named.path)
+    if isinstance(manifest, Manifest) and (manifest.round, manifest.step) != (named.round, named.step):
+        return Unreadable(
+            f"its manifest belongs to r{manifest.round}-s{manifest.step}: the directory was renamed or copied"
+        )
+    return manifest
 
 
 def find_damage(entry: Entry) -> str | None:
@@ -271,7 +273,7 @@ def _beyond(found: Manifest, limit: int | None, newer: int, parent_checksum: str
 
 def _state_damage(path: Path, found: Manifest) -> str | None:
     files = object_store.files_of(found)
-    return next((why for name, each in files.items() if (why := _file_damage(path, name, each))), None)
+    return next((why for name, file in files.items() if (why := _file_damage(path, name, file))), None)
 
 
 def _file_damage(path: Path, name: str, expected: FileState) -> str | None:

@@ -28,10 +28,10 @@ try:
 except ImportError:  # an interpreter of the job's own that has this library, but not what it depends on
     _ALGORITHMS = {"sha256": hashlib.sha256}
 ALGORITHM = next(iter(_ALGORITHMS))
-"""Of new checkpoints. The checksum finds damage, not forgery, and xxh3 takes a tenth of sha256's time (0.04 s instead
-of 0.57 s a gigabyte); `xxhsum -H2 state.pt` checks a file by hand."""
+"""The algorithm of new checkpoints. The checksum finds damage, not forgery, and xxh3 takes a tenth of sha256's time
+(0.04 s instead of 0.57 s a gigabyte); `xxhsum -H2 state.pt` checks a file by hand."""
 NO_CHECKSUM = "none:"
-"""Of a state in memory."""
+"""The checksum of a state in memory."""
 _MAX_BYTES = 1 << 20
 """Ten thousand ranks' files fit."""
 _LARGEST = 1 << 63
@@ -50,9 +50,9 @@ class Manifest:
     parent: tuple[int, int] | None
     """The (round, step) its round resumed from; None: the round began from nothing."""
     world_size: int
-    """Of the round that trained it, as are `job` and `run`."""
+    """The size of the round that trained it; `job` and `run` are that round's, too."""
     bytes: int
-    """Of state.pt, as is `checksum`."""
+    """The size of state.pt; `checksum` is of the same file."""
     checksum: str
     """The algorithm and the digits, "xxh3_128:…"; older checkpoints have sha256."""
     job: str
@@ -65,7 +65,7 @@ class Manifest:
     """The round did not train this: it made its parent's checkpoint its own."""
     version: str = VERSION
     files: Mapping[str, FileState] = field(default_factory=dict)
-    """Of a sharded checkpoint: its files other than state.pt."""
+    """The files of a sharded checkpoint other than state.pt."""
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Fields of a newer minor version."""
 
@@ -84,7 +84,7 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return self.bytes + sum(size for size, _ in self.files.values())
 
     def to_json(self) -> builtins.bytes:
@@ -102,7 +102,7 @@ class Manifest:
         return self.parent if self.relinked else (self.round, self.step)
 
     def relinked_to(self, round: int) -> Manifest:
-        """As the first checkpoint of `round`, which resumed from this one."""
+        """The manifest as the first checkpoint of `round`, which resumed from this one."""
         return replace(self, round=round, parent=self.trained, relinked=True)
 
 
@@ -211,12 +211,12 @@ def _is_checksum(value: Any) -> bool:
 def _is_files(value: Any) -> bool:
     return isinstance(value, dict) and all(
         os.path.basename(name) == name not in (STATE, MANIFEST)
-        and isinstance(found, list)
-        and len(found) == 2
-        and _is_integer(found[0])
-        and found[0] >= 0
-        and _is_checksum(found[1])
-        for name, found in value.items()
+        and isinstance(field_value, list)
+        and len(field_value) == 2
+        and _is_integer(field_value[0])
+        and field_value[0] >= 0
+        and _is_checksum(field_value[1])
+        for name, field_value in value.items()
     )
 
 
@@ -235,4 +235,4 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "wall": lambda value: isinstance(value, float) or _is_integer(value),
     "files": _is_files,
 }
-assert {each.name for each in fields(Manifest)} == {*_CHECKS, "unknown"}
+assert {known.name for known in fields(Manifest)} == {*_CHECKS, "unknown"}

@@ -44,14 +44,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 _OWNER, _NEWEST, _REMOTE, _RESERVED = ".owner.json", ".newest", ".remote", ".reserved"
 _MARK = re.compile(r"\.went-back-to-s[0-9]+")
 _PATIENCE_S = 20.0
-"""For a save: training continues meanwhile, and the next save tries again. At a job's start a wrong address is reported
-soon."""
+"""The patience of a save: training continues meanwhile, and the next save tries again. At a job's start a wrong address
+is reported soon."""
 RESTORE_PATIENCE_S = 300.0
-"""For a restore: without it the job cannot continue."""
+"""The patience of a restore: without it the job cannot continue."""
 BRIEF_PATIENCE_S = 3.0
-"""For a restore that has a state in memory."""
+"""The patience of a restore that has a state in memory."""
 _LOCKS = 64
-"""So many files are copied to a node at a time."""
+"""The number of files that are copied to a node at a time."""
 _FEWEST_TRIES, _PAUSE_MAX_S = 3, 5.0
 _MOST_SUPERSEDED = 100
 _BLOCK_BYTES = 8 << 20
@@ -71,7 +71,7 @@ class ObjectStore:
         self._directory = directory
         self._scheme, _, self._root = url.partition("://")
         self.patience_s = _PATIENCE_S
-        """How long a call that fails is tried again."""
+        """The time for which a call that fails is tried again."""
         self._run: dict[str, str] | None = None
         """The job and run that this process writes for; None: it only reads."""
 
@@ -83,16 +83,16 @@ class ObjectStore:
         """
         own = {"job": job, "run": run}
         self._check_private()
-        found = self._owner()
+        owner = self._owner()
         taken_from = ""
-        if {key: found.get(key) for key in own} != own:
-            superseded = found.get("superseded", [])
-            if found.get("run") is not None:
+        if {key: owner.get(key) for key in own} != own:
+            superseded = owner.get("superseded", [])
+            if owner.get("run") is not None:
                 if [job, run] in superseded:
-                    raise DirectoryInUse(self._superseded(found, own))
-                superseded = [*superseded, [found["job"], found["run"]]][-_MOST_SUPERSEDED:]
+                    raise DirectoryInUse(self._superseded(owner, own))
+                superseded = [*superseded, [owner["job"], owner["run"]]][-_MOST_SUPERSEDED:]
                 taken_from = (
-                    f"{self.url} was not released by {_who(found)}: this run takes it, and if the other one still "
+                    f"{self.url} was not released by {_who(owner)}: this run takes it, and if the other one still "
                     "runs, its checkpoints are refused from now on"
                 )
             record = {"version": "1.0", **own, "host": socket.gethostname(), "superseded": superseded}
@@ -103,14 +103,14 @@ class ObjectStore:
 
     def release(self, job: str, run: str) -> None:
         """The run has ended: the next one need not be warned."""
-        found = self._owner()
-        if (found.get("job"), found.get("run")) == (job, run):
-            self._put(_OWNER, json.dumps({**found, "run": None}).encode())
+        owner = self._owner()
+        if (owner.get("job"), owner.get("run")) == (job, run):
+            self._put(_OWNER, json.dumps({**owner, "run": None}).encode())
 
     def holder(self) -> str | None:
         """The run that has not released the store, for people."""
-        found = self._owner()
-        return _who(found) if found.get("run") is not None else None
+        owner = self._owner()
+        return _who(owner) if owner.get("run") is not None else None
 
     def _check_owner(self) -> None:
         """Before each change. Raises ObjectStoreError if a later run has taken the store."""
@@ -119,14 +119,14 @@ class ObjectStore:
 
     def _is_claimed(self) -> bool:
         """False if no run has claimed the store. Raises ObjectStoreError if a later run has taken it."""
-        found, own = self._owner(), self._run
+        owner, own = self._owner(), self._run
         if (
             own is not None
-            and found.get("run") is not None
-            and (found["job"], found["run"]) != (own["job"], own["run"])
+            and owner.get("run") is not None
+            and (owner["job"], owner["run"]) != (own["job"], own["run"])
         ):
-            raise ObjectStoreError(self._superseded(found, own))
-        return bool(found)
+            raise ObjectStoreError(self._superseded(owner, own))
+        return bool(owner)
 
     def assume_claimed(self, job: str, run: str) -> None:
         """The launcher has claimed it for this run: the next change, or `pull`, finds out otherwise."""
@@ -135,8 +135,8 @@ class ObjectStore:
     def _owner(self) -> dict[str, Any]:
         data = self._get(_OWNER)
         try:
-            found: dict[str, Any] = json.loads(data or b"{}")
-            return found if not found or {"job", "run", "host", "superseded"} <= found.keys() else {}
+            owner: dict[str, Any] = json.loads(data or b"{}")
+            return owner if not owner or {"job", "run", "host", "superseded"} <= owner.keys() else {}
         except (ValueError, AttributeError):
             return {}  # overwritten by hand
 
@@ -159,12 +159,12 @@ class ObjectStore:
         """
         if self._run is not None and not self._is_claimed():
             raise ObjectStoreError(f"{self.url}/{_OWNER} is gone: was the prefix, or the bucket, deleted?")
-        found: dict[str, dict[str, Any]] = {}
+        listed: dict[str, dict[str, Any]] = {}
         marks = set()
         for key, info in self._list("").items():
             name, slash, file = key.partition("/")
             if slash and is_name(name):
-                found.setdefault(name, {})[file] = info
+                listed.setdefault(name, {})[file] = info
             elif _MARK.fullmatch(name):
                 marks.add(name)
         newest = (self._get(_NEWEST) or b"").decode(errors="replace")
@@ -172,13 +172,13 @@ class ObjectStore:
         with self._locked():
             local = {name for name in os.listdir(self._directory) if is_name(name)}
             for name in local | ({newest} if is_name(newest) else set()):
-                if MANIFEST not in found.get(name, {}) and (info := self._info(f"{name}/{MANIFEST}")) is not None:
-                    found.setdefault(name, {})[MANIFEST] = info  # the listing lags
-            for name in local - found.keys():
+                if MANIFEST not in listed.get(name, {}) and (info := self._info(f"{name}/{MANIFEST}")) is not None:
+                    listed.setdefault(name, {})[MANIFEST] = info  # the listing lags
+            for name in local - listed.keys():
                 _remove(self._directory / name)
-            for name, files in found.items():
+            for name, files in listed.items():
                 self._pull_name(name, files)
-            for mark in {each for each in os.listdir(self._directory) if _MARK.fullmatch(each)} ^ marks:
+            for mark in {listed for listed in os.listdir(self._directory) if _MARK.fullmatch(listed)} ^ marks:
                 if mark in marks:
                     (self._directory / mark).touch(0o600)
                 else:
@@ -201,17 +201,17 @@ class ObjectStore:
             self._place(name, data, version, damage)
 
     def _find_missing(self, name: str, files: Mapping[str, FileState], present: Mapping[str, Any]) -> dict[str, str]:
-        """What the store lacks of these files, a sentence each. A listing may lag: the object itself is looked up."""
-        found: dict[str, str] = {}
+        """Sentences about the files that the store lacks. A listing may lag: the object itself is looked up."""
+        missing: dict[str, str] = {}
         for file, (size, _) in files.items():
             info = present.get(f"{name}/{file}")
             if info is None or info["size"] != size:
                 info = self._info(f"{name}/{file}")
             if info is None:
-                found[file] = f"{file} is missing in {self.url}/{name}"
+                missing[file] = f"{file} is missing in {self.url}/{name}"
             elif info["size"] != size:
-                found[file] = f"{file} has {info['size']} bytes in {self.url}/{name}, its manifest says {size}"
-        return found
+                missing[file] = f"{file} has {info['size']} bytes in {self.url}/{name}, its manifest says {size}"
+        return missing
 
     def _place(self, name: str, manifest: bytes | None, version: str, damage: Mapping[str, str]) -> None:
         """A checkpoint without its files, under its name."""
@@ -251,10 +251,10 @@ class ObjectStore:
     def find_damage(self, name: str, manifest: Manifest) -> str | None:
         """Why a checkpoint cannot be used, after reading all of it from the store; None if it is whole."""
         for file, expected in files_of(manifest).items():
-            found = self._call("open", f"{name}/{file}", "rb", block_size=_BLOCK_BYTES)
+            file_object = self._call("open", f"{name}/{file}", "rb", block_size=_BLOCK_BYTES)
             checksum, size = Checksum(expected[1].partition(":")[0]), 0
-            with found:
-                while block := found.read(_BLOCK_BYTES):
+            with file_object:
+                while block := file_object.read(_BLOCK_BYTES):
                     checksum.update(block)
                     size += len(block)
             if (size, str(checksum)) != expected:
@@ -264,7 +264,9 @@ class ObjectStore:
     # --- changing ----------------------------------------------------------------------------------------------------
 
     def free_name(self, name: str) -> str:
-        """Where the files of a checkpoint are put: a step saved twice gets the other name, and so on all nodes."""
+        """The name under which the files of a checkpoint are put: a step saved twice gets the other name, and so on all
+        nodes.
+        """
         return name if self._info(f"{name}/{MANIFEST}") is None else f"{name}.again"
 
     def put_part(self, name: str, part: str, content: bytes) -> None:
@@ -286,16 +288,16 @@ class ObjectStore:
             self._call("put_file", str(staged / file), f"{name}/{file}")
 
     def _abort_uploads(self, below: str) -> None:
-        """What killed processes have left of uploads in parts: S3 keeps it, invisible, until it is aborted; the other
-        stores delete it by themselves.
+        """Abort what killed processes have left of uploads in parts: S3 keeps it, invisible, until it is aborted; the
+        other stores delete it by themselves.
         """
         if self._scheme != "s3":
             return
         s3 = self._files.fs
         bucket, _, prefix = f"{self._root}/{below}".partition("/")
         with contextlib.suppress(OSError):  # it may be forbidden; then a rule of the bucket has to do it
-            for each in s3.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads", ()):
-                s3.call_s3("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
+            for upload in s3.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads", ()):
+                s3.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
     def reserve(self, name: str, who: str) -> bool:
         """True for one of the processes that want to put the checkpoint `name`, and for it also at a second try. Raises
@@ -369,21 +371,21 @@ class ObjectStore:
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def _list(self, name: str) -> dict[str, Any]:
-        """What there is below a name, by keys relative to the URL."""
+        """The objects below a name, by keys relative to the URL."""
         self._files.invalidate_cache()
         try:
-            found: dict[str, Any] = self._call("find", name, detail=True)
+            listed: dict[str, Any] = self._call("find", name, detail=True)
         except FileNotFoundError:
             return {}
-        return found
+        return listed
 
     def _info(self, key: str) -> dict[str, Any] | None:
         self._files.invalidate_cache()
         try:
-            found: dict[str, Any] = self._call("info", key)
+            info: dict[str, Any] = self._call("info", key)
         except FileNotFoundError:
             return None
-        return found if found["type"] == "file" else None
+        return info if info["type"] == "file" else None
 
     def _get(self, key: str) -> bytes | None:
         try:
@@ -466,7 +468,7 @@ def files_of(manifest: Manifest) -> dict[str, FileState]:
 
 
 def damage(path: Path, file: str) -> str | None:
-    """Of a file that is not on this node: why the store does not have it; None: it does."""
+    """The reason why the store does not have a file that is not on this node; None: it does."""
     remote = _read_remote(path)
     return remote["damage"].get(file) if remote else f"{file} is missing"
 
@@ -477,17 +479,17 @@ def _store(directory: Path, url: str) -> ObjectStore:
 
 
 def _version(info: Mapping[str, Any] | None) -> str:
-    """Of an object: it changes with each put."""
+    """The version of an object: it changes with each put."""
     named = ("ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "created")
     return next((f"{info['size']} {info[name]}" for name in named if name in info), "") if info else ""
 
 
 def _read_remote(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((path / _REMOTE).read_bytes())
+        objects: dict[str, Any] = json.loads((path / _REMOTE).read_bytes())
     except (OSError, ValueError):
         return {}
-    return found
+    return objects
 
 
 def _write_remote(path: Path, version: str, damage: Mapping[str, str]) -> None:

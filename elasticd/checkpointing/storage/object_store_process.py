@@ -1,4 +1,4 @@
-"""What a launcher needs of an object store, in a process of its own, which may hang and needs much memory.
+"""The launcher's calls of an object store, in a process of its own: they may hang, and need much memory.
 
 python -I object_store_process.py open DIRECTORY JOB RUN     claims it for the run, and prints what is there:
                                                         {error}, or {taken, highest_round, newest}

@@ -39,8 +39,8 @@ def own_directory(path: str) -> str:
     with contextlib.suppress(OSError):
         os.mkdir(path, 0o700)
     with contextlib.suppress(FileNotFoundError):
-        found = os.lstat(path)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise UsageError(f"{path} is not this user's alone: set {CACHE_VARIABLE} to another directory")
     return path
 
@@ -52,12 +52,12 @@ def url_of(directory: Path) -> str | None:
 
 
 def shown(path: Path) -> str:
-    """As people write it."""
+    """The directory as people write it."""
     return url_of(path) or str(path)
 
 
 def package_of(directory: Path) -> str | None:
-    """What fsspec needs for the store of `directory`; None for any other directory."""
+    """The package that fsspec needs for the store of `directory`; None for any other directory."""
     at = scheme_at(directory)
     return None if at is None else PACKAGES[directory.parts[at][:-1]]
 
@@ -72,5 +72,5 @@ def missing_package(directory: Path) -> str | None:
 
 
 def scheme_at(path: Path) -> int | None:
-    """Where in the parts of this path its scheme is; None for a path that has none."""
+    """The index of the scheme in the parts of this path; None for a path that has none."""
     return next((at for at, part in enumerate(path.parts) if part[-1:] == ":" and part[:-1] in PACKAGES), None)

@@ -14,21 +14,21 @@ from collections import deque
 
 WINDOW_BYTES = 8 << 20
 WINDOWS = 4
-"""So many stay, for processes that read the same file a little later."""
+"""The number of windows that stay, for processes that read the same file a little later."""
 LEAST_WAIT_S, MOST_WAIT_S = 0.05e-9, 2.5e-9
-"""For a byte. What was waited for less was in the cache already, and what was waited for longer stays there: reading it
-again would take longer than the first touch of its memory."""
+"""The wait for a byte. What was waited for less was in the cache already, and what was waited for longer stays there:
+reading it again would take longer than the first touch of its memory."""
 AVERAGED = 8
 """Windows over which a wait is averaged: the kernel reads ahead of what is asked for."""
 
 
 class CacheWindows:
-    """Of one descriptor, which one thread reads from its beginning to its end."""
+    """The windows of one descriptor, which one thread reads from its beginning to its end."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._start = 0
-        """Of the window that is being read."""
+        """The start of the window that is being read."""
         self._waits_s: deque[float] = deque(maxlen=AVERAGED)
         self._brought: deque[int] = deque()
         """Windows that reading has brought into the cache."""

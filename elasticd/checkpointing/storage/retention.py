@@ -36,21 +36,21 @@ def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_ev
         raise ValueError(f"keep is {keep}: at least one checkpoint must stay")
     refresh(directory)
     # Before the walk: what another node publishes from now on, also in the place of another one, is not deleted.
-    present = [each for each in names(directory) if each.hidden is None]
-    seen = {each.path: _identity(each.path) for each in present}
-    found = walk(directory)
-    if not _to_delete(present, found, 0, own_round, keep, keep_every):
+    present = [named for named in names(directory) if named.hidden is None]
+    seen = {named.path: _identity(named.path) for named in present}
+    walked = walk(directory)
+    if not _to_delete(present, walked, 0, own_round, keep, keep_every):
         return []
     trusted = store_of(directory) is not None
-    anchor = next((i for i, entry in enumerate(found.entries) if trusted or find_damage(entry) is None), None)
+    anchor = next((i for i, entry in enumerate(walked.entries) if trusted or find_damage(entry) is None), None)
     if anchor is None:
         return []
     deleted = []
-    for path in _to_delete(present, found, anchor, own_round, keep, keep_every):
+    for path in _to_delete(present, walked, anchor, own_round, keep, keep_every):
         if _identity(path) == seen[path]:
             discard(path)
             deleted.append(path)
-    good = found.entries[anchor].manifest
+    good = walked.entries[anchor].manifest
     sweep(Path(directory), own_round, settled=good.round == own_round and not good.relinked)
     return deleted
 
@@ -58,22 +58,24 @@ def retain(directory: str | os.PathLike[str], own_round: int, keep: int, keep_ev
 def _to_delete(
     present: list[CheckpointName], found: LineageWalk, anchor: int, own_round: int, keep: int, keep_every: int
 ) -> list[Path]:
-    """What may be deleted, in an order that keeps the lineage whole if interrupted: others first, then the oldest."""
-    kept = _kept(found, keep, keep_every, anchor)
-    own = [each for each in present if each.round == own_round]
+    """The checkpoints that may be deleted, in an order that keeps the lineage whole if interrupted: others first, then
+    the oldest.
+    """
+    staying = _kept(found, keep, keep_every, anchor)
+    own = [named for named in present if named.round == own_round]
     older: list[CheckpointName] = []
-    if max((each.round for each in present), default=0) > own_round:
+    if max((named.round for named in present), default=0) > own_round:
         # A newer round exists, so this writer is a zombie: it bounds its own files, and keeps what the lineage needs.
-        newest = sorted((each for each in own if _is_readable(each)), key=lambda each: each.step, reverse=True)
-        kept.update(each.path for each in newest[:keep])
+        newest = sorted((named for named in own if _is_readable(named)), key=lambda each: each.step, reverse=True)
+        staying.update(named.path for named in newest[:keep])
     elif found.entries:
         good = found.entries[anchor].manifest
         if good.round == own_round and not good.relinked:
-            older = [each for each in present if found.oldest_round <= each.round < own_round]
+            older = [named for named in present if found.oldest_round <= named.round < own_round]
     lineage = {entry.path for entry in found.entries}
-    deletable = [each for each in own + older if each.path not in kept and _is_deletable(each)]
+    deletable = [named for named in own + older if named.path not in staying and _is_deletable(named)]
     deletable.sort(key=lambda each: (each.path in lineage, each.round, each.step, not each.replacement))
-    return [each.path for each in deletable]
+    return [named.path for named in deletable]
 
 
 def _kept(found: LineageWalk, keep: int, keep_every: int, anchor: int) -> set[Path]:
@@ -98,17 +100,17 @@ def set_aside(directory: str | os.PathLike[str], step: int) -> list[Path]:
     """Rename checkpoints of later steps than `step`, the newest first, and mark that the directory went back to it;
     returns their new paths. Nothing loads or deletes them any more. Raises OSError.
     """
-    later = [each for each in names(directory) if each.hidden is None and each.step > step]
+    later = [named for named in names(directory) if named.hidden is None and named.step > step]
     renamed = []
     store = store_of(directory)
-    for each in sorted(later, key=lambda each: (each.round, each.step), reverse=True):
-        target, number = each.path.with_name(f"{each.path.name}.aside"), 1
+    for named in sorted(later, key=lambda each: (each.round, each.step), reverse=True):
+        target, number = named.path.with_name(f"{named.path.name}.aside"), 1
         while target.exists():
             number += 1
-            target = each.path.with_name(f"{each.path.name}.aside{number}")
+            target = named.path.with_name(f"{named.path.name}.aside{number}")
         if store is not None:
-            store.rename(each.path.name, target.name)
-        each.path.rename(target)
+            store.rename(named.path.name, target.name)
+        named.path.rename(target)
         renamed.append(target)
     went_back(directory, step).touch()
     if store is not None:
@@ -122,12 +124,12 @@ def went_back(directory: str | os.PathLike[str], step: int) -> Path:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Of what has this name now; None if nothing has."""
+    """The device and inode that have this name now; None if nothing has."""
     try:
-        found = os.stat(path, follow_symlinks=False)
+        status = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _is_readable(named: CheckpointName) -> bool:
@@ -136,5 +138,5 @@ def _is_readable(named: CheckpointName) -> bool:
 
 def _is_deletable(named: CheckpointName) -> bool:
     """False for what only a newer elasticd, or a later try, can read."""
-    found = examine(named)
-    return not isinstance(found, Unreadable) or found.permanent
+    manifest = examine(named)
+    return not isinstance(manifest, Unreadable) or manifest.permanent
