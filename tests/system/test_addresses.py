@@ -25,7 +25,6 @@ def test_a_name_becomes_an_address() -> None:
 
 
 def test_unknown_endpoint_name_is_skipped() -> None:
-    """An endpoint whose name is not known is passed over."""
     assert local_address([(UNKNOWN, 2379), ("fe80::1", 2379), ("::1", 2379)]) == "::1"
 
 
@@ -80,7 +79,6 @@ def test_a_given_name_becomes_an_address() -> None:
     ],
 )
 def test_given_address_of_another_machine(given: str, words: str) -> None:
-    """A given address that is not ours names what would be right."""
     with pytest.raises(UsageError, match=f"^--local-addr {given}: .*{words}") as raised:
         local_address([("127.0.0.9", 2379)], given)
     assert "leave it out to use 127.0.0.1" in str(raised.value)
@@ -120,7 +118,6 @@ def test_the_host_name_is_this_machine() -> None:
     "host", [FOREIGN, "2001:db8::9", UNKNOWN, "", "a" * 300, "a b", "0.0.0.0", "::", "224.0.0.1", "fe80::1"]
 )
 def test_names_of_other_machines(host: str) -> None:
-    """What is not this machine."""
     assert not is_local(host)
 
 
@@ -161,6 +158,5 @@ def test_host_and_port_are_split_and_joined(text: str, expected: tuple[str, int]
     ],
 )
 def test_invalid_endpoints(text: str, words: str) -> None:
-    """What is not host and port says how it is written."""
     with pytest.raises(UsageError, match=words):
         parse_endpoint(text)

@@ -49,7 +49,6 @@ def connected(path: Path) -> socket.socket:
 
 
 def test_dump_request_and_its_reply(stack: ExitStack, tmp_path: Path) -> None:
-    """What is asked reaches the inbox and its answer the caller."""
     one = agent(stack, tmp_path, tmp_path / "evidence")
     assert send_request(tmp_path / SOCKET_NAME, {"do": "dump"}) == {"path": str(tmp_path / "evidence")}
     assert send_request(tmp_path / SOCKET_NAME, {"do": "dump", "out": str(tmp_path / "out")}) == {
@@ -59,13 +58,11 @@ def test_dump_request_and_its_reply(stack: ExitStack, tmp_path: Path) -> None:
 
 
 def test_dump_reply_with_a_sentence_is_an_error(stack: ExitStack, tmp_path: Path) -> None:
-    """A sentence instead of evidence is an error."""
     agent(stack, tmp_path, tmp_path, "no workers are running")
     assert send_request(tmp_path / SOCKET_NAME, {"do": "dump"}) == {"error": "no workers are running"}
 
 
 def test_about_needs_no_deciding_thread(stack: ExitStack, tmp_path: Path) -> None:
-    """Who is there is answered without the deciding thread."""
     server = ControlServer(tmp_path / SOCKET_NAME, lambda _: None, {"job": "llama"})
     stack.callback(server.close)
     assert send_request(tmp_path / SOCKET_NAME, {"do": "about"}) == {"job": "llama", "pid": os.getpid()}
@@ -83,7 +80,6 @@ def test_about_needs_no_deciding_thread(stack: ExitStack, tmp_path: Path) -> Non
     ],
 )
 def test_invalid_requests(stack: ExitStack, tmp_path: Path, line: bytes, error: str) -> None:
-    """What makes no sense is answered with a sentence."""
     one = agent(stack, tmp_path, tmp_path)
     with connected(tmp_path / SOCKET_NAME) as sock:
         sock.sendall(line)
@@ -92,7 +88,6 @@ def test_invalid_requests(stack: ExitStack, tmp_path: Path, line: bytes, error: 
 
 
 def test_stalled_closed_and_flooding_callers(stack: ExitStack, tmp_path: Path) -> None:
-    """Callers that stall go away or talk for ever hold nobody up."""
     agent(stack, tmp_path, tmp_path / "evidence")
     with ExitStack() as callers:
         for _ in range(MAX_CALLERS - 2):  # room is left for one that talks and one that asks
@@ -105,7 +100,6 @@ def test_stalled_closed_and_flooding_callers(stack: ExitStack, tmp_path: Path) -
 
 
 def test_more_callers_than_allowed(stack: ExitStack, tmp_path: Path) -> None:
-    """Too many callers are turned away and the next one is served."""
     agent(stack, tmp_path, tmp_path / "evidence")
     with ExitStack() as callers:
         for _ in range(MAX_CALLERS):
@@ -123,7 +117,6 @@ def test_more_callers_than_allowed(stack: ExitStack, tmp_path: Path) -> None:
 
 
 def test_timeout_of_a_stuck_agent(stack: ExitStack, tmp_path: Path) -> None:
-    """An agent that is stuck is given up on time."""
     server = ControlServer(tmp_path / SOCKET_NAME, lambda _: None)
     stack.callback(server.close)
     with pytest.raises(ControlSocketError, match="no answer within"):
@@ -131,7 +124,6 @@ def test_timeout_of_a_stuck_agent(stack: ExitStack, tmp_path: Path) -> None:
 
 
 def test_answer_in_single_bytes_ends_at_the_deadline(tmp_path: Path) -> None:
-    """Each byte used to extend the deadline by a millisecond."""
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor() as pool:
         listener.bind(str(tmp_path / SOCKET_NAME))
         listener.listen()
@@ -158,7 +150,6 @@ def test_answer_in_single_bytes_ends_at_the_deadline(tmp_path: Path) -> None:
 
 
 def test_reply_after_caller_or_server_closed(tmp_path: Path) -> None:
-    """A reply after the caller or the server has gone goes nowhere."""
     inbox: queue.SimpleQueue[DumpRequested] = queue.SimpleQueue()
     server = ControlServer(tmp_path / SOCKET_NAME, inbox.put)
     with connected(tmp_path / SOCKET_NAME) as sock:
@@ -177,7 +168,6 @@ def test_reply_after_caller_or_server_closed(tmp_path: Path) -> None:
 
 
 def test_socket_path_longer_than_an_address(stack: ExitStack, tmp_path: Path) -> None:
-    """A directory may lie deeper than a sockets name may be long."""
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
     server = ControlServer(deep / SOCKET_NAME, lambda _: None)
@@ -186,14 +176,12 @@ def test_socket_path_longer_than_an_address(stack: ExitStack, tmp_path: Path) ->
 
 
 def test_socket_that_cannot_be_created(tmp_path: Path) -> None:
-    """A job runs without a socket too."""
     said: list[str] = []
     assert isinstance(open_control(tmp_path / "gone" / SOCKET_NAME, lambda _: None, {}, said.append), NullControlServer)
     assert said == [f"elasticd dump will not reach this agent: {tmp_path}/gone/control: No such file or directory"]
 
 
 def test_other_users_are_refused(stack: ExitStack, tmp_path: Path) -> None:
-    """Only this user and root may ask."""
     server = ControlServer(tmp_path / SOCKET_NAME, lambda _: None, users=[os.geteuid() + 1])
     stack.callback(server.close)
     with pytest.raises(ControlSocketError):

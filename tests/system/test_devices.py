@@ -35,7 +35,6 @@ def test_a_machine_without_any(tmp_path: Path) -> None:
 
 
 def test_gpus_on_wsl(tmp_path: Path) -> None:
-    """Wsl is asked through the drivers tool."""
     (tmp_path / "dxg").touch()
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: GPU-1)'\necho '  MIG 1g'\necho 'GPU 1: A (UUID: GPU-2)'\n")

@@ -14,12 +14,10 @@ def test_loopback_has_its_interface(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["198.51.100.1", "2001:db8::1", "fe80::1%nowhere"])
 def test_interface_of_a_foreign_address(address: str) -> None:
-    """An address of nobody here has none."""
     assert interface_of(address) is None
     assert gloo_environment({}, address) == {}
 
 
 def test_gloo_interface_unless_set_by_the_user() -> None:
-    """Gloo is told unless a person has chosen."""
     assert gloo_environment({"HOME": "/root"}, "127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
     assert gloo_environment({"GLOO_SOCKET_IFNAME": "eth7"}, "127.0.0.1") == {}

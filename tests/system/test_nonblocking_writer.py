@@ -57,7 +57,6 @@ def test_a_reader_that_stopped_costs_no_time_and_no_memory(pipe: tuple[int, int]
 
 
 def test_when_drained_is_called(pipe: tuple[int, int]) -> None:
-    """Room that comes back is told."""
     outlet, told = NonBlockingWriter(pipe[1], capacity=100_000), threading.Event()
     outlet.when_drained(told.set)
     assert outlet.put(b"x" * 100_000)
@@ -82,13 +81,14 @@ def test_a_reader_that_went_away_is_noticed_and_forgotten(pipe: tuple[int, int])
 
 
 def test_full_disk_loses_no_later_line(tmp_path: Path) -> None:
-    """A disk that was full costs what it did not take and no line after that."""
     with open("/dev/full", "wb") as full, open(tmp_path / "log", "a+b") as log:
         outlet = NonBlockingWriter(full.fileno())
         for _ in range(2):
             assert outlet.put(b"lost\n")
             assert outlet.flush(DEADLINE)
-        os.dup2(log.fileno(), outlet._fd)  # there is room again
+        fds = [fd for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == "/dev/full"]
+        (own,) = {int(fd) for fd in fds} - {full.fileno()}
+        os.dup2(log.fileno(), own)  # there is room again
         assert outlet.put(b"kept\n")
         assert outlet.close()
         log.seek(0)
@@ -96,7 +96,6 @@ def test_full_disk_loses_no_later_line(tmp_path: Path) -> None:
 
 
 def test_descriptor_made_non_blocking(pipe: tuple[int, int]) -> None:
-    """A descriptor somebody made non blocking."""
     os.set_blocking(pipe[1], False)
     outlet = NonBlockingWriter(pipe[1])
     assert outlet.put(b"x" * 500_000)
@@ -123,7 +122,6 @@ def test_it_leaves_the_shared_flags_alone(pipe: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("err", "same"), [(subprocess.STDOUT, True), (subprocess.PIPE, False)])
 def test_stdout_and_stderr_to_one_file_share_a_writer(err: int, same: bool) -> None:
-    """Output and error to one place share an outlet."""
     code = (
         "from elasticd_agent.system.nonblocking_writer import *\n"
         "out, err = open_std_writers(); out.put(b'%d\\n' % (out is err)); out.close(); err.close()"

@@ -74,7 +74,6 @@ def a(pid: int, parent: int, session: int, state: str = "S") -> Stat:
 
 
 def test_stat_line_with_any_name() -> None:
-    """A stat line is taken apart whatever the name is."""
     numbers = " ".join(str(n) for n in range(4, 53))
     stat = procfs.parse_stat(f"42 (a ) S (b) R 1 2 3 {numbers}\n".encode())
     assert (stat.pid, stat.comm, stat.state, stat.parent, stat.session) == (42, "a ) S (b", "R", 1, 3)
@@ -84,7 +83,6 @@ def test_stat_line_with_any_name() -> None:
 
 @pytest.mark.parametrize("line", [b"", b"42", b"42 (python", b"42 (python) R 1", b"(python) 42"])
 def test_invalid_stat_lines(line: bytes) -> None:
-    """What is no stat line is refused."""
     with pytest.raises(ValueError):  # noqa: PT011 its words are nobody's business
         procfs.parse_stat(line)
 
@@ -96,7 +94,6 @@ def test_bytes_are_those_of_system_calls_and_of_disks() -> None:
 
 
 def test_tree_has_descendants_and_session() -> None:
-    """A tree is all descendants and all of the session its root leads."""
     processes = [
         a(1, 0, 1), a(10, 1, 10), a(11, 10, 10), a(12, 11, 12), a(13, 1, 10), a(14, 13, 14),
         a(20, 1, 20), a(21, 20, 20),
@@ -126,7 +123,6 @@ def test_states(until: Until) -> None:
 
 
 def test_zombie_with_a_live_thread(until: Until) -> None:
-    """A zombie that has a thread left goes on."""
     with running(WITHOUT_ITS_MAIN_THREAD) as process:
         until(lambda: procfs.state(process.pid) == "Z", 20)
         assert procfs.condition(process.pid) == "Z"
@@ -150,7 +146,6 @@ def test_a_childs_work_counts_even_if_its_parent_has_ended(until: Until, tmp_pat
 
 
 def test_usage_reader_finds_new_processes(until: Until, tmp_path: Path) -> None:
-    """Also whom it took for somebody else's before it was asked about him."""
     usages = UsageReader()
     with running(IDLE) as first, running(FORKS) as second:
         assert set(usages.read([first.pid])) == {first.pid}
@@ -165,7 +160,6 @@ def test_usage_reader_finds_new_processes(until: Until, tmp_path: Path) -> None:
 
 
 def test_ended_processes_are_left_out() -> None:
-    """Who is gone is left out."""
     with running(IDLE) as process:
         assert isinstance(UsageReader().read([process.pid])[process.pid], Usage)
     assert UsageReader().read([process.pid]) == {}

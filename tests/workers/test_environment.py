@@ -30,14 +30,12 @@ def test_every_variable_is_on_the_page() -> None:
 
 
 def test_flight_recorder_files_by_round_and_rank() -> None:
-    """Dumps go into the rounds own directory one per rank."""
     env = nccl_environment({}, ROUND, None)
     assert flight_recorder(env, 3) == (ROUND / "nccl-pipe-3.pipe", ROUND / "nccl-flight-3")
 
 
 @pytest.mark.parametrize("name", [*FR_BUFFER, *FR_FILE, FR_PIPE, *NCCL_DEFAULTS])
 def test_user_settings_take_precedence(name: str) -> None:
-    """What the user has set stays."""
     ours = nccl_environment({name: "/mine-"}, ROUND, None)
     assert name not in ours
     twins = next((names for names in (FR_BUFFER, FR_FILE) if name in names), ())
@@ -54,7 +52,6 @@ def test_where_the_user_wants_it_is_where_it_is_looked_for() -> None:
 
 @pytest.mark.parametrize("given", [{FR_BUFFER[0]: "0"}, {FR_BUFFER[1]: "0"}, {FR_PIPE: ""}, {FR_BUFFER[0]: "many"}])
 def test_disabled_flight_recorder(given: dict[str, str]) -> None:
-    """A recorder that is off is not asked."""
     assert flight_recorder({**given, **nccl_environment(given, ROUND, None)}, 0) is None
 
 

@@ -113,7 +113,6 @@ def busy(inbox: Inbox) -> tuple[str, ...]:
 
 
 def test_no_gpus_or_no_nvml(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without gpus or without nvml nobody is asked."""
     without_gpus = open_gpu_memory((), inbox.put)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for memory in (without_gpus, open_gpu_memory(("0", "1"), inbox.put)):
@@ -124,7 +123,6 @@ def test_no_gpus_or_no_nvml(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_wait_until_memory_is_free(nvml: Nvml, inbox: Inbox) -> None:
-    """With both it is waited until nobody holds any."""
     nvml.set_memory([70], [71, 72])
     memory = open_gpu_memory(("0", "1"), inbox.put)
     memory.track({70: "0", 71: "1"})
@@ -139,7 +137,6 @@ def test_wait_until_memory_is_free(nvml: Nvml, inbox: Inbox) -> None:
 
 
 def test_holders_after_the_deadline(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
-    """It is waited for a bounded time and said who it is."""
     nvml.set_memory([5], None, [71, 70])  # the second one has fallen off the bus
     memory = opened(0.3)
     memory.track(dict.fromkeys([70, 71], ""))
@@ -274,7 +271,6 @@ def test_nvml_process_that_cannot_start(
 
 
 def test_driver_that_does_not_answer(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
-    """A driver that does not answer holds nobody up."""
     nvml.set_memory([], broken="hangs")
     memory = opened(0.1, 0.1)
     memory.track(dict.fromkeys([70], ""))
@@ -283,7 +279,6 @@ def test_driver_that_does_not_answer(nvml: Nvml, inbox: Inbox, opened: Open) -> 
 
 
 def test_nvml_process_that_dies_is_replaced(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
-    """Who asks the driver may die of it and another one asks next time."""
     nvml.set_memory([], broken="dies")
     memory = opened(PATIENCE_S)
     memory.track(dict.fromkeys([70], ""))
@@ -296,7 +291,6 @@ def test_nvml_process_that_dies_is_replaced(nvml: Nvml, inbox: Inbox, opened: Op
 
 
 def test_driver_not_loaded(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
-    """A driver that is not there neither."""
     nvml.set_memory([], broken="init")
     memory = opened(5.0)
     memory.track(dict.fromkeys([70], ""))
@@ -341,7 +335,6 @@ class Node:
         self.workers.start(Round(number, (Member("a", "i", slots),)), tuple(workers), ("127.0.0.1", 1))
 
     def ran(self) -> int:
-        """How many workers have run."""
         path = self.directory / "ran"
         return len(path.read_text()) if path.exists() else 0
 
@@ -390,7 +383,6 @@ def warm(tmp_path: Path, inbox: Inbox, opened: Open) -> Iterator[Node]:
 
 
 def test_start_waits_for_free_memory(node: Node, nvml: Nvml) -> None:
-    """A group starts when the last one has given its memory back."""
     node.start(1)
     first, was_checked = node.started(1)
     assert not was_checked, "nobody was there before"
@@ -409,7 +401,6 @@ def test_start_waits_for_free_memory(node: Node, nvml: Nvml) -> None:
 
 
 def test_cancelled_start_while_waiting_for_memory(node: Node, nvml: Nvml) -> None:
-    """A start that is taken back stays so and the next one waits all the same."""
     node.start(1)
     first, _ = node.started(1)
     node.end(1)
@@ -434,7 +425,6 @@ def test_cancelled_start_while_waiting_for_memory(node: Node, nvml: Nvml) -> Non
 
 
 def test_start_despite_memory_holders(node: Node, nvml: Nvml) -> None:
-    """Who never gives it back is named and the group starts."""
     node.start(1)
     node.started(1)
     node.end(1)
@@ -448,7 +438,6 @@ def test_start_despite_memory_holders(node: Node, nvml: Nvml) -> None:
 
 
 def test_memory_check_that_never_answers(node: Node, nvml: Nvml) -> None:
-    """An answer that never comes is not waited for for ever."""
     node.start(1)
     first, _ = node.started(1)
     node.end(1)

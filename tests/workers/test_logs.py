@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import signal
@@ -21,7 +20,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.model.job import JobSpec, Mode, Streams
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.workers.log_tail import LineFilter, LogTailer, TailedFile
-from elasticd_agent.workers.logs import JobLogs, LogDirectory, WorkerFiles, highest_round
+from elasticd_agent.workers.logs import LOCK, JobLogs, LogDirectory, WorkerFiles, highest_round
 
 DEADLINE = 20.0
 OUT = {0: Streams.OUT, 1: Streams.OUT}
@@ -154,7 +153,6 @@ def test_filters_pick_lines_into_a_file_of_their_own(tmp_path: Path, out: Sink, 
 
 
 def test_restart_and_later_job_never_overwrite(tmp_path: Path, out: Sink, err: Sink) -> None:
-    """A restart and a later job never overwrite."""
     base = tmp_path / "logs"
     assert highest_round(base) == 0
     for number in (1, 2):
@@ -208,7 +206,6 @@ def test_100_mb_are_shown_and_kept_bounded(tmp_path: Path, out: Sink, err: Sink)
 
 
 def test_stopped_console_loses_no_lines(tmp_path: Path, out: Sink, err: Sink) -> None:
-    """A stopped console costs no lines below the limit and blocks nobody."""
     limit = 1 << 20
     out.reading.clear()
     logs = JobLogs(spec(log_dir=tmp_path, tee=OUT), tmp_path, out.outlet, err.outlet, print, limit=limit)
@@ -262,7 +259,6 @@ def test_the_last_round_is_shown_before_the_next(tmp_path: Path, out: Sink) -> N
 
 
 def test_file_that_grows_fast_after_truncation(tmp_path: Path, out: Sink) -> None:
-    """A file that outgrows its old size right after a truncation is shown whole."""
     path = tmp_path / "log"
     followed = TailedFile(path, 1, "x", out.outlet, limit=10_000)
     for letter in (b"a", b"b", b"c"):
@@ -308,7 +304,6 @@ def test_a_filtered_file_is_bounded_too(tmp_path: Path, out: Sink) -> None:
 
 
 def test_log_directory_that_fails_later(tmp_path: Path, out: Sink, err: Sink) -> None:
-    """A log directory that fails later costs the logs not the start."""
     said: list[str] = []
     base = tmp_path / "logs"
     logs = JobLogs(spec(log_dir=base), tmp_path, out.outlet, err.outlet, said.append)
@@ -327,7 +322,6 @@ def test_without_files_only_the_error_file_is_set(tmp_path: Path, out: Sink, err
 
 
 def test_tee_without_a_log_dir(tmp_path: Path, out: Sink, err: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tee without a log dir makes one and says where."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     said: list[str] = []
     logs = JobLogs(spec(tee=OUT), tmp_path, out.outlet, err.outlet, said.append)
@@ -339,7 +333,6 @@ def test_tee_without_a_log_dir(tmp_path: Path, out: Sink, err: Sink, monkeypatch
 
 
 def test_log_directory_is_shared_within_a_run_only(tmp_path: Path) -> None:
-    """Two jobs never share a log directory but agents of one run do."""
     first = LogDirectory(tmp_path, "job one", "r1")
     with pytest.raises(UsageError, match=r"--log-dir .*: job job one run r1 pid \d+ is writing") as raised:
         LogDirectory(tmp_path, "job two", "r1")
@@ -378,5 +371,7 @@ def test_a_log_directory_that_cannot_be_is_a_usage_error(tmp_path: Path, name: s
 
 def test_the_lock_is_not_inherited_by_workers(tmp_path: Path) -> None:
     directory = LogDirectory(tmp_path, "a", "r")
-    assert fcntl.fcntl(directory._fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    for process, has_lock in (("self", False), (str(os.getpid()), True)):
+        listing = subprocess.run(["ls", "-l", f"/proc/{process}/fd"], close_fds=False, stdout=subprocess.PIPE)
+        assert (LOCK.encode() in listing.stdout) is has_lock
     directory.close()

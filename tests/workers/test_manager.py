@@ -161,7 +161,6 @@ def running(name: str) -> int:
 
 
 def test_store_serves_all_nodes_until_the_end(node: StartNode, tmp_path: Path) -> None:
-    """One nodes store serves all of them until the last has ended."""
     a, b = node("a", host="0.0.0.0"), node("b", host="::")
     b.workers.park(1, with_store=False)  # before it can be: it is done as soon as the template is there
     assert len(b.report(Parked).pids) == 1
@@ -207,7 +206,6 @@ def rank_0_moves(a: Node, b: Node, before: int, tmp_path: Path) -> None:
 
 
 def test_store_of_cold_groups(node: StartNode) -> None:
-    """Cold groups share a store whose end is only its own nodes matter."""
     how: dict[str, Any] = {"mode": Mode.EXEC, "entrypoint": "/bin/sh"}
     args = ("-c", "echo $MASTER_ADDR $MASTER_PORT; exec sleep 600")
     a, b = node("a", *args, host="::", **how), node("b", *args, **how)
@@ -254,7 +252,6 @@ def request(path: Path) -> int:
 
 
 def test_store_that_cannot_listen(node: StartNode) -> None:
-    """A store that cannot listen is a failed start that leaves nothing."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         a = node("a", port=taken.getsockname()[1], preload=Preload())
         a.start(a_round(1, a=1, b=1))

@@ -62,14 +62,12 @@ def test_the_same_as_torchrun(tmp_path: Path, ranks: frozenset[int] | None) -> N
 
 
 def test_log_dir_alone_keeps_and_shows_output(tmp_path: Path) -> None:
-    """A log dir alone keeps a copy of everything and shows it as usual."""
     ours = spec(log_dir=tmp_path, local_ranks_filter=frozenset({1}))
     assert plan_stream(ours, Streams.ERR, tmp_path, 1, b"p:") == OutputTarget(tmp_path / "stderr.log", tailed=True)
     assert plan_stream(ours, Streams.ERR, tmp_path, 0, b"p:") == OutputTarget(tmp_path / "stderr.log")
 
 
 def test_filter_without_a_log_dir() -> None:
-    """Without a log dir nothing is kept and a filter still silences."""
     assert plan_stream(spec(), Streams.OUT, Path("x"), 0, b"p:") == OutputTarget()
     filtered = spec(local_ranks_filter=frozenset({1}))
     assert plan_stream(filtered, Streams.OUT, Path("x"), 0, b"p:") == OutputTarget(Path(os.devnull))

@@ -102,7 +102,6 @@ def test_a_worker_that_holds_the_gil_says_where(start: Any, tmp_path: Path) -> N
 
 
 def test_stack_signal_keeps_a_waiting_script_waiting(start: Any, tmp_path: Path) -> None:
-    """A script that waits goes on waiting."""
     worker = start("""
         print("ready")
         print(sys.stdin.readline(), end="")
@@ -140,7 +139,6 @@ def test_few_descriptors_are_enough(start: Any, tmp_path: Path) -> None:
 
 
 def test_stacks_of_forked_children(start: Any, tmp_path: Path) -> None:
-    """Forked children can be asked too."""
     worker = start("""
         def collate():
             sys.stdin.read()

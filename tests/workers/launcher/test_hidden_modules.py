@@ -55,7 +55,6 @@ def test_modules_that_an_extension_makes_come_with_its_package(hidden: HiddenMod
 
 
 def test_restore_brings_the_whole_batch(hidden: HiddenModules) -> None:
-    """All of it comes with what was preloaded."""
     importlib.import_module("whole_one")
     assert there() == MADE
     assert hidden not in sys.meta_path

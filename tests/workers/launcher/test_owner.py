@@ -59,7 +59,6 @@ def test_unknown_request_of_a_newer_agent(tmp_path: Path) -> None:
 
 
 def test_program_name_that_is_not_utf_8(tmp_path: Path) -> None:
-    """What cannot even be named in utf 8 ends its worker and nothing else."""
     owner = OwnerProcess(tmp_path)
     owner.send(execute(1, ["/nowhere/\udcff"]))
     assert owner.until(Exited).status == 127 << 8
@@ -71,7 +70,6 @@ def test_program_name_that_is_not_utf_8(tmp_path: Path) -> None:
 
 
 def test_template_killed_by_a_nameless_signal(tmp_path: Path) -> None:
-    """A template killed by a signal without a name is gone and its owner is not."""
     owner = OwnerProcess(tmp_path)
     owner.send(messages.StartTemplate(["sh", "-c", "kill -40 $$"], ENV, "/", {}))
     assert owner.until(messages.TemplateEnded).why in ("was killed by signal 40", "closed its socket")

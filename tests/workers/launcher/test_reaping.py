@@ -73,7 +73,6 @@ def run(script: str, *arguments: str) -> None:
 
 
 def test_children_of_another_thread_are_not_waited_for() -> None:
-    """What another thread has started is neither ended nor waited for."""
     run(OTHER_THREAD)
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from elasticd_agent.workers.launcher.requests import READ_AT_IMPORT
-from elasticd_agent.workers.launcher.template import Template
+from elasticd_agent.workers.launcher.template import apply_environment
 
 MKL, OMP = "MKL_NUM_THREADS", "OMP_NUM_THREADS"
 SETS: dict[str, dict[str, str]] = {
@@ -22,17 +22,13 @@ SETS: dict[str, dict[str, str]] = {
 
 
 def threads_after(sets: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What the template's torch is given."""
     given: list[int] = []
-    template = Template.__new__(Template)
-    template.config = {"read_at_import": READ_AT_IMPORT.pattern}
-    template.hidden = SimpleNamespace(get=lambda name: SimpleNamespace(set_num_threads=given.append))  # type: ignore[assignment]
     monkeypatch.delenv(MKL, raising=False)
     monkeypatch.setenv(OMP, "1")
     before = dict(os.environ)
     for name, value in sets.items():
         monkeypatch.setenv(name, value)
-    template.apply_environment(before)
+    apply_environment(SimpleNamespace(set_num_threads=given.append), READ_AT_IMPORT.pattern, before)
     return given
 
 

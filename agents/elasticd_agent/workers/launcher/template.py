@@ -370,30 +370,14 @@ class Template:
         self.hidden.when_imported("numpy", self.give_blas_its_threads)
         self.hidden.sets_variables = frozenset(self.config["required"])
         started_with = dict(os.environ)
-        self.hidden.when_imported("torch", lambda: self.apply_environment(started_with))
+        torch, pattern = self.hidden.get("torch"), self.config["read_at_import"]
+        self.hidden.when_imported("torch", lambda: apply_environment(torch, pattern, started_with))
         begin = start_heartbeat(self.config, self.library)
         optimizer = self.hidden.get("torch.optim.optimizer")
         if optimizer is None:
             after_import("torch.optim.optimizer", begin)
         else:
             self.hidden.when_imported("torch.optim.optimizer", lambda: begin(optimizer))
-
-    def apply_environment(self, before: dict[str, str]) -> None:
-        """Apply what a module has set before torch is imported, although torch has been loaded already."""
-        for name in sorted(set(os.environ) | set(before)):
-            value = os.environ.get(name, "")
-            if value == before.get(name, "") or not re.match(self.config["read_at_import"], name):
-                continue
-            if name in THREAD_VARIABLES and value.isdigit() and int(value):
-                given = (os.environ.get(variable, "") for variable in THREAD_VARIABLES)
-                number = next(int(text) for text in given if text.isdigit() and int(text))
-                self.hidden.get("torch").set_num_threads(number)
-            elif not name.startswith("TORCHINDUCTOR_"):  # read when it compiles
-                print(
-                    f"elasticd: {name} was changed before torch was imported, but the warm launcher had loaded torch: "
-                    f"this has no effect. Set {name} in the script itself or outside",
-                    file=sys.stderr,
-                )
 
     def reseed(self) -> None:
         """Fresh entropy for generators that a fork shares; Python's own `random` reseeds itself."""
@@ -437,6 +421,23 @@ class Template:
                 if hasattr(library, symbol):
                     getattr(library, symbol)(int(threads))
                     break
+
+
+def apply_environment(torch: Any, read_at_import: str, before: dict[str, str]) -> None:
+    """Apply what a module has set before torch is imported, although torch has been loaded already."""
+    for name in sorted(set(os.environ) | set(before)):
+        value = os.environ.get(name, "")
+        if value == before.get(name, "") or not re.match(read_at_import, name):
+            continue
+        if name in THREAD_VARIABLES and value.isdigit() and int(value):
+            given = (os.environ.get(variable, "") for variable in THREAD_VARIABLES)
+            torch.set_num_threads(next(int(text) for text in given if text.isdigit() and int(text)))
+        elif not name.startswith("TORCHINDUCTOR_"):  # read when it compiles
+            print(
+                f"elasticd: {name} was changed before torch was imported, but the warm launcher had loaded torch: this "
+                f"has no effect. Set {name} in the script itself or outside",
+                file=sys.stderr,
+            )
 
 
 def ignore_signal(number: int, frame: Any) -> None:
