@@ -23,7 +23,7 @@ from elasticd.errors import WireError
 VERSION = "1.0"
 
 LEAST_NUMBER = -256
-"""Of a record, unless it says otherwise: -1 stands for unknown, and -256 is above no exit code."""
+"""The least number in a record, unless it says otherwise: -1 stands for unknown, and -256 is above no exit code."""
 MOST_SECONDS = 1e11
 """The year 5138. Times of day and durations are bounded so that every page can show them."""
 _MAX_DEPTH = 32  # above any record's need, and below Python's recursion limit when it is written back
@@ -44,11 +44,11 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; unknown fields are beside the known ones."""
-        found = dict(self.unknown)
+        raw = dict(self.unknown)
         for name in _field_names(type(self)):  # type: ignore[arg-type]  # mypy: class taken for instance
             value = getattr(self, name)
-            found[name] = value if type(value) in _PLAIN else _json_value(value)
-        return found
+            raw[name] = value if type(value) in _PLAIN else _json_value(value)
+        return raw
 
     @classmethod
     def from_dict(cls: type[_R], raw: object) -> _R:
@@ -193,13 +193,13 @@ def _decode_items(readers: Sequence[_Decoder], value: Any) -> tuple[Any, ...]:
         raise _Mismatch(f"expected a list, got {_json_type(value)}")
     if len(readers) > 1 and len(value) != len(readers):
         raise _Mismatch(f"expected a list of {len(readers)}, got {_shortened(value)}")
-    found: list[Any] = []
+    items: list[Any] = []
     try:
         for read, item in zip(itertools.cycle(readers), value, strict=False):
-            found.append(read(item))
+            items.append(read(item))
     except _Mismatch as mismatch:
-        raise mismatch.prefixed(f"[{len(found)}]") from None
-    return tuple(found)
+        raise mismatch.prefixed(f"[{len(items)}]") from None
+    return tuple(items)
 
 
 def _decode_by_name(read_name: _Decoder, read: _Decoder, value: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What to run (JobSpec), by which rules (Policy), and how the agent presents itself (AgentSettings).
+"""A job: its command and size (JobSpec), its rules (Policy), and the agent's own output (AgentSettings).
 
 Everything a person can choose is in three frozen values, checked when they are made: a contradiction is one sentence at
 the start instead of a surprise at the first failure.
@@ -22,7 +22,7 @@ EVIDENCE_S = 3.0
 
 
 class Mode(str, Enum):
-    """How a worker's command line is made from the entrypoint; the names follow the Python interpreter's own."""
+    """The way from the entrypoint to a worker's command line; the names follow the Python interpreter's own."""
 
     SCRIPT = "script"  # python -u train.py args
     MODULE = "module"  # python -u -m pkg.train args
@@ -54,7 +54,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """How the agents of one job find each other: the store, and the number of nodes."""
+    """The store in which the agents of one job meet, and the number of nodes."""
 
     backend: Literal["memory", "c10d", "etcd"] = "memory"  #: "memory": one node, without a store on the network
     endpoints: tuple[tuple[str, int], ...] = ()  #: (host, port)
@@ -209,12 +209,13 @@ class Policy:
 
     @property
     def least_deadline_s(self) -> float:
-        """How long a group may make no progress before anything is suspected, however short its steps."""
+        """The time without progress before which nothing is suspected, however short the steps are."""
         return LEAST_DEADLINE_S if self.hang_floor_s is None else self.hang_floor_s
 
     def _check_times(self) -> None:
         """Every time is possible, and every wait leaves room for what it waits for, the store's limits included."""
-        for name, value in ((each.name, getattr(self, each.name)) for each in fields(self) if each.type == "float"):
+        for name in (option.name for option in fields(self) if option.type == "float"):
+            value = getattr(self, name)
             if name.endswith("_s") and name not in _ZERO_ALLOWED and not value > 0:
                 raise UsageError(f"{option_name(name)} {value:g} s must be more than 0 seconds")
             if name.endswith("_s") and not 0 <= value <= MAX_WAIT_S:
@@ -262,13 +263,13 @@ class Policy:
             )
 
     def cooloff_s(self, quarantines: int) -> float:
-        """How long the n-th quarantine of a slot lasts (n >= 1): twice as long each time, at most an hour."""
+        """Seconds of the n-th quarantine of a slot (n >= 1): twice as long each time, at most an hour."""
         return float(min(self.slot_cooloff_s * 2 ** (min(quarantines, 32) - 1), max(3600.0, self.slot_cooloff_s)))
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """How the agent presents itself."""
+    """The agent's own output: events, metrics, page, console."""
 
     event_log: Path | None = None
     metrics_port: int | None = None  #: None: no metrics are served; 0: any free port
@@ -315,7 +316,7 @@ _TIMES_THAT_FIT: tuple[tuple[str, tuple[tuple[int, str], ...], str, str], ...] =
 
 
 def option_name(name: str) -> str:
-    """How flags and keys call this field of Policy; all of Policy's errors begin with it."""
+    """The name of this field of Policy in flags and keys; all of Policy's errors begin with it."""
     return name.removesuffix("_s")
 
 
@@ -345,7 +346,7 @@ def check_new_id(what: str, text: str) -> None:
 
 
 def without_python(command: Sequence[str]) -> tuple[Literal["", "module", "no_python"], Sequence[str]] | None:
-    """For a command that begins with an interpreter: the key that it needs, if any, and its words with that key."""
+    """The key that a command needs which begins with an interpreter, if any, and its words with that key."""
     name, *rest = command
     if not re.fullmatch(r"(.*/)?python[0-9.]*", name):
         return None

@@ -20,7 +20,7 @@ COMPRESSED_FROM = 16 * 1024
 
 
 def encode_record(record: Document) -> bytes:
-    """Its value in the store: JSON, of some kinds compressed by zlib where it is long."""
+    """The record's value in the store: JSON, of some kinds compressed by zlib where it is long."""
     text = record.to_json()
     return zlib.compress(text) if record.COMPRESSED and len(text) >= COMPRESSED_FROM else text
 
@@ -51,7 +51,7 @@ def _decompressed(value: bytes, most: int) -> bytes:
 
 
 def decode_address(key: str, value: bytes) -> tuple[str, int]:
-    """Where the workers' store of a round listens, from a `master` key: [address, port]. Raises WireError, too."""
+    """The address of the workers' store of a round, from a `master` key: [address, port]. Raises WireError, too."""
     try:
         where, port = bounded_json.loads(value, 8)
     except (ValueError, TypeError, RecursionError) as error:

@@ -16,7 +16,7 @@ from elasticd_agent.model.records import Failure, Round
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """What the state machine knows that never changes: its node, and the numbers of the policy it uses."""
+    """The state machine's constants: its node, and the numbers of the policy it uses."""
 
     node: str
     user_error_wait_s: float = 0.5
@@ -28,13 +28,13 @@ class StepRules:
 
     @property
     def stop_limit_s(self) -> float:
-        """From the request to stop until the rest is killed, at the latest."""
+        """Seconds from the request to stop until the rest is killed, at the latest."""
         return self.shutdown_timeout_s if self.leave_grace_s is None or not self.leave_on_stop else self.leave_grace_s
 
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
-    """How a process ended: by itself with `code`, or by signal number `signal`. Exactly one of them is not None."""
+    """The end of a process: by itself with `code`, or by signal number `signal`. Exactly one of them is not None."""
 
     code: int | None
     signal: int | None = None
@@ -43,7 +43,7 @@ class ExitStatus:
 
     @classmethod
     def of(cls, returncode: int) -> ExitStatus:
-        """From subprocess's convention: a negative return code is a signal."""
+        """The status in subprocess's convention: a negative return code is a signal."""
         return cls(returncode) if returncode >= 0 else cls(None, -returncode)
 
     @property

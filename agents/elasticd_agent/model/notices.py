@@ -10,7 +10,7 @@ from elasticd_agent.model.reports import HangVerdict
 
 @dataclass(frozen=True, slots=True)
 class MasterKnown:
-    """Where the workers' store of round `number` listens."""
+    """The workers' store of round `number` listens at this address."""
 
     number: int
     address: str
@@ -59,8 +59,7 @@ class FaultDetected(LeaderNotice):
     """A fault has broken round `number`."""
 
     number: int
-    cause: str
-    """In one word."""
+    cause: str  #: in one word
     culprit: str
     """The node at fault, "" where no single one is."""
     reported_at: float | None = None
@@ -78,7 +77,7 @@ class StoreAvailability:
 
 @dataclass(frozen=True, slots=True)
 class WaitingFor(LeaderNotice):
-    """What the job waits for, usually while nothing runs."""
+    """The job waits for something, usually while nothing runs."""
 
     why: str
     more_nodes: bool

@@ -21,7 +21,7 @@ LONGEST_SAME_ERROR_WAIT_S = 30.0
 """More than two ranks that import the same from a slow disk differ by."""
 TERM_BITS = 32
 MAX_NAME_BYTES = 128
-"""Of a job, a run and a node."""
+"""The longest name of a job, a run or a node."""
 
 
 def is_later_run(run: str, than: str) -> bool:
@@ -297,7 +297,7 @@ class Failure(Document):
 
 
 def same_error_wait_s(least_s: float, ran_s: float, error: str | None, *, is_users: bool) -> float:
-    """How long the same error of others is waited for that the first one raised after `ran_s`.
+    """The wait for the same error of others that the first one raised after `ran_s`.
 
     As long again where no restart mends it: imports from a slow disk do not end together.
     """

@@ -1,4 +1,4 @@
-"""What agents report about their ranks while any of them suspects a hang: facts without judgement.
+"""The reports of agents about their ranks while any of them suspects a hang: facts without judgement.
 
 Hang verdicts read HangReports, recordings of real hangs are files of HangReports, and `elasticd explain` shows them.
 All ages are attentive seconds of the reporting agent: time in which it did not observe (the machine was suspended, the
@@ -84,7 +84,7 @@ class RankReport(Record):
 
 @dataclass(frozen=True, slots=True)
 class HangReport(Document):
-    """What one node's agent reports about its ranks of `round` while it, or another, suspects a hang."""
+    """One node's report about its ranks of `round` while it, or another node, suspects a hang."""
 
     MAX_BYTES: ClassVar[int] = 2 << 20
     FLOATS: ClassVar[tuple[float, float]] = (-1.0, MOST_SECONDS)

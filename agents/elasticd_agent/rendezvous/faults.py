@@ -23,7 +23,7 @@ class Fault:
 
 
 def find_faults(view: View, policy: Policy, now: float) -> tuple[Fault, ...]:
-    """What has broken `view.current`, as far as that is settled. Nodes that are lost together are a fault each."""
+    """The faults that have broken `view.current`, as far as they are settled. Nodes lost together are a fault each."""
     current = view.current
     if current is None or current.terminal or view.stop is not None:
         return ()
@@ -62,7 +62,7 @@ class FaultLog:
         number = view.current.number if view.current is not None else 0
         known = self._known[1] if self._known[0] == number else frozenset()
         culprits = {fault.culprit for fault in known}
-        found = [f for f in find_faults(view, self._policy, now) if not known or f.cause == "node_lost"]
-        new = [f for f in found if f.culprit not in culprits]
+        faults = [f for f in find_faults(view, self._policy, now) if not known or f.cause == "node_lost"]
+        new = [f for f in faults if f.culprit not in culprits]
         self._known = number, known.union(new)
         return [(number, fault) for fault in new]

@@ -44,7 +44,7 @@ CUT_OFF_S = 5.0
 """A leader that is cut off from most members leaves the leader key to them for so long."""
 RETRY_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 LINGER_S = 5.0
-"""How long the host of a store waits for the other nodes to leave, once the job has ended."""
+"""The host of a store waits so long for the other nodes to leave, once the job has ended."""
 CLOSE_S = 5.0
 MAX_REST_S = 0.05
 """The leader rests after a turn for as long as the turn took, and no longer than this."""

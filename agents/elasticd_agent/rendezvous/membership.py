@@ -18,10 +18,10 @@ STALLED_S = 0.5
 RETURN_S = 1.5
 """An agent that has lost the store, or its record in it, is back within a retry (0.8 s) once the store answers."""
 START_LIMIT_S = 60.0
-"""From seeing a Round to starting its group. The old one saves its state, stops or is killed, and has 30 s
-to die with a GPU open."""
+"""A member that has seen a Round starts its group within this time. The old group saves its state, stops or is
+killed, and has 30 s to die with a GPU open."""
 MAX_BRANCHES = 100
-"""Of the search for the largest connected set: 0.3 s where 300 nodes are partitioned."""
+"""The bound of the search for the largest connected set: 0.3 s where 300 nodes are partitioned."""
 EXCLUSION_EXPIRES_S = 600.0
 """A node that stayed for so long after its return is a node like any other."""
 _PRESENT = "", float("-inf")
@@ -75,7 +75,7 @@ def losses(view: View, current: Round, policy: Policy, now: float) -> Losses:
 def _absence(
     view: View, policy: Policy, node: str, probe: ProbeResult | None, since: float, none_left: bool
 ) -> tuple[str, float]:
-    """From when on a member without a record is lost.
+    """The reason and the time at which a member without a record is lost.
 
     After a failure, what matters is who can be in the next group: a short wait. While the group may still train, not
     before it has stopped, nor soon after a store outage, nor before `adopt_timeout_s` where that is unseen, unless
@@ -104,7 +104,10 @@ def _delay(
     probe: ProbeResult | None,
     silent_since: float | None,
 ) -> tuple[str, float]:
-    """From when on a member with a record is lost, "" if it is not. `silent_since`: only while no worker advances."""
+    """The reason and the time at which a member with a record is lost, "" if it is not.
+
+    `silent_since`: only while no worker advances.
+    """
     node, number = member.node, current.number
     if any(f.node == node and f.round == number for f in view.failures):
         return _PRESENT  # it has seen and started the round
@@ -130,11 +133,11 @@ def _partitioned(view: View, current: Round, lost: dict[str, str]) -> dict[str, 
     cuts = _unreachable_pairs(view, here, current.number)
     if not cuts:
         return {}
-    kept = largest_connected(here, cuts)
+    connected = largest_connected(here, cuts)
     out = {}
     for node in here:
-        if node not in kept:
-            others = [n for n in kept if frozenset((node, n)) in cuts] or [
+        if node not in connected:
+            others = [n for n in connected if frozenset((node, n)) in cuts] or [
                 n for n in here if frozenset((node, n)) in cuts
             ]
             out[node] = f"{node} and {', '.join(others)} cannot reach each other and no worker has made a step since"
@@ -156,30 +159,30 @@ def largest_connected(nodes: Sequence[str], cuts: Collection[frozenset[str]]) ->
     returned instead of the largest.
     """
     conflicts: dict[str, set[str]] = {node: set() for node in nodes}
-    for one, other in cuts:
-        if one in conflicts and other in conflicts:
-            conflicts[one].add(other)
-            conflicts[other].add(one)
+    for node, other in cuts:
+        if node in conflicts and other in conflicts:
+            conflicts[node].add(other)
+            conflicts[other].add(node)
     if not any(conflicts.values()):
         return list(nodes)
     first = nodes[0]
     compatible = [n for n in nodes[1:] if n not in conflicts[first]]
     with_first = {first} | _largest_independent(compatible, conflicts, [MAX_BRANCHES])
     without = _largest_independent(list(nodes[1:]), conflicts, [MAX_BRANCHES])
-    kept = with_first if len(with_first) >= len(without) else without
-    return [node for node in nodes if node in kept]
+    largest = with_first if len(with_first) >= len(without) else without
+    return [node for node in nodes if node in largest]
 
 
 def _largest_independent(nodes: list[str], conflicts: dict[str, set[str]], budget: list[int]) -> set[str]:
-    kept: set[str] = set()
+    chosen: set[str] = set()
     while nodes:
         among = set(nodes)
         degrees = {node: len(conflicts[node] & among) for node in nodes}
-        kept |= {node for node in nodes if not degrees[node]}
+        chosen |= {node for node in nodes if not degrees[node]}
         nodes = [node for node in nodes if degrees[node]]
         easy = next((node for node in nodes if degrees[node] == 1), None)
         if easy is not None:  # keeping it excludes one node only, so some largest set has it
-            kept.add(easy)
+            chosen.add(easy)
             nodes = [n for n in nodes if n != easy and n not in conflicts[easy]]
             continue
         if not nodes:
@@ -191,9 +194,9 @@ def _largest_independent(nodes: list[str], conflicts: dict[str, set[str]], budge
             compatible = [n for n in others if n not in conflicts[worst]]
             keeping = {worst} | _largest_independent(compatible, conflicts, budget)
             dropping = _largest_independent(others, conflicts, budget)
-            return kept | (keeping if len(keeping) > len(dropping) else dropping)
+            return chosen | (keeping if len(keeping) > len(dropping) else dropping)
         nodes = others
-    return kept
+    return chosen
 
 
 # ---- excluded nodes and quarantined slots
@@ -211,7 +214,7 @@ def exclusions(view: View, current: Round, lost: dict[str, str], now: float) -> 
 
 
 def cooloff_left_s(node: str, excluded: tuple[Exclusion, ...], policy: Policy) -> float:
-    """For how much longer a node is not taken again: 0 after its first loss, then doubled with each one."""
+    """Seconds for which a node is not taken again yet: 0 after its first loss, then doubled with each one."""
     for e in excluded:
         if e.node == node:
             cooloff_s = 0.0 if e.times == 1 else policy.node_cooloff_s * 2.0 ** (min(e.times, 16) - 2)
@@ -221,14 +224,14 @@ def cooloff_left_s(node: str, excluded: tuple[Exclusion, ...], policy: Policy) -
 
 def short_of_slots(view: View, current: Round) -> list[str]:
     """Reasons of members that cannot run the workers `current` gives them: a slot is not usable any more."""
-    found = []
+    reasons = []
     for member in current.members:
         record = view.record(member.node)
         if record is None or record.incarnation != member.incarnation or member.node in view.done:
             continue
         if not set(member.slots) <= set(record.slots):
-            found.append(record.unusable or f"{member.node} has only {count(len(record.slots), 'usable slot')}")
-    return found
+            reasons.append(record.unusable or f"{member.node} has only {count(len(record.slots), 'usable slot')}")
+    return reasons
 
 
 def current_quarantine(view: View, current: Round, now: float) -> tuple[QuarantinedSlot, ...]:
@@ -256,7 +259,7 @@ def joiners(view: View, current: Round, policy: Policy, now: float) -> list[Pres
     quarantined = current_quarantine(view, current, now)
     here = {m.identity for m in current.members}
     members = {m.node for m in current.members}
-    found = [
+    waiting = [
         p
         for p in view.nodes
         if p.record.identity not in here
@@ -267,7 +270,7 @@ def joiners(view: View, current: Round, policy: Policy, now: float) -> list[Pres
         and not cooloff_left_s(p.record.id, excluded, policy)
         and has_enough_slots(p.record, view, quarantined)
     ]
-    return sorted(found, key=lambda p: (p.joined_at, p.record.id))
+    return sorted(waiting, key=lambda p: (p.joined_at, p.record.id))
 
 
 def select_members(
@@ -308,20 +311,20 @@ def _willing(
     quarantined: tuple[QuarantinedSlot, ...],
 ) -> list[PresentNode]:
     """The candidates without those that cool off or lack slots, unless too few are left."""
-    found = [
+    willing = [
         p
         for p in candidates
         if not cooloff_left_s(p.record.id, excluded, policy) and has_enough_slots(p.record, view, quarantined)
     ]
     # A node that keeps failing is better than none.
-    return found if len(found) >= view.requirements.min_nodes else candidates
+    return willing if len(willing) >= view.requirements.min_nodes else candidates
 
 
 def _candidates(
     view: View, lost: dict[str, str], previous_order: dict[tuple[str, str], int], number: int
 ) -> list[PresentNode]:
     """Nodes that may be members and reach each other: survivors first, in their order, then the others by arrival."""
-    found = sorted(
+    candidates = sorted(
         (p for p in view.nodes if _is_candidate(p.record, view, lost, previous_order, number)),
         key=lambda p: (
             previous_order.get(p.record.identity, len(previous_order)),
@@ -329,9 +332,9 @@ def _candidates(
             p.record.id,
         ),
     )
-    survivors = sum(p.record.identity in previous_order for p in found)
-    connected = set(_mutually_reachable(view, [p.record.id for p in found], survivors, number))
-    return [p for p in found if p.record.id in connected]
+    survivors = sum(p.record.identity in previous_order for p in candidates)
+    connected = set(_mutually_reachable(view, [p.record.id for p in candidates], survivors, number))
+    return [p for p in candidates if p.record.id in connected]
 
 
 def _can_take_part(record: NodeRecord, view: View) -> bool:
@@ -355,19 +358,19 @@ def _is_candidate(
 
 
 def _mutually_reachable(view: View, nodes: list[str], survivors: int, number: int) -> list[str]:
-    """Of these, those that reach each other. Survivors come first: a joiner never displaces one."""
+    """Those of `nodes` that reach each other. Survivors come first: a joiner never displaces one."""
     cuts = _unreachable_pairs(view, nodes, number)
     if not cuts:
         return nodes
-    found = largest_connected(nodes[:survivors], cuts)
+    connected = largest_connected(nodes[:survivors], cuts)
     for node in nodes[survivors:]:
-        if not any(frozenset((node, other)) in cuts for other in found):
-            found.append(node)
-    return found
+        if not any(frozenset((node, other)) in cuts for other in connected):
+            connected.append(node)
+    return connected
 
 
 def _last_call(view: View, willing: list[PresentNode], now: float) -> Wait | None:
-    """Where no survivor waits, more nodes than the fewest may still come, for a bounded time after the newest."""
+    """The wait for more nodes than the fewest, where no survivor waits: for a bounded time after the newest."""
     requirements = view.requirements
     if len(willing) >= requirements.max_nodes:
         return None
@@ -390,7 +393,7 @@ def assign_slots(
     """The members with their slots. Each node's own command line bounds what it gets."""
     left_s = {(q.node, q.slot): q.left_s for q in quarantined}
     requirements = view.requirements
-    found = []
+    members = []
     for node in chosen:
         # Quarantined slots come last, those nearest their return first, and only up to the fewest workers needed.
         fewest = min(requirements.min_workers, len(node.slots)) if len(chosen) > 1 else requirements.min_workers
@@ -402,5 +405,5 @@ def assign_slots(
         if len(slots) < fewest:
             workers = count(requirements.min_workers, "worker")
             return Wait(f"{node.id} has {count(len(slots), 'slot')}, the job needs {workers} on each node", None)
-        found.append(Member(node.id, node.incarnation, tuple(slots), node.role, node.address))
-    return tuple(found)
+        members.append(Member(node.id, node.incarnation, tuple(slots), node.role, node.address))
+    return tuple(members)

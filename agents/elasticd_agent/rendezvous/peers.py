@@ -153,7 +153,7 @@ class PeerObservations:
         self.silent_since.clear()
 
     def probe(self, agents: Iterable[NodeRecord | Member]) -> Mapping[str, ProbeAnswer]:
-        """Their answers by node, all at once; an agent without an address is left out."""
+        """The answers of these agents by node, all at once; one without an address is left out."""
         parsed = ((agent.identity[0], try_parse_endpoint(agent.address)) for agent in agents)
         addresses = {node: address for node, address in parsed if address is not None}
         answers = self._network.probe(addresses) if addresses else {}

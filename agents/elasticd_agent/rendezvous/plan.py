@@ -64,7 +64,7 @@ from elasticd_agent.rendezvous.restart_budget import carry_over, is_misuse, is_r
 from elasticd_agent.rendezvous.view import Pause, PresentNode, View, Wait
 
 ROOT_CAUSE_WAIT_S = 0.15
-"""How long to wait for the root cause while all reported failures are of ranks that lost a peer."""
+"""The wait for the root cause while all reported failures are of ranks that lost a peer."""
 
 MOST_HANG_PLACES = 32
 """Kept in each Round; one takes some 60 bytes."""
@@ -83,7 +83,7 @@ class _Running:
 
     @cached_property
     def failures(self) -> tuple[Failure, ...]:
-        """Of members, of this round."""
+        """The failures of members in this round."""
         here = {m.node for m in self.current.members}
         return tuple(f for f in self.view.failures if f.round == self.current.number and f.node in here)
 
@@ -144,7 +144,7 @@ class _Running:
 
     @property
     def paused(self) -> bool:
-        """Its workers are paused at a checkpoint."""
+        """True if the workers are paused at a checkpoint."""
         return self.rank_0 is not None and self.rank_0.paused == self.current.number
 
     @cached_property
@@ -526,17 +526,17 @@ def _first_round(view: View, policy: Policy, now: float) -> Round | Wait:
     chosen = select_members(view, policy, now, {}, ())
     if isinstance(chosen, Wait):
         return chosen
-    found = assign_slots(view, chosen, ())
-    if isinstance(found, Wait):
-        return found
+    members = assign_slots(view, chosen, ())
+    if isinstance(members, Wait):
+        return members
     # A job that is submitted again, or whose agent was killed where no store remembers it, has had other rounds.
     begins = "first round" if number == 1 else f"new start after round {number - 1}"
     return Round(
         number,
-        found,
+        members,
         view.checkpoint,
         directory=chosen[0].directory,
-        reason=f"{begins}: {_size_phrase(view, found)}",
+        reason=f"{begins}: {_size_phrase(view, members)}",
         cause="start",
         run=view.requirements.run,
     )
@@ -553,29 +553,31 @@ def _next_round(
 ) -> Round | Wait:
     view, current = running.view, running.current
     excluded = exclusions(view, current, lost, running.now)
-    found = _members(running, lost, excluded, quarantined)
-    if not isinstance(found, Wait) and _size(found) < current.required_size:  # what failed before is better than none
-        found = _members(running, lost, (), ())
-    if isinstance(found, Wait):
-        return replace(found, why="; ".join(filter(None, [why, found.why])))
-    if _size(found) < current.required_size:
+    members = _members(running, lost, excluded, quarantined)
+    if (
+        not isinstance(members, Wait) and _size(members) < current.required_size
+    ):  # what failed before is better than none
+        members = _members(running, lost, (), ())
+    if isinstance(members, Wait):
+        return replace(members, why="; ".join(filter(None, [why, members.why])))
+    if _size(members) < current.required_size:
         refused = f"the script has refused to start with less than {count(current.required_size, 'worker')}"
-        return Wait(f"{why}; {refused}, and there is room for {_size(found)}", None, too_few_nodes=True, notable=True)
-    records = [record for member in found if (record := view.record(member.node)) is not None]
+        return Wait(f"{why}; {refused}, and there is room for {_size(members)}", None, too_few_nodes=True, notable=True)
+    records = [record for member in members if (record := view.record(member.node)) is not None]
     first = records[0]
     # A node that joined may have checkpoints and logs of an earlier job in directories of its own.
     number = max(current.number, view.first_number - 1, *(record.highest_round for record in records)) + 1
     restarts = current.restarts + 1
-    came = ", ".join(m.node for m in found if current.member(m.node) is None)
+    came = ", ".join(m.node for m in members if current.member(m.node) is None)
     why = "; ".join(filter(None, [why, came and f"{came} joined"]))
-    reason = f"{why}; restart {restarts}: {_size_phrase(view, found)}"
+    reason = f"{why}; restart {restarts}: {_size_phrase(view, members)}"
     if first.directory != current.directory:
         reason += f"; {first.id} has its own checkpoint directory and starts from the checkpoints in it"
     hang_places, hang_steps = _hang_places(running)
     return replace(
         current,
         number=number,
-        members=found,
+        members=members,
         last_checkpoint=view.checkpoint,
         restarts=restarts,
         budget=budget,
@@ -610,14 +612,14 @@ def _smallest_stepped_size(running: _Running) -> int:
 
 
 def _hang_places(running: _Running) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
-    """How often groups were killed for each wait, and after which step; the newest ones are last."""
+    """Counts of groups killed for each wait, and the steps after which; the newest ones are last."""
     times, steps = dict(running.current.hang_places), dict(running.current.hang_steps)
-    found = {place: failure.hang_step for failure in running.failures for place in failure.places}
-    for place in sorted(found):
+    new_steps = {place: failure.hang_step for failure in running.failures for place in failure.places}
+    for place in sorted(new_steps):
         times[place] = times.pop(place, 0) + 1
-        steps[place] = found[place]
-    kept = tuple(times.items())[-MOST_HANG_PLACES:]
-    return kept, tuple((place, steps[place]) for place, _ in kept if place in steps)
+        steps[place] = new_steps[place]
+    newest = tuple(times.items())[-MOST_HANG_PLACES:]
+    return newest, tuple((place, steps[place]) for place, _ in newest if place in steps)
 
 
 def _size_phrase(view: View, members: tuple[Member, ...]) -> str:

@@ -78,7 +78,7 @@ class Planner:
         self._observations.forget_results()
 
     def take_notices(self) -> list[Notice]:
-        """What the deciding loop must know, each once."""
+        """The news for the deciding loop, each once."""
         notices, self._notices = self._notices, []
         return notices
 
@@ -163,9 +163,9 @@ class Planner:
         lease = self._store.announce(keys.ended, b"", ENDED_S) if self._requirements.max_nodes > 1 else None
         if lease is not None:
             for key in (keys.round, keys.spec):
-                found = self._store.read(key)
-                if found is not None:
-                    lease.put(key, found.value, found.version)
+                stored = self._store.read(key)
+                if stored is not None:
+                    lease.put(key, stored.value, stored.version)
 
     # --- before the verdict -----------------------------------------------------------------------------------------
 

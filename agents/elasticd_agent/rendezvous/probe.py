@@ -50,7 +50,7 @@ class ProbeAlive(Document):
 
 @dataclass(frozen=True, slots=True)
 class ProbeRefused:
-    """Its machine refused the connection twice: no process listens there."""
+    """The agent's machine refused the connection twice: no process listens there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +108,19 @@ class ProbeServer:
         self._waker.close()
 
     def _run(self) -> None:
-        kept: set[socket.socket] = set()
+        connected: set[socket.socket] = set()
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._waker, selectors.EVENT_READ)
             while not self._closing.is_set() and threading.main_thread().is_alive():
                 ready = [key.fileobj for key, _ in selector.select(ORPHAN_S)]
-                for caller in kept.intersection(ready):
+                for caller in connected.intersection(ready):
                     selector.unregister(caller)
-                    kept.remove(caller)
+                    connected.remove(caller)
                     caller.close()
-                if self._listener in ready and not self._serve(selector, kept):
+                if self._listener in ready and not self._serve(selector, connected):
                     self._closing.wait(ACCEPT_RETRY_S)
-            for caller in kept:
+            for caller in connected:
                 caller.close()
 
     def _serve(self, selector: selectors.BaseSelector, kept: set[socket.socket]) -> bool:
@@ -332,7 +332,7 @@ class _ProbeRun:
 
 
 def _numeric_address(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """What bind and connect take, with an IPv6 scope. Raises OSError or ValueError; never resolves a name."""
+    """The arguments of bind and connect, with an IPv6 scope. Raises OSError or ValueError; never resolves a name."""
     if not address or not 0 <= port <= 65535:
         raise ValueError("not an address and a port")
     flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
@@ -341,7 +341,7 @@ def _numeric_address(address: str, port: int) -> tuple[socket.AddressFamily, tup
 
 
 def _connected_to_itself(sock: socket.socket, where: tuple[str, int]) -> bool:
-    """Whether TCP connected the socket with itself: our end got the very address that it connects to.
+    """True if TCP connected the socket with itself: our end got the very address that it connects to.
 
     That takes a free port of this machine in the range of outgoing connections.
     """

@@ -34,7 +34,7 @@ def round_progressed(
 
 
 def _ending(cause: Failure | None) -> tuple[str, int | None]:
-    """What two rounds that end by the same cause have in common: its key, and the step as the script counts.
+    """The marks that two rounds have in common which end by the same cause: its key, and the step as the script counts.
 
     Hangs, and errors of ranks that have lost a peer, have no key of their own; after the same step they are the
     script's, as where one rank ends early with code 0. What somebody has killed has none: a schedule may kill twice
@@ -116,7 +116,7 @@ def is_refused_state(repeat_key: str) -> bool:
 
 
 def restarts_left(state: BudgetState, policy: Policy, *, progress: bool, elapsed_s: float) -> int:
-    """How many restarts `spend` would grant now, without progress between them."""
+    """The number of restarts that `spend` would grant now, without progress between them."""
     if policy.max_restarts is not None:
         return max(0, policy.max_restarts - state.counted)
     in_a_row = policy.no_progress_limit - (0 if progress else state.streak)

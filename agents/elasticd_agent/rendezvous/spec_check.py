@@ -1,4 +1,4 @@
-"""What all nodes of one job must have in common, how to word a difference, and the agreement through the store.
+"""The spec that all nodes of one job must agree on: its document, a difference in words, and the agreement itself.
 
 A node started as part of another job, or with other rules, is refused with the field that differs. As under torchrun,
 roles and arguments are each node's own; nodes of one role run one script. A machine's own settings are left out: its
@@ -190,30 +190,30 @@ class SpecAgreement:
 
     def restore(self) -> None:
         """Write the spec of the Round that runs into a store that has lost it. Raises StoreUnavailable."""
-        found = self._store.read(self._keys.spec)
-        if found is None or (found.value != self._spec and mismatch(self._spec, found.value, self._log) is not None):
-            self._store.compare_and_swap(self._keys.spec, None if found is None else found.version, self._spec)
+        stored = self._store.read(self._keys.spec)
+        if stored is None or (stored.value != self._spec and mismatch(self._spec, stored.value, self._log) is not None):
+            self._store.compare_and_swap(self._keys.spec, None if stored is None else stored.version, self._spec)
 
     def _compare(self) -> str:
         """Write or compare the spec; the nodes of an earlier run that must leave first, in words, or ""."""
         store, keys = self._store, self._keys
-        found = store.read(keys.spec)
-        if found is None:
+        stored_spec = store.read(keys.spec)
+        if stored_spec is None:
             return "" if store.compare_and_swap(keys.spec, None, self._spec) else self._compare()
-        if found.value in (self._spec, self._accepted):
+        if stored_spec.value in (self._spec, self._accepted):
             return ""
-        if (why := mismatch(self._spec, found.value, self._log)) is None:
-            self._accepted = found.value
+        if (why := mismatch(self._spec, stored_spec.value, self._log)) is None:
+            self._accepted = stored_spec.value
             return ""
-        stored = store.read(keys.round)
-        last = None if stored is None else decode_record(Round, keys.round, stored.value)
+        stored_round = store.read(keys.round)
+        last = None if stored_round is None else decode_record(Round, keys.round, stored_round.value)
         if last is None or not last.terminal:
-            if not _begins_later_run(self._spec, found.value):
+            if not _begins_later_run(self._spec, stored_spec.value):
                 raise StoreRefused(f"job {keys.job!r} runs with a different command: {why}")
             if left := sorted(key.removeprefix(keys.nodes) for key in store.list(keys.nodes)):
                 return f"nodes of an earlier run of this job have not left: {', '.join(left)}"
-            if stored is not None and last is not None:
+            if stored_round is not None and last is not None:
                 over = stopped_round(replace(last, number=last.number + 1), _ABANDONED_RUN)
-                if not store.compare_and_swap(keys.round, stored.version, encode_record(over)):
+                if not store.compare_and_swap(keys.round, stored_round.version, encode_record(over)):
                     return self._compare()
-        return "" if store.compare_and_swap(keys.spec, found.version, self._spec) else self._compare()
+        return "" if store.compare_and_swap(keys.spec, stored_spec.version, self._spec) else self._compare()

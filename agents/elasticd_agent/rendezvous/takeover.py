@@ -1,8 +1,33 @@
-"""Where the job's store is, once the agent that hosted it may be gone: another member hosts the next one.
+"""The take-over of a store that one of the job's agents hosted: another member hosts the next one.
 
-See docs/adr/0011. The members that have lost their store say so where they answer probes. Once those are more than half
-of the Round's members, the first of them in the Round's order after the host hosts a store of a later term, and the
-others find it by probing. What may happen in that store is decided by succession.py: two agents may host at once.
+A c10d store ends with the agent that hosts it, and then nobody leads. All that matters in the store is the Round, and
+every member has it in memory. So the members need only agree on who hosts an empty store, and write the Round there.
+
+**This module finds a store; it promises nothing.** Two agents may host one at the same time, on two sides of a
+partition. At most one side continues, and that is the subject of `succession`, which counts readers of a Round. Nothing
+here may be relied on for it, and so probes, timeouts and guesses are enough here. Two things `succession` does rely on:
+each store has a term, a later one a higher term, and an agent uses stores in the order of their terms (`pin`, `read`).
+
+The order of a take-over:
+
+1. *A store is lost* to a member when the port of its host's agent is closed, when the host itself uses another one, or
+   when it has not answered for longer than a lease. Of a store that this agent hosts: when too few members use it. A
+   host that is cut off would otherwise wait for members that have gone.
+2. *The member says so* where it answers probes, and probes the others. It follows the latest store that any of them
+   names and that it can connect to.
+3. *If there is none*, the first of those that have lost theirs, in the Round's order after the host, hosts the next
+   one: once they are more than half of the members. Without the majority each side of every short interruption would
+   begin a store of its own; without an order all of a side would. A member asks its nearest deputies first, since a
+   thousand members that probe a thousand others would be an outage of their own.
+4. *The new leader publishes the Round again* with the new term, before any other Round (`succession.adoption`).
+5. *Newcomers* know only the first address. The new host says there where the store is, once something answers there
+   again (`store/c10d/signpost.py`).
+
+**The way back.** A store in which no Round was published, nor will be, binds nobody. If its host finds that the store
+before answers again, it returns, and its members follow. Without this a short interruption that moved three of five
+members would leave two of them where no quorum can form. A host that has published a Round never returns.
+
+docs/adr/0011 has the alternatives.
 """
 
 from __future__ import annotations
@@ -29,7 +54,7 @@ class MovableStore(Protocol):
 
     @property
     def term(self) -> int:
-        """Of the store that answered last; 0: no other agent may host the next one."""
+        """The term of the store that answered last; 0: no other agent may host the next one."""
 
     @property
     def port(self) -> int: ...
@@ -69,14 +94,14 @@ def choose(
     answers: Mapping[str, ProbeAlive],
     reached: Collection[StoreLife],
 ) -> StoreLife | int | None:
-    """What an agent without its store does next: the life that it uses, the count of that it hosts, or None: wait.
+    """The next act of an agent without its store: the life that it uses, the count of that it hosts, or None: wait.
 
     `life`: of the store it has lost, `hosts`: its own, which too few members use. `answers`: of other members,
     `reached`: the stores they named that this agent can connect to.
     """
-    if later := [one for one in reached if one.term > life.term]:
-        return max(later, key=lambda one: one.term)
-    newest = max([life, *(a.store for a in answers.values() if a.store is not None)], key=lambda one: one.term)
+    if later := [other for other in reached if other.term > life.term]:
+        return max(later, key=lambda other: other.term)
+    newest = max([life, *(a.store for a in answers.values() if a.store is not None)], key=lambda other: other.term)
     order = deputies(round)
     votes = {node for node, answer in answers.items() if answer.lost} | {me}.intersection(order)
     ready = {node for node in votes if not (leaving if node == me else answers[node].leaving)}
@@ -233,8 +258,8 @@ class TakeOver:
 
     def _answers(self, round: Round, addresses: dict[str, Address]) -> dict[str, ProbeAlive]:
         incarnations = {m.node: m.incarnation for m in round.members}
-        found = self._network.probe(addresses) if addresses else {}
-        return {n: a for n, a in found.items() if isinstance(a, ProbeAlive) and a.incarnation == incarnations[n]}
+        answers = self._network.probe(addresses) if addresses else {}
+        return {n: a for n, a in answers.items() if isinstance(a, ProbeAlive) and a.incarnation == incarnations[n]}
 
     def _reached(self, answers: Mapping[str, ProbeAlive]) -> set[StoreLife]:
         return {life for life in {a.store for a in answers.values()} if life is not None and self._reaches_store(life)}
@@ -264,7 +289,7 @@ class TakeOver:
         return StoreLife(term, self._address, format_endpoint(host, self._store.port))
 
     def _say(self, lost: bool, leaving: bool) -> None:
-        said = self._life, lost, leaving
-        if said != self._published:
-            self._published = said
-            self._network.publish(*said)
+        answer = self._life, lost, leaving
+        if answer != self._published:
+            self._published = answer
+            self._network.publish(*answer)

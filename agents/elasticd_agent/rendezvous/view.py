@@ -1,4 +1,4 @@
-"""What the planner knows of a job (View), and its answers beside a Round (Wait, Pause).
+"""The planner's knowledge of a job (View), and its answers beside a Round (Wait, Pause).
 
 `plan` and `membership` are functions of one frozen value that can be written down.
 """
@@ -18,7 +18,7 @@ could be a firewall's doing."""
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What the job asks for."""
+    """The workers and nodes that the job asks for."""
 
     min_workers: int  #: on each node
     max_workers: int
@@ -38,7 +38,7 @@ class PresentNode:
 
 @dataclass(frozen=True, slots=True)
 class LocalFacts:
-    """What this node's deciding loop knows and a planner here uses. Replaced whole, so that any thread may read it."""
+    """Facts of this node's deciding loop, for a planner here. Replaced whole, so that any thread may read them."""
 
     first_number: int = 1
     checkpoint: tuple[int, int] | None = None

@@ -23,8 +23,7 @@ D = TypeVar("D", bound=Document)
 
 @dataclass(frozen=True, slots=True)
 class _Decoded:
-    items: dict[str, Versioned]
-    """What was decoded; never changed."""
+    items: dict[str, Versioned]  #: what was decoded; never changed
     records: dict[str, Document]
     errors: dict[str, str]
     all: tuple[Document, ...]

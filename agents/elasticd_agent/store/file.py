@@ -98,8 +98,8 @@ class FileStore(MemoryStore):
 
     def _rewrite(self, entries: Mapping[str, _Entry]) -> None:
         reserved = self._version + 1 + RESERVED_VERSIONS
-        kept = [_set_line(key, entry) for key, entry in sorted(entries.items()) if entry.lease is None]
-        self._journal.replace([_line("versions", reserved), *kept])
+        lines = [_set_line(key, entry) for key, entry in sorted(entries.items()) if entry.lease is None]
+        self._journal.replace([_line("versions", reserved), *lines])
         self._reserved = reserved
         self._written = self._journal.size
 
@@ -111,10 +111,10 @@ class FileStore(MemoryStore):
             except (ValueError, TypeError, KeyError, RecursionError):
                 bad += 1
         if bad:
-            kept = self._journal.keep_damaged_file()
+            damaged = self._journal.keep_damaged_file()
             log(
                 f"{path} is damaged: {bad} of its lines cannot be read and {len(self._entries)} records are left; "
-                f"the file is kept as {kept.name}"
+                f"the file is kept as {damaged.name}"
             )
 
     def _replay(self, change: Any) -> None:
@@ -201,12 +201,12 @@ class Journal:
     def keep_damaged_file(self) -> Path:
         """Rename the file, for people."""
         names = [self._path.with_name(f"{self._path.name}.damaged-{n}") for n in range(1, MAX_DAMAGED_FILES + 1)]
-        kept = next((name for name in names if not name.exists()), names[-1])
+        name = next((name for name in names if not name.exists()), names[-1])
         try:
-            os.replace(self._path, kept)
+            os.replace(self._path, name)
         except OSError as error:
             raise StoreRefused(f"{self._path} is damaged and cannot be renamed: {error.strerror}") from None
-        return kept
+        return name
 
     def close(self) -> None:
         self._close_file()
@@ -233,7 +233,7 @@ class Journal:
         self.bad_lines = lines.count(None) + (first is not None and first != HEADER)
 
     def _discard_unfinished_line(self) -> None:
-        """Whether the line was written is unknown: it must not reappear."""
+        """Cut off a line of which nobody knows if it was written: it must not reappear."""
         if self._fd is not None:
             try:
                 os.ftruncate(self._fd, self.size)

@@ -26,7 +26,7 @@ RenewalListener = Callable[[float, float | None], None]
 
 
 def ignore_renewals(ttl_s: float, took_s: float | None) -> None:
-    """For a lease that no metric shows."""
+    """The listener of a lease that no metric shows."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,9 +70,9 @@ class LeasedKey:
         if may_replace is None:
             return False
         for _ in range(TAKEOVERS):
-            found = self._store.read(self.key)
-            if found is not None:
-                if not may_replace(found.value):
+            stored = self._store.read(self.key)
+            if stored is not None:
+                if not may_replace(stored.value):
                     return False
                 self._store.delete(self.key)
             if self._create(value, now):
@@ -96,8 +96,8 @@ class LeasedKey:
 
     def read_version(self) -> int | None:
         """The version of the key in the store; None: it is not there, or it is another process's."""
-        found = self._store.read(self.key)
-        self._version = found.version if found is not None and self.is_own(found.value) else None
+        stored = self._store.read(self.key)
+        self._version = stored.version if stored is not None and self.is_own(stored.value) else None
         return self._version
 
     def check(self) -> None:
@@ -112,7 +112,7 @@ class LeasedKey:
             lease.withdraw()
 
     def announce_beside(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
-        """As `Store.announce`, for a key that lives as long as this one does: it costs no renewal of its own.
+        """Create a key as `Store.announce` does, to live as long as this one: it costs no renewal of its own.
 
         None: the key is there already, or this one is not.
         """

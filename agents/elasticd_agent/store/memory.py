@@ -42,8 +42,8 @@ class MemoryStore:
     def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
         with self._lock:
             self._expire()
-            found = sorted((k, e) for k, e in self._entries.items() if k.startswith(prefix))
-            return {k: Versioned(e.value, e.version) for k, e in found}
+            entries = sorted((k, e) for k, e in self._entries.items() if k.startswith(prefix))
+            return {k: Versioned(e.value, e.version) for k, e in entries}
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from elasticd_agent.store.c10d.signpost import Signpost
 
 FIRST_REQUEST_S = 30.0
-"""How long the first request to a c10d store waits: its host may start later than the others, and imports torch."""
+"""The first request to a c10d store waits so long: its host may start later than the others, and imports torch."""
 FEWEST_TO_TAKE_OVER = 3
 """Nodes of a job of which another one may host the store."""
 Log = Callable[[str], None]

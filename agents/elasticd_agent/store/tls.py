@@ -47,7 +47,7 @@ def find_problem(tls: Tls) -> tuple[Literal["ca", "cert", "key"], str] | None:
 
 
 def tls_context(ca: Path | None) -> SSLContext:
-    """For a client: trusts `ca`, or the system's authorities. Raises OSError, ValueError."""
+    """The context of a client that trusts `ca`, or the system's authorities. Raises OSError, ValueError."""
     import ssl
 
     context = ssl.create_default_context(cafile=None if ca is None else str(ca))

@@ -24,7 +24,7 @@ from elasticd_agent.store.c10d import tcp_store as tcp
 
 PROTOCOL = "1"
 MARKER_WAIT_S = 2.5
-"""From a TCPStore's first answer to its host's marker: milliseconds, more on a crowded machine."""
+"""The host's marker follows a TCPStore's first answer within this time: milliseconds, more on a crowded machine."""
 WATCH_RECHECK_S = 120.0
 """Between two checks for a missed change, which the host repairs long before. A leader's seven watches cost 0.25
 requests a second."""
@@ -50,8 +50,8 @@ class Operations:
         """Set for each request; only waiting for the host uses it."""
 
     def read(self, key: str) -> list[Any] | None:
-        found = tcp.decode(self._wire.read(tcp.value_key(key)))
-        return [found.version, _text(found.value)] if found is not None and _is_present(found) else None
+        envelope = tcp.decode(self._wire.read(tcp.value_key(key)))
+        return [envelope.version, _text(envelope.value)] if envelope is not None and _is_present(envelope) else None
 
     def list_below(self, prefix: str) -> dict[str, list[Any]]:
         keys: list[str] = []
@@ -60,8 +60,8 @@ class Operations:
                 leaves = tcp.entries(self._wire.read(tcp.index_key(directory)))
                 keys += [directory + leaf for leaf in leaves if (directory + leaf).startswith(prefix)]
         keys = sorted(set(keys))
-        found = zip(keys, map(tcp.decode, self._wire.read_all(list(map(tcp.value_key, keys)))), strict=True)
-        return {key: [e.version, _text(e.value)] for key, e in found if e is not None and _is_present(e)}
+        envelopes = zip(keys, map(tcp.decode, self._wire.read_all(list(map(tcp.value_key, keys)))), strict=True)
+        return {key: [e.version, _text(e.value)] for key, e in envelopes if e is not None and _is_present(e)}
 
     def compare_and_swap(self, key: str, expected: int | None, value: str, guard: list[Any] | None = None) -> bool:
         if guard is not None and (self.read(guard[0]) or [None])[0] != guard[1]:
@@ -112,16 +112,16 @@ class Operations:
         """The new version; None: the race was lost. `lease` None: the key keeps its lease."""
         while True:
             raw = self._wire.read(tcp.value_key(key))
-            found = tcp.decode(raw)
-            present = found if found is not None and _is_present(found) else None
+            before = tcp.decode(raw)
+            present = before if before is not None and _is_present(before) else None
             if (None if present is None else present.version) != expected:
                 return None
-            if found is not None and found.state is tcp.KeyState.REMOVING:
+            if before is not None and before.state is tcp.KeyState.REMOVING:
                 self._wait_for_host()
                 continue
             if raw is None:
                 self._index(key)
-            version = self._next_version(0 if found is None else found.version)
+            version = self._next_version(0 if before is None else before.version)
             owner = lease if lease is not None else present.lease if present is not None else ""
             envelope = tcp.Envelope(tcp.KeyState.PRESENT, version, owner, value)
             if self._wire.swap(tcp.value_key(key), raw, envelope.encode()):
@@ -160,10 +160,10 @@ def remove(wire: tcp.TcpStoreConnection, key: str, lease: str | None) -> bool:
     """Replace `key` by a tombstone, if it is there and, with `lease`, belongs to that lease."""
     while True:
         raw = wire.read(tcp.value_key(key))
-        found = tcp.decode(raw)
-        if found is None or not _is_present(found) or lease not in (None, found.lease):
+        envelope = tcp.decode(raw)
+        if envelope is None or not _is_present(envelope) or lease not in (None, envelope.lease):
             return False
-        if wire.swap(tcp.value_key(key), raw, found.as_tombstone()):
+        if wire.swap(tcp.value_key(key), raw, envelope.as_tombstone()):
             notify_watchers(wire, key)
             return True
 
@@ -198,7 +198,7 @@ class C10dClient:
         self._watch_lock = threading.Lock()
 
     def serve(self) -> NoReturn:
-        """Only reads, so that the agent's end is noticed even while torch blocks for good."""
+        """Read only, so that the agent's end is noticed even while torch blocks for good."""
         threading.Thread(target=self._run_guarded, args=(self._work,), daemon=True).start()
         for line in self._channel.makefile("rb"):
             self._requests.put(json.loads(line))

@@ -96,7 +96,7 @@ class Helper:
         return message
 
     def interrupt(self) -> None:
-        """From another thread: end every wait for the helper."""
+        """End every wait for the helper. Safe from another thread."""
         try:
             self._control.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -150,12 +150,9 @@ class C10dConnection:
     ) -> None:
         self.traffic = Traffic()
         """The client's requests; the host's maintenance stays on its machine and is not counted."""
-        self.standalone = standalone
-        """Whether the host is no agent of a job, as its marker says; False before it has answered."""
-        self.term = term
-        """Of the store that answered last, or that is hosted here."""
-        self._expected: int | None = None
-        """Only a store of this term is used."""
+        self.standalone = standalone  #: the host is no agent of a job, as its marker says; False before it has answered
+        self.term = term  #: the term of the store that answered last, or that is hosted here
+        self._expected: int | None = None  #: the only term of a store that is used
         self._python = python
         self._timeout_s = timeout_s
         self._log = log
@@ -236,7 +233,7 @@ class C10dConnection:
         self._hurry.set()
 
     def _take_target(self) -> None:
-        """In the thread, while there is no client."""
+        """Begin to use another store. Called in the thread, while there is no client."""
         with self._state:
             target, before = self._wanted, self._used
             self._used = target
@@ -502,7 +499,7 @@ class C10dConnection:
         return ready
 
     def _accepts(self, start: str) -> bool:
-        """Whether the store is the one to use: another agent may have begun to host one at this address."""
+        """True if the store is the one to use: another agent may have begun to host one at this address."""
         standalone, term = parse_start(start)
         with self._state:
             if self._wanted is not self._used:

@@ -19,7 +19,7 @@ from elasticd_agent.store.c10d.client_process import PROTOCOL, WATCH_RECHECK_S, 
 from elasticd_agent.system.network.tcp_store import serving
 
 TURN_S = 0.2
-"""How late a lease may end; 0.2 s cost 0.2 % of a core."""
+"""A lease may end so late; 0.2 s cost 0.2 % of a core."""
 SWEEP_S = 5.0
 TOMBSTONE_S = 30.0
 """Much longer than any request: a client that read a key before its deletion, or its name, is done by then."""
@@ -188,14 +188,16 @@ class HostMaintenance:
             keys = [directory + leaf for leaf in leaves]
             removed: set[str] = set()
             for key, raw in zip(keys, self._wire.read_all([tcp.value_key(key) for key in keys]), strict=True):
-                found = tcp.decode(raw)
-                if found is not None and found.state is tcp.KeyState.PRESENT:
+                envelope = tcp.decode(raw)
+                if envelope is not None and envelope.state is tcp.KeyState.PRESENT:
                     continue
                 before = self._gone_since.get(key)
                 since = before[1] if before is not None and before[0] == raw else self._now
                 if self._now - since < TOMBSTONE_S:
                     gone[key] = (raw, since)
-                elif self._wire.swap(tcp.value_key(key), raw, (found or _NOTHING).as_tombstone(tcp.KeyState.REMOVING)):
+                elif self._wire.swap(
+                    tcp.value_key(key), raw, (envelope or _NOTHING).as_tombstone(tcp.KeyState.REMOVING)
+                ):
                     removed.add(key[len(directory) :])
             self._remove_tombstones(directory, removed)
         self._gone_since = gone
@@ -207,12 +209,12 @@ class HostMaintenance:
         index = tcp.index_key(directory)
         while True:  # ends: only an append makes the swap fail, and appends are finished within a turn
             raw = self._wire.read(index)
-            kept = [leaf for leaf in tcp.entries(raw) if leaf not in removed]
-            if self._wire.swap(index, raw, tcp.join_entries(kept) if kept else tcp.CLOSING):
+            remaining = [leaf for leaf in tcp.entries(raw) if leaf not in removed]
+            if self._wire.swap(index, raw, tcp.join_entries(remaining) if remaining else tcp.CLOSING):
                 break
         for leaf in removed:
             self._wire.delete(tcp.value_key(directory + leaf))
-        if not kept:
+        if not remaining:
             self._remove_entry(tcp.DIRECTORIES, directory)
             self._wire.delete(index)
 

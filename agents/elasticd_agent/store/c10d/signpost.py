@@ -64,7 +64,7 @@ class Signpost:
                         break
 
     def _is_needed(self) -> bool:
-        """Not where the job's store is at the endpoint itself."""
+        """False where the job's store is at the endpoint itself."""
         round = self._round
         if round is None or round.store is None:
             return False
@@ -75,11 +75,11 @@ class Signpost:
         """False: what answers there is no store of elasticd's."""
         store = self._open_store()
         try:
-            round, found = self._round, store.read(self._key)
+            round, stored = self._round, store.read(self._key)
             if round is None:
                 return True
-            if found is None or decode_record(Round, self._key, found.value).precedes(round):
-                version = None if found is None else found.version
+            if stored is None or decode_record(Round, self._key, stored.value).precedes(round):
+                version = None if stored is None else stored.version
                 if store.compare_and_swap(self._key, version, round.to_json()):
                     self._log(f"the store at {format_endpoint(*self._endpoint)} says now where the job's is")
             return True

@@ -29,11 +29,11 @@ class C10dStore(C10dConnection):
         super().__init__(host, port, **options)
 
     def read(self, key: str) -> Versioned | None:
-        found = self.call("read", key=_named(key))
-        return None if found is None else _versioned(found)
+        answer = self.call("read", key=_named(key))
+        return None if answer is None else _versioned(answer)
 
     def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
-        return {key: _versioned(found) for key, found in self.call("list_below", prefix=prefix).items()}
+        return {key: _versioned(answer) for key, answer in self.call("list_below", prefix=prefix).items()}
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
@@ -120,6 +120,6 @@ def _text(value: bytes) -> str:
     return base64.b64encode(value).decode("ascii")
 
 
-def _versioned(found: list[Any]) -> Versioned:
-    version, value = found
+def _versioned(answer: list[Any]) -> Versioned:
+    version, value = answer
     return Versioned(base64.b64decode(value), version)

@@ -121,7 +121,7 @@ def join_entries(texts: Iterable[str]) -> bytes:
 
 
 def parse_start(start: str) -> tuple[bool, int]:
-    """Of a marker: whether the host is no agent of a job, and the store's term, 0 for none."""
+    """The facts in a marker: True if the host is no agent of a job, and the store's term, 0 for none."""
     return start.endswith(STANDALONE), parse_number(start.partition(TERM)[2].encode()) or 0
 
 
@@ -155,7 +155,7 @@ class Envelope:
     value: bytes
 
     def encode(self) -> bytes:
-        """With a nonce, so that any two envelopes differ and a lost compare-and-set never looks like a success."""
+        """The envelope's bytes, with a nonce: any two differ, and a lost compare-and-set never looks like a success."""
         head = (
             _MAGIC,
             self.state.value,
@@ -223,24 +223,24 @@ class TcpStoreConnection:
         It is a compare_set that cannot succeed, and that returns the expected value if there is none.
         """
         never = self._unmatchable
-        found = self._counted(self._store.compare_set(key, never, never), key, never, never)
-        return None if found in (b"", never) else found
+        value = self._counted(self._store.compare_set(key, never, never), key, never, never)
+        return None if value in (b"", never) else value
 
     def swap(self, key: bytes, expected: bytes | None, value: bytes) -> bool:
         """`value` must differ from every other one, or a lost race looks like a success."""
-        found = self._counted(self._store.compare_set(key, expected or b"", value), key, expected or b"", value)
-        return bool(found == value)
+        stored = self._counted(self._store.compare_set(key, expected or b"", value), key, expected or b"", value)
+        return bool(stored == value)
 
     def read_all(self, keys: Sequence[bytes]) -> list[bytes | None]:
         if len(keys) > 2 and self._counted(self._store.check(keys), *keys):
             try:
-                found: list[bytes] = self._store.multi_get(keys)
+                values: list[bytes] = self._store.multi_get(keys)
             except RuntimeError:  # one was removed since; if the connection is alive, reading one by one works
                 self._counts[0] += 2
             else:
                 self._counts[0] += 1  # it waits for the keys before it reads them
-                self._counted(b"".join(found), *keys, *keys)
-                return [value or None for value in found]
+                self._counted(b"".join(values), *keys, *keys)
+                return [value or None for value in values]
         return [self.read(key) for key in keys]
 
     def set(self, key: bytes, value: bytes) -> None:

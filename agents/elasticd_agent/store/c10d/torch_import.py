@@ -46,10 +46,10 @@ def _works() -> bool:
 
 
 def _extension_only() -> Callable[..., Any]:
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.submodule_search_locations:
+    package = importlib.util.find_spec("torch")
+    if package is None or not package.submodule_search_locations:
         raise ImportError("there is no torch")
-    root = found.submodule_search_locations[0]
+    root = package.submodule_search_locations[0]
     torch = sys.modules["torch"] = ModuleType("torch")
     torch.__path__ = [root]
     # The extension adds the classes of its exceptions there.

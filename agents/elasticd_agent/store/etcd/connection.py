@@ -32,7 +32,7 @@ PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 0.4
 """A third of the default lease is 1 s; a reconnected client must have renewed well before that."""
 
 AUTHENTICATE_S = 20.0
-"""For a token, however little time each caller has. etcd serves some hundred clients in it, the others in the next."""
+"""The time for a token, however little each caller has. etcd serves some hundred clients in it, others in the next."""
 
 _OPTIONS = (
     # A frozen server or a lost host keeps a watch silent: ping every 5 s (what etcd allows), wait 2 s. The same time
@@ -195,7 +195,7 @@ class EtcdConnection:
             self._raise_error(member, _classify(error, member, key))
 
     def _send_authenticated(self, member: _Member, method: str, request: Any, deadline: float) -> Any:
-        """With a valid token. Raises grpc.RpcError."""
+        """Send with a valid token. Raises grpc.RpcError."""
         token = self._current_token(member, deadline)
         try:
             return self._send(member, method, request, token, deadline)

@@ -94,11 +94,11 @@ def find_mismatch(host: str, port: int, timeout_s: float) -> str | None:
 
 def _connect(host: str, port: int, deadline: float) -> socket.socket:
     """Raises OSError. A resolver has no deadline of its own, so it runs in a thread that may stay behind."""
-    found: list[str] = []
+    addresses: list[str] = []
 
     def resolve() -> None:
         try:
-            found.extend(str(address[4][0]) for address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+            addresses.extend(str(address[4][0]) for address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         except OSError:
             return
 
@@ -106,7 +106,7 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
     resolver.start()
     resolver.join(max(deadline - time.monotonic(), 0))
     failed: OSError = socket.gaierror(f"no address is known for the name {host}")
-    for address in found:
+    for address in addresses:
         try:
             connection = socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001))
         except OSError as error:

@@ -41,10 +41,10 @@ def _load() -> Any:
 
 
 def _module(pool: descriptor_pool.DescriptorPool, name: str, generated: Path) -> ModuleType:
-    found = _SERIALIZED.search(generated.read_text(encoding="utf-8"))
-    if found is None:
+    descriptor = _SERIALIZED.search(generated.read_text(encoding="utf-8"))
+    if descriptor is None:
         raise UsageError(f"{generated} does not look like etcd3 0.12.0; 'pip install etcd3==0.12.0' installs it")
-    text: str = ast.literal_eval(found[1])
+    text: str = ast.literal_eval(descriptor[1])
     described = descriptor_pb2.FileDescriptorProto.FromString(text.encode("latin-1"))
     pool.Add(described)
     file = pool.FindFileByName(described.name)

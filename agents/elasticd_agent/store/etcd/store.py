@@ -60,7 +60,7 @@ class EtcdStore:
         return Versioned(answer.kvs[0].value, answer.kvs[0].mod_revision) if answer.kvs else None
 
     def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
-        newest = max((one.version for one in known.values()), default=0) if known else 0
+        newest = max((item.version for item in known.values()), default=0) if known else 0
         answer = self._etcd().range(prefix, min_mod_revision=newest + 1)
         changed = {to_text(item.key): Versioned(item.value, item.mod_revision) for item in answer.kvs}
         if not known:
