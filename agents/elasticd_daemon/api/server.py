@@ -8,7 +8,6 @@ import os
 import socket
 import ssl
 import stat
-import threading
 import time
 from pathlib import Path
 
@@ -152,7 +151,7 @@ def _listen_tcp(
 
 
 class Certificates:
-    """The agent's TLS certificate, reloaded when it has been renewed on disk. Thread-safe.
+    """The agent's TLS certificate, read for each connection, since it is renewed on disk.
 
     A renewed certificate that cannot be loaded is logged once, and the old one stays in use: half of a renewal must not
     close the port.
@@ -162,33 +161,20 @@ class Certificates:
         """Raises UsageError."""
         self._cert = cert
         self._key = key
-        self._lock = threading.Lock()
-        self._stamp = self._file_stamps()
         self._context = self._load()
+        self._problem = ""
 
     def context(self) -> ssl.SSLContext:
         """The newest valid one."""
-        with self._lock:
-            stamp = self._file_stamps()
-            if stamp != self._stamp:
-                self._stamp = stamp
-                try:
-                    self._context = self._load()
-                except UsageError as error:
-                    _log.warning("%s; the old certificate stays in use", error)
-            return self._context
-
-    def _file_stamps(self) -> tuple[object, ...]:
-        """Changes whenever one of the files does."""
-        stamps: list[object] = []
-        for path in (self._cert, self._key):
-            try:
-                status = os.stat(path)
-            except OSError:
-                stamps.append(None)
-            else:
-                stamps.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-        return tuple(stamps)
+        problem = ""
+        try:
+            self._context = self._load()
+        except UsageError as error:
+            problem = str(error)
+            if problem != self._problem:
+                _log.warning("%s; the old certificate stays in use", problem)
+        self._problem = problem
+        return self._context
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,7 +1,6 @@
 """A table of plain values decoded into a struct, or one sentence with the key, the error and its correction.
 
-msgspec checks the types; its errors are translated into the words of the file. Values of secrets and of environments
-are never repeated.
+msgspec checks the types; its errors are translated into the words of the file.
 """
 
 from __future__ import annotations
@@ -51,22 +50,17 @@ def decode(table: Mapping[str, Any], kind: type[S], hints: KeyHints) -> S:
 
 
 def _translate(text: str, table: Mapping[str, Any], kind: type, words: KeyHints) -> ConfigError:
-    match = re.fullmatch(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?", text, re.DOTALL)
-    what, path = (match["what"], (match["path"] or "").lstrip(".")) if match else (text, "")
-    if match and match["key"]:
+    """`text`: msgspec's, as "Expected `int`, got `str` - at `$.http.port`"."""
+    what, _, place = text.rpartition(" - at ") if " - at " in text else (text, "", "")
+    path = place.partition("`$")[2].removesuffix("`").lstrip(".").removesuffix("[...]")
+    if "key` in" in place:
         return ConfigError(path, "every key must be text")
-    unknown = re.match(r"Object contains unknown field `(.*)`", what, re.DOTALL)
-    missing = re.match(r"Object missing required field `(.*)`", what)
-    field = unknown or missing
-    if field:
-        struct = _struct_at(kind, path)
-        key = f"{path}.{field[1]}" if path else field[1]
-        return ConfigError(key, _unknown_key(field[1], struct, words) if unknown else _missing_key(field[1], struct))
-    if path.endswith("[...]"):  # msgspec does not say of which key
-        path, value = _bad_entry(table, path.removesuffix("[...]"))
-    else:
-        value = _value_at(table, path)
-    return ConfigError(path, _type_problem(what, path, value, _field_at(kind, path)))
+    if match := re.match(r"Object (contains unknown|missing required) field `(.*)`", what, re.DOTALL):
+        name = match[2]
+        struct = kind if not path else struct_in(_field_type(_field_at(kind, path)))
+        problem = _unknown_key(name, struct, words) if match[1] == "contains unknown" else _missing_key(name, struct)
+        return ConfigError(f"{path}.{name}" if path else name, problem)
+    return ConfigError(path, _type_problem(what, path, _field_at(kind, path)))
 
 
 def _unknown_key(name: str, struct: type | None, words: KeyHints) -> str:
@@ -79,7 +73,7 @@ def _unknown_key(name: str, struct: type | None, words: KeyHints) -> str:
 
 
 def _missing_key(name: str, struct: type | None) -> str:
-    example = meta_of(_field(struct, name)).example if struct else ""
+    example = meta_of(_field_at(struct, name)).example
     return f"is missing; write it, as in {name} = {example}" if example else "is missing"
 
 
@@ -94,51 +88,22 @@ _TYPE_NAMES = {
 }
 
 
-def _type_problem(what: str, path: str, value: Any, field: msgspec.structs.FieldInfo | None) -> str:
-    hidden = is_secret(path) or isinstance(value, bool) or not isinstance(value, (str, int, float))
-    shown = "" if hidden else f" {_cut(repr(value))}"
-    types = re.match(r"Expected `([^`]*)`(?:, got `([^`]*)`)?", what)
-    if types:
-        kinds = (
-            _choices(field)
-            if field and "[" not in path and _has_literal(field.type)
-            else [_TYPE_NAMES.get(word, word) for word in types[1].split(" | ") if word != "null"]
-        )
-        got = _TYPE_NAMES.get(types[2] or "", "something else")
-        got = str(value).lower() if isinstance(value, bool) and not is_secret(path) else got
-        return (
-            f"must be {listing(kinds, conjunction='or')}, not {got}{shown}{_correction(path, value, types[1], field)}"
-        )
+def _type_problem(what: str, path: str, field: msgspec.structs.FieldInfo | None) -> str:
+    """A value is not repeated: it may be a secret, or long."""
     if what.startswith("Invalid enum value"):
-        names = _choices(field)
-        return f"must be {listing(names, conjunction='or')}, not{shown or ' this'}" if names else what
-    return what
-
-
-def _correction(path: str, value: Any, expected: str, field: msgspec.structs.FieldInfo | None) -> str:
-    name = path.rpartition(".")[2]
-    struct = struct_in(field.type) if field else None
-    if expected == "object" or struct is not None:
-        return f"; write [{name}]" if struct is not None else ""
-    literal = _literal(name, value, expected) if not is_secret(path) or expected in ("int", "bool") else ""
-    if literal:
-        return f"; write {literal}"
+        return f"must be {listing(_choices(_field_type(field)), conjunction='or')}, not {what.split(' ', 3)[3]}"
+    types = re.match(r"Expected `([^`]*)`(?:, got `([^`]*)`)?", what)
+    if types is None:
+        return what
+    kinds = [] if "[" in path else _choices(_field_type(field))
+    kinds = kinds or [_TYPE_NAMES.get(word, word) for word in types[1].split(" | ") if word != "null"]
+    problem = f"must be {listing(kinds, conjunction='or')}, not {_TYPE_NAMES.get(types[2] or '', 'something else')}"
+    if field is None or "[" in path:
+        return problem
     example = meta_of(field).example or default_toml(field)
-    return f"; write it as in {name} = {example}" if example else ""
-
-
-def _literal(name: str, value: Any, expected: str) -> str:
-    """The value probably intended, in the expected type; "" if there is none."""
-    if expected == "str" and isinstance(value, (int, float)):
-        text = to_toml(str(value).lower() if isinstance(value, bool) else str(value))
-        return text if name.endswith("]") else f"{name} = {text}"
-    if expected == "int" and isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
-        return f"{name} = {value}, without quotes"
-    if expected == "bool" and value in (0, 1, "true", "false"):
-        return f"{name} = {'true' if value in (1, 'true') else 'false'}"
-    if expected.startswith("array") and isinstance(value, str):
-        return f'{name} = ["{value}"]' if len(value) <= 60 else f'{name} = ["…"]'
-    return ""
+    if struct_in(field.type) is not None and not example:
+        return f"{problem}; write [{field.encode_name}]"
+    return f"{problem}; write it as in {field.encode_name} = {example}" if example else problem
 
 
 def printable(text: str) -> str:
@@ -181,59 +146,26 @@ def short_toml(value: Any) -> str:
     return _cut(to_toml(value))
 
 
-def is_secret(path: str) -> bool:
-    """May the value of this key not be repeated in a sentence?"""
-    return re.search(r"(^|\.)env(\.|$)|passw|token|secret|(^|[._])key$", path) is not None
-
-
 def _cut(text: str) -> str:
     return text if len(text) <= 60 else text[:59] + "…"
 
 
-# ---- finding one's way
-
-
-def _steps(path: str) -> list[str | int]:
-    return [int(number) if number else name for name, number in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path)]
-
-
-def _value_at(table: Any, path: str) -> Any:
-    for step in _steps(path):
-        try:
-            table = table[step]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return table
-
-
-def _bad_entry(table: Mapping[str, Any], path: str) -> tuple[str, Any]:
-    values = _value_at(table, path)
-    for key, value in values.items() if isinstance(values, dict) else ():
-        if not isinstance(value, str):
-            return f"{path}.{key}", value
-    return path, None
-
-
-def _struct_at(kind: Any, path: str) -> type | None:
-    """The struct whose keys stand at `path`."""
-    for step in _steps(path):
-        struct = struct_in(kind)
-        field = None if struct is None else _field(struct, str(step))
-        kind = None if field is None else field.type
-    return struct_in(kind)
-
-
 def _field_at(kind: Any, path: str) -> msgspec.structs.FieldInfo | None:
-    names = [step for step in _steps(path) if isinstance(step, str)]
-    struct = _struct_at(kind, ".".join(names[:-1])) if names else None
-    return None if struct is None else _field(struct, names[-1])
+    """The field of the key at `path`, as in "http.tokens[0]"; None where no struct has it."""
+    field = None
+    for name in re.sub(r"\[[^\]]*\]", "", path).split("."):
+        struct = struct_in(kind)
+        fields = msgspec.structs.fields(struct) if struct is not None else ()
+        field = next((field for field in fields if field.encode_name == name), None)
+        kind = _field_type(field)
+    return field
 
 
-def _field(struct: type, name: str) -> msgspec.structs.FieldInfo | None:
-    return next((field for field in msgspec.structs.fields(struct) if field.encode_name == name), None)
+def _field_type(field: msgspec.structs.FieldInfo | None) -> Any:
+    return None if field is None else field.type
 
 
-def struct_in(kind: Any) -> type | None:
+def struct_in(kind: Any) -> type[msgspec.Struct] | None:
     """The struct that is this type, or a part of it."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return kind
@@ -258,16 +190,11 @@ def meta_of(field: msgspec.structs.FieldInfo | None) -> KeyMeta:
     return KeyMeta(text, example, RELOADABLE in annotations)
 
 
-def _has_literal(kind: Any) -> bool:
-    return typing.get_origin(kind) is typing.Literal or any(map(_has_literal, typing.get_args(kind)))
-
-
-def _choices(field: msgspec.structs.FieldInfo | None) -> list[str]:
-    def inside(kind: Any) -> list[str]:
-        if typing.get_origin(kind) is typing.Literal:
-            return [str(choice) for choice in typing.get_args(kind)]
-        if kind is int:
-            return ["a whole number"]
-        return [name for part in typing.get_args(kind) for name in inside(part)]
-
-    return [] if field is None else inside(field.type)
+def _choices(kind: Any) -> list[str]:
+    """The words that a type with literals allows; none of another type."""
+    if typing.get_origin(kind) is typing.Literal:
+        return [str(choice) for choice in typing.get_args(kind)]
+    parts = [(part, _choices(part)) for part in typing.get_args(kind)]
+    if not any(words for _, words in parts):
+        return []
+    return [word for part, words in parts for word in (["a whole number"] if part is int else words)]

@@ -13,6 +13,7 @@ import msgspec
 
 from elasticd.errors import UsageError
 from elasticd_agent.model.phrases import did_you_mean
+from elasticd_daemon.config.decode import struct_in
 
 PREFIX = "ELASTICD_"
 AGENT_FLAGS: Mapping[str, str] = {"--bind": "http.bind", "--port": "http.port", "--drain-timeout": "drain_timeout"}
@@ -30,7 +31,7 @@ class Override:
 def config_keys(kind: type[msgspec.Struct], outer: str = "") -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
     """Every key, "http.port", with its field."""
     for field in msgspec.structs.fields(kind):
-        inner = _struct_type(field.type)
+        inner = struct_in(field.type)
         if inner is not None:
             yield from config_keys(inner, f"{outer}{field.encode_name}.")
         else:
@@ -66,7 +67,7 @@ def read_overrides(
 
 def _reject_misspelled(name: str, known: Mapping[str, object], kind: type[msgspec.Struct]) -> None:
     """Refuse an unknown ELASTICD_ variable that resembles a key; other programs may own the rest."""
-    tables = tuple(variable_name(f.encode_name) + "_" for f in msgspec.structs.fields(kind) if _struct_type(f.type))
+    tables = tuple(variable_name(f.encode_name) + "_" for f in msgspec.structs.fields(kind) if struct_in(f.type))
     is_ours = name.startswith(tables)
     near = did_you_mean(name, known, _HINT if is_ours else "", 0.7 if is_ours else 0.9)
     if near:
@@ -98,7 +99,3 @@ def _member_types(kind: Any) -> Iterator[Any]:
             yield from _member_types(part)
     else:
         yield kind
-
-
-def _struct_type(kind: Any) -> type[msgspec.Struct] | None:
-    return next((k for k in _member_types(kind) if isinstance(k, type) and issubclass(k, msgspec.Struct)), None)

@@ -16,14 +16,14 @@ BAD: list[tuple[str, str]] = [
     ("slots=-1", "slots: -1 must be at least 1"),
     ("slots=4096", "slots: 4096, but this machine has …"),
     ("slots=4097", "slots: 4097: a node has at most 4096"),
-    ("slots=2.5", 'slots: must be a whole number or auto, not a number 2.5; write it as in slots = "auto"'),
-    ("slots=true", 'slots: must be a whole number or auto, not true; write it as in slots = "auto"'),
+    ("slots=2.5", 'slots: must be a whole number or auto, not a number; write it as in slots = "auto"'),
+    ("slots=true", 'slots: must be a whole number or auto, not true or false; write it as in slots = "auto"'),
     ('node=""', "node: '' must be printable, without '/', a leading '.' or spaces around it"),
     ('node="a/b"', "node: 'a/b' must be printable, without '/', a leading '.' or spaces around it"),
-    ("node=3", 'node: must be text, not a whole number 3; write node = "3"'),
-    ('labels="a"', "labels: must be a list, not text 'a'; write labels = [\"a\"]"),
+    ("node=3", 'node: must be text, not a whole number; write it as in node = "node-17"'),
+    ('labels="a"', 'labels: must be a list, not text; write it as in labels = ["rack=7", "a100"]'),
     ('labels=["a b"]', "labels: 'a b' must be printable ASCII without spaces or commas, as in rack=7"),
-    ("labels=[3]", 'labels[0]: must be text, not a whole number 3; write "3"'),
+    ("labels=[3]", "labels[0]: must be text, not a whole number"),
     ('user="nobody-at-all"', "user: 'nobody-at-all' does not exist on this machine; create it, or name another"),
     ('state_dir="var"', "state_dir: 'var' is not an absolute path; begin it with /"),
     ('state_dir="TMP/token"', "state_dir: 'TMP/token' is a file, not a directory"),
@@ -52,7 +52,7 @@ BAD: list[tuple[str, str]] = [
     ),
     ('keep_ended="400d"', "keep_ended: '400d' is longer than a year; at most 365d"),
     ("keep_ended=true", "keep_ended: true is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d"),
-    ('store="etcd"', "store: must be a table, not text 'etcd'; write [store]"),
+    ('store="etcd"', "store: must be a table, not text; write [store]"),
     (
         '[store]\nbackend="c10d"',
         "store.backend: c10d has no password, so anybody who reaches it could run programs here, and loses all jobs "
@@ -68,7 +68,7 @@ BAD: list[tuple[str, str]] = [
     ('[store]\nbackend="etcd"\nendpoint="h:1"', 'store.endpoint: is not a key here: write endpoints = ["HOST:PORT"]'),
     (
         '[store]\nbackend="etcd"\nendpoints="h:1"',
-        "store.endpoints: must be a list, not text 'h:1'; write endpoints = [\"h:1\"]",
+        'store.endpoints: must be a list, not text; write it as in endpoints = ["https://10.0.0.1:2379"]',
     ),
     (
         '[store]\nbackend="etcd"\nendpoints=["h:99999"]',
@@ -134,7 +134,7 @@ BAD: list[tuple[str, str]] = [
         "store.ca: is for TLS, but store.endpoints say http://; write https://",
     ),
     ("[http]\nport=70000", "http.port: 70000 is out of range; ports go from 1 to 65535, 0 is a free one"),
-    ('[http]\nport="9411"', "http.port: must be a whole number, not text '9411'; write port = 9411, without quotes"),
+    ('[http]\nport="9411"', "http.port: must be a whole number, not text; write it as in port = 9411"),
     ("[http]\nport=-1", "http.port: -1 is out of range; ports go from 1 to 65535, 0 is a free one"),
     ('[http]\nbind=""', "http.bind: '' is no address to listen on, as in 127.0.0.1, 0.0.0.0 or ::"),
     (
@@ -196,7 +196,7 @@ BAD: list[tuple[str, str]] = [
         '[http]\ngroups=["nobody-at-all"]',
         "http.groups: there is no 'nobody-at-all' on this machine; give an existing name, or a number",
     ),
-    ('[http]\nusers="root"', "http.users: must be a list, not text 'root'; write users = [\"root\"]"),
+    ('[http]\nusers="root"', 'http.users: must be a list, not text; write it as in users = ["alice"]'),
     ("[health]\nevery=0", "health.every: 0s must be more than 0 seconds"),
     (
         '[health]\nevery="5s"',
@@ -224,9 +224,12 @@ BAD: list[tuple[str, str]] = [
     ('[health]\nplugins_dir="TMP/token"', "health.plugins_dir: 'TMP/token' is a file, not a directory"),
     (
         '[health]\nall_reduce="yes"',
-        "health.all_reduce: must be true or false, not text 'yes'; write it as in all_reduce = true",
+        "health.all_reduce: must be true or false, not text; write it as in all_reduce = true",
     ),
-    ('[health]\ndirectories="/x"', "health.directories: must be a list, not text '/x'; write directories = [\"/x\"]"),
+    (
+        '[health]\ndirectories="/x"',
+        'health.directories: must be a list, not text; write it as in directories = ["/checkpoints"]',
+    ),
     ('[health]\ndirectories=["x"]', "health.directories[0]: 'x' is not an absolute path; begin it with /"),
     ("[health]\ngpus=-1", "health.gpus: -1 must be at least 0"),
     ('[limits]\ncommands=["train.py"]', "limits.commands: 'train.py' is not an absolute path; begin it with /"),

@@ -111,7 +111,7 @@ def test_what_is_wrong_is_one_line(here: Path, text: str, says: str) -> None:
         ),
         (
             {"HEALTH_ALL_REDUCE": "maybe"},
-            "ELASTICD_HEALTH_ALL_REDUCE: must be true or false, not text 'maybe'; write it as in all_reduce = true",
+            "ELASTICD_HEALTH_ALL_REDUCE: must be true or false, not text; write it as in all_reduce = true",
         ),
         (
             {"LIMITS_DIRECTORIES": "/a,b"},
