@@ -25,9 +25,9 @@ from elasticd_agent.workers.events import GroupStarted, LauncherReady, OwnerEven
 from elasticd_agent.workers.gpu_memory import (
     ANSWER_S,
     WAIT_S,
+    GpuGate,
     GpuMemory,
     MemoryChecked,
-    MemoryWait,
     NvmlGpuMemory,
     open_gpu_memory,
 )
@@ -316,7 +316,7 @@ class Node:
         gpus = ("0", "1") if warm else ()
         owner = OwnerClient(directory / "runtime", inbox.put)
         preload = Preload(("json",)) if warm else Preload(cold="no Python")
-        self.workers = WorkerManager(spec, "a", dict(os.environ), preload, owner, memory=MemoryWait(memory, gpus))
+        self.workers = WorkerManager(spec, "a", dict(os.environ), preload, owner, memory=GpuGate(memory, gpus))
         self.sentences: list[str] = []
         self.workers.set_listener(self)
 
@@ -456,20 +456,20 @@ def test_worker_waits_for_its_own_gpu_only(warm: Node, nvml: Nvml) -> None:
     nvml.set_memory([], [])
     warm.start(1, (0, 1))
     first = warm.group_started()
-    assert first.held == ()
+    assert first.held_ranks == ()
     until(lambda: warm.ran() == 2, "workers that run")
     warm.workers.park(2, with_store=True)
     warm.end(1)
     nvml.set_memory([], [first.pids[1]])
     warm.start(2, (0, 1))
     second = warm.group_started()
-    assert (second.number, second.held, second.warm) == (2, (1,), True)
+    assert (second.number, second.held_ranks, second.warm) == (2, (1,), True)
     until(lambda: warm.ran() == 3, "worker that runs")
     assert procfs.state(second.pids[1]) == "S"
     warm.end(2)
     warm.start(3, (0, 1))
     third = warm.group_started()
-    assert third.held == (1,)
+    assert third.held_ranks == (1,)
     until(lambda: warm.ran() == 4, "worker that runs")
     nvml.set_memory([], [])
     while WorkersReleased(3, [1]) not in warm.receive():

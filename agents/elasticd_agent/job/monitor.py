@@ -118,7 +118,7 @@ class GroupMonitor:
         prepared = self._prepared
         if prepared is None or prepared.observer.round != started.number:
             return
-        prepared.observer.set_processes(started.pids, started.store_pid, started.held, started.store_port)
+        prepared.observer.set_processes(started.pids, started.store_pid, started.held_ranks, started.store_port)
         targets = [replace(t, pid=pid) for t, pid in zip(prepared.targets, started.pids, strict=True)]
         self.detector.begin(started.number, targets, prepared.evidence_dir)
 

@@ -41,7 +41,7 @@ from elasticd_agent.system.files import remove_tree
 from elasticd_agent.system.gpus.devices import visible_gpus
 from elasticd_agent.system.processes.process import STRAY_SIGNALS, signal_name, take_signals
 from elasticd_agent.workers.file_timer import ENABLE_VARIABLE, FILE_VARIABLE, FileTimerServer
-from elasticd_agent.workers.gpu_memory import MemoryWait, open_gpu_memory
+from elasticd_agent.workers.gpu_memory import GpuGate, open_gpu_memory
 from elasticd_agent.workers.launcher.owner_client import OwnerClient
 from elasticd_agent.workers.launcher.requests import (
     Preload,
@@ -178,7 +178,7 @@ def _worker_factory(
     stack.callback(memory.close)
 
     def make(owner: OwnerClient) -> WorkerManager:
-        host, wait = listening_address(spec), MemoryWait(memory, slot_gpus)
+        host, wait = listening_address(spec), GpuGate(memory, slot_gpus)
         return WorkerManager(spec, node, base_env, preload, owner, host, wait)
 
     return make

@@ -29,6 +29,7 @@ MAX_HANGING = 64
 """Threads that wait for the file systems of one job: pages that refresh themselves ask dead ones again and again."""
 _THREAD = "elasticd-explain"
 
+JsonObject = dict[str, Any]
 _Result = TypeVar("_Result")
 
 
@@ -99,7 +100,7 @@ def read(path: Path, most: int = TEXT_LIMIT, *, tail: bool = False) -> FileText:
     return FileText(data.decode("utf-8", "replace"), trouble)
 
 
-def read_json(path: Path, most: int = TEXT_LIMIT) -> tuple[dict[str, Any] | None, str]:
+def read_json(path: Path, most: int = TEXT_LIMIT) -> tuple[JsonObject | None, str]:
     """The JSON object in the file, or None, and the error."""
     file = read(path, most)
     if file.missing or (file.trouble and not file.text):
@@ -110,7 +111,7 @@ def read_json(path: Path, most: int = TEXT_LIMIT) -> tuple[dict[str, Any] | None
     return data, "" if data is not None else file.trouble or f"{path.name} is cut short or is not JSON"
 
 
-def read_lines(path: Path, most: int = TEXT_LIMIT) -> tuple[list[dict[str, Any]], str]:
+def read_lines(path: Path, most: int = TEXT_LIMIT) -> tuple[list[JsonObject], str]:
     """The JSON objects of the file's last `most` bytes, one a line, and the error."""
     file = read(path, most, tail=True)
     lines = [line for line in file.text.splitlines() if line.strip()]
@@ -131,7 +132,7 @@ def entry_names(directory: Path) -> list[str]:
         return []
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def _object(text: str) -> JsonObject | None:
     """A number that no JSON can show (NaN, 1e999, one of 400 digits) becomes None."""
     try:
         data = bounded_json.loads(text, parse_float=_finite, parse_int=_bounded, parse_constant=lambda _: None)

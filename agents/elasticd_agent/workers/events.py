@@ -27,7 +27,7 @@ class GroupStarted:
     store_pid: int
     """0: the round's store is on another node."""
     warm: bool
-    held: tuple[int, ...] = ()
+    held_ranks: tuple[int, ...] = ()
     """Local ranks that wait until their GPU's memory is free: WorkersReleased follows."""
     store_port: int = 0
     """The port of the round's store; 0: unknown."""

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from elasticd.errors import UsageError
 from elasticd_agent.system.processes import procfs
@@ -107,7 +106,7 @@ class FileTimerServer:
 
     def _set(self, line: bytes) -> None:
         try:
-            fields: dict[str, Any] = json.loads(line)
+            fields = json.loads(line)
             pid, scope = int(fields["pid"]), str(fields["scope_id"])
             expires, signum = float(fields["expiration_time"]), int(fields["signal"])
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):

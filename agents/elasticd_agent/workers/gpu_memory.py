@@ -162,7 +162,7 @@ def open_gpu_memory(
     return NvmlGpuMemory(post, warn=warn, gpus=gpus) if gpus and find_pynvml() else GpuMemory()
 
 
-class MemoryWait:
+class GpuGate:
     """Which of a job's GPUs on this node wait for memory of the last group. It belongs to one thread."""
 
     def __init__(self, memory: GpuMemory | None = None, gpus: Sequence[str] = ()) -> None:
@@ -200,7 +200,7 @@ class MemoryWait:
             return None
         return MemoryChecked(self._number, (), DEADLINE_S, "the check of the GPU memory did not answer")
 
-    def held(self, slots: Sequence[int]) -> tuple[int, ...]:
+    def waiting_ranks(self, slots: Sequence[int]) -> tuple[int, ...]:
         """The local ranks of workers on `slots` whose GPU is not free."""
         busy = self._busy
         if self.due is None:

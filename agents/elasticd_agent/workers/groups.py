@@ -37,7 +37,7 @@ class WorkerGroup:
     store_pid: int = 0
     started_at: float = 0.0
     stopping: bool = False
-    held: tuple[int, ...] = ()
+    held_ranks: tuple[int, ...] = ()
     """Local ranks whose GPU's memory is not free yet."""
     store_port: int = 0
 

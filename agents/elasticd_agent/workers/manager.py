@@ -1,7 +1,7 @@
 """Starts, signals and follows this node's worker groups through the owner.
 
 Rounds become requests to the owner, and the owner's reports become events. A start needs two things: free GPU memory
-(`MemoryWait`) and, unless workers start cold, a parked group (`WarmLauncher` says whether there can be one). Whatever
+(`GpuGate`) and, unless workers start cold, a parked group (`WarmLauncher` says whether there can be one). Whatever
 changes one of them ends in `_advance`, which takes the start as far as it can go.
 
 The manager belongs to the deciding thread and never waits: a slow operation returns as a later report, or as a deadline
@@ -31,7 +31,7 @@ from elasticd_agent.workers.events import (
     StoreReady,
     WorkersReleased,
 )
-from elasticd_agent.workers.gpu_memory import MemoryChecked, MemoryWait
+from elasticd_agent.workers.gpu_memory import GpuGate, MemoryChecked
 from elasticd_agent.workers.groups import (
     Master,
     ParkedGroup,
@@ -65,7 +65,7 @@ class WorkerManager:
         preload: Preload,
         owner: OwnerClient,
         host: str = "127.0.0.1",
-        memory: MemoryWait | None = None,
+        memory: GpuGate | None = None,
     ) -> None:
         """`host` is where the stores of rounds whose rank 0 is here listen: a literal address, "0.0.0.0" or "::"."""
         self._node = node
@@ -80,7 +80,7 @@ class WorkerManager:
         self._park_request: tuple[int, bool] | None = None
         """The group to park once the template is ready: size, with a store."""
         self._start: PendingStart | None = None
-        self._memory = memory or MemoryWait()
+        self._memory = memory or GpuGate()
         self._unkillable: set[int] = set()
         self._groups: dict[int, WorkerGroup] = {}
         self._oom_kills = oom_kills()
@@ -142,16 +142,16 @@ class WorkerManager:
         if not self._memory.take(memory):
             return
         waiting = [self._start.round] if self._start is not None else []
-        waiting += [group.round for group in self._groups.values() if group.held]
+        waiting += [group.round for group in self._groups.values() if group.held_ranks]
         holders = ", ".join(f"process {pid} on GPU {gpu}" for pid, gpu in memory.holders)
         if waiting and (holders or memory.trouble):
             what = f"ended processes still hold GPU memory ({holders})" if holders else memory.trouble
             self._report(f"round {waiting[0].number}: {what}; starting the workers after {memory.seconds:.1f} s")
         self._advance()
         for name, group in self._groups.items():
-            busy = self._memory.held(self._slots(group.round))
-            if free := [rank for rank in group.held if rank not in busy]:
-                group.held = tuple(rank for rank in group.held if rank in busy)
+            busy = self._memory.waiting_ranks(self._slots(group.round))
+            if free := [rank for rank in group.held_ranks if rank not in busy]:
+                group.held_ranks = tuple(rank for rank in group.held_ranks if rank in busy)
                 self._owner.send(messages.ReleaseHeld(name, free))
 
     def end_store(self) -> None:
@@ -279,7 +279,7 @@ class WorkerManager:
                 group.pids, group.store_pid, group.started_at = pids, store, time.monotonic()
                 self._memory.track(pids, self._slots(group.round))
                 port = group.store_port if group.master is None else group.master[1]
-                return [GroupStarted(number, pids, store, group.warm, group.held, port)]
+                return [GroupStarted(number, pids, store, group.warm, group.held_ranks, port)]
             case messages.Released(_, ranks):
                 return [WorkersReleased(number, ranks)]
             case messages.Exited():
@@ -367,7 +367,7 @@ class WorkerManager:
         if self._memory.due is None:
             return True
         is_parked = self._spare is not None and self._spare.ready and self._spare.fits(start)
-        return is_parked and len(self._memory.held(self._slots(start.round))) < len(start.workers)
+        return is_parked and len(self._memory.waiting_ranks(self._slots(start.round))) < len(start.workers)
 
     def _park_ahead(self, begun: PendingStart | None) -> None:
         """Request a group for the start, or the one that `park` asked for."""
@@ -391,12 +391,12 @@ class WorkerManager:
             self._spare = None
 
     def _release(self, spare: ParkedGroup, start: PendingStart) -> None:
-        held = self._memory.held(self._slots(start.round))
-        self._groups[spare.name] = WorkerGroup(start.round, start.workers, start.master, warm=True, held=held)
+        busy = self._memory.waiting_ranks(self._slots(start.round))
+        self._groups[spare.name] = WorkerGroup(start.round, start.workers, start.master, warm=True, held_ranks=busy)
         self._spare = self._start = None
         workers, keep = [worker.fields() for worker in start.workers], keeps_store(start.round)
         has_store = start.master is None
-        self._owner.send(messages.Release(spare.name, has_store, keep, self._host, self._port, workers, held))
+        self._owner.send(messages.Release(spare.name, has_store, keep, self._host, self._port, workers, busy))
 
     def _execute(self, start: PendingStart) -> None:
         """Start the group cold."""

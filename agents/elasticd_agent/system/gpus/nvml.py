@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from elasticd.channel import Message
 from elasticd_agent.system.installation import program
 from elasticd_agent.system.processes import procfs
 from elasticd_agent.system.processes.helper_process import CLOSE_S, HelperError, HelperProcess, HelperTimeout
@@ -89,7 +90,7 @@ class NvmlClient:
         self._helper: HelperProcess | None = None
         self._reader: threading.Thread | None = None
         self._stop_reader: Waker | None = None
-        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._unkillable: HelperProcess | None = None
 
     def start(self) -> HelperProcess:
@@ -110,7 +111,7 @@ class NvmlClient:
             with suppress(HelperError):
                 self._helper.send(message, time.monotonic() + CLOSE_S)
 
-    def request(self, message: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+    def request(self, message: Mapping[str, Any], within_s: float) -> Message:
         """The answer, or {"trouble": why there is none}."""
         if self._unkillable is not None and self._unkillable.alive():
             pid = self._unkillable.pid
@@ -150,7 +151,7 @@ class NvmlClient:
         if helper.close():
             self._unkillable = helper
 
-    def _read(self, helper: HelperProcess, answers: queue.SimpleQueue[dict[str, Any] | None], stop: int) -> None:
+    def _read(self, helper: HelperProcess, answers: queue.SimpleQueue[Message | None], stop: int) -> None:
         with suppress(HelperError):
             while True:
                 message = helper.receive(math.inf, cancel=stop)

@@ -34,7 +34,9 @@ KMSG_LIMIT = 4 << 20
 """The kernel's own buffer is nearly always smaller."""
 LOST = (15, 16)
 """nvml.h: NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED. Some drivers still return a handle then."""
-MISSING: dict[str, Any] = {"gpus": [], "trouble": "pynvml is not installed: pip install nvidia-ml-py"}
+Message = dict[str, Any]
+"""A request, an answer or an event."""
+MISSING: Message = {"gpus": [], "trouble": "pynvml is not installed: pip install nvidia-ml-py"}
 MAX_NVLINKS = 18
 """An H100 or B200 has so many; NVML names more than any GPU has."""
 SETTLED_S = 1.0
@@ -51,7 +53,7 @@ _XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \(([^)]*)\): (\d+),? ?(.*)",
 # ---- facts
 
 
-def gpus(nvml: Any) -> dict[str, Any]:
+def gpus(nvml: Any) -> Message:
     """Facts by GPU, under "gpus"; a fact that this GPU or driver does not know is left out."""
     try:
         nvml.nvmlInit()
@@ -67,7 +69,7 @@ def gpus(nvml: Any) -> dict[str, Any]:
         nvml.nvmlShutdown()
 
 
-def _gpu(nvml: Any, index: int, last_xids: dict[str, str]) -> dict[str, Any]:
+def _gpu(nvml: Any, index: int, last_xids: dict[str, str]) -> Message:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
     except nvml.NVMLError as error:
@@ -323,7 +325,7 @@ def named_handles(nvml: Any, names: Collection[str]) -> dict[str, tuple[int, Any
 class EventThread:
     """Reports critical XIDs and double-bit ECC errors of these GPUs for as long as the process lives."""
 
-    def __init__(self, nvml: Any, names: Collection[str], send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, nvml: Any, names: Collection[str], send: Callable[[Message], None]) -> None:
         self._nvml, self._names, self._send = nvml, names, send
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -365,7 +367,7 @@ class EventThread:
         return registered
 
     def _report(self, data: Any) -> None:
-        event: dict[str, Any] = {"type": int(data.eventType), "data": int(data.eventData)}
+        event: Message = {"type": int(data.eventType), "data": int(data.eventData)}
         try:
             event["index"] = self._nvml.nvmlDeviceGetIndex(data.device)
             event["uuid"] = text(self._nvml.nvmlDeviceGetUUID(data.device))
@@ -380,12 +382,12 @@ class EventThread:
 class Server:
     """Answers requests one at a time."""
 
-    def __init__(self, nvml: Any, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, nvml: Any, send: Callable[[Message], None]) -> None:
         self._nvml, self._send = nvml, send
         self._memory: MemoryHolders | None = None
         self._names: Collection[str] = ()
 
-    def handle(self, request: dict[str, Any]) -> None:
+    def handle(self, request: Message) -> None:
         try:
             answer = MISSING if self._nvml is None else self._answer(request)
         except self._nvml.NVMLError as error:
@@ -393,7 +395,7 @@ class Server:
         if request["do"] in ("gpus", "holders"):
             self._send(answer)
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, request: Message) -> Message:
         match request["do"]:
             case "gpus":
                 return gpus(self._nvml)
@@ -421,7 +423,7 @@ def main() -> None:
         pynvml = None
     lock = threading.Lock()
 
-    def send(message: dict[str, Any]) -> None:
+    def send(message: Message) -> None:
         with lock:
             os.write(1, json.dumps(message).encode() + b"\n")
 

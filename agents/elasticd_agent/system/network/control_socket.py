@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd import bounded_json
+from elasticd.channel import Message
 from elasticd_agent.system.network.sockets import peer_credentials
 from elasticd_agent.system.waker import Waker
 
@@ -86,7 +87,7 @@ class ControlServer:
             self._listener.close()
             raise
         self._callers: set[_Caller] = set()
-        self._replies: queue.SimpleQueue[tuple[_Caller, dict[str, Any]]] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[tuple[_Caller, Message]] = queue.SimpleQueue()
         self._closing = False
         self._waker = Waker()
         self._selector = selectors.DefaultSelector()
@@ -220,7 +221,7 @@ def send_request(
     within_s: float = ANSWER_S + 5,
     users: Sequence[int] | None = None,
     process: int | None = None,
-) -> dict[str, Any]:
+) -> Message:
     """The answer of the agent at this socket, which must be one of `users`, by default root or us, and the process with
     this pid, if given. Raises ControlSocketError."""
     until = time.monotonic() + within_s

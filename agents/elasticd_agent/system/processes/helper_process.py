@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from elasticd.channel import Message
+
 CLOSE_S = 2.0
 _CHUNK = 1 << 16
 
@@ -109,7 +111,7 @@ class HelperProcess:
             except OSError:
                 raise HelperExited(self._exit_reason()) from None
 
-    def receive(self, deadline: float, cancel: int | None = None) -> dict[str, Any]:
+    def receive(self, deadline: float, cancel: int | None = None) -> Message:
         """The next line. Raises HelperError, as HelperCancelled as soon as the descriptor `cancel` is readable."""
         try:
             line = self._lines.next(deadline, cancel)
@@ -120,7 +122,7 @@ class HelperProcess:
         except (ValueError, TypeError):
             raise HelperError(f"it wrote a line that is not a JSON object: {line[:80]!r}") from None
 
-    def messages(self, deadline: float, cancel: int | None = None) -> Iterator[dict[str, Any]]:
+    def messages(self, deadline: float, cancel: int | None = None) -> Iterator[Message]:
         """Every line up to {"done": true}, which is not one of them. Raises as `receive` does."""
         while not (message := self.receive(deadline, cancel)).get("done"):
             yield message

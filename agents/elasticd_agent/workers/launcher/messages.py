@@ -10,7 +10,7 @@ has STORE_RANK.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypedDict, get_args
+from typing import NamedTuple, TypedDict, get_args
 
 from elasticd import channel
 
@@ -55,7 +55,7 @@ class StartTemplate(NamedTuple):
     argv: list[str]
     env: dict[str, str]
     cwd: str
-    launch: dict[str, Any]
+    launch: channel.Message
 
 
 class EndTemplate(NamedTuple):
@@ -77,7 +77,7 @@ class Release(NamedTuple):
     """Release a parked group; surplus processes end.
 
     Without a `store` the group uses one on another node, which is in its workers' `env` already. With `keep` the store
-    outlives a group that succeeds, until the group is sent SIGKILL. `held` are local ranks of workers that wait for
+    outlives a group that succeeds, until the group is sent SIGKILL. `held_ranks`: local ranks of workers that wait for
     ReleaseHeld.
     """
 
@@ -87,7 +87,7 @@ class Release(NamedTuple):
     host: str
     port: int
     workers: list[WorkerFields]
-    held: tuple[int, ...] = ()
+    held_ranks: tuple[int, ...] = ()
 
 
 class ReleaseHeld(NamedTuple):

@@ -45,7 +45,7 @@ class OwnedGroup:
         self.ranks: dict[int, int] = {}
         """The same, with the members that have ended."""
         self.running = False
-        self.held: dict[int, channel.Message] = {}
+        self.held_releases: dict[int, channel.Message] = {}
         """The releases that workers of a running group still wait for, by local rank."""
         self.keeps_store = False
         """After a success the store stays until it is killed: other nodes' workers may need it."""

@@ -294,14 +294,14 @@ class Owner:
         else:
             group.port = 0  # the surplus store ends below
         for rank, worker in enumerate(request.workers):
-            group.held[rank] = {**worker, "env": self.with_port(group, worker["env"])}
+            group.held_releases[rank] = {**worker, "env": self.with_port(group, worker["env"])}
         for pid, rank in list(group.alive.items()):
             if rank >= len(request.workers) or (rank == STORE_RANK and not request.store):
                 del group.alive[pid]
                 signal_child(pid, signal.SIGKILL)
         for rank in group.channels.keys() - group.alive.values():
             group.channels.pop(rank).close()
-        self.release_workers(group, group.held.keys() - set(request.held))
+        self.release_workers(group, group.held_releases.keys() - set(request.held_ranks))
         self.begin(group, request.keep)
 
     def release_held(self, request: messages.ReleaseHeld) -> None:
@@ -313,7 +313,7 @@ class Owner:
     def release_workers(self, group: OwnedGroup, ranks: Iterable[int]) -> None:
         for rank in ranks:
             with group.channels.pop(rank) as worker, contextlib.suppress(OSError):
-                channel.send(worker, group.held.pop(rank))  # one that died while parked exits like any other
+                channel.send(worker, group.held_releases.pop(rank))  # one that died while parked exits like any other
 
     def execute(self, request: messages.Execute) -> None:
         group = self.groups[request.group] = OwnedGroup(request.group, {})

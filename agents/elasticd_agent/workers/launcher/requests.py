@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from elasticd.channel import Message
 from elasticd_agent.model.job import JobSpec, Mode
 from elasticd_agent.system.installation import library_file, program
 from elasticd_agent.workers.launcher.messages import (
@@ -263,7 +264,7 @@ class LaunchRequests:
             return [spec.entrypoint, *args]
         return [spec.python, "-u", *(["-m"] if spec.mode is Mode.MODULE else []), spec.entrypoint, *args]
 
-    def _launch_config(self, **launch: Any) -> dict[str, Any]:
+    def _launch_config(self, **launch: Any) -> Message:
         """The start-up hook's configuration; `agent` and its descendants may trace the workers."""
         files = {name: program(name) for name in LAUNCHER_FILES}
         ours = {"library": {name: library_file(name) for name in LIBRARY}, "agent": os.getpid()}

@@ -87,10 +87,10 @@ def load_file(name: str, path: str) -> ModuleType:
     return module
 
 
-def load_library(paths: dict[str, str]) -> dict[str, Any]:
+def load_library(paths: dict[str, str]) -> dict[str, ModuleType]:
     """The library's files for every worker, by name, each after those that it imports."""
     before = {name: sys.modules.pop(name) for name in paths if name in sys.modules}
-    library: dict[str, Any] = {}
+    library: dict[str, ModuleType] = {}
     try:
         for name, path in paths.items():
             sys.modules[name] = library[name] = load_file(name, path)
@@ -104,7 +104,7 @@ def load_library(paths: dict[str, str]) -> dict[str, Any]:
 class Template:
     """Preloads, hides the loaded modules, and forks on request until the owner ends."""
 
-    def __init__(self, config: Config, library: dict[str, Any]) -> None:
+    def __init__(self, config: Config, library: dict[str, ModuleType]) -> None:
         self.config = config
         self.library = library
         self.control = socket.socket(fileno=config["fd"])
@@ -492,7 +492,7 @@ def after_import(name: str, then: Callable[[Any], None]) -> None:
         sys.meta_path.insert(0, _AfterImport(name, then))
 
 
-def start_heartbeat(config: Config, library: dict[str, Any]) -> Callable[[Any], None]:
+def start_heartbeat(config: Config, library: dict[str, ModuleType]) -> Callable[[Any], None]:
     """Start this worker's heartbeat; returns a function to call with torch.optim.optimizer once that is imported."""
     record = library["elasticd.heartbeat.record"]
     writer = record.from_environment()
