@@ -631,7 +631,7 @@ class Session:
     def _wanted(self) -> tuple[Action, str]:
         if why := self._stop_reason():
             return "stop", why
-        if self._pauses.should_pause(self._steps, able=self._context.directory is not None and bool(self._attached)):
+        if self._pauses.take_request(self._steps, able=self._context.directory is not None and bool(self._attached)):
             return "pause", "the agent requested a pause"
         if why := self._due or self._saver.due_by_time():
             return "save", why

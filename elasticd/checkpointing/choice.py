@@ -11,14 +11,15 @@ import os
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
+from elasticd.channel import Message
 from elasticd.checkpointing.at_fault import step_files
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory.buffers import Snapshot
 from elasticd.checkpointing.memory.held_states import HeldState, ShardsInMemory, find_alike
 from elasticd.checkpointing.memory.shard_server import Server
 from elasticd.checkpointing.state import checkpoint_files
+from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage import retention
 from elasticd.checkpointing.storage.lineage import (
     Entry,
@@ -82,10 +83,10 @@ class Choice:
             store.place(self.name, self.manifest)
         return Entry(directory / self.name, self.manifest)
 
-    def to_message(self) -> dict[str, Any]:
+    def to_message(self) -> Message:
         """The choice as JSON. A rank of the version before reads the numbers of the manifest beside it."""
         manifest = self.manifest
-        message: dict[str, Any] = {
+        message: Message = {
             **{name: getattr(manifest, name) for name in ("round", "step", "world_size", "bytes", "checksum", "wall")},
             "draft": manifest.to_json().decode(),
             "name": self.name,
@@ -98,7 +99,7 @@ class Choice:
         return message
 
     @classmethod
-    def from_message(cls, message: dict[str, Any]) -> Choice:
+    def from_message(cls, message: Message) -> Choice:
         manifest = parse(message["draft"].encode())
         assert isinstance(manifest, Manifest)
         if message["number"] is None:
@@ -125,12 +126,12 @@ class OpenState:
     """state.pt; -1 while it is not open."""
     checksum: str = ""
     """The checksum of state.pt, if it is in a file that this rank has verified."""
-    content: dict[str, Any] | None = None
+    content: StateDict | None = None
     """The content of state.pt, where this rank has tried whether it can be loaded."""
     shards: ShardsInMemory | None = None
     """The files of a sharded state in memory."""
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> StateDict:
         """The content of state.pt. Raises CheckpointCorrupt, CheckpointError, OSError."""
         if self.shards is not None and self.fd < 0:
             self.fd = self.shards.copy(STATE)

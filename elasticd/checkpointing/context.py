@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from elasticd.checkpointing.memory import writer_client
 from elasticd.checkpointing.memory.buffers import WriteTask
 from elasticd.checkpointing.memory.writer_client import WriterClient
+from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
 from elasticd.coordination.store_channel import StoreChannel
 from elasticd.heartbeat.record import HeartbeatWriter
@@ -88,7 +89,7 @@ class SaveContext:
         every = self.channel.collect(key, json.dumps(mine).encode(), what)
         return self.channel.on_rank0(answer_key or key, what, lambda: decide([json.loads(word) for word in every]))
 
-    def own_part(self, step: int) -> dict[str, Any]:
+    def own_part(self, step: int) -> StateDict:
         """The part of every state that describes the save itself."""
         return {"step": step, "round": self.round, "world_size": self.group.world_size}
 

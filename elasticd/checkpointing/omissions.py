@@ -10,17 +10,17 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.training_state import local
 from elasticd.errors import UsageError
 from elasticd.sampler import ElasticBatchSampler, Usage, uncommitted, usage_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from elasticd.checkpointing.context import SaveContext
 
 logger = logging.getLogger("elasticd")
 
@@ -129,8 +129,6 @@ class Omissions:
         What an attached one steps afterwards is its own: the other one has searched for a learning rate, if it is no
         part of that one.
         """
-        from torch.nn import Module
-        from torch.optim import Optimizer
 
         modules = {name: obj for name, obj in self._attached.items() if isinstance(obj, Module)}
         of_module = {id(parameter): name for name, module in modules.items() for parameter in module.parameters()}
@@ -164,8 +162,6 @@ class Omissions:
 
     def _is_saved(self, optimizer: Any) -> bool:
         """True if a part of something else that is attached, such as a wrapper, saves the optimizer's state."""
-        from torch.nn import Module
-        from torch.optim import Optimizer
 
         own = {
             tensor.untyped_storage().data_ptr() for tensor in map(local, training_state.tensors(dict(optimizer.state)))
@@ -232,7 +228,6 @@ class Omissions:
 
     def _keep_gradients(self, number: int) -> None:
         """Keep gradients that an optimizer's next step may find unchanged."""
-        from torch.optim import Optimizer
 
         self._gradients = {}
         self._order_is_known = number >= FIRST_STEPS

@@ -38,6 +38,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elasticd.channel import Message
 from elasticd.checkpointing.at_fault import committed_state, step_files, step_record
 from elasticd.checkpointing.choice import Choice, Chooser, OpenState
 from elasticd.checkpointing.context import SaveContext
@@ -47,6 +48,7 @@ from elasticd.checkpointing.memory.held_states import ShardsInMemory
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.state import checkpoint_files, in_place, shard_plan, sharded, training_state
+from elasticd.checkpointing.state.training_state import RandomState, StateDict
 from elasticd.checkpointing.state_opener import StateOpener
 from elasticd.checkpointing.storage.lineage import lineage, open_verified
 from elasticd.checkpointing.storage.manifest import Manifest
@@ -91,7 +93,7 @@ def check_unneeded(context: SaveContext) -> None:
     own, directory = context.environment, context.directory
     assert directory is not None
 
-    def find() -> dict[str, Any]:
+    def find() -> Message:
         manifests: list[Manifest] = []
         with contextlib.suppress(OSError):  # a disk or store that cannot be read now; saves will say so
             manifests += [entry.manifest for entry in lineage(directory)[0][:1]]
@@ -186,7 +188,7 @@ class Restore:
     def _choose_once(self, attempt: int, may_wait: bool) -> Choice | None:
         """Rank 0's choice, on every rank. `may_wait`: a sharded state that is being written may be the newest one."""
 
-        def decide(may_wait: bool) -> dict[str, Any]:
+        def decide(may_wait: bool) -> Message:
             if may_wait and self._chooser.may_be_incomplete:
                 return {"wait": True}
             choice = self._chooser.choose()
@@ -286,7 +288,7 @@ class Restore:
             except OSError as error:  # a store that cannot be read now has lost nothing
                 word["why" if store is None else "error"] = str(error)
 
-        def decide(words: list[dict[str, Any]]) -> dict[str, str]:
+        def decide(words: list[Message]) -> dict[str, str]:
             if blind := [str(rank) for rank, answer in enumerate(words) if not answer["shared"]]:
                 raise CheckpointError(
                     f"rank {', '.join(blind)} cannot see {entry.path}: a sharded checkpoint needs a directory that all "
@@ -318,7 +320,7 @@ class Restore:
         notes += training_state.scatter_per_rank(self._context.per_rank, states, rank, world_size, self._optional)
         return notes + self._restore_random_state(choice, saved), donor
 
-    def _load_attached(self, choice: Choice, content: dict[str, Any]) -> list[str]:
+    def _load_attached(self, choice: Choice, content: StateDict) -> list[str]:
         """Load the attached objects; returns sentences about what was not used."""
         names = content[training_state.RESERVED].get(sharded.NAMES, [])
         attached, opened = self._attached, self.opened
@@ -329,7 +331,7 @@ class Restore:
             sharded.scatter(divided, sharded.divide(divided, content))
         if large:
             open_file = opened.shards.open if opened.shards else shard_plan.on_disk(choice.placed(self._directory).path)
-            sharded.scatter(large, shard_plan.read(open_file, lambda metadata: sharded.targets(large, metadata)))
+            sharded.scatter(large, shard_plan.load_shards(open_file, lambda metadata: sharded.targets(large, metadata)))
         unused = [name for name in names if name not in large]
         read = functools.partial(in_place.read, opened.fd, content, small, opened.checksum)
         notes = training_state.scatter(small, content, self._optional, read)
@@ -356,7 +358,7 @@ class Restore:
             step_files.keep_random_state(rank, choice.step, group.device)
         return notes
 
-    def _recorded_random_state(self, choice: Choice, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _recorded_random_state(self, choice: Choice, saved: Mapping[str, Any]) -> RandomState | None:
         """This rank's random state, if its process of that round was on this node; None if nothing is known. A donor on
         another node has not had it. Raises CheckpointError if the process had died in the step, and may have drawn
         more.
@@ -377,7 +379,7 @@ class Restore:
     def _agree_on_success(self, choice: Choice, error: Exception | None, notes: list[str]) -> Resumed:
         """All ranks have loaded the state, or all raise: each its own error, or one that names the others'."""
         word = {"error": f"{type(error).__name__}: {error}" if error else "", "notes": notes}
-        words: list[dict[str, Any]] = self._context.agree(
+        words: list[Message] = self._context.agree(
             "loaded", "its loading", word, lambda words: {"answers": words}, "restored"
         )["answers"]
         if failed := [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(words) if answer["error"]]:

@@ -38,12 +38,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from elasticd.channel import Message
 from elasticd.checkpointing.context import SaveContext, SaveInterval, cursor_of
 from elasticd.checkpointing.directory_writes import DirectoryWrites
 from elasticd.checkpointing.sharded_saver import ShardedSaver
 from elasticd.checkpointing.state import rank_differences, sharded, training_state
 from elasticd.checkpointing.state.rank_differences import RankState
 from elasticd.checkpointing.state.safe_types import check_loadable
+from elasticd.checkpointing.state.training_state import RandomState, StateDict
 from elasticd.checkpointing.storage.lineage import highest_round, lineage
 from elasticd.checkpointing.storage.object_url import missing_package, resolve, shown
 from elasticd.checkpointing.whole_saver import MOST_SENT_BYTES, WholeSaver
@@ -162,7 +164,7 @@ class Saver:
         attached: Mapping[str, Any],
         why: str,
         wait: bool = False,
-        random_state: dict[str, Any] | None = None,
+        random_state: RandomState | None = None,
     ) -> bool:
         """Save the attached objects and all ranks' random states; this rank's is `random_state`, or the present one.
 
@@ -204,7 +206,7 @@ class Saver:
         step: int,
         attached: Mapping[str, Any],
         in_shards: Mapping[str, Any],
-        random_state: dict[str, Any] | None,
+        random_state: RandomState | None,
     ) -> tuple[list[Any], str]:
         """Every rank's random state, `per_rank` states and digests, on rank 0; which ranks have too much of them."""
         context, rank = self.context, self.context.group.rank
@@ -226,7 +228,7 @@ class Saver:
         return list(map(training_state.from_bytes, received)), ""
 
     def _compare(
-        self, step: int, every_rank: Sequence[Sequence[Any]], too_large: str, content: Callable[[], dict[str, Any]]
+        self, step: int, every_rank: Sequence[Sequence[Any]], too_large: str, content: Callable[[], StateDict]
     ) -> None:
         """Report what differs between ranks; at the first save, on every rank, raise for a state that is refused.
 
@@ -238,7 +240,7 @@ class Saver:
         def differences() -> list[rank_differences.Difference]:
             return list(rank_differences.find([digests for _, _, digests in every_rank]))
 
-        def check_first() -> dict[str, Any]:
+        def check_first() -> Message:
             if too_large:
                 raise CheckpointRefused(too_large)
             check_loadable(content())
@@ -265,7 +267,7 @@ class Saver:
                 if self.context.group.rank == 0:
                     self.context.events.write("message", what, step)
 
-    def _content(self, step: int, attached: Mapping[str, Any], every_rank: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    def _content(self, step: int, attached: Mapping[str, Any], every_rank: Sequence[Sequence[Any]]) -> StateDict:
         own = self.context.own_part(step)
         own["rng"] = [random_state for random_state, _, _ in every_rank]
         if names := list(self.context.per_rank):

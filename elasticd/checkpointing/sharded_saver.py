@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from elasticd.channel import Message
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.directory_writes import DirectoryWrites
 from elasticd.checkpointing.memory import held_states, shard_files
@@ -28,7 +29,7 @@ from elasticd.checkpointing.state import checkpoint_files, shard_plan, sharded
 from elasticd.checkpointing.state.layout import Layout
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.state.shard_plan import ShardPlan
-from elasticd.checkpointing.state.training_state import RESERVED, no_garbage_collection
+from elasticd.checkpointing.state.training_state import RESERVED, StateDict, no_garbage_collection
 from elasticd.checkpointing.storage.atomic_write import Staging
 from elasticd.checkpointing.storage.manifest import STATE, FileState, Manifest
 from elasticd.checkpointing.storage.object_url import url_of
@@ -58,7 +59,7 @@ class ShardedSaver:
         sees = not probe or url_of(directory) is not None or (directory / probe).exists()
         self._agree("shared directory", "whether it sees the checkpoint directory", sees, self._check_shared)
 
-    def _compare(self, every: list[dict[str, str]]) -> dict[str, Any]:
+    def _compare(self, every: list[dict[str, str]]) -> Message:
         """Raises UsageError for other objects than rank 0's; makes a file that all ranks should see."""
         if why := next((words["error"] for words in every if "error" in words), ""):
             raise UsageError(why)
@@ -78,7 +79,7 @@ class ShardedSaver:
             return {"probe": ""}  # the disk may be writable later
         return {"probe": self._probe.name}
 
-    def _check_shared(self, every: list[bool]) -> dict[str, Any]:
+    def _check_shared(self, every: list[bool]) -> Message:
         with contextlib.suppress(OSError):
             self._probe.unlink()
         if blind := [str(rank) for rank, sees in enumerate(every) if not sees]:
@@ -92,7 +93,7 @@ class ShardedSaver:
         self,
         draft: Manifest,
         attached: Mapping[str, Any],
-        content: Callable[[], dict[str, Any]],
+        content: Callable[[], StateDict],
         unable: str,
         why: str,
         wait: bool,
@@ -105,7 +106,7 @@ class ShardedSaver:
         changed = self._plan is None or not self._plan.fits(state)
         layout: Layout | None = None
 
-        def begin(every: list[tuple[bool, bool]]) -> dict[str, Any]:
+        def begin(every: list[tuple[bool, bool]]) -> Message:
             nonlocal layout
             is_new, others_write = (any(words) for words in zip(*every, strict=True))
             if unable:
@@ -158,20 +159,20 @@ class ShardedSaver:
         if self._agree("settled", what, has_ended, lambda every: {"all": all(every)})["all"]:
             self.is_busy(False, None if self._context.group.rank else LOST_PART_S)
 
-    def _make_plan(self, state: dict[str, Any]) -> None:
+    def _make_plan(self, state: StateDict) -> None:
         with no_garbage_collection():
             self._plan = ShardPlan(state, self._context.group)
 
-    def _agree(self, key: str, what: str, mine: Any, decide: Callable[[list[Any]], dict[str, Any]]) -> dict[str, Any]:
+    def _agree(self, key: str, what: str, mine: Any, decide: Callable[[list[Any]], Message]) -> Message:
         """Rank 0's decision about every rank's word, on every rank."""
         channel, number = self._context.channel, self._context.saves
 
-        def decide_and_tidy(every: list[Any]) -> dict[str, Any]:
+        def decide_and_tidy(every: list[Any]) -> Message:
             if channel.store is not None and number > 1:
                 channel.delete(f"{key}/{number - 1}")  # all ranks have read it: they have sent another word
             return decide(every)
 
-        decision: dict[str, Any] = self._context.agree(f"{key}/{number}", what, mine, decide_and_tidy)
+        decision: Message = self._context.agree(f"{key}/{number}", what, mine, decide_and_tidy)
         return decision
 
     def is_busy(self, wait: bool, parts_s: float | None = None) -> bool:
@@ -195,7 +196,7 @@ class ShardedSaver:
         self._serve()
         try:
 
-            def decide(every: list[str]) -> dict[str, Any]:
+            def decide(every: list[str]) -> Message:
                 refusal = next((word for word in every if word), "")
                 return {"refused": refusal, "token": secrets.token_hex(4)}
 
@@ -252,7 +253,7 @@ class ShardedSaver:
         self._is_unserved = server is None
         context.channel.put(f"shards/{who.node}", json.dumps(server).encode())
 
-    def _partner(self) -> dict[str, Any] | None:
+    def _partner(self) -> Message | None:
         """The node before this one, of whose part this node's writer makes a copy."""
         context, who = self._context, self._context.environment
         if context.writer is None or not self._keeps_copies(context.writer):

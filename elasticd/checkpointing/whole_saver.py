@@ -18,6 +18,7 @@ from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterC
 from elasticd.checkpointing.state import checkpoint_files, training_state
 from elasticd.checkpointing.state.layout import Layout, write_packed
 from elasticd.checkpointing.state.safe_types import check_loadable
+from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.manifest import Manifest, parse
 
 MOST_SENT_BYTES = 8 << 20
@@ -39,7 +40,7 @@ class WholeSaver:
         self,
         draft: Manifest,
         attached: Mapping[str, Any],
-        content: Callable[[], dict[str, Any]],
+        content: Callable[[], StateDict],
         unable: str,
         why: str,
         wait: bool,

@@ -47,7 +47,7 @@ class PauseController:
     _open: int = 0
     _answered: int = 0
 
-    def should_pause(self, step: int, able: bool) -> bool:
+    def take_request(self, step: int, able: bool) -> bool:
         """True if the ranks should pause at this step. `able`: objects are attached and there is a directory."""
         if able and not self._announced:
             self._announced = True

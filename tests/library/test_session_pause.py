@@ -162,36 +162,36 @@ def not_stopped() -> str:
 
 def test_request_has_one_answer_until_it_changes(tmp_path: Path) -> None:
     agent = Agent(tmp_path, timeout_s=0)
-    assert not agent.pauses.should_pause(1, able=False)
+    assert not agent.pauses.take_request(1, able=False)
     assert agent.kinds() == []
     agent.request(PAUSE)
-    assert not agent.pauses.should_pause(2, able=False)
-    assert not agent.pauses.should_pause(3, able=False)
+    assert not agent.pauses.take_request(2, able=False)
+    assert not agent.pauses.take_request(3, able=False)
     assert agent.kinds() == ["cannot_pause"]
     agent.request(PAUSE | 1 << 8)
-    assert agent.pauses.should_pause(4, able=True)
+    assert agent.pauses.take_request(4, able=True)
     assert agent.pauses.wait(4, saved=True, stop=not_stopped)[0] == "continue"
-    assert not agent.pauses.should_pause(5, able=True)
+    assert not agent.pauses.take_request(5, able=True)
     assert agent.kinds() == ["can_pause", "paused", "pause_ended"]
     agent.request(0)
-    assert not agent.pauses.should_pause(6, able=True)
+    assert not agent.pauses.take_request(6, able=True)
     agent.request(PAUSE | 1 << 8)
-    assert agent.pauses.should_pause(7, able=True)
+    assert agent.pauses.take_request(7, able=True)
     assert agent.pauses.wait(7, saved=False, stop=not_stopped)[0] == "continue"
-    assert not agent.pauses.should_pause(8, able=True)
+    assert not agent.pauses.take_request(8, able=True)
     assert agent.kinds() == ["cannot_pause"]
 
 
 def test_withdrawn_pause_may_be_requested_again(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     agent.request(PAUSE)
-    assert agent.pauses.should_pause(1, able=True)
+    assert agent.pauses.take_request(1, able=True)
     agent.request(0)
     assert agent.pauses.wait(1, saved=True, stop=not_stopped) == (
         *("continue", "the pause at step 1 is over: the agent withdrew its request"),
     )
     agent.request(PAUSE)
-    assert agent.pauses.should_pause(2, able=True)
+    assert agent.pauses.take_request(2, able=True)
 
 
 def test_wait_for_end_of_pause_has_longer_deadline() -> None:

@@ -190,7 +190,7 @@ def test_metadata_cannot_run_code(tmp_path: Path) -> None:
 
     (tmp_path / shard_plan.METADATA).write_bytes(pickle.dumps(Evil()))
     with pytest.raises(checkpoint.CheckpointCorrupt, match=r"it refers to posix\.mkdir"):
-        shard_plan.read(shard_plan.on_disk(tmp_path), lambda metadata: {})
+        shard_plan.load_shards(shard_plan.on_disk(tmp_path), lambda metadata: {})
     assert not (tmp_path / "evil").exists()
 
 

@@ -16,15 +16,18 @@ import operator
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from elasticd.checkpointing.at_fault import step_files, step_record
 from elasticd.checkpointing.at_fault.donor_rules import (
     MUTABLE,
     has_mutable_setting,
     is_alike,
-    is_module,
-    is_optimizer,
     may_differ,
     reason_against,
     trained,
@@ -34,10 +37,8 @@ from elasticd.checkpointing.at_fault.step_record import RecordedStep
 from elasticd.checkpointing.at_fault.step_ring import Commit, StepRing, ring_of
 from elasticd.checkpointing.context import SaveContext, cursor_of
 from elasticd.checkpointing.state import device_copy, training_state
+from elasticd.checkpointing.state.training_state import RandomState, StateDict
 from elasticd.errors import CheckpointError
-
-if TYPE_CHECKING:
-    import torch
 
 EXPECTED = "rng_expected"
 """Key in a state: True if random states are, at a commit, what they were in the backward pass."""
@@ -45,7 +46,7 @@ DRAWN = "rng_drawn"
 """Key in a state: of the ranks on the donor's node how they have drawn, for a rank that has died on another one."""
 DONOR = "donor"
 """Key in a sharded state: the rank that saved state.pt at a fault."""
-_Kept = tuple[list[bytes], list[list[dict[str, Any]]]]
+_Kept = tuple[list[bytes], list[list[StateDict]]]
 """Small objects, pickled, and the groups of optimizers."""
 _CHANGED = "what is attached was changed after session.step()"
 _CHANGES = "what is attached is changed between session.step() and the optimizer's step"
@@ -85,14 +86,14 @@ class CommittedState:
         self._more_hooks: dict[int, Any] = {}
         """Hooks by the id of a parameter that was trained in a backward pass without a hook."""
         objects = list(self._attached.values())
-        self.optimizers = [obj for obj in objects if is_optimizer(obj)]
-        self._others = [obj for obj in objects if not is_module(obj) and not is_optimizer(obj)]
+        self.optimizers = [obj for obj in objects if isinstance(obj, Optimizer)]
+        self._others = [obj for obj in objects if not isinstance(obj, (Module, Optimizer))]
         self._states = list(map(_state_of, self._others))
-        self._scalers = [obj for obj in self._others if _is_scaler(obj)]
+        self._scalers = [obj for obj in self._others if isinstance(obj, GradScaler)]
         self._updates = self._scaler_updates()
         self._unlike = [index for index, obj in enumerate(self._others) if not is_alike(obj)]
         """Those that may differ between ranks: saves are refused then."""
-        self._fingerprint = Fingerprint([obj for obj in objects if is_module(obj)], self.optimizers)
+        self._fingerprint = Fingerprint([obj for obj in objects if isinstance(obj, Module)], self.optimizers)
         self._watch()
         device = step_files.gpu(context.group.device)
         # Made here and not at the fault: it would break a CUDA graph that the script captures meanwhile.
@@ -338,9 +339,8 @@ class CommittedState:
         for name, data in zip(names, commit.kept[0], strict=True):
             yield name, pickle.loads(data)
 
-    def content(self, commit: Commit) -> dict[str, Any]:
+    def content(self, commit: Commit) -> StateDict:
         """The whole state as `Saver` saves it. Raises CheckpointError, and what a state_dict() may raise."""
-        import torch
 
         step = commit.step
         drawn, random_states, is_as_expected, buffers = self._records(step)
@@ -359,7 +359,7 @@ class CommittedState:
             else:
                 number, what = key
                 content[name]["state"][number] = {**content[name]["state"][number], what: value}
-        optimizers = [name for name, obj in self._attached.items() if is_optimizer(obj)]
+        optimizers = [name for name, obj in self._attached.items() if isinstance(obj, Optimizer)]
         for name, groups in zip(optimizers, commit.kept[1], strict=True):
             if has_mutable_setting(groups):
                 raise CheckpointError(MUTABLE)
@@ -371,9 +371,7 @@ class CommittedState:
         """The position of the attached sampler."""
         return cursor_of(self._attached, dict(self._kept(commit)))
 
-    def _own_part(
-        self, step: int, drawn: Sequence[Drawn], random_states: list[Any], is_as_expected: bool
-    ) -> dict[str, dict[str, Any]]:
+    def _own_part(self, step: int, drawn: Sequence[Drawn], random_states: list[Any], is_as_expected: bool) -> StateDict:
         own = self._context.own_part(step)
         described = [(rank.rank, rank.last, rank.digests) for rank in drawn]
         return {training_state.RESERVED: {**own, "rng": random_states, EXPECTED: is_as_expected, DRAWN: described}}
@@ -443,7 +441,7 @@ class RankRecord:
         self._path = step_files.path_of("commit", rank, round)
         self.committed, self.expected = self._read(step)
 
-    def random_state(self, others: Sequence[Drawn]) -> dict[str, Any] | None:
+    def random_state(self, others: Sequence[Drawn]) -> RandomState | None:
         """The rank's random state as of the step; None if nothing is known of the rank. Raises CheckpointError if it
         may have drawn more.
         """
@@ -477,7 +475,7 @@ class RankRecord:
         last = max((earlier for earlier in step_record.steps(self._path) if earlier < self._step), default=0)
         return last, *(self._read(last) if last else (None, None))
 
-    def _likely_state(self, others: Sequence[Drawn]) -> dict[str, Any] | None:
+    def _likely_state(self, others: Sequence[Drawn]) -> RandomState | None:
         """The random state that this rank, which is dead, would have had at the commit; None if that is not known."""
         of = self.expected or self.before[1]
         likely = {kind: self._likely(kind, others) for kind in of.random_state} if of is not None else {}
@@ -515,21 +513,15 @@ def _alike(kind: str, one: _Digests, other: _Digests) -> bool | None:
     return None if one is None or other is None else one.get(kind) == other.get(kind)
 
 
-def _is_scaler(obj: Any) -> TypeGuard[torch.amp.GradScaler]:
-    from torch.amp import GradScaler
-
-    return isinstance(obj, GradScaler)
-
-
 def _state_of(obj: Any) -> Callable[[], Any]:
     """A function that returns an object's state at a commit: that of a GradScaler lacks the part on the GPU, since
     reading that would wait for the GPU.
     """
-    if not _is_scaler(obj):
+    if not isinstance(obj, GradScaler):
         state_dict: Callable[[], Any] = obj.state_dict
         return state_dict
 
-    def of_scaler() -> dict[str, Any]:
+    def of_scaler() -> StateDict:
         if not any(step_files.is_on_gpu(vars(obj).get(where)) for where in step_files.OF_SCALER.values()):
             return obj.state_dict()
         numbers = {"growth_factor": obj.get_growth_factor(), "backoff_factor": obj.get_backoff_factor()}

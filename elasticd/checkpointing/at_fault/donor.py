@@ -1,14 +1,33 @@
-"""Save at failure: before a broken group is killed, a surviving rank copies the state of its last commit into memory.
+"""A save at a fault: before a broken group is killed, a surviving rank copies the state of its last commit into memory.
 
-Under DistributedDataParallel every rank has the whole state of the last commit, the end of `session.step()`. The
-launcher asks the writer before it kills a group, the writer asks all ranks of its node, and a thread answers in each:
-the training thread stands in a collective, which waits without the GIL. A rank that fails by an exception saves by
-itself before it exits. The first rank with the most advanced step is taken.
+Under DistributedDataParallel every rank has the whole state of the last commit, the end of `session.step()`. So one
+survivor is enough to lose no step, if what it copies is the state of that step and of no other. The order:
 
-Parameters and the optimizer's state change only between the optimizer's pre-step hook and the next commit. The training
-thread holds a lock for that time, and a thread that saves holds it, too: so a state is never copied while it is
-changed, and cannot be changed while it is copied. What changes at other times is kept as of the commit, by
-`committed_state`.
+1. At each commit (`committed_state`) a rank records what may change before the next optimizer step: random states,
+   buffers, learning rates, small objects. Parameters and the optimizer's tensors are not copied: they change only
+   between the optimizer's pre-step hook and the next commit. In the backward pass it also records what it expects to be
+   at the next commit, before it sends the gradient without which no other rank can end the step.
+2. For the time of that change the training thread holds a lock. A thread that saves holds it, too: a state is never
+   copied while it is changed, and cannot be changed while it is copied.
+3. A rank dies. The launcher asks the node's writer before it kills the group, the writer asks every rank of its node,
+   and a thread answers in each: the training thread stands in a collective, which waits without the GIL. A rank whose
+   script fails saves by itself before it exits.
+4. The thread waits, in turn, for a step that another rank has committed and this one has not, for the lock, and for the
+   GPU to reach the last commit (`step_ring`). Each wait is bounded: the launcher waits for all answers.
+5. It compares the state with the fingerprint of the commit, copies it into a buffer that the writer lends, and compares
+   again. Only then does the writer hear that the share is whole. The first rank with the most advanced step is taken.
+6. The next round resumes from it (`restore`). A rank that died takes its random state from its own record, or from that
+   of a rank which has drawn alike.
+
+What this order prevents:
+
+- Half of a step: the lock of 2, and on a GPU an event before each optimizer step and one at each commit.
+- A change that nobody announced, such as `p.data.mul_()` between steps: 5 finds it by counters and pieces of tensors,
+  and the rank gives up rather than save a state that belongs to no step.
+- A save of an older step than the newest that a rank has ended: a rank sends its gradients before it commits, so the
+  others can end that step, too, and 4 waits for them to do so.
+- A state that only this rank has: `donor_rules` refuses scripts of which ranks may differ, by a sentence in the log.
+- A rank that saves for ever: it is killed after the launcher's wait, and the last save as usual is resumed from.
 
 In doubt a rank is no donor; it gives the reason once, as a worker event.
 """
@@ -23,7 +42,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from elasticd import channel
 from elasticd.checkpointing.at_fault import step_files, step_record
@@ -38,9 +59,6 @@ from elasticd.checkpointing.state.layout import Layout
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.storage.manifest import Manifest
 from elasticd.errors import CheckpointError
-
-if TYPE_CHECKING:
-    import torch
 
 LONGEST_COPY_S = 200e-6
 """The longest that the copies at a commit may take, or SHARE of a step if that is longer; else the rank is no donor."""

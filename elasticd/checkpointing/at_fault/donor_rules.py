@@ -8,18 +8,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch.amp import GradScaler
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
+
+from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.layout import tensors
 from elasticd.sampler import ElasticBatchSampler
-
-if TYPE_CHECKING:
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    from elasticd.checkpointing.context import SaveContext
-
 
 MOST_BUFFER_BYTES = 16 << 20
 """The most that a rank's buffers on its GPU may have: several copies of them are kept there."""
@@ -35,11 +37,11 @@ class _Rank:
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
         """The attached modules by name, without the wrappers around them."""
-        return {name: training_state.unwrap(obj) for name, obj in self.attached.items() if is_module(obj)}
+        return {name: training_state.unwrap(obj) for name, obj in self.attached.items() if isinstance(obj, Module)}
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [obj for obj in self.attached.values() if is_optimizer(obj)]
+        return [obj for obj in self.attached.values() if isinstance(obj, Optimizer)]
 
     @property
     def parallel(self) -> list[DistributedDataParallel]:
@@ -117,7 +119,6 @@ def _own_communication(rank: _Rank) -> str:
 
 
 def _no_replicated_optimizer(rank: _Rank) -> str:
-    from torch.optim import Optimizer
 
     if not rank.optimizers:
         return "no optimizer is attached"
@@ -140,10 +141,9 @@ def _only_at_saves(rank: _Rank) -> str:
 
 
 def _tensors_elsewhere(rank: _Rank) -> str:
-    from torch.amp import GradScaler
 
     for name, obj in rank.attached.items():
-        if is_module(obj) or is_optimizer(obj) or isinstance(obj, GradScaler):
+        if isinstance(obj, (Module, Optimizer, GradScaler)):
             continue
         if any(tensors(obj.state_dict(), "")):
             return f"{name} keeps tensors and is neither a module nor an optimizer"
@@ -159,12 +159,11 @@ def _unlike_rank_0(rank: _Rank) -> str:
     """A module has to be alike on all ranks; of small objects a digest is compared with rank 0's, at the fault."""
     if rank.context.group.rank == 0:
         return ""
-    modules = ((name, obj) for name, obj in rank.attached.items() if is_module(obj))
+    modules = ((name, obj) for name, obj in rank.attached.items() if isinstance(obj, Module))
     return next((may_differ(name) for name, obj in modules if not is_alike(obj)), "")
 
 
 def _own_state_dict(rank: _Rank) -> str:
-    from torch.nn import Module
 
     for name, module in rank.modules.items():
         for submodule in module.modules():
@@ -180,7 +179,6 @@ def _own_state_dict(rank: _Rank) -> str:
 
 def _own_optimizer_state(rank: _Rank) -> str:
     """A number that is no count, such as a loss, may have been another one on the dead rank."""
-    import torch
 
     for obj in rank.optimizers:
         if any(training_state.components(tensor)[0] is not tensor for tensor in _kept(obj)):
@@ -194,14 +192,12 @@ def _own_optimizer_state(rank: _Rank) -> str:
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    import torch
 
     for values in optimizer.state.values():
         yield from (tensor for tensor in values.values() if isinstance(tensor, torch.Tensor))
 
 
 def _unusual_tensor(rank: _Rank) -> str:
-    import torch
 
     for name, module in rank.modules.items():
         every = [*module.parameters(), *module.buffers()]
@@ -249,18 +245,6 @@ def _is_constant(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def is_module(obj: Any) -> bool:
-    from torch.nn import Module
-
-    return isinstance(obj, Module)
-
-
-def is_optimizer(obj: Any) -> bool:
-    from torch.optim import Optimizer
-
-    return isinstance(obj, Optimizer)
-
-
 def averaged(attached: Mapping[str, Any]) -> dict[int, torch.nn.Parameter]:
     """The parameters that DistributedDataParallel keeps equal on all ranks, by id: those that were trained when it was
     made. It does not name them, but counts them. The call has to come before the script freezes or unfreezes others.
@@ -287,9 +271,6 @@ def may_differ(name: str) -> str:
 
 def is_alike(obj: Any) -> bool:
     """True if the object's state follows from what is equal on all ranks, buffers of modules aside."""
-    import torch
-    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-    from torch.optim.swa_utils import AveragedModel
 
     if isinstance(obj, LRScheduler):
         return not isinstance(obj, ReduceLROnPlateau)
@@ -297,4 +278,4 @@ def is_alike(obj: Any) -> bool:
         return not parallel.parameters_to_ignore
     if getattr(obj, training_state.RANK_INDEPENDENT, False):
         return True
-    return isinstance(obj, (AveragedModel, ElasticBatchSampler, torch.amp.GradScaler)) or is_optimizer(obj)
+    return isinstance(obj, (AveragedModel, ElasticBatchSampler, GradScaler, Optimizer))

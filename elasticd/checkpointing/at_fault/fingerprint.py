@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from elasticd.checkpointing.at_fault.step_record import PIECE_BYTES, piece
 from elasticd.checkpointing.state.training_state import local
 from elasticd.process_group import host_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 READ_S = 50e-9
 """The time to read one counter."""
@@ -146,7 +145,6 @@ class Fingerprint:
 
     def whole(self) -> tuple[list[int], list[int], bytes]:
         """Counters, addresses and pieces in the host's memory, of all tensors."""
-        import torch
 
         tensors = [*_parameters(self._modules), *_states(self._optimizers)]
         pieces = [piece(tensor, PIECE_BYTES) for tensor in tensors if tensor.device.type == "cpu"]
@@ -181,7 +179,6 @@ def _parameters(modules: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _states(optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
-    import torch
 
     for optimizer in optimizers:
         for values in optimizer.state.values():

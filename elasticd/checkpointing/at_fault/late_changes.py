@@ -17,15 +17,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from elasticd.checkpointing.at_fault.donor_rules import is_module, is_optimizer
+import torch
+from torch.amp import GradScaler
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from elasticd.checkpointing.state import training_state
-from elasticd.checkpointing.state.training_state import local
+from elasticd.checkpointing.state.training_state import RandomState, local
 from elasticd.errors import CheckpointRefused
 from elasticd.sampler import ElasticBatchSampler
 
 if TYPE_CHECKING:
-    import torch
-
     from elasticd.checkpointing.at_fault.donor import Donor
 
 FIRST_STEPS = 3
@@ -54,7 +57,7 @@ class StepEnd:
         """The next step."""
         self._ends_epoch = self._is_saved = False
         self._device = device
-        self._random_state: dict[str, Any] | None = None
+        self._random_state: RandomState | None = None
         """At the end of an epoch: what follows is repeated by a run that resumes there."""
 
     def commit(self, step: int, is_saved: bool, ends_epoch: bool) -> None:
@@ -76,7 +79,7 @@ class StepEnd:
         return bool(self._changes.find())
 
     @property
-    def random_state(self) -> dict[str, Any] | None:
+    def random_state(self) -> RandomState | None:
         """The random state that a save by the script has to have, None for the present one."""
         return None if self.has_begun else self._random_state
 
@@ -128,7 +131,7 @@ class LateChanges:
             for name, obj in attached.items():
                 if read_state := self._look_of(name, obj):
                     self._looks[name] = read_state
-        self.certain = {name for name, obj in attached.items() if is_module(obj) or _is_scheduler(obj)}
+        self.certain = {name for name, obj in attached.items() if isinstance(obj, Module) or _is_scheduler(obj)}
         """Names of those that no script changes at the beginning of a step, after it has asked for the batch."""
         self.untrained = self.certain - _trained(attached)
         """Those that no script changes before its optimizer's step."""
@@ -136,13 +139,12 @@ class LateChanges:
         self._count = 0
 
     def _look_of(self, name: str, obj: Any) -> Look | None:
-        from torch.amp import GradScaler
 
         if isinstance(obj, ElasticBatchSampler):
             return None
-        if is_module(obj):
+        if isinstance(obj, Module):
             return self._module(obj)
-        if is_optimizer(obj):
+        if isinstance(obj, Optimizer):
             return lambda: [group.get("lr") for group in obj.param_groups]
         if _is_scheduler(obj):
             nested = [obj, *getattr(obj, "_schedulers", ())]
@@ -172,7 +174,6 @@ class LateChanges:
 
     def _module(self, module: torch.nn.Module) -> Look | None:
         """The first and the last parameter: of those elsewhere than in the host's memory their counters of changes."""
-        import torch
 
         every = [parameter for parameter in module.parameters() if not parameter.is_inference()]
         sample = every[:1] + every[1:][-1:]
@@ -194,14 +195,13 @@ class LateChanges:
 
 def _trained(attached: Mapping[str, Any]) -> set[str]:
     """Names of the modules that an optimizer trains."""
-    optimizers = [obj for obj in attached.values() if is_optimizer(obj)]
+    optimizers = [obj for obj in attached.values() if isinstance(obj, Optimizer)]
     trained = {id(parameter) for obj in optimizers for group in obj.param_groups for parameter in group["params"]}
-    modules = {name: obj for name, obj in attached.items() if is_module(obj)}
+    modules = {name: obj for name, obj in attached.items() if isinstance(obj, Module)}
     return {name for name, obj in modules.items() if any(id(parameter) in trained for parameter in obj.parameters())}
 
 
 def _is_scheduler(obj: Any) -> bool:
-    from torch.optim.lr_scheduler import LRScheduler
 
     return isinstance(obj, LRScheduler)
 

@@ -7,13 +7,16 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from elasticd.checkpointing.at_fault import step_record
 from elasticd.checkpointing.state import training_state
-
-if TYPE_CHECKING:
-    import torch
+from elasticd.checkpointing.state.training_state import RandomState
 
 
 def path_of(kind: str, rank: int, round: int | None = None) -> str:
@@ -29,7 +32,7 @@ def paths_of(kind: str, round: int) -> list[str]:
     return list(map(str, Path(path_of(kind, 0, round)).parent.glob(f"{kind}-*")))
 
 
-def kept_random_state(rank: int, step: int, round: int) -> dict[str, Any] | None:
+def kept_random_state(rank: int, step: int, round: int) -> RandomState | None:
     """The state that `keep_random_state` has kept, if the rank's process was on this node."""
     record = step_record.read(path_of("resumed", rank, round), step, [])
     return record.random_state if record is not None else None
@@ -87,9 +90,6 @@ def buffers(attached: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], step
     parameters on a GPU, such as the number of steps: it is that of the last commit, however far the GPU is behind. Its
     key is the parameter's number and the name.
     """
-    from torch.amp import GradScaler
-    from torch.nn import Module
-    from torch.optim import Optimizer
 
     for name, obj in attached.items():
         if isinstance(obj, GradScaler):

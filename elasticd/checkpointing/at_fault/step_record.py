@@ -28,13 +28,13 @@ import struct
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from elasticd.checkpointing.state import generators, training_state
+from elasticd.checkpointing.state.training_state import RandomState
 from elasticd.process_group import host_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 _HEAD = struct.Struct(f"<qqqd{generators.DEVICE_BYTES}s16s")
 _NO_STEP = -1
@@ -64,7 +64,7 @@ class OtherBuffers(Exception):
 class RecordedStep:
     """A rank's record of one step."""
 
-    random_state: dict[str, Any]
+    random_state: RandomState
     buffers: list[torch.Tensor]
     pieces: bytes
     """Bytes of parameters: ranks with different ones have diverged. An expected commit has none."""
@@ -95,7 +95,6 @@ class StepRecord:
         """`device`: the rank's, if it is a GPU. `fixed`: tensors that only the optimizer changes, in place; read as
         buffers behind the others, and not expected.
         """
-        import torch
 
         self._buffers, self._fixed = list(buffers), list(fixed)
         self._holders, self._keys = [holder for holder, _ in buffers], [key for _, key in buffers]
@@ -145,7 +144,6 @@ class StepRecord:
 
     def pieces(self) -> bytes:
         """Bytes of the parameters as they are now."""
-        import torch
 
         return bytes(host_bytes(torch.cat(self._pieces)))
 
@@ -267,7 +265,6 @@ def as_expected(
     theirs: list[torch.Tensor], expected: list[torch.Tensor], committed: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The buffers that a rank has expected, where this rank has committed what it has expected; else this rank's."""
-    import torch
 
     triples = zip(theirs, expected, committed, strict=True)
     return [their if torch.equal(before, now) else now for their, before, now in triples]
@@ -286,7 +283,6 @@ class _Places:
 
 def kind(buffer: Any) -> Any:
     """Equal for two buffers of which one can be copied to the other's place."""
-    import torch
 
     if not isinstance(buffer, torch.Tensor):
         return None
@@ -294,7 +290,6 @@ def kind(buffer: Any) -> Any:
 
 
 def _tensor(data: bytes, like: torch.Tensor) -> torch.Tensor:
-    import torch
 
     if not data:
         return torch.empty_like(like)
@@ -303,7 +298,6 @@ def _tensor(data: bytes, like: torch.Tensor) -> torch.Tensor:
 
 def piece(tensor: torch.Tensor, most: int | None = None) -> torch.Tensor:
     """The memory of a dense tensor as bytes, not a copy; `most` bytes from its middle."""
-    import torch
 
     whole = tensor.numel() * tensor.element_size()
     size = whole if most is None else min(most, whole)

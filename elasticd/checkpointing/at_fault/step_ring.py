@@ -17,10 +17,9 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 DEPTH = 4
 """Steps that a device may be behind. A processor that is further ahead waits in a launch, and its rank is no donor; the
@@ -119,7 +118,6 @@ class _Stream:
     """The stream of a GPU that is current at each call. What torch.cuda offers for that takes 5 µs."""
 
     def __init__(self, device: torch.device) -> None:
-        import torch
 
         self._event: Any = torch.cuda.Event
         self._found = functools.partial(torch.cuda.current_stream, device)
@@ -142,7 +140,6 @@ def ring_of(device: torch.device, buffers: Sequence[torch.Tensor]) -> StepRing:
     """The ring of a rank that trains on `device`."""
     if device.type != "cuda":
         return StepRing()
-    import torch
 
     stream = _Stream(device)
     return StepRing(stream.mark, buffers, torch._foreach_copy_, stream.number)

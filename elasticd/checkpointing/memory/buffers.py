@@ -16,8 +16,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from elasticd.channel import Message
 from elasticd.checkpointing.storage.manifest import Manifest, parse
 
 COUNT = 2
@@ -120,7 +120,7 @@ class Snapshot:
         return replace(self, task=None, path=str(path or ""))
 
     def to_json(self) -> bytes:
-        fields: dict[str, Any] = {"number": self.number, "task": self.task and asdict(self.task), "path": self.path}
+        fields: Message = {"number": self.number, "task": self.task and asdict(self.task), "path": self.path}
         fields |= {"files": dict(self.files), "adopted": self.adopted, "is_copy": self.is_copy}
         return json.dumps({**fields, "draft": self.draft.to_json().decode()}).encode()
 
@@ -150,7 +150,7 @@ class Fill:
     failed: str = ""
     snapshot: Snapshot | None = None
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    partner: dict[str, Any] | None = None
+    partner: Message | None = None
     """The node of whose part this one keeps a copy."""
 
     @property

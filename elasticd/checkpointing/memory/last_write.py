@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from elasticd.channel import Message
 from elasticd.checkpointing.memory import shard_files
 from elasticd.checkpointing.memory.buffers import Buffers, Snapshot, WriteTask
 from elasticd.checkpointing.memory.shard_files import Content
@@ -72,7 +73,7 @@ class LastWrite:
                 return at
         return None
 
-    def result(self, results: Mapping[tuple[int, int], Mapping[str, Any]]) -> dict[str, Any]:
+    def result(self, results: Mapping[tuple[int, int], Mapping[str, Any]]) -> Message:
         """{step, path} of the checkpoint that is left, and `why` a newer state is none; {} without a state.
 
         Waits until other nodes have left theirs. `results`: of the writes as usual, by the state's key.

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from elasticd.channel import Message
 from elasticd.checkpointing.memory.buffers import Snapshot, WriteTask
 from elasticd.checkpointing.state import checkpoint_files
 from elasticd.checkpointing.storage.atomic_write import HashingFile, Staging, staging_path, write_file
@@ -65,7 +66,7 @@ def contents(fd: int, snapshot: Snapshot) -> dict[str, Content]:
     return {name: _range(fd, start, size) for name, (start, size) in snapshot.files.items()}
 
 
-def write_part(folder: Path, contents: Mapping[str, Content]) -> dict[str, Any]:
+def write_part(folder: Path, contents: Mapping[str, Content]) -> Message:
     """Write the files that are not there, or being written; returns {files} or {error}, as JSON has them."""
     files: dict[str, FileState] = {}
     try:
@@ -86,7 +87,7 @@ def put_part(path: Path, part: Mapping[str, Any]) -> None:
 
 def write_other_part(
     directory: Path, draft: Manifest, token: str, number: int, contents: Mapping[str, Content]
-) -> dict[str, Any]:
+) -> Message:
     """Write the part of another node or rank than the first, to the place where the first one publishes it."""
     store = store_of(directory)
     if store is None:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from elasticd.channel import Message
 from elasticd.checkpointing.memory.buffers import PARTNER, PROTOCOL, Buffers, Snapshot
 from elasticd.checkpointing.memory.memory_limit import SPARE_BYTES, available_bytes
 from elasticd.checkpointing.state.layout import write_at
@@ -73,12 +74,12 @@ class RemoteNode:
                 raise ConnectionResetError("the other node has ended the connection")
             into = into[count:]
 
-    def _ask(self, **what: Any) -> dict[str, Any]:
+    def _ask(self, **what: Any) -> Message:
         self._socket.sendall(json.dumps({**self._request, **what}).encode() + b"\n")
         line = self._answers.readline(_LONGEST_LINE)
         if not line.endswith(b"\n"):
             raise ConnectionResetError("the other node has ended the connection")
-        answer: dict[str, Any] = json.loads(line)
+        answer: Message = json.loads(line)
         if "refused" in answer:
             raise CheckpointError(answer["refused"])
         return answer
@@ -123,7 +124,7 @@ class ShardServer:
         finally:
             self._connections.release()
 
-    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
+    def _answer(self, connection: socket.socket, request: Message) -> None:
         if not hmac.compare_digest(str(request["secret"]), self.server[2]) or request["version"] != PROTOCOL:
             raise ValueError("a stranger")
         file = request.get("file", "")
@@ -145,7 +146,7 @@ class ShardServer:
                 raise OSError("a smaller state has taken its place")
             at += count
 
-    def _find(self, request: dict[str, Any], file: str) -> tuple[int, Snapshot] | None:
+    def _find(self, request: Message, file: str) -> tuple[int, Snapshot] | None:
         key, whose = (request["round"], request["number"]), (request["job"], request["run"])
         deadline = time.monotonic() + min(request.get("wait_s", 0.0), WHOLE_S)
 
@@ -171,11 +172,11 @@ class PartnerCopy:
 
     def __init__(self, buffers: Buffers, changed: threading.Condition) -> None:
         self._buffers, self._changed = buffers, changed
-        self._wanted: dict[str, Any] | None = None
+        self._wanted: Message | None = None
         self._said = ""
         self._thread = threading.Thread(target=self._run, name="partner-copy", daemon=True)
 
-    def request(self, own: Snapshot, partner: dict[str, Any] | None) -> None:
+    def request(self, own: Snapshot, partner: Message | None) -> None:
         """Copy what `partner` has of the state `own`: {server, node, events, rank}. With `changed` held.
 
         None: no copy is needed any more.
@@ -198,7 +199,7 @@ class PartnerCopy:
                 self._wanted = None
             self._try(wanted)
 
-    def _try(self, wanted: dict[str, Any]) -> None:
+    def _try(self, wanted: Message) -> None:
         own, node = wanted["own"], wanted["node"]
         events = WorkerEventWriter(wanted["events"] or None, own.draft.round, wanted["rank"])
         try:
@@ -216,7 +217,7 @@ class PartnerCopy:
     def _has_next(self) -> bool:
         return self._wanted is not None
 
-    def _copy(self, wanted: dict[str, Any]) -> bool:
+    def _copy(self, wanted: Message) -> bool:
         """False: the state was never whole there, and a later save has begun."""
         draft, key = wanted["own"].draft, wanted["own"].key
         remote = RemoteNode(wanted["server"], draft.job, draft.run, key)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from elasticd import channel
+from elasticd.channel import Message
 from elasticd.checkpointing.memory.buffers import PARTNER, PROTOCOL, Snapshot, WriteTask
 from elasticd.checkpointing.memory.mapped_buffer import MappedBuffers
 from elasticd.checkpointing.memory.shard_server import Server
@@ -144,7 +145,7 @@ class WriterClient:
         """The round of `draft` has resumed from this state, and owns it now. Raises SnapshotRefused, OSError."""
         self._request({"do": "adopt", "round": key[0], "number": key[1], **self._described(draft, task)})
 
-    def wait(self, round: int, number: int, timeout_s: float) -> dict[str, Any]:
+    def wait(self, round: int, number: int, timeout_s: float) -> Message:
         """The result of a save: {saved, path, why}. Raises SnapshotRefused, OSError."""
         return self._request({"do": "wait", "round": round, "number": number}, timeout_s)[0]
 
@@ -160,7 +161,7 @@ class WriterClient:
             self._socket.close()
             self._socket = None
 
-    def _described(self, draft: Manifest, task: WriteTask | None = None) -> dict[str, Any]:
+    def _described(self, draft: Manifest, task: WriteTask | None = None) -> Message:
         at_end = self.at_end() if self.at_end else None
         return {"draft": draft.to_json().decode(), "task": task and asdict(task), "at_end": at_end and asdict(at_end)}
 
@@ -174,13 +175,13 @@ class WriterClient:
             raise
         return self._socket
 
-    def _borrow(self, message: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    def _borrow(self, message: Mapping[str, Any]) -> tuple[int, Message]:
         answer, fds = self._request(message)
         if not fds:
             raise ConnectionError("the writer's answer has no buffer")
         return fds[0], answer
 
-    def _request(self, message: Mapping[str, Any], timeout_s: float = _ANSWER_S) -> tuple[dict[str, Any], list[int]]:
+    def _request(self, message: Mapping[str, Any], timeout_s: float = _ANSWER_S) -> tuple[Message, list[int]]:
         """The answer, with descriptors. Where the writer has died, also since the last request, the next one is asked.
 
         Raises SnapshotRefused, and OSError: TimeoutError, or when there is no writer.
@@ -198,7 +199,7 @@ class WriterClient:
                     self._is_looking = False
             return self._ask(message, timeout_s)
 
-    def _ask(self, message: Mapping[str, Any], timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+    def _ask(self, message: Mapping[str, Any], timeout_s: float) -> tuple[Message, list[int]]:
         connection = self._send(message)
         connection.settimeout(timeout_s)
         try:

@@ -20,6 +20,7 @@ from typing import Any
 
 from elasticd.checkpointing.state.layout import UNPICKLABLE, Layout
 from elasticd.checkpointing.state.safe_types import check_loadable
+from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.atomic_write import HashingFile, Staging, sweep, write_file
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
 from elasticd.checkpointing.storage.lineage import Entry, examine, highest_round, lineage, names, open_verified
@@ -40,7 +41,7 @@ def save(
     world_size: int,
     job: str,
     run: str,
-    state: dict[str, Any],
+    state: StateDict,
     cursor: dict[str, Any] | None = None,
 ) -> Entry:
     """Write one checkpoint; when this returns it is on the disk under its name, and replaces one of the same step.
@@ -91,7 +92,7 @@ def write_files(
         return Entry(publish(staging, manifest), manifest)
 
 
-def load(entry: Entry, map_location: Any = "cpu") -> dict[str, Any]:
+def load(entry: Entry, map_location: Any = "cpu") -> StateDict:
     """The state that `save` wrote, checked as a whole before anything is unpickled. On the CPU its tensors are mapped
     from the file: memory is used for what is touched, and whatever changes them changes a private copy of the page.
 
@@ -105,7 +106,7 @@ def load(entry: Entry, map_location: Any = "cpu") -> dict[str, Any]:
         os.close(fd)
 
 
-def load_mapped(fd: int, map_location: Any = "cpu") -> dict[str, Any]:
+def load_mapped(fd: int, map_location: Any = "cpu") -> StateDict:
     """The state in the file or the memory `fd`, which is whole. Raises CheckpointCorrupt."""
     import torch
 

@@ -16,13 +16,13 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from elasticd.checkpointing.state.training_state import RandomState
 from elasticd.errors import CheckpointError
 from elasticd.process_group import host_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 _WORDS = 624
 _WORD = "I"
@@ -55,7 +55,6 @@ class Generators:
 
     def __init__(self, device: torch.device | None = None) -> None:
         """`device`: the rank's, if it is a GPU. Raises CheckpointError."""
-        import torch
 
         self._gpu: Any = None if device is None else torch.cuda.default_generators[device.index]
         self._seed: Any = None
@@ -135,14 +134,12 @@ class Generators:
 
 def torch_bytes() -> int:
     """The size of what torch's generator offers."""
-    import torch
 
     return torch.default_generator.get_state().numel()
 
 
-def decode(memory: bytes, numbers: Numbers) -> dict[str, Any]:
+def decode(memory: bytes, numbers: Numbers) -> RandomState:
     """The states as `training_state.random_state` has them. Raises CheckpointError."""
-    import torch
 
     flags, has_half, half, of_device = numbers
     others, of_torch = memory[: sum(OTHERS_SIZES)], memory[sum(OTHERS_SIZES) :]
@@ -151,7 +148,7 @@ def decode(memory: bytes, numbers: Numbers) -> dict[str, Any]:
         return torch.tensor(array(_WORD, others[start : start + 4 * _WORDS]))
 
     (index,) = _INDEX.unpack_from(others)
-    states: dict[str, Any] = {"torch": torch.frombuffer(bytearray(of_torch[: torch_bytes()]), dtype=torch.uint8)}
+    states: RandomState = {"torch": torch.frombuffer(bytearray(of_torch[: torch_bytes()]), dtype=torch.uint8)}
     states["python"] = [_VERSION, torch.cat([words(_INDEX.size), torch.tensor([index])]), half if has_half else None]
     if flags & HAS_DEVICE:
         states["cuda"] = torch.frombuffer(bytearray(of_device), dtype=torch.uint8)

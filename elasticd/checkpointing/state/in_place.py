@@ -20,6 +20,7 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing.state import training_state
+from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.manifest import STATE, Checksum
 from elasticd.checkpointing.storage.page_cache import CacheWindows
 from elasticd.errors import CheckpointCorrupt
@@ -45,7 +46,7 @@ class _Place:
     """Puts the target into the state."""
 
 
-def read(fd: int, content: dict[str, Any], attached: Mapping[str, Any], checksum: str = "") -> frozenset[int]:
+def read(fd: int, content: StateDict, attached: Mapping[str, Any], checksum: str = "") -> frozenset[int]:
     """Read what the attached objects load into its place, and replace it in `content`, the mapped state in the file.
 
     Returns the addresses of all storages that were read. `checksum`: of the whole file, "" to compare none. Raises
@@ -83,7 +84,7 @@ def _is_one(places: list[_Place]) -> bool:
     return len(places) == 1 or len({(str(place.target.device), place.target.data_ptr()) for place in places}) == 1
 
 
-def _places(content: dict[str, Any], name: str, obj: Any) -> Iterator[_Place]:
+def _places(content: StateDict, name: str, obj: Any) -> Iterator[_Place]:
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -102,7 +103,7 @@ def _places(content: dict[str, Any], name: str, obj: Any) -> Iterator[_Place]:
                 yield _Place(tensor, new, functools.partial(_move, tensor, new))
 
 
-def _places_in_module(saved: dict[str, Any], module: torch.nn.Module) -> Iterator[_Place]:
+def _places_in_module(saved: StateDict, module: torch.nn.Module) -> Iterator[_Place]:
     own = module.state_dict(keep_vars=True)
     named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     for key, target in named:

@@ -148,7 +148,7 @@ class Layout:
         for offset, data in self._small:
             yield offset, memoryview(data)
 
-    def around(self) -> tuple[bytes, bytes]:
+    def bytes_around_storage(self) -> tuple[bytes, bytes]:
         """The bytes of the file before and after its only storage."""
         ((start, storage),) = self._own
         end = start + storage.nbytes()

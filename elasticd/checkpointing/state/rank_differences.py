@@ -12,12 +12,13 @@ import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from elasticd.checkpointing.state import sharded, training_state
-
-if TYPE_CHECKING:
-    import torch
 
 LONGEST_DIGEST_S, TRIALS = 5e-3, 3
 """An object of which the digest takes longer at each of so many saves is not compared at others."""
@@ -68,7 +69,6 @@ class RankState:
         """Digests of each object but modules: of the whole state, or of what an optimizer keeps, by key. None: not
         compared.
         """
-        from torch.nn import Module
 
         digests: dict[str, dict[str, str] | None] = {}
         for name, obj in attached.items():
@@ -80,7 +80,7 @@ class RankState:
                 continue
             start = time.perf_counter()
             with contextlib.suppress(RecursionError):  # rank 0 refuses it with a reason
-                if not _is_optimizer(obj):
+                if not isinstance(obj, Optimizer):
                     digests[name] = {_WHOLE: digest(obj.state_dict())}
                 elif id(obj) in self.stepped:
                     digests[name] = _values(obj)
@@ -140,15 +140,8 @@ def _different(digests: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]
             yield key, ", ".join(ranks)
 
 
-def _is_optimizer(obj: Any) -> bool:
-    from torch.optim import Optimizer
-
-    return isinstance(obj, Optimizer)
-
-
 def _values(optimizer: Any) -> dict[str, str]:
     """Digests of what an optimizer keeps of its parameters beside tensors, by key: such as counts, and a loss."""
-    import torch
 
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     places = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -167,10 +160,8 @@ def samples(attached: Mapping[str, Any], stepped: Collection[int], step: int, sa
     They are equal on all ranks if DistributedDataParallel, or the script, averages gradients. A communication hook may
     leave them different for some steps.
     """
-    import torch
-    from torch.nn import Module
 
-    optimizers = [obj for obj in attached.values() if _is_optimizer(obj)]
+    optimizers = [obj for obj in attached.values() if isinstance(obj, Optimizer)]
     groups = [group for optimizer in optimizers if id(optimizer) in stepped for group in optimizer.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
     sampled: dict[str, Sample] = {}
@@ -230,7 +221,6 @@ def digest(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    import torch
 
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"

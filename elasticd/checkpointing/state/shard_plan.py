@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.checkpointing.state.in_place import Reader, bytes_of
 from elasticd.checkpointing.state.layout import Layout
+from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.manifest import STATE
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 from elasticd.process_group import DefaultGroup, gather_objects, host_bytes, scatter_objects
@@ -46,7 +47,7 @@ def file_names(world_size: int) -> list[str]:
 class ShardPlan:
     """Made by all ranks at the same time, each for its own `state`. Raises CheckpointError on all of them."""
 
-    def __init__(self, state: dict[str, Any], group: DefaultGroup) -> None:
+    def __init__(self, state: StateDict, group: DefaultGroup) -> None:
         from torch.distributed.checkpoint import filesystem
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -86,7 +87,7 @@ class ShardPlan:
         """The content of .metadata, on rank 0."""
         self.sizes, self.metadata = scatter_objects(answer, group)
 
-    def fits(self, state: dict[str, Any]) -> bool:
+    def fits(self, state: StateDict) -> bool:
         """Use this state from now on; False if another plan has to be made for it."""
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -207,7 +208,7 @@ def map_file(fd: int, start: int, size: int) -> View:
     return lambda offset, count: content[offset:] if count is None else content[offset : offset + count]
 
 
-def read(open_file: OpenFile, make_targets: Any) -> dict[str, Any]:
+def load_shards(open_file: OpenFile, make_targets: Any) -> StateDict:
     """Load into what `make_targets(metadata)` returns, nested; its tensors are filled in place.
 
     Raises CheckpointError, CheckpointCorrupt.
@@ -220,7 +221,7 @@ def read(open_file: OpenFile, make_targets: Any) -> dict[str, Any]:
     with open_file(METADATA) as view:
         metadata = _read_metadata(bytes(view(0, None)))
     planner = DefaultLoadPlanner()
-    targets: dict[str, Any] = make_targets(metadata)
+    targets: StateDict = make_targets(metadata)
     planner.set_up_planner(targets, metadata, True)
     by_file: dict[str, list[tuple[Any, Any]]] = {}
     for item in planner.create_local_plan().items:
@@ -313,10 +314,10 @@ def _around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """The bytes that `torch.save` writes before and after those of such a tensor."""
     import torch
 
-    return Layout(torch.empty(shape, dtype=dtype)).around()
+    return Layout(torch.empty(shape, dtype=dtype)).bytes_around_storage()
 
 
-def _structure(flat: dict[str, Any]) -> list[tuple[Any, ...]]:
+def _structure(flat: StateDict) -> list[tuple[Any, ...]]:
     """The structure that a plan depends on; it differs in nothing else."""
     import torch
 

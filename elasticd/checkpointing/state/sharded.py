@@ -12,14 +12,18 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
 from elasticd.checkpointing.state import training_state
+from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.manifest import ALGORITHM, Checksum
 from elasticd.errors import CheckpointError, UsageError
-from elasticd.process_group import host_bytes
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.checkpoint.metadata import Metadata
+from elasticd.process_group import host_bytes
 
 NAMES = "sharded"
 """Key in elasticd's own part of state.pt: the objects that are in DCP's files."""
@@ -57,8 +61,6 @@ def _root_mesh(mesh: Any) -> Any:
 
 def names(attached: Mapping[str, Any]) -> frozenset[str]:
     """The modules and optimizers, if one of them is sharded; else none."""
-    from torch.nn import Module
-    from torch.optim import Optimizer
 
     large = {name: obj for name, obj in attached.items() if isinstance(obj, (Module, Optimizer))}
     is_sharded = any(
@@ -71,7 +73,7 @@ def digests(attached: Mapping[str, Any]) -> dict[str, str]:
     """Digests of what has to be the same on all ranks, for each object."""
     described: dict[str, Any] = {}
     for name, obj in attached.items():
-        if _is_optimizer(obj):
+        if isinstance(obj, Optimizer):
             owners = _parameter_names(obj, name, attached)
             settings = [{key: _plain(value) for key, value in group.items()} for group in _groups(obj, owners)]
             described[name] = [type(obj).__qualname__, settings]
@@ -95,7 +97,6 @@ def plain_digests(attached: Mapping[str, Any], world_size: int) -> dict[str, str
 
     Not of single numbers of an optimizer, and not of what DistributedDataParallel and ZeroRedundancyOptimizer manage.
     """
-    import torch
 
     equal = training_state.replicated(attached, world_size)
     digests: dict[str, str] = {}
@@ -117,16 +118,15 @@ def plain_digests(attached: Mapping[str, Any], world_size: int) -> dict[str, str
     return digests
 
 
-def gather(attached: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def gather(attached: Mapping[str, Any], rank: int) -> StateDict:
     """The state of this rank, nested as DCP takes it. Its tensors are those that are trained, not copies.
 
     Buffers and parameter groups are rank 0's: each rank's BatchNorm has seen its own batches.
     """
-    from torch.nn import Parameter
 
-    gathered: dict[str, Any] = {}
+    gathered: StateDict = {}
     for name, obj in attached.items():
-        if not _is_optimizer(obj):
+        if not isinstance(obj, Optimizer):
             items = training_state.unwrap(obj).state_dict(keep_vars=True).items()
             own = {
                 key: value for key, value in items if rank == 0 or isinstance(value, Parameter) or _is_dtensor(value)
@@ -142,9 +142,8 @@ def gather(attached: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return gathered
 
 
-def values(state: Mapping[str, Any]) -> dict[str, Any]:
+def values(state: Mapping[str, Any]) -> StateDict:
     """The parts of a nested state that are no tensors."""
-    import torch
 
     return {
         key: values(value) if isinstance(value, Mapping) else value
@@ -153,17 +152,17 @@ def values(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def targets(attached: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
+def targets(attached: Mapping[str, Any], metadata: Metadata) -> StateDict:
     """The tensors that DCP loads to, nested in the same way: the modules' own, and new ones for optimizers.
 
     Raises CheckpointError for what the checkpoint lacks.
     """
     from torch.distributed.checkpoint._traverse import set_element
 
-    nested: dict[str, Any] = {}
+    nested: StateDict = {}
     owners: dict[str, dict[str, torch.Tensor]] = {}
     for name, obj in attached.items():
-        if _is_optimizer(obj):
+        if isinstance(obj, Optimizer):
             known = _parameter_names(obj, name, attached)
             owners[name] = {known[id(parameter)]: parameter for parameter in _indices(_part(obj)).values()}
             nested[name] = {STATE: {}, GROUPS: []}
@@ -185,14 +184,14 @@ def targets(attached: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
     return nested
 
 
-def divide(attached: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+def divide(attached: Mapping[str, Any], content: Mapping[str, Any]) -> StateDict:
     """The argument of `scatter`, from a checkpoint that has these objects whole. Raises CheckpointError where they
     differ.
     """
-    nested: dict[str, Any] = {}
+    nested: StateDict = {}
     for name, obj in attached.items():
         saved = content[name]
-        if not _is_optimizer(obj):
+        if not isinstance(obj, Optimizer):
             own = {training_state.plain(key): value for key, value in training_state.unwrap(obj).state_dict().items()}
             if other := sorted(own.keys() ^ saved.keys()):
                 where = "the module lacks" if other[0] in saved else "the checkpoint lacks"
@@ -218,7 +217,7 @@ def divide(attached: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str,
 def scatter(attached: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     """Load what DCP has read into `targets`. Raises CheckpointError for other parameter groups."""
     for name, obj in attached.items():
-        if not _is_optimizer(obj):
+        if not isinstance(obj, Optimizer):
             target = training_state.unwrap(obj)
             current = target.state_dict()
             for key in current:
@@ -251,9 +250,8 @@ def scatter(attached: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
 
 def _parameters(obj: Any) -> list[tuple[str, Any]]:
     """The parameters of a module by their keys, with buffers that are sharded; the parameters of an optimizer."""
-    from torch.nn import Module
 
-    if _is_optimizer(obj):
+    if isinstance(obj, Optimizer):
         return [("a parameter", parameter) for group in obj.param_groups for parameter in group["params"]]
     if not isinstance(obj, Module):
         return []
@@ -279,7 +277,7 @@ def _meshes(obj: Any) -> list[tuple[str, Any]]:
 def _parameter_names(optimizer: Any, name: str, attached: Mapping[str, Any]) -> dict[int, str]:
     """The keys of an optimizer's parameters in the module that it trains. Raises UsageError for any other parameter."""
     known: dict[int, str] = {}
-    modules = {module: obj for module, obj in attached.items() if not _is_optimizer(obj)}
+    modules = {module: obj for module, obj in attached.items() if not isinstance(obj, Optimizer)}
     of_module = {module: {id(value): key for key, value in _parameters(obj)} for module, obj in modules.items()}
     own = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     used = [module for module, parameters in of_module.items() if any(parameter in parameters for parameter in own)]
@@ -294,7 +292,7 @@ def _parameter_names(optimizer: Any, name: str, attached: Mapping[str, Any]) -> 
     return known
 
 
-def _groups(optimizer: Any, owners: Mapping[int, str]) -> list[dict[str, Any]]:
+def _groups(optimizer: Any, owners: Mapping[int, str]) -> list[StateDict]:
     return [
         {**group, "params": [owners[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
@@ -308,8 +306,8 @@ def _indices(optimizer: Any) -> dict[int, torch.Tensor]:
 
 def _like(parameter: torch.Tensor | None, saved: Any) -> Any:
     """An uninitialised tensor for a part of an optimizer's state: sharded as its parameter is, if it has its size."""
-    import torch
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # imported by sharded states only
 
     if not isinstance(saved, TensorStorageMetadata):
         return None
@@ -322,7 +320,6 @@ def _like(parameter: torch.Tensor | None, saved: Any) -> Any:
 
 def _divided(saved: Any, like: torch.Tensor) -> Any:
     """This rank's part of a tensor, if that is sharded; in memory of its own."""
-    import torch
 
     if not isinstance(saved, torch.Tensor):
         return saved
@@ -347,9 +344,3 @@ def _is_zero(obj: Any) -> bool:
 def _is_dtensor(value: Any) -> bool:
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
-
-
-def _is_optimizer(obj: Any) -> bool:
-    from torch.optim import Optimizer
-
-    return isinstance(obj, Optimizer)

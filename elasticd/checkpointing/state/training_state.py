@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
+StateDict = dict[str, Any]
+"""The state of one object, or of several by their names, as torch has it: nested containers, numbers and tensors."""
+RandomState = dict[str, Any]
+"""The states of a rank's random generators by kind: torch, python, numpy, and the type of its device."""
 RESERVED = "elasticd"
 _COMPILED = "_orig_mod"
 _HUGE_BYTES = 2 << 20
@@ -87,16 +91,16 @@ class GeneratorState:
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         offered = self._generator.get_state()
         return {"state": ctypes.string_at(offered.data_ptr(), offered.nbytes)}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: StateDict) -> None:
         import torch
 
         self._generator.set_state(torch.frombuffer(bytearray(saved["state"]), dtype=torch.uint8))
 
-    def load_state_dicts(self, saved: list[dict[str, Any]], rank: int, world_size: int) -> str:
+    def load_state_dicts(self, saved: list[StateDict], rank: int, world_size: int) -> str:
         """A rank that has none keeps its own, as of torch's default generator."""
         if rank < len(saved):
             self.load_state_dict(saved[rank])
@@ -129,7 +133,7 @@ def parallel(obj: Any) -> DistributedDataParallel | None:
     return obj if isinstance(obj, DistributedDataParallel) else None
 
 
-def gather(attached: Mapping[str, Any]) -> dict[str, Any]:
+def gather(attached: Mapping[str, Any]) -> StateDict:
     """The state dict of every attached object."""
     return {name: _bare(unwrap(obj).state_dict()) for name, obj in attached.items()}
 
@@ -392,14 +396,14 @@ def scatter_per_rank(
     ]
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
+def random_state(device: torch.device) -> RandomState:
     """This rank's random streams: torch's default generator, the accelerator's, python's, and numpy's if imported."""
     import torch
 
     version, numbers, gauss = random.getstate()
     # Tensors, since torch.save and torch.load take a list number by number.
     words = torch.frombuffer(array("q", numbers), dtype=torch.int64)
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, words, gauss]}
+    state: RandomState = {"torch": torch.get_rng_state(), "python": [version, words, gauss]}
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
     if "numpy" in sys.modules:

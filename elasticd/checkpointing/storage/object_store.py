@@ -33,6 +33,10 @@ from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, Checksum, F
 from elasticd.checkpointing.storage.object_url import CACHE_VARIABLE, missing_package, scheme_at, url_of
 from elasticd.errors import DirectoryInUse, ObjectStoreError
 
+_Info = Mapping[str, Any]
+"""An object as fsspec describes it."""
+_Objects = dict[str, Any]
+"""Descriptions of objects by their names."""
 _OPTIONS: dict[str, dict[str, Any]] = {
     # Short timeouts, and few tries of the client's own: a call is tried again here. Four parts of 50 MB are in memory
     # at a time.
@@ -159,7 +163,7 @@ class ObjectStore:
         """
         if self._run is not None and not self._is_claimed():
             raise ObjectStoreError(f"{self.url}/{_OWNER} is gone: was the prefix, or the bucket, deleted?")
-        listed: dict[str, dict[str, Any]] = {}
+        listed: dict[str, _Objects] = {}
         marks = set()
         for key, info in self._list("").items():
             name, slash, file = key.partition("/")
@@ -370,19 +374,19 @@ class ObjectStore:
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    def _list(self, name: str) -> dict[str, Any]:
+    def _list(self, name: str) -> _Objects:
         """The objects below a name, by keys relative to the URL."""
         self._files.invalidate_cache()
         try:
-            listed: dict[str, Any] = self._call("find", name, detail=True)
+            listed: _Objects = self._call("find", name, detail=True)
         except FileNotFoundError:
             return {}
         return listed
 
-    def _info(self, key: str) -> dict[str, Any] | None:
+    def _info(self, key: str) -> _Info | None:
         self._files.invalidate_cache()
         try:
-            info: dict[str, Any] = self._call("info", key)
+            info: _Info = self._call("info", key)
         except FileNotFoundError:
             return None
         return info if info["type"] == "file" else None
@@ -484,9 +488,9 @@ def _version(info: Mapping[str, Any] | None) -> str:
     return next((f"{info['size']} {info[name]}" for name in named if name in info), "") if info else ""
 
 
-def _read_remote(path: Path) -> dict[str, Any]:
+def _read_remote(path: Path) -> _Objects:
     try:
-        objects: dict[str, Any] = json.loads((path / _REMOTE).read_bytes())
+        objects: _Objects = json.loads((path / _REMOTE).read_bytes())
     except (OSError, ValueError):
         return {}
     return objects
