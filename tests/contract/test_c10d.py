@@ -268,16 +268,25 @@ def test_indexed_name_without_key_is_removed(place: HostedStore) -> None:
     assert place.wire.read(index_key("seen/")) is None
 
 
+class ReadCounter(TcpStoreConnection):
+    reads = 0
+
+    def read(self, key: bytes) -> bytes | None:
+        self.reads += 1
+        return super().read(key)
+
+
 def test_creation_waits_for_a_key_being_removed(place: HostedStore) -> None:
     assert place.verbs.compare_and_swap("k", None, VALUE)
     removing = Envelope(KeyState.REMOVING, 1, "", b"").encode()
     place.wire.set(value_key("k"), removing)
-    other = Operations(place.another_wire())
+    wire = place.another_wire(ReadCounter)
+    other = Operations(wire)
     other.deadline = time.monotonic() + SOON_S
     made: list[bool] = []
     creating = threading.Thread(target=lambda: made.append(other.compare_and_swap("k", None, VALUE)))
     creating.start()
-    while not other._wire._counts[0] > 6:  # it has looked more than once
+    while wire.reads < 6:  # it has looked more than once
         time.sleep(0.001)
     assert place.wire.read(value_key("k")) == removing
     place.wire.delete(value_key("k"))
@@ -305,11 +314,11 @@ def test_key_created_while_its_name_is_removed(place: HostedStore, existed: bool
     else:
         place.wire.append(index_key("d/"), b"=k\n")
         place.wire.append(DIRECTORIES, b"=d/\n")
-    place.maintenance._sweep()
+    place.maintenance.sweep()
 
     def remove_tombstones() -> None:
-        place.maintenance._now += TOMBSTONE_S
-        place.maintenance._sweep()
+        place.maintenance.awake_s += TOMBSTONE_S
+        place.maintenance.sweep()
 
     slow = place.another_wire(Interrupted)
     slow.meanwhile = remove_tombstones
@@ -356,8 +365,8 @@ def test_keys_created_and_deleted_during_removals(place: HostedStore) -> None:
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        place.maintenance._now += TOMBSTONE_S
-        place.maintenance._sweep()
+        place.maintenance.awake_s += TOMBSTONE_S
+        place.maintenance.sweep()
     assert wrong == []
 
 

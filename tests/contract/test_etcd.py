@@ -138,7 +138,7 @@ def test_watch_after_a_broken_stream(etcd: EtcdServers, opened: Open, until: Unt
 
 def interrupted(store: EtcdStore, meanwhile: Callable[[], object]) -> list[int]:
     """Call `meanwhile` just before a watch begins to follow. Returns the calls."""
-    connection, follows = store._etcd(), list[int]()
+    connection, follows = store.connection(), list[int]()
     follow = connection.follow
 
     def interrupt() -> WatchStream:
@@ -155,7 +155,7 @@ def test_change_before_the_watch_is_confirmed(etcd: EtcdServers, opened: Open, u
     put(store, "job/round", b"1")
     interrupted(store, lambda: put(store, "job/round", b"2"))
     heard: list[str] = []
-    watches = EtcdWatches(store._etcd())
+    watches = EtcdWatches(store.connection())
     watches.begin("job/", heard.append)
     found = store.read("job/round")
     assert found is not None
@@ -172,7 +172,7 @@ def test_watch_that_begins_late_names_its_prefix(etcd: EtcdServers, opened: Open
     go = threading.Event()
     follows = interrupted(store, lambda: go.wait(SOON_S))
     heard: list[str] = []
-    watches = EtcdWatches(store._etcd())
+    watches = EtcdWatches(store.connection())
     watches.begin("job/", heard.append)
     assert heard == []
     go.set()

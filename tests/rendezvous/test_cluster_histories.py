@@ -72,19 +72,19 @@ class CheckedCluster(Cluster):
             else:
                 deliver()
 
-    def _feed(self, node: Node, event: Event) -> None:
+    def feed(self, node: Node, event: Event) -> None:
         group = node.group
-        super()._feed(node, event)
+        super().feed(node, event)
         if not self.store_up and isinstance(event, RoundPublished | StoreAbandoned):
             assert node.group == group and node.left is None, "invariant 5: the store is down"
 
-    def _published(self, round: Round) -> None:
-        super()._published(round)
+    def published(self, round: Round) -> None:
+        super().published(round)
         self.published_at.setdefault(round.number, self.now)
 
-    def _train(self, round: Round) -> None:
+    def train(self, round: Round) -> None:
         trains = self._trains(round)
-        super()._train(round)
+        super().train(round)
         newest = max(self.rounds)
         if trains and newest > round.number:
             for node in self._members(round):
@@ -92,13 +92,13 @@ class CheckedCluster(Cluster):
                     since = max(self.listens_since[node.label], self.published_at[newest], self.deaf_until)
                     assert self.now <= since + HEARD_S, f"invariant 2: {node.label} trains {round.number}, not {newest}"
 
-    def _run_due(self) -> None:
+    def run_due(self) -> None:
         for node in self.nodes.values():
-            if node in self._alive() and self.is_store_up and not node.partition.store:
+            if node in self.alive() and self.is_store_up and not node.partition.store:
                 self.listens_since.setdefault(node.label, self.now)
             else:
                 self.listens_since.pop(node.label, None)
-        super()._run_due()
+        super().run_due()
 
 
 def happen(c: CheckedCluster, act: Step) -> None:
@@ -137,7 +137,7 @@ def _remembers(c: CheckedCluster, node: Node) -> bool:
     """True if the newest Round that runs has a member here that can restore it."""
     newest = c.rounds.get(max(c.rounds, default=0))
     running = newest is not None and not newest.terminal and node.group == newest
-    return running and node in c._alive() and not node.partition.store and not node.store.fates
+    return running and node in c.alive() and not node.partition.store and not node.store.fates
 
 
 def all_is_well(c: CheckedCluster) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.messages import StoreAbandoned
@@ -10,7 +12,9 @@ from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.rendezvous.membership_client import JobTerms
 from elasticd_agent.rendezvous.peers import PeerNetwork
 from elasticd_agent.rendezvous.view import LocalFacts, Requirements
+from elasticd_agent.store import JobStore
 from elasticd_agent.store.memory import MemoryStore
+from tests.scenarios.waystore import NodeStore
 
 KEYS = Keys("job")
 
@@ -26,25 +30,28 @@ class SingleKeyStore(MemoryStore):
         return super().compare_and_swap(key, expected, value)
 
 
-class ForeignStore(SingleKeyStore):
-    """The same as its host's clients see it."""
-
-    standalone = False
-
-    def __init__(self, store: SingleKeyStore) -> None:
-        vars(self).update(vars(store))
+def client(store: MemoryStore, *, standalone: bool = True) -> NodeStore:
+    """One agent's client of such a store; `standalone`: it may lead."""
+    client = NodeStore(store, lambda: True, lambda deliver: deliver())
+    client.compares_one_key, client.standalone = True, standalone
+    return client
 
 
-def agent(store: SingleKeyStore, name: str) -> RendezvousMember:
+def agent(store: JobStore, name: str) -> RendezvousMember:
     record = NodeRecord(name, f"{name}1", "", (0,), "", 0, warm=1)
     terms = JobTerms(KEYS, Policy(), Requirements(1, 1, 1, 2, 0.0, "0"), b"{}")
     return RendezvousMember(store, terms, record, LocalFacts(), PeerNetwork(), lambda sentence: None)
 
 
-def test_new_leader_fences_the_round_key() -> None:
-    """It gives the round key another version, so that a former leader that was held up cannot publish."""
+@pytest.mark.parametrize("lost", range(20))
+def test_new_leader_fences_the_round_key(lost: int) -> None:
+    """It gives the round key another version, so that a former leader that was held up cannot publish.
+
+    Also where the answer to any of its requests is lost, as that to the write that took the leader key.
+    """
     store = SingleKeyStore()
-    first, second = agent(store, "a"), agent(store, "b")
+    own = client(store)
+    first, second = agent(store, "a"), agent(own, "b")
     now = 100.0
     while (planned_from := store.read(KEYS.round)) is None:
         first.turn(now)
@@ -53,22 +60,24 @@ def test_new_leader_fences_the_round_key() -> None:
     key = store.read(KEYS.planner)
     assert key is not None
     store.delete(KEYS.planner)  # its lease has expired meanwhile
-    while not second.leads:
+    own.fates = {lost: "answer lost"} if lost else {}
+    while not (second.leads and not own.fates):
         second.turn(now)
         now += 0.1
         assert now < 120
+    second.turn(now)  # the next one, where an answer was lost after it took the key
     late = planned_from.value.replace(b'"number":1', b'"number":2')
     guard = (KEYS.planner, key.version)
     assert not store.compare_and_swap(KEYS.round, planned_from.version, late, guard), "it was held up for too long"
-    found = store.read(KEYS.round)
-    assert found is not None
-    assert found.value == planned_from.value, "nobody has said anything else"
+    fenced = store.read(KEYS.round)
+    assert fenced is not None
+    assert fenced.value == planned_from.value, "nobody has said anything else"
 
 
 def test_host_that_does_not_lead_is_abandoned() -> None:
     """Its server process answers, its agent is stuck: the others give up after store_away, and not while it leads."""
     store = SingleKeyStore(lambda: now)
-    now, host, other = 100.0, agent(store, "a"), agent(ForeignStore(store), "b")
+    now, host, other = 100.0, agent(store, "a"), agent(client(store, standalone=False), "b")
     abandoned: list[StoreAbandoned] = []
 
     def turns(until: float, *agents: RendezvousMember) -> None:

@@ -320,9 +320,9 @@ def test_self_connection_is_refused() -> None:
         sock.bind(("127.0.0.1", free_port()))
         where = sock.getsockname()
         sock.connect(where)
-        assert knocking._connected_to_itself(sock, where)
+        assert knocking.is_connected_to_itself(sock, where)
     with serving() as server, socket.create_connection(("127.0.0.1", server.port), DEADLINE) as sock:
-        assert not knocking._connected_to_itself(sock, ("127.0.0.1", server.port))
+        assert not knocking.is_connected_to_itself(sock, ("127.0.0.1", server.port))
 
 
 def test_three_hundred_silent_nodes_take_one_timeout() -> None:

@@ -27,8 +27,8 @@ AWAY_S = 30.0
 class CheckedHosting(CheckedCluster, HostingCluster):
     """A HostingCluster that checks every transition, and every step that is made."""
 
-    def _train(self, round: Round) -> None:
-        super()._train(round)
+    def train(self, round: Round) -> None:
+        super().train(round)
         trains = [r for r in self.rounds.values() if not r.terminal and self._trains(r)]
         assert len(trains) <= 1, f"rounds {[r.number for r in trains]} train at once"
 

@@ -152,7 +152,7 @@ class Cluster:
         name = name or label
         if label == self.host:
             self.empty_store()
-        if not self._alive() and self.store.read(self.keys.round) is None:
+        if not self.alive() and self.store.read(self.keys.round) is None:
             self.rounds.clear()  # nobody remembers
         port = len(self.agents) + 1
         incarnation = f"{name}{port}"
@@ -235,7 +235,7 @@ class Cluster:
         """The node's workers do not train any more: one of "sleeps", "burns", "stopped", "collective"; "" ends that."""
         node = self.nodes[label]
         node.stuck = how
-        for one in self._alive():
+        for one in self.alive():
             one.look_at = self.now + LOOK_S
         self._see_peers()
 
@@ -268,13 +268,13 @@ class Cluster:
         assert node.group is not None, f"{label} has no group"
         rank = node.group.ranks(node.name)[local_rank]
         slot = list(node.group.assignments())[rank][3]
-        self._feed(node, WorkerExited(node.group.number, rank, local_rank, slot, status, words, self._clock(node)))
+        self.feed(node, WorkerExited(node.group.number, rank, local_rank, slot, status, words, self._clock(node)))
         if not status.ok:
             self._lose_peers(node.group, node)
 
     def finish(self, *labels: str) -> None:
         """Every worker of these nodes, or of all, comes to its end; those that train together do so together."""
-        ending = [n for n in self._alive() if n.group is not None and (not labels or n.label in labels)]
+        ending = [n for n in self.alive() if n.group is not None and (not labels or n.label in labels)]
         for node in ending:
             node.done = node.group.number if node.group else 0
         for node in ending:
@@ -283,7 +283,7 @@ class Cluster:
 
     def stop(self, label: str, name: str = "SIGTERM") -> None:
         node = self.nodes[label]
-        self._feed(node, StopRequested(name, 128 + signal.Signals[name], self._clock(node)))
+        self.feed(node, StopRequested(name, 128 + signal.Signals[name], self._clock(node)))
 
     def jump(self, label: str, seconds: float) -> None:
         """The node's monotonic clock jumps ahead, as on a machine that was suspended."""
@@ -306,7 +306,7 @@ class Cluster:
             if at is None or at > until:
                 break
             self.now = max(self.now, at)
-            self._run_due()
+            self.run_due()
             self._note_hearing()
         else:
             raise AssertionError(f"no end of turns at {self.now}")
@@ -350,23 +350,23 @@ class Cluster:
 
     def _next_due(self) -> float | None:
         times = [at for at, _ in self.later]
-        for node in self._alive():
+        for node in self.alive():
             times += [at for at in (node.due, *node.wakes) if at is not None]
             times += [node.look_at] if node.look_at and node.group is not None else []
         return min(times, default=None)
 
-    def _alive(self) -> list[Node]:
+    def alive(self) -> list[Node]:
         return [node for node in self.nodes.values() if not (node.dead or node.frozen or node.left)]
 
-    def _run_due(self) -> None:
+    def run_due(self) -> None:
         due = [entry for entry in self.later if entry[0] <= self.now]
         self.later = [entry for entry in self.later if entry[0] > self.now]
         for _, act in due:
             act()
-        for node in self._alive():
+        for node in self.alive():
             if any(at <= self.now for at in node.wakes):
                 node.wakes = [at for at in node.wakes if at > self.now]
-                self._feed(node, TimerExpired(self._clock(node)))
+                self.feed(node, TimerExpired(self._clock(node)))
             if node.look_at and node.look_at <= self.now and node.group is not None:
                 self._look(node, node.group)
             if node.due is not None and node.due <= self.now and node.left is None:
@@ -430,20 +430,20 @@ class Cluster:
                 joining = isinstance(node.phase, Joining)
                 self._perform(node, Leave(1, why)) if joining else self.tell(node.label, f"rejected: {why}")
             case _:
-                self._feed(node, said)
+                self.feed(node, said)
 
     # ---- the agent's loop
 
-    def _feed(self, node: Node, event: Event) -> None:
+    def feed(self, node: Node, event: Event) -> None:
         if isinstance(event, RoundPublished):
             self._note_view(node, event.round)
-            self._published(event.round)
+            self.published(event.round)
         before = node.phase
         node.phase, actions = core.step(before, event, node.rules)
         for action in actions:
             self._perform(node, action)
 
-    def _published(self, round: Round) -> None:
+    def published(self, round: Round) -> None:
         new = round.number not in self.rounds
         # But for what the store alone has added to them: see WayStore.written.
         alike = replace(round, version=VERSION, unknown={}, store=None, electors=(), quorum=0)
@@ -505,7 +505,7 @@ class Cluster:
             return
         node.joined = True
         if all(member.joined and member.group == round for member in self._members(round)):
-            self._at(START_S, lambda: self._train(round))
+            self._at(START_S, lambda: self.train(round))
 
     def _members(self, round: Round) -> list[Node]:
         return [self.agents[m.incarnation] for m in round.members]
@@ -527,7 +527,7 @@ class Cluster:
         cut = one.partition.network or other.partition.network
         return not (cut or other.label in one.partition.peers or one.label in other.partition.peers)
 
-    def _train(self, round: Round) -> None:
+    def train(self, round: Round) -> None:
         if not self._trains(round):
             self._training.discard(round.number)
             return
@@ -546,16 +546,16 @@ class Cluster:
                     stepped_round=round.number, can_pause=round.number if self.can_pause else 0
                 )
                 node.due = self.now
-                self._feed(node, FirstStep(round.number, self._clock(node)))
-        self._at(STEP_S, lambda: self._train(round))
+                self.feed(node, FirstStep(round.number, self._clock(node)))
+        self._at(STEP_S, lambda: self.train(round))
 
     def _see_peers(self) -> None:
         """Somebody is back: what waited for it goes on, and whoever waited for the dead hears that they are."""
-        groups = {node.group.number: node.group for node in self._alive() if node.group is not None}
+        groups = {node.group.number: node.group for node in self.alive() if node.group is not None}
         for round in groups.values():
             if self._trains(round) and round.number not in self._training:
                 self._training.add(round.number)
-                self._at(STEP_S, lambda round=round: self._train(round))  # type: ignore[misc]
+                self._at(STEP_S, lambda round=round: self.train(round))  # type: ignore[misc]
             for gone in self._members(round):
                 if gone.group != round or gone.dead:
                     self._lose_peers(round, gone)
@@ -580,7 +580,7 @@ class Cluster:
         if node.suspicion is not None:
             node.suspicion.end()
         node.member.update_local_facts(next_step_due=None)
-        self._feed(node, GroupEnded(number))
+        self.feed(node, GroupEnded(number))
         self._lose_peers(round, node)
 
     @staticmethod
@@ -600,7 +600,7 @@ class Cluster:
     def _unblock(self, node: Node, number: int) -> None:
         node.blocked = 0
         node.slots.forget(number)
-        self._feed(node, GroupEnded(number))
+        self.feed(node, GroupEnded(number))
 
     def _lose_peers(self, round: Round, gone: Node) -> None:
         """Connections to a dead process are reset, where there is a machine that resets them."""

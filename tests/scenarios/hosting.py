@@ -43,7 +43,7 @@ class HostedStore(NodeStore):
         self._cluster, self._label, self._incarnation, self._away = cluster, label, incarnation, away
         self._life: Hosted | None = None
         self._pinned = False
-        self._followed: dict[str, tuple[Callable[[str], None], list[Watch]]] = {}
+        self.followed: dict[str, tuple[Callable[[str], None], list[Watch]]] = {}
         self.compares_one_key, self.standalone = True, False
         if label == ENDPOINT:
             self.host(life_term(0, incarnation))
@@ -91,13 +91,13 @@ class HostedStore(NodeStore):
         self._life = life
         if life is not None:
             self._store = life.data
-            for prefix, (callback, watches) in self._followed.items():
+            for prefix, (callback, watches) in self.followed.items():
                 watches[:] = [super().watch(prefix, callback)] if self.answers else []
                 callback(prefix)
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
         watches: list[Watch] = [super().watch(prefix, callback)]
-        self._followed[prefix] = callback, watches
+        self.followed[prefix] = callback, watches
         return _Followed(self, prefix)
 
 
@@ -107,7 +107,7 @@ class _Followed:
     prefix: str
 
     def close(self) -> None:
-        _, watches = self.store._followed.pop(self.prefix)
+        _, watches = self.store.followed.pop(self.prefix)
         for watch in watches:
             watch.close()
 
@@ -174,7 +174,7 @@ class HostingCluster(Cluster):
         """What store/c10d/signpost.py does."""
         self._at(SIGN_S, self._show_the_way)
         life = self.at_endpoint
-        for node in self._alive():
+        for node in self.alive():
             round = node.hosted_round
             if round is None or life is None or life.over or not self.serves(life):
                 continue

@@ -255,7 +255,7 @@ class _ProbeRun:
                 self._done(call, ProbeNoAnswer(f"could not be probed: {_error_text(error)}"))
             return
         code = sock.connect_ex(where)
-        if _connected_to_itself(sock, where):
+        if is_connected_to_itself(sock, where):
             self._refused(call)
         elif code in (0, errno.EINPROGRESS):
             # A connection error makes it readable, too.
@@ -340,7 +340,7 @@ def _numeric_address(address: str, port: int) -> tuple[socket.AddressFamily, tup
     return family, where  # type: ignore[return-value]  # an IPv6 address has two fields more, which the kernel reads
 
 
-def _connected_to_itself(sock: socket.socket, where: tuple[str, int]) -> bool:
+def is_connected_to_itself(sock: socket.socket, where: tuple[str, int]) -> bool:
     """True if TCP connected the socket with itself: our end got the very address that it connects to.
 
     That takes a free port of this machine in the range of outgoing connections.

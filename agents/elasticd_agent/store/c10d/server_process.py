@@ -76,7 +76,7 @@ class HostMaintenance:
 
     def __init__(self, wire: tcp.TcpStoreConnection) -> None:
         self._wire = wire
-        self._now = 0.0
+        self.awake_s = 0.0
         """Seconds for which this process was awake: a suspended host must not end all leases."""
         self._last: float | None = None
         self._leases: dict[str, _Lease] = {}
@@ -96,7 +96,7 @@ class HostMaintenance:
 
     def turn(self, monotonic: float) -> None:
         if self._last is not None:
-            self._now += min(monotonic - self._last, 2 * TURN_S)
+            self.awake_s += min(monotonic - self._last, 2 * TURN_S)
         self._last = monotonic
         leases, watched = list(self._leases), list(self._watched)
         keys = [tcp.VERSION, tcp.LEASES, tcp.WATCHED, *map(tcp.lease_key, leases)]
@@ -109,34 +109,34 @@ class HostMaintenance:
         for prefix, count, presence in zip(watched, counts, counts[len(watched) :], strict=False):
             self._repair_changes(prefix, self._watched[prefix], tcp.parse_number(count) or 0)
             self._drop_if_unwatched(prefix, self._watched[prefix], presence)
-        if self._now - self._swept_at >= SWEEP_S and (version != self._swept or self._gone_since):
-            self._swept_at = self._now
+        if self.awake_s - self._swept_at >= SWEEP_S and (version != self._swept or self._gone_since):
+            self._swept_at = self.awake_s
             self._swept = version
-            self._sweep()
+            self.sweep()
 
     def _discover(self, registered: bytes | None, prefixes: bytes | None) -> None:
         for line in tcp.entries(registered):
             lease, _, ttl_ms = line.partition(" ")
             if lease not in self._leases and ttl_ms.isdigit():
-                self._leases[lease] = _Lease(int(ttl_ms) / 1000, None, self._now)
+                self._leases[lease] = _Lease(int(ttl_ms) / 1000, None, self.awake_s)
         for prefix in tcp.entries(prefixes):
             if prefix not in self._watched:
-                self._watched[prefix] = _Watched(0, self._now)
+                self._watched[prefix] = _Watched(0, self.awake_s)
 
     def _check_lease(self, name: str, lease: _Lease, count: bytes | None) -> None:
         if lease.ended_at is None:
             if count is not None and (tcp.parse_number(count) or -1) > 0:
                 if count != lease.count:
-                    lease.count, lease.moved_at = count, self._now
+                    lease.count, lease.moved_at = count, self.awake_s
                     return
                 # Compared with the count that was read: a renewal in between wins.
-                if self._now - lease.moved_at < lease.ttl_s or not self._wire.swap(
+                if self.awake_s - lease.moved_at < lease.ttl_s or not self._wire.swap(
                     tcp.lease_key(name), count, tcp.ENDED
                 ):
                     return
-            lease.ended_at = self._now
+            lease.ended_at = self.awake_s
             self._drop_keys(name)
-        elif self._now - lease.ended_at >= TOMBSTONE_S:
+        elif self.awake_s - lease.ended_at >= TOMBSTONE_S:
             self._drop_keys(name)  # a late holder may have put its key since
             self._remove_entry(tcp.LEASES, f"{name} {round(lease.ttl_s * 1000)}")
             self._wire.delete(tcp.lease_members_key(name))
@@ -159,8 +159,8 @@ class HostMaintenance:
                 self._wire.swap(tcp.event_key(prefix, gap), None, tcp.to_bytes(prefix) or b"/")
             watched.last_change, watched.gap_at = gap - 1, gap
         if watched.last_change > (watched.old[-1][1] if watched.old else 0):
-            watched.old.append((self._now, watched.last_change))
-        while watched.old and self._now - watched.old[0][0] >= TOMBSTONE_S:
+            watched.old.append((self.awake_s, watched.last_change))
+        while watched.old and self.awake_s - watched.old[0][0] >= TOMBSTONE_S:
             for n in range(watched.deleted + 1, watched.old.popleft()[1] + 1):
                 self._wire.delete(tcp.event_key(prefix, n))
                 watched.deleted = n
@@ -168,8 +168,8 @@ class HostMaintenance:
     def _drop_if_unwatched(self, prefix: str, watched: _Watched, presence: bytes | None) -> None:
         """Remove a prefix that no client watches any more, and its changes."""
         if presence != watched.presence:
-            watched.presence, watched.moved_at = presence, self._now
-        elif self._now - watched.moved_at >= UNWATCHED_S:
+            watched.presence, watched.moved_at = presence, self.awake_s
+        elif self.awake_s - watched.moved_at >= UNWATCHED_S:
             self._remove_entry(tcp.WATCHED, prefix)
             if self._wire.read(tcp.watchers_key(prefix)) != presence:  # a client that still saw it listed relies on it
                 self._wire.append(tcp.WATCHED, tcp.entry(prefix))
@@ -180,7 +180,7 @@ class HostMaintenance:
             self._wire.delete(tcp.watchers_key(prefix))
             del self._watched[prefix]
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Remove old tombstones, and the names of keys that were never created."""
         gone: dict[str, tuple[bytes | None, float]] = {}
         for directory in tcp.entries(self._wire.read(tcp.DIRECTORIES)):
@@ -192,8 +192,8 @@ class HostMaintenance:
                 if envelope is not None and envelope.state is tcp.KeyState.PRESENT:
                     continue
                 before = self._gone_since.get(key)
-                since = before[1] if before is not None and before[0] == raw else self._now
-                if self._now - since < TOMBSTONE_S:
+                since = before[1] if before is not None and before[0] == raw else self.awake_s
+                if self.awake_s - since < TOMBSTONE_S:
                     gone[key] = (raw, since)
                 elif self._wire.swap(
                     tcp.value_key(key), raw, (envelope or _NOTHING).as_tombstone(tcp.KeyState.REMOVING)

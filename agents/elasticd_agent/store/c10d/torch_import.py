@@ -23,7 +23,7 @@ TRIAL_S = 20
 def load_tcp_store() -> Callable[..., Any]:
     """Raises ImportError, AttributeError: there is no torch that has one."""
     if _works():
-        return _extension_only()
+        return extension_only()
     tcp_store: Callable[..., Any] = importlib.import_module("torch.distributed").TCPStore
     return tcp_store
 
@@ -38,14 +38,14 @@ def _works() -> bool:
             silent = os.open(os.devnull, os.O_WRONLY)
             for stream in (1, 2):
                 os.dup2(silent, stream)
-            store = _extension_only()("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store = extension_only()("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             status = 0 if store.compare_set("a", "", "b") == b"b" else 1
         finally:
             os._exit(status)
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _extension_only() -> Callable[..., Any]:
+def extension_only() -> Callable[..., Any]:
     package = importlib.util.find_spec("torch")
     if package is None or not package.submodule_search_locations:
         raise ImportError("there is no torch")

@@ -55,13 +55,13 @@ class EtcdStore:
         self._uncertain_leases: list[int] = []
 
     def read(self, key: str) -> Versioned | None:
-        etcd = self._etcd()
+        etcd = self.connection()
         answer = etcd.call("Range", etcd.rpc.RangeRequest(key=to_bytes(key)), key=key, repeatable=True)
         return Versioned(answer.kvs[0].value, answer.kvs[0].mod_revision) if answer.kvs else None
 
     def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
         newest = max((item.version for item in known.values()), default=0) if known else 0
-        answer = self._etcd().range(prefix, min_mod_revision=newest + 1)
+        answer = self.connection().range(prefix, min_mod_revision=newest + 1)
         changed = {to_text(item.key): Versioned(item.value, item.mod_revision) for item in answer.kvs}
         if not known:
             return changed
@@ -79,12 +79,12 @@ class EtcdStore:
         return bool(self._put(key, value, versions, ignore_lease=expected is not None))
 
     def delete(self, key: str) -> bool:
-        etcd = self._etcd()
+        etcd = self.connection()
         return bool(etcd.call("DeleteRange", etcd.rpc.DeleteRangeRequest(key=to_bytes(key)), key=key).deleted)
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
         """etcd counts whole seconds, and grants no less than 1.5 of its election timeouts (2 s by default)."""
-        etcd = self._etcd()
+        etcd = self.connection()
         self._revoke_uncertain_leases()
         granted = etcd.call("LeaseGrant", etcd.rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s)))
         lease = _EtcdLease(self, granted.ID, float(granted.TTL))
@@ -102,7 +102,7 @@ class EtcdStore:
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
         """Also during an outage: it begins when etcd answers, and names the whole prefix then."""
-        etcd = self._etcd()
+        etcd = self.connection()
         from elasticd_agent.store.etcd.watch import EtcdWatches
 
         with self._lock:
@@ -122,7 +122,7 @@ class EtcdStore:
 
     def _put(self, key: str, value: bytes, versions: Sequence[tuple[str, int | None]], **options: Any) -> int:
         """The new version if every key has the version given (None: is missing). 0: one has not, or the lease ended."""
-        etcd = self._etcd()
+        etcd = self.connection()
         rpc = etcd.rpc
         # The mod_revision of a missing key compares as 0.
         compare = [
@@ -137,7 +137,7 @@ class EtcdStore:
         return int(answer.header.revision) if answer.succeeded else 0
 
     def _revoke(self, lease: int) -> None:
-        etcd = self._etcd()
+        etcd = self.connection()
         try:
             etcd.call("LeaseRevoke", etcd.rpc.LeaseRevokeRequest(ID=lease), repeatable=True)
         except LeaseNotFound:
@@ -155,7 +155,7 @@ class EtcdStore:
                 raise
             uncertain.pop()
 
-    def _etcd(self) -> EtcdConnection:
+    def connection(self) -> EtcdConnection:
         with self._lock:
             if self._closed:
                 raise StoreUnavailable("the store has been closed")
@@ -176,7 +176,7 @@ class _EtcdLease:
         return self._store._put(key, value, [(key, expected)], lease=self._number) or None
 
     def renew(self) -> bool:
-        etcd = self._store._etcd()
+        etcd = self._store.connection()
         answer = etcd.call("LeaseKeepAlive", etcd.rpc.LeaseKeepAliveRequest(ID=self._number), repeatable=True)
         return bool(answer.TTL > 0)  # a lease that has ended is no error to etcd: it has 0 s left
 
