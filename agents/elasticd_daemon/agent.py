@@ -46,9 +46,8 @@ from elasticd_daemon.api.server import ApiServer
 from elasticd_daemon.api.service import JobService
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.config.allow_lists import refusal
-from elasticd_daemon.config.env_variables import AGENT_FLAGS
 from elasticd_daemon.config.job_file import JobFile
-from elasticd_daemon.config.load import load, merge_reloaded
+from elasticd_daemon.config.load import AGENT_FLAGS, load, merge_reloaded
 from elasticd_daemon.config.store_options import store_policy, store_rendezvous
 from elasticd_daemon.dashboard.login import LoginCookies
 from elasticd_daemon.dashboard.routes import DashboardRoutes

@@ -27,7 +27,7 @@ from elasticd_daemon.journal import AgentJournal
 from elasticd_daemon.metrics import NodeMetrics
 from elasticd_daemon.records import ClusterView, NodeState, NodeStatus, RunnerStatus, Submission
 from elasticd_daemon.registration import NameTaken, NodeStatusPublisher
-from elasticd_daemon.runners import trial
+from elasticd_daemon.runners import spawn
 from elasticd_daemon.runners.manager import RunnerManager
 from elasticd_daemon.runners.reconcile import NodePlan, RunOutcomes, reconcile
 from elasticd_daemon.runners.spawn import SpecBuilder
@@ -108,7 +108,7 @@ class NodeLoop:
 
     def refusal(self, submission: Submission) -> str:
         """Why this node would refuse the job; "" if it would not."""
-        return trial.refusal(self._executor.specs, submission)
+        return spawn.refusal(self._executor.specs, submission)
 
     @property
     def settings(self) -> NodeSettings:

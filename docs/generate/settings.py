@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elasticd_daemon.config.env_variables import variable_name
+from elasticd_daemon.config.load import variable_name
 from elasticd_daemon.config.reference import agent_keys, job_keys
 
 

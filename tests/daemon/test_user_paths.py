@@ -35,9 +35,9 @@ WAITS = {"run", "call", "check_call", "check_output"}
 FOR_OTHER_THREADS = {
     "agent.py installed_version_error: subprocess.run",  # the agent's own user's
     "runners/spawn.py check_interpreter: subprocess.run",  # in the runner
-    "runners/trial.py _ask_process: subprocess.run",
+    "runners/spawn.py try_in_process: subprocess.run",
     "scheduler/retention.py _remove_folder: subprocess.run",
-    "loop.py refusal: trial.refusal",
+    "loop.py refusal: spawn.refusal",
     "agent.py _open_api: refusal",
     "agent.py check: refusal",
 }

@@ -32,7 +32,7 @@ from elasticd_daemon.api.schema import LogChunk
 from elasticd_daemon.api.service import Conflict, JobService
 from elasticd_daemon.config.documents import FileFormat
 from elasticd_daemon.records import Submission
-from elasticd_daemon.runners.trial import TrialFailed
+from elasticd_daemon.runners.spawn import TrialFailed
 
 PUBLIC_PATHS = ("/metrics", "/healthz", "/readyz")
 LogStream = Literal["stdout", "stderr", "elasticd", "events"]

@@ -23,21 +23,21 @@ from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
 from elasticd_agent.system.bounded_io import DeadlineExceeded
 from elasticd_daemon.api import views
-from elasticd_daemon.api.job_list import JobList
 from elasticd_daemon.api.local import DUMP_TIMEOUT_S, READ_TIMEOUT_S, LocalJobs
 from elasticd_daemon.api.node_files import ClusterReader, NotFound
 from elasticd_daemon.api.peers import Peers
 from elasticd_daemon.api.rank_logs import LogRequest
 from elasticd_daemon.api.schema import JobProgress, JobStatus, LogChunk, NodeSummary, RoundStatus
+from elasticd_daemon.api.views import JobList
 from elasticd_daemon.config import job_file
 from elasticd_daemon.config.documents import FileFormat
 from elasticd_daemon.config.job_file import JobFile
 from elasticd_daemon.records import ClusterView, JobResult, Placement, Refusal, Submission, submitter
-from elasticd_daemon.runners.trial import TrialFailed
+from elasticd_daemon.runners.spawn import TrialFailed
 from elasticd_daemon.scheduler import job_queue, policy
 
 TRY_TIMEOUT_S = 25.0
-"""The time for all nodes' answers to a trial, which have 20 s each (runners/trial.py)."""
+"""The time for all nodes' answers to a trial, which have 20 s each (runners/spawn.py)."""
 
 
 class Conflict(ElasticdError):

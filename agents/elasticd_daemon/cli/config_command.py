@@ -21,9 +21,8 @@ from elasticd_agent.model.job import Policy
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.config.decode import to_toml
 from elasticd_daemon.config.documents import format_of, parse
-from elasticd_daemon.config.env_variables import config_keys, read_overrides
 from elasticd_daemon.config.job_file import JobFile, job_policy, read_job
-from elasticd_daemon.config.load import DEFAULT_FILE, MAX_BYTES, load, read_config
+from elasticd_daemon.config.load import DEFAULT_FILE, MAX_BYTES, config_keys, load, read_config, read_overrides
 
 _HIDDEN = "…"
 

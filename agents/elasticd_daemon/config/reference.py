@@ -18,8 +18,8 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.system.durations import setting_text
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.config.decode import default_toml, meta_of
-from elasticd_daemon.config.env_variables import config_keys
 from elasticd_daemon.config.job_file import JobFile
+from elasticd_daemon.config.load import config_keys
 
 
 @dataclass(frozen=True, slots=True)

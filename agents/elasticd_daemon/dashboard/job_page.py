@@ -11,8 +11,7 @@ from elasticd_agent.model.phrases import count
 from elasticd_agent.system.durations import in_words
 from elasticd_daemon.api.schema import CheckpointStatus, JobProgress, JobStatus, RoundStatus
 from elasticd_daemon.dashboard import formatting, status
-from elasticd_daemon.dashboard.chart import chart
-from elasticd_daemon.dashboard.series import scalar_chart, step_times
+from elasticd_daemon.dashboard.chart import chart, scalar_chart, step_times
 
 WINDOWS: dict[str, tuple[str, float | None]] = {
     "10m": ("10 min", 600.0),

@@ -8,8 +8,8 @@ from urllib.parse import quote, urlencode
 
 from elasticd_agent.model.phrases import count, shortened
 from elasticd_agent.system.durations import in_words
-from elasticd_daemon.api.job_list import JobList
 from elasticd_daemon.api.schema import JobStatus, JobSummary, NodeSummary
+from elasticd_daemon.api.views import JobList
 from elasticd_daemon.dashboard.status import JOB_STATE_STYLES, state
 from elasticd_daemon.records import submitter
 

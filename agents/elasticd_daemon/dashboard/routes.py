@@ -30,12 +30,12 @@ from elasticd_agent.system.network.http_server import (
     json_response,
 )
 from elasticd_daemon.api import views
-from elasticd_daemon.api.job_list import JobList
 from elasticd_daemon.api.node_files import NodesUnavailable, NotFound
 from elasticd_daemon.api.rank_logs import MAX_BYTES, LogRequest
 from elasticd_daemon.api.routes import ApiRoutes
 from elasticd_daemon.api.schema import JobProgress, JobStatus, JobSummary, LogChunk, NodeSummary
 from elasticd_daemon.api.service import Conflict
+from elasticd_daemon.api.views import JobList
 from elasticd_daemon.dashboard import formatting, job_page, layout, overview
 from elasticd_daemon.dashboard.job_page import STREAMS, WINDOWS, Evidence, LogTail, PageQuery
 from elasticd_daemon.dashboard.login import CODE_LIFETIME_S, LoginCookies, OneTimeCodes

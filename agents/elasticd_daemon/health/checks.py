@@ -13,25 +13,82 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from elasticd_agent.system.gpus.nvml import NvmlClient, find_pynvml
 from elasticd_agent.system.installation import import_path
 from elasticd_agent.system.processes import procfs
-from elasticd_agent.system.processes.helper_process import HelperError, HelperProcess
+from elasticd_agent.system.processes.helper_process import HelperCancelled, HelperError, HelperProcess, HelperTimeout
 from elasticd_agent.system.waker import Waker
+from elasticd_daemon import health
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.health import gpu_checks, network_ports, plugins
-from elasticd_daemon.health.all_reduce import check_all_reduce
 from elasticd_daemon.health.directories import format_size
-from elasticd_daemon.health.result import CheckResult, GpuUsage, failed, passed, skipped
+from elasticd_daemon.health.result import CheckResult, GpuUsage, Outcome, failed, passed, skipped
+
+ALL_REDUCE = "all-reduce"
+TIMEOUT_S = 30.0
+"""Four NCCL ranks on one machine need 2 to 5 s, eight gloo ranks on two busy cores 3 s."""
+IMPORT_TIMEOUT_S = 60.0
+"""At most, for torch from a cold network file system."""
+CLOSE_S = 2.0
+
+
+def check_all_reduce(
+    python: str,
+    slots: Sequence[int],
+    devices: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    within_s: float = TIMEOUT_S,
+    import_s: float = IMPORT_TIMEOUT_S,
+    stop: int | None = None,
+) -> CheckResult:
+    """`devices`: CUDA_VISIBLE_DEVICES of each slot, none for CPUs. `stop`: an fd that is readable to give up."""
+    if not devices and len(slots) < 2:
+        return skipped(ALL_REDUCE, "a single slot without a GPU has no peer")
+    with TemporaryDirectory(prefix="elasticd-health-") as directory:
+        request = {
+            "slots": list(slots),
+            "devices": list(devices),
+            "backend": "nccl" if devices else "gloo",
+            "directory": directory,
+            "within_s": within_s,
+            "sum": len(slots) * (len(slots) + 1) / 2,
+        }
+        return _run(python, request, environ, within_s + import_s + CLOSE_S, stop)
+
+
+def _run(
+    python: str, request: Mapping[str, Any], environ: Mapping[str, str], within_s: float, stop: int | None
+) -> CheckResult:
+    began = time.monotonic()
+    env = {**environ, "OMP_NUM_THREADS": "1"}
+    try:
+        helper = HelperProcess([python, "-u", str(Path(health.__path__[0], "all_reduce_process.py"))], env=env, cwd="/")
+    except OSError as error:
+        return skipped(ALL_REDUCE, f"{python} cannot be run: {error.strerror}")
+    outcome: Outcome = "failed"
+    try:
+        helper.send(request, began + within_s)
+        answer = helper.receive(began + within_s, cancel=stop)
+        outcome, why = answer["outcome"], answer["why"]
+    except (HelperTimeout, HelperCancelled):
+        why = f"no result within {within_s:g} s"
+    except (HelperError, KeyError) as error:
+        why = f"{python} ended before the result ({error})"
+    finally:
+        left = helper.close()
+    return CheckResult(ALL_REDUCE, outcome, f"{why}; {left}" if left else why, time.monotonic() - began)
+
 
 MAX_PARALLEL = 4
 """Plugins and directories checked at the same time: their cost is taken from a job that trains."""
 NVML_TIMEOUT_S = 10.0
 """Without a persistent driver, finding the GPUs takes a second or two each."""
 DIRECTORY_TIMEOUT_S = 5.0
-CLOSE_S = 2.0
 MEMORY = "memory"
 MIN_FREE_SHARE = 0.05
 MIN_FREE_BYTES = 1 << 30

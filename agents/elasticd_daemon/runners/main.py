@@ -42,7 +42,7 @@ from elasticd_daemon.keys import RUNNER_COMM
 from elasticd_daemon.runners import liveness
 from elasticd_daemon.runners.history import RecentRounds, RunnerMetrics
 from elasticd_daemon.runners.keeper import keep
-from elasticd_daemon.runners.spawn import Account, become, check_interpreter
+from elasticd_daemon.runners.spawn import REFUSED, Account, become, check_interpreter
 from elasticd_daemon.runners.spec import (
     MAX_SPEC_BYTES,
     PR_SET_DUMPABLE,
@@ -53,7 +53,6 @@ from elasticd_daemon.runners.spec import (
     reserve_exit_space,
     write_exit,
 )
-from elasticd_daemon.runners.trial import REFUSED
 
 PR_SET_NAME = 15
 MAX_LOG_BYTES = 1 << 20
@@ -99,7 +98,7 @@ def job(argv: Sequence[str]) -> int:
 
 
 def try_job(argv: Sequence[str]) -> int:
-    """The checks of a runner alone, for trial.py: its spec is standard input, the reason standard output.
+    """The checks of a runner alone, for spawn.py: its spec is standard input, the reason standard output.
 
     `argv[0]` is the user to run as, if this process runs as root for another one, else "". Returns REFUSED, or 0.
     """

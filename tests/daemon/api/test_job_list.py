@@ -9,8 +9,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd_daemon.api.job_list import JobList
-from elasticd_daemon.api.views import encoded
+from elasticd_daemon.api.views import JobList, encoded
 from elasticd_daemon.records import (
     ClusterView,
     JobResult,

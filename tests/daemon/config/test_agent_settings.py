@@ -25,9 +25,8 @@ from elasticd_agent.workers.environment import WorkerPaths, worker_environment
 from elasticd_daemon.config.agent_settings import NodeSettings, StoreSettings
 from elasticd_daemon.config.decode import meta_of
 from elasticd_daemon.config.documents import parse
-from elasticd_daemon.config.env_variables import config_keys, variable_name
 from elasticd_daemon.config.job_file import JobFile, read_job
-from elasticd_daemon.config.load import load, merge_reloaded
+from elasticd_daemon.config.load import config_keys, load, merge_reloaded, variable_name
 from elasticd_daemon.config.reference import agent_keys, job_keys, template
 from elasticd_daemon.config.store_options import store_policy, store_rendezvous
 from tests.daemon.config.bad_settings import BAD, ETCD

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.errors import WireError
-from elasticd_daemon.api.job_list import JobList
 from elasticd_daemon.api.schema import JobStatus, JobSummary, NodeSummary
+from elasticd_daemon.api.views import JobList
 from elasticd_daemon.dashboard import job_page, overview, status
 from elasticd_daemon.dashboard.job_page import Evidence, LogTail, PageQuery
 from elasticd_daemon.dashboard.layout import page

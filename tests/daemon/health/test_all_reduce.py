@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_daemon.health import all_reduce as reducing
+from elasticd_daemon.health import checks as reducing
 from tests.daemon.health.conftest import until
 
 # As much of torch as is needed, over files: each rank writes its number and reads the others'.

@@ -20,7 +20,6 @@ from elasticd_agent.system.files import replace_file
 from elasticd_agent.system.processes.process import children
 from elasticd_daemon.job_dir import JobFiles, job_files
 from elasticd_daemon.runners import spawn as spawning
-from elasticd_daemon.runners import trial
 from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets, read_exit
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, AgentNode, lives, until
@@ -242,11 +241,11 @@ def test_jobs_user_cannot_delay_the_agent_that_starts_it(open_place: Path, monke
 @pytest.mark.system
 def test_stopped_trial_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     use_anyones_python(monkeypatch)
-    monkeypatch.setattr(trial, "TRIAL_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(spawning, "TRIAL_TIMEOUT_S", 5.0)
     spec, account = RunnerSpec("job", 1, "n1", (0,), "{}"), spawning.Account.of("nobody")
     with stops_our_children() as attack:
         with pytest.raises(subprocess.TimeoutExpired):
-            run_within(30, lambda: trial._ask_process(spec, account))
+            run_within(30, lambda: spawning.try_in_process(spec, account))
         assert attack.stdout is not None
         assert attack.stdout.readline().strip().isdecimal()
 

@@ -26,7 +26,7 @@ from elasticd_agent.config.quantities import parse_seconds
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.telemetry.metrics_server import HealthProbeResult, MetricsServer, MonitoringPages
 from elasticd_daemon.api import routes as api
-from elasticd_daemon.config import env_variables as variables
+from elasticd_daemon.config import load as variables
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.config.documents import parse
 from elasticd_daemon.config.job_file import read_job
