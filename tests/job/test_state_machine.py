@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 from elasticd_agent.job import state_machine as core
 from elasticd_agent.job.state_machine import EXIT_WAIT_OF_NODES_S, EXIT_WAIT_S, TRANSITIONS, step
 from elasticd_agent.model.messages import (
+    Action,
     Ended,
     Event,
     ExitReport,
     ExitStatus,
     FirstStep,
+    Flush,
+    Flushed,
+    Flushing,
+    FlushStarted,
     GroupEnded,
     Joining,
     KillGroup,
@@ -72,8 +77,13 @@ PHASES: list[Phase] = [
     Stopping(R3, R4),
     Stopping(R3, None, STOP),
     Stopping(R3, STOPPED, STOP),
+    Flushing(3, 0, "done"),
     Ended(3, 0),
 ]
+
+
+def flushing(round: int, exit_code: int, why: str, *, failed: bool = False) -> tuple[Phase, list[Action]]:
+    return Flushing(round, exit_code, why, failed), [Flush(failed)]
 
 
 def of_round(n: int) -> list[Event]:
@@ -102,6 +112,7 @@ events = st.sampled_from([
     exited(1, 2, MISTAKE, at=11.0), exited(0, 1, ECHO), exited(1, 1, ECHO),
     RoundPublished(R3), RoundPublished(R4), RoundPublished(ELSEWHERE), RoundPublished(STOPPED), RoundPublished(FAILED),
     StopRequested("SIGTERM", 143, 10.0), StopForced("SIGTERM", 143, 10.0), TimerExpired(10.4), TimerExpired(50.0),
+    FlushStarted(0, 10.0), FlushStarted(1 << 30, 10.1), Flushed(7),
 ])  # fmt: skip
 
 
@@ -141,10 +152,10 @@ def test_stop_while_joining() -> None:
     assert (phase, actions) == (Joining(2, STOP), [SetTimer(40.0)])
     assert step(phase, TimerExpired(39.9), RULES) == (phase, [])
     late, actions = step(phase, TimerExpired(40.0), RULES)
-    assert late == Ended(2, 143)
-    assert [type(a) for a in actions] == [Leave]
-    assert step(phase, RoundPublished(STOPPED), RULES) == (Ended(6, 143), [Leave(143, "stopped by SIGTERM")])
-    assert step(phase, StopForced("SIGTERM", 143, 11.0), RULES)[0] == Ended(2, 143)
+    assert isinstance(late, Flushing) and late.exit_code == 143
+    assert actions == [Flush(False)]
+    assert step(phase, RoundPublished(STOPPED), RULES) == flushing(6, 143, "stopped by SIGTERM")
+    assert step(phase, StopForced("SIGTERM", 143, 11.0), RULES) == flushing(2, 143, "SIGTERM twice: leaving at once")
 
 
 def test_terminal_round_ends_the_group() -> None:
@@ -159,7 +170,7 @@ def test_terminal_round_ends_the_group() -> None:
             Stopping(R3, FAILED),
             [KillGroup(3, "round 6: no restart left")],
         )
-    assert step(Stopping(R3, FAILED), GroupEnded(3), RULES) == (Ended(6, 1), [Leave(1, "no restart left")])
+    assert step(Stopping(R3, FAILED), GroupEnded(3), RULES) == flushing(6, 1, "no restart left", failed=True)
 
 
 def test_a_newer_round_waits_until_the_old_group_is_gone() -> None:
@@ -175,7 +186,7 @@ def test_after_a_stop_only_the_end_of_the_job_is_still_taken_in() -> None:
     stopping = Stopping(R3, None, STOP)
     assert step(stopping, RoundPublished(R4), RULES) == (stopping, [])
     assert step(stopping, RoundPublished(STOPPED), RULES) == (Stopping(R3, STOPPED, STOP), [])
-    assert step(stopping, GroupEnded(3), RULES) == (Ended(3, 143), [Leave(143, "stopped by SIGTERM")])
+    assert step(stopping, GroupEnded(3), RULES) == flushing(3, 143, "stopped by SIGTERM")
     for then in (None, R4):
         phase, actions = step(Stopping(R3, then), StopRequested("SIGTERM", 143, 40.0), RULES)
         assert (phase, actions) == (stopping, [])
@@ -308,8 +319,8 @@ def test_reason_of_a_leaving_node() -> None:
     _, (kill,) = step(leaving, TimerExpired(69.0), rules)
     assert kill == KillGroup(3, "drained: a fan: no round without a was published in time")
     ending, _ = step(leaving, RoundPublished(replace(R4, members=())), rules)
-    assert step(ending, GroupEnded(3), rules)[1] == [Leave(143, "drained: a fan")]
-    assert step(Joining(), asked, rules)[1] == [Leave(143, "drained: a fan")]
+    assert step(ending, GroupEnded(3), rules) == flushing(3, 143, "drained: a fan")
+    assert step(Joining(), asked, rules) == flushing(0, 143, "drained: a fan")
 
 
 def test_first_and_second_stop() -> None:
@@ -321,5 +332,21 @@ def test_first_and_second_stop() -> None:
     forced, (kill,) = step(stopping, StopForced("SIGINT", 130, 10.0), RULES)
     assert forced == stopping
     assert kill == KillGroup(3, "SIGINT twice: killed without grace", save=False)
-    assert step(forced, GroupEnded(3), RULES)[0] == Ended(3, 130)
+    assert isinstance(step(forced, GroupEnded(3), RULES)[0], Flushing)
     assert step(Running(R3), StopForced("SIGINT", 130, 9.0), RULES)[1] == [kill]
+
+
+@pytest.mark.parametrize(
+    ("failed", "size", "wait_s"), [(True, 1000, 30.0), (True, 2_000_000_000, 70.0), (False, 2_000_000_000, 6.0)]
+)
+def test_larger_state_has_more_time_where_the_job_has_failed(failed: bool, size: int, wait_s: float) -> None:
+    phase: Phase = Flushing(3, 1, "no restart left", failed)
+    for started in (FlushStarted(0, 10.0), FlushStarted(size, 10.0)):
+        phase, _ = step(phase, started, RULES)
+    assert isinstance(phase, Flushing)
+    assert (phase.until, step(phase, started, RULES)) == (pytest.approx(10 + wait_s), (phase, []))
+    assert step(phase, TimerExpired(9.9 + wait_s), RULES) == (phase, [])
+    given_up = Ended(3, 1), [Leave(1, "no restart left")]
+    for event in (TimerExpired(10.1 + wait_s), StopRequested("SIGTERM", 143, 11.0), StopForced("SIGTERM", 143, 11.0)):
+        assert step(phase, event, RULES) == given_up
+    assert step(phase, Flushed(7), RULES) == (Ended(3, 1), [Leave(1, "no restart left", saved_step=7)])

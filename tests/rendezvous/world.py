@@ -13,6 +13,8 @@ from elasticd_agent.model.job import Policy
 from elasticd_agent.model.messages import (
     Action,
     Event,
+    Flush,
+    Flushed,
     GroupEnded,
     Joining,
     KillGroup,
@@ -180,6 +182,8 @@ class World:
             case SetTimer(at):
                 assert at >= self.now
                 self.wakes.append(at)
+            case Flush():
+                self.feed(Flushed())
             case Leave():
                 assert self.alive is None, "left a living group behind"
                 self.left = action

@@ -30,6 +30,8 @@ from elasticd_agent.model.messages import (
     ExitReport,
     ExitStatus,
     FirstStep,
+    Flush,
+    Flushed,
     GroupEnded,
     Joining,
     KillGroup,
@@ -491,6 +493,8 @@ class Cluster:
                 node.member.update_node_record(leaving=why, leaving_code=code, leaving_soon=soon)
             case SetTimer(at):
                 node.wakes.append(at - node.ahead_s)
+            case Flush():
+                self._feed(node, Flushed())
             case Leave(exit_code, why):
                 node.left = action
                 self.history.agents[node.name, node.incarnation].left_at = self.now

@@ -25,6 +25,8 @@ from elasticd_agent.model.messages import (
     ExitReport,
     ExitStatus,
     FirstStep,
+    Flush,
+    Flushing,
     GroupEnded,
     Joining,
     KillGroup,
@@ -160,6 +162,8 @@ def _phase(phase: Phase) -> str:
             return f"Settling {r.number}" + _exits(exits)
         case Stopping(r, then, stop):
             return f"Stopping {r.number}" + _then(then) + (f", {stop.signal}" if stop else "")
+        case Flushing(_, exit_code):
+            return f"Flushing before {exit_code}"
         case Ended(_, exit_code):
             return f"Ended with {exit_code}"
 
@@ -188,5 +192,7 @@ def _action(action: Action, now: float) -> str:
             return f"ReportDone {number}"
         case SetTimer(at):
             return f"Wake in {at - now:g} s"
+        case Flush(failed):
+            return "Flush" + (" with time" if failed else "")
         case Leave(exit_code, why):
             return f"Leave with {exit_code}: {why}"

@@ -40,16 +40,14 @@ from elasticd_agent.workers.events import (
 )
 from elasticd_agent.workers.file_timer import FileTimerExpired
 from elasticd_agent.workers.gpu_memory import MemoryChecked
-from elasticd_agent.workers.launcher.messages import Flushed, Flushing
 from elasticd_agent.workers.launcher.owner_client import OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 from elasticd_agent.workers.manager import WorkerManager
 
 LATE_S = 0.25
 """A thread that wakes later than this did not run: the machine was suspended, or all cores were taken."""
-LAST_WRITE_S, LAST_WRITE_S_PER_BYTE, LAST_WRITE_OF_STOP_S = 30.0, 20e-9, 6.0
-"""How long the end of a job waits for the checkpoint of its last step. A large state goes to a disk that takes 50 MB/s
-at least; a service manager gives a stop little time."""
+LARGE_STATE_BYTES = 1e9
+"""The end of a job says that it waits for the disk if the newest state is larger."""
 TIMER_DELAY_S = 0.1
 """Messages that arrived meanwhile are read first, before a timer counts something as missing."""
 
@@ -193,7 +191,8 @@ class JobLoop:
                 self._monitor.detector.evidence_gathered(message, now)
                 self._monitor.soon(now)
             case DriverFailed(error):
-                raise error
+                if not isinstance(self.phase, messages.Flushing):
+                    raise error
             case _:
                 self._handle_notice(message, now)
 
@@ -293,7 +292,11 @@ class JobLoop:
                 self._monitor.exited(event.rank)
             case messages.WorkerExited(number) if number in self._kill_at:
                 self._saved_last = True  # it has ended by the signal, as by Ctrl-C, and without a checkpoint
-            case messages.StopRequested() | messages.StopForced():
+            case messages.FlushStarted(size) if size > LARGE_STATE_BYTES:
+                if isinstance(self.phase, messages.Flushing) and self.phase.failed:
+                    what = f"the newest state in memory ({size / 1e9:.1f} GB)"
+                    self._listener.log(f"waiting for {what} to reach the disk; SIGTERM ends the wait")
+            case messages.StopRequested() | messages.StopForced() if not isinstance(self.phase, messages.Flushing):
                 if not self._rules.leave_on_stop:
                     self._rendezvous.update_local_facts(stop=event)
                 self._listener.on(StopStarted(event, self._rules), now)
@@ -337,41 +340,31 @@ class JobLoop:
                 self._rendezvous.update_node_record(leaving=why, leaving_code=code, leaving_soon=soon)
             case messages.SetTimer(at):
                 self._timers.append(max(at, time.monotonic() + TIMER_DELAY_S))
-            case messages.Leave(exit_code, why):
-                self._exit_code = exit_code
-                self._log_hang_summary()
-                left = JobLeft(exit_code, "; ".join(filter(None, (why, self._save_last_step()))), self.round)
-                self._listener.on(left, time.monotonic())
+            case messages.Flush(failed):
+                self._flush(failed)
+            case messages.Leave():
+                self._leave(action)
 
-    def _save_last_step(self) -> str:
-        """Wait until the newest state in memory is written, or a stop; returns where the next run resumes."""
-        outcome = self.round.outcome if self.round is not None else None
-        failed, ended = outcome == "failed", outcome in ("failed", "stopped")
-        written: Flushed | None = None
+    def _flush(self, failed: bool) -> None:
+        """Have the newest state in memory written, where the end of the last group has left one there."""
+        self._log_hang_summary()
         if self._saved_last or failed:
-            self._due_by = None  # this thread is not late
             self.workers.flush()
-            deadline = time.monotonic() + (LAST_WRITE_S if failed else LAST_WRITE_OF_STOP_S)
-            while written is None and (left_s := deadline - time.monotonic()) > 0:
-                with contextlib.suppress(queue.Empty):
-                    match self._inbox.get(timeout=left_s):
-                        case OwnerMessage(Flushing(size)) if failed:
-                            deadline += size * LAST_WRITE_S_PER_BYTE
-                            if size > 1e9:
-                                what = f"the newest state in memory ({size / 1e9:.1f} GB)"
-                                self._listener.log(f"waiting for {what} to reach the disk; SIGTERM ends the wait")
-                        case OwnerMessage(Flushed() as written):
-                            pass
-                        case OwnerLost() | messages.StopRequested() | messages.StopForced():
-                            break
-        facts = self._rendezvous.facts
-        step = written.step if written is not None and written.path else None
+            self._events.append(messages.FlushStarted(0, time.monotonic()))
+        else:
+            self._events.append(messages.Flushed())
+
+    def _leave(self, leave: messages.Leave) -> None:
+        """The sentence of the end says where the next run resumes."""
+        facts, outcome, step = self._rendezvous.facts, self.round and self.round.outcome, leave.saved_step
         # After a stop this node knows the last checkpoint where rank 0 was, which saved the last step.
-        if step is None and facts.checkpoint is not None and (failed or facts.checkpoint[1] >= facts.high_water):
-            step = facts.checkpoint[1]
-        if written is not None and written.why:
-            self._listener.log(f"the last state in memory could not be written: {written.why}")
-        return f"the next run resumes from step {step}" if ended and step is not None else ""
+        if step is None and facts.checkpoint is not None:
+            step = facts.checkpoint[1] if outcome == "failed" or facts.checkpoint[1] >= facts.high_water else None
+        why = leave.why
+        if outcome in ("failed", "stopped") and step is not None:
+            why = "; ".join(filter(None, (why, f"the next run resumes from step {step}")))
+        self._exit_code = leave.exit_code
+        self._listener.on(JobLeft(leave.exit_code, why, self.round), time.monotonic())
 
     def _log_hang_summary(self) -> None:
         """A job that failed by a hang ends with its culprit; `elasticd explain` shows more."""
@@ -441,14 +434,18 @@ class JobLoop:
             self.workers.park(self._max_workers, with_store=True)
 
     def _turn_rendezvous(self, now: float) -> None:
-        if isinstance(self.phase, messages.Ended):
+        if isinstance(self.phase, (messages.Flushing, messages.Ended)):
+            self._rendezvous_at = None
             return
         received, self._rendezvous_at = self._take_turn(now)
         for notice in received:
             self._handle_notice(notice, now)
 
     def _owner_lost(self) -> None:
-        """The owner was killed, and its processes with it: start another one."""
+        """The owner was killed, and its processes with it: start another one, except for a job that is over."""
+        if isinstance(self.phase, messages.Flushing):
+            self._events.append(messages.Flushed())
+            return
         self._listener.log("the process that owns the workers was killed and its workers with it; starting another one")
         self.workers.close()
         self.workers = self._make_workers()

@@ -25,6 +25,10 @@ from elasticd_agent.model.messages import (
     Ended,
     Event,
     FirstStep,
+    Flush,
+    Flushed,
+    Flushing,
+    FlushStarted,
     GroupEnded,
     Joining,
     KillGroup,
@@ -64,15 +68,20 @@ LONGEST_LAST_PAUSE_S = 30.0
 """Where too few nodes would remain, the second half of the time that a node has to leave is for a checkpoint, but no
 more than this. Rank 0 may see the request 10 s late, at its next decision point, and has to write the checkpoint."""
 
+LAST_WRITE_S, LAST_WRITE_S_PER_BYTE, LAST_WRITE_OF_STOP_S = 30.0, 20e-9, 6.0
+"""How long the end of a job waits for the checkpoint of its last step. A large state goes to a disk that takes 50 MB/s
+at least; a service manager gives a stop little time."""
+
 # For each phase, the phases that may follow, and the event that ends it. docs/states.md is generated from this.
 TRANSITIONS: dict[type[Phase], tuple[tuple[type[Phase], ...], str]] = {
-    Joining: ((Running, Ended), "a Round numbered above the last one; after a stop, its deadline"),
+    Joining: ((Running, Flushing), "a Round numbered above the last one; after a stop, its deadline"),
     Running: (
         (Settling, Stopping, Joining),
         "exits of its workers or its store, a stop, a newer Round (which also ends a hung group)",
     ),
     Settling: ((Stopping, Joining), "the other workers' exits, or its own deadline"),
-    Stopping: ((Joining, Running, Ended), "GroupGone, which follows every KillGroup and StopGroup"),
+    Stopping: ((Joining, Running, Flushing), "GroupEnded, which follows every KillGroup and StopGroup"),
+    Flushing: ((Ended,), "the end of the write, its own deadline, or a stop"),
     Ended: ((), "nothing"),
 }
 
@@ -101,6 +110,8 @@ def _step(phase: Phase, event: Event, rules: StepRules) -> Transition:
             return _settling(phase, event, rules)
         case Stopping():
             return _stopping(phase, event, rules)
+        case Flushing():
+            return _flushing(phase, event)
         case Ended():
             return phase, []
 
@@ -108,24 +119,22 @@ def _step(phase: Phase, event: Event, rules: StepRules) -> Transition:
 def _joining(phase: Joining, event: Event, rules: StepRules) -> Transition:
     match event:
         case RoundPublished(r) if r.number > phase.past and r.terminal:
-            return _leave(r)
+            return _leave_by(r)
         case RoundPublished(r) if r.number > phase.past and phase.stop is None:
             return _enter(r, rules)
         case StoreAbandoned(why):
-            return Ended(phase.past, REQUEUE), [Leave(REQUEUE, why)]
+            return _leave(phase.past, REQUEUE, why)
         case StopRequested(_, code) if rules.leave_on_stop:
-            return Ended(phase.past, code), [Leave(code, _stop_reason(event))]
+            return _leave(phase.past, code, _stop_reason(event))
         case StopRequested(signal, code, at, why) if phase.stop is None:
             # The leader answers with the terminal Round; without an answer this node leaves at the deadline.
             until = at + rules.shutdown_timeout_s
             return Joining(phase.past, PendingStop(signal, code, until, why)), [SetTimer(until)]
         case StopForced(signal, code):
-            return Ended(phase.past, code), [Leave(code, f"{signal} twice: leaving at once")]
+            return _leave(phase.past, code, f"{signal} twice: leaving at once")
         case TimerExpired(at) if phase.stop is not None and at >= phase.stop.until:
-            code = phase.stop.exit_code
-            return Ended(phase.past, code), [
-                Leave(code, f"{phase.stop.signal}: leaving, no terminal round was published in time")
-            ]
+            why = f"{phase.stop.signal}: leaving, no terminal round was published in time"
+            return _leave(phase.past, phase.stop.exit_code, why)
         case _:
             return phase, []
 
@@ -264,10 +273,9 @@ def _stopping(phase: Stopping, event: Event, rules: StepRules) -> Transition:
 
 def _after_group_ended(phase: Stopping, rules: StepRules) -> Transition:
     if phase.then is not None:
-        return _leave(phase.then) if phase.then.terminal else _enter(phase.then, rules)
+        return _leave_by(phase.then) if phase.then.terminal else _enter(phase.then, rules)
     if phase.stop is not None:
-        code = phase.stop.exit_code
-        return Ended(phase.round.number, code), [Leave(code, _stop_reason(phase.stop))]
+        return _leave(phase.round.number, phase.stop.exit_code, _stop_reason(phase.stop))
     return Joining(phase.round.number), []
 
 
@@ -278,9 +286,29 @@ def _enter(r: Round, rules: StepRules) -> Transition:
     return Running(r), [StartGroup(r)]
 
 
-def _leave(r: Round) -> Transition:
+def _leave_by(r: Round) -> Transition:
     assert r.exit_code is not None
-    return Ended(r.number, r.exit_code), [Leave(r.exit_code, r.reason)]
+    return _leave(r.number, r.exit_code, r.reason, failed=r.outcome == "failed")
+
+
+def _leave(round: int, exit_code: int, why: str, *, failed: bool = False) -> Transition:
+    return Flushing(round, exit_code, why, failed), [Flush(failed)]
+
+
+def _flushing(phase: Flushing, event: Event) -> Transition:
+    match event:
+        case FlushStarted(size, at):
+            wait_s = LAST_WRITE_S + size * LAST_WRITE_S_PER_BYTE if phase.failed else LAST_WRITE_OF_STOP_S
+            until = at + wait_s
+            return replace(phase, until=until), [SetTimer(until)] if until != phase.until else []
+        case Flushed(step):
+            return Ended(phase.round, phase.exit_code), [Leave(phase.exit_code, phase.why, step)]
+        case TimerExpired(at) if at < phase.until:
+            return phase, []
+        case TimerExpired() | StopRequested() | StopForced():
+            return Ended(phase.round, phase.exit_code), [Leave(phase.exit_code, phase.why)]
+        case _:
+            return phase, []
 
 
 def _stop_reason(stop: PendingStop | StopRequested) -> str:

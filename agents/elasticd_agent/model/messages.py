@@ -150,6 +150,21 @@ class StopForced:
 
 
 @dataclass(frozen=True, slots=True)
+class FlushStarted:
+    """The newest state in memory is being written; its size is known a moment after the request."""
+
+    bytes: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """Nothing is left to write. `step` is that of the checkpoint that was written, None if there was no newer state."""
+
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TimerExpired:
     """The time of a SetTimer has come."""
 
@@ -166,6 +181,8 @@ Event = (
     | StoreAbandoned
     | StopRequested
     | StopForced
+    | FlushStarted
+    | Flushed
     | TimerExpired
 )
 
@@ -227,6 +244,20 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True)
+class Flushing:
+    """The work on this job is over, but for the newest state in memory, which is written until `until` at the latest.
+
+    `failed`: the job has failed, and its last step is worth a longer wait than a stop allows.
+    """
+
+    round: int
+    exit_code: int
+    why: str
+    failed: bool = False
+    until: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The agent leaves; later events have no effect. `round` is the last one it knew, 0 if none."""
 
@@ -234,7 +265,7 @@ class Ended:
     exit_code: int
 
 
-Phase = Joining | Running | Settling | Stopping | Ended
+Phase = Joining | Running | Settling | Stopping | Flushing | Ended
 
 
 # ---- actions
@@ -301,11 +332,19 @@ class SetTimer:
 
 
 @dataclass(frozen=True, slots=True)
+class Flush:
+    """Write the newest state in memory, if there is one that no round needs: FlushStarted and Flushed follow."""
+
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
-    """The agent's work is over: exit with `exit_code`, log `why`."""
+    """The agent's work is over: exit with `exit_code`, log `why`. `saved_step`: a Flush has written this step."""
 
     exit_code: int
     why: str
+    saved_step: int | None = None
 
 
-Action = StartGroup | KillGroup | StopGroup | ReportFailure | ReportDone | ReportLeaving | SetTimer | Leave
+Action = StartGroup | KillGroup | StopGroup | ReportFailure | ReportDone | ReportLeaving | SetTimer | Flush | Leave

@@ -19,7 +19,15 @@ from typing import Protocol
 from elasticd.checkpointing.memory.memory_limit import oom_kills
 from elasticd.heartbeat import record as heartbeat
 from elasticd_agent.model.job import JobSpec
-from elasticd_agent.model.messages import ExitStatus, GroupEnded, StartFailed, StoreExited, WorkerExited
+from elasticd_agent.model.messages import (
+    ExitStatus,
+    Flushed,
+    FlushStarted,
+    GroupEnded,
+    StartFailed,
+    StoreExited,
+    WorkerExited,
+)
 from elasticd_agent.model.records import Round
 from elasticd_agent.system.processes import procfs
 from elasticd_agent.workers.events import (
@@ -203,7 +211,7 @@ class WorkerManager:
                         write_request(worker.heartbeat, request)
 
     def flush(self) -> None:
-        """No round follows: write the newest state in memory. The owner reports Flushing and Flushed."""
+        """No round follows: write the newest state in memory. FlushStarted and Flushed follow."""
         self._owner.send(messages.Flush())
 
     def close(self) -> None:
@@ -263,8 +271,12 @@ class WorkerManager:
             case messages.Reaped(pid):
                 self._unkillable.discard(pid)
                 return [ProcessReaped(pid)]
-            case messages.Flushing() | messages.Flushed():
-                pass  # they are for who has called `flush`
+            case messages.Flushing(size):
+                return [FlushStarted(size, time.monotonic())]
+            case messages.Flushed(step, path, why):
+                if why:
+                    self._report(f"the last state in memory could not be written: {why}")
+                return [Flushed(step if path else None)]
             case _ if (group := self._groups.get(report.group)) is not None:
                 return self._events_of_group(group, report)
         return []
