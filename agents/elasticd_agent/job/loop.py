@@ -148,7 +148,7 @@ class JobLoop:
     def _receive(self) -> Message | None:
         now = time.monotonic()
         times = [*self._timers, *self._kill_at.values(), self.workers.tick(now)]
-        times += [self._rendezvous_at, self._monitor.at]
+        times += [self._rendezvous_at, self._monitor.next_observation]
         timeout = min((at - now for at in times if at is not None), default=None)
         self._due_by = due_by = None if timeout is None else now + timeout
         try:
@@ -169,32 +169,75 @@ class JobLoop:
         self._turn_rendezvous(now)
         self._drain()
 
-    def _handle(self, message: Message, now: float) -> None:
+    def _handle(self, message: Message | OwnerEvent, now: float) -> None:
+        """The reaction to each message that needs no phase; those of the state machine wait for their turn."""
+        detector = self._monitor.detector
         match message:
+            # --- the owner
             case OwnerMessage():
                 for event in self.workers.handle(message):
-                    self._handle_owner_event(event, now)
+                    self._handle(event, now)
                 if self._rules.multi_node and not self._launcher_settled and self.workers.settled:
                     self._launcher_settled = True
                     self._rendezvous.update_node_record(warm=1)
-            case MemoryChecked():
-                self.workers.memory_checked(message)
             case OwnerLost():
                 self._owner_lost()
-            case StraySignal(name):
-                self._listener.log(f"{name} is ignored: --signals-to-handle names those that stop the job")
-            case DumpRequested(out, reply):
-                self._monitor.detector.dump(out, reply)
-            case FileTimerExpired():
-                self._file_timer_expired(message)
-            case GatheredEvidence():
-                self._monitor.detector.evidence_gathered(message, now)
-                self._monitor.soon(now)
+            case GroupStarted(number):
+                self._monitor.started(message)
+                self._listener.on(message, now)
+                if number == self._pause_round:
+                    self._request_pause(number, True)
+            case WorkersReleased():
+                self._monitor.released(message)
+            case StoreReady(number, port):
+                if self._rules.multi_node:
+                    self._rendezvous.report_master(number, self._address(), port)
+            case ProcessUnkillable() | ProcessReaped():
+                self._slot_changed(message, now)
+            case messages.WorkerExited(number):
+                if number == self._monitor.number:
+                    self._observe(now)  # a first step that the worker made comes before its exit
+                self._events.append(message)
+            # --- the rendezvous
+            case notices.Probed():
+                self._monitor.observe_eagerly(now)
+            case notices.MasterKnown():
+                self._master = message
+                self._start_with_master()
+            case notices.PauseRequested(number, on):
+                self._pause_round = number if on else 0  # its group may start later
+                self._request_pause(number, on)
+            case notices.HangReportRequested(number, on):
+                detector.report_requested(number, on)
+                self._monitor.observe_next_turn(now)
+            case HangVerdict(number):
+                evidence = detector.hang_found(message)
+                self._listener.on(message, now)
+                if evidence is not None:
+                    self._listener.log(f"round {number}: stacks and waiting ranks: elasticd explain {evidence}")
+            case notices.StragglersFound() | notices.StoreAvailability() | notices.LeaderNotice():
+                self._listener.on(message, now)
+            case notices.Rejected(why):
+                if isinstance(self.phase, messages.Joining):
+                    raise StoreRefused(why)
+                self._listener.log(why)
             case DriverFailed(error):
                 if not isinstance(self.phase, messages.Flushing):
                     raise error
+            # --- this process
+            case MemoryChecked():
+                self.workers.memory_checked(message)
+            case StraySignal(name):
+                self._listener.log(f"{name} is ignored: --signals-to-handle names those that stop the job")
+            case DumpRequested(out, reply):
+                detector.dump(out, reply)
+            case FileTimerExpired():
+                self._file_timer_expired(message)
+            case GatheredEvidence():
+                detector.evidence_gathered(message, now)
+                self._monitor.observe_next_turn(now)
             case _:
-                self._handle_notice(message, now)
+                self._events.append(message)
 
     def _file_timer_expired(self, timer: FileTimerExpired) -> None:
         """Send the process the signal that it asked for; if that ends a worker, its exit restarts the group."""
@@ -210,54 +253,6 @@ class JobLoop:
         self._listener.log(f"{what}: process {timer.pid} gets {name}")
         with contextlib.suppress(OSError):
             os.kill(timer.pid, timer.signum)
-
-    def _handle_owner_event(self, event: OwnerEvent, now: float) -> None:
-        match event:
-            case GroupStarted(number):
-                self._monitor.started(event)
-                self._listener.on(event, now)
-                if number == self._pause_round:
-                    self._request_pause(number, True)
-            case WorkersReleased():
-                self._monitor.released(event)
-            case StoreReady(number, port):
-                if self._rules.multi_node:
-                    self._rendezvous.report_master(number, self._address(), port)
-            case ProcessUnkillable() | ProcessReaped():
-                self._slot_changed(event, now)
-            case messages.WorkerExited(number):
-                if number == self._monitor.number:
-                    self._observe(now)  # a first step that the worker made comes before its exit
-                self._events.append(event)
-            case _:
-                self._events.append(event)
-
-    def _handle_notice(self, notice: notices.Notice, now: float) -> None:
-        match notice:
-            case notices.Probed():
-                self._monitor.hasten(now)
-            case notices.MasterKnown():
-                self._master = notice
-                self._start_with_master()
-            case notices.PauseRequested(number, on):
-                self._pause_round = number if on else 0  # its group may start later
-                self._request_pause(number, on)
-            case notices.HangReportRequested(number, on):
-                self._monitor.detector.report_requested(number, on)
-                self._monitor.soon(now)
-            case HangVerdict(number):
-                evidence = self._monitor.detector.hang_found(notice)
-                self._listener.on(notice, now)
-                if evidence is not None:
-                    self._listener.log(f"round {number}: stacks and waiting ranks: elasticd explain {evidence}")
-            case notices.StragglersFound() | notices.StoreAvailability() | notices.LeaderNotice():
-                self._listener.on(notice, now)
-            case notices.Rejected(why):
-                if isinstance(self.phase, messages.Joining):
-                    raise StoreRefused(why)
-                self._listener.log(why)
-            case _:
-                self._events.append(notice)
 
     def _request_pause(self, number: int, on: bool) -> None:
         # The number makes every round's request a new one.
@@ -311,7 +306,7 @@ class JobLoop:
             self._listener.log(f"round {number}: the workers did not stop in time and are killed")
             self._saved_last = True
             self._events.extend(self.workers.signal(number, signal.SIGKILL, save=True))
-        if (at := self._monitor.at) is not None and now >= at:
+        if (at := self._monitor.next_observation) is not None and now >= at:
             self._observe(now)
 
     # --- actions --------------------------------------------------------------------------------------------------
@@ -439,7 +434,7 @@ class JobLoop:
             return
         received, self._rendezvous_at = self._take_turn(now)
         for notice in received:
-            self._handle_notice(notice, now)
+            self._handle(notice, now)
 
     def _owner_lost(self) -> None:
         """The owner was killed, and its processes with it: start another one, except for a job that is over."""

@@ -87,15 +87,15 @@ class GroupMonitor:
         return self._prepared.observer.round if self._prepared is not None else None
 
     @property
-    def at(self) -> float | None:
-        """When to observe again; None while there is no group."""
+    def next_observation(self) -> float | None:
+        """The time of the next observation; None while there is no group."""
         return self._at if self._prepared is not None else None
 
-    def soon(self, now: float) -> None:
+    def observe_next_turn(self, now: float) -> None:
         self._at = now
 
-    def hasten(self, now: float) -> None:
-        """Probed by another agent: one of our ranks may be the root cause of its peers' failure."""
+    def observe_eagerly(self, now: float) -> None:
+        """Observe often for a moment: another agent has probed this one, so the root cause may be a rank here."""
         self._at = now
         self._hastened_until = now + HASTENED_S
 

@@ -245,7 +245,7 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class Flushing:
-    """The work on this job is over, but for the newest state in memory, which is written until `until` at the latest.
+    """The work on this job is over; the newest state in memory is being written, until `until` at the latest.
 
     `failed`: the job has failed, and its last step is worth a longer wait than a stop allows.
     """
