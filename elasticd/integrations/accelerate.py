@@ -79,12 +79,12 @@ class ElasticDataLoader(ElasticLoader):
         self._micro: int | None = None
         """The micro-batch that the loop trains on; None outside of an iteration."""
         self._outside = ExitStack()
-        """What the script does between two iterations has no steps."""
+        """The code between two iterations makes no steps."""
         self._backward = accelerator.backward
         accelerator.backward = self._weighted_backward
 
     def epochs(self, count: int) -> Iterator[int]:
-        """In place of `range(count)`: the epochs that are left."""
+        """The epochs that are left, in place of `range(count)`."""
         self._begin()
         for epoch in super().epochs(count):
             if self.session.should_stop:
@@ -118,11 +118,11 @@ class ElasticDataLoader(ElasticLoader):
             return
         self._begun = True
         own = self._accelerator
-        optimizers = [each.optimizer for each in own._optimizers]
-        schedulers = [self._steady(each) for each in own._schedulers]
+        optimizers = [prepared.optimizer for prepared in own._optimizers]
+        schedulers = [self._steady(scheduler) for scheduler in own._schedulers]
         scaler = {"scaler": own.scaler} if own.scaler is not None else {}
         kinds = {"model": own._models, "optimizer": optimizers, "scheduler": schedulers, "object": own._custom_objects}
-        named = {f"{kind}{n or ''}": each for kind, every in kinds.items() for n, each in enumerate(every)}
+        named = {f"{kind}{n or ''}": part for kind, parts in kinds.items() for n, part in enumerate(parts)}
         if not own._models or not optimizers:
             raise UsageError("ElasticDataLoader: accelerator.prepare(model, optimizer, ...) first, then iterate")
         self.session.attach(**named, **scaler, sampler=self.sampler)

@@ -71,7 +71,7 @@ class ElasticdCallback:
         return type("ElasticdEnvironment", (base,), own)()
 
     def arguments(self, callbacks: Iterable[Any] = (), plugins: Iterable[Any] = ()) -> dict[str, Any]:
-        """For Trainer: its callbacks and plug-ins with these, and `devices` and `num_nodes` of this round."""
+        """Arguments for Trainer: its callbacks and plug-ins with these, and `devices` and `num_nodes` of this round."""
         return {
             "callbacks": [*callbacks, self],
             "plugins": [*plugins, self.environment],
@@ -80,7 +80,7 @@ class ElasticdCallback:
         }
 
     def loader(self, loader: Any, per_rank_batch: int | None = None, seed: int = 0) -> ElasticLoader:
-        """In place of `loader`, in `fit()` or in `train_dataloader()`: Lightning gives it no sampler of its own.
+        """The loader for `fit()` or `train_dataloader()`: Lightning gives it no sampler of its own.
 
         With `per_rank_batch`, samples that fit on a rank, Trainer has to be given the loader's
         `accumulate_grad_batches=loader.sampler.accumulate`.
@@ -92,7 +92,7 @@ class ElasticdCallback:
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
         kind = type(trainer.strategy)
-        if shards := next((each.__name__ for each in kind.__mro__ if each.__name__ in _SHARDING), None):
+        if shards := next((base.__name__ for base in kind.__mro__ if base.__name__ in _SHARDING), None):
             raise UsageError(
                 f"ElasticdCallback: {shards} keeps a part of the state on every rank; leave it out, or resume from "
                 "Lightning's own checkpoints"
@@ -109,8 +109,8 @@ class ElasticdCallback:
                 f"ElasticdCallback: the loader gives {self._loader.sampler.accumulate} batches for a step, and "
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) takes another number of them"
             )
-        optimizers = {f"optimizer{n or ''}": each for n, each in enumerate(trainer.optimizers)}
-        schedulers = {f"scheduler{n or ''}": each.scheduler for n, each in enumerate(trainer.lr_scheduler_configs)}
+        optimizers = {f"optimizer{n or ''}": optimizer for n, optimizer in enumerate(trainer.optimizers)}
+        schedulers = {f"scheduler{n or ''}": config.scheduler for n, config in enumerate(trainer.lr_scheduler_configs)}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.session.attach(
             model=trainer.strategy.model,
@@ -161,18 +161,18 @@ class ElasticdCallback:
 
 
 class _TrainerState:
-    """Where Lightning's loops are, what its callbacks keep, and what hooks add to its checkpoints."""
+    """The positions of Lightning's loops, what its callbacks keep, and what hooks add to its checkpoints."""
 
     rank_independent = True
 
     def __init__(self, trainer: Any, own: Any) -> None:
         self._trainer = trainer
         module = trainer.lightning_module
-        callbacks = [each for each in trainer.callbacks if each is not own]
-        hooked: list[Any] = [*((each, (trainer, module)) for each in callbacks), (module, ())]
+        callbacks = [callback for callback in trainer.callbacks if callback is not own]
+        hooked: list[Any] = [*((callback, (trainer, module)) for callback in callbacks), (module, ())]
         lightning = _lightning("lightning.pytorch")
         bases = (lightning.Callback, lightning.LightningModule)
-        self._hooked = [(each, given) for each, given in hooked if _overrides(each, bases)]
+        self._hooked = [(owner, given) for owner, given in hooked if _overrides(owner, bases)]
         """Whose hooks are called, in Lightning's order, and with what before the checkpoint."""
         self.only_at_saves = bool(self._hooked)
 
@@ -190,37 +190,37 @@ class _TrainerState:
         callbacks = _unpack(state["callbacks"])
         if self._hooked:
             checkpoint = {**self._checkpoint(), "callbacks": callbacks, **_unpack(state["hooks"])}
-            for each, given in self._hooked:
-                each.on_load_checkpoint(*given, checkpoint)
-        for each in self._trainer.callbacks:
-            if callbacks.get(each.state_key):
-                each.load_state_dict(callbacks[each.state_key])
+            for owner, given in self._hooked:
+                owner.on_load_checkpoint(*given, checkpoint)
+        for callback in self._trainer.callbacks:
+            if callbacks.get(callback.state_key):
+                callback.load_state_dict(callbacks[callback.state_key])
         if state["data"] and self._trainer.datamodule is not None:
             self._trainer.datamodule.load_state_dict(_unpack(state["data"]))
 
     def _callbacks(self) -> dict[str, Any]:
-        return {each.state_key: each.state_dict() for each in self._trainer.callbacks}
+        return {callback.state_key: callback.state_dict() for callback in self._trainer.callbacks}
 
     def _added(self) -> dict[str, Any]:
-        """What the hooks put into a checkpoint, and what they put in the place of another value."""
+        """The values that hooks add to a checkpoint, or put in the place of others."""
         if not self._hooked:
             return {}
         before = self._checkpoint()
         checkpoint = dict(before)
-        for each, given in self._hooked:
-            each.on_save_checkpoint(*given, checkpoint)
+        for hooked, given in self._hooked:
+            hooked.on_save_checkpoint(*given, checkpoint)
         return {key: value for key, value in checkpoint.items() if value is not before.get(key)}
 
     def _checkpoint(self) -> dict[str, Any]:
-        """What hooks find in one of Lightning's."""
+        """The keys that hooks find in one of Lightning's checkpoints."""
         trainer = self._trainer
         return {
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
             "state_dict": trainer.lightning_module.state_dict(),
             "callbacks": self._callbacks(),
-            "optimizer_states": [each.state_dict() for each in trainer.optimizers],
-            "lr_schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
+            "optimizer_states": [optimizer.state_dict() for optimizer in trainer.optimizers],
+            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         }
 
 
@@ -237,7 +237,7 @@ def _pack(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return {_NUMBER: [value.item(), str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if type(value) is dict:
-        return {key: _pack(each) for key, each in value.items()}
+        return {key: _pack(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_pack, value))
     return value.item() if hasattr(value, "dtype") and type(value).__module__ == "numpy" and not value.shape else value
@@ -250,5 +250,5 @@ def _unpack(value: Any) -> Any:
         number, kind, shape = value[_NUMBER]
         return torch.tensor(number, dtype=getattr(torch, kind)).reshape(shape)
     if type(value) is dict:
-        return {key: _unpack(each) for key, each in value.items()}
+        return {key: _unpack(item) for key, item in value.items()}
     return type(value)(map(_unpack, value)) if type(value) in (list, tuple) else value

@@ -71,7 +71,7 @@ class ElasticLoader:
         self.sampler.load_state_dict(state)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """In place of `range(count)`: the epochs that are left, each begun where the cursor is."""
+        """The epochs that are left, in place of `range(count)`; each begins where the cursor is."""
         for epoch in range(self.sampler.epoch, count):
             self.sampler.set_epoch(epoch)
             yield epoch

@@ -36,9 +36,9 @@ class RankLoader:
             )
         self._loader = loader
         self.epoch = 0
-        """That the next iteration begins or continues."""
+        """The epoch that the next iteration begins or continues."""
         self._samples = 0
-        """Of this rank and epoch, that the loop has got."""
+        """The batches of this rank and epoch that the loop has got."""
         self._per_batch = getattr(loader, "batch_size", None) or 1
         self._stopped = False
 
@@ -55,7 +55,7 @@ class RankLoader:
         return len(self._loader)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """In place of `range(count)`: the epochs that are left."""
+        """The epochs that are left, in place of `range(count)`."""
         while (epoch := self.epoch) < count and not self._stopped:
             yield epoch
             if self.epoch == epoch and not self._stopped:  # the loop over its batches was left early
@@ -74,7 +74,7 @@ class RankLoader:
         self._samples = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank. Between two epochs the loader's own state is that of a finished iteration, and is left out."""
+        """The state of this rank. Between two epochs the loader's own state is of a finished iteration and left out."""
         own = self._loader.state_dict() if self._samples else {}
         return {"epoch": self.epoch, "samples": self._samples, "loader": own}
 
@@ -84,7 +84,7 @@ class RankLoader:
             self._loader.load_state_dict(state["loader"])
 
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world_size: int) -> str:
-        """Of all ranks, for another number of them; returns a sentence about what cannot be continued, "" for none."""
+        """Load the states of another number of ranks; returns a sentence about what cannot be continued, or ""."""
         self.epoch = max(state["epoch"] for state in states)
         samples = min(state["samples"] for state in states if state["epoch"] == self.epoch)
         if not samples:

@@ -68,9 +68,9 @@ class ElasticdCallback:
         self._phase = ExitStack()
         self._micro = 0
         self._due = {"evaluate": False, "save": False}
-        """What Trainer does after this step."""
+        """The actions of Trainer after this step."""
         self._missed = dict(self._due)
-        """What a fault has kept it from doing after the step that was resumed from."""
+        """The actions that a fault has kept it from after the step that was resumed from."""
         args.ignore_data_skip = True
         args.average_tokens_across_devices = True  # however many labels each rank has
         self._original = {name: getattr(trainer, name) for name in _OVERRIDDEN}
@@ -151,7 +151,7 @@ class ElasticdCallback:
         if self.session.rank == 0:
             shared[0] = self._history.cut(step)
             ended = not len(self._loader.sampler)
-            evaluated = any(each["step"] == step and any(k.startswith("eval_") for k in each) for each in shared[0])
+            evaluated = any(line["step"] == step and any(k.startswith("eval_") for k in line) for line in shared[0])
             saved = (Path(args.output_dir) / f"checkpoint-{step}" / "trainer_state.json").exists()
             shared[1] = {
                 "evaluate": not evaluated and (self._due["evaluate"] or (ended and args.eval_strategy == "epoch")),
@@ -200,14 +200,14 @@ class ElasticdCallback:
             self._history.append(state.log_history[-1])
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """What the script does from here on has no steps."""
+        """The code from here on makes no steps."""
         self._phase.close()
         self._phase.enter_context(self.session.phase("eval"))
         self._history.wait()
 
 
 class _TrainerLoader(ElasticLoader):
-    """For Trainer's loop, which counts epochs from its own start."""
+    """The epochs for Trainer's loop, which counts them from its own start."""
 
     trainer: Any
 
@@ -225,7 +225,7 @@ class _TrainerLoader(ElasticLoader):
 
 
 class _TrainerState:
-    """What of a Trainer's state is not in model, optimizer and schedule; its log has a file of its own."""
+    """The part of a Trainer's state that is not in model, optimizer and schedule; its log has a file of its own."""
 
     rank_independent = True
     _FIELDS = (
@@ -242,12 +242,13 @@ class _TrainerState:
         self._trainer, self._due = trainer, due
 
     def _callbacks(self) -> list[Any]:
-        return [each for each in self._trainer.callback_handler.callbacks if callable(getattr(each, "state", None))]
+        callbacks = self._trainer.callback_handler.callbacks
+        return [callback for callback in callbacks if callable(getattr(callback, "state", None))]
 
     def state_dict(self) -> dict[str, Any]:
         """Called at every step: JSON and back would take 20 to 40 µs of the 200 that a commit may take."""
         fields = {name: getattr(self._trainer.state, name) for name in self._FIELDS}
-        callbacks = [each.state()["attributes"] for each in self._callbacks()]
+        callbacks = [callback.state()["attributes"] for callback in self._callbacks()]
         return {"fields": _copy(fields), "callbacks": _copy(callbacks), "due": dict(self._due)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -265,8 +266,8 @@ def _copy(value: Any) -> Any:
     if kind in _PLAIN:
         return value
     if isinstance(value, dict):
-        return {str(key): _copy(each) for key, each in value.items()}
-    return [_copy(each) for each in value] if isinstance(value, (list, tuple)) else _plain(value)
+        return {str(key): _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, (list, tuple)) else _plain(value)
 
 
 def _plain(value: Any) -> float | str:
@@ -306,15 +307,15 @@ class _History:
             with suppress(OSError):
                 if stored := _parse(self._store.read(self._NAME) or b""):
                     last = stored[-1]["step"]  # this node may have been another rank's meanwhile
-                    lines = stored + [each for each in lines if each["step"] >= last and each not in stored]
-        kept = [each for each in lines if each["step"] <= step]
+                    lines = stored + [line for line in lines if line["step"] >= last and line not in stored]
+        past = [line for line in lines if line["step"] <= step]
         with suppress(OSError):
-            self._path.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="ascii")
+            self._path.write_text("".join(json.dumps(line) + "\n" for line in past), encoding="ascii")
         self._put()
-        return kept
+        return past
 
     def _put(self) -> None:
-        """In a thread: the loop does not wait for the store."""
+        """A thread appends the line: the loop does not wait for the store."""
         self._is_new.set()
         if self._store is not None and not self._thread.is_alive():
             self._thread = Thread(target=self._upload, name="elasticd-log", daemon=True)
@@ -334,22 +335,22 @@ class _History:
 
 
 def _parse(content: bytes) -> list[dict[str, Any]]:
-    found = []
+    lines = []
     for line in content.splitlines():
         with suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+            lines.append(json.loads(line))
+    return lines
 
 
 def _check(trainer: Any) -> None:
     if not isinstance(trainer, require("transformers", "transformers").Trainer):
         raise UsageError(f"ElasticdCallback(trainer): {type(trainer).__name__} is no transformers.Trainer")
     shared = any(getattr(trainer, f"get_{kind}_size", int)() > 1 for kind in ("tp", "cp", "sp"))
-    found = {
+    reasons = {
         "auto_find_batch_size changes the global batch": trainer.args.auto_find_batch_size,
         "DeepSpeed keeps a state of its own on every rank": trainer.is_deepspeed_enabled,
         "Trainer's FSDP keeps a part of the state on every rank": trainer.is_fsdp_enabled,
         "tensor, context and sequence parallelism share batches between ranks": shared,
     }
-    if why := next((why for why, applies in found.items() if applies), None):
+    if why := next((why for why, applies in reasons.items() if applies), None):
         raise UsageError(f"ElasticdCallback: {why}; leave it out, or resume from Trainer's own checkpoints")

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class ValueType(Enum):
-    """What follows the option on the command line."""
+    """The word for the value on the command line."""
 
     TEXT = "text"
     INT = "integer"
@@ -18,7 +18,7 @@ class ValueType(Enum):
 
 
 class Treatment(Enum):
-    """What elasticd does with it."""
+    """The way in which elasticd treats the option."""
 
     HONORED = "honored"
     NO_EFFECT = "accepted, without effect"
@@ -30,7 +30,7 @@ class Flag:
     """One option. `default` is torchrun's, unless `default_reason` says why ours is another."""
 
     usage: str
-    """As --help shows it, "-t, --tee STREAMS". Without a word for its value it is a switch; TIME is a duration."""
+    """An option as --help shows it, "-t, --tee STREAMS"; without a word for its value a switch. TIME is a duration."""
     help: str
     value_type: ValueType = ValueType.TEXT
     default: str | int | float | tuple[str, ...] | bool | None = None
@@ -50,7 +50,7 @@ class Flag:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """What help and docs show; the underscore spellings are understood without being repeated everywhere."""
+        """The spellings in help and docs; the underscore spellings are understood without being repeated everywhere."""
         return tuple(word.rstrip(",") for word in self.usage.split() if word.startswith("-"))
 
     @property

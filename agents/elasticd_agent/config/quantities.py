@@ -16,7 +16,7 @@ _SIZES |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
 MAX_COUNT = 100_000
 """Nodes, or slots of one, that a job can ask for: more is a slip of the pen."""
 MAX_SLOTS = 4096
-"""Of a node. Every scheduler counts through those of all nodes, and each node writes its own number."""
+"""The most slots of a node. Every scheduler counts through those of all nodes, and each node writes its own number."""
 
 
 class Seconds(float):
@@ -46,31 +46,31 @@ def encode_quantity(value: Any) -> Any:
 
 
 def parse_seconds(value: Any) -> Seconds:
-    found: float | None = None
+    seconds: float | None = None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        found = float(value)
+        seconds = float(value)
     elif isinstance(value, str):
         parts = re.fullmatch(r"\s*(-?[0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(ms|s|m|h|d|)\s*", value)
-        found = parse_duration(parts[1] + parts[2]) if parts else None
-    if found is None or math.isnan(found):
+        seconds = parse_duration(parts[1] + parts[2]) if parts else None
+    if seconds is None or math.isnan(seconds):
         raise ValueError(f"{_quoted(value)} is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d")
-    if found < 0:
+    if seconds < 0:
         raise ValueError(f"{_quoted(value)}: a time cannot be negative")
-    if found > MAX_WAIT_S:
+    if seconds > MAX_WAIT_S:
         raise ValueError(f"{_quoted(value)} is longer than a year; at most 365d")
-    return Seconds(found)
+    return Seconds(seconds)
 
 
 def parse_size(value: Any) -> Size:
-    found: float | None = None
+    size: float | None = None
     if isinstance(value, int) and not isinstance(value, bool):
-        found = value
+        size = value
     elif isinstance(value, str):
         parts = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kMGTK]?i?B?)\s*", value)
-        found = float(parts[1]) * _SIZES[parts[2]] if parts and parts[2] in _SIZES else None
-    if found is None or not 0 <= found < 2**63:
+        size = float(parts[1]) * _SIZES[parts[2]] if parts and parts[2] in _SIZES else None
+    if size is None or not 0 <= size < 2**63:
         raise ValueError(f"{_quoted(value)} is not a size; write bytes or a unit, as in 500MB or 10GiB")
-    return Size(found)
+    return Size(size)
 
 
 def parse_path(value: Any) -> Path:

@@ -48,7 +48,7 @@ _FILES: Mapping[str, str] = {
 _ETCD = (*_FILES, "protocol", "user", "password", "password_file")
 _C10D = ("is_host", "store_type")
 _IGNORED = ("close_timeout", "heartbeat_timeout", "read_timeout", "use_libuv", "rank")
-"""Of torchrun's rendezvous, without a counterpart here: what they limit is limited by store_timeout and lease."""
+"""Keys of torchrun's rendezvous without a counterpart here: what they limit is limited by store_timeout and lease."""
 KEYS = (*_SECONDS, "keep_alive_max_attempt", *_C10D, *_ETCD, *_IGNORED)
 
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")  # as torchrun reads them
@@ -56,7 +56,7 @@ _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")  
 
 @dataclass(frozen=True, slots=True)
 class RendezvousOptions:
-    """What the options say. `numbers` are Policy's keyword arguments; `job_id` None: a random one will do."""
+    """The meaning of the options. `numbers` are Policy's keyword arguments; `job_id` None: a random one will do."""
 
     rendezvous: Rendezvous
     policy_fields: Mapping[str, Any]
@@ -158,17 +158,17 @@ def parse_endpoints(text: str, backend: str) -> tuple[tuple[tuple[str, int], ...
     items = [item.strip() for item in text.split(",")]
     if backend == "c10d" and len(items) > 1:
         raise UsageError(f"{text!r}: c10d has one host; several endpoints are etcd's")
-    schemes, found = set(), []
+    schemes, endpoints = set(), []
     for item in items:
         scheme, mark, rest = item.rpartition("://")
         if mark and (backend == "c10d" or scheme.lower() not in ("http", "https")):
             known = "nothing goes before the host" if backend == "c10d" else "http:// or https:// is"
             raise UsageError(f"{item!r}: {scheme}:// is not understood for {backend}; {known}")
         schemes.add(scheme.lower())
-        found.append(_endpoint(rest.removesuffix("/") if mark else rest, item, DEFAULT_PORTS[backend]))
+        endpoints.append(_endpoint(rest.removesuffix("/") if mark else rest, item, DEFAULT_PORTS[backend]))
     if len(schemes) > 1:
         raise UsageError(f"{text!r}: write https:// before all of them, or before none")
-    return tuple(dict.fromkeys(found)), {"": None, "http": False, "https": True}[schemes.pop()]
+    return tuple(dict.fromkeys(endpoints)), {"": None, "http": False, "https": True}[schemes.pop()]
 
 
 def _endpoint(text: str, item: str, default_port: int) -> tuple[str, int]:

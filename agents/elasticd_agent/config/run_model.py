@@ -16,11 +16,11 @@ from elasticd.errors import UsageError
 from elasticd_agent.model.job import AgentSettings, JobSpec, Policy, option_name
 
 POLICY_FIELDS: Mapping[str, str] = {option_name(field.name): field.name for field in fields(Policy)}
-"""By option, as flags and keys spell it with underscores: the field of Policy."""
+"""The field of Policy by option, which flags and keys spell with underscores."""
 
 
 class RunModel(NamedTuple):
-    """What to run, by which rules, and how the agent presents itself."""
+    """The job to run, its rules, and the settings of the agent's output."""
 
     spec: JobSpec
     policy: Policy

@@ -77,7 +77,7 @@ def build_parser(environ: Mapping[str, str]) -> RunParser:
 
 
 def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> RunModel:
-    """What `elasticd run argv…` asks for. Raises UsageError; --help prints and raises SystemExit(0)."""
+    """The request of `elasticd run argv…`. Raises UsageError; --help prints and raises SystemExit(0)."""
     parsed, unknown = build_parser(environ).parse_known_args(list(argv))
     if unknown:
         raise UsageError(_unknown(unknown[0]))
@@ -101,7 +101,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
 
 
 def help_text() -> str:
-    """What --help prints, from the tables."""
+    """The text of --help, from the tables."""
     from textwrap import fill  # only --help needs it
 
     def entry(flag: Flag) -> str:
@@ -250,7 +250,7 @@ def _count(text: str, environ: Mapping[str, str]) -> int:
 
 
 def _store_address(parsed: argparse.Namespace) -> tuple[str, int | None]:
-    """Where the workers' store listens, and what MASTER_ADDR says, on one node: torchrun's rules."""
+    """The address where the workers' store listens, and MASTER_ADDR, on one node: torchrun's rules."""
     if parsed.standalone or parsed.rdzv_backend != "static":
         return "localhost", None
     if parsed.rdzv_endpoint:

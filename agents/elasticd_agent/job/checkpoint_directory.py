@@ -16,15 +16,14 @@ from elasticd_agent.model.job import JobSpec
 from elasticd_agent.system.installation import library_file
 
 _STORE_S = 90.0
-"""For an object store to answer a few requests, or fail to."""
+"""The time in which an object store answers a few requests, or fails to."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """What was there when the job began."""
+    """The content of the directory when the job began."""
 
     highest_round: int = 0
-    """That ever wrote there."""
     newest: tuple[int, int] | None = None
     """The (round, step) of the newest checkpoint."""
 
@@ -55,12 +54,12 @@ def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[OnDisk]:
             used = highest_round(spec.checkpoint_dir)
             yield OnDisk(used, (newest.round, newest.step) if newest is not None else None)
             return
-        found = _call_store("open", spec)
-        if "error" in found:
-            raise UsageError(f"--checkpoint-dir: {found['error']}")
-        if found["taken"]:
-            log(found["taken"])
-        yield OnDisk(found["highest_round"], found["newest"] and tuple(found["newest"]))
+        opened = _call_store("open", spec)
+        if "error" in opened:
+            raise UsageError(f"--checkpoint-dir: {opened['error']}")
+        if opened["taken"]:
+            log(opened["taken"])
+        yield OnDisk(opened["highest_round"], opened["newest"] and tuple(opened["newest"]))
     finally:
         lock.release()
 
@@ -71,12 +70,12 @@ def release_store(spec: JobSpec, log: Callable[[str], None]) -> None:
 
     if spec.checkpoint_dir is None or store_of(spec.checkpoint_dir) is None:
         return
-    if "error" in (found := _call_store("release", spec)):
-        log(found["error"])
+    if "error" in (answer := _call_store("release", spec)):
+        log(answer["error"])
 
 
 def _call_store(verb: str, spec: JobSpec) -> dict[str, Any]:
-    """With the job's environment, which may hold its credentials."""
+    """Run the store's process with the job's environment, which may hold its credentials."""
     program = library_file("elasticd.checkpointing.storage.object_store_process")
     argv = [sys.executable, "-I", program, verb, str(spec.checkpoint_dir), spec.job_id, spec.run]
     environment = dict(spec.base_environment(os.environ))
@@ -88,5 +87,5 @@ def _call_store(verb: str, spec: JobSpec) -> dict[str, Any]:
         return {"error": f"{spec.checkpoint_dir}: no answer in {_STORE_S:g} s"}
     if done.returncode:
         return {"error": done.stderr.strip().rpartition("\n")[2]}
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer

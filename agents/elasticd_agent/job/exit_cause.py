@@ -43,15 +43,15 @@ _SERVICE_PACKAGES = frozenset({
     "aiohttp", "botocore", "google", "grpc", "http", "httpcore", "httpx", "huggingface_hub", "requests", "subprocess",
     "urllib", "urllib3",
 })  # fmt: skip
-"""Their exceptions tell of a service, a network or another program."""
+"""Packages whose exceptions tell of a service, a network or another program."""
 _ENVIRONMENT_TEXTS = (
     "CUDA driver", "CUDA initialization", "CUDA unknown error", "NVIDIA driver", "No CUDA GPUs", "No HIP GPUs",
     "HIP error", "cudaGetDeviceCount", "cuDNN error", "DataLoader worker", "cannot open shared object file",
 )  # fmt: skip
-"""Of a RuntimeError or ImportError: a device that does not start, a killed helper process, a missing mount."""
+"""Texts of a RuntimeError or ImportError: a device that does not start, a killed helper process, a missing mount."""
 _NAMED_BY_TYPE = frozenset({"OutOfMemoryError", "MissedCall", "CheckpointRefused", "StateDiffers"})
 _RAISED = re.compile(r"^([\w.]+)(?=:|$)", re.MULTILINE)
-"""In a traceback, the type of each exception of the chain."""
+"""The type of each exception of the chain in a traceback."""
 _FRAME = re.compile(r'^  File "([^<"][^"]*)"', re.MULTILINE)
 _FROM_OUTSIDE = frozenset({2, 9, 15})  # SIGINT, SIGKILL, SIGTERM
 _LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python3")
@@ -186,8 +186,8 @@ def _is_environment_error(report: ExitReport) -> bool:
 
 
 def _is_os_error(name: str) -> bool:
-    found = getattr(builtins, name, None)
-    return isinstance(found, type) and issubclass(found, OSError)
+    builtin = getattr(builtins, name, None)
+    return isinstance(builtin, type) and issubclass(builtin, OSError)
 
 
 def describe_exit(exit: WorkerExited) -> str:

@@ -190,7 +190,7 @@ def workers_address(spec: JobSpec) -> str:
 
 
 def listening_address(spec: JobSpec) -> str:
-    """Where the workers' store listens: on loopback, unless an address was given or there are other nodes."""
+    """The address of the workers' store: loopback, unless an address was given or there are other nodes."""
     if spec.rendezvous.backend != "memory":
         return "::" if ":" in workers_address(spec) else "0.0.0.0"
     return "127.0.0.1" if spec.master_addr in ("localhost", "127.0.0.1") else spec.master_addr

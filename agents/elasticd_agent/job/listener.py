@@ -1,4 +1,4 @@
-"""What a job's loop reports, beside the events and notices that it receives; and how."""
+"""The reports of a job's loop, beside the events and notices that it receives."""
 
 from __future__ import annotations
 

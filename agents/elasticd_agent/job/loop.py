@@ -135,7 +135,7 @@ class JobLoop:
         return self._rendezvous.facts.high_water
 
     def overdue_s(self) -> float:
-        """For how long the deciding thread should have turned and has not. Safe from any thread."""
+        """The time for which the deciding thread should have turned and has not. Safe from any thread."""
         due_by = self._due_by
         return 0.0 if due_by is None else max(0.0, time.monotonic() - due_by)
 
@@ -272,7 +272,7 @@ class JobLoop:
                 self._perform(action)
 
     def _before_step(self, event: messages.Event, now: float) -> None:
-        """What an event means for the rendezvous, the monitor and the slots, whatever the phase."""
+        """Tell the rendezvous, the monitor and the slots what an event means for them, whatever the phase."""
         match event:
             case messages.RoundPublished(round) if self.round is None or round.number > self.round.number:
                 self.round = round

@@ -35,7 +35,7 @@ HASTENED_S = 0.3
 STATE_KEPT = ("attached", "resumed", "snapshot", "checkpoint_saved")
 """The next round continues from the state of that moment, or a newer one."""
 REPORT_CHECKPOINT_S = 10.0
-"""How often other nodes are informed of a new checkpoint: a Round only records it, the ranks look for the newest."""
+"""The interval of reports of new checkpoints to other nodes: a Round records one, the ranks look for the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,6 @@ class GroupMonitor:
         self._wait_shares = WaitCounter()
         self._prepared: PreparedGroup | None = None
         self._earlier: list[WorkerEventReader] = []
-        """Of the group before."""
         self._at = self._eager_until = self._hastened_until = 0.0
         self._step_at: tuple[int, float] = (0, 0.0)
         self._checkpoint_reported_at = float("-inf")

@@ -141,8 +141,8 @@ def _top(name: str) -> str:
 
 def _program(spec: JobSpec, path: str | None) -> None:
     name = spec.entrypoint
-    found = shutil.which(str(spec.cwd / name) if os.sep in name else name, path=path)
-    if found is None:
+    program = shutil.which(str(spec.cwd / name) if os.sep in name else name, path=path)
+    if program is None:
         raise UsageError(f"the program {name!r} (--no-python) cannot be found or is not executable")
 
 
@@ -184,8 +184,8 @@ def _tls(tls: Tls) -> None:
     for name, path in (("cacert", tls.ca), ("cert", tls.cert), ("key", tls.key)):
         if path is not None:
             _readable(f"--rdzv-conf {name}", path)
-    if (found := certificate_files.find_problem(tls)) is not None:
-        which, why = found
+    if (problem := certificate_files.find_problem(tls)) is not None:
+        which, why = problem
         raise UsageError(f"--rdzv-conf {'cacert' if which == 'ca' else which} {why}")
 
 

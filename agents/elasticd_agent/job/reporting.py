@@ -50,7 +50,7 @@ class JobReporter:
     _progress: ProgressReporter = field(init=False)
     _failure: Failure | None = None
     _stopped: bool = False
-    """On request."""
+    """A stop was requested."""
 
     def __post_init__(self) -> None:
         self._job = JobContext(self.spec, self.policy, self.node, self.events, self.metrics, self.console)
@@ -62,7 +62,7 @@ class JobReporter:
         self.metrics.phase("joining")
 
     def spent(self) -> TimeSplit:
-        """How this node's time was spent so far. Safe from any thread."""
+        """The split of this node's time so far. Safe from any thread."""
         return self._job.goodput.totals_at(time.monotonic())
 
     def restarts_left(self) -> int | None:
@@ -151,7 +151,7 @@ class JobReporter:
         self._job.write(events.WaitingEvent(round=self._job.round_number, mono=now, reason=why, nodes=more_nodes))
 
     def _stop(self, stop: StopStarted) -> None:
-        """Where other nodes may continue, only this one leaves; its limit is theirs, or the checkpoint's."""
+        """Report a stop. Where other nodes may continue, this one leaves, within their limit or the checkpoint's."""
         request, grace_s = stop.request, stop.rules.stop_limit_s
         name = request.signal
         if isinstance(request, StopForced):
@@ -168,7 +168,7 @@ class JobReporter:
         )
 
     def _left(self, left: JobLeft, now: float) -> None:
-        """How the job ended, and the traceback of a user error that ended it."""
+        """Report the end of the job, with the traceback of a user error that ended it."""
         outcome = "stopped" if left.exit_code else "succeeded"
         if left.round is not None and left.round.outcome:
             outcome = left.round.outcome
@@ -259,7 +259,7 @@ class Reporting(contextlib.ExitStack):
         self.reporter.log(f"metrics at {server.url}/metrics")
 
     def _serve_health(self, port: str, loop: JobLoop) -> None:
-        """As under torchrun, a port that cannot be served is a line in the log and ends no job."""
+        """A port that cannot be served is a line in the log and ends no job, as under torchrun."""
         from elasticd_agent.telemetry.metrics_server import HealthPages, HealthProbeResult, MetricsServer
 
         try:
@@ -276,7 +276,7 @@ class Reporting(contextlib.ExitStack):
 
 
 def readiness(loop: JobLoop) -> tuple[bool, str]:
-    """Whether this agent has joined a round, and the current state."""
+    """True once this agent has joined a round, and the current state in words."""
     round = loop.round
     if round is None:
         return False, "no round yet"

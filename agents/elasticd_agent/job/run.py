@@ -57,12 +57,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("elasticd")
 _MAX_ENTRIES = 10_000
-"""Of /dev/shm that are looked at: another user may make any number."""
+"""The most entries of /dev/shm that are read: another user may make any number."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What differs between `elasticd run` (the defaults) and a runner of the daemon."""
+    """The differences between `elasticd run` (the defaults) and a runner of the daemon."""
 
     reporting: Callable[[JobSpec, Policy, AgentSettings, str, Path], Reporting] | None = None
     kept_fds: tuple[int, ...] = ()

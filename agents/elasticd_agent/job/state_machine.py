@@ -65,12 +65,12 @@ EXIT_WAIT_OF_NODES_S = 0.15
 """The same with several nodes: another node reports the root cause itself, or is dead and detected as such."""
 
 LONGEST_LAST_PAUSE_S = 30.0
-"""Where too few nodes would remain, the second half of the time that a node has to leave is for a checkpoint, but no
+"""The second half of the time that a node has to leave is for a checkpoint where too few nodes would remain, but no
 more than this. Rank 0 may see the request 10 s late, at its next decision point, and has to write the checkpoint."""
 
 LAST_WRITE_S, LAST_WRITE_S_PER_BYTE, LAST_WRITE_OF_STOP_S = 30.0, 20e-9, 6.0
-"""How long the end of a job waits for the checkpoint of its last step. A large state goes to a disk that takes 50 MB/s
-at least; a service manager gives a stop little time."""
+"""The time that the end of a job waits for the checkpoint of its last step. A large state goes to a disk that takes
+50 MB/s at least; a service manager gives a stop little time."""
 
 # For each phase, the phases that may follow, and the event that ends it. docs/states.md is generated from this.
 TRANSITIONS: dict[type[Phase], tuple[tuple[type[Phase], ...], str]] = {
@@ -316,7 +316,7 @@ def _stop_reason(stop: PendingStop | StopRequested) -> str:
 
 
 def _superseded(old: Round, new: Round, rules: StepRules, stop: PendingStop | None = None) -> Transition:
-    """Only a stop gives the old group time; the survivors of a failure have no use for it."""
+    """The old group gets time only from a stop; the survivors of a failure have no use for it."""
     why = f"round {new.number}: {new.reason}"
     if stop is not None and not new.terminal:
         return Stopping(old, stop=stop), [KillGroup(old.number, why, save=False)]

@@ -64,9 +64,9 @@ class WorkerReporter:
     job: JobContext
     on_group_ended: Callable[[int], None]
     launcher_known: bool = False
-    """Whether it is known how workers start: before that, the first group waits for imports."""
+    """It is known how workers start: before that, the first group waits for imports."""
     _pids: dict[int, int] = field(default_factory=dict)
-    """By local rank, of the group that runs."""
+    """The running group's pids by local rank."""
     _started_at: float = 0.0
     _ending_since: float | None = None
     _end_requested: set[int] = field(default_factory=set)
@@ -146,7 +146,7 @@ class WorkerReporter:
         )  # fmt: skip
 
     def _store_exited(self, exit: StoreExited) -> None:
-        """Only as the first sign of a fault: we end the store when every worker has exited, or the group is ended."""
+        """Report the exit as the first sign of a fault: the last worker's exit, or the group's end, ends it, too."""
         job = self.job
         workers_left = any(local_rank != STORE_RANK for local_rank in self._pids)
         if exit.number in self._end_requested or job.recovery.fault_at is not None or not workers_left:

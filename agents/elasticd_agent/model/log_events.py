@@ -242,7 +242,7 @@ class StragglerEvent(LogEvent, kind="straggler"):
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherReadyEvent(LogEvent, kind="launcher_ready"):
-    """How this node starts its workers from now on, and the reason where that is not the warm launcher."""
+    """The way in which this node starts its workers from now on; the reason where it is not the warm launcher."""
 
     mode: str = _field("warm: forked from a process that has imported torch; cold: each worker imports it")
     seconds: float | None = _field("how long the launcher took to start, in seconds; null when cold", default=None)
@@ -395,7 +395,7 @@ class JobScheduledEvent(LogEvent, kind="scheduled"):
 
 @dataclass(frozen=True, kw_only=True)
 class AuditEvent(LogEvent, kind="audit"):
-    """In `audit.jsonl` of the agent's logs: a request that changed something, read logs, or was denied."""
+    """A line of `audit.jsonl` in the agent's logs: a request that changed something, read logs, or was denied."""
 
     by: str = _field(
         "the caller: a user of the local socket, or a token and its address; an address without a right token"
@@ -406,7 +406,7 @@ class AuditEvent(LogEvent, kind="audit"):
 
 
 EVENT_TYPES = tuple(LogEvent.__subclasses__())
-"""In the order of docs/events.md."""
+"""The kinds in the order of docs/events.md."""
 
 QUIET_KINDS = ("checkpoint_saved", "snapshot", "attached", "can_pause", "scalars")
 """Too frequent or too small for the console."""
@@ -427,7 +427,7 @@ _WORKER_TYPES = {
         PauseEndedEvent,
     )
 }
-"""Their fields are those of the worker event of the same kind, which is checked where it is read."""
+"""The kinds whose fields are those of the worker event of the same kind, which is checked where it is read."""
 _STEP_MAY_BE_UNKNOWN = (CheckpointSkippedEvent, CheckpointFailedEvent, CheckpointDroppedEvent)
 
 

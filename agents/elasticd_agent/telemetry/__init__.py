@@ -1,4 +1,4 @@
-"""What is reported: the event log, metrics, goodput, and the console.
+"""Reports of a job: the event log, metrics, goodput, and the console.
 
 Entry points: event_log.open_event_log, metrics.Metrics, console.open_console. The deciding thread reports, HTTP threads
 render. Reporting never fails: a full disk or a blocked terminal never delays the caller.

@@ -70,7 +70,7 @@ class Console(Protocol):
     def progress(self, view: ProgressView) -> None: ...
 
     def starting(self, what: str) -> None:
-        """What takes the time now; "": nothing any more, the workers run."""
+        """Show `what` as the thing that takes the time now; "": nothing any more, the workers run."""
 
     def close(self) -> None: ...
 
@@ -228,7 +228,7 @@ def _visible(text: str) -> str:
 
 
 class QuietConsole:
-    """Only warnings and errors of another console."""
+    """The warnings and errors of another console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

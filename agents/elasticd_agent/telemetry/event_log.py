@@ -27,7 +27,7 @@ MAX_TEXT = 4096
 _CUT_LIMITS = ((MAX_TEXT, 4096), (256, 256), (64, 8))
 
 KEPT_BYTES = 256 << 10
-"""Of lines that cannot be written yet; about 500."""
+"""The size of the lines that wait until they can be written; about 500 lines."""
 
 _log = logging.getLogger("elasticd.eventlog")
 
@@ -176,11 +176,11 @@ def encode(record: LogEvent, job: str, node: str) -> bytes:
 
 
 def _dump(values: Mapping[str, Any], text: int, items: int) -> bytes:
-    kept = {name: _cut(value, text, items) for name, value in values.items()}
-    if any(kept[name] != value for name, value in values.items() if not isinstance(value, float)):
-        kept["cut"] = True
+    shortened = {name: _cut(value, text, items) for name, value in values.items()}
+    if any(shortened[name] != value for name, value in values.items() if not isinstance(value, float)):
+        shortened["cut"] = True
     # Names that are not UTF-8 reach us as lone surrogates; backslashreplace turns these into JSON's own escapes.
-    return (json.dumps(kept, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
+    return (json.dumps(shortened, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def _cut(value: Any, text: int, items: int) -> Any:

@@ -55,8 +55,8 @@ class GoodputLedger:
         """Step `step` was finished at `at`, before a fault that was reported earlier."""
         if step <= self.high_water:
             return self
-        kept = replace(self, state="useful")._advanced_to(at) if self.state == "lost" else self
-        return replace(kept, state=self.state, high_water=step)
+        credited = replace(self, state="useful")._advanced_to(at) if self.state == "lost" else self
+        return replace(credited, state=self.state, high_water=step)
 
     def on_fault(self, at: float) -> GoodputLedger:
         """A fault was reported at `at`: time after the last step is lost. Before the first step it is idle."""
@@ -71,7 +71,7 @@ class GoodputLedger:
         return replace(self, state="idle") if self.state == "useful" else self
 
     def on_wait(self, at: float) -> GoodputLedger:
-        """From `at` on, time that is not useful is spent waiting for nodes."""
+        """Time from `at` on that is not useful is spent waiting for nodes."""
         return replace(self, waiting_from=min(self.waiting_from, at))
 
     def on_resume(self, at: float) -> GoodputLedger:
@@ -117,7 +117,7 @@ def lost_nodes(round: Round) -> tuple[str, ...]:
 
 
 def follows_fault(round: Round) -> bool:
-    """Whether `round` follows a fault: a failure, or the loss of a node."""
+    """True if `round` follows a fault: a failure, or the loss of a node."""
     return round.cause not in ("", "start", "resize") or bool(lost_nodes(round))
 
 
@@ -224,7 +224,7 @@ class GoodputTracker:
 
 @dataclass(slots=True)
 class RecoveryTimer:
-    """From a fault to the first step of the round after it. Times are monotonic seconds."""
+    """The time from a fault to the first step of the round after it. Times are monotonic seconds."""
 
     fault_at: float | None = None
     _last: float = 0.0

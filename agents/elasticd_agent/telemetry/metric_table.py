@@ -23,7 +23,7 @@ OTHER_CULPRITS = "..."
 LEASE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 """A renewal gives up after 0.9 s by default; a lease is 3 s."""
 MAX_STRAGGLERS = 16
-"""Only the slowest stragglers have a series."""
+"""The slowest stragglers have a series, the others none."""
 MAX_REASON_CHARS = 200
 """Characters of a reason in a label."""
 STEP_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -49,7 +49,7 @@ class MetricSpec:
 
 
 def escape_label(text: str) -> str:
-    """As a label's value in the text format."""
+    """The text as a label's value in the text format."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

@@ -18,7 +18,7 @@ from elasticd_agent.telemetry.goodput import monotonic_counters
 from elasticd_agent.telemetry.metric_table import MetricSpec
 
 MOST_STEPS_PER_LOOK = 16
-"""Of more steps between two looks so many are in the histogram: their average says no more."""
+"""The most steps between two observations that the histogram counts: their average says no more."""
 
 
 class _NullLibrary:
@@ -198,7 +198,7 @@ class Metrics:
         self._series(names.SNAPSHOT_TIME).set(wall)
 
     def checkpoint_resumed(self, step: int, wall: float) -> None:
-        """From a checkpoint of another node's rank 0: the steps that a fault would cost count from here."""
+        """Workers resumed from another node's checkpoint: the steps that a fault would cost count from here."""
         self._series(names.CHECKPOINT_STEP).set(step)
         self._series(names.CHECKPOINT_TIME).set(wall)
 

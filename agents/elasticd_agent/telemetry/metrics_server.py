@@ -43,7 +43,7 @@ class MonitoringPages:
     ready: Callable[[], HealthProbeResult]
 
     def handlers(self) -> dict[str, Handler]:
-        """For a RouteTable."""
+        """The handlers of a RouteTable."""
         return {
             "GET /metrics": lambda request: HttpResponse(200, self.metrics(), METRICS_TYPE),
             "GET /healthz": lambda request: _probe_response(self.healthy()),
@@ -54,7 +54,7 @@ class MonitoringPages:
 
 @dataclass(frozen=True, slots=True)
 class HealthPages:
-    """Of a port for probes from other machines, which shows nothing else of the job."""
+    """The pages of a port for probes from other machines, which shows nothing else of the job."""
 
     healthy: Callable[[], HealthProbeResult]
 

@@ -27,7 +27,7 @@ from elasticd_agent.torchrun_plugin.plan import TorchrunMember, TorchrunRound
 BACKEND = "elasticd"
 _CHECK_IN_S = 0.02
 _FAREWELL_S = 1.0
-"""How long rank 0 keeps its TCPStore for members that still read from it that all have finished."""
+"""The time for which rank 0 keeps its TCPStore for members that still read from it that all have finished."""
 _MAX_PAUSE_S = 30.0
 """Between rounds that fail because a registered node cannot be reached."""
 _STORE_TIMEOUT_S = 300.0

@@ -35,7 +35,7 @@ from elasticd_agent.torchrun_plugin.plan import (
 )
 
 RETENTION_S = 600.0
-"""As for every ended job: nodes that start late are refused until then; afterwards the id can be used again."""
+"""Nodes that start late are refused until then, as for every ended job; afterwards the id can be used again."""
 DEBOUNCE_S = 0.05
 """Changes within this time are read together."""
 REREAD_RENEWALS = 5
@@ -143,16 +143,16 @@ class Participant:
 
     def closed(self) -> JobClosed | None:
         """Raises StoreUnavailable, StoreRefused, WireError."""
-        found = self._store.read(self._closed_key)
-        return None if found is None else JobClosed.from_json(found.value)
+        entry = self._store.read(self._closed_key)
+        return None if entry is None else JobClosed.from_json(entry.value)
 
     def close(self) -> None:
         """End the job for all nodes. Raises StoreUnavailable, StoreRefused."""
         # The lease is never renewed: both keys expire by themselves, also when every node has left.
         lease = self._store.announce(self._closed_key, JobClosed(self._node).to_json(), RETENTION_S)
-        found = self._store.read(self._round_key) if lease is not None else None
-        if lease is not None and found is not None:
-            lease.put(self._round_key, found.value, found.version)
+        current = self._store.read(self._round_key) if lease is not None else None
+        if lease is not None and current is not None:
+            lease.put(self._round_key, current.value, current.version)
 
     def wait_for_others(self, deadline: float) -> bool:
         """Wait until no other member of this node's round is registered. False: some still are."""
@@ -204,7 +204,7 @@ class Participant:
         return None
 
     def _is_settled(self, now: float) -> bool:
-        """Whether every live node has had the time to register again after an outage."""
+        """True once every live node has had the time to register again after an outage."""
         return self._up_since is not None and now - self._up_since >= self._granted_s + self._policy.renewal_s
 
     def _hurry(self) -> None:
@@ -304,12 +304,12 @@ class Participant:
     def _read(self) -> None:
         self._dirty = False  # before the read: a change during it is read again
         self._urgent = False
-        found = self._store.list(self._root)
+        entries = self._store.list(self._root)
         now = self._read_at = self._clock()
-        current, closed = found.get(self._round_key), found.get(self._closed_key)
+        current, closed = entries.get(self._round_key), entries.get(self._closed_key)
         view = TorchrunView(
             current=None if current is None else TorchrunRound.from_json(current.value),
-            candidates=self._candidates(found, now),
+            candidates=self._candidates(entries, now),
             closed_by=None if closed is None else JobClosed.from_json(closed.value).closed_by,
         )
         self._round_version = None if current is None else current.version

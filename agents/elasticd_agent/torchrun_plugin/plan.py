@@ -13,7 +13,7 @@ from elasticd.errors import WireError
 from elasticd_agent.model.codec import Document, Record
 
 STOP_TIMEOUT_S = 35.0
-"""How long a live member may take to stop: torchrun gives its workers 30 s before it kills them."""
+"""The time that a live member may take to stop: torchrun gives its workers 30 s before it kills them."""
 MAX_DEBOUNCES = 10
 """Debounce times after which joining nodes are admitted: a steady trickle of nodes must not exclude all of them."""
 
@@ -60,9 +60,9 @@ class TorchrunRequirements:
     min_nodes: int
     max_nodes: int
     last_call_timeout_s: float
-    """How long the minimum of nodes waits for more."""
+    """The time that the minimum of nodes waits for more."""
     debounce_s: float = 1.0
-    """How long joining nodes are gathered before a restart."""
+    """The time for which joining nodes are gathered before a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class NoRoundYet:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """How many nodes require a new round, and why. torchrun restarts its workers for any number above 0."""
+    """The number of nodes that require a new round, and why. torchrun restarts its workers for any number above 0."""
 
     nodes: int
     why: str
@@ -108,8 +108,8 @@ def join_queue(view: TorchrunView) -> list[LiveCandidate]:
     So rank 0 stays on its node if possible.
     """
     number, old = _ranks(view.current)
-    found = [p for p in view.candidates if p.node not in old or p.candidate.after_round >= number]
-    return sorted(found, key=lambda p: (old.get(p.node, len(old)), p.since, p.node))
+    joining = [p for p in view.candidates if p.node not in old or p.candidate.after_round >= number]
+    return sorted(joining, key=lambda p: (old.get(p.node, len(old)), p.since, p.node))
 
 
 def next_round(
