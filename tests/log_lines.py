@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import MISSING, fields
 
 from elasticd_agent.model.log_events import EVENT_TYPES, LogLine
@@ -15,3 +16,9 @@ def line(kind: str, wall: float, round: int = 1, **given: object) -> LogLine:
     required = (f for f in fields(_TYPES[kind]) if f.default is MISSING and f.default_factory is MISSING)
     empty = {f.name: _EMPTY.get(str(f.type), ()) for f in required}
     return LogLine(_TYPES[kind](**{**empty, "round": round, **given}), wall)
+
+
+def raw_line(kind: str, wall: float, round: int = 1, **given: object) -> str:
+    """The same as a line of the file, with its newline."""
+    head = {"kind": kind, "wall": wall, "job": given.pop("job", ""), "node": given.pop("node", "")}
+    return json.dumps({**head, **line(kind, wall, round, **given).event.to_dict()}) + "\n"

@@ -28,6 +28,7 @@ from elasticd_agent.hangs.explain.json_report import document
 from elasticd_agent.hangs.explain.model import Explanation, name_ranks
 from elasticd_agent.hangs.explain.text import page, summary
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
+from tests.log_lines import raw_line
 
 HERE = Path(__file__).parent / "explain"
 RECORDED = sorted(path.name for path in HERE.iterdir() if path.is_dir())
@@ -165,11 +166,11 @@ def test_redirected_evidence_is_found(
 def test_no_evidence_says_how_the_job_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     reason = "rank 1 raised ValueError: no such column"
-    ended = {"kind": "job_ended", "round": 1, "outcome": "failed", "reason": reason}
-    (tmp_path / "events.jsonl").write_text(json.dumps({"kind": "round_published", "round": 1}) + "\n")
+    (tmp_path / "events.jsonl").write_text(raw_line("round_published", 1.0))
     assert explain(str(tmp_path)).stderr.endswith("nor elsewhere for it: no hang was suspected here\n")
     with open(tmp_path / "events.jsonl", "a") as log:
-        log.write(json.dumps(ended) + "\n")
+        log.write(raw_line("job_ended", 2.0, outcome="failed", reason=reason))
+        log.write(raw_line("job_ended", 3.0, outcome="left", reason="another node's"))
     assert explain(str(tmp_path)).stderr.endswith(f"no hang was suspected here; the job has failed: {reason}\n")
 
 
@@ -191,9 +192,9 @@ def test_suspicion_never_claims_that_nothing_was_killed(lines: list[str], done: 
     taken_at = json.loads((evidence / "rank-0.json").read_text())["at_wall"]
     for line in lines:
         kind, number, reason = [*line.split(" ", 2), ""][:3]
-        about = {"kind": kind, "round": int(number), "reason": reason, "outcome": "failed", "wall": taken_at}
+        outcome = {"outcome": "failed"} if kind == "job_ended" else {}
         with open(log, "a") as file:
-            file.write(json.dumps(about) + "\n")
+            file.write(raw_line(kind, taken_at, int(number), reason=reason, **outcome))
     text = explain(str(evidence)).stdout
     assert done in " ".join(text.split())
     assert "no group is killed" not in text
@@ -287,7 +288,7 @@ def test_event_log_of_several_runs(evidence: Path) -> None:
     """The last run that matches counts."""
     log = evidence.parents[1] / "events.jsonl"
     run = log.read_text().splitlines(keepends=True)
-    end = '{"kind": "job_ended", "job": "llama", "node": "node-a", "round": 9, "wall": 1.0, "outcome": "failed"}\n'
+    end = raw_line("job_ended", 1.0, 9, job="llama", node="node-a", outcome="failed")
     before = [line.replace('"wall": 17', '"wall": 16').replace("r1-s20", "r1-s10") for line in run]
     after = [line.replace('"wall": 17', '"wall": 18') for line in run]
     log.write_text("".join([*before, end, '{"kind": "hang_detected", "round": 1}\n', "not JSON\n", *run, end, *after]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -29,7 +28,7 @@ from elasticd_daemon.api.service import JobService
 from elasticd_daemon.config.agent_settings import HttpSettings
 from elasticd_daemon.job_dir import JobFiles
 from elasticd_daemon.records import NodeStatus, Placement, RunnerStatus, SlotAssignment
-from tests.log_lines import line
+from tests.log_lines import raw_line
 
 TOKEN = "correct-horse-battery-staple-0a4b"
 JOB = b'command = ["train.py"]\nworkdir = "/tmp"\nworkers = "1:2"\n'
@@ -138,8 +137,7 @@ class Served:
         files = self.files(job, number)
         files.root.mkdir(parents=True, exist_ok=True)
         with files.events.open("a") as file:
-            fields = line(kind, wall, round, **more).event.to_dict()
-            file.write(json.dumps({"kind": kind, "wall": wall, **fields}) + "\n")
+            file.write(raw_line(kind, wall, round, **more))
 
     def close(self) -> None:
         assert self.server.close(within=DEADLINE)

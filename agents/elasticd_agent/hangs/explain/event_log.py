@@ -6,186 +6,154 @@ kinds and without sense are skipped. Times are the lines' own; those of several 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from elasticd_agent.hangs.explain.json_values import number, text, values, whole
 from elasticd_agent.hangs.explain.model import Aftermath, RecordedVerdict, TimelineEntry
 from elasticd_agent.hangs.rank import RankLocation
+from elasticd_agent.model import log_events as events
+from elasticd_agent.model.log_events import LogEvent, LogLine, decode
 from elasticd_agent.model.phrases import count
 
-Line = Mapping[str, Any]
 _CLOCKS_S = 60.0
 """The clocks of two nodes may differ by this much; a larger difference means another run."""
 _MOST_ENTRIES = 24
 
+_E = TypeVar("_E", bound=LogEvent)
+
 
 @dataclass(frozen=True, slots=True)
 class RunLog:
-    """What one run of a job logged, and the round in question."""
+    """The events that one run of a job logged, and the round in question."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[LogLine, ...]
     round: int
 
     @classmethod
-    def of(cls, lines: Sequence[Line], round: int, at: float) -> RunLog:
-        """Of a log that may hold several runs the last one whose `round` began before `at`, unix time (0: any)."""
-        good = [line for line in lines if isinstance(line.get("kind"), str) and whole(line.get("round")) is not None]
-        start, end = _span(good, round, at)
-        good = good[start:end]
-        job = next((line.get("job") for line in reversed(good) if line["round"] == round), None)
-        return cls(tuple(line for line in good if line.get("job") == job), round)
+    def of(cls, lines: Sequence[Mapping[str, Any]], round: int, at: float) -> RunLog:
+        """The last run in a log whose `round` began before `at`, unix time (0: any)."""
+        readable = list(filter(None, map(decode, lines)))
+        start, end = _span(readable, round, at)
+        run = readable[start:end]
+        job = next((line.job for line in reversed(run) if line.event.round == round), None)
+        return cls(tuple(line for line in run if line.job == job), round)
 
     @property
     def job(self) -> str:
-        return text(self.lines[-1].get("job")) if self.lines else ""
+        return self.lines[-1].job if self.lines else ""
 
     def aftermath(self) -> Aftermath:
-        """How the round ended, and the round after it."""
-        after = [line["round"] for line in self.lines if line["kind"] == "round_published"]
-        following = min((number for number in after if number > self.round), default=0)
-        published = self._first("round_published", following)
-        stepped = [line for line in self.lines if line["kind"] == "first_step" and line["round"] == following]
-        ended = next((line for line in self.lines if ends_job(line)), None)
-        took = next((line["recovery_seconds"] for line in stepped if line.get("recovery_seconds") is not None), None)
+        """The end of the round, and the round after it."""
+        rounds = [line.event.round for line in self.lines if isinstance(line.event, events.RoundPublishedEvent)]
+        following = min((number for number in rounds if number > self.round), default=0)
+        published = next(iter(self._events(events.RoundPublishedEvent, following)), None)
+        resumed = next(iter(self._events(events.ResumedEvent, following)), None)
+        took = (event.recovery_seconds for event in self._events(events.FirstStepEvent, following))
+        ended = next((line.event for line in self.lines if ends_job(line.event)), None)
         return Aftermath(
             round=following,
-            reason=text(published.get("reason")),
-            world_size=whole(published.get("world_size")) or 0,
-            nodes=tuple(text(node) for node in values(published.get("nodes"))),
-            resumed=_checkpoint(self._first("resumed", following)),
-            recovery_s=float(took) if isinstance(took, (int, float)) else None,
-            survivors=self._survivors(),
-            ended=f"{text(ended.get('outcome'))}: {text(ended.get('reason'))}" if ended is not None else "",
+            reason=published.reason if published is not None else "",
+            world_size=published.world_size if published is not None else 0,
+            nodes=published.nodes if published is not None else (),
+            resumed=(resumed.from_round, resumed.step) if resumed is not None else None,
+            recovery_s=next((seconds for seconds in took if seconds is not None), None),
+            survivors=tuple(pid for event in self._events(events.GroupEndedEvent) for pid in event.survivors),
+            ended=f"{ended.outcome}: {ended.reason}" if isinstance(ended, events.JobEndedEvent) else "",
             moments=self._timeline(following),
         )
 
     def verdict(self) -> RecordedVerdict | None:
         """The verdict, in the log of the node that judged."""
-        line = next(iter(self._of("hang_detected")[-1:]), None)
-        if line is None:
+        judged = [
+            (event, line.wall)
+            for line in self.lines
+            if isinstance(event := line.event, events.HangDetectedEvent) and event.round == self.round
+        ]
+        if not judged:
             return None
-        places = zip(*(values(line.get(name)) for name in ("nodes", "ranks", "slots")), strict=False)
-        culprits = tuple(
-            RankLocation(text(node), rank, slot if isinstance(slot, int) else -1)
-            for node, rank, slot in places
-            if whole(rank) is not None
-        )
-        cause, why, action = (text(line.get(name)) for name in ("cause", "reason", "action"))
-        return RecordedVerdict(cause, culprits, why, action, _float(line.get("seconds")), number(line.get("wall")))
+        event, wall = judged[-1]
+        culprits = tuple(RankLocation(*place) for place in zip(event.nodes, event.ranks, event.slots, strict=False))
+        return RecordedVerdict(event.cause, culprits, event.reason, event.action, event.seconds, wall)
 
     def restart_reason(self) -> str:
-        """Why the round was ended, which the next Round says on every node; "" unless that was a hang."""
-        for line in self.lines:
-            if (line["kind"], line.get("cause"), line["round"]) == ("round_published", "hung", self.round + 1):
-                return text(line.get("reason")).partition("; restart ")[0]
+        """The reason why the round was ended, which the next Round says on every node; "" unless that was a hang."""
+        for event in self._events(events.RoundPublishedEvent, self.round + 1):
+            if event.cause == "hung":
+                return event.reason.partition("; restart ")[0]
         return ""
 
     def members(self) -> list[str]:
         """The nodes of the round."""
-        return [text(node) for line in self._of("round_published")[:1] for node in values(line.get("nodes"))]
+        return [node for event in self._events(events.RoundPublishedEvent)[:1] for node in event.nodes]
 
     def node_by_rank(self) -> dict[int, str]:
         """The node of each rank of the round, as far as the log has it."""
-        ranks = [(line, whole(rank)) for line in self._of("group_started") for rank in values(line.get("ranks"))]
-        return {rank: text(line.get("node")) for line, rank in ranks if rank is not None}
+        started = [(line, line.event) for line in self.lines if line.event.round == self.round]
+        return {
+            rank: line.node
+            for line, event in started
+            if isinstance(event, events.GroupStartedEvent)
+            for rank in event.ranks
+        }
 
-    def _of(self, kind: str) -> list[Line]:
-        return [line for line in self.lines if line["kind"] == kind and line["round"] == self.round]
-
-    def _first(self, kind: str, round: int) -> Line:
-        return next((line for line in self.lines if round and line["kind"] == kind and line["round"] == round), {})
-
-    def _survivors(self) -> tuple[int, ...]:
-        pids = [whole(pid) for line in self._of("group_ended") for pid in values(line.get("survivors"))]
-        return tuple(pid for pid in pids if pid is not None)
+    def _events(self, kind: type[_E], round: int | None = None) -> list[_E]:
+        """The events of one kind, of the round in question or another one."""
+        number = self.round if round is None else round
+        return [line.event for line in self.lines if isinstance(line.event, kind) and line.event.round == number]
 
     def _timeline(self, following: int) -> tuple[TimelineEntry, ...]:
         """Each sentence once, by the first node that wrote it: several nodes log the same Round, suspicions flicker."""
         entries: dict[str, TimelineEntry] = {}
-        for line in sorted(self.lines, key=lambda line: _float(line.get("wall"))):
-            table = {self.round: _HERE, following or self.round: _AFTER if following else _HERE}.get(line["round"], {})
-            describe = table.get(line["kind"])
-            if describe is not None and isinstance(line.get("wall"), (int, float)):
-                sentence = describe(line)
-                entries.setdefault(sentence, TimelineEntry(float(line["wall"]), sentence, text(line.get("node"))))
+        for line in sorted(self.lines, key=lambda line: line.wall):
+            if line.event.round in (self.round, following or self.round):
+                sentence = _moment(line.event, line.node, after=line.event.round != self.round)
+                entries.setdefault(sentence, TimelineEntry(line.wall, sentence, line.node))
+        entries.pop("", None)
         return tuple(entries.values())[:_MOST_ENTRIES]
 
 
-def _span(lines: Sequence[Line], round: int, at: float) -> tuple[int, int]:
+def _span(lines: Sequence[LogLine], round: int, at: float) -> tuple[int, int]:
     """From behind the job end before the last line that publishes `round` in time, to the job end after it."""
-    published = [i for i, line in enumerate(lines) if line["kind"] == "round_published" and line["round"] == round]
-    in_time = [i for i in published if not at or _float(lines[i].get("wall")) <= at + _CLOCKS_S] or published
+    published = [
+        i
+        for i, line in enumerate(lines)
+        if isinstance(line.event, events.RoundPublishedEvent) and line.event.round == round
+    ]
+    in_time = [i for i in published if not at or lines[i].wall <= at + _CLOCKS_S] or published
     if not in_time:
         return 0, len(lines)
-    ends = [i for i, line in enumerate(lines) if ends_job(line)]
+    ends = [i for i, line in enumerate(lines) if ends_job(line.event)]
     start = max((i + 1 for i in ends if i < in_time[-1]), default=0)
     return start, min((i + 1 for i in ends if i >= start), default=len(lines))
 
 
-def _reason(line: Line) -> str:
-    return text(line.get("reason"))
+def _moment(event: LogEvent, node: str, *, after: bool) -> str:
+    """A sentence about an event of the round, or of the round `after` it; "" for those that a timeline leaves out."""
+    match event:
+        case events.HangSuspectedEvent(reason=why) if not after:
+            return f"suspected: {why}"
+        case events.HangClearedEvent(reason=why) | events.WaitingEvent(reason=why) if not after:
+            return why
+        case events.HangDetectedEvent(seconds=seconds) if not after:
+            return f"found hung after {seconds:.1f} s without progress"
+        case events.GroupEndedEvent(round=number, survivors=survivors) if not after:
+            survive = f", except processes {list(survivors)}, which survive SIGKILL" if survivors else ""
+            return f"the workers of round {number} were gone{survive}"
+        case events.RoundPublishedEvent(round=number, world_size=size, nodes=nodes) if after:
+            return f"round {number} agreed on: {count(size, 'worker')} on {', '.join(nodes)}"
+        case events.ResumedEvent(round=number, from_round=origin, step=step) if after:
+            return f"round {number} resumed from checkpoint r{origin}-s{step}"
+        case events.FirstStepEvent(round=number, step=step) if after:
+            return f"round {number} trains: step {step} done"
+        case events.JobEndedEvent(outcome="left", reason=why):
+            return f"{node} left the job: {why}"
+        case events.JobEndedEvent(outcome=outcome, reason=why):
+            return f"the job has {outcome}: {why}"
+        case _:
+            return ""
 
 
-def _hang_detected(line: Line) -> str:
-    return f"found hung after {_float(line.get('seconds')):.1f} s without progress"
-
-
-def _group_gone(line: Line) -> str:
-    left = values(line.get("survivors"))
-    survive = f", except processes {left}, which survive SIGKILL" if left else ""
-    return f"the workers of round {line['round']} were gone{survive}"
-
-
-def _round_published(line: Line) -> str:
-    workers = count(whole(line.get("world_size")) or 0, "worker")
-    members = ", ".join(text(node) for node in values(line.get("nodes")))
-    return f"round {line['round']} agreed on: {workers} on {members}"
-
-
-def _resumed(line: Line) -> str:
-    checkpoint = f"r{whole(line.get('from_round'))}-s{whole(line.get('step'))}"
-    return f"round {line['round']} resumed from checkpoint {checkpoint}"
-
-
-def _first_step(line: Line) -> str:
-    return f"round {line['round']} trains: step {whole(line.get('step'))} done"
-
-
-def _job_ended(line: Line) -> str:
-    if ends_job(line):
-        return f"the job has {text(line.get('outcome'))}: {_reason(line)}"
-    return f"{text(line.get('node'))} left the job: {_reason(line)}"
-
-
-_HERE: Mapping[str, Callable[[Line], str]] = {
-    "hang_suspected": lambda line: f"suspected: {_reason(line)}",
-    "hang_cleared": _reason,
-    "hang_detected": _hang_detected,
-    "group_ended": _group_gone,
-    "waiting": _reason,
-    "job_ended": _job_ended,
-}
-"""Kinds of events of the round itself -> their sentence in the timeline."""
-_AFTER: Mapping[str, Callable[[Line], str]] = {
-    "round_published": _round_published,
-    "resumed": _resumed,
-    "first_step": _first_step,
-    "job_ended": _job_ended,
-}
-"""The same for the round after it."""
-
-
-def ends_job(line: Line) -> bool:
-    """Whether the whole job ended, not only one node's part."""
-    return bool(line.get("kind") == "job_ended" and line.get("outcome") != "left")
-
-
-def _checkpoint(line: Line) -> tuple[int, int] | None:
-    origin, step = whole(line.get("from_round")), whole(line.get("step"))
-    return (origin, step) if origin is not None and step is not None else None
-
-
-def _float(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
+def ends_job(event: LogEvent) -> bool:
+    """True if the whole job ended, not only one node's part."""
+    return isinstance(event, events.JobEndedEvent) and event.outcome != "left"

@@ -31,6 +31,7 @@ from elasticd_agent.hangs.explain.model import (
 )
 from elasticd_agent.hangs.rank import RankLocation
 from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack
+from elasticd_agent.model.log_events import JobEndedEvent, RoundPublishedEvent, decode
 from elasticd_agent.system import bounded_io as files
 
 MOST_RANKS = 4096
@@ -102,10 +103,9 @@ def explain(
 def ending(events: Path | None) -> str:
     """How the job ended, by the event log, as the end of a sentence; "" if it runs or there is no log."""
     lines = files.read_lines(events, EVENT_LOG_LIMIT)[0] if events is not None else []
-    last = next((line for line in reversed(lines) if ends_job(line) or line.get("kind") == "round_published"), None)
-    if last is None or not ends_job(last):
-        return ""
-    return f"; the job has {text(last.get('outcome'))}: {text(last.get('reason'))}"
+    logged = (line.event for line in map(decode, reversed(lines)) if line is not None)
+    last = next((event for event in logged if isinstance(event, RoundPublishedEvent) or ends_job(event)), None)
+    return f"; the job has {last.outcome}: {last.reason}" if isinstance(last, JobEndedEvent) else ""
 
 
 @dataclass(slots=True)
