@@ -494,7 +494,7 @@ class Cluster:
             case SetTimer(at):
                 node.wakes.append(at - node.ahead_s)
             case Flush():
-                self._feed(node, Flushed())
+                self.feed(node, Flushed())
             case Leave(exit_code, why):
                 node.left = action
                 self.history.agents[node.name, node.incarnation].left_at = self.now
