@@ -97,12 +97,7 @@ def agent(argv: Sequence[str]) -> int:
         with contextlib.ExitStack() as stack:
             notifier = open_notifier(os.environ)
             replaces = _run(
-                settings,
-                lambda: _load_settings(options),
-                lambda: installed_version_error(argv),
-                inbox,
-                notifier,
-                stack,
+                settings, lambda: _load_settings(options), lambda: installed_version_error(argv), inbox, notifier, stack
             )
         if replaces:
             _exec_replacement(notifier, inbox)

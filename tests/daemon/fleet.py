@@ -167,10 +167,7 @@ class Fleet:
     def _die(self, machine: FleetNode) -> None:
         """Nothing is said to anybody; but a connection whose client is dead ends, and its watches with it."""
         if machine.agent is not None:
-            scheduler = machine.agent.scheduler
-            scheduler._records.unwatch(scheduler)
-            if scheduler._key_watch is not None:
-                scheduler._key_watch.close()
+            machine.agent.scheduler.stop_watching()
         machine.agent = None
 
     def pause(self) -> None:

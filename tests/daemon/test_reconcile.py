@@ -144,8 +144,7 @@ def test_runner_with_unknown_slots_delays_others_and_can_be_cancelled() -> None:
     """Its instructions are damaged, and it does not answer."""
     silent = LocalRunner(RunnerSpec("a", 1, "", (), ""), "starting")
     view = ClusterView(
-        submissions=(submission("a", 1), submission("b", 2)),
-        placements=(placement("a", 1, 0, 1), placement("b", 2, 2)),
+        submissions=(submission("a", 1), submission("b", 2)), placements=(placement("a", 1, 0, 1), placement("b", 2, 2))
     )
     done = plan(view, silent)
     assert (done.start, done.stop) == ((), ())

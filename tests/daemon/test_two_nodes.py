@@ -89,9 +89,7 @@ def test_lost_node_is_shown_and_one_that_left_is_not(nodes: MakeNode) -> None:
 
 
 @pytest.mark.system
-def test_only_an_agent_that_stays_away_loses_its_jobs(
-    nodes: MakeNode,
-) -> None:
+def test_only_an_agent_that_stays_away_loses_its_jobs(nodes: MakeNode) -> None:
     """They leave at a checkpoint; an agent that comes back within adopt_timeout loses nothing."""
     # Much longer than an agent takes to start on a machine with other things to do.
     n1, n2 = nodes("n1", slots=1, adopt_timeout="25s"), nodes("n2", slots=1, adopt_timeout="25s")

@@ -18,12 +18,7 @@ from urllib.parse import unquote
 
 from elasticd_agent.model.log_events import AuditEvent
 from elasticd_agent.system.network.http_auth import AccessDenied
-from elasticd_agent.system.network.http_server import (
-    HttpError,
-    HttpRequest,
-    HttpResponse,
-    Routes,
-)
+from elasticd_agent.system.network.http_server import HttpError, HttpRequest, HttpResponse, Routes
 from elasticd_agent.telemetry.event_log import EventSink
 
 REPEAT_S = 60.0

@@ -36,11 +36,7 @@ from elasticd_daemon.runners.spawn import TrialFailed
 
 PUBLIC_PATHS = ("/metrics", "/healthz", "/readyz")
 LogStream = Literal["stdout", "stderr", "elasticd", "events"]
-_JOB_FILE_TYPES: dict[str, FileFormat] = {
-    "application/toml": "toml",
-    "text/x-toml": "toml",
-    "application/json": "json",
-}
+_JOB_FILE_TYPES: dict[str, FileFormat] = {"application/toml": "toml", "text/x-toml": "toml", "application/json": "json"}
 _MAX_PARAMETERS = 32
 _ERROR_STATUS: dict[type[Exception], int] = {
     NotFound: 404,

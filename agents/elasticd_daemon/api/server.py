@@ -39,7 +39,7 @@ class ApiServer:
         request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         """`path`: the unix socket. Raises UsageError, naming the key in agent.toml, for a listener that cannot open."""
-        self._listeners: list[HttpServer] = []
+        self.listeners: list[HttpServer] = []
         self._socket = path
         self.token_auth = token_auth
         if problem := token_auth.problem():
@@ -55,18 +55,18 @@ class ApiServer:
             raise
 
     def _start(self, listener: HttpServer) -> None:
-        self._listeners.append(listener)
+        self.listeners.append(listener)
         listener.start()
 
     def close(self, within: float = 2.0) -> bool:
         """Stop listening and cut every connection; True when all threads are gone in time. May be called again."""
         until = time.monotonic() + within
         # A list, not a generator for all(): every listener is closed.
-        closed = [listener.close(max(0.0, until - time.monotonic())) for listener in self._listeners]
-        if self._listeners:
+        closed = [listener.close(max(0.0, until - time.monotonic())) for listener in self.listeners]
+        if self.listeners:
             with contextlib.suppress(OSError):
                 self._socket.unlink()
-        self._listeners = []
+        self.listeners = []
         return all(closed)
 
 

@@ -13,11 +13,7 @@ from elasticd_daemon.config.decode import ConfigError
 
 def store_policy(settings: NodeSettings) -> Policy:
     """The times by which this agent uses the store. Raises ConfigError."""
-    times = {
-        "lease_s": settings.lease_s,
-        "renewal_s": settings.renewal_s,
-        "adopt_timeout_s": settings.adopt_timeout_s,
-    }
+    times = {"lease_s": settings.lease_s, "renewal_s": settings.renewal_s, "adopt_timeout_s": settings.adopt_timeout_s}
     try:
         return policy_with({field: float(value) for field, value in times.items()})
     except UsageError as error:

@@ -119,11 +119,7 @@ def _tiles(job: JobStatus) -> list[tuple[str, str, str]]:
         ("Workers", "–", "")
         if job.ended
         else ("Workers", str(size or "–"), "" if most in (None, size) else f"of at most {most}"),
-        (
-            "Round",
-            str(progress.round or "–"),
-            "" if progress.restarts is None else count(progress.restarts, "restart"),
-        ),
+        ("Round", str(progress.round or "–"), "" if progress.restarts is None else count(progress.restarts, "restart")),
         _saved_tile("Checkpoint", progress.checkpoint),
         *([_saved_tile("In memory", progress.snapshot)] if progress.snapshot else []),
         ("Goodput", goodput, "of its time counted"),

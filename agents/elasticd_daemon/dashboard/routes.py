@@ -23,12 +23,7 @@ from elasticd_agent.model.phrases import count
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.durations import in_words
 from elasticd_agent.system.network.http_auth import AccessDenied, TokenAuth
-from elasticd_agent.system.network.http_server import (
-    HttpError,
-    HttpRequest,
-    HttpResponse,
-    json_response,
-)
+from elasticd_agent.system.network.http_server import HttpError, HttpRequest, HttpResponse, json_response
 from elasticd_daemon.api import views
 from elasticd_daemon.api.node_files import NodesUnavailable, NotFound
 from elasticd_daemon.api.rank_logs import MAX_BYTES, LogRequest

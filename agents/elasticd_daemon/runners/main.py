@@ -93,8 +93,8 @@ def job(argv: Sequence[str]) -> int:
                 return 1
     except (OSError, WireError) as error:
         raise UsageError(f"{files.runner_spec}: {error}") from None
-    _write_to_log(files)
-    return _run_to_end(spec, secrets, files, (lock, *code_lock), account)
+    write_to_log(files)
+    return run_to_end(spec, secrets, files, (lock, *code_lock), account)
 
 
 def try_job(argv: Sequence[str]) -> int:
@@ -115,7 +115,7 @@ def try_job(argv: Sequence[str]) -> int:
     return 0
 
 
-def _write_to_log(files: JobFiles) -> None:
+def write_to_log(files: JobFiles) -> None:
     """Our output is the agent's until now; the log is opened as the job's user, whose folder may hold any link."""
     with contextlib.suppress(OSError):
         if files.output.stat().st_size > MAX_LOG_BYTES:
@@ -138,7 +138,7 @@ def _reset_oom_score() -> None:
             score.write_bytes(b"0")
 
 
-def _run_to_end(
+def run_to_end(
     spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles, locks: tuple[int, ...], account: Account | None = None
 ) -> int:
     """`account`: whom it has become, None if it has its first user."""

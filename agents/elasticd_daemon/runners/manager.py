@@ -28,13 +28,7 @@ from elasticd_daemon.runners.liveness import ProcessIdentity
 from elasticd_daemon.runners.poller import RunnerPoller, ask_runner
 from elasticd_daemon.runners.reconcile import LocalRunner, RunnerEnd
 from elasticd_daemon.runners.spawn import Account, NotAllowed, missing_capability, spawn
-from elasticd_daemon.runners.spec import (
-    RunnerSpec,
-    StoreSecrets,
-    exit_for,
-    read_exit,
-    read_spec,
-)
+from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets, exit_for, read_exit, read_spec
 
 KILL_DELAY_S = 5.0
 """The time from the second SIGTERM, after which a runner kills its workers, to its own SIGKILL."""
@@ -210,11 +204,7 @@ class RunnerManager:
             return []
 
     def start(
-        self,
-        spec: RunnerSpec,
-        account: Account,
-        secrets: StoreSecrets,
-        limits: Mapping[str, int] | None = None,
+        self, spec: RunnerSpec, account: Account, secrets: StoreSecrets, limits: Mapping[str, int] | None = None
     ) -> int:
         """Start a runner; its pid. Raises OSError if its folder or process cannot be created, UsageError.
 

@@ -28,15 +28,7 @@ from itertools import groupby
 from elasticd_agent.model.phrases import count, has_have, is_are, listing, plural, ranges
 from elasticd_daemon.config.job_file import shared_directories
 from elasticd_daemon.health.result import EVERY_JOB
-from elasticd_daemon.records import (
-    ClusterView,
-    Cordon,
-    NodeStatus,
-    Placement,
-    Refusal,
-    SlotAssignment,
-    Submission,
-)
+from elasticd_daemon.records import ClusterView, Cordon, NodeStatus, Placement, Refusal, SlotAssignment, Submission
 
 BEHIND_OTHERS = "pending behind other jobs"
 """The reason of every job behind the head of the queue. It names no job: each start would rewrite it for the whole

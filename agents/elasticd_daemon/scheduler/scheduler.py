@@ -119,11 +119,15 @@ class Scheduler:
 
     def close(self) -> None:
         """Let another agent schedule. Raises StoreUnavailable."""
+        self.stop_watching()
+        self._key.withdraw()
+
+    def stop_watching(self) -> None:
+        """Forget the store's records and the key."""
         self._key_lost()
         if self._key_watch is not None:
             self._key_watch.close()
             self._key_watch = None
-        self._key.withdraw()
 
     def _hold_key(self, now: float) -> bool:
         if not self._key.renew(now):

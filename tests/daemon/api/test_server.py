@@ -333,7 +333,7 @@ def test_slow_clients_are_cut_and_block_no_one_else(serve: Serve, until: Until) 
     with ExitStack() as stack:
         held = [stack.enter_context(one.connected()) for _ in range(MAX_CONNECTIONS)]
         begun = time.monotonic()
-        tcp = one.server._listeners[1]
+        tcp = one.server.listeners[1]
         until(lambda: len(tcp.threads()) == MAX_CONNECTIONS, DEADLINE)
         assert one.tcp(token=None).get("/healthz").code == 200, "a probe that fails costs a container"
         assert ended(held[0]), "the oldest of those that say nothing made room"
@@ -466,14 +466,14 @@ def test_client_without_tls_handshake_is_cut(serve: Serve, tmp_path: Path) -> No
 
 def test_failed_accept_keeps_the_port_open(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     one = serve()
-    taken = one.server._listeners[1].get_request
+    taken = one.server.listeners[1].get_request
 
     def refuses() -> Any:
-        one.server._listeners[1].get_request = taken  # type: ignore[method-assign]
+        one.server.listeners[1].get_request = taken  # type: ignore[method-assign]
         taken()[0].close()
         raise ValueError("nobody expected this")
 
-    one.server._listeners[1].get_request = refuses  # type: ignore[method-assign]
+    one.server.listeners[1].get_request = refuses  # type: ignore[method-assign]
     with one.connected() as sock:
         assert ended(sock)
     assert one.tcp().get("/v1/jobs").code == 200
@@ -498,7 +498,7 @@ def test_listen_error_is_one_line_with_the_key(serve: Serve, tmp_path: Path) -> 
         (free, {"groups": ("no-such-group-here",)}, "http.groups: there is no"),
     ]:
         with pytest.raises(UsageError, match=answer) as raised:
-            ApiServer(where, HttpSettings(**{"port": 0, **options}), one.server._listeners[0].routes, TokenAuth(None))  # type: ignore
+            ApiServer(where, HttpSettings(**{"port": 0, **options}), one.server.listeners[0].routes, TokenAuth(None))  # type: ignore
         assert "\n" not in str(raised.value)
     assert one.unix().get("/v1/jobs").code == 200
     assert not free.exists()
@@ -526,7 +526,7 @@ def test_token_of_agents_is_no_operators(tmp_path: Path) -> None:
         token = one.service.peers.token()
         assert token == secret, "what requests to other agents follow from"
         address = "{}:{}".format(*one.address)
-        authenticator = one.server._listeners[1].authenticator
+        authenticator = one.server.listeners[1].authenticator
         assert isinstance(authenticator, TokenAuth)
         authenticator.address = address
         path = f"/v1/local/jobs/llama?number={number}"

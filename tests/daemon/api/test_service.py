@@ -31,6 +31,7 @@ from elasticd_daemon.api.rank_logs import MAX_BYTES
 from elasticd_daemon.api.service import Conflict, JobService
 from elasticd_daemon.journal import AgentJournal
 from elasticd_daemon.records import JobResult, NodeStatus, RoundSummary, RunnerStatus
+from elasticd_daemon.scheduler.job_queue import read_view
 from elasticd_daemon.scheduler.policy import BEHIND_OTHERS
 from tests.daemon.served import JOB, Outage, Served
 from tests.etcd import Authority
@@ -151,7 +152,7 @@ def test_trial_asks_every_node_and_submits_nothing(serve: Serve) -> None:
     assert re.fullmatch("train-[0-9a-f]{4}", name)
     assert (answer["starts"], answer["reason"]) == (True, "runs on n2 (slots 0-1)")
     assert answer["nodes"] == [{"node": "n1", "refusal": f"command: no {name} here"}, {"node": "n2", "refusal": ""}]
-    assert not one.service._view().submissions
+    assert not read_view(one.store).submissions
     two.service.trial = one.service.trial
     answer = api.post("/v1/try", JOB, "application/toml").document()
     assert (answer["starts"], answer["possible"]) == (False, False)
@@ -627,7 +628,7 @@ def test_submissions_at_several_agents_are_limited(serve: Serve) -> None:
 
     with ThreadPoolExecutor(len(services)) as pool:
         refusals = list(pool.map(submit, services))
-    assert len(one.service._view().unfinished()) == refusals.count("") <= 4
+    assert len(read_view(one.store).unfinished()) == refusals.count("") <= 4
     assert {"jobs_per_submitter is 4" in why for why in refusals if why} == {True}
 
 

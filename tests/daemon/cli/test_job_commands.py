@@ -20,6 +20,7 @@ import pytest
 from elasticd_agent.cli.main import main
 from elasticd_daemon.config.job_file import from_json
 from elasticd_daemon.records import RunnerStatus
+from elasticd_daemon.scheduler.job_queue import read_view
 from tests.daemon.conftest import MakeNode
 from tests.daemon.node import COLD, AgentNode, toml, until
 from tests.daemon.served import JOB, Served
@@ -301,7 +302,7 @@ def test_command_without_a_file(served: Served, tmp_path: Path, monkeypatch: pyt
     words = "submit --workers 2:4 --checkpoint-dir state --priority high --node-label a --node-label b=1"
     words += " --env A=1 --env B=x=y --module -- pkg.train --id 7"
     assert re.fullmatch(r"train-[0-9a-f]{4}\n", elasticd(*words.split(), agent=agent).stdout)
-    submitted = max(served.service._view().submissions, key=lambda one: one.number)
+    submitted = max(read_view(served.store).submissions, key=lambda one: one.number)
     assert (submitted.priority, submitted.labels, submitted.min_slots, submitted.max_slots) == (
         "high",
         ("a", "b=1"),

@@ -82,10 +82,7 @@ BAD: list[tuple[str, str]] = [
         '[store]\nbackend="etcd"\nendpoints=["user:pw@h:1"]',
         "store.endpoints: hold a user; write user and password_file instead",
     ),
-    (
-        '[store]\nbackend="etcd"\nendpoints=["a_b c"]',
-        "store.endpoints: 'a_b c': 'a_b c' cannot be the name of a host",
-    ),
+    ('[store]\nbackend="etcd"\nendpoints=["a_b c"]', "store.endpoints: 'a_b c': 'a_b c' cannot be the name of a host"),
     (
         '[store]\nbackend="etcd"\nendpoints=[""]',
         "store.endpoints: '' is not HOST:PORT; write one in each pair of quotes",

@@ -112,10 +112,7 @@ def test_what_is_wrong_is_one_line(here: Path, text: str, says: str) -> None:
             {"HEALTH_ALL_REDUCE": "maybe"},
             "ELASTICD_HEALTH_ALL_REDUCE: must be true or false, not text; write it as in all_reduce = true",
         ),
-        (
-            {"LIMITS_DIRECTORIES": "/a,b"},
-            "ELASTICD_LIMITS_DIRECTORIES: 'b' is not an absolute path; begin it with /",
-        ),
+        ({"LIMITS_DIRECTORIES": "/a,b"}, "ELASTICD_LIMITS_DIRECTORIES: 'b' is not an absolute path; begin it with /"),
         (
             {"DRAIN_TIMEOUT": "soon"},
             "ELASTICD_DRAIN_TIMEOUT: 'soon' is not a time; write seconds or a unit, as in 500ms, 5s, 2m, 1.5h or 7d",

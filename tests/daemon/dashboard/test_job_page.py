@@ -106,10 +106,7 @@ def test_round_after_a_lost_node_is_not_planned() -> None:
     """Its cause is a resize, as after a drain, but the pause was not planned."""
     why = {"cause": "resize", "reason": "b is lost: its lease has expired", "lost_nodes": ["b"]}
     why |= {"resumed_step": 40, "donor": 3}
-    rounds = [
-        a_round(1, NOW - 300, ended_at=NOW - 200),
-        a_round(2, NOW - 199, **why, lost_seconds=0.8, lost_steps=11),
-    ]
+    rounds = [a_round(1, NOW - 300, ended_at=NOW - 200), a_round(2, NOW - 199, **why, lost_seconds=0.8, lost_steps=11)]
     text = text_of(a_job(rounds=rounds))
     assert "node lost b is lost" in text and "−0.8 s" in text and "1 fault, 11 steps again" in text
     assert "resumed from step 40, saved by rank 3 after the fault" in text

@@ -78,11 +78,7 @@ def test_with_the_real_torch() -> None:
             "the slots did not finish an all-reduce within 1.5 s",
             marks=pytest.mark.system,
         ),
-        (
-            {"all_reduce": "numbers[0] += d.rank == 1"},
-            "failed",
-            "slot 1 added up 7.0, not 6.0",
-        ),
+        ({"all_reduce": "numbers[0] += d.rank == 1"}, "failed", "slot 1 added up 7.0, not 6.0"),
     ],
 )
 def test_failing_slot_is_named(tmp_path: Path, does: dict[str, str], outcome: str, why: str) -> None:

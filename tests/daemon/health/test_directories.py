@@ -73,8 +73,7 @@ def test_root_squash_passes_with_a_remark(node: Node, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("make", "why"),
-    [("missing", "cannot be read: No such file or directory"), ("file", "is not a directory")],
+    ("make", "why"), [("missing", "cannot be read: No such file or directory"), ("file", "is not a directory")]
 )
 def test_missing_directory(node: Node, make: str, why: str) -> None:
     path = node.tmp / make

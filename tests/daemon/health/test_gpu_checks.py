@@ -37,11 +37,7 @@ def test_healthy_gpus(gpu_node: Node) -> None:
     [
         ({"ecc": 3}, "gpu ecc", "had 3 uncorrectable memory errors since its last reset; reset it"),
         ({"remapped": [0, 1, True, False]}, "gpu rows", "has a faulty memory row to remap; reset it"),
-        (
-            {"remapped": [0, 9, True, True]},
-            "gpu rows",
-            "could not remap a faulty memory row; replace it",
-        ),
+        ({"remapped": [0, 9, True, True]}, "gpu rows", "could not remap a faulty memory row; replace it"),
         ({"throttle": 0x48}, "gpu heat", "is slowed down at 60 °C: too hot (hardware thermal slowdown)"),
         ({"fabric": [3, 999]}, "gpu fabric", "was refused by the fabric manager (status 999)"),
         ({"throttle": 0x80}, "gpu heat", "is slowed down at 60 °C: short of power (hardware power brake)"),

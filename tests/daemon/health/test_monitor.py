@@ -110,14 +110,7 @@ def opened(looks: ScriptedCheckSuite, inbox: Inbox, tmp_path: Path) -> Iterator[
             looks.received = received
             return looks
 
-        made.append(
-            HealthMonitor(
-                checks,
-                settings(every_s, all_reduce, *rules),
-                file,
-                idle=lambda: idle,
-            )
-        )
+        made.append(HealthMonitor(checks, settings(every_s, all_reduce, *rules), file, idle=lambda: idle))
         made[-1].start(inbox.put)
         return made[-1]
 

@@ -108,9 +108,7 @@ def test_reason_during_and_after_a_failure() -> None:
     past = after_checks(past, [], 30.0, RULES)
     found = health_verdict(past, 30.0)
     assert found == HealthVerdict(
-        "quarantined",
-        "quarantined for 60 s after a failure (the first time): gpu xid: GPU 3 had XID 79",
-        60.0,
+        "quarantined", "quarantined for 60 s after a failure (the first time): gpu xid: GPU 3 had XID 79", 60.0
     )
 
 

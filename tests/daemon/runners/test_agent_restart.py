@@ -81,9 +81,7 @@ def go_on(node: AgentNode, workers: tuple[int, ...]) -> None:
     assert [step for _, step in steps] == list(range(1, len(steps) + 1))
 
 
-def test_restart_and_upgrade_of_the_agent_keep_the_workers(
-    node: MakeNode,
-) -> None:
+def test_restart_and_upgrade_of_the_agent_keep_the_workers(node: MakeNode) -> None:
     port = free_port()
     n1 = node(http={"port": port})
     workers, runner = training(n1), n1.runner("one")

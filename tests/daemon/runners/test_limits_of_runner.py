@@ -23,11 +23,7 @@ from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets, read_exit
 
 
 @pytest.mark.parametrize(
-    ("limits", "why"),
-    [
-        ({"commands": ("/none/",)}, "command: "),
-        ({"directories": ("/none",)}, "workdir: "),
-    ],
+    ("limits", "why"), [({"commands": ("/none/",)}, "command: "), ({"directories": ("/none",)}, "workdir: ")]
 )
 def test_runner_refuses_paths_beyond_the_limits(tmp_path: Path, limits: dict[str, tuple[str, ...]], why: str) -> None:
     files = job_files(tmp_path, "j", 1)
@@ -35,7 +31,7 @@ def test_runner_refuses_paths_beyond_the_limits(tmp_path: Path, limits: dict[str
     (tmp_path / "x.py").write_text("")
     job = to_json(JobFile(command=("x.py",), workdir=tmp_path))
     spec = RunnerSpec("j", 1, "n1", (0,), job, commands=limits.get("commands"), directories=limits.get("directories"))
-    assert main._run_to_end(spec, StoreSecrets(), files, ()) == 2
+    assert main.run_to_end(spec, StoreSecrets(), files, ()) == 2
     ended = read_exit(files)
     assert ended is not None
     assert (ended.outcome, ended.reason.startswith(why)) == ("refused", True)
@@ -43,8 +39,7 @@ def test_runner_refuses_paths_beyond_the_limits(tmp_path: Path, limits: dict[str
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome"),
-    [(UsageError, "refused"), (StoreRefused, "left"), (StoreUnavailable, "left")],
+    ("error", "outcome"), [(UsageError, "refused"), (StoreRefused, "left"), (StoreUnavailable, "left")]
 )
 def test_node_does_not_refuse_a_job_for_what_is_in_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], outcome: str
@@ -57,7 +52,7 @@ def test_node_does_not_refuse_a_job_for_what_is_in_the_store(
     monkeypatch.setattr(main, "_run", fails)
     files = job_files(tmp_path, "j", 1)
     files.root.mkdir(parents=True)
-    main._run_to_end(RunnerSpec("j", 1, "n1", (0,), "{}"), StoreSecrets(), files, ())
+    main.run_to_end(RunnerSpec("j", 1, "n1", (0,), "{}"), StoreSecrets(), files, ())
     ended = read_exit(files)
     assert ended is not None
     assert (ended.outcome, ended.reason) == (outcome, "why")

@@ -22,14 +22,7 @@ from elasticd_daemon.runners import liveness as alive
 from elasticd_daemon.runners import manager
 from elasticd_daemon.runners.manager import RunnerManager
 from elasticd_daemon.runners.spawn import Account
-from elasticd_daemon.runners.spec import (
-    MAX_EXIT_BYTES,
-    RunnerExit,
-    RunnerSpec,
-    read_exit,
-    read_spec,
-    write_exit,
-)
+from elasticd_daemon.runners.spec import MAX_EXIT_BYTES, RunnerExit, RunnerSpec, read_exit, read_spec, write_exit
 from tests.daemon.health.test_directories import DeadMount, needs_root
 
 
@@ -358,7 +351,7 @@ def test_runner_log_is_opened_as_the_jobs_user(open_state: Path, link: Callable[
     program = (
         "import sys; from pathlib import Path; from elasticd_daemon.job_dir import JobFiles;"
         "from elasticd_daemon.runners import main, spawn; spawn.become(spawn.Account.of('nobody'));"
-        "main._write_to_log(JobFiles(Path(sys.argv[1]))); print('something')"
+        "main.write_to_log(JobFiles(Path(sys.argv[1]))); print('something')"
     )
     done = subprocess.run([sys.executable, "-c", program, str(files.root)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

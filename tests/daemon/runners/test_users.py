@@ -57,13 +57,7 @@ def asks_as_somebody(program: str, *args: str, python: str = "/usr/bin/python3")
 
 def _as_somebody(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command,
-        user=SOMEBODY.pw_uid,
-        group=SOMEBODY.pw_gid,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        cwd="/",
+        command, user=SOMEBODY.pw_uid, group=SOMEBODY.pw_gid, capture_output=True, text=True, timeout=30, cwd="/"
     )
 
 

@@ -91,12 +91,7 @@ class Process:
         name, _, value = self.mark.partition("=")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.words,
-                env={**self.env, name: value},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd="/",
+                self.words, env={**self.env, name: value}, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/"
             )
 
     def stop(self, within: float = 60.0) -> int:
