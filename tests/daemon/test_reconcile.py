@@ -203,3 +203,21 @@ def test_requeue_has_a_backoff_and_a_requested_stop_has_none() -> None:
     sentence = outcomes.add(replace(exited("left", 143), requested=True), 5.0, NOW)
     assert sentence == "job a has left this node: a reason"
     assert plan(BOTH, outcomes=outcomes).start
+
+
+@pytest.mark.parametrize(
+    ("view", "is_kept"),
+    [
+        (BOTH, True),
+        (ClusterView(), False),
+        (replace(BOTH, results=(JobResult("a", 1, "failed", 1, "a reason"),)), False),
+        (replace(BOTH, cordons=(Cordon(NODE, False, "a fan"),)), True),
+    ],
+    ids=["not in the store yet", "job removed", "in the store", "cordoned"],
+)
+def test_exit_is_kept_until_the_store_has_it(view: ClusterView, is_kept: bool) -> None:
+    outcomes = RunOutcomes()
+    outcomes.add(exited("failed", 1), 1.0, NOW)
+    assert list(outcomes.exits) == [("a", 1)]
+    outcomes.forget_recorded(view, NODE)
+    assert bool(outcomes.exits) == is_kept

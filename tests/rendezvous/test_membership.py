@@ -259,3 +259,9 @@ def test_last_call_without_survivors_only() -> None:
     assert chosen(replace(strangers, requirements=Requirements(1, 1, 1, 2))) == ["b", "a"], "all who may come are here"
     late = replace(VIEW, nodes=(*without("c").nodes, present("d", joined_at=NOW)))
     assert chosen(late) == ["a", "b", "d"], "a survivor waits for nobody"
+
+
+def test_probes_of_an_earlier_round_cut_no_connection() -> None:
+    old = replace(VIEW, nodes=(present("a", unreachable=("b",), seen_round=2), present("b"), present("c")))
+    now = replace(VIEW, nodes=(present("a", unreachable=("b",)), present("b"), present("c")))
+    assert [chosen(view) for view in (old, now)] == [["a", "b", "c"], ["a", "c"]]

@@ -148,3 +148,27 @@ def test_store_that_no_other_agent_may_host() -> None:
     leader = Succession("a")
     leader.look(round_of("abc", store=None), None, [])
     assert leader.next(round_of("a", number=5), 0.0) == round_of("a", store=None, number=5)
+
+
+@pytest.mark.parametrize(
+    ("base", "store", "here", "lacks"),
+    [
+        ("abc", FIRST, "a", True),
+        ("abc", FIRST, "ab", False),
+        ("ab", FIRST, "a", False),
+        ("ab", SECOND, "b", True),
+        ("abcde", FIRST, "ab", True),
+        ("abcde", FIRST, "abc", False),
+    ],
+)
+def test_quorum(base: str, store: StoreLife, here: str, lacks: bool) -> None:
+    assert look(round_of(base), store, here).lacks_quorum == lacks
+
+
+@pytest.mark.parametrize(("store", "lacks"), [(FIRST, False), (SECOND, True)])
+def test_agent_of_an_older_version_writes_no_term_and_counts_in_the_first_store_only(
+    store: StoreLife, lacks: bool
+) -> None:
+    leader = Succession(store.agent[0])
+    leader.look(round_of("abc"), store, [NodeRecord(n, n, f"{n}:1", (0,), seen_round=4) for n in "ab"])
+    assert leader.lacks_quorum == lacks

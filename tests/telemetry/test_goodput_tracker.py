@@ -207,3 +207,12 @@ def test_the_end_of_a_job_is_no_loss() -> None:
     spending.on_group_ended(1, 25.5)
     spending.on_round(Round(2, (), outcome="succeeded", exit_code=0), 25.6)
     assert spending.totals_at(30.0) == exactly(15, 0, 15)
+
+
+def test_step_of_a_round_that_is_not_known_yet_waits_for_the_round() -> None:
+    spending = trained()
+    assert spending.on_observation(seen(2, 11, 21.0)) is None
+    assert spending.ledger.high_water == 10
+    spending.on_round(round(2, "resize", high_water=10), 20.5)
+    spending.on_observation(seen(2, 11, 21.5, first_at=21.0))
+    assert spending.ledger.high_water == 11

@@ -195,3 +195,14 @@ def test_any_history(history: list[tuple[float, list[CheckResult] | str]], strik
     past = after_checks(past, [passed("a", "")], now + 1, rules)
     assert health_verdict(past, now + 1 + rules.cooloff_max_s) == HealthVerdict("healthy")
     assert past.quarantined_until <= max(trouble, now + 1) + rules.cooloff_max_s
+
+
+def test_failing_directories_are_apart_from_what_fails_of_the_node() -> None:
+    results = [
+        CheckResult("disk /shared", "failed", "full", directory="/shared"),
+        CheckResult("disk /other", "passed", "", directory="/other"),
+        CheckResult("gpu xid", "failed", "XID 79", certain=True),
+    ]
+    history = after_checks(after_checks(HealthHistory(), results, 0.0, RULES), results, 1.0, RULES)
+    assert [check.directory for check in history.failing_directories] == ["/shared"]
+    assert len(history.failing) == 1
