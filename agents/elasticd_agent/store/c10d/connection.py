@@ -77,7 +77,7 @@ class Helper:
             )
         self._ready = True
 
-    def ask(self, request: dict[str, Any], *passed: socket.socket) -> dict[str, Any]:
+    def ask(self, request: messages.Message, *passed: socket.socket) -> messages.Message:
         try:
             self._control.settimeout(REQUEST_DEADLINE_S)
             messages.send(self._control, request, *(sock.fileno() for sock in passed))
@@ -85,7 +85,7 @@ class Helper:
             raise HelperLost(f"the helper process is gone: {error}") from None
         return self._receive(REQUEST_DEADLINE_S)
 
-    def _receive(self, seconds: float) -> dict[str, Any]:
+    def _receive(self, seconds: float) -> messages.Message:
         try:
             self._control.settimeout(seconds)
             message = messages.receive(self._control)
@@ -124,7 +124,7 @@ class _Target:
 
 @dataclass(slots=True)
 class _Call:
-    answer: dict[str, Any] | None = None
+    answer: messages.Message | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -469,7 +469,7 @@ class C10dConnection:
         server = None if hosted is None else hosted.fileno()  # readable: it has ended
         while True:
             try:
-                message: dict[str, Any] = json.loads(lines.next(math.inf if ready else deadline, server))
+                message: messages.Message = json.loads(lines.next(math.inf if ready else deadline, server))
             except HelperError:
                 break
             self._count(message.get("counts", (0, 0, 0)))

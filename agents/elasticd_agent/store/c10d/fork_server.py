@@ -78,7 +78,7 @@ class ForkServer:
             self._end(pid)
         os._exit(0)  # torch's work at exit takes half a second and is not needed here
 
-    def _do(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+    def _do(self, request: messages.Message, fds: list[int]) -> messages.Message:
         match request["do"]:
             case "connect":
                 with socket.socket(fileno=fds[0]) as channel:
@@ -112,7 +112,7 @@ class ForkServer:
                 sys.excepthook(*sys.exc_info())
             os._exit(status)
 
-    def _connect(self, request: dict[str, Any], channel: socket.socket) -> None:
+    def _connect(self, request: messages.Message, channel: socket.socket) -> None:
         prctl(PR_SET_NAME, b"elasticd-c10d-c")
         port, timeout_s = request["port"], request["timeout_s"]
         address = ""
@@ -129,7 +129,7 @@ class ForkServer:
 
         C10dClient(connect, channel).serve()
 
-    def _host(self, request: dict[str, Any], listener: socket.socket, channel: socket.socket) -> None:
+    def _host(self, request: messages.Message, listener: socket.socket, channel: socket.socket) -> None:
         prctl(PR_SET_NAME, b"elasticd-c10d-h")
         set_host_lookup(b"files")
         # A connection for each agent and each watch of an agent: thousands in a large job.

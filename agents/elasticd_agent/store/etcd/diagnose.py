@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import socket
 import ssl
-import threading
 import time
 
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.model.job import Tls
 from elasticd_agent.store.etcd.errors import not_etcd_message
 from elasticd_agent.store.tls import tls_context
+from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.network.addresses import format_endpoint
 
 # RFC 9113, 3.4: the client's preface, followed by a SETTINGS frame; the server answers with a SETTINGS frame.
 _EMPTY_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _EMPTY_SETTINGS
 _FRAME_TYPE, _SETTINGS = 3, 4
+_TCP = socket.SOCK_STREAM
 
 
 def make_context(tls: Tls) -> ssl.SSLContext:
@@ -94,21 +95,15 @@ def find_mismatch(host: str, port: int, timeout_s: float) -> str | None:
 
 def _connect(host: str, port: int, deadline: float) -> socket.socket:
     """Raises OSError. A resolver has no deadline of its own, so it runs in a thread that may stay behind."""
-    addresses: list[str] = []
-
-    def resolve() -> None:
-        try:
-            addresses.extend(str(address[4][0]) for address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        except OSError:
-            return
-
-    resolver = threading.Thread(target=resolve, name=f"resolving {host}", daemon=True)
-    resolver.start()
-    resolver.join(max(deadline - time.monotonic(), 0))
     failed: OSError = socket.gaierror(f"no address is known for the name {host}")
-    for address in addresses:
+    try:
+        resolved = run_within(max(deadline - time.monotonic(), 0), lambda: socket.getaddrinfo(host, port, type=_TCP))
+    except (socket.gaierror, DeadlineExceeded):
+        raise failed from None
+    for *_, address in resolved:
+        left_s = max(deadline - time.monotonic(), 0.001)
         try:
-            connection = socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001))
+            connection = socket.create_connection((str(address[0]), port), timeout=left_s)
         except OSError as error:
             failed = error
         else:
