@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from elasticd import bounded_json
@@ -24,6 +23,7 @@ from elasticd_agent.model.agent_address import AGENT_VARIABLE, DEFAULT_SOCKET
 from elasticd_agent.store.tls import tls_context
 from elasticd_agent.system.network.control_socket import short_path
 from elasticd_agent.system.network.http_auth import read_token
+from elasticd_daemon.api.schema import Answer
 
 MAX_RESPONSE_BYTES = 64 << 20
 """Evidence of a thousand ranks is some megabytes of JSON, and so is a list of ten thousand jobs."""
@@ -50,7 +50,7 @@ class Reply:
     headers: Mapping[str, str] = field(default_factory=dict)
     most_values: int = MAX_RESPONSE_BYTES
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Answer:
         """The answer's JSON object. Raises Unreachable for anything else."""
         try:
             parsed = bounded_json.loads(self.body, self.most_values)
@@ -60,7 +60,7 @@ class Reply:
             raise Unreachable(f"the answer is not from an elasticd agent: {self.body[:60]!r}")
         return parsed
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Answer:
         """The JSON object of a request that succeeded. Raises RequestFailed, UsageError for a request that is invalid,
         Unreachable where the agent's store or another node does not answer.
         """
@@ -214,7 +214,7 @@ def job_path(job: str) -> str:
     return f"/v1/jobs/{quote(job, safe='')}"
 
 
-def fetch_status(client: AgentClient, job: str | None) -> dict[str, Any]:
+def fetch_status(client: AgentClient, job: str | None) -> Answer:
     """One job's status; without `job` all jobs and nodes. Raises what `Reply.result` raises."""
     if job is not None:
         return client.get(job_path(job)).result()

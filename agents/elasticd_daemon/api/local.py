@@ -28,7 +28,7 @@ from elasticd_agent.system.network import control_socket
 from elasticd_agent.telemetry.timeline import JobTimeline
 from elasticd_daemon.api import rank_logs
 from elasticd_daemon.api.rank_logs import LogRequest
-from elasticd_daemon.api.schema import JobProgress, LogChunk, RunnerAnswer, ScalarSeries
+from elasticd_daemon.api.schema import Answer, JobProgress, LogChunk, RunnerAnswer, ScalarSeries
 from elasticd_daemon.health.result import GpuUsage
 from elasticd_daemon.job_dir import JobFiles, job_files
 from elasticd_daemon.runners.poller import ask_runner
@@ -44,7 +44,7 @@ MAX_UNREAD_BYTES = 256 << 20
 """A million events. Of more only the newest are read: a job's user can make a file of any size."""
 
 
-QueryRunner = Callable[[JobFiles, Mapping[str, Any], float], dict[str, Any]]
+QueryRunner = Callable[[JobFiles, Mapping[str, Any], float], Answer]
 """The answer of the runner of a job's folder. Raises ControlSocketError."""
 
 
@@ -112,7 +112,7 @@ class LocalJobs:
         files = self.files(job, number)
         return run_within(READ_TIMEOUT_S, lambda: rank_logs.read_log(files, self.node, request), job)
 
-    def dump(self, job: str, number: int) -> dict[str, Any]:
+    def dump(self, job: str, number: int) -> Answer:
         """Evidence of the running group, taken now; {"error"} if there is none."""
         try:
             answer = self._query_runner(self.files(job, number), {"do": "dump", "out": None}, DUMP_TIMEOUT_S)
@@ -130,7 +130,7 @@ class LocalJobs:
             return {"node": self.node, "path": path, "error": f"the evidence is in {path}; read it there"}
         return self._read_evidence(Path(path), logs, None)
 
-    def explain(self, job: str, number: int, round: int | None) -> dict[str, Any]:
+    def explain(self, job: str, number: int, round: int | None) -> Answer:
         """The explanation of a hang from the evidence here: of `round`, or the newest; {"error"} without any."""
         logs = self.files(job, number).logs
         return self._read_evidence(logs, logs, round)
@@ -152,10 +152,10 @@ class LocalJobs:
         except WireError as error:
             return RunnerAnswer(), f"its runner's answer makes no sense: {error}"
 
-    def _read_evidence(self, where: Path, logs: Path, round: int | None) -> dict[str, Any]:
+    def _read_evidence(self, where: Path, logs: Path, round: int | None) -> Answer:
         events = logs.parent / "events.jsonl"
 
-        def work() -> dict[str, Any]:
+        def work() -> Answer:
             folders, log = locate.find_all(where), events if events.is_file() else None
             place = locate.choose_folder([folder for folder in folders if round in (None, folder.round)])
             if place is None:

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 from elasticd.errors import ElasticdError, WireError
@@ -23,6 +23,7 @@ from elasticd_daemon.api.local import MAX_SHOWN_ROUNDS, LocalJobs
 from elasticd_daemon.api.peers import Peers
 from elasticd_daemon.api.rank_logs import LogRequest
 from elasticd_daemon.api.schema import (
+    Answer,
     CheckpointStatus,
     JobProgress,
     LogChunk,
@@ -97,7 +98,7 @@ class ClusterReader:
         full = {node for number, node in enumerate(known) if number < MAX_FULL_HISTORY_NODES or node in left}
         within_s = SUPPLEMENT_TIMEOUT_S if is_member else PEER_TIMEOUT_S
         path = f"/v1/local/jobs/{quote(job.job, safe='')}"
-        answers: dict[str, dict[str, Any] | str] = {}
+        answers: dict[str, Answer | str] = {}
 
         def ask(brief: bool, meanwhile: Callable[[], None] = lambda: None) -> None:
             addressed = {node: address for node, address in known.items() if (node in full) != brief}
@@ -170,19 +171,19 @@ class ClusterReader:
         self,
         view: ClusterView,
         nodes: Iterable[str],
-        here: Callable[[], dict[str, Any]],
+        here: Callable[[], Answer],
         question: tuple[str, str, Mapping[str, object]],
         within_s: float,
         body: bytes = b"",
-    ) -> list[dict[str, Any]]:
+    ) -> list[Answer]:
         """Each node's answer to (method, path, query), all asked at the same time; `here` makes this node's answer."""
         names = list(nodes)
         others = addresses(view, [node for node in names if node != self.local.node])
-        own: list[dict[str, Any]] = []
+        own: list[Answer] = []
         method, path, query = question
         meanwhile = (lambda: own.append(here())) if self.local.node in names else lambda: None
         answers = self.peers.request_all(others, method, path, query, within_s, meanwhile, body)
-        rows: dict[str, dict[str, Any]] = {
+        rows: dict[str, Answer] = {
             node: answer if isinstance(answer, dict) else {"error": answer} for node, answer in answers.items()
         }
         if own:
@@ -209,7 +210,7 @@ def addresses(view: ClusterView, nodes: Iterable[str]) -> dict[str, str]:
     return {node: known[node] for node in nodes if node in known}
 
 
-def _decoded(answer: dict[str, Any]) -> JobProgress | str:
+def _decoded(answer: Answer) -> JobProgress | str:
     try:
         return JobProgress.from_dict(answer)
     except WireError as error:

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from elasticd import bounded_json
 from elasticd.errors import UsageError
 from elasticd_agent.system.network.addresses import parse_endpoint
 from elasticd_agent.system.network.http_auth import AGENT_SCHEME, agent_credential, token_digest
 from elasticd_daemon.api.client import AgentClient, Reply, Unreachable, client_context
+from elasticd_daemon.api.schema import Answer
 
 MAX_PARALLEL = 16
 MAX_NODES = 256
@@ -70,9 +70,9 @@ class Peers:
         within_s: float = 5.0,
         meanwhile: Callable[[], None] = lambda: None,
         body: bytes = b"",
-    ) -> dict[str, dict[str, Any] | str]:
+    ) -> dict[str, Answer | str]:
         """Each node's answer, or why there is none; within `within_s`. `meanwhile` runs on the caller's thread."""
-        answers: dict[str, dict[str, Any] | str] = {}
+        answers: dict[str, Answer | str] = {}
         left = list(addresses.items())[:MAX_NODES]
         until = time.monotonic() + within_s
 

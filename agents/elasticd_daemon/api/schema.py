@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import quote, unquote
 
 from elasticd.errors import WireError
@@ -18,6 +19,8 @@ from elasticd_agent.telemetry.timeline import RoundStatus as RoundStatus
 from elasticd_agent.telemetry.timeline import ScalarSeries as ScalarSeries
 from elasticd_daemon.health.result import GpuUsage
 
+Answer = dict[str, Any]
+"""An answer as JSON has it: where it leaves an agent, and where it has just come in."""
 StepSample = tuple[float, int, int]
 """Unix time, round, step."""
 

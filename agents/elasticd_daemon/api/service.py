@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 from urllib.parse import quote
 
 from elasticd.errors import ElasticdError, UsageError, WireError
@@ -27,7 +26,7 @@ from elasticd_daemon.api.local import DUMP_TIMEOUT_S, READ_TIMEOUT_S, LocalJobs
 from elasticd_daemon.api.node_files import ClusterReader, NotFound
 from elasticd_daemon.api.peers import Peers
 from elasticd_daemon.api.rank_logs import LogRequest
-from elasticd_daemon.api.schema import JobProgress, JobStatus, LogChunk, NodeSummary, RoundStatus
+from elasticd_daemon.api.schema import Answer, JobProgress, JobStatus, LogChunk, NodeSummary, RoundStatus
 from elasticd_daemon.api.views import JobList
 from elasticd_daemon.config import job_file
 from elasticd_daemon.config.documents import FileFormat
@@ -86,7 +85,7 @@ class JobService:
         result = view.result(submission.job, submission.number)
         return views.job_status(summary, assigned, _with_result(progress, result), views.job_file(submission))
 
-    def submit(self, data: bytes, kind: FileFormat, name: str | None, by: str, token: str = "") -> dict[str, Any]:
+    def submit(self, data: bytes, kind: FileFormat, name: str | None, by: str, token: str = "") -> Answer:
         """Raises UsageError for an invalid job, Conflict for an id whose job has not ended."""
         request, stem = self._request(data, kind, name, by, token)
         try:
@@ -125,7 +124,7 @@ class JobService:
         )
         return request, name_of(job.command[0], job.module)
 
-    def try_job(self, data: bytes, kind: FileFormat, by: str) -> dict[str, Any]:
+    def try_job(self, data: bytes, kind: FileFormat, by: str) -> Answer:
         """Predict by the scheduler's own rules what would come of a submission, with what each node says of the job.
 
         Raises UsageError for an invalid job, Conflict where `submit` does.
@@ -155,7 +154,7 @@ class JobService:
             "nodes": rows,
         }
 
-    def _try_here(self, submission: Submission) -> dict[str, Any]:
+    def _try_here(self, submission: Submission) -> Answer:
         try:
             return {"refusal": self.trial(submission)}
         except (DeadlineExceeded, TrialFailed) as error:
@@ -186,7 +185,7 @@ class JobService:
                 f"{submitter(by)} has submitted too many jobs at once: [limits] jobs_per_submitter is {most}"
             )
 
-    def cancel(self, name: str, by: str) -> dict[str, Any]:
+    def cancel(self, name: str, by: str) -> Answer:
         """Raises NotFound, or Conflict for a job that has ended by itself."""
         self._find_job(name)
         result = job_queue.cancel(self.store, name, by, self.clock())
@@ -212,7 +211,7 @@ class JobService:
         job_queue.cordon(self.store, node, drain, reason, by, self.clock())
         return self._node(node)
 
-    def uncordon(self, node: str) -> dict[str, Any]:
+    def uncordon(self, node: str) -> Answer:
         """Raises NotFound, Conflict for a node that is not cordoned."""
         self._node(node)
         if not job_queue.uncordon(self.store, node):
@@ -224,7 +223,7 @@ class JobService:
         view, submission = self._find_job(name)
         return self._cluster.logs(view, submission, self._current_round(submission), request)
 
-    def dump(self, name: str) -> dict[str, Any]:
+    def dump(self, name: str) -> Answer:
         """Evidence that is taken now on each node, or why there is none. Raises NotFound, Conflict for a job that
         does not run.
         """
@@ -238,7 +237,7 @@ class JobService:
         own = lambda: self.local.dump(name, submission.number)  # noqa: E731
         return {"job": name, "nodes": self._cluster.gather(view, nodes, own, question, DUMP_TIMEOUT_S + READ_TIMEOUT_S)}
 
-    def explain(self, name: str, round: int | None) -> dict[str, Any]:
+    def explain(self, name: str, round: int | None) -> Answer:
         """The explanation of each node's evidence, or why there is none. Raises NotFound."""
         view, submission = self._find_job(name)
         query = {"number": submission.number, "round": round}

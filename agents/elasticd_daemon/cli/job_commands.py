@@ -33,7 +33,7 @@ from elasticd_daemon.api.client import (
     job_path,
     open_client,
 )
-from elasticd_daemon.api.schema import JobStatus, JobSummary, NodeSummary
+from elasticd_daemon.api.schema import Answer, JobStatus, JobSummary, NodeSummary
 from elasticd_daemon.cli import tables
 from elasticd_daemon.cli.log_follower import LogFollower, LogQuery
 
@@ -153,24 +153,24 @@ def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, d
     return 0 if ended.state == "succeeded" else 1
 
 
-def _checked(reply: Reply, path: Path) -> dict[str, Any]:
+def _checked(reply: Reply, path: Path) -> Answer:
     """Raises UsageError that names the job file."""
     if reply.code == 400:
         raise UsageError(reply.why.replace("the job: ", f"{path}: ", 1))
     return reply.result()
 
 
-def _list(client: AgentClient, options: argparse.Namespace, path: str, page: Callable[[dict[str, Any]], str]) -> int:
+def _list(client: AgentClient, options: argparse.Namespace, path: str, page: Callable[[Answer], str]) -> int:
     answer = client.get(path).result()
     _print_problems(answer)
     return _show(options, answer, page)
 
 
-def _summaries(answer: dict[str, Any]) -> list[JobSummary]:
+def _summaries(answer: Answer) -> list[JobSummary]:
     return [JobSummary.from_dict(row) for row in answer["jobs"]]
 
 
-def _node_table(answer: dict[str, Any]) -> str:
+def _node_table(answer: Answer) -> str:
     return tables.nodes([NodeSummary.from_dict(row) for row in answer["nodes"]])
 
 
@@ -270,7 +270,7 @@ _COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
 }
 
 
-def _show(options: argparse.Namespace, found: dict[str, Any], page: Callable[[dict[str, Any]], str]) -> int:
+def _show(options: argparse.Namespace, found: Answer, page: Callable[[Answer], str]) -> int:
     try:
         text = json.dumps(found, indent=2, ensure_ascii=False) + "\n" if options.json else page(found)
     except (WireError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -279,12 +279,12 @@ def _show(options: argparse.Namespace, found: dict[str, Any], page: Callable[[di
     return 0
 
 
-def _print_problems(found: dict[str, Any]) -> None:
+def _print_problems(found: Answer) -> None:
     for sentence in found.get("problems") or []:
         print(f"elasticd: {tables.visible(str(sentence))}", file=sys.stderr)
 
 
-def _evidence(options: argparse.Namespace, found: dict[str, Any]) -> int:
+def _evidence(options: argparse.Namespace, found: Answer) -> int:
     """The explanations of the nodes, those with a verdict first; a node without evidence is a line on stderr."""
     rows = [row for row in found.get("nodes", []) if options.node in (None, row.get("node"))]
     explained = [row for row in rows if isinstance(row.get("page"), str)]
@@ -304,7 +304,7 @@ def _evidence(options: argparse.Namespace, found: dict[str, Any]) -> int:
     return 0 if explained else 1
 
 
-def _wait_until_drained(client: AgentClient, node: str, within_s: float) -> dict[str, Any]:
+def _wait_until_drained(client: AgentClient, node: str, within_s: float) -> Answer:
     """Wait until nothing runs on the node. Raises RequestFailed after the timeout."""
     until = time.monotonic() + within_s
     while True:

@@ -12,11 +12,10 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from elasticd.errors import WireError
 from elasticd_daemon.api.client import AgentClient, RequestFailed, Unreachable, fetch_status
-from elasticd_daemon.api.schema import JobStatus
+from elasticd_daemon.api.schema import Answer, JobStatus
 from elasticd_daemon.cli import tables
 from elasticd_daemon.dashboard import chart
 
@@ -72,7 +71,7 @@ def watch(client: AgentClient, job: str | None, every_s: float, *, as_json: bool
         return 0
 
 
-def fetch_overview(client: AgentClient) -> dict[str, Any]:
+def fetch_overview(client: AgentClient) -> Answer:
     """All jobs and nodes, and in "status" the running jobs whole, as far as they answer."""
     overview = fetch_status(client, None)
     running = [row["job"] for row in overview["jobs"] if row.get("state") in ("running", "starting", "leaving")]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlencode
 
 from elasticd_agent.model.phrases import count
 from elasticd_agent.system.durations import in_words
-from elasticd_daemon.api.schema import CheckpointStatus, JobProgress, JobStatus, RoundStatus
+from elasticd_daemon.api.schema import Answer, CheckpointStatus, JobProgress, JobStatus, RoundStatus
 from elasticd_daemon.dashboard import formatting, status
 from elasticd_daemon.dashboard.chart import chart, scalar_chart, step_times
 
@@ -171,7 +170,7 @@ def last_hung_round(listed: Sequence[RoundStatus]) -> int:
     return max((row.round for row in listed if row.cause == "hung"), default=0)
 
 
-def explanations(rows: Sequence[dict[str, Any]], *, brief: bool) -> Evidence:
+def explanations(rows: Sequence[Answer], *, brief: bool) -> Evidence:
     """`brief`: only the first one."""
     explained = [row for row in rows if isinstance(row.get("page"), str)]
     explained.sort(key=lambda row: not isinstance(row.get("document"), dict) or row["document"].get("verdict") is None)

@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from urllib.parse import parse_qsl, unquote
 
 from elasticd.errors import ElasticdError, StoreUnavailable, UsageError
@@ -28,7 +28,7 @@ from elasticd_daemon.api import views
 from elasticd_daemon.api.node_files import NodesUnavailable, NotFound
 from elasticd_daemon.api.rank_logs import MAX_BYTES, LogRequest
 from elasticd_daemon.api.routes import ApiRoutes
-from elasticd_daemon.api.schema import JobProgress, JobStatus, JobSummary, LogChunk, NodeSummary
+from elasticd_daemon.api.schema import Answer, JobProgress, JobStatus, JobSummary, LogChunk, NodeSummary
 from elasticd_daemon.api.service import Conflict
 from elasticd_daemon.api.views import JobList
 from elasticd_daemon.dashboard import formatting, job_page, layout, overview
@@ -120,7 +120,7 @@ class DashboardRoutes:
     _overviews: ResponseCache[_Overview] = field(default_factory=lambda: ResponseCache(CACHE_S))
     _jobs: ResponseCache[JobStatus] = field(default_factory=lambda: ResponseCache(CACHE_S))
     _progress: ResponseCache[JobProgress] = field(default_factory=lambda: ResponseCache(CACHE_S))
-    _evidence: ResponseCache[dict[str, Any]] = field(default_factory=lambda: ResponseCache(EVIDENCE_S, MAX_EVIDENCE))
+    _evidence: ResponseCache[Answer] = field(default_factory=lambda: ResponseCache(EVIDENCE_S, MAX_EVIDENCE))
 
     def is_public(self, method: str, path: str) -> bool:
         return self.api.is_public(method, path) or (method, path) in _PUBLIC
