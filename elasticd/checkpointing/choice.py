@@ -123,7 +123,6 @@ class OpenState:
     """The files of the chosen state that this rank has open."""
 
     fd: int = -1
-    """state.pt; -1 while it is not open."""
     checksum: str = ""
     """The checksum of state.pt, if it is in a file that this rank has verified."""
     content: StateDict | None = None
@@ -161,7 +160,6 @@ class Chooser:
         """Checkpoints that may be loaded and have not been tried yet."""
         self._skipped = 0
         self.entry: Entry | None = None
-        """The chosen checkpoint; None for a state in memory."""
 
     def choose(self) -> Choice | None:
         """The newest state that has not been rejected; None if there is none. Raises CheckpointError, OSError."""

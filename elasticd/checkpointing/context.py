@@ -62,7 +62,6 @@ class SaveContext:
     partner_copies: bool = True
     """Each node keeps a copy of another node's part of a sharded state."""
     is_sharded: bool = False
-    """A sharded object is attached."""
     owed: str = ""
     """Why a save is due as soon as no earlier one is being written, "" if none is."""
     saves: int = 0

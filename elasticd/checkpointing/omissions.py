@@ -38,7 +38,6 @@ set."""
 _WRONG_ORDERS = 2
 """Times that an optimizer is seen to step after `session.step()`, with the gradients from before it."""
 _GRADIENTS = 4
-"""The number of an optimizer's gradients that are compared."""
 
 
 class Omissions:
@@ -49,7 +48,6 @@ class Omissions:
         self._hook: Any = None
         self._is_compiling: Callable[[], bool]
         self._known: set[int] = set()
-        """The ids of attached objects."""
         self._steps = 0
         """Calls of `session.step()`."""
         self._stepped: dict[int, weakref.ref[Any]] = {}

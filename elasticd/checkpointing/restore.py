@@ -45,7 +45,7 @@ from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory import held_states
 from elasticd.checkpointing.memory.buffers import Snapshot, donor_of
 from elasticd.checkpointing.memory.held_states import ShardsInMemory
-from elasticd.checkpointing.memory.writer_client import SnapshotRefused
+from elasticd.checkpointing.memory.writer_client import LOST_PART_S, SnapshotRefused
 from elasticd.checkpointing.saver import Saver
 from elasticd.checkpointing.state import checkpoint_files, in_place, shard_plan, sharded, training_state
 from elasticd.checkpointing.state.training_state import RandomState, StateDict
@@ -58,10 +58,7 @@ from elasticd.errors import CheckpointCorrupt, CheckpointError, UsageError
 
 logger = logging.getLogger("elasticd")
 
-LOST_PART_S = 2.0
-"""The wait for a node's part of an earlier round's checkpoint once all nodes of this round have theirs."""
 _ALL = 1 << 30
-"""Checkpoints to keep."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,11 +87,9 @@ class Saver:
         self._shards: ShardedSaver | None = None
         self._last_at = time.monotonic()
         self._opens = 0
-        """Tries to open the directory."""
         self._accepted = False
         """The state can be saved, and is not refused; all ranks know that."""
         self._reported: set[str] = set()
-        """Names of objects whose difference has been reported."""
 
     def open(self, directory: str | os.PathLike[str] | None, caller: str) -> Path:
         """Choose the directory (the argument, else ELASTICD_CHECKPOINT_DIR) and lock it; a second call only checks."""

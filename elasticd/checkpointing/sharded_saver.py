@@ -24,7 +24,7 @@ from elasticd.checkpointing.memory import held_states, shard_files
 from elasticd.checkpointing.memory.buffers import WriteTask
 from elasticd.checkpointing.memory.mapped_buffer import MappedBuffers
 from elasticd.checkpointing.memory.shard_server import Server
-from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
+from elasticd.checkpointing.memory.writer_client import LOST_PART_S, SnapshotRefused, WriterClient
 from elasticd.checkpointing.state import checkpoint_files, shard_plan, sharded
 from elasticd.checkpointing.state.layout import Layout
 from elasticd.checkpointing.state.safe_types import check_loadable
@@ -35,8 +35,6 @@ from elasticd.checkpointing.storage.manifest import STATE, FileState, Manifest
 from elasticd.checkpointing.storage.object_url import url_of
 from elasticd.errors import UsageError
 
-LOST_PART_S = 2.0
-"""The wait for the part of a node that does not write any more: a network file system may show it late."""
 _BUSY = "the disk is slower than the saves: an earlier state is still being written"
 
 

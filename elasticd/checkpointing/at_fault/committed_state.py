@@ -72,7 +72,6 @@ class CommittedState:
         self._whole: Any = None
         """The whole fingerprint as of the last commit, where the optimizer's next step compares it."""
         self._changes = 0
-        """Comparisons in a row that found a change."""
         self._must_look = False
         """The next commit looks whether there are other tensors to watch."""
         self.commits = 0

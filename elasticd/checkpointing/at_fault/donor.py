@@ -108,7 +108,6 @@ class Donor:
         self._change_s, self._changing_since = 0.0, 0.0
         """The time that it took lately from the optimizer's step to the commit."""
         self._optimized = optimized
-        """An optimizer has begun a step since the last commit."""
         self._has_begun = True
         """The step after the last commit: until then the script may still change what belongs to the commit."""
         self._is_changed = False

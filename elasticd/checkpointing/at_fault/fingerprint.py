@@ -22,7 +22,6 @@ from elasticd.checkpointing.state.training_state import local
 from elasticd.process_group import host_bytes
 
 READ_S = 50e-9
-"""The time to read one counter."""
 COMPARE_S = 150e-9
 """The time to read one counter and compare it with an earlier value."""
 LEAST_S = 0.5e-6

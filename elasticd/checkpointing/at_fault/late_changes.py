@@ -52,7 +52,6 @@ class StepEnd:
         self._in_a_row = 0
         """Steps after which something has changed."""
         self.changed: list[str] = []
-        """Names of what has changed after the last step."""
         self.has_begun = True
         """The next step."""
         self._ends_epoch = self._is_saved = False

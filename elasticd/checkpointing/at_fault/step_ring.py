@@ -47,7 +47,6 @@ class Commit:
         self.begun: Event | None = None
         """Before the optimizer step after it."""
         self.revision = 0
-        """The fingerprint's revision."""
         self.is_spoilt = False
         """The state was changed after it."""
 

@@ -88,7 +88,6 @@ class Snapshot:
     task: WriteTask | None
     """None: it is not to be written to disk, or that has been done. Of a state saved at a fault: for the end."""
     path: str = ""
-    """The checkpoint that it was written to."""
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Offset and size of each of the files of a sharded state in this buffer."""
     adopted: int = 0

@@ -14,7 +14,6 @@ class DonorRequests:
 
     def __init__(self) -> None:
         self._rounds: dict[socket.socket, int] = {}
-        """The round of each rank."""
         self._waiting: dict[socket.socket, set[socket.socket]] = {}
         """The ranks for which a launcher waits."""
         self._begun: set[socket.socket] = set()

@@ -24,7 +24,6 @@ from elasticd.errors import CheckpointError
 from elasticd.process_group import WorkerEnvironment
 
 _AHEAD_BYTES = 4 << 20
-"""Small pieces of another node's file are read together."""
 
 
 @dataclass

@@ -54,7 +54,6 @@ class LastWrite:
         self._buffers, self._is_ending = buffers, is_ending
         self._ends_at = float("inf")
         self._token = secrets.token_hex(8)
-        """The token of this process, in an object store."""
         self.task: WriteTask | None = None
         self._tried: set[tuple[int, int]] = set()
         self._found: checkpoint_files.Entry | None = None

@@ -66,7 +66,6 @@ class SendingPlan(TypedDict):
     receivers: list[int]
     spans: list[Span]
     patched: bool
-    """Receivers have all else already."""
 
 
 def plan_sending(name: str, answers: list[Answer], size: int) -> SendingPlan:

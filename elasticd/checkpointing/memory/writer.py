@@ -105,7 +105,6 @@ class Writer:
         self._fills: list[Fill] = []
         """The last one first; an older one only while a rank still copies into it."""
         self._whole_at: dict[Key, float] = {}
-        """When the last states were whole."""
         self._diverged = -1
         """The last round whose ranks held different states: share 0 is the whole state from then on."""
         self._results: dict[Key, Message] = {}

@@ -20,6 +20,8 @@ VARIABLE = "ELASTICD_WRITER"
 """share/shares:path, the path of the writer's socket; set by the launcher."""
 _ANSWER_S = 30.0
 """The writer answers within milliseconds; it, or the machine, may be stopped for a while."""
+LOST_PART_S = 2.0
+"""The wait for the part of a node that does not write any more: a network file system may show it late."""
 
 
 class SnapshotRefused(Exception):
@@ -34,7 +36,6 @@ class WriterClient:
     share: int
     shares: int
     first_node: bool
-    """Rank 0 is on this node."""
     at_end: Callable[[], WriteTask] | None = None
     """The writer's task with the newest state when the job ends."""
     on_successor: Callable[[], None] | None = None

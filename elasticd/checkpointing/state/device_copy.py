@@ -25,7 +25,6 @@ CHUNK_BYTES = 16 << 20
 """The bytes that are copied at once. Each `GpuCopies` has two such chunks of pinned memory, and a rank has two of
 these."""
 FIRST_S = 10.0
-"""The wait for the first copy in a stream."""
 _ALIGNMENT = 64
 Part = tuple[int, "torch.UntypedStorage", int, int]
 """The part's offset in a file; the storage; the first byte of the part in it, and the one behind the last."""

@@ -34,7 +34,6 @@ OTHERS_SIZES = (_STATE_BYTES, _STATE_BYTES, _HALF.size)
 _KIND = "MT19937"
 """The class of numpy's default generator, unless the script replaces it."""
 _VERSION = 3
-"""The version of the state that python's generator returns."""
 Source = memoryview | Callable[[], bytes]
 """Memory to copy, or what makes the bytes."""
 

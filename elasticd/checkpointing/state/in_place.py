@@ -251,7 +251,6 @@ class Reader:
         self.checksum = checksum
         self._cache = CacheWindows(fd)
         self._start = 0
-        """The beginning of what `flush` will read."""
         self._views: list[memoryview] = []
         self._bytes = 0
         self._scratch = memoryview(mmap.mmap(-1, _STEP_BYTES))

@@ -25,7 +25,6 @@ LONGEST_DIGEST_S, TRIALS = 5e-3, 3
 MOST_SAMPLED = 256
 """Parameters of a module that are compared at a save; of a larger one others at the next save."""
 _NUMBERS = 8
-"""The numbers that are taken of each parameter."""
 _ROUNDING, _ROUNDED_STEPS = 1e-5, 1000
 """The share by which ranks on GPUs of different kinds may differ after so many steps. Errors of rounding add up as the
 square root of their number.
@@ -39,9 +38,7 @@ Sample = tuple["torch.Tensor", float, bool]
 @dataclass(frozen=True)
 class Difference:
     name: str
-    """The name of an attached object."""
     what: str
-    """One sentence or more."""
     is_error: bool
     """The difference ends the first save of a job."""
 

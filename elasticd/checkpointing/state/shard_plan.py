@@ -82,7 +82,6 @@ class ShardPlan:
             sizes = [size for size, _ in every]
             answer = [(sizes, b"" if rank else data) for rank in range(group.world_size)]
         self.sizes: list[int]
-        """The bytes of each rank's file."""
         self.metadata: bytes
         """The content of .metadata, on rank 0."""
         self.sizes, self.metadata = scatter_objects(answer, group)

@@ -58,7 +58,6 @@ class CheckpointName:
     round: int
     step: int
     replacement: bool = False
-    """It replaces the checkpoint of the same round and step."""
     hidden: str | None = None
     """"staging" or "trash" for a directory that is no checkpoint."""
 

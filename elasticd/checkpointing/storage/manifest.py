@@ -58,7 +58,6 @@ class Manifest:
     job: str
     run: str
     cursor: dict[str, Any] | None = None
-    """The sampler's position, JSON."""
     wall: float = 0.0
     """When the state was saved, unix seconds; for people only. A relinked checkpoint has its parent's."""
     relinked: bool = False

@@ -36,7 +36,6 @@ from elasticd.errors import DirectoryInUse, ObjectStoreError
 _Info = Mapping[str, Any]
 """An object as fsspec describes it."""
 _Objects = dict[str, Any]
-"""Descriptions of objects by their names."""
 _OPTIONS: dict[str, dict[str, Any]] = {
     # Short timeouts, and few tries of the client's own: a call is tried again here. Four parts of 50 MB are in memory
     # at a time.
@@ -55,7 +54,6 @@ RESTORE_PATIENCE_S = 300.0
 BRIEF_PATIENCE_S = 3.0
 """The patience of a restore that has a state in memory."""
 _LOCKS = 64
-"""The number of files that are copied to a node at a time."""
 _FEWEST_TRIES, _PAUSE_MAX_S = 3, 5.0
 _MOST_SUPERSEDED = 100
 _BLOCK_BYTES = 8 << 20

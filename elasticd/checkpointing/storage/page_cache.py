@@ -28,7 +28,6 @@ class CacheWindows:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._start = 0
-        """The start of the window that is being read."""
         self._waits_s: deque[float] = deque(maxlen=AVERAGED)
         self._brought: deque[int] = deque()
         """Windows that reading has brought into the cache."""
