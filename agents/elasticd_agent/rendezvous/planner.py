@@ -1,7 +1,29 @@
-"""Planner I/O: reads the View of a job from the store, calls `plan`, publishes the verdict by compare-and-swap.
+"""The planner's I/O: it reads the View of a job from the store, calls `plan`, and publishes the verdict.
 
-All a planner knows is in the store, except the times at which it first saw things and the probes that were answered:
-any other agent can take over at any moment. A lost race needs no handling: the Round that won is read at the next turn.
+**Any agent can take the planner's place between two of its requests.** A planner lives in the agent that holds the
+leader key, and that agent is killed, cut off or held up as often as any other. So nothing that a job needs is in a
+planner's memory:
+
+- The Round holds all that counts: members, budget, quarantined slots, exclusions, the quorum that must have read it.
+- What nodes report (failures, ends, hang reports) is below the Round's number, written once by each node, and again
+  after the store has lost it. A hang's verdict becomes Failures in the store before it becomes a Round, so that a
+  successor need not judge again.
+- What is lost with a planner are times: since when a record is absent, a member silent, the nodes too few. A successor
+  counts from its own first sight, on its own clock. It may decide later than the planner before it, and never earlier.
+
+A new leader begins in this order (`member._begin_to_lead`; the last step is `turn`):
+
+1. It holds the leader key under its own lease. A key that outlived its holder would leave the job without a leader.
+2. It forgets what it has read and seen when it led before: another planner may have decided since.
+3. It follows the keys that a planner reads before it reads them for the first time, or it would miss a change between.
+4. It reads the Round again, and where the store compares one key at a time, writes it once more, unchanged. A former
+   leader that was held up between its two reads then finds another version, and loses. This step is repeated whenever
+   the key's version is another one, also where the write that took the key has had no answer.
+5. It plans, and publishes by compare-and-swap of the Round's version, guarded by the version of its leader key. A lost
+   race needs no handling: the Round that won is read at the next turn.
+
+A leader that reaches too few members resigns (`HandOver`), as does one outside the Round where a member could lead:
+only a member notices at once that workers stand still.
 """
 
 from __future__ import annotations
