@@ -131,7 +131,7 @@ def restarts_have_reasons(evidence: SoakLogs) -> Iterator[str]:
     """Each Round after the first has a reason, and counts one restart more."""
     rounds = sorted(evidence.rounds().items())
     for number, event in rounds:
-        why = event["reason"].partition(f"restart {event['restarts']}:")[0] if event["restarts"] else event["reason"]
+        why = event["reason"].partition("restart with ")[0] if event["restarts"] else event["reason"]
         if not why.strip("; "):
             yield f"round {number} is restart {event['restarts']} and has no reason: {event['reason']!r}"
     for (older, before), (newer, after) in itertools.pairwise(rounds):

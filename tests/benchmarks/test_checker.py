@@ -31,11 +31,11 @@ def a_good_run() -> Job:
         log += [published(1, 1.0, "a b", 0, "first round: 2 workers on 2 nodes"), group(1, 1.1)]
     a += [saved(1, 2, 1.4), saved(1, 4, 1.7)]
     trained(record, 1, 1.2, "a b", None, range(1, 7))
-    a += [published(2, 3.0, "a", 1, "b is lost: its lease has expired; restart 1: 1 worker on a"), gone(1, 3.1)]
+    a += [published(2, 3.0, "a", 1, "b is lost: its lease has expired; restart with 1 worker on a"), gone(1, 3.1)]
     a += [group(2, 3.2), resumed(2, 1, 4, 3.3), saved(2, 6, 3.7)]
     trained(record, 2, 3.4, "a", (1, 4), range(5, 7))
     for log in (a, again):
-        log += [published(3, 5.0, "a b", 2, "b joined; restart 2: 2 workers on 2 nodes")]
+        log += [published(3, 5.0, "a b", 2, "b joined; restart with 2 workers on 2 nodes")]
     a += [gone(2, 5.1)]
     for log in (a, again):
         log += [group(3, 5.2)]
@@ -128,7 +128,7 @@ def find(lines: list[dict[str, Any]], **having: Any) -> dict[str, Any]:
 
 
 def a_round_comes_twice(job: Job) -> None:
-    job["agents"]["agent-0-a"].append(published(2, 9.0, "a", 1, "b is lost: its lease has expired; restart 1: a"))
+    job["agents"]["agent-0-a"].append(published(2, 9.0, "a", 1, "b is lost: its lease has expired; restart with a"))
     find(job["agents"]["agent-0-a"], kind="round_published", round=2)["reason"] = job["agents"]["agent-0-a"][-1][
         "reason"
     ]
@@ -145,17 +145,17 @@ def a_number_has_two_memberships(job: Job) -> None:
 
 
 def a_number_has_two_reasons(job: Job) -> None:
-    find(job["agents"]["agent-2-b"], kind="round_published", round=3)["reason"] = "for fun; restart 2: 2 workers"
+    find(job["agents"]["agent-2-b"], kind="round_published", round=3)["reason"] = "for fun; restart with 2 workers"
 
 
 def a_restart_has_no_reason(job: Job) -> None:
-    find(job["agents"]["agent-0-a"], kind="round_published", round=2)["reason"] = "; restart 1: 1 worker on a"
+    find(job["agents"]["agent-0-a"], kind="round_published", round=2)["reason"] = "; restart with 1 worker on a"
 
 
 def a_restart_is_not_counted(job: Job) -> None:
     for name in ("agent-0-a", "agent-2-b"):
         find(job["agents"][name], kind="round_published", round=3)["restarts"] = 1
-        find(job["agents"][name], kind="round_published", round=3)["reason"] = "b joined; restart 1: 2 workers"
+        find(job["agents"][name], kind="round_published", round=3)["reason"] = "b joined; restart with 2 workers"
 
 
 def a_group_starts_before_the_last_one_is_gone(job: Job) -> None:

@@ -116,7 +116,7 @@ def test_laptop(reader: Reader) -> None:
     reader.start(start, "said")
     reader.wait_for(r"step +25", "said")
     reader.run(kill)
-    reader.wait_for("rank 0 was killed by SIGKILL; restart 1: 2 workers on .*, from checkpoint", "said")
+    reader.wait_for("rank 0 was killed by SIGKILL; restart with 2 workers on .*, from checkpoint", "said")
     reader.wait_for("round 2: training again", "said")
     assert "start cold" not in (reader.folder / "said").read_text(), "the clone's elasticd is in the script's way"
     read_pid, stop, explain = kill.splitlines()[0], *hang.splitlines()

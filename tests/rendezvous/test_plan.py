@@ -126,7 +126,7 @@ def test_backoff_starts_at_the_failure() -> None:
     assert waiting(view, 100.0) == Wait(why, 102.0, notable=True)
     r = decided(view, 102.0)
     assert r.budget == BudgetState(counted=3, streak=3, tokens=59.0)
-    assert r.reason == "rank 1 was killed by SIGKILL; restart 1: 2 workers on a, from the beginning"
+    assert r.reason == "rank 1 was killed by SIGKILL; restart with 2 workers on a, from the beginning"
 
 
 def test_user_error_ends_the_job_if_every_node_reports_it() -> None:
@@ -298,7 +298,7 @@ def test_lost_node_costs_no_restart() -> None:
     r = decided(replace(view, nodes=left[:3]))
     assert [(m.node, m.incarnation) for m in r.members] == [("b", "i"), ("a", "new"), ("aa", "i")]
     assert r.reason.startswith(
-        "c is lost: its lease has expired; a was restarted; aa joined; restart 1: 6 workers on 3"
+        "c is lost: its lease has expired; a was restarted; aa joined; restart with 6 workers on 3"
     )
     assert r.budget == BudgetState(high_water=40)
     assert waiting(replace(view, nodes=left[1:], done=frozenset({"a"}))).until is None, "who is done cannot be lost"

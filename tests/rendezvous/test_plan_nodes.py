@@ -57,7 +57,7 @@ def test_growth_waits_for_more_joiners_then_pauses() -> None:
     held = with_(present("a", stepped_round=3, can_pause=3, paused=3), view=view)
     grown = decided(held, NOW + 1)
     assert nodes(grown) == "abcd"
-    assert grown.reason == "d joined; restart 2: 4 workers on 4 nodes, from the beginning"
+    assert grown.reason == "d joined; restart with 4 workers on 4 nodes, from the beginning"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_leaving_node_is_released_at_a_checkpoint() -> None:
     held = with_(present("a", stepped_round=3, can_pause=3, paused=3), view=leaving)
     assert nodes(decided(held)) == "ac"
     plain = with_(present("a", stepped_round=3), view=leaving)
-    assert decided(plain).reason.startswith("b leaves: SIGTERM; restart 2: 2 workers on 2 nodes")
+    assert decided(plain).reason.startswith("b leaves: SIGTERM; restart with 2 workers on 2 nodes")
     taken_over = with_(present("d"), view=replace(held, requirements=Requirements(1, 1, 3, 3)))
     assert nodes(decided(taken_over)) == "acd"
 
@@ -148,7 +148,9 @@ def test_conflicting_rounds_end_with_the_next_one() -> None:
     stranger = present("x", ready_round=3)
     grown = decided(with_(stranger))
     assert (grown.number, nodes(grown)) == (4, "abcx")
-    assert grown.reason.startswith("x started a conflicting round 3 after the store lost its data; x joined; restart 2")
+    assert grown.reason.startswith(
+        "x started a conflicting round 3 after the store lost its data; x joined; restart with 2"
+    )
     full = decided(replace(with_(stranger), requirements=Requirements(1, 1, 2, 3)))
     assert (full.number, nodes(full)) == (4, "abc"), "where there is no room its round ends, too"
     before = present("x", ready_round=2)
@@ -211,7 +213,7 @@ def test_lost_node_explains_secondary_failures() -> None:
     view = replace(VIEW, failures=(victim("a"), victim("c")), probe_results=(("b", "refused"),))
     after = decided(view)
     assert (nodes(after), after.budget.counted) == ("ac", 0)
-    assert after.reason.startswith("b is lost: the port of its agent is closed; restart 2")
+    assert after.reason.startswith("b is lost: the port of its agent is closed; restart with 2")
 
 
 def test_failed_round_waits_for_a_returning_member() -> None:

@@ -570,7 +570,7 @@ def _next_round(
     restarts = current.restarts + 1
     came = ", ".join(m.node for m in members if current.member(m.node) is None)
     why = "; ".join(filter(None, [why, came and f"{came} joined"]))
-    reason = f"{why}; restart {restarts}: {_size_phrase(view, members)}"
+    reason = f"{why}; restart with {_size_phrase(view, members)}"
     if first.directory != current.directory:
         reason += f"; {first.id} has its own checkpoint directory and starts from the checkpoints in it"
     hang_places, hang_steps = _hang_places(running)
