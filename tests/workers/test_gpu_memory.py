@@ -8,7 +8,7 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 from unittest.mock import ANY
@@ -34,6 +34,7 @@ from elasticd_agent.workers.gpu_memory import (
 from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec
 from elasticd_agent.workers.manager import WorkerManager
+from tests.library.conftest import wait_for
 
 PATIENCE_S = 30.0
 
@@ -88,13 +89,6 @@ def opened(nvml: Nvml, inbox: Inbox) -> Iterator[Open]:
         memory.close()
 
 
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what}"
-        time.sleep(0.01)
-
-
 def answer_of(inbox: Inbox) -> MemoryChecked:
     message = inbox.get(timeout=PATIENCE_S)
     assert isinstance(message, MemoryChecked)
@@ -116,7 +110,7 @@ def test_no_gpus_or_no_nvml(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> No
     without_gpus = open_gpu_memory((), inbox.put)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for memory in (without_gpus, open_gpu_memory(("0", "1"), inbox.put)):
-        memory.track(dict.fromkeys([1], ""))
+        memory.track({1: ""})
         assert not memory.check(except_pids=())
         memory.close()
         assert type(memory) is GpuMemory
@@ -139,8 +133,8 @@ def test_wait_until_memory_is_free(nvml: Nvml, inbox: Inbox) -> None:
 def test_holders_after_the_deadline(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
     nvml.set_memory([5], None, [71, 70])  # the second one has fallen off the bus
     memory = opened(0.3)
-    memory.track(dict.fromkeys([70, 71], ""))
-    memory.track(dict.fromkeys([72], ""))
+    memory.track({70: "", 71: ""})
+    memory.track({72: ""})
     assert memory.check(except_pids=(71,))
     answer = checked(inbox)
     assert (answer.holders, answer.trouble) == (((70, 2),), "")
@@ -153,8 +147,8 @@ def test_memory_outlives_the_process_id(nvml: Nvml, inbox: Inbox, opened: Open) 
     """The driver tears a context down after its process has left NVML's list."""
     nvml.set_memory([70], [71], used=[500, 500])
     memory = opened(PATIENCE_S)
-    until(lambda: nvml.queries() > 1, "look before the job")
-    memory.track(dict.fromkeys([70], ""))
+    wait_for(lambda: nvml.queries() > 1, "look before the job")
+    memory.track({70: ""})
     for megabytes in range(9000, 500, -1000):  # it shrinks for longer than memory that stays is waited for
         nvml.set_memory([], [71], used=[megabytes, 500])
         if megabytes == 9000:
@@ -172,7 +166,7 @@ def test_other_gpus_are_not_looked_at(nvml: Nvml, inbox: Inbox, opened: Open) ->
     """GPU 0 is another job's, whose processes have numbers of their own in a container."""
     nvml.set_memory([70], [], used=[500, 500])
     memory = opened(PATIENCE_S, gpus=("GPU-0001",))
-    until(lambda: nvml.queries() > 0, "look before the job")
+    wait_for(lambda: nvml.queries() > 0, "look before the job")
     nvml.set_memory([70], [], used=[9000, 500])
     memory.track({70: "GPU-0001"})
     memory.check(except_pids=())
@@ -199,7 +193,7 @@ def test_process_on_several_gpus(nvml: Nvml, inbox: Inbox, opened: Open, monkeyp
     memory = opened(PATIENCE_S, gpus=("0", "1"))
     memory.track({70: "0", 71: "1"})
     looks = nvml.queries() + 6
-    until(lambda: nvml.queries() > looks, "sample")
+    wait_for(lambda: nvml.queries() > looks, "sample")
     nvml.set_memory([70], [])
     memory.check(except_pids=())
     assert busy(inbox) == ("0", "1")
@@ -215,11 +209,11 @@ def test_what_the_dead_held_is_waited_for(
     monkeypatch.setattr(gpu_memory, "SAMPLE_S", 0.1)
     nvml.set_memory([], used=[500])
     memory = opened(PATIENCE_S, gpus=("0",))
-    until(lambda: nvml.queries() > 0, "look before the job")
+    wait_for(lambda: nvml.queries() > 0, "look before the job")
     nvml.set_memory([70], used=[500])
     memory.track({70: "0"})
     looks = nvml.queries() + 3
-    until(lambda: nvml.queries() > looks, "sample")
+    wait_for(lambda: nvml.queries() > looks, "sample")
     nvml.set_memory([], used=[left])
     memory.check(except_pids=())
     assert busy(inbox) == ("0",)
@@ -235,7 +229,7 @@ def test_memory_that_stays_is_not_waited_for(nvml: Nvml, inbox: Inbox, opened: O
     """Another tenant's, of which NVML shows no process here; or NVML does not say."""
     memory = opened(PATIENCE_S)
     nvml.set_memory([], used=used)
-    memory.track(dict.fromkeys([70], ""))
+    memory.track({70: ""})
     memory.check(except_pids=())
     assert checked(inbox).seconds < 5
 
@@ -245,7 +239,7 @@ def test_errors_of_the_driver_are_reported(nvml: Nvml, inbox: Inbox) -> None:
     nvml.set_memory([], [], [])
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     memory = open_gpu_memory(("0", "1"), inbox.put, said.put)
-    until(lambda: (nvml.directory / "registered").exists(), "registration for events")
+    wait_for(lambda: (nvml.directory / "registered").exists(), "registration for events")
     time.sleep(0.1)  # the set was made before, and counts from there
     assert (nvml.directory / "registered").read_text().split() == ["0", "1"]
     with open(nvml.directory / "events", "a") as events:
@@ -262,42 +256,38 @@ def test_nvml_process_that_cannot_start(
     with monkeypatch.context() as gone:
         gone.setattr(sys, "executable", "/no/such/python")
         memory = opened(0.1)
-        memory.track(dict.fromkeys([70], ""))
+        memory.track({70: ""})
         assert memory.check(except_pids=())
         assert "No such file" in checked(inbox).trouble
-    memory.track(dict.fromkeys([70], ""))
+    memory.track({70: ""})
     assert memory.check(except_pids=())
     assert checked(inbox).trouble == ""
 
 
-def test_driver_that_does_not_answer(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
-    nvml.set_memory([], broken="hangs")
-    memory = opened(0.1, 0.1)
-    memory.track(dict.fromkeys([70], ""))
-    memory.check(except_pids=())
-    assert checked(inbox).trouble == "NVML did not answer within 0.2 s"
-
-
-def test_nvml_process_that_dies_is_replaced(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
-    nvml.set_memory([], broken="dies")
-    memory = opened(PATIENCE_S)
-    memory.track(dict.fromkeys([70], ""))
-    memory.check(except_pids=())
-    assert "NVML process ended" in checked(inbox).trouble
-    nvml.set_memory([])
-    memory.track(dict.fromkeys([71], ""))
-    memory.check(except_pids=())
-    assert checked(inbox).trouble == ""
-
-
-def test_driver_not_loaded(nvml: Nvml, inbox: Inbox, opened: Open) -> None:
-    nvml.set_memory([], broken="init")
-    memory = opened(5.0)
-    memory.track(dict.fromkeys([70], ""))
+@pytest.mark.parametrize(
+    ("broken", "wait_s", "answer_s", "trouble"),
+    [
+        ("hangs", 0.1, 0.1, "NVML did not answer within 0.2 s"),
+        ("dies", PATIENCE_S, PATIENCE_S, "the NVML process ended by itself: a crash in the driver's library?"),
+        ("init", 5.0, PATIENCE_S, "NVML: Driver Not Loaded"),
+    ],
+)
+def test_driver_that_is_broken_holds_nobody_up(
+    nvml: Nvml, inbox: Inbox, opened: Open, broken: str, wait_s: float, answer_s: float, trouble: str
+) -> None:
+    """The next check asks again, another process if need be."""
+    nvml.set_memory([], broken=broken)
+    memory = opened(wait_s, answer_s)
+    memory.track({70: ""})
     memory.check(except_pids=())
     answer = checked(inbox)
-    assert answer.trouble == "NVML: Driver Not Loaded"
+    assert answer.trouble == trouble
     assert answer.seconds < 5.0
+    if broken == "dies":
+        nvml.set_memory([])
+        memory.track({71: ""})
+        memory.check(except_pids=())
+        assert checked(inbox).trouble == ""
 
 
 # ---- how a group's start waits for it
@@ -391,7 +381,7 @@ def test_start_waits_for_free_memory(node: Node, nvml: Nvml) -> None:
     node.start(2)
     assert node.receive() == [MemoryChecked(1, (), ANY, busy=("",))]
     looks = nvml.queries() + 3
-    until(lambda: nvml.queries() > looks, "look at the GPUs")
+    wait_for(lambda: nvml.queries() > looks, "look at the GPUs")
     assert node.inbox.empty()
     nvml.set_memory([])
     second, was_checked = node.started(2)
@@ -457,23 +447,23 @@ def test_worker_waits_for_its_own_gpu_only(warm: Node, nvml: Nvml) -> None:
     warm.start(1, (0, 1))
     first = warm.group_started()
     assert first.held_ranks == ()
-    until(lambda: warm.ran() == 2, "workers that run")
+    wait_for(lambda: warm.ran() == 2, "workers that run")
     warm.workers.park(2, with_store=True)
     warm.end(1)
     nvml.set_memory([], [first.pids[1]])
     warm.start(2, (0, 1))
     second = warm.group_started()
     assert (second.number, second.held_ranks, second.warm) == (2, (1,), True)
-    until(lambda: warm.ran() == 3, "worker that runs")
+    wait_for(lambda: warm.ran() == 3, "worker that runs")
     assert procfs.state(second.pids[1]) == "S"
     warm.end(2)
     warm.start(3, (0, 1))
     third = warm.group_started()
     assert third.held_ranks == (1,)
-    until(lambda: warm.ran() == 4, "worker that runs")
+    wait_for(lambda: warm.ran() == 4, "worker that runs")
     nvml.set_memory([], [])
     while WorkersReleased(3, [1]) not in warm.receive():
         pass
-    until(lambda: warm.ran() == 5, "worker that was held")
+    wait_for(lambda: warm.ran() == 5, "worker that was held")
     assert warm.sentences == []
     warm.end(3)

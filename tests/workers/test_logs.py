@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +21,7 @@ from elasticd_agent.model.job import JobSpec, Mode, Streams
 from elasticd_agent.system.nonblocking_writer import NonBlockingWriter
 from elasticd_agent.workers.log_tail import LineFilter, LogTailer, TailedFile
 from elasticd_agent.workers.logs import LOCK, JobLogs, LogDirectory, WorkerFiles, highest_round
+from tests.library.conftest import wait_for
 
 DEADLINE = 20.0
 OUT = {0: Streams.OUT, 1: Streams.OUT}
@@ -31,15 +32,6 @@ def spec(**given: Any) -> JobSpec:
         python=sys.executable, mode=Mode.SCRIPT, entrypoint="t.py", args=(), cwd=Path("/"), job_id="j", run="r",
         max_workers=2, **given,
     )  # fmt: skip
-
-
-def eventually(true: Callable[[], bool]) -> bool:
-    until = time.monotonic() + DEADLINE
-    while not true():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 class Sink:
@@ -73,11 +65,7 @@ def out() -> Iterator[Sink]:
     sink.close()
 
 
-@pytest.fixture
-def err() -> Iterator[Sink]:
-    sink = Sink()
-    yield sink
-    sink.close()
+err = out
 
 
 def run(files: WorkerFiles, script: str) -> int:
@@ -110,8 +98,8 @@ def test_files_by_round_and_rank_private_and_shown_as_usual(tmp_path: Path, out:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
     assert out.outlet.flush(DEADLINE)
     assert err.outlet.flush(DEADLINE)
-    assert eventually(lambda: bytes(out.data) == b"hello\ncaf\xe9 \xff")
-    assert eventually(lambda: bytes(err.data) == b"oops\n")
+    wait_for(lambda: bytes(out.data) == b"hello\ncaf\xe9 \xff", "the output")
+    wait_for(lambda: bytes(err.data) == b"oops\n", "the output")
 
 
 def test_tee_prefixes_lines_as_torchrun_does(tmp_path: Path, out: Sink, err: Sink) -> None:
@@ -124,7 +112,7 @@ def test_tee_prefixes_lines_as_torchrun_does(tmp_path: Path, out: Sink, err: Sin
     logs.close()
     lines = (b"a", b"", b"\xff", b" 0%", b"50%", b"no end")
     expected = {prefix + line for prefix in (b"[default0]:", b"[default1]:") for line in lines}
-    assert eventually(lambda: len(out.data.splitlines()) >= len(expected))
+    wait_for(lambda: len(out.data.splitlines()) >= len(expected), "the output")
     assert set(bytes(out.data).split(b"\n")) == expected | {b""}
 
 
@@ -137,7 +125,7 @@ def test_lines_arrive_while_the_worker_runs(tmp_path: Path, out: Sink, err: Sink
     with open(files.stdout, "ab", buffering=0) as file:
         file.write(b"half a l")
         file.write(b"ine\n")
-        assert eventually(lambda: bytes(out.data) == b"4> half a line\n")
+        wait_for(lambda: bytes(out.data) == b"4> half a line\n", "the output")
     logs.close()
 
 
@@ -218,12 +206,12 @@ def test_stopped_console_loses_no_lines(tmp_path: Path, out: Sink, err: Sink) ->
         assert path.stat().st_size == 1_500_000, "above the limit but the console may still come back"
         for _ in range(4):
             file.write(b"y" * limit + b"\n")
-            assert eventually(lambda: path.stat().st_size < 2 * limit)
+            wait_for(lambda: path.stat().st_size < 2 * limit, "the output")
     out.reading.set()
     logs.group_ended(1)
     logs.close(DEADLINE)
     assert out.outlet.flush(DEADLINE)
-    assert eventually(lambda: out.data.endswith(b"y\n"))
+    wait_for(lambda: out.data.endswith(b"y\n"), "the output")
     assert b"bytes of rank 0's stdout are not shown here; see " in out.data
     assert path.with_name("stdout.log.1").stat().st_size <= limit
 
@@ -254,7 +242,7 @@ def test_the_last_round_is_shown_before_the_next(tmp_path: Path, out: Sink) -> N
     out.reading.set()
     assert tail.close(DEADLINE)
     assert out.outlet.flush(DEADLINE)
-    assert eventually(lambda: len(out.data) == 800_000 * 7)
+    wait_for(lambda: len(out.data) == 800_000 * 7, "the output")
     assert bytes(out.data).rindex(b"1:line") < bytes(out.data).index(b"2:line")
 
 
@@ -264,9 +252,9 @@ def test_file_that_grows_fast_after_truncation(tmp_path: Path, out: Sink) -> Non
     for letter in (b"a", b"b", b"c"):
         with open(path, "ab") as file:
             file.write(letter * 30_000 + b"\n")
-        assert eventually(lambda: not followed.poll(show=True) and followed.done() and path.stat().st_size == 0)
+        wait_for(lambda: not followed.poll(show=True) and followed.done() and path.stat().st_size == 0, "the output")
     followed.close()
-    assert eventually(lambda: len(out.data) == 3 * 30_001)
+    wait_for(lambda: len(out.data) == 3 * 30_001, "the output")
 
 
 def test_a_disk_that_is_full_keeps_the_bound_not_the_copy(tmp_path: Path, out: Sink) -> None:
@@ -296,7 +284,7 @@ def test_a_filtered_file_is_bounded_too(tmp_path: Path, out: Sink) -> None:
         with open(tmp_path / "log", "ab") as file:
             file.write(b"x" * 9 + b"\n" + b"y\n" * 5000)
             file.write((b"x" * 9 + b"\n") * 5000)
-        assert eventually(lambda: not followed.poll(show=True) and followed.done())
+        wait_for(lambda: not followed.poll(show=True) and followed.done(), "the output")
     followed.close()
     assert picked.path.stat().st_size <= 300_000
     assert picked.path.with_name("filtered.1").stat().st_size <= 300_000

@@ -26,6 +26,7 @@ from elasticd_agent.workers.launcher.owner_client import OwnerClient, OwnerLost,
 from elasticd_agent.workers.launcher.requests import Preload, WorkerSpec, plan_preload, worker_base_environment
 from elasticd_agent.workers.manager import WorkerManager
 from elasticd_agent.workers.warm_launcher import PRELOAD_DEADLINE_S, START_WAIT_S
+from tests.library.conftest import wait_for
 
 SCRIPT = Path(__file__).parent / "scripts" / "sum.py"
 PATIENCE_S = 60.0
@@ -139,14 +140,6 @@ def finished(node: Node) -> None:
     assert not any(isinstance(heard, StoreExited) for heard in node.received)
 
 
-def until(condition: Callable[[], T], what: str) -> T:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"no {what}"
-        time.sleep(0.01)
-    return value
-
-
 def running(name: str) -> int:
     """How many processes below this one go by that name."""
     found, unseen = 0, [os.getpid()]
@@ -195,14 +188,14 @@ def rank_0_moves(a: Node, b: Node, before: int, tmp_path: Path) -> None:
     assert port != before
     a.start(second, ("::1", port))
     assert a.until(GroupStarted).store_pid == 0
-    until(lambda: running("elasticd-store") == 1, "the end of the first round's store and the parked one")
+    wait_for(lambda: running("elasticd-store") == 1, "the end of the first round's store and the parked one")
     (tmp_path / "alone-2").touch()
     finished(a)
     finished(b)
     for rank in (0, 1):
         assert seen(tmp_path, 2, rank).items() >= {("MASTER_ADDR", "::1"), ("MASTER_PORT", str(port)), ("total", 3)}
     b.workers.end_store()
-    until(lambda: running("elasticd-store") == 0, "the end of the store")
+    wait_for(lambda: running("elasticd-store") == 0, "the end of the store")
 
 
 def test_store_of_cold_groups(node: StartNode) -> None:
@@ -217,7 +210,7 @@ def test_store_of_cold_groups(node: StartNode) -> None:
     b.start(both, ("127.0.0.1", port))
     assert b.until(GroupStarted).store_pid == 0
     for each in (a, b):
-        assert until(each.output, "output") == f"127.0.0.1 {port}\n"
+        assert wait_for(each.output, "output") == f"127.0.0.1 {port}\n"
     os.kill(a.until(GroupStarted).store_pid, signal.SIGKILL)
     assert a.until(StoreExited).why == "was killed by SIGKILL"
     for each in (a, b):
@@ -259,7 +252,7 @@ def test_store_that_cannot_listen(node: StartNode) -> None:
     a.until(GroupEnded)
     assert a.report(Parked) and a.report(Refused).group == 1  # first what was parked, then a cold start
     assert not any(isinstance(heard, StoreReady) for heard in a.received)
-    until(lambda: running("elasticd-store") == 0 and running("elasticd-templ") == 1, "the end of what was parked")
+    wait_for(lambda: running("elasticd-store") == 0 and running("elasticd-templ") == 1, "the end of what was parked")
 
 
 NO_STORE = ("127.0.0.1", 1)

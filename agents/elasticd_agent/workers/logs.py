@@ -99,6 +99,7 @@ class LogDirectory:
     def __init__(self, path: Path, job: str, run: str) -> None:
         """Creates `path` (0700). Raises UsageError if that fails, or another job writes there."""
         self.path = path
+        self._holder = f"job {job} run {run}"
         self._fd = -1
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -107,17 +108,17 @@ class LogDirectory:
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise UsageError(f"--log-dir {path}: logs cannot be written there: {why}") from error
         try:
-            self._lock(job, run)
+            self._lock()
         except BaseException:
             self.close()
             raise
 
-    def _lock(self, job: str, run: str) -> None:
+    def _lock(self) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._fd, 4096, 0).decode("utf-8", "replace").strip()
-            if holder.rpartition(" pid ")[0] == _holder_name(job, run):
+            if holder.rpartition(" pid ")[0] == self._holder:
                 return
             raise UsageError(
                 f"--log-dir {self.path}: {holder or 'another job'} is writing its logs there; give each job its own"
@@ -128,13 +129,10 @@ class LogDirectory:
             _log.warning("--log-dir %s: this file system has no locks; two jobs could mix their logs there", self.path)
             return
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{_holder_name(job, run)} pid {os.getpid()}\n".encode("utf-8", "replace"), 0)
+        os.pwrite(self._fd, f"{self._holder} pid {os.getpid()}\n".encode("utf-8", "replace"), 0)
 
     def rank_dir(self, number: int, rank: int) -> Path:
         return self.path / f"round-{number}" / f"rank-{rank}"
-
-    def highest_round(self) -> int:
-        return highest_round(self.path)
 
     def prune(self, keep: int, current: int) -> list[Path]:
         """Delete the oldest rounds beyond the newest `keep`, never `current` or newer. Returns the deleted paths."""
@@ -162,10 +160,6 @@ def _rounds(path: Path) -> list[int]:
     except OSError:
         return []
     return sorted(int(match[1]) for match in map(_ROUND.fullmatch, names) if match)
-
-
-def _holder_name(job: str, run: str) -> str:
-    return f"job {job} run {run}"
 
 
 PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
@@ -214,7 +208,7 @@ class JobLogs:
 
     def highest_round(self) -> int:
         """The highest round with logs here; a new job's rounds start above it."""
-        return 0 if self._directory is None else self._directory.highest_round()
+        return 0 if self._directory is None else highest_round(self._directory.path)
 
     def worker(self, number: int, local_rank: int, rank: int) -> WorkerFiles:
         """Create the files of a worker of round `number`, and follow them."""

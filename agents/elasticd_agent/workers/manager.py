@@ -98,7 +98,7 @@ class WorkerManager:
         if preload.cold is None:
             self._launcher.begin()
         else:
-            self._launcher.start_cold(preload.cold)
+            self._launcher.give_up(preload.cold, since="")
 
     @property
     def settled(self) -> bool:
@@ -225,7 +225,7 @@ class WorkerManager:
             self._launcher.end_late_preload()
         elif start is not None and start.deadline is not None and now >= start.deadline:
             if self._launcher.ready:
-                self._launcher.fork_is_late()
+                self._launcher.give_up("the template did not fork in time")
             else:
                 self._report(
                     f"round {start.round.number} starts cold: the warm launcher still imports {self.preloading}, and "

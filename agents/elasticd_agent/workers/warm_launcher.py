@@ -53,7 +53,8 @@ class WarmLauncher:
         self.preloading("torch")
         self._owner.send(self._requests.template())
 
-    def start_cold(self, why: str, since: str = "") -> None:
+    def give_up(self, why: str, since: str = " from now on") -> None:
+        """Start workers cold."""
         self.cold_reason = why
         self.ready = False
         self._report(LauncherReady("cold", f"workers start cold{since}: {why}"))
@@ -73,12 +74,9 @@ class WarmLauncher:
         self._owner.send(EndTemplate())
         late = f"its import took longer than {PRELOAD_DEADLINE_S:.0f} s"
         if self.module in ALWAYS:
-            self._give_up(f"{self.module}: {late}")
+            self.give_up(f"{self.module}: {late}")
         else:
             self.leave_out({self.module: late})
-
-    def fork_is_late(self) -> None:
-        self._give_up("the template did not fork in time")
 
     # --- reports of the owner -------------------------------------------------------------------------------------
 
@@ -98,7 +96,7 @@ class WarmLauncher:
         self._since = None
         if template.cold is not None:
             self._owner.send(EndTemplate())
-            self._give_up(template.cold)
+            self.give_up(template.cold)
             return
         self.ready = True
         seconds = template.seconds
@@ -122,8 +120,5 @@ class WarmLauncher:
         if self._tries < TEMPLATE_TRIES:
             self.begin()
         else:
-            self._give_up(f"the launcher ended {TEMPLATE_TRIES} times, the last time because it {why}")
+            self.give_up(f"the launcher ended {TEMPLATE_TRIES} times, the last time because it {why}")
         return False
-
-    def _give_up(self, why: str) -> None:
-        self.start_cold(why, " from now on")

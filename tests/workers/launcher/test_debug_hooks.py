@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from elasticd.heartbeat import record as beat
 from elasticd.heartbeat.record import STACKS_SIGNAL
 from elasticd_agent.system.installation import library_file, program
 from elasticd_agent.workers.launcher.requests import LAUNCHER_FILES, LIBRARY
+from tests.library.conftest import wait_for
 
 Worker = subprocess.Popen[str]
 
@@ -54,14 +54,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
     for worker in workers:
         worker.kill()
         worker.communicate(timeout=30)
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + 30
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.005)
-    return found
 
 
 def caught(pid: int) -> bool:

@@ -13,6 +13,7 @@ import pytest
 
 from elasticd_agent.workers.launcher.messages import Ended, Exited, Reaped, Signal, Started
 from elasticd_agent.workers.launcher.owned_group import KILL_DEADLINE_S
+from tests.library.conftest import wait_for
 from tests.tracing import ALLOW, Tracer
 from tests.workers.launcher.owner_process import PATIENCE_S, OwnerProcess, execute
 
@@ -32,13 +33,17 @@ def owner(tmp_path: Path) -> Iterator[OwnerProcess]:
     assert started.end() == (0, "")
 
 
+def wait_for_word(path: Path, word: str) -> None:
+    wait_for(lambda: path.exists() and word in path.read_text(), f"{word!r} in {path.name}")
+
+
 def start(owner: OwnerProcess, directory: Path, group: int, *codes: str) -> list[int]:
     """A cold group with a worker for each piece of code; their pids once all of them have said something."""
     python, output = [sys.executable, "-I", "-S", "-c"], directory / str(group)
     owner.send(execute(group, *([*python, code] for code in codes), env=dict(os.environ), output=output))
     pids = owner.until(Started, group).pids
     for rank in range(len(codes)):
-        until_says(directory / f"{group}-{rank}", "")
+        wait_for_word(directory / f"{group}-{rank}", "\n")
     return pids
 
 
@@ -47,7 +52,7 @@ def test_unkillable_process_is_reported_then_reaped(owner: OwnerProcess, tmp_pat
     """One story, since each of its parts would wait as long again."""
     dies, stays, parent = start(owner, tmp_path, 1, WORKER, WORKER, PARENT)
     child = int((tmp_path / "1-2").read_text().split()[0])
-    until_says(tmp_path / "1-2", "up")
+    wait_for_word(tmp_path / "1-2", "up")
     with Tracer(stays) as first, Tracer(child):
         began = time.monotonic()
         owner.send(Signal(1, signal.SIGKILL))
@@ -69,10 +74,3 @@ def test_unkillable_process_is_reported_then_reaped(owner: OwnerProcess, tmp_pat
         began = time.monotonic()
         owner.end()
         assert time.monotonic() - began < KILL_DEADLINE_S, "nor is it waited for at the end"
-
-
-def until_says(path: Path, word: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not path.exists() or not path.read_text() or word not in path.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -204,12 +204,8 @@ def _is_assigned(ip: Ip) -> bool | None:
 
 def _means_loopback(host: str) -> bool:
     """True if `host` is loopback on every machine, and not only by this machine's host table."""
-    if _name(host) in _LOOPBACK_NAMES:
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    ip = _literal(host)
+    return _name(host) in _LOOPBACK_NAMES or (ip is not None and ip.is_loopback)
 
 
 def _full_name() -> str:
@@ -225,10 +221,14 @@ def _name(host: str) -> str:
 
 
 def _is_ipv6(text: str) -> bool:
+    return isinstance(_literal(text), ipaddress.IPv6Address)
+
+
+def _literal(text: str) -> Ip | None:
     try:
-        return ipaddress.ip_address(text).version == 6
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
+        return None
 
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"

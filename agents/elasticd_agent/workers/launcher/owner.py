@@ -327,13 +327,9 @@ class Owner:
     def begin(self, group: OwnedGroup, keeps_store: bool) -> None:
         group.running, group.keeps_store, group.ranks = True, keeps_store, dict(group.alive)
         group.running_since = time.monotonic()
-        store, pids = 0, []
-        for pid, rank in sorted(group.alive.items(), key=lambda member: member[1]):
-            if rank == STORE_RANK:
-                store = pid
-            else:
-                pids.append(pid)
-        self.report(messages.Started(group.name, pids, store))
+        pids = {rank: pid for pid, rank in group.alive.items()}
+        store = pids.pop(STORE_RANK, 0)
+        self.report(messages.Started(group.name, [pids[rank] for rank in sorted(pids)], store))
 
     # --- the round's store --------------------------------------------------------------------------------------
 
@@ -486,11 +482,9 @@ class Owner:
         if leftovers:
             self.end_leftovers(group, leftovers, now)
         members_left = bool(group.alive) and not keeps_store
-        if members_left and group.members_may_die(now):
-            return
-        if leftovers and group.leftovers_may_die(now):
-            return
-        self.group_ended(group, keeps_store, leftovers)
+        may_die = (members_left and group.members_may_die(now)) or (leftovers and group.leftovers_may_die(now))
+        if not may_die:
+            self.group_ended(group, keeps_store, leftovers)
 
     def end_leftovers(self, group: OwnedGroup, leftovers: list[int], now: float) -> None:
         """After a success SIGTERM and a grace period come first. Cleaners of shared memory get a moment in any case."""
@@ -521,14 +515,10 @@ class Owner:
         self.report(messages.Ended(group.name, unkillable))
 
     def leftovers(self) -> list[int]:
-        """Our children that are neither the template nor in a group: orphans of ended workers."""
-        writer = self.writer.pid if self.writer is not None else 0
-        known = {
-            self.template_pid,
-            writer,
-            *self.unkillable,
-            *(pid for group in self.groups.values() for pid in group.alive),
-        }
+        """Our children that are neither template nor writer nor in a group: orphans of ended workers."""
+        known = {self.template_pid, *self.unkillable}.union(*(group.alive for group in self.groups.values()))
+        if self.writer is not None:
+            known.add(self.writer.pid)
         return [pid for pid in children() if pid not in known]
 
     def end_everything(self) -> None:

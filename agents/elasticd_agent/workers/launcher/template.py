@@ -452,14 +452,12 @@ def mapped_libraries(fragment: str) -> list[str]:
 
 def open_device() -> str | None:
     """An accelerator's device file that this process has open."""
-    return next((path for path in open_files() if path.startswith(DEVICE_FILES)), None)
-
-
-def open_files() -> Iterator[str]:
-    """The targets of this process' descriptors."""
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            yield os.readlink(f"/proc/self/fd/{fd}")
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            if path.startswith(DEVICE_FILES):
+                return path
+    return None
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
