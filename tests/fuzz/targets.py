@@ -159,7 +159,7 @@ def _stored(served: Served, data: bytes) -> None:
     folder, key = STORED.get(name, ("", ""))
     if not folder:
         return
-    store, api = served.store, served.server._listeners[0].routes
+    store, api = served.store, served.server.listeners[0].routes
     before = store.read(folder + key)
     store.compare_and_swap(folder + key, None if before is None else before.version, value)
     try:
@@ -200,7 +200,7 @@ def _answers(served: Served, peers: _Peers, data: bytes) -> None:
     if name not in PROGRESS or not isinstance(found, dict):
         return
     served.answers["status"], peers.answer = (found, {}) if name == b"runner" else ({}, found)
-    api = served.server._listeners[0].routes
+    api = served.server.listeners[0].routes
     for path in ("/v1/jobs/llama", "/v1/local/jobs/llama", "/jobs/llama", "/"):
         answer = api.answer(HttpRequest("GET", path, "number=1" if "local" in path else "", "root"))
         assert answer.status == 200, (path, answer.body[:300])
@@ -291,7 +291,7 @@ def targets() -> Iterator[dict[str, Target]]:
             with client, server:
                 client.sendall(data[:60_000])
                 client.shutdown(socket.SHUT_WR)
-                _Handler(server, ("127.0.0.1", 1), served.server._listeners[1])
+                _Handler(server, ("127.0.0.1", 1), served.server.listeners[1])
                 server.close()
                 answer = client.recv(1 << 16)
                 assert answer.startswith(b"HTTP/1.1 ") or not answer, answer[:80]
