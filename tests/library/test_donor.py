@@ -4,103 +4,191 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import socket
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elasticd.checkpointing.at_fault import committed_state, donor_rules, step_files
-from elasticd.checkpointing.at_fault.donor import MOST_TRIALS, TRIALS, Donor
-from elasticd.checkpointing.at_fault.step_record import StepRecord
+import elasticd
+from elasticd import channel
+from elasticd.checkpointing.at_fault import committed_state, donor, donor_rules, step_files, step_record
+from elasticd.checkpointing.at_fault.committed_state import CommittedState, Drawn, RankRecord
+from elasticd.checkpointing.at_fault.donor import MOST_TRIALS, CopyTrial, Donor
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.directory_writes import DirectoryWrites
 from elasticd.checkpointing.memory.buffers import KILLED
 from elasticd.checkpointing.memory.writer_client import WriterClient
+from elasticd.checkpointing.saver import Saver
+from elasticd.checkpointing.state.training_state import RESERVED, StateDict
 from elasticd.errors import CheckpointError, CheckpointRefused
-from elasticd.session import Session
+from elasticd.heartbeat.worker_events import WorkerEventReader, WorkerEventWriter
+from elasticd.process_group import DefaultGroup
+
+CPU = torch.device("cpu")
+NOTHING: Any = None
 
 
-@pytest.mark.parametrize(("can_copy", "expected"), [(True, ["saving", "donated"] * 2), (False, ["donated"] * 2)])
-def test_launcher_gets_an_answer_whatever_a_rank_raises(can_copy: bool, expected: list[str]) -> None:
-    writer, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    donor: Any = SimpleNamespace(_socket=rank, _why="", _change_s=0.0, _committed=SimpleNamespace(copies=None))
+class Model(Module):
+    def __init__(self, mean: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("mean", torch.full((3,), mean))
 
-    def fail(until: float) -> None:
-        raise AssertionError("a mistake")
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch * self.weight
 
-    donor._can_copy = lambda: can_copy
-    donor._catch_up, donor._give_up = fail, functools.partial(setattr, donor, "_why")
-    with writer, rank:
+
+class TwoRanks:
+    """Two ranks of one node that train: their collectives send nothing, and this process is both ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.notes = folder / "notes"
+        self.writer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.writer.bind(str(folder / "writer"))
+        self.writer.listen()
+        self.attached: list[dict[str, Any]] = []
+        for rank in (0, 1):
+            model = DistributedDataParallel(Model(mean=float(rank)))
+            self.attached.append({"model": model, "optimizer": torch.optim.SGD(model.parameters())})
+
+    def context(self, rank: int) -> SaveContext:
+        environment: Any = SimpleNamespace(round=1, job="job", run="run")
+        events = WorkerEventWriter(self.notes, 1, rank)
+        writer = WriterClient(str(self.writer.getsockname()), 0, 1, True)
+        return SaveContext(environment, DefaultGroup(rank, 2, CPU, False), NOTHING, events, NOTHING, writer=writer)
+
+    def committed(self, rank: int) -> CommittedState:
+        attached = self.attached[rank]
+        return CommittedState(self.context(rank), attached, donor_rules.averaged(attached), lambda _: None)
+
+    def donor(self, rank: int, is_in_step: Callable[[], bool] = lambda: False) -> tuple[Donor, socket.socket]:
+        """A rank, and the writer's end of its connection."""
+        made = Donor(self.context(rank), self.attached[rank], True, is_in_step)
+        connection, _ = self.writer.accept()
+        assert (channel.receive(connection) or {})["do"] == "donor"
+        return made, connection
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoRanks]:
+    monkeypatch.setenv("ELASTICD_HEARTBEAT", str(tmp_path / "heartbeat-0"))
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    ranks = TwoRanks(tmp_path)
+    yield ranks
+    ranks.writer.close()
+    distributed.destroy_process_group()
+
+
+def fail(*_: object) -> Any:
+    raise AssertionError("a mistake")
+
+
+class BusyGpu(CommittedState):
+    """A state on a GPU from which no copy ends."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.copies: Any = SimpleNamespace(is_free=lambda _: False)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "broken", "answers", "why"),
+    [
+        (step_record, "last_step", fail, ["saving", "donated"], "cannot save its state at a fault: AssertionError: a"),
+        (CommittedState, "is_behind", fail, ["saving", "donated"], "cannot save its state at a fault: AssertionError"),
+        (donor, "CommittedState", BusyGpu, ["donated"], "no copy from it ends"),
+    ],
+    ids=["before the save", "in the save", "no copy from a GPU ends"],
+)
+def test_launcher_gets_an_answer_whatever_a_rank_raises(
+    two_ranks: TwoRanks,
+    monkeypatch: pytest.MonkeyPatch,
+    where: Any,
+    name: str,
+    broken: Any,
+    answers: list[str],
+    why: str,
+) -> None:
+    monkeypatch.setattr(where, name, broken)
+    rank, writer = two_ranks.donor(1)
+    with writer, contextlib.closing(rank):
         for _ in range(2):
-            writer.send(json.dumps({"save": 1}).encode())
-        writer.shutdown(socket.SHUT_WR)
-        assert Donor._answer_requests(donor) == ""
-        answers = [json.loads(writer.recv(100))["do"] for _ in expected]
-    assert answers == expected
-    assert donor._why == ("AssertionError: a mistake" if can_copy else "")
+            channel.send(writer, {"save": 1})
+            received = [(channel.receive(writer) or {})["do"] for _ in answers]
+            assert received == answers
+    events, _ = WorkerEventReader(two_ranks.notes).read()
+    assert why in events[0].reason
 
 
 @pytest.mark.parametrize(
     ("copy_s", "step_s", "gives_up_at"),
     [
-        (150e-6, 0.01, 0),
-        (300e-6, 0.01, 128),
-        (300e-6, 0.2, 0),  # of a long step it is less
+        (lambda commit: 150e-6, 0.01, 0),
+        (lambda commit: 300e-6, 0.01, 128),
+        (lambda commit: 300e-6, 0.2, 0),  # of a long step it is less
         (lambda commit: 1.0 if commit < 100 else 150e-6, 0.01, 0),  # the machine was busy
     ],
 )
 def test_rank_gives_up_where_recording_a_step_takes_too_long(
-    monkeypatch: pytest.MonkeyPatch, copy_s: Any, step_s: float, gives_up_at: int
+    copy_s: Callable[[int], float], step_s: float, gives_up_at: int
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    committed: Any = SimpleNamespace(commits=0, set_step_s=abs)
-    donor: Any = SimpleNamespace(_committed=committed, _trials=TRIALS, _copy_s=1e9, _step_s=1e9, _at=0.0, _expect_s=0.0)
-    donor._optimized = True
-    gave_up: list[int] = []
-    donor._give_up = lambda _: gave_up.append(committed.commits)
-
-    def commit(_: int, skipped: bool) -> str:
-        assert not skipped
-        nonlocal now
-        committed.commits += 1
-        now += copy_s(committed.commits) if callable(copy_s) else copy_s
-        return ""
-
-    committed.commit = commit
-    donor._measure = functools.partial(Donor._measure, donor)
-    for step in range(1, 2 * MOST_TRIALS):
-        now += step_s
-        Donor._copy(donor, step)
-    assert gave_up == [gives_up_at] * (gives_up_at > 0)
+    trial, now, why, commit = CopyTrial(), 1.0, "", 0
+    while trial.is_on(commit) and not why:
+        commit += 1
+        why = trial.measured(commit, now, copy_s(commit))
+        now += step_s + copy_s(commit)
+    assert (commit if why else 0) == gives_up_at
+    assert commit <= MOST_TRIALS
 
 
-def test_forked_child_leaves_what_is_its_parents() -> None:
+def test_forked_child_leaves_what_is_its_parents(
+    two_ranks: TwoRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[object] = []
-    nothing: Any = None
-    committed = SimpleNamespace(expect=asked.append, commits=0)
-    parent = os.getppid()  # as in a child of that process
-    donor: Any = SimpleNamespace(_next_step=5, _why="", _committed=committed, _trials=0, _pid=parent)
-    donor._is_forked = functools.partial(Donor._is_forked, donor)
-    Donor._expect(donor, nothing)
-    writer: Any = SimpleNamespace(wait=lambda *of: asked.append(of))
-    rank0: Any = SimpleNamespace(rank=0)
-    writes = DirectoryWrites(SaveContext(nothing, rank0, nothing, nothing, nothing, saves=1, writer=writer))
+    monkeypatch.setattr(CommittedState, "expect", lambda _, step: asked.append(step))
+    writer_of_saves = SimpleNamespace(wait=lambda *_: asked.append("wait") or {"saved": True, "path": "", "why": ""})
+    writes = writes_of(tmp_path, writer_of_saves)
     writes.expect(10)
-    writes._pid = parent
-    assert not writes.wait()
-    assert asked == []
+    rank, writer = two_ranks.donor(0)
+    with writer, contextlib.closing(rank):
+        rank.begin()
+        rank.commit(4)
+        train = functools.partial(backward, two_ranks.attached[0]["model"])
+        train()
+        assert asked == [5]
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: -1)
+            train()
+            assert not writes.wait()
+            rank.close()
+        assert asked == [5]
+        train()
+        assert writes.wait()
+        assert asked == [5, 5, "wait"], "the parent goes on"
+
+
+def writes_of(folder: Path, writer: Any, events: Any = NOTHING) -> DirectoryWrites:
+    phase = SimpleNamespace(current_phase=None, set_phase=lambda _: None)
+    parts: Any = (NOTHING, DefaultGroup(0, 2, CPU, False), SimpleNamespace(timeout_s=1), events, phase, folder)
+    return DirectoryWrites(SaveContext(*parts, round=1, saves=4, writer=writer))
+
+
+def backward(model: DistributedDataParallel) -> None:
+    with model.no_sync():
+        model(torch.ones(3)).sum().backward()
 
 
 def test_answer_without_a_buffer_is_an_error() -> None:
-    writer, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    writer, rank = channel.pair()
     with writer, rank:
         writer.send(b'{"writing": false}')
         with pytest.raises(OSError, match="has no buffer"):
@@ -111,19 +199,12 @@ def test_answer_without_a_buffer_is_an_error() -> None:
 @pytest.mark.parametrize("learned", ["at the next save", "at the end"])
 def test_save_that_was_lost_with_its_writer_is_reported_once(tmp_path: Path, learned: str, held: bool) -> None:
     """Rank 0 had copied, another rank had not when the writer was killed."""
-
-    def copy(*_: object) -> None:
-        raise BrokenPipeError
-
     events: list[tuple[str, int]] = []
     note = SimpleNamespace(write=lambda kind, _, step, **__: events.append((kind, step)), path=None)
-    phase = SimpleNamespace(current_phase=None, set_phase=lambda _: None)
-    found = [SimpleNamespace(saved=(1, 4))] if held else []
+    states = [SimpleNamespace(saved=(1, 4))] if held else []
     lost = {"saved": False, "path": "", "why": KILLED}
-    writer: Any = SimpleNamespace(copy=copy, close=lambda: None, find_all=lambda: found, wait=lambda *_: lost)
-    parts: Any = (None, SimpleNamespace(rank=0), SimpleNamespace(timeout_s=1), note, phase, tmp_path)
-    context = SaveContext(*parts, round=1, saves=4, writer=writer)
-    writes = DirectoryWrites(context)
+    writer = SimpleNamespace(close=lambda: None, find_all=lambda: states, wait=lambda *_: lost)
+    writes = writes_of(tmp_path, writer, note)
     writes.expect(20)
     tell = writes.report_lost if learned == "at the next save" else writes.wait
     for _ in range(2):
@@ -131,37 +212,64 @@ def test_save_that_was_lost_with_its_writer_is_reported_once(tmp_path: Path, lea
     assert [step for kind, step in events if kind == "checkpoint_failed"] == ([] if held else [20])
 
 
-def test_state_that_a_save_refuses_is_not_saved_at_the_fault_either() -> None:
-    closed: list[bool] = []
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of a session to its parts."""
+    calls: list[str] = []
 
-    def refuse(*_: Any) -> bool:
-        raise CheckpointRefused("the state of counter on rank 1 differs from rank 0's")
+    def watch(kind: type[Any], name: str) -> None:
+        method = getattr(kind, name)
 
-    session: Any = object.__new__(Session)
-    session._barrier_s, session._steps, session._attached = None, 1, {}
-    donor = SimpleNamespace(look=lambda: None, close=lambda: closed.append(True))
-    session._saver, session._donor = SimpleNamespace(save=refuse), donor
-    with pytest.raises(CheckpointRefused):
-        session._save("every 10 steps", wait=False)
-    assert closed
+        def note(obj: Any, wait: bool = False) -> None:
+            calls.append(f"{kind.__name__}.{name}" + (" waits" if wait else ""))
+            method(obj)
+
+        monkeypatch.setattr(kind, name, note)
+
+    for kind, name in ((Donor, "fail"), (Donor, "close"), (Saver, "close")):
+        watch(kind, name)
+    return calls
+
+
+def test_state_that_a_save_refuses_is_not_saved_at_the_fault_either(tmp_path: Path, called: list[str]) -> None:
+    refused = SimpleNamespace(state_dict=lambda: {"file": Path()}, load_state_dict=lambda _: None)
+    with contextlib.closing(elasticd.init()) as session:
+        session.attach(model=torch.nn.Linear(1, 1), refused=refused)
+        session.checkpoint(1, tmp_path)
+        with pytest.raises(CheckpointRefused):
+            session.step()
+        assert called == ["Donor.close"]
 
 
 @pytest.mark.parametrize(
-    ("raised", "in_step", "calls"),
-    [(True, False, ["fail False", "close"]), (False, True, ["fail True", "close"]), (False, False, ["close"])],
+    ("raised", "in_step", "calls", "messages"),
+    [
+        (True, False, ["Donor.fail", "Donor.close"], 1),
+        (False, True, ["Donor.fail", "Donor.close"], 0),
+        (False, False, ["Donor.close"], 0),
+    ],
 )
 def test_script_that_ends_in_a_step_may_have_caught_an_exception(
-    raised: bool, in_step: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    two_ranks: TwoRanks,
+    monkeypatch: pytest.MonkeyPatch,
+    called: list[str],
+    raised: bool,
+    in_step: bool,
+    calls: list[str],
+    messages: int,
 ) -> None:
     """Its state is saved; that it is not is a message only where an exception has ended the script."""
-    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setattr("sys.last_value", ValueError(), raising=False)
     if not raised:
-        monkeypatch.delattr(sys, "last_value")
-    called: list[str] = []
-    donor: Any = SimpleNamespace(_is_in_step=lambda: in_step, _is_silent=False, close=lambda: called.append("close"))
-    donor.fail = lambda: called.append(f"fail {donor._is_silent}")
-    Donor._at_exit(donor)
+        monkeypatch.delattr("sys.last_value")
+    rank, writer = two_ranks.donor(1, lambda: in_step)
+    with writer:
+        rank.begin()  # no state of a step can be saved now
+        at_exit.pop()()
     assert called == calls
+    assert len(WorkerEventReader(two_ranks.notes).read()[0]) == messages
 
 
 @pytest.mark.parametrize(
@@ -169,84 +277,68 @@ def test_script_that_ends_in_a_step_may_have_caught_an_exception(
     [(None, False), (SystemExit(0), False), (SystemExit(1), True), (ValueError(), True), (KeyboardInterrupt(), True)],
 )
 def test_session_closed_by_an_exception_saves_its_state_and_waits_for_no_checkpoint(
-    error: BaseException | None, fails: bool
+    tmp_path: Path, called: list[str], error: BaseException | None, fails: bool
 ) -> None:
     """The other ranks wait for this one's end."""
-    called: list[str] = []
-
-    def note(name: str) -> Any:
-        return lambda **how: called.append(name + "".join(f" {key}={value}" for key, value in how.items()))
-
-    part = SimpleNamespace(fail=note("fail"), close=note("close"), created=False)
-    session: Any = object.__new__(Session)
-    session._scalars, session._closed, session._donor = None, True, part
-    session._sigterm = session._barriers = session._publisher = session._channel = session._group = part
-    session._saver = SimpleNamespace(close=note("saver"))
-    session._omissions = SimpleNamespace(close=lambda has_failed: None)
-    with contextlib.suppress(BaseException):
-        try:
-            if error is not None:
-                raise error
-        finally:
-            session.close()
-    first = ["fail", "close", "saver wait=False"] if fails else ["close", "saver wait=True"]
-    assert called[: len(first)] == first
+    with contextlib.suppress(BaseException), elasticd.init() as session:
+        session.attach(model=torch.nn.Linear(1, 1))
+        session.checkpoint(10, tmp_path)
+        session.step()
+        if error is not None:
+            raise error
+    expected = ["Donor.fail", "Donor.close", "Saver.close"] if fails else ["Donor.close", "Saver.close waits"]
+    assert called == expected
 
 
-@pytest.mark.parametrize(
-    ("on", "kept", "why"),
-    [
-        ("cuda", torch.ones(1), ""),
-        ("cuda", None, ""),
-        ("cuda", 3, "values that are no tensors"),
-        ("cpu", 3, ""),
-    ],
-)
-def test_what_would_be_ahead_of_a_gpu(on: str, kept: Any, why: str) -> None:
-    optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.ones(1))])
-    optimizer.state[parameter] = {"kept": kept}
-    saver: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device(on)))
-    found = donor_rules._ahead_of_a_gpu(donor_rules._Rank(saver, {"optimizer": optimizer}, {}))
-    assert why in found
-    assert bool(why) == bool(found)
+@pytest.mark.parametrize(("on", "kept", "is_refused"), [("cuda", None, False), ("cuda", 3, True), ("cpu", 3, False)])
+def test_values_of_an_optimizer_may_be_ahead_of_a_gpu(
+    two_ranks: TwoRanks, on: str, kept: Any, is_refused: bool
+) -> None:
+    attached, context = two_ranks.attached[0], two_ranks.context(0)
+    context.group = DefaultGroup(0, 2, torch.device(on), False)
+    optimizer = attached["optimizer"]
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {"kept": kept, "tensor": torch.ones(1)}
+    why = donor_rules.reason_against(context, attached, donor_rules.averaged(attached))
+    assert ("values that are no tensors" in why) == is_refused
 
 
 @pytest.mark.parametrize("on", [None, "cpu", "meta"])
-def test_nothing_waits_for_what_a_gradscaler_keeps_on_a_gpu(on: str | None) -> None:
+def test_nothing_waits_for_what_a_gradscaler_keeps_on_a_gpu(two_ranks: TwoRanks, on: str | None) -> None:
     """The numbers are kept at each commit, the tensors are copied on the GPU. No number can be read of "meta"."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5)
-    assert scaler.is_enabled()
     if on is not None:
-        scaler._lazy_init_scale_growth_tracker(torch.device(on))
+        scaler.scale(torch.ones(1, device=on))
     keys = {key for (_, key), _ in step_files.buffers({"scaler": scaler})}
     assert keys == ({"scale", "_growth_tracker"} if on == "meta" else set())
-    found = committed_state._state_of(scaler)()
-    assert found.keys() | keys == torch.amp.GradScaler("cpu").state_dict().keys()
-    assert (found["growth_interval"], found.get("scale", 8.0)) == (5, 8.0)
-    assert not donor_rules._tensors_elsewhere(donor_rules._Rank(SimpleNamespace(), {"scaler": scaler}, {}))  # type: ignore[arg-type]
+    state = committed_state.state_at_commit(scaler)()
+    assert state.keys() | keys == torch.amp.GradScaler("cpu").state_dict().keys()
+    assert (state["growth_interval"], state.get("scale", 8.0)) == (5, 8.0)
+    attached = {**two_ranks.attached[0], "scaler": scaler}
+    assert not donor_rules.reason_against(two_ranks.context(0), attached, donor_rules.averaged(attached))
+
+
+def saved_by(survivor: CommittedState) -> StateDict:
+    commit = survivor.current()
+    assert commit is not None
+    return survivor.content(commit)
 
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_buffers_that_a_dead_rank_expected_count_unless_this_rank_found_them_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: bool
+    two_ranks: TwoRanks, moves: bool
 ) -> None:
     """Rank 0 has died before the commit. Ranks run the same script: where one moves a buffer, the other has, too."""
-    monkeypatch.setenv("ELASTICD_HEARTBEAT", str(tmp_path / "heartbeat-1"))
-    held = [{"mean": torch.full((3,), float(rank))} for rank in (0, 1)]
-    records = [
-        StepRecord(step_files.path_of("commit", rank), [(held[rank], "mean")], [torch.ones(2)]) for rank in (0, 1)
-    ]
-    for record in records:
-        record.expect(1)
-    if moves:
-        held[1]["mean"] = held[1]["mean"].clone()
-    records[1].commit(1)
-    survivor: Any = object.__new__(committed_state.CommittedState)
-    survivor._context = SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2))
-    survivor._buffers, survivor._on_host = {"mean": held[1]["mean"]}, ["mean"]
-    survivor._unlike, survivor._record = [], records[1]
-    *_, buffers = survivor._records(1)
-    assert buffers["mean"].tolist() == [float(moves)] * 3
+    ranks = [two_ranks.committed(rank) for rank in (0, 1)]
+    for step in (1, 2, 3):
+        for number, rank in enumerate(ranks):
+            rank.before_change(step > 1)
+            rank.expect(step)
+            model = two_ranks.attached[number]["model"].module
+            if moves and step == 3:
+                model.mean = model.mean.clone()
+            if (number, step) != (0, 3):
+                rank.commit(step, skipped=False)
+    assert saved_by(ranks[1])["model"]["mean"].tolist() == [float(moves)] * 3
 
 
 ALIKE, APART = (0, 0), (0, 1)
@@ -265,50 +357,40 @@ NOISE: dict[str, tuple[tuple[int, int], Callable[[int, int], int], Any]] = {
 @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["one node", "two nodes"])
 @pytest.mark.parametrize("case", NOISE)
 def test_random_state_of_a_rank_that_dies_before_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, is_elsewhere: bool
+    two_ranks: TwoRanks, tmp_path: Path, case: str, is_elsewhere: bool
 ) -> None:
     """Rank 0 dies in step 3, after the backward pass; rank 1 has finished the step. On another node than rank 1's the
     next round finds the same by the record that is there, and by what rank 1 has saved.
     """
-    monkeypatch.setenv("ELASTICD_HEARTBEAT", str(tmp_path / "heartbeat-1"))
     seeds, draws, outcome = NOISE[case]
-    records = [StepRecord(step_files.path_of("commit", rank), [], [torch.ones(2)]) for rank in (0, 1)]
+    ranks = [two_ranks.committed(rank) for rank in (0, 1)]
     states = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
     for step in (1, 2, 3):
-        for rank, record in enumerate(records):
-            torch.set_rng_state(states[rank])
+        for number, rank in enumerate(ranks):
+            torch.set_rng_state(states[number])
             torch.rand(5)  # dropout
-            record.expect(step)
+            rank.expect(step)
             expected = torch.get_rng_state()
-            torch.rand(draws(rank, step))
-            if (rank, step) != (0, 3):
-                record.commit(step)
-                states[rank] = torch.get_rng_state()
+            rank.before_change(step > 1)
+            torch.rand(draws(number, step))
+            if (number, step) != (0, 3):
+                rank.commit(step, skipped=False)
+                states[number] = torch.get_rng_state()
             else:
-                states[rank] = expected
-    survivor: Any = object.__new__(committed_state.CommittedState)
-    nothing: Any = None
-    group: Any = SimpleNamespace(rank=1, world_size=2)
-    survivor._context = SaveContext(nothing, group, nothing, nothing, nothing, round=1)
-    survivor._buffers, survivor._on_host, survivor._unlike = {}, [], []
-    survivor._record = records[1]
+                states[number] = expected
 
-    def found() -> dict[str, Any]:
+    def random_state() -> Any:
         if not is_elsewhere:
-            random_state: dict[str, Any] = survivor._records(3)[1][0]
-            return random_state
+            return saved_by(ranks[1])[RESERVED]["rng"][0]
         path = Path(step_files.path_of("commit", 0))
         there = path.rename(tmp_path / "of another node")
-        drawn, random_states, is_as_expected, _ = survivor._records(3)
-        assert random_states[0] is None
+        saved = saved_by(ranks[1])[RESERVED]
+        assert saved["rng"][0] is None
         there.rename(path)
-        (saved,) = survivor._own_part(3, drawn, random_states, is_as_expected).values()
-        known = committed_state.RankRecord(0, 3, []).random_state(committed_state.Drawn.of(saved))
-        assert known is not None
-        return known
+        return RankRecord(0, 3, [torch.zeros(3)]).random_state(Drawn.of(saved))
 
     if outcome == "unknown":
         with pytest.raises(CheckpointError, match="rank 0 had not finished step 3, and draws random numbers"):
-            found()
+            random_state()
     else:
-        assert torch.equal(found()["torch"], states[0 if outcome == "as expected" else 1])
+        assert torch.equal(random_state()["torch"], states[0 if outcome == "as expected" else 1])

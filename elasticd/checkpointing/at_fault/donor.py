@@ -86,6 +86,33 @@ LONGEST_WAIT_S = 5.0
 _UNCLEAN = "it was between the optimizer's step and session.step()"
 
 
+class CopyTrial:
+    """Measures the first commits: the fastest copy and the fastest step show whether copies cost too much."""
+
+    def __init__(self) -> None:
+        self._commits = TRIALS
+        self._copy_s, self._last = 1e9, 0.0
+        self.step_s = 1e9
+        """The fastest step."""
+
+    def is_on(self, commits: int) -> bool:
+        """True if the next commit, after so many, is measured."""
+        return commits < self._commits
+
+    def measured(self, commits: int, start: float, copy_s: float) -> str:
+        """Take a commit into account. Returns why the rank gives up, "" if it does not."""
+        self._copy_s = min(self._copy_s, copy_s)
+        if self._last:
+            self.step_s = min(self.step_s, start - self._last)
+        self._last = start
+        if self.is_on(commits) or self._copy_s <= max(LONGEST_COPY_S, SHARE * self.step_s):
+            return ""
+        self._commits *= 4
+        if self._commits <= MOST_TRIALS:
+            return ""
+        return f"copying buffers and random states takes {self._copy_s * 1e6:.0f} µs a step"
+
+
 class Donor:
     """This rank as a donor. `begin` and `commit` are called by `session.step()`, `fail` when the script has failed."""
 
@@ -119,8 +146,7 @@ class Donor:
         self._step = 0
         """The last commit: a step without an optimizer's step is none, unless a GradScaler has skipped it."""
         self._committed: CommittedState
-        self._trials = TRIALS
-        self._copy_s, self._step_s, self._at = 1e9, 1e9, 0.0
+        self._trial = CopyTrial()
         self._expect_s = 0.0
         self._socket: socket.socket | None = None
         self._closed = self._failed = self._is_silent = False
@@ -189,7 +215,7 @@ class Donor:
         self._has_begun = self._is_expected = True
         if not self._next_step or self._why or os.getpid() != self._pid:
             return
-        start = time.perf_counter() if self._committed.commits < self._trials else 0.0
+        start = time.perf_counter() if self._trial.is_on(self._committed.commits) else 0.0
         try:
             self._committed.expect(self._next_step)
         except Exception as error:  # noqa: BLE001 - as in `commit`
@@ -244,28 +270,19 @@ class Donor:
         return has_drawn
 
     def _copy(self, step: int) -> None:
-        start = time.perf_counter() if self._committed.commits < self._trials else 0.0
+        start = time.perf_counter() if self._trial.is_on(self._committed.commits) else 0.0
         self._step = 0
         if why := self._committed.commit(step, skipped=not self._optimized):
             self._give_up(why)
             return
         self._step = step
-        if start:
-            self._measure(start)
-
-    def _measure(self, start: float) -> None:
-        self._copy_s = min(self._copy_s, time.perf_counter() - start + self._expect_s)
-        if self._at:
-            self._step_s = min(self._step_s, start - self._at)
-        self._at = start
-        if self._committed.commits < self._trials:
+        if not start:
             return
-        self._committed.set_step_s(self._step_s)
-        if self._copy_s <= max(LONGEST_COPY_S, SHARE * self._step_s):
-            return
-        self._trials *= 4
-        if self._trials > MOST_TRIALS:
-            self._give_up(f"copying buffers and random states takes {self._copy_s * 1e6:.0f} µs a step")
+        why = self._trial.measured(self._committed.commits, start, time.perf_counter() - start + self._expect_s)
+        if not self._trial.is_on(self._committed.commits):
+            self._committed.set_step_s(self._trial.step_s)
+        if why:
+            self._give_up(why)
 
     def _give_up(self, why: str) -> None:
         self._why = why
