@@ -124,6 +124,8 @@ def test_failed_round_answer_without_lease_is_waited_for() -> None:
 def test_round_not_seen_in_time_is_a_loss() -> None:
     view = replace(VIEW, nodes=(*without("b").nodes, present("b", seen_round=2, ready_round=2)), round_at=NOW)
     due = NOW + POLICY.seen_timeout_s
+    waits = losses(replace(view, failures=(VICTIM,)), ROUND, POLICY, NOW)
+    assert (waits.until, waits.returning) == (due, ()), "it is in the store"
     assert losses(view, ROUND, POLICY, NOW).until == due
     assert lost(view, due) == {"b": "b has not seen round 3 within 1 s"}
     assert lost(replace(view, probe_results=(("b", "answered"),)), due) == {}, "it is there"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elasticd_agent.model.log_events import EVENT_TYPES, LogLine, TimeSplit, decode
 from elasticd_agent.telemetry.event_log import encode
-from elasticd_agent.telemetry.timeline import MAX_POINTS, MAX_ROUNDS, CheckpointStatus, JobTimeline
+from elasticd_agent.telemetry.timeline import MAX_POINTS, MAX_ROUNDS, CheckpointStatus, JobTimeline, RoundStatus
 from tests.log_lines import line
 
 
@@ -88,6 +88,8 @@ def test_newest_step_rounds_and_checkpoint_are_kept() -> None:
         (2, ("b",), "rank 1 was killed"),
     ]
     assert progress.ended_at == 150.0
+    progress.feed(line("worker_exited", 149.0, 2, step=38))
+    assert progress.step == 40, "a line that is a moment late"
     progress.feed(line("round_published", 160.0, 3, world_size=1, nodes=("b",), restarts=2, reason="another runner"))
     assert progress.ended_at is None, "the job went on"
 
@@ -188,3 +190,10 @@ def test_lost_nodes_belong_to_the_round_after() -> None:
     for one in (*STARTED, line("round_published", 130.0, 2, cause="resize", nodes=("a",), lost=("b",))):
         progress.feed(one)
     assert [one.lost_nodes for one in progress.rounds.values()] == [(), ("b",)]
+
+
+@pytest.mark.parametrize(
+    ("donor", "origin"), [(None, ""), (0, "resumed from step 21, saved by rank 0 after the fault")]
+)
+def test_round_says_which_rank_saved_its_state(donor: int | None, origin: str) -> None:
+    assert RoundStatus(2, resumed_step=21, donor=donor).origin == origin
