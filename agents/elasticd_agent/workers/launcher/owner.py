@@ -146,7 +146,8 @@ class Owner:
             waiting = any(group.is_ending() or group.saving for group in self.groups.values())
             for fd, _ in self.poll.poll(50 if waiting else None):
                 if fd in self.watched:  # not closed by what this turn has read before
-                    self.watched[fd]()
+                    with contextlib.suppress(BlockingIOError):  # there is nothing to read after all
+                        self.watched[fd]()
             self.reap()
             for group in list(self.groups.values()):
                 self.finish(group)
