@@ -21,11 +21,11 @@ State = tuple[int, int]
 """Round and step."""
 
 
-def chooser(directory: Path, round: int, in_memory: list[State], failed_restarts: int = 0) -> Chooser:
+def chooser(directory: Path, round: int, in_memory: list[State], opened: OpenState | None = None) -> Chooser:
     unused: Any = None
-    environment: Any = SimpleNamespace(round=round, failed_restarts=failed_restarts)
+    environment: Any = SimpleNamespace(round=round, failed_restarts=0)
     context = SaveContext(environment, unused, unused, WorkerEventWriter(None, round, 0), unused)
-    made = Chooser(context, directory, None, OpenState())
+    made = Chooser(context, directory, None, opened or OpenState())
     drafts = [Manifest(saved_in, step, None, 1, 8, NO_CHECKSUM, "job", "1", None, 0.0) for saved_in, step in in_memory]
     made.states = [HeldState(Snapshot(draft, draft.step, None)) for draft in drafts]
     return made
@@ -66,9 +66,10 @@ def test_newest_state(
 ) -> None:
     for state in on_disk:
         save(tmp_path, state)
-    made = chooser(tmp_path, 3, in_memory)
-    assert chosen(made) == expected
-    made._opened.close()
+    opened = OpenState()
+    assert chosen(chooser(tmp_path, 3, in_memory, opened)) == expected
+    assert (opened.fd >= 0) == (expected is not None and expected[0] is Source.DISK)
+    opened.close()
 
 
 def test_state_that_a_round_has_refused_is_not_chosen_by_the_rounds_after_it(
