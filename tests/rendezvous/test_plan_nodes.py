@@ -149,7 +149,7 @@ def test_conflicting_rounds_end_with_the_next_one() -> None:
     grown = decided(with_(stranger))
     assert (grown.number, nodes(grown)) == (4, "abcx")
     assert grown.reason.startswith(
-        "x started a conflicting round 3 after the store lost its data; x joined; restart with 2"
+        "x started a conflicting round 3 after the store lost its data; x joined; restart with 4"
     )
     full = decided(replace(with_(stranger), requirements=Requirements(1, 1, 2, 3)))
     assert (full.number, nodes(full)) == (4, "abc"), "where there is no room its round ends, too"
