@@ -158,8 +158,3 @@ def test_a_hang_that_was_told_as_useful_is_made_good_by_what_comes_next() -> Non
     assert told == TimeSplit(useful=30, lost=15, idle=10)
     told = monotonic_counters(told, again.totals_at(175.0))
     assert told == again.totals_at(175.0) == TimeSplit(useful=35, lost=30, idle=10)
-
-
-def test_goodput_is_the_useful_part() -> None:
-    assert TimeSplit().goodput == 0
-    assert TimeSplit(useful=30, lost=5, idle=5).goodput == 0.75

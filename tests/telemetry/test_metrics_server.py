@@ -147,12 +147,12 @@ def test_a_page_with_a_defect_is_a_500_and_the_rest_goes_on() -> None:
 def test_silent_and_trickling_clients_are_cut_and_keep_nobody_else_out() -> None:
     server = MetricsServer("127.0.0.1", 0, pages(), connection_s=0.5)
     held = [connected(server) for _ in range(MAX_CONNECTIONS)]
-    assert eventually(lambda: len(server._listener.threads()) == len(held))
+    assert eventually(lambda: len(server.listener.threads()) == len(held))
     begun = time.monotonic()
     assert ask(server, "/healthz")[0] == 200
     assert ended(held[0]), "the oldest of those that say nothing made room"
     assert time.monotonic() - begun < 0.4, "at once, not when the others are cut"
-    while time.monotonic() - begun < 2 and server._listener.threads():
+    while time.monotonic() - begun < 2 and server.listener.threads():
         for sock in held:
             with contextlib.suppress(OSError):
                 sock.sendall(b"G")
@@ -169,7 +169,7 @@ def test_who_opens_more_and_more_connections_closes_only_those_of_his_own() -> N
         prober = stack.enter_context(socket.create_connection(server.address, DEADLINE, ("127.0.0.2", 0)))
         for _ in range(4 * MAX_CONNECTIONS):
             stack.enter_context(connected(server))
-            assert eventually(lambda: len(server._listener.threads()) <= MAX_CONNECTIONS)
+            assert eventually(lambda: len(server.listener.threads()) <= MAX_CONNECTIONS)
         prober.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         assert prober.recv(100).startswith(b"HTTP/1.1 200 ")
     assert server.close()
@@ -195,8 +195,8 @@ def test_a_page_that_hangs_cannot_hold_up_the_end() -> None:
     server = MetricsServer("127.0.0.1", 0, pages(status=hangs))
     with connected(server) as sock:
         sock.sendall(b"GET /status HTTP/1.0\r\n\r\n")
-        assert eventually(lambda: len(server._listener.threads()) == 1)
-        stuck = server._listener.threads()
+        assert eventually(lambda: len(server.listener.threads()) == 1)
+        stuck = server.listener.threads()
         begun = time.monotonic()
         assert not server.close(within=0.3)
         assert time.monotonic() - begun < 1.5

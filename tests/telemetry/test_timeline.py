@@ -49,6 +49,7 @@ FAILED = line("worker_exited", 130.0, step=20, spent=TimeSplit(19.0, 1.0, 10.0, 
         # Another process continues the log after the writer was killed; a line that is a moment late does not.
         ((TRAINS, FAILED, line("first_step", 900.0, spent=TimeSplit(0.0, 0.0, 8.0, "useful"))), 900.0, 19 / 38),
         ((TRAINS, FAILED, line("scalars", 129.0, spent=TimeSplit(19.0, 0.0, 10.0, "useful"))), 130.0, 20 / 30),
+        ((TRAINS, FAILED, line("scalars", 112.0, spent=TimeSplit(2.0, 0.0, 10.0, "lost"))), 120.0, 2 / 20),
     ],
 )
 def test_goodput_is_the_writers_and_what_has_passed_since(

@@ -36,11 +36,6 @@ class TimeSplit(Record):
     def total(self) -> float:
         return self.useful + self.lost + self.idle
 
-    @property
-    def goodput(self) -> float:
-        """The useful part; 0 before any time has passed."""
-        return self.useful / self.total if self.total > 0 else 0.0
-
 
 def _field(meaning: str, **default: Any) -> Any:
     """A dataclass field with its sentence for docs/events.md."""

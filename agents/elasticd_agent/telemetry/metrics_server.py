@@ -80,7 +80,7 @@ class MetricsServer:
         """Raises UsageError, which begins with `option`, if it cannot listen there. A connection is cut after
         `connection_s` seconds.
         """
-        self._listener = listen_tcp(
+        self.listener = listen_tcp(
             address,
             port,
             RouteTable(pages.handlers()),
@@ -90,10 +90,10 @@ class MetricsServer:
             max_connections=MAX_CONNECTIONS,
             request_timeout_s=connection_s,
         )
-        self.address = self._listener.bound
-        self.url = f"http://{format_endpoint(*self._listener.bound)}"
-        self._listener.start()
+        self.address = self.listener.bound
+        self.url = f"http://{format_endpoint(*self.listener.bound)}"
+        self.listener.start()
 
     def close(self, within: float = 2.0) -> bool:
         """Stop listening, cut every connection; True when every thread is gone within `within` seconds."""
-        return self._listener.close(within)
+        return self.listener.close(within)

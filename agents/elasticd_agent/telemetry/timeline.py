@@ -23,9 +23,6 @@ MAX_ROUNDS = 1000
 MAX_POINTS = 512
 """The points of a number that the script logs; of more, every second one is dropped."""
 MAX_NAME_CHARS = 64
-RESTARTED_S = 10.0
-"""Lines may be written out of order by less than this. A larger decrease of a node's time in the job shows that
-another process continues the log, which counts from zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +198,8 @@ class JobTimeline:
         return None if resumed is None else max(0, before.last_step - resumed)
 
     def _add_time(self, split: TimeSplit, at: float) -> None:
-        if self._spent is not None and split.total < self._spent[0].total - RESTARTED_S:
+        # Another process continues the log and counts from zero: it began after the newest line.
+        if self._spent is not None and at - split.total > self._spent[1]:
             before, last = self._spent_before, self._spent[0]
             self._spent_before = TimeSplit(
                 before.useful + last.useful, before.lost + last.lost, before.idle + last.idle
