@@ -12,8 +12,8 @@
    second comparison it would give slots away that its successor has given to another job.
 
 A placement is a promise about slots, not about processes: nothing here starts or stops one. An agent reconciles its
-runners with the placements (`node.reconcile`), and reports in its status which slots still have processes. A slot that
-a job has left is free only once no process of it is left there, so a placement is never taken over by two jobs at
+runners with the placements (`runners.reconcile`), and reports in its status which slots still have processes. A slot
+that a job has left is free only once no process of it is left there, so a placement is never taken over by two jobs at
 once.
 
 All state is in the store except the moments at which nodes became absent, which this agent takes on its own clock. A
