@@ -20,8 +20,8 @@ accepted. The `PET_` variable of an option counts where the option is not given,
 
 - `TORCHELASTIC_ENABLE_FILE_TIMER=1`: workers, and processes that they start, set timers with torch's `FileTimerClient`
   at the path in `TORCHELASTIC_TIMER_FILE`, a named pipe that is made for the job unless the variable is given. A
-  process that does not release a timer in time gets the timer's signal, SIGKILL by default. torchrun then ends itself
-  as well; here the group is restarted as after any other death, and the log names the rank and the timer.
+  process that does not release a timer in time gets the timer's signal, SIGKILL by default. Then torchrun ends itself
+  as well. Here the group is restarted as after any other death, and the log names the rank and the timer.
 - `TORCHELASTIC_HEALTH_CHECK_PORT`: `/` and `/healthz` on this port, on all addresses, answer 200 while the agent works
   and 503 when it is stuck. A port that cannot be used is a line in the log. (The released torchrun reads the
   variable, and opens no port.)

@@ -61,9 +61,9 @@ An error is one line on stderr and exit code 2, and nothing is started:
 /etc/elasticd/agent.toml: http.token_file: '/etc/elasticd/token': anybody can read it (mode 0644); chmod 600 …
 ```
 
-The check covers this machine: files with secrets exist and only their owner and group can read them (`root:elasticd`
-0640 is the mode of mounted secrets in containers), certificates belong to their keys, users exist, and `slots` does not
-exceed the number of GPUs. The file itself must not be writable by everybody, as it can name commands.
+The check covers this machine. Files with secrets exist, and only their owner and group can read them (`root:elasticd`
+0640 is the mode of mounted secrets in containers). Certificates belong to their keys, users exist, and `slots` does
+not exceed the number of GPUs. The file itself must not be writable by everybody, as it can name commands.
 
 **Values.** A time is in seconds, or text with its unit: `0.5`, `"500ms"`, `"5s"`, `"2m"`, `"1.5h"`, `"7d"`. A size is
 in bytes, or text: `"500MB"`, `"10GiB"`. Paths are absolute. The file may be JSON if its name ends so. A key given
@@ -96,11 +96,10 @@ scheduled elsewhere. All paths are resolved first, so that neither `..` nor a sy
   `user`, an agent that runs as root runs jobs as root.
 - `directories`: where `workdir` and `checkpoint_dir` may be.
 - `commands`: the scripts and programs that may be started. The script counts; an interpreter other than the agent's own
-  must be in the list as well. With `module`, the module's file must be below `workdir`. Where
-  commands are limited `preload` is refused, and so is every variable in `env` but those that are known to load no code:
-  the usual settings of OMP, MKL, NCCL, CUDA, gloo and W&B, `LANG`, `TZ`, and `JOB_…` for the job's own. The list limits
-  what is started, and not what that code does then; the modules that it imports should belong to another user than the
-  one it runs as.
+  must be in the list as well. With `module`, the module's file must be below `workdir`. Where commands are limited,
+  `preload` is refused. So is every variable in `env` but those that are known to load no code: the usual settings of
+  OMP, MKL, NCCL, CUDA, gloo and W&B, `LANG`, `TZ`, and `JOB_…` for the job's own. The list limits what is started,
+  and not what that code does then; the modules that it imports should belong to another user than the one it runs as.
 
 The check runs right before the job starts: anybody who can change links and files below an allowed directory is
 trusted.
@@ -120,13 +119,13 @@ workdir = "/home/me/project"
 ```
 
 `examples/job.toml` is a complete file, and `elasticd config example --job` prints one with every key in it.
-`elasticd submit --check job.toml` submits nothing and says what would come of it: one line with the file, the key,
-the error and its correction, or where the job would start, and which nodes refuse it and why. Without an agent,
-`elasticd config check job.toml` does the first half, and prints the effective settings. The checks are those of
-`elasticd run` ([torchrun.md](torchrun.md)). Some facts are known on a node only: whether the script is there, whether
-the user exists, whether the job may run there. Each node checks them when it is about to run the job. A node that
-cannot run it shows the job as refused, with the reason, and the job is scheduled elsewhere. A job that every node
-refuses blocks no other job, and has failed after `refuse_timeout` (60 s).
+`elasticd submit --check job.toml` submits nothing and says what would come of it. For an error it prints one line
+with the file, the key, the error and its correction. Else it prints where the job would start, and which nodes refuse
+it and why. Without an agent, `elasticd config check job.toml` does the first half, and prints the effective settings.
+The checks are those of `elasticd run` ([torchrun.md](torchrun.md)). Some facts are known on a node only: whether the
+script is there, whether the user exists, whether the job may run there. Each node checks them when it is about to run
+the job. A node that cannot run it shows the job as refused, with the reason, and the job is scheduled elsewhere. A
+job that every node refuses blocks no other job, and has failed after `refuse_timeout` (60 s).
 
 **Where it runs.** In `workdir`, as `user`, with the agent's environment without the agent's own variables (its
 `ELASTICD_` and `PYTHON…` variables, systemd's), then `HOME` and the like of the user, then `env`. `PATH` and
