@@ -28,8 +28,8 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 NEWEST = "newest"
 TORCHES = ("2.6.0", "2.13.0", NEWEST)
 HEAD = (
-    "`make matrix` runs the tests that measure no time, over gloo on CPUs. With each torch it runs those of the library,",
-    "the workers, the torchrun plug-in, torchrun's options and a killed job; with the newest one also those without torch.",
+    "`make matrix` runs the tests that measure no time, on CPUs. With each torch it runs those of the library,",
+    "the workers, the torchrun plug-in, torchrun's options and a killed job; with the newest also those without torch.",
     "A cell keeps its numbers until it runs again, so some cells count longer lists of tests than others.",
     "",
 )
