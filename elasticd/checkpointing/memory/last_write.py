@@ -26,7 +26,7 @@ from elasticd.checkpointing.memory.shard_files import Content
 from elasticd.checkpointing.state import checkpoint_files
 from elasticd.checkpointing.state.shard_plan import file_names
 from elasticd.checkpointing.storage.atomic_write import Staging, is_abandoned, staging_path
-from elasticd.checkpointing.storage.lineage import lineage
+from elasticd.checkpointing.storage.lineage import Entry, lineage
 from elasticd.checkpointing.storage.manifest import STATE, FileState, Manifest
 from elasticd.checkpointing.storage.object_store import ObjectStore, store_of
 
@@ -56,7 +56,7 @@ class LastWrite:
         self._token = secrets.token_hex(8)
         self.task: WriteTask | None = None
         self._tried: set[tuple[int, int]] = set()
-        self._found: checkpoint_files.Entry | None = None
+        self._found: Entry | None = None
         """The newest checkpoint, once a state was made one or found to be older."""
         self._lost: tuple[int, str] | None = None
         """The newest step that could not be written, and why."""
@@ -102,7 +102,7 @@ class LastWrite:
                     return
                 time.sleep(_LOOK_S)
 
-    def done(self, snapshot: Snapshot, entry: checkpoint_files.Entry | None, why: str) -> None:
+    def done(self, snapshot: Snapshot, entry: Entry | None, why: str) -> None:
         """The result of the task."""
         self._tried.add(snapshot.saved)
         self._found = entry
@@ -113,7 +113,7 @@ class LastWrite:
         every = [(at, snapshot) for at, snapshot in enumerate(self._buffers.held) if snapshot is not None]
         return sorted(every, key=lambda each: (each[1].draft.round, each[1].draft.step, each[1].number), reverse=True)
 
-    def write(self, number: int, snapshot: Snapshot) -> checkpoint_files.Entry:
+    def write(self, number: int, snapshot: Snapshot) -> Entry:
         """Make the state in this buffer a checkpoint; returns the newest one then. Raises OSError, CheckpointError."""
         task, draft = snapshot.task, snapshot.draft
         assert task is not None
@@ -140,9 +140,7 @@ class LastWrite:
                 joined = True
         raise OSError("another node has begun to commit it, and has not done so")
 
-    def _put(
-        self, store: ObjectStore, snapshot: Snapshot, contents: Mapping[str, Content], needed: set[str]
-    ) -> checkpoint_files.Entry:
+    def _put(self, store: ObjectStore, snapshot: Snapshot, contents: Mapping[str, Content], needed: set[str]) -> Entry:
         """Under the name of a step's second checkpoint: rank 0's node may still be putting the first one, as usual."""
         task, draft = snapshot.task, snapshot.draft
         assert task is not None

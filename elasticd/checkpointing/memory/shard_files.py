@@ -25,6 +25,7 @@ from elasticd.channel import Message
 from elasticd.checkpointing.memory.buffers import Snapshot, WriteTask
 from elasticd.checkpointing.state import checkpoint_files
 from elasticd.checkpointing.storage.atomic_write import HashingFile, Staging, staging_path, write_file
+from elasticd.checkpointing.storage.lineage import Entry
 from elasticd.checkpointing.storage.manifest import MANIFEST, FileState, Manifest
 from elasticd.checkpointing.storage.object_store import store_of
 
@@ -36,7 +37,7 @@ Content = Callable[[HashingFile], None]
 Found = TypeVar("Found")
 
 
-def write_snapshot(fd: int, snapshot: Snapshot, gives_up: Callable[[], str]) -> checkpoint_files.Entry | None:
+def write_snapshot(fd: int, snapshot: Snapshot, gives_up: Callable[[], str]) -> Entry | None:
     """This node's part of a checkpoint, from the buffer `fd`; the first node's result is the checkpoint.
 
     Raises OSError, also when another node does not write its part, or when `gives_up` returns a reason.

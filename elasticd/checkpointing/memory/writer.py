@@ -80,6 +80,7 @@ from elasticd.checkpointing.memory.memory_limit import oom_kills, refusal
 from elasticd.checkpointing.memory.shard_server import NICE, PartnerCopy, ShardServer
 from elasticd.checkpointing.state import checkpoint_files
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
+from elasticd.checkpointing.storage.lineage import Entry
 from elasticd.checkpointing.storage.manifest import Manifest, parse, read
 from elasticd.checkpointing.storage.retention import retain
 from elasticd.errors import CheckpointError
@@ -467,9 +468,7 @@ class Writer:
         )
         return {"saved": bool(path), "path": path, "why": "" if path else KILLED}
 
-    def _finish(
-        self, snapshot: Snapshot, entry: checkpoint_files.Entry | None, why: str, kind: str = "checkpoint_failed"
-    ) -> None:
+    def _finish(self, snapshot: Snapshot, entry: Entry | None, why: str, kind: str = "checkpoint_failed") -> None:
         """The end of a task, for the ranks and, as a worker event, for the agent."""
         self._results[snapshot.key] = {"saved": entry is not None, "path": str(entry.path) if entry else "", "why": why}
         while len(self._results) > RESULTS:
@@ -539,7 +538,7 @@ class Writer:
         """The saves that are to be written, and the buffers that they are in."""
         return [(snapshot.key, at) for at, snapshot in enumerate(self._buffers.held) if snapshot and snapshot.is_due]
 
-    def _write(self, number: int, snapshot: Snapshot, is_last: bool) -> tuple[checkpoint_files.Entry | None, str]:
+    def _write(self, number: int, snapshot: Snapshot, is_last: bool) -> tuple[Entry | None, str]:
         task, draft = snapshot.task, snapshot.draft
         assert task is not None
         try:
@@ -584,11 +583,11 @@ class Writer:
             events.write("message", f"old checkpoints could not be deleted: {error}", snapshot.draft.step)
 
 
-def _entry(path: str) -> checkpoint_files.Entry:
+def _entry(path: str) -> Entry:
     manifest = read(Path(path))
     if not isinstance(manifest, Manifest):
         raise CheckpointError(manifest.why)
-    return checkpoint_files.Entry(Path(path), manifest)
+    return Entry(Path(path), manifest)
 
 
 def main() -> None:
