@@ -119,21 +119,21 @@ class HeartbeatThread:
     def _run(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, NAME, 0, 0, 0)
         try:
-            self._tick()
-            while not self._stop.acquire(timeout=self._period_s * self._periods):
-                self._tick()
-            self._tick()  # of an exited rank all collectives are counted
+            self.tick()
+            while not self._stop.acquire(timeout=self._period_s * self.periods):
+                self.tick()
+            self.tick()  # of an exited rank all collectives are counted
         finally:
             self._writer.thread_stopped()
             self._over.release()
 
     @property
-    def _periods(self) -> int:
+    def periods(self) -> int:
         """Between the last tick and the next one."""
         return STEPPING_PERIODS if self._stepping >= STEPPING_AFTER else 1
 
-    def _tick(self) -> None:
-        used, periods, progress_ns = self._main.used_ns(), self._periods, self._writer.progress_ns
+    def tick(self) -> None:
+        used, periods, progress_ns = self._main.used_ns(), self.periods, self._writer.progress_ns
         self._stepping = self._stepping + 1 if progress_ns != self._progress_ns else 0
         self._progress_ns = progress_ns
         issued = self._read_collectives()

@@ -220,11 +220,11 @@ class Job:
         ports = (self.work / "ports").read_text().split() if (self.work / "ports").exists() else []
         return [
             *(f"process {pid} {comm}" for pid, comm in self.processes().items()),
-            *map(str, self._memory()),
+            *map(str, self.memory()),
             *(f"port {port}" for port in set(ports) if listened_to(int(port))),
         ]
 
-    def _memory(self) -> list[Path]:
+    def memory(self) -> list[Path]:
         """The agent's directories, see run.runtime_directory."""
         return [*Path("/dev/shm").glob(f"elasticd-{os.getuid()}-{self.pid}-*")]
 
@@ -239,7 +239,7 @@ class Job:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        kept = [] if Path("/proc", str(self.pid)).exists() else self._memory()  # or the number is another's by now
+        kept = [] if Path("/proc", str(self.pid)).exists() else self.memory()  # or the number is another's by now
         for path in kept:
             shutil.rmtree(path, ignore_errors=True)
         assert not (by_itself and kept), kept

@@ -157,7 +157,7 @@ def hold_at(job_nodes: Nodes, names: str, step: int, flags: list[str], kind: str
 
 
 def worker_events(agent: Job) -> str:
-    files = (path for directory in agent._memory() for path in directory.glob("round-*/worker-events-*"))
+    files = (path for directory in agent.memory() for path in directory.glob("round-*/worker-events-*"))
     return "".join(path.read_text() for path in files)
 
 

@@ -587,12 +587,12 @@ def test_optimizer_that_has_a_state_keeps_its_memory(tmp_path: Path, make: Any) 
     )
     for earlier in (0, 1):
         other_model, other = trained(earlier)
-        before = training_state._addresses(other.state)
+        before = training_state.addresses(other.state)
         loaded = checkpoint.load(entry)
         training_state.scatter({"model": other_model, "optimizer": other}, loaded)
-        assert training_state._addresses(loaded).isdisjoint(training_state._addresses(other.state))
+        assert training_state.addresses(loaded).isdisjoint(training_state.addresses(other.state))
         if earlier and make is torch.optim.Adam:
-            assert training_state._addresses(other.state) == before
+            assert training_state.addresses(other.state) == before
         for _ in range(2):
             step(other_model, other)
         expected_model, _ = trained(4)

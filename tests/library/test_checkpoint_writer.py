@@ -154,8 +154,7 @@ def test_rank_killed_during_its_copy(saves: Saves, dies: int, moment: str) -> No
     assert saves.wait()["saved"]
     saves.number += 1
     layout = saves.layout(2)
-    begin = {"do": "begin", "round": 1, "number": saves.number, "share": dies, "shares": 2, "size": layout.bytes}
-    fd, _ = saves.ranks[dies]._borrow({**begin, "digest": layout.shared_digest})
+    fd, _ = saves.ranks[dies].begin(saves.draft(layout, 2), saves.number, dies, 2, layout.shared_digest)
     if moment == "between copy and report":
         layout.copy_shared(functools.partial(write_at, fd), dies, 2)
         layout.copy_own(fd)
@@ -588,7 +587,7 @@ def test_state_is_saved_at_a_fault_once_a_rank_that_copies_a_save_has_ended(node
     begin |= {"digest": layout.shared_digest, "version": PROTOCOL}
     child = 0
     if end == "by itself":
-        os.close(saves.ranks[0]._borrow(begin)[0])
+        os.close(saves.ranks[0].begin(saves.draft(layout, 2), 2, 0, 2, layout.shared_digest)[0])
         for _ in range(2):
             with pytest.raises(SnapshotRefused, match=STILL_COPIED):
                 donor.begin(saves.draft(layout, 2), donated_number(2, 1), 0, 1, layout.shared_digest)

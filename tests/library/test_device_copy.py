@@ -23,7 +23,7 @@ def test_pieces_of_all_sizes_are_put_together_again(monkeypatch: pytest.MonkeyPa
         most = max(most, len(data))
     assert found == expected
     assert most == 128
-    for batch in device_copy._batches(parts):
+    for batch in device_copy.batches(parts):
         ends = [at + len(piece) for at, _, piece in batch]
         assert ends[-1] <= 128
         assert all(end <= at for end, (at, _, _) in zip(ends, batch[1:], strict=False))

@@ -335,16 +335,16 @@ def test_half_the_ticks_while_steps_are_short(tmp_path: Path) -> None:
     ticker = HeartbeatThread(writer)
     with HeartbeatReader(tmp_path / "beat") as reader:
         for step in range(STEPPING_AFTER):
-            assert ticker._periods == 1
+            assert ticker.periods == 1
             writer.step(step)
-            ticker._tick()
-        assert (ticker._periods, reader.read().alive_ticks) == (STEPPING_PERIODS, STEPPING_AFTER)
+            ticker.tick()
+        assert (ticker.periods, reader.read().alive_ticks) == (STEPPING_PERIODS, STEPPING_AFTER)
         writer.step(STEPPING_AFTER)
-        ticker._tick()
+        ticker.tick()
         assert reader.read().alive_ticks == STEPPING_AFTER + STEPPING_PERIODS
-        ticker._tick()
-        assert ticker._periods == 1
-        ticker._tick()
+        ticker.tick()
+        assert ticker.periods == 1
+        ticker.tick()
         assert reader.read().alive_ticks == STEPPING_AFTER + 2 * STEPPING_PERIODS + 1
 
 

@@ -63,9 +63,9 @@ def s3(servers: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     monkeypatch.setattr(object_store, "_PATIENCE_S", 2.0)
     monkeypatch.setattr(object_store, "RESTORE_PATIENCE_S", 2.0)
     servers.fault("clear")
-    object_store._store.cache_clear()
+    object_store.cached_store.cache_clear()
     yield servers
-    object_store._store.cache_clear()
+    object_store.cached_store.cache_clear()
 
 
 def disconnect() -> None:
@@ -73,7 +73,7 @@ def disconnect() -> None:
     import s3fs
     from fsspec.implementations.dirfs import DirFileSystem
 
-    object_store._store.cache_clear()
+    object_store.cached_store.cache_clear()
     for each in s3fs.S3FileSystem._cache.values():
         if each._s3 is not None:
             s3fs.S3FileSystem.close_session(each.loop, each._s3creator)

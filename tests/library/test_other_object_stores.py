@@ -95,7 +95,7 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 def nodes(store: Server, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: Any) -> Iterator[Any]:
     monkeypatch.setattr(object_store, "_PATIENCE_S", 2.0)
-    object_store._store.cache_clear()
+    object_store.cached_store.cache_clear()
     made: list[common.Node] = []
     prefix = "".join(each if each.isalnum() else "-" for each in request.node.name)
 

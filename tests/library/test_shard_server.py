@@ -150,16 +150,18 @@ STRANGERS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", STRANGERS)
-def test_stranger_reads_nothing(parts: list[Part], case: str) -> None:
+def test_stranger_reads_nothing(parts: list[Part], monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     wrong, error, why = STRANGERS[case]
     part = parts[0]
     part.save(5)
     server = part.rank.serve("127.0.0.1")
     for ask in (lambda remote: remote.state(), lambda remote: remote.size(STATE)):
-        with contextlib.closing(RemoteNode(server, "job", "run", (1, 5))) as remote:
-            remote._request.update(wrong)
-            with pytest.raises(error, match=why):
-                ask(remote)
+        own = {"secret": server[2], "job": "job", "run": "run", "round": 1, "number": 5, **wrong}
+        with monkeypatch.context() as patch:
+            patch.setattr(shard_server, "PROTOCOL", wrong.get("version", shard_server.PROTOCOL))
+            stranger = RemoteNode((*server[:2], own["secret"]), own["job"], own["run"], (own["round"], own["number"]))
+        with contextlib.closing(stranger) as remote, pytest.raises(error, match=why):
+            ask(remote)
     with contextlib.closing(RemoteNode(server, "job", "run", (1, 5))) as remote:
         assert remote.state().draft.step == 5
         piece = bytearray(1000)

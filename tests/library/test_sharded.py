@@ -208,7 +208,7 @@ def test_metadata_runs_no_code(module: str, name: str) -> None:
     """A directory may be another user's: its pickle gets the classes of DCP's metadata and nothing else."""
     content = b"\x80\x04" + _text(module) + _text(name) + b"\x93" + _text("x") + b"\x85R."
     with pytest.raises(CheckpointCorrupt, match=f"it refers to {module}.{name}"):
-        shard_plan._read_metadata(content)
+        shard_plan.read_metadata(content)
 
 
 def _text(value: str) -> bytes:

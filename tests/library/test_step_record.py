@@ -47,7 +47,7 @@ def test_random_states_at_each_commit_are_exact(
 ) -> None:
     if not is_known:
         monkeypatch.setattr(generators, "_memory", lambda _: memoryview(bytes(8)))
-    sources = (generators._python_source(PYTHON), *generators._numpy_sources(NUMPY))
+    sources = (generators.python_source(PYTHON), *generators.numpy_sources(NUMPY))
     assert [isinstance(each, memoryview) for each in sources] == [is_known] * 3
     record, path = StepRecord(str(tmp_path / "record"), [], [torch.ones(3)]), str(tmp_path / "record")
     for step in range(1, 6):

@@ -49,7 +49,7 @@ class GpuCopies:
         if not at_once:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         filled: list[tuple[int, memoryview]] = []
-        for number, batch in enumerate(_batches(parts)):
+        for number, batch in enumerate(batches(parts)):
             chunk, filling = self._chunks[number % 2], []
             with torch.cuda.stream(self._stream):
                 for at, place, source in batch:
@@ -85,7 +85,7 @@ def pieces(device: torch.device, parts: Iterable[Part]) -> Iterator[tuple[int, m
     if device.type == "cuda":
         yield from _gpu(device).pieces(parts, at_once=False)
         return
-    for batch in _batches(parts):
+    for batch in batches(parts):
         for _, place, source in batch:
             copied = source.cpu()
             yield place, view(copied.data_ptr(), copied.nbytes)
@@ -97,7 +97,7 @@ def _gpu(device: torch.device) -> GpuCopies:
     return GpuCopies(device)
 
 
-def _batches(parts: Iterable[Part]) -> Iterator[list[tuple[int, int, torch.Tensor]]]:
+def batches(parts: Iterable[Part]) -> Iterator[list[tuple[int, int, torch.Tensor]]]:
     """Batches that fit into a chunk: the place of each piece there and in the file, and its memory."""
     import torch
 

@@ -66,7 +66,7 @@ class Generators:
         self._bits: Any = None
         self._half: Any = None
         self._numbers: Numbers
-        self._follow(_python_source(self._python))
+        self._follow(python_source(self._python))
 
     def look(self) -> Numbers:
         """Afterwards the states are in `memory`, which is another list if they are elsewhere than before.
@@ -116,7 +116,7 @@ class Generators:
         bits = self._numpy._bit_generator
         if type(bits).__name__ != _KIND:
             raise CheckpointError(f"numpy's default generator is {type(bits).__name__}, not {_KIND}")
-        self._follow(_python_source(self._python), *_numpy_sources(self._numpy))
+        self._follow(python_source(self._python), *numpy_sources(self._numpy))
         self._bits = bits
 
     def _follow(self, *sources: Source) -> None:
@@ -158,7 +158,7 @@ def decode(memory: bytes, numbers: Numbers) -> RandomState:
     return states
 
 
-def _python_source(generator: Any) -> Source:
+def python_source(generator: Any) -> Source:
     """The source of a python generator's index and words."""
 
     def offered() -> bytes:
@@ -178,7 +178,7 @@ def _python_source(generator: Any) -> Source:
     return _memory(generator)[at : at + _STATE_BYTES]
 
 
-def _numpy_sources(generator: Any) -> tuple[Source, Source]:
+def numpy_sources(generator: Any) -> tuple[Source, Source]:
     """The sources of a numpy generator's words and position, and of its half of a pair of normal samples."""
 
     def offered() -> bytes:

@@ -218,7 +218,7 @@ def load_shards(open_file: OpenFile, make_targets: Any) -> StateDict:
     from torch.distributed.checkpoint.planner import LoadItemType
 
     with open_file(METADATA) as view:
-        metadata = _read_metadata(bytes(view(0, None)))
+        metadata = read_metadata(bytes(view(0, None)))
     planner = DefaultLoadPlanner()
     targets: StateDict = make_targets(metadata)
     planner.set_up_planner(targets, metadata, True)
@@ -300,7 +300,7 @@ _METADATA_TYPES = {
 }
 
 
-def _read_metadata(content: bytes) -> Metadata:
+def read_metadata(content: bytes) -> Metadata:
     try:
         metadata: Metadata = _Unpickler(io.BytesIO(content)).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:

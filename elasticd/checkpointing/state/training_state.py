@@ -203,17 +203,17 @@ def _load(target: Any, state: Any, in_place: Collection[int]) -> None:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    mapped = _addresses(state) - set(in_place)
+    mapped = addresses(state) - set(in_place)
     if isinstance(target, Module):
         target.load_state_dict(wrapped(state, target))
-        if mapped.isdisjoint(_addresses(target.state_dict())):
+        if mapped.isdisjoint(addresses(target.state_dict())):
             return
     elif isinstance(target, Optimizer):
         before, settings = dict(target.state), [list(group) for group in target.param_groups]
         target.load_state_dict(state)
         _check_settings(target, settings)
         _keep_copies(target.state, before, mapped)
-        if mapped.isdisjoint(_addresses(target.state)):
+        if mapped.isdisjoint(addresses(target.state)):
             return
     elif not mapped and all(tensor.layout is torch.strided for tensor in tensors(state)):
         target.load_state_dict(state)
@@ -255,9 +255,9 @@ def _keep_copies(state: Mapping[Any, Any], before: Mapping[Any, Any], mapped: se
         for parameter, values in state.items()
         if isinstance(values, dict)
         for key, value in values.items()
-        if isinstance(value, torch.Tensor) and _addresses(value) & mapped
+        if isinstance(value, torch.Tensor) and addresses(value) & mapped
     ]
-    if len(loaded) != len({address for _, _, value, _ in loaded for address in _addresses(value)}):
+    if len(loaded) != len({address for _, _, value, _ in loaded for address in addresses(value)}):
         return  # some of them share memory
     for values, key, value, old in loaded:
         alike = isinstance(old, torch.Tensor) and (old.dtype, old.device) == (value.dtype, value.device)
@@ -296,7 +296,7 @@ def _copied(state: Any) -> Any:
     return copy.deepcopy(state, {id(tensor): tensor.clone() for tensor in tensors(state) if tensor.layout not in usual})
 
 
-def _addresses(state: Any) -> set[int]:
+def addresses(state: Any) -> set[int]:
     """The storages of the dense tensors in nested containers."""
     import torch
 

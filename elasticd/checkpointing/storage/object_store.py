@@ -62,7 +62,7 @@ _BLOCK_BYTES = 8 << 20
 def store_of(directory: str | os.PathLike[str]) -> ObjectStore | None:
     """None for a directory that is a copy of no store."""
     url = url_of(Path(directory))
-    return None if url is None else _store(Path(directory), url)
+    return None if url is None else cached_store(Path(directory), url)
 
 
 class ObjectStore:
@@ -476,7 +476,7 @@ def damage(path: Path, file: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=16)
-def _store(directory: Path, url: str) -> ObjectStore:
+def cached_store(directory: Path, url: str) -> ObjectStore:
     return ObjectStore(directory, url)
 
 
