@@ -45,7 +45,7 @@ class GivenOrder:
 
 
 def length(order: Any, seed: int) -> int:
-    """Of an epoch; raises SamplerError for a sampler that shards, and for what gives no indices."""
+    """The length of an epoch. Raises SamplerError for a sampler that shards, and for one that gives no indices."""
     if hasattr(order, "num_replicas"):
         raise SamplerError(
             f"order={type(order).__name__}: it gives each rank a share, which ElasticBatchSampler would share out "

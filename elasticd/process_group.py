@@ -31,7 +31,7 @@ reducer then holds the last reference to the process group, it joins that thread
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnvironment:
-    """What elasticd's and torchrun's variables say of this process."""
+    """This process, as elasticd's and torchrun's variables describe it."""
 
     local_rank: int
     round: int
@@ -41,7 +41,7 @@ class WorkerEnvironment:
     run: str
     """The token of one run of the job."""
     nodes: int = 1
-    """In this round, as far as the launcher says."""
+    """The nodes of this round, as far as the launcher says."""
     node: int = 0
     """This one, by its first rank."""
     failed_restarts: int = 0
@@ -56,7 +56,7 @@ class DefaultGroup:
     world_size: int
     device: torch.device
     created: bool
-    """By `join`; False: the script had made it."""
+    """True if `join` made it; False: the script had."""
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> WorkerEnvironment:
@@ -118,9 +118,11 @@ def gather_objects(mine: Any, group: DefaultGroup) -> list[Any]:
     sizes = torch.zeros(group.world_size, dtype=torch.int64, device=device)
     dist.all_gather(list(sizes.view(-1, 1).unbind()), torch.tensor([len(data)], device=device))
     own = _padded(data, int(sizes.max())).to(device)
-    found = [torch.empty_like(own) for _ in range(group.world_size)] if group.rank == 0 else None
-    dist.gather(own, found)
-    return [pickle.loads(host_bytes(each)[:size]) for each, size in zip(found or (), sizes.tolist(), strict=False)]
+    gathered = [torch.empty_like(own) for _ in range(group.world_size)] if group.rank == 0 else None
+    dist.gather(own, gathered)
+    return [
+        pickle.loads(host_bytes(pickled)[:size]) for pickled, size in zip(gathered or (), sizes.tolist(), strict=False)
+    ]
 
 
 def scatter_objects(every: list[Any], group: DefaultGroup) -> Any:
@@ -131,12 +133,12 @@ def scatter_objects(every: list[Any], group: DefaultGroup) -> Any:
     if group.world_size == 1:
         return every[0]
     device = _object_device(group)
-    data = [pickle.dumps(each) for each in every] if group.rank == 0 else [b""] * group.world_size
+    data = [pickle.dumps(content) for content in every] if group.rank == 0 else [b""] * group.world_size
     sizes = torch.tensor(list(map(len, data)), dtype=torch.int64, device=device)
     dist.broadcast(sizes, src=0)
     most = int(sizes.max())
     mine = torch.empty(most, dtype=torch.uint8, device=device)
-    dist.scatter(mine, [_padded(each, most).to(device) for each in data] if group.rank == 0 else None)
+    dist.scatter(mine, [_padded(content, most).to(device) for content in data] if group.rank == 0 else None)
     return pickle.loads(host_bytes(mine)[: int(sizes[group.rank])])
 
 
@@ -155,7 +157,7 @@ def _padded(data: bytes, size: int) -> torch.Tensor:
 
 
 def _object_device(group: DefaultGroup) -> torch.device:
-    """Where the group's backend takes tensors; the host where it can."""
+    """The device on which the group's backend takes tensors; the host where it can."""
     import torch
     import torch.distributed as dist
 

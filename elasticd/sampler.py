@@ -47,14 +47,14 @@ class _Loader(NamedTuple):
     """The DataLoader that iterates over a sampler, as far as it is known."""
 
     unordered: bool = False
-    """Its batches arrive in another order than the sampler's."""
+    """The batches arrive in another order than the sampler's."""
     wrapped: bool = False
     """Another batch sampler is between them."""
 
 
 @dataclass(slots=True)
 class Usage:
-    """What a process has done with a sampler."""
+    """A process's use of a sampler."""
 
     has_committed: bool = False
     begun: int = 0
@@ -73,7 +73,7 @@ _ITERATED: weakref.WeakSet[ElasticBatchSampler] = weakref.WeakSet()
 
 def uncommitted() -> list[ElasticBatchSampler]:
     """Samplers that this process has iterated over, and that have never committed a step."""
-    return [each for each in _ITERATED if not each._usage.has_committed]
+    return [sampler for sampler in _ITERATED if not sampler._usage.has_committed]
 
 
 def usage_of(sampler: ElasticBatchSampler) -> Usage:
@@ -82,7 +82,7 @@ def usage_of(sampler: ElasticBatchSampler) -> Usage:
 
 @dataclass(slots=True)
 class _Consumption:
-    """What one iteration fetched, and what was committed meanwhile."""
+    """The indices that one iteration fetched, and those committed meanwhile."""
 
     loader: _Loader
     steps: int = 0
@@ -308,7 +308,7 @@ class ElasticBatchSampler:
 
     @contextlib.contextmanager
     def in_next_epoch(self) -> Iterator[None]:
-        """In this block the state of an epoch that is over is that of the beginning of the next one."""
+        """The state of an epoch that is over is, in this block, that of the beginning of the next one."""
         self._is_past = self.is_at_end
         try:
             yield

@@ -114,25 +114,26 @@ class Session:
         self._is_put_off = self._is_requested = False
         """A save is due; by `save()`. All ranks decide at the end of each step until it is made."""
         self._due = ""
-        """On rank 0: why."""
+        """The reason, on rank 0."""
         self._partial = 0
-        """On rank 0: steps for which an optimizer's step was waited for."""
+        """The steps for which rank 0 waited for an optimizer's step."""
         self._said: set[str] = set()
         self._step_end: StepEnd | None = None
         self._thread = threading.get_ident()
-        """That steps."""
+        """The thread that steps."""
         self._loop: ElasticBatchSampler | None = None
         """The attached sampler that a step asks first: where a step takes batches of two, the loop is over this one."""
         self._random_state: dict[str, Any] | None = None
-        """To be set when the first batch is given: an iteration that begins in the middle of an epoch draws a seed."""
+        """The random state to be set when the first batch is given: an iteration that begins in the middle of an epoch
+        draws a seed."""
         self._continued: list[ElasticBatchSampler] = []
         """Samplers whose next iteration begins there."""
         self._before_seed: tuple[ElasticBatchSampler, torch.Tensor] | None = None
-        """Of a second one, whose iteration begins in a step."""
+        """The random state before the seed of a second sampler, whose iteration begins in a step."""
         self._sigterm = SigtermHandler()
         self._steps = 0
         self._calls = 0
-        """Of `save()`."""
+        """The number of calls of `save()`."""
         self._stepped = False
         self._restored = self._has_called_restore = False
         self._should_stop = False
@@ -162,7 +163,7 @@ class Session:
 
     @property
     def local_rank(self) -> int:
-        """Its rank on this machine, which is also its device's index."""
+        """The process's rank on this machine, which is also its device's index."""
         return self._environment.local_rank
 
     @property
@@ -172,7 +173,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """What this rank trains on: the accelerator of its local rank, else the CPU."""
+        """The device that this rank trains on: the accelerator of its local rank, else the CPU."""
         return self._group.device
 
     @property
@@ -201,8 +202,8 @@ class Session:
         Where that has loaded nothing, a call after the first step is a warning.
         """
         objects, own = (
-            {name: training_state.attachable(name, obj) for name, obj in each.items()}
-            for each in (objects, per_rank or {})
+            {name: training_state.attachable(name, obj) for name, obj in by_name.items()}
+            for by_name in (objects, per_rank or {})
         )
         every = [*objects.items(), *own.items()]
         names = {*self._attached, *self._context.per_rank}
@@ -259,7 +260,7 @@ class Session:
             self._restored = True
             self._steps = resumed.step
             self._decisions.reset(resumed.step)
-            self._continued = [each for each in self._samplers() if each.offset]
+            self._continued = [sampler for sampler in self._samplers() if sampler.offset]
             if self._continued:
                 self._random_state = training_state.random_state(self._group.device)
         return resumed
@@ -337,8 +338,8 @@ class Session:
             return False
         is_past = how == "in the next epoch"
         with ExitStack() as within:
-            for each in self._samplers() if is_past else ():
-                within.enter_context(each.in_next_epoch())
+            for sampler in self._samplers() if is_past else ():
+                within.enter_context(sampler.in_next_epoch())
             drawn = self._step_end.random_state if self._step_end is not None and not is_past else None
             saved = self._save("requested by the script", wait=True, random_state=drawn)
         if self._step_end is not None:
@@ -346,7 +347,7 @@ class Session:
         return saved
 
     def _how_to_save(self) -> dict[str, Any]:
-        """On rank 0, for all: what `save()` does."""
+        """The choice of rank 0 for all ranks of what `save()` does."""
         if self._should_stop and self._optimized:
             return {"how": "after a stop"}
         if self._optimized or not (self._was_optimized or not self._has_gradients()):
@@ -507,7 +508,7 @@ class Session:
         self.close()
 
     def _status(self) -> RankStatus:
-        """What the other ranks may read of this one; called by the publisher's thread."""
+        """The status of this rank that the others may read; called by the publisher's thread."""
         name, phase = self._barriers.waiting_at, self._heartbeat.current_phase
         shown = "pause" if phase == Phase.BARRIER else phase.name.lower()
         awaited, issued = self._channel.awaited, self._issued()
@@ -540,7 +541,7 @@ class Session:
 
     def _is_at_end(self) -> bool:
         """The loop over the batches has come to the end of an epoch. A second sampler has epochs of its own."""
-        return any(each.is_at_end for each in ([self._loop] if self._loop is not None else self._samplers()))
+        return any(loop.is_at_end for loop in ([self._loop] if self._loop is not None else self._samplers()))
 
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         self._optimized = True
@@ -559,7 +560,8 @@ class Session:
             self._begin_step(is_certain=True)
 
     def _put_back_random_state(self, sampler: ElasticBatchSampler, is_iteration: bool) -> None:
-        """For its DataLoader's iteration draws a seed, and an undisturbed run draws none in the middle of an epoch."""
+        """Put the random state back: the DataLoader's iteration draws a seed, and an undisturbed run draws none in the
+        middle of an epoch."""
         before, self._before_seed = self._before_seed, None
         is_continued = sampler in self._continued
         if is_iteration:

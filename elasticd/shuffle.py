@@ -56,8 +56,8 @@ class Permutation:
         x = self._round_trip(torch.tensor(positions, dtype=torch.int64, device="cpu"))
         while bool((outside := x >= self._n).any()):
             x[outside] = self._round_trip(x[outside])
-        found: list[int] = x.tolist()
-        return found
+        indices: list[int] = x.tolist()
+        return indices
 
     def _round_trip(self, x: Tensor) -> Tensor:
         left, right = x // self._columns, x % self._columns

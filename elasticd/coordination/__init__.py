@@ -1,4 +1,4 @@
-"""What the ranks of one round agree on without a collective: decisions, barriers, pauses, status.
+"""Agreements of the ranks of one round without a collective: decisions, barriers, pauses, status.
 
 Entry points are `DecisionPoints` and `Barriers`, used by `elasticd.session`. They run in the training thread of a
 worker; `StatusPublisher` adds one thread, and a barrier one more while it lasts. All of it goes through the round's

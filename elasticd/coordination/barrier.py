@@ -196,7 +196,7 @@ class _Barrier:
                 self._outcome = json.loads(store.get(self._key + "outcome"))
 
     def turn(self, store: Any) -> None:
-        """In the publisher's thread: read the status of missing ranks; at the deadline, end the barrier."""
+        """Read the status of missing ranks, in the publisher's thread; at the deadline, end the barrier."""
         waited_s = time.monotonic() - self._began
         if waited_s >= self._seconds:
             self.due = math.inf

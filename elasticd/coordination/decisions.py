@@ -30,7 +30,7 @@ _MAX_STEPS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What all ranks do at the end of `step`, why, and at which step they decide again."""
+    """The thing that all ranks do at the end of `step`, why, and the step at which they decide again."""
 
     step: int
     next: int

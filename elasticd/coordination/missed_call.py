@@ -16,7 +16,7 @@ from elasticd.coordination.rank_status import MAX_RANKS_LISTED, RankStatus, Stat
 from elasticd.errors import DecisionTimeout, ElasticdError, MissedCall
 
 BLOCKED_S = 2.0
-"""For how long a status must show the same collective: it is published once a second, and collectives end."""
+"""A status must show the same collective for this long: it is published once a second, and collectives end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class Awaited:
     """A session call in which this rank waits for others."""
 
     number: int
-    """Of this rank's waits: another wait has another number."""
+    """Each wait of this rank has a number of its own."""
     call: str
-    """As the script calls it: "save()"."""
+    """The call as the script writes it: "save()"."""
     key: str
-    """What it waits for in the store; "*" stands for the rank that writes it."""
+    """The key that it waits for in the store; "*" stands for the rank that writes it."""
     ranks: tuple[int, ...] = ()
     """The first ranks that it waits for; empty: for all that have not come, which it does not know."""
 

@@ -34,13 +34,13 @@ MAX_RANKS_LISTED = 16
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Where a rank is."""
+    """The place of a rank in the script."""
 
     step: int
     phase: str
     barrier: str = ""
     duration_s: float = 0.0
-    """For how long, by the rank's own clock, with a period's resolution."""
+    """The time since then by the rank's own clock, with a period's resolution."""
     issued: int = -1
     """Collectives of the default process group so far, and since the last step; -1: not counted."""
     issued_in_step: int = -1
@@ -72,7 +72,7 @@ class _Received:
 
 
 class StatusReader:
-    """What one observer has read of other ranks; all times are its own."""
+    """The statuses that one observer has read of other ranks; all times are its own."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -82,11 +82,11 @@ class StatusReader:
     def read(self, store: Any, ranks: Iterable[int]) -> None:
         """Read the status of these ranks, or of the first few of them. Raises what the store does."""
         for rank in list(ranks)[:MAX_RANKS_LISTED]:
-            found = _read(store, f"{self._prefix}status/{rank}")
+            content = _read(store, f"{self._prefix}status/{rank}")
             now = time.monotonic()
             known = self._received.get(rank)
-            if found is not None and (known is None or known.number != found[0]):
-                self._received[rank] = _Received(*found, before=now, after=self._read_at.get(rank))
+            if content is not None and (known is None or known.number != content[0]):
+                self._received[rank] = _Received(*content, before=now, after=self._read_at.get(rank))
             self._read_at[rank] = now
 
     def last(self, rank: int) -> tuple[int, RankStatus | None]:
@@ -139,7 +139,7 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
     "ranks": lambda ranks: tuple(map(int, ranks)),
     "failed": bool,
 }
-"""What a status may hold in the store; a rank of another version may leave out some, and add others."""
+"""The fields that a status may hold in the store; a rank of another version may leave out some, and add others."""
 
 
 class PeriodicTask(Protocol):
@@ -267,8 +267,8 @@ class StatusPublisher:
             self._last = status
             self._since = now
         self._published += 1
-        found = {name: getattr(status, name) for name in _FIELDS}
-        content = {"n": self._published, **found, "duration_s": round(now - self._since, 1)}
+        fields = {name: getattr(status, name) for name in _FIELDS}
+        content = {"n": self._published, **fields, "duration_s": round(now - self._since, 1)}
         # What is not known is left out: every rank publishes once a second.
         short = {name: value for name, value in content.items() if value not in ("", (), -1, False)}
         store.set(self._key, json.dumps({"step": status.step, "phase": status.phase, **short}))

@@ -74,7 +74,7 @@ class StoreChannel:
 
     @contextlib.contextmanager
     def one_of_many(self, call: str) -> Iterator[None]:
-        """In a session call that the script may repeat: no message of an earlier one is read."""
+        """Number a session call that the script may repeat: no message of an earlier one is read."""
         self._calls[call] = number = self._calls.get(call, 0) + 1
         self._below = f"{call}/{number}/"
         try:
@@ -91,8 +91,8 @@ class StoreChannel:
     def read(self, key: str, what: str, timeout_s: float | None = None) -> bytes:
         """Wait for rank 0's message and read it; the error calls it `what`. `timeout_s` overrides the channel's."""
         self._wait({key: 0}, key, what, timeout_s)
-        found: bytes = self.store.get(self._full(key))
-        return found
+        value: bytes = self.store.get(self._full(key))
+        return value
 
     def delete(self, key: str) -> None:
         self.store.delete_key(self._full(key))
@@ -134,10 +134,10 @@ class StoreChannel:
         if not keys:
             return [mine]
         self._wait(keys, f"{key}/*", what)
-        found = [mine, *(self.store.get(self._full(each)) for each in keys)]
-        for each in keys:
-            self.delete(each)
-        return found
+        values = [mine, *(self.store.get(self._full(other)) for other in keys)]
+        for other in keys:
+            self.delete(other)
+        return values
 
     def leave(self, key: str = "left") -> None:
         """The last message of each rank; rank 0 waits for them, but only for some seconds and not for dead ranks."""
@@ -161,7 +161,7 @@ class StoreChannel:
             self._heartbeat.set_wait()
 
     def waits_for(self, missing: list[int]) -> None:
-        """In the status and the heartbeat: the ranks for which it waits."""
+        """Put the ranks for which it waits into the status and the heartbeat."""
         awaited = self.awaited
         if awaited is not None and missing:
             self.awaited = awaited.of(missing)

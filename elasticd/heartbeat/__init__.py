@@ -1,4 +1,4 @@
-"""What a worker reports to its agent: heartbeat (shared memory), worker events (a file), the exit report.
+"""Reports of a worker to its agent: heartbeat (shared memory), worker events (a file), the exit report.
 
 Entry points are `record.HeartbeatWriter` in the worker and `record.HeartbeatReader` in the agent. The training thread
 writes steps and phases; `thread.HeartbeatThread` adds what a hung training thread cannot write. Nothing in this package

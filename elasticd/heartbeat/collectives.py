@@ -33,7 +33,8 @@ class Collectives:
         self._uncounted = 0
 
     def issued(self) -> int:
-        """So far; -1 while there is no group that counts. It runs once a step, so it calls no function of ours."""
+        """The collectives issued so far; -1 while there is no group that counts. It runs once a step, so it calls no
+        function of ours."""
         if self._c10d is None:
             self._c10d = sys.modules.get(_C10D)
             if self._c10d is None:
@@ -74,7 +75,8 @@ def timeout_ms(group: Any) -> int:
 
 
 def longest_timeout_ms(default: Any) -> int:
-    """Of the process groups, as far as they are few; of the default one if more is not known."""
+    """The longest timeout of the process groups, as far as they are few; that of the default one if more is not
+    known."""
     try:
         groups = list(sys.modules[_C10D]._world.pg_map)[:MOST_TIMEOUTS]
     except Exception:  # noqa: BLE001 as above

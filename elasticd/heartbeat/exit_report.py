@@ -1,4 +1,4 @@
-"""How a script ended, as far as Python could see: its last exit handler writes it into the heartbeat.
+"""The end of a script, as far as Python could see it: the script's last exit handler writes it into the heartbeat.
 
 With it the agent tells a user error from a failure caused by a dead peer. No hook of the script is replaced, and
 nothing is raised into its exit. An end by a signal or os._exit leaves no report.
@@ -20,7 +20,7 @@ _MAX_BASES = 8
 
 @dataclass(frozen=True, slots=True)
 class ExitReport:
-    """What ended the script; an "exception" counts only together with a non-zero exit code."""
+    """The cause of the script's end; an "exception" counts only together with a non-zero exit code."""
 
     kind: str
     """"exception": it was not handled. "exit": Python ended in order, so not by os._exit or a signal."""
@@ -33,7 +33,7 @@ class ExitReport:
 
 
 class ExitReportSink(Protocol):
-    """Where exit reports go: a HeartbeatWriter."""
+    """The receiver of exit reports: a HeartbeatWriter."""
 
     def write_exit_report(self, report: ExitReport) -> None: ...
 
@@ -86,10 +86,10 @@ def encode(report: ExitReport, limit: int) -> bytes:
 
 def decode(data: bytes) -> ExitReport:
     """The inverse of `encode`. Raises ValueError, KeyError or TypeError for anything else."""
-    found = json.loads(data)
-    kind, name, message, text = (found[key] for key in ("kind", "type", "message", "traceback"))
-    code, bases = found["code"], found.get("bases", [])
-    if not all(isinstance(each, str) for each in (kind, name, message, text, *bases)):
+    fields = json.loads(data)
+    kind, name, message, text = (fields[key] for key in ("kind", "type", "message", "traceback"))
+    code, bases = fields["code"], fields.get("bases", [])
+    if not all(isinstance(field, str) for field in (kind, name, message, text, *bases)):
         raise TypeError("a field is not a string")
     if not isinstance(code, int | None):
         raise TypeError("the code is not a number")

@@ -1,4 +1,4 @@
-"""What the main thread does, seen from another thread: where its Python is, and whether it waits for other ranks.
+"""The main thread's activity, seen from another thread: where its Python is, and whether it waits for other ranks.
 
 Reads frames and the thread's processor time; a thread in a C function shows the last line of Python. Of variables only
 the timeout and the group of torch's own collective functions are read.
@@ -14,7 +14,8 @@ from typing import Any
 _WAITING_FILES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py")
 """A thread in a C function called from these files waits for other ranks, as a rule."""
 _BACKWARD_FILES = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py")
-"""So does a backward pass, which ends with DDP's wait for the gradients, but only while it computes nothing."""
+"""A backward pass waits for other ranks, too: it ends with DDP's wait for the gradients, but only while it computes
+nothing."""
 _DDP_FILES = ("/torch/nn/parallel/distributed.py", "/torch/distributed/utils.py")
 _C10D_FILE = "/torch/distributed/distributed_c10d.py"
 _C10D_WRAPPER = "/torch/distributed/c10d_logger.py"
@@ -33,7 +34,7 @@ class MainThread:
         self._clock = time.pthread_getcpuclockid(self._id)
 
     def used_ns(self) -> int:
-        """Its processor time; 0 once it has ended."""
+        """The thread's processor time; 0 once it has ended."""
         try:
             return time.clock_gettime_ns(self._clock)
         except OSError:

@@ -31,14 +31,14 @@ def install_optimizer_hook(writer: HeartbeatWriter, register: Callable[[Any], An
 
     def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal first, steps
-        this = id(optimizer)
-        if this == first or this in others or not first:
-            first = this
+        stepped = id(optimizer)
+        if stepped == first or stepped in others or not first:
+            first = stepped
             steps += 1
             if others:
                 others.clear()
         else:
-            others.add(this)
+            others.add(stepped)
         write(steps)
 
     handle = register(on_step)

@@ -94,7 +94,7 @@ _BARRIER_MS, _PID = 22, 23
 _COLLECTIVES, _ALIVE, _PER_STEP, _WAITS, _TIMEOUT, _AT_STEP, _DUMP_DONE, _MOVED = 24, 25, 26, 27, 28, 29, 30, 31
 _UNKNOWN, _MAX_MS = -1, 1 << 40
 _STEPS_BEFORE_SESSION = 4
-"""In a script with a Session optimizers may step this often before the first `session.step()`."""
+"""Optimizers of a script with a Session may step this often before the first `session.step()`."""
 _BARRIER, _BARRIER_BYTES, _REPORT_AT = 112, 64, 256
 _WAIT = struct.Struct("<iI24s")
 _WAIT_AT = 32
@@ -113,11 +113,11 @@ _READS, _QUICK_READS = 16, 4
 
 
 GroupCounts = tuple[tuple[int, int, int], ...]
-"""Of each NCCL group of a process (group, enqueued, completed): the numbers of its last collectives, 0 for none."""
+"""(group, enqueued, completed) of each NCCL group of a process: the numbers of its last collectives, 0 for none."""
 
 
 class Phase(enum.IntEnum):
-    """What the script does, as far as the heartbeat can know."""
+    """The script's phase, as far as the heartbeat can know."""
 
     STARTING = 0
     STEP = 1
@@ -128,7 +128,7 @@ class Phase(enum.IntEnum):
 
 
 class Source(enum.IntEnum):
-    """What counts the steps: nothing yet, torch's optimizer hook, or the script through its Session."""
+    """The counter of steps: none yet, torch's optimizer hook, or the script through its Session."""
 
     NONE = 0
     HOOK = 1
@@ -279,7 +279,7 @@ class HeartbeatWriter:
             words[_WAITS] += periods
 
     def write_groups(self, groups: GroupCounts) -> None:
-        """What NCCL's recorder says now; MAX_GROUPS at most. For the background thread."""
+        """Write NCCL's counts of now; MAX_GROUPS at most. Called by the background thread."""
         seq = self._words[_GROUPS_SEQ] | 1
         self._words[_GROUPS_SEQ] = seq
         self._words[_GROUPS_SEQ + 1] = time.monotonic_ns()
@@ -289,8 +289,8 @@ class HeartbeatWriter:
         self._words[_GROUPS_SEQ] = seq + 1
 
     def write_wait_timeout(self, timeout_ms: int) -> None:
-        """Of the collective that the main thread waits in, where the script gave it one; 0: none. For the background
-        thread."""
+        """Write the timeout that the script gave the collective the main thread waits in; 0: none. Called by the
+        background thread."""
         self._words[_WAIT_TIMEOUT_AT // 8] = min(timeout_ms, _MAX_MS)
 
     def thread_stopped(self) -> None:
@@ -419,7 +419,7 @@ class HeartbeatReader:
             return ()
         _, read_ns, *numbers = _GROUPS.unpack(raw)
         counts = [(numbers[at], numbers[at + 1], numbers[at + 2]) for at in range(0, len(numbers), 3)]
-        return tuple(one for one in counts if one[0]) if read_ns > progress_ns else ()
+        return tuple(group for group in counts if group[0]) if read_ns > progress_ns else ()
 
     def _exit_report(self, length: int) -> ExitReport:
         where = f"heartbeat file {os.fspath(self._path)}"

@@ -32,21 +32,21 @@ def flight_recorder_dump() -> bytes | None:
         groups = _recorded(sys.modules[_C10D]._world)
     except Exception:  # noqa: BLE001 the script's groups may be of any class, and it must not notice the call
         groups = []
-    used = {one["recorder"] for one in groups}
-    found, recorder, beside = b"", "", b""
+    used = {group["recorder"] for group in groups}
+    newest, recorder, beside = b"", "", b""
     for name in (NCCL, *sorted(used - {"", NCCL, GLOO}), GLOO):
         if dump := _try_dump(name):
-            found, recorder = dump, name
-            if b'"entries":' in found or name in used - {GLOO} or json.loads(found).get("comm_lib_version"):
+            newest, recorder = dump, name
+            if b'"entries":' in newest or name in used - {GLOO} or json.loads(newest).get("comm_lib_version"):
                 break
-    if not found:
+    if not newest:
         return None
     if GLOO in used and recorder != GLOO:
         beside = _try_dump(GLOO)
     dumped = (recorder, GLOO) if beside else (recorder,)
-    unrecorded = [one for one in groups if not one["complete"] or one["recorder"] not in dumped]
+    unrecorded = [group for group in groups if not group["complete"] or group["recorder"] not in dumped]
     facts = json.dumps({"recorder": recorder, "unrecorded": unrecorded}).encode()[:-1]
-    return facts + (b', "gloo": ' + beside if beside else b"") + b", " + found.lstrip()[1:]
+    return facts + (b', "gloo": ' + beside if beside else b"") + b", " + newest.lstrip()[1:]
 
 
 class GroupCounts:
@@ -62,21 +62,21 @@ class GroupCounts:
         A group is a checksum of its name and ranks, which all of its ranks know. Empty where torch has no recorder of
         NCCL, or it is switched off.
         """
-        reading, found = _Reading(self._names), []
+        reading, counts_by_group = _Reading(self._names), []
         try:
             world = sys.modules[_C10D]._world
             for group in list(world.pg_map):
                 name = f"{group.group_name} {sorted(world.pg_group_ranks[group])}"
                 counts = reading.counts(world, group)
                 if counts is not None:
-                    found.append((binascii.crc32(name.encode()) or 1, *counts))
+                    counts_by_group.append((binascii.crc32(name.encode()) or 1, *counts))
         except Exception:  # noqa: BLE001 as above
             return ()
-        return tuple(sorted(found, key=lambda counts: 0 <= counts[1] <= counts[2])[:most])
+        return tuple(sorted(counts_by_group, key=lambda counts: 0 <= counts[1] <= counts[2])[:most])
 
 
 class _Reading:
-    """What the recorders say at one moment; each is read at most once."""
+    """The recorders' content at one moment; each is read at most once."""
 
     def __init__(self, names: dict[tuple[str, int], str]) -> None:
         self._names = names
@@ -121,26 +121,26 @@ class _Reading:
         if enqueued + 1 == issued:  # collectives only
             return issued, completed + 1
         pending = {
-            one["collective_seq_id"]
-            for one in self._read_entries(recorder, pending=True)
-            if one["pg_id"] == number and not one["is_p2p"] and one["collective_seq_id"] <= issued + 1
+            entry["collective_seq_id"]
+            for entry in self._read_entries(recorder, pending=True)
+            if entry["pg_id"] == number and not entry["is_p2p"] and entry["collective_seq_id"] <= issued + 1
         }
         enqueued = max((issued, *pending))
         return enqueued, enqueued - len(pending)
 
     def _last(self, recorder: str) -> dict[int, tuple[int, int]]:
-        """By the recorder's number of a group what was last enqueued and completed."""
+        """The last enqueued and completed collective by the recorder's number of a group."""
         if recorder not in self._status:
             status = json.loads(_dump(recorder, includeCollectives=False))["pg_status"]
-            self._status[recorder] = {int(number): _numbers(one) for number, one in status.items()}
+            self._status[recorder] = {int(number): _numbers(numbers) for number, numbers in status.items()}
         return self._status[recorder]
 
     def _name(self, recorder: str, last: dict[int, tuple[int, int]]) -> None:
-        """Only entries tell which group a number stands for."""
+        """Learn the groups' names from entries: only these tell which group a number stands for."""
         if all((recorder, number) in self._names for number in last):
             return
-        for one in self._read_entries(recorder, pending=False):
-            self._names[recorder, one["pg_id"]] = one["process_group"][0]
+        for entry in self._read_entries(recorder, pending=False):
+            self._names[recorder, entry["pg_id"]] = entry["process_group"][0]
         for number in last:
             self._names.setdefault((recorder, number), "")
 
@@ -187,24 +187,24 @@ def _recorder_of(world: Any, group: Any, backend: Any) -> str:
 
 def _completes(recorder: str, group: Any, backend: Any) -> bool:
     """The recorder has what is completed. To a hook the backend reports it, if that and the group can."""
-    reported = all(getattr(one, "supports_completion_hooks", False) for one in (group, backend))
+    reported = all(getattr(holder, "supports_completion_hooks", False) for holder in (group, backend))
     return recorder in (NCCL, GLOO) or (recorder != "" and reported)
 
 
 def _recorded(world: Any) -> list[dict[str, Any]]:
     """Every backend of every group, its recorder, and whether that has what is completed."""
-    found: list[dict[str, Any]] = []
+    recorded: list[dict[str, Any]] = []
     for group in list(world.pg_map):
         for backend in _backends(group):
             recorder = _recorder_of(world, group, backend)
-            one: dict[str, Any] = {
+            entry: dict[str, Any] = {
                 "process_group": [group.group_name, group.group_desc],
                 "backend": str(backend._get_backend_name()),
             }
-            one |= {"recorder": recorder, "complete": _completes(recorder, group, backend)}
-            if one not in found[-1:]:  # one backend for several devices
-                found.append(one)
+            entry |= {"recorder": recorder, "complete": _completes(recorder, group, backend)}
+            if entry not in recorded[-1:]:  # one backend for several devices
+                recorded.append(entry)
         if any(hasattr(group._get_backend(device), "wrapped_pg") for device in group._device_types):
             hidden = {"backend": GLOO, "recorder": "", "complete": True}  # which compares arguments before each call
-            found.append({"process_group": [group.group_name, group.group_desc]} | hidden)
-    return found
+            recorded.append({"process_group": [group.group_name, group.group_desc]} | hidden)
+    return recorded

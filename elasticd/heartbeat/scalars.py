@@ -31,7 +31,7 @@ class ScalarSampler:
     _began_at: float = 0.0
     _due_at: float = float("-inf")
     _last: tuple[int, Mapping[str, SupportsFloat]] | None = None
-    """What was logged since the last sample, copied on its device."""
+    """The values logged since the last sample, copied on their device."""
 
     def __post_init__(self) -> None:
         self._began_at = self.clock()

@@ -41,7 +41,7 @@ PERIOD_S = 0.1
 """The agent reads every 0.25 s; a tick costs the training thread 40 to 160 µs (benchmarks/heartbeat.py), nearly all of
 it two switches of threads."""
 STEPPING_PERIODS, STEPPING_AFTER = 2, 10
-"""Where each of so many ticks has seen progress, steps are shorter than the period: half as many ticks are enough, and
+"""Steps are shorter than the period where each of so many ticks has seen progress: half as many ticks are enough, and
 each counts twice. The first one without progress ends that."""
 TIMEOUT_EVERY = 10
 """The group's timeout is read once in so many ticks: it takes as long as all the rest, and references the group."""
@@ -52,7 +52,7 @@ MOVING_GROUPS_AFTER_NS = 5_000_000_000
 GROUPS_SHARE = 1000
 """A reading that was slow is repeated after this many times its duration."""
 STOP_TIMEOUT_S = 1.0
-"""How long the exit waits for a tick to end. One takes 0.1 ms, a dump of the flight recorder 25 ms."""
+"""The exit waits this long for a tick to end. One takes 0.1 ms, a dump of the flight recorder 25 ms."""
 NAME = b"elasticd-heartb"
 """The thread's name in /proc/PID/task/*/comm."""
 _PR_SET_NAME = 15

@@ -1,4 +1,4 @@
-"""What happened in a worker, one JSON object a line: a checkpoint saved, failed or skipped, a resume, a pause.
+"""Events of a worker, one JSON object a line: a checkpoint saved, failed or skipped, a resume, a pause.
 
 The heartbeat says where a worker is; worker events say what happened, with a sentence for a person. A line is one
 `write` to a file opened for appending, so events never interleave; the file is opened for each event, so the script
@@ -78,18 +78,18 @@ class WorkerEvent:
     def from_line(cls, line: bytes) -> WorkerEvent:
         """Read one line. Raises WireError for anything that is not a worker event of version 1."""
         try:
-            found = json.loads(line)
+            fields = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise WireError(f"worker event {line[:80]!r} is not JSON: {error}") from error
-        if not isinstance(found, dict) or found.get("v") != VERSION:
+        if not isinstance(fields, dict) or fields.get("v") != VERSION:
             raise WireError(
                 f"worker event {line[:80]!r} is not of version {VERSION}; run the same elasticd in agent and worker"
             )
         for name, check in _CHECKS.items():
-            if (name in _KNOWN or name in found) and not (name in found and check(found[name])):
+            if (name in _KNOWN or name in fields) and not (name in fields and check(fields[name])):
                 raise WireError(f"worker event {line[:80]!r}: {name} is missing or of the wrong type")
-        extra = {name: value for name, value in found.items() if name not in _KNOWN}
-        return cls(**{name: found[name] for name in _KNOWN[1:]}, extra=extra)
+        extra = {name: value for name, value in fields.items() if name not in _KNOWN}
+        return cls(**{name: fields[name] for name in _KNOWN[1:]}, extra=extra)
 
 
 @dataclass(slots=True)

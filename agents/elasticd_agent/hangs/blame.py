@@ -20,9 +20,9 @@ from elasticd_agent.hangs.rank import RENDEZVOUS, RankState, describe_waits, lab
 from elasticd_agent.model.phrases import has_have
 
 MOST_PLACES = 4
-"""Of one hang: ranks that wait in more places than this have no wait that could be told again."""
+"""Ranks of one hang that wait in more places than this have no wait that could be recognised again."""
 _WORST_FIRST = ("stopped", "zombie", "gil", "blocked", "spinning")
-"""Of several culprits the worst names the cause: one that works may still finish by itself."""
+"""The worst of several culprits names the cause: one that works may still finish by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class Blame:
     why: str
     evidence: Evidence = "alike"
     places: tuple[str, ...] = ()
-    """What the ranks wait in that no other rank could end, or all ranks if each waits for another. Empty: unknown."""
+    """The places in which those ranks wait whose wait no other rank could end, or all ranks if each waits for another.
+    Empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class _Group:
         stuck = [rank for rank in self.live if rank.holds_gil]
         if len(stuck) == len(self.live) > 1:  # that is the machine, or the heartbeat thread
             stuck = []
-        found = [rank for rank in self.live if rank in stuck or not (rank.waits or rank in self.unknown)]
-        return found or [rank for rank in self.live if rank.waits_for_anything]
+        outside = [rank for rank in self.live if rank in stuck or not (rank.waits or rank in self.unknown)]
+        return outside or [rank for rank in self.live if rank.waits_for_anything]
 
     @cached_property
     def unknown(self) -> list[RankState]:
@@ -82,7 +83,7 @@ class _Group:
 
     @cached_property
     def suspects(self) -> list[RankState]:
-        """Of the ranks outside of any wait those that the others wait for, as far as that can be told."""
+        """The ranks outside of any wait that the others wait for, as far as that can be told."""
         suspects = [rank for rank in self.outside if rank.report.phase != "exit"] or self.outside
         if suspects and any(rank.report.collectives >= 0 for rank in self.live):
             least = min(rank.report.collectives for rank in suspects)
@@ -115,7 +116,7 @@ class _Group:
             rank for rank in self.live if any(n <= completed.get(group, -1) for group, n, _ in rank.report.nccl_groups)
         ]
         pairs = [(waiting, late) for waiting in self.pending for late in behind]
-        return [_Gap(w, late, *found) for w, late in pairs if (found := late.has_not_enqueued(w)) is not None]
+        return [_Gap(w, late, *missing) for w, late in pairs if (missing := late.has_not_enqueued(w)) is not None]
 
     def others(self, ranks: Sequence[RankState]) -> list[RankState]:
         return [rank for rank in self.live if rank not in ranks]
@@ -124,20 +125,20 @@ class _Group:
 def blame(live: Sequence[RankState], exited: Sequence[RankState], nodes: int) -> Blame:
     """Which of `live`, not empty, hold up the group on that many nodes. `exited`: ranks that ended with code 0."""
     group = _Group(live, exited, nodes)
-    found = next(found for rule in RULES if (found := rule(group)) is not None)
+    blamed = next(blamed for rule in RULES if (blamed := rule(group)) is not None)
     proof = None if any(rank.is_busy for rank in live) else prove(live, exited, whole=group.is_whole)
     if proof is not None:
-        named = found.culprits and found.cause in ("missed_collective", "mismatched_collectives")
+        named = blamed.culprits and blamed.cause in ("missed_collective", "mismatched_collectives")
         if named and not proof.culprits:
-            found = replace(found, evidence="proven")
+            blamed = replace(blamed, evidence="proven")
         else:
-            found = Blame(proof.culprits, proof.cause, proof.why, "proven")
-    culprits = [rank for rank in found.culprits if rank in live]
-    evidence = "left" if exited and found.evidence == "idle" else found.evidence
-    unrecorded = any(rank.has_unrecorded_group for rank in live) or _thread_may_come(group, found)
+            blamed = Blame(proof.culprits, proof.cause, proof.why, "proven")
+    culprits = [rank for rank in blamed.culprits if rank in live]
+    evidence = "left" if exited and blamed.evidence == "idle" else blamed.evidence
+    unrecorded = any(rank.has_unrecorded_group for rank in live) or _thread_may_come(group, blamed)
     if evidence in ("alike", "device") and unrecorded:
         evidence = "unrecorded"
-    return replace(found, evidence=evidence, places=_places(culprits or group.outside or live))
+    return replace(blamed, evidence=evidence, places=_places(culprits or group.outside or live))
 
 
 def _thread_may_come(group: _Group, found: Blame) -> bool:
@@ -187,9 +188,9 @@ def _all_idle(group: _Group) -> Blame | None:
     """No rank can be told from the others, and none waits for another."""
     if not len(group.suspects) == len(group.live) > 1:
         return None
-    each = "; ".join(f"{rank.label()} {rank.activity()}" for rank in group.live[:3])
+    activities = "; ".join(f"{rank.label()} {rank.activity()}" for rank in group.live[:3])
     more = "; …" if len(group.live) > 3 else ""
-    why = f"all {len(group.live)} ranks are idle and none waits for another: {each}{more}"
+    why = f"all {len(group.live)} ranks are idle and none waits for another: {activities}{more}"
     return Blame((), "everyone", why, _strength(group.live, "everyone"))
 
 
@@ -206,7 +207,7 @@ def _not_joined(group: _Group) -> Blame | None:
 
 
 def _at_rendezvous(group: _Group) -> list[RankState]:
-    """Where all live ranks make the group, those that have not even reached the store."""
+    """The ranks that have not even reached the store, where all live ranks make the group."""
     early = [rank for rank in group.live if rank.is_joining and rank.report.function == RENDEZVOUS]
     return early if all(rank.is_joining for rank in group.live) and len(early) < len(group.live) else []
 
@@ -241,17 +242,19 @@ def _not_enqueued(group: _Group, culprits: Sequence[RankState]) -> Blame:
 
 
 def _strength_of_cycle(group: _Group, ranks: Sequence[RankState]) -> Evidence:
-    """Their devices wait for each other. One whose main thread waits in gloo may do so for a rank that is healthy."""
+    """The evidence against ranks whose devices wait for each other. One whose main thread waits in gloo may do so for a
+    rank that is healthy."""
     if _only_wait(group, ranks):
         return "proven"
     return "unrecorded" if any(rank.report.where == "collective" for rank in ranks) else "device"
 
 
 def _only_wait(group: _Group, ranks: Sequence[RankState]) -> bool:
-    """For ranks of the job, and so does all of their code: what does not may enqueue what others wait in.
+    """True if these ranks, with all of their code, wait for ranks of the job: other code may enqueue what others wait
+    in.
 
-    These counts do not tell whether a rank waits in a collective of NCCL, or in one of gloo that makes progress: only
-    recordings may prove that.
+    These counts do not tell whether a rank waits in a collective of NCCL, or in one of gloo that makes progress:
+    only recordings may prove that.
     """
     return group.is_whole and all(
         rank.knows_members
@@ -346,18 +349,19 @@ def _other_sources(group: _Group) -> Blame | None:
         return None
     tails = [(rank, tail) for rank in live for tail in rank.report.groups]
     broadcasts = {
-        one.group: (waiting, one)
-        for waiting, one in tails
-        if waiting.is_recorded and dict(one.kinds).get(one.pending, "").startswith("broadcast")
+        broadcast.group: (waiting, broadcast)
+        for waiting, broadcast in tails
+        if waiting.is_recorded and dict(broadcast.kinds).get(broadcast.pending, "").startswith("broadcast")
     }
-    for waiting, one in broadcasts.values():
-        same = [(rank, tail) for rank, tail in tails if tail.group == one.group]
-        if any(tail.last < one.pending for _, tail in same):
+    for waiting, broadcast in broadcasts.values():
+        same = [(rank, tail) for rank, tail in tails if tail.group == broadcast.group]
+        if any(tail.last < broadcast.pending for _, tail in same):
             continue
-        done = [rank for rank, tail in same if not 0 < tail.pending <= one.pending]
+        done = [rank for rank, tail in same if not 0 < tail.pending <= broadcast.pending]
         which = f"{labels(done)} {has_have(done)} finished" if done else "all of its ranks wait in"
-        why = f"{waiting.label()} waits in broadcast #{one.pending} of the {one.group}, which {which}; no byte of it is"
-        return Blame((), "mismatched_collectives", f"{why} under way: its ranks may have named different sources")
+        why = f"{waiting.label()} waits in broadcast #{broadcast.pending} of the {broadcast.group}, which {which}; "
+        why += "no byte of it is under way: its ranks may have named different sources"
+        return Blame((), "mismatched_collectives", why)
     return None
 
 
@@ -503,7 +507,7 @@ def _minority(
 
 
 def _issued(ranks: Sequence[RankState], others: Sequence[RankState]) -> str:
-    """How far `ranks` are behind, "" if they are not."""
+    """The collectives that `ranks` are behind, in words; "" if they are not."""
     mine = max(rank.report.collectives for rank in ranks)
     counts = [rank.report.collectives for rank in others]
     if not counts or mine < 0 or max(counts) <= mine:
@@ -521,7 +525,7 @@ def _activity(ranks: Sequence[RankState]) -> str:
 
 def _members(group: _Group, nccl_group: int) -> str:
     numbers = [
-        rank.report.rank for rank in group.live if any(one == nccl_group for one, _, _ in rank.report.nccl_groups)
+        rank.report.rank for rank in group.live if any(number == nccl_group for number, _, _ in rank.report.nccl_groups)
     ]
     return f"ranks {', '.join(map(str, numbers[:8]))}{', …' if len(numbers) > 8 else ''}"
 

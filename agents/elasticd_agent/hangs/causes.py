@@ -21,7 +21,7 @@ ADVICE = {
     "everyone": "all ranks are blocked alike: look at what they share (a file system, a GPU driver, a service); if "
     'this wait is intended, declare it: session.phase("eval") around it, or --hang-floor',
 }
-"""What a person can look at next, by cause."""
+"""Advice for a person, by cause."""
 
 CAUSES = tuple(ADVICE)
 

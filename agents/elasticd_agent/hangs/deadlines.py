@@ -1,4 +1,4 @@
-"""How long steps and phases of one job take on this node, and the deadline learned from that.
+"""Durations of steps and phases of one job on this node, and the deadline learned from them.
 
 A deadline is a factor over the longest recent duration, with a floor, and with a ceiling before anything is learned.
 The longest one is forgotten by half in HALF_LIFE_STEPS steps, so that one slow step in a hundred is remembered and a
@@ -29,7 +29,7 @@ EXIT_FLOOR_S = 5.0
 LEAST_STARTUP_S = 600.0
 """A start-up that was quick once may be slower in another round: by a restore, or by a wait at each start."""
 MOST_STEPS_PER_LOOK = 64
-"""Of more steps between two looks, this many are learned: their average is settled by then."""
+"""At most this many of the steps between two observations are learned: their average is settled by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LearnedDurations:
     longest_s: Mapping[str, float] = field(default_factory=dict)
     """The decaying maximum by phase; "step": of one step."""
     steps: int = 0
-    """Of this round."""
+    """The steps of this round."""
     counted: int = 0
     """All steps that counted, which took `total_s`."""
     total_s: float = 0.0
@@ -155,7 +155,7 @@ class StepHistory:
         self._saved_at = max(mono, self._saved_at or mono)
 
     def rank_saves_at_faults(self, rank: int, saves: bool) -> None:
-        """Where one rank does, a restart repeats nothing."""
+        """Note that `rank` saves its state at a fault, or does not. If one rank does, a restart repeats nothing."""
         self._donors = self._donors | {rank} if saves else self._donors - {rank}
 
     def restart_s(self, seen: Observation) -> float:

@@ -54,7 +54,6 @@ class HangDetector:
     report_every_look: bool
     """The leader is in this process, so that reports cost nothing."""
     links_s: float = 0.0
-    """As in HangReport."""
     last_verdict: Mapping[str, Any] | None = None
     """The content of verdict.json, which is in `last_verdict_dir` or soon will be."""
     last_verdict_dir: Path = Path()
@@ -124,7 +123,7 @@ class HangDetector:
         if seen.round != self._round or not (self._targets or self._starting):
             return
         if seen.pids:
-            self._targets = [replace(one, pid=pid) for one, pid in zip(self._targets, seen.pids, strict=True)]
+            self._targets = [replace(target, pid=pid) for target, pid in zip(self._targets, seen.pids, strict=True)]
         report = replace(self._report_of(seen, deadline_s), pause_s=pause_s, restart_s=restart_s)
         why = reason_to_suspect(report, self.policy) or ""
         if not why and self._requested_round != self._round:
@@ -215,21 +214,25 @@ class HangDetector:
         self._why = why
 
     def _report_of(self, seen: Observation, deadline_s: float) -> HangReport:
-        facts = {one.rank: one for one in self._evidence_found.ranks} if self._evidence_found is not None else {}
+        facts = (
+            {evidence.rank: evidence for evidence in self._evidence_found.ranks}
+            if self._evidence_found is not None
+            else {}
+        )
         ranks = tuple(
             replace(
                 rank,
-                where=one.where,
-                function=one.function,
-                place=one.place,
-                stack=one.stack,
-                evidence=bool(one.source),
-                alone=one.alone,
-                loading=one.loading,
-                groups=one.groups,
-                deviation=one.deviation,
+                where=evidence.where,
+                function=evidence.function,
+                place=evidence.place,
+                stack=evidence.stack,
+                evidence=bool(evidence.source),
+                alone=evidence.alone,
+                loading=evidence.loading,
+                groups=evidence.groups,
+                deviation=evidence.deviation,
             )
-            if (one := facts.get(rank.rank)) is not None
+            if (evidence := facts.get(rank.rank)) is not None
             else rank
             for rank in seen.ranks
         )

@@ -44,14 +44,15 @@ from elasticd_agent.system.processes.helper_process import HelperError, HelperPr
 __all__ = ["EvidenceCollector", "EvidenceTarget", "GatheredEvidence", "RankEvidence"]
 
 GATHER_PART, KILL_PART = 0.8, 0.9
-"""Of the budget: how long a helper gathers, and when it is killed. The rest is for publishing to the log directory."""
+"""A helper gathers for the first part of the budget, and is killed after the second. The rest is for publishing."""
 MOST_TIMES = 8
-"""On a machine with 40 processes for each core a helper needs 3 to 5 s for what takes 0.2 s elsewhere: after a
+"""A helper needs 3 to 5 s on a machine with 40 processes for each core for what takes 0.2 s elsewhere: after a
 gathering that came too late, the next one has twice the budget, up to this many times. Nothing waits for it longer."""
 PUBLISH_S = 1.0
 """The least time to publish: a directory is not dead because a busy machine took the whole budget to gather."""
 RETRY_S = 10.0
-"""For a second attempt at a directory, for its replacement and for the verdict's files: nothing waits for these."""
+"""The time for a second attempt at a directory, for its replacement and for the verdict's files: nothing waits for
+these."""
 CLOSE_S = 3.0
 ORPHAN_S = 5.0
 """A helper whose agent was killed ends this long after its deadline."""
@@ -79,7 +80,7 @@ class RankEvidence:
     loading: bool = False
     groups: tuple[GroupTail, ...] = ()
     deviation: str = ""
-    """As in RankReport."""
+    """The fields from `alone` on are as in RankReport."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class GatheredEvidence:
     path: Path
     seconds: float
     trouble: str = ""
-    """What is missing, and why."""
+    """The missing parts, and why they are missing."""
     late: bool = False
     """There was too little time for the stacks, or the flight recorder, of a process that could have shown them."""
 
@@ -232,19 +233,21 @@ class EvidenceCollector:
         return batch
 
     def _write(self, batch: list[_Write]) -> None:
-        self._publish_anywhere(batch[0].round, batch[0].final, files=tuple((one.name, one.text) for one in batch))
+        self._publish_anywhere(
+            batch[0].round, batch[0].final, files=tuple((request.name, request.text) for request in batch)
+        )
 
     def _take(self, request: _Gather) -> None:
         local = self._scratch / "evidence" / f"{request.round}-{request.final.name}"
         ranks: dict[int, dict[str, Any]] = {}
         until = time.monotonic() + self._budget_s * self._times
         troubles: list[str] = []
-        self._taking, late, published, kept = True, False, True, False
+        self._taking, late, published, publishes = True, False, True, False
         try:
             troubles, late = self._gather(request, until, local, ranks)
             with self._lock:
-                kept = self._publishing = not (self._dropped or self._closing)
-            if kept:
+                publishes = self._publishing = not (self._dropped or self._closing)
+            if publishes:
                 _name_missing(local, request.targets, troubles)
                 published = self._publish_in_time(request, local, until)
             else:
@@ -253,16 +256,16 @@ class EvidenceCollector:
             troubles.append(f"no evidence: {type(error).__name__}: {error}")
         if troubles:
             _log.info("evidence of round %d: %s", request.round, "; ".join(troubles))
-        found = tuple(_rank_evidence(target, ranks.get(target.rank, {})) for target in request.targets)
+        evidence = tuple(_rank_evidence(target, ranks.get(target.rank, {})) for target in request.targets)
         late = late or any(rank.get("late") is True for rank in ranks.values())
-        late = kept and (late or any(not rank.source and rank.state in ("R", "S") for rank in found))
+        late = publishes and (late or any(not rank.source and rank.state in ("R", "S") for rank in evidence))
         self._times = min(2 * self._times, MOST_TIMES) if late else self._times
         if not published and request.why == DUMP_REASON:
             self._publish_anywhere(request.round, request.final, local)  # the person gets the place that it is in
         path, seconds = self.directory_for(request.final), time.monotonic() - request.began
         with self._lock:
             self._busy = self._taking = self._publishing = self._dropped = False
-        self._post(GatheredEvidence(request.round, found, path, seconds, "; ".join(troubles), late))
+        self._post(GatheredEvidence(request.round, evidence, path, seconds, "; ".join(troubles), late))
         if not published and request.why != DUMP_REASON:
             self._publish_anywhere(request.round, request.final, local)
         shutil.rmtree(local, ignore_errors=True)
@@ -327,7 +330,7 @@ class EvidenceCollector:
         """Returns what went wrong, and whether that was for lack of time."""
         troubles: list[str] = []
         trouble, late = self._help("publish", request, until, lambda line: troubles.append(line.get("trouble", "")))
-        return next((one for one in troubles if one), trouble), late
+        return next((text for text in troubles if text), trouble), late
 
     def _redirect(self, number: int, final: Path, why: str) -> Path:
         """Evidence for `final`, which cannot be written, goes elsewhere from now on; `final` itself if it is there."""
@@ -388,7 +391,7 @@ def _rank_evidence(target: EvidenceTarget, message: dict[str, Any]) -> RankEvide
     words["state"] = words["state"] or procfs.state(target.pid)
     trouble = message.get("trouble", "there was no time for its stack")
     try:
-        groups = tuple(GroupTail.from_dict(one) for one in message.get("groups", ()))
+        groups = tuple(GroupTail.from_dict(tail) for tail in message.get("groups", ()))
     except WireError:
         groups = ()
     return RankEvidence(
@@ -403,7 +406,7 @@ def _rank_evidence(target: EvidenceTarget, message: dict[str, Any]) -> RankEvide
 
 
 def find_py_spy() -> str:
-    """Where py-spy is: beside this interpreter, where pip puts it, or on the PATH. "" if nowhere."""
+    """The path of py-spy: beside this interpreter, where pip puts it, or on the PATH. "" if it is nowhere."""
     beside = [Path(sys.executable).with_name("py-spy"), Path(sysconfig.get_path("scripts")) / "py-spy"]
-    found = next((str(path) for path in beside if os.access(path, os.X_OK)), None)
-    return found or shutil.which("py-spy") or ""
+    path_beside = next((str(path) for path in beside if os.access(path, os.X_OK)), None)
+    return path_beside or shutil.which("py-spy") or ""

@@ -16,7 +16,7 @@ from elasticd_agent.model.records import Failure, Round
 from elasticd_agent.model.reports import HangReport, HangVerdict, RankReport
 
 JUDGE_INTERVAL_S = 0.25
-"""How often reports are judged while there are some: as often as the ranks are observed."""
+"""Reports are judged as often as the ranks are observed."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,11 @@ class HangJudge:
         if round.number != self._round:
             self._round = round.number
             self.reset()
-        current = {one.node: one for one in reports if one.round == round.number and round.member(one.node)}
+        current = {
+            reported.node: reported
+            for reported in reports
+            if reported.round == round.number and round.member(reported.node)
+        }
         self.suspected = any(report.why for report in current.values())
         if not self.suspected:
             self.reset()
@@ -84,7 +88,7 @@ class HangJudge:
         after_steps = dict(round.hang_steps)
         after_steps.update((place, sys.maxsize) for place in self._doubted)
         kills = {place: Killed(times, after_steps.get(place, -1)) for place, times in round.hang_places}
-        found = judge(
+        judgement = judge(
             all_reports,
             nodes,
             self.policy,
@@ -93,20 +97,20 @@ class HangJudge:
             progress_s=progress_s,
             can_restart=can_restart,
         )
-        if not isinstance(found, NoHang):
-            self._doubted.update(found.repeats)
-        if not isinstance(found, Hang):
+        if not isinstance(judgement, NoHang):
+            self._doubted.update(judgement.repeats)
+        if not isinstance(judgement, Hang):
             return None
-        restarts = self.policy.on_hang == "restart" and found.ends
+        restarts = self.policy.on_hang == "restart" and judgement.ends
         verdict = HangVerdict(
             round.number,
-            tuple((place.node, place.rank, place.slot) for place in found.culprits),
-            found.cause,
-            found.why,
-            _idle_s(all_reports, found),
+            tuple((place.node, place.rank, place.slot) for place in judgement.culprits),
+            judgement.cause,
+            judgement.why,
+            _idle_s(all_reports, judgement),
             restarts,
             tuple(all_reports),
-            found.places,
+            judgement.places,
             max((rank.step for report in all_reports for rank in report.ranks if not rank.exited), default=0),
         )
         if (verdict.cause, verdict.culprits, restarts) != self._last_verdict:
@@ -142,7 +146,7 @@ def failures(verdict: HangVerdict, node: str, high_water: int, checkpoint: tuple
 
 
 def _idle_s(reports: Iterable[HangReport], verdict: Hang) -> float:
-    """For how long no rank had made progress, or for how long a culprit had not or others waited for it."""
+    """The time for which no rank had made progress, or a culprit had not, or others waited for it."""
     culprits = {place.rank for place in verdict.culprits}
     live = [rank for report in reports for rank in report.ranks if not rank.exited]
     idle_s = min((rank.idle_s for rank in live), default=0.0)

@@ -21,7 +21,7 @@ from elasticd_agent.system.processes import procfs
 from elasticd_agent.system.processes.process_usage import Usage, UsageReader
 
 LATE_KINDS = ("checkpoint_saved", "checkpoint_failed", "checkpoint_dropped", "message")
-"""What the writer may report of a save after its group has ended."""
+"""The events that the writer may report of a save after its group has ended."""
 MAX_LOOK_GAP_S = 1.0
 """A gap between two looks counts as at most this much."""
 USAGE_AFTER_IDLE_S = 0.5
@@ -29,7 +29,8 @@ USAGE_AFTER_IDLE_S = 0.5
 USAGE_INTERVAL_S = 0.4
 """The least time between two scans, however often the group is observed."""
 KEEPALIVE_BYTES = 64
-"""Of a window: a connection that is only kept alive moves as much (a ping of HTTP/2 or a web socket), or nothing."""
+"""A connection that is only kept alive moves as many bytes in a window (a ping of HTTP/2 or a web socket), or
+nothing."""
 STARVED_SHARE = 0.5
 """A process tree that is able to run for more of the time than this, and does not get to, is starved."""
 USAGE_WINDOW_S = 3.0
@@ -45,7 +46,7 @@ class Observation:
     worker_events: tuple[WorkerEvent, ...]
     """Since the last look."""
     idle_s: float
-    """For how long no rank here has made progress."""
+    """The time for which no rank here has made progress."""
     ranks: tuple[RankReport, ...] = ()
     store_state: str = ""
     """The /proc state of the round's store, "" where it is not here, and for how long it has been "T"."""
@@ -127,7 +128,7 @@ class _Ages:
             self.device_s += passed_s
 
     def on_usage(self, cores: float, bytes_per_s: float, before: Usage, after: Usage) -> None:
-        """What was used between two samples. A wait for a server, or for one process after the other, moves little."""
+        """Take the usage between two samples. A wait for a server, or for one process after the other, moves little."""
         moves = after.moved - before.moved > KEEPALIVE_BYTES
         if moves:
             self.sockets_s = 0.0
@@ -148,7 +149,7 @@ class _Ages:
 
 @dataclass(slots=True)
 class _OwnBytes:
-    """What a worker reads and writes by itself: a flight recorder of 0.9 MB, written on request, is no work.
+    """The bytes that a worker reads and writes by itself: a flight recorder of 0.9 MB, written on request, is no work.
 
     The request is answered when all of it is written, perhaps after a sample in the middle, so everything since the
     last sample but one is left out.
@@ -178,7 +179,7 @@ class GroupObserver:
     state: Callable[[int], str] = procfs.condition
     usage: Callable[[Sequence[int], int], Mapping[int, Usage]] = field(default_factory=lambda: UsageReader().read)
     earlier: Sequence[WorkerEventReader] = ()
-    """Of the group before: its last save may still be written."""
+    """The readers of the group before: its last save may still be written."""
     _pids: tuple[int, ...] = ()
     _store_pid: int = 0
     _store_port: int = 0
@@ -222,7 +223,7 @@ class GroupObserver:
         passed_s = 0.0 if self._last_look is None else min(now - self._last_look, MAX_LOOK_GAP_S)
         self._last_look = now
         self._observed_s += passed_s
-        beats = tuple(read_heartbeat(one) for one in self._heartbeat_readers)
+        beats = tuple(read_heartbeat(heartbeat_reader) for heartbeat_reader in self._heartbeat_readers)
         events: list[WorkerEvent] = []
         for reader in self.event_readers:
             with suppress(OSError):  # no file descriptor is left, for example: the next look reads them
@@ -353,8 +354,8 @@ def _training_pid(beat: Heartbeat, pid: int) -> int:
     """The process that trains: a child in the session of worker `pid` where that is only a shell, else `pid`."""
     if beat.pid in (0, pid):
         return pid
-    found = procfs.stat(beat.pid)
-    return beat.pid if found is not None and found.session == pid else pid
+    process = procfs.stat(beat.pid)
+    return beat.pid if process is not None and process.session == pid else pid
 
 
 def read_heartbeat(reader: HeartbeatReader) -> Heartbeat:

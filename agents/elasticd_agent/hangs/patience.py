@@ -72,7 +72,7 @@ _IB_RETRIES, _IB_TIMEOUT = 7, 20
 
 
 def retransmission_s(environment: Mapping[str, str]) -> float:
-    """For how long InfiniBand sends again before NCCL fails, where the job has changed that; else 0."""
+    """The time for which InfiniBand sends again before NCCL fails, where the job has changed it; else 0."""
     timeout, retries = environment.get("NCCL_IB_TIMEOUT", ""), environment.get("NCCL_IB_RETRY_CNT", "")
     if not (timeout.isdecimal() or retries.isdecimal()):
         return 0.0
@@ -83,20 +83,20 @@ def retransmission_s(environment: Mapping[str, str]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What this job has shown of itself, in seconds."""
+    """Times that this job has shown of itself, in seconds."""
 
     deadline_s: float
     """The learned deadline of the phases its ranks are in."""
     pause_s: float = 0.0
     """The longest idle pause that it has survived."""
     ceiling_s: float = 1800.0
-    """For how long a rank may be slow."""
+    """A rank may be slow for this long."""
     cheap: bool = False
     """A restart costs less than this wait has lasted."""
     kills: int = 0
-    """For the wait that its ranks are in now."""
+    """Kills so far for the wait that its ranks are in now."""
     links_s: float = 0.0
-    """For how long its links send again before they fail."""
+    """The job's links send again for this long before they fail."""
     repeats: bool = False
     """The last of them changed nothing: its ranks wait there again, and no step was made."""
 

@@ -41,7 +41,7 @@ class _Collective:
     backend: str
     in_job: bool
     counted: bool
-    """By the heartbeat, too, if it is one of the default group."""
+    """True if the heartbeat counts it, too, where it is one of the default group."""
 
     def __str__(self) -> str:
         return f"{self.kind} (#{self.number} of {'the ' if self.group == DEFAULT_GROUP else ''}{self.group})"
@@ -59,7 +59,7 @@ def prove(live: Sequence[RankState], exited: Sequence[RankState], *, whole: bool
         for pending in () if rank in transfers or rank in called else _pending(rank):
             waits.setdefault(pending, []).append(rank)
     shown = sorted(waits.items(), key=lambda item: (-len(item[1]), item[0]))
-    sentences = [_sentence(one, waiting, [*stuck, *exited]) for one, waiting in shown[:MOST_SHOWN]]
+    sentences = [_sentence(collective, waiting, [*stuck, *exited]) for collective, waiting in shown[:MOST_SHOWN]]
     if transfers:
         calls = ", ".join(sorted({rank.report.function for rank in transfers}))
         sentences.append(f"{_names(transfers)} {_waits(transfers)} in {calls} while all ranks wait")
@@ -67,7 +67,7 @@ def prove(live: Sequence[RankState], exited: Sequence[RankState], *, whole: bool
         sentences.append(f"{describe_waits(called)}, which others have not called")
     why = "; ".join(sentences)
     culprits = _culprits(shown, stuck, exited)
-    differ = any(_other_kind(one, member) for one in waits for member in stuck)
+    differ = any(_other_kind(collective, member) for collective in waits for member in stuck)
     missed = culprits and (not differ or all(rank.report.deviation == "skipped" for rank in culprits))
     cause = "missed_collective" if missed else "mismatched_collectives"
     return Proof(tuple(culprits), cause, why)
@@ -82,7 +82,7 @@ def _stuck(live: Sequence[RankState], exited: Sequence[RankState], quiet: bool) 
             return _never_called(rank, stuck, exited)
         if rank.transfers:
             return quiet and len(stuck) == len(live) > 1
-        return all(_never_ends(one, rank, [*stuck, *exited]) for one in _pending(rank))
+        return all(_never_ends(collective, rank, [*stuck, *exited]) for collective in _pending(rank))
 
     while (left := [rank for rank in stuck if never_resumes(rank)]) != stuck:
         stuck = left
@@ -96,14 +96,14 @@ def _only_waits(rank: RankState) -> bool:
 
 
 def _in_session_call(rank: RankState) -> bool:
-    """By its heartbeat: other code of elasticd may wait for the agent."""
+    """True if its heartbeat says so: other code of elasticd may wait for the agent."""
     return rank.report.phase == "barrier" or bool(rank.report.wait_call)
 
 
 def _never_called(rank: RankState, stuck: Sequence[RankState], exited: Sequence[RankState]) -> bool:
     """One that it waits for is stuck elsewhere, or has exited: that rank, or, at a barrier, any other."""
     if rank.report.wait_call:
-        return any(one.report.rank == rank.report.wait_rank for one in [*stuck, *exited])
+        return any(member.report.rank == rank.report.wait_rank for member in [*stuck, *exited])
     return bool(exited) or not all(map(_in_session_call, stuck))
 
 
@@ -123,7 +123,8 @@ def _pending(rank: RankState) -> Iterator[_Collective]:
 
 
 def _tails(one: _Collective, member: RankState) -> Iterator[GroupTail]:
-    """What the member issued in this group through the same backend: each has a recorder and numbers of its own."""
+    """The tails of what the member issued in this group through the same backend: each has a recorder and numbers of
+    its own."""
     same = (tail for tail in member.report.groups if (tail.group, tail.backend) == (one.group, one.backend))
     return (tail for tail in same if not tail.unrecorded)
 
@@ -136,7 +137,7 @@ def _lacks(one: _Collective, member: RankState) -> bool:
 
 
 def _other_kind(one: _Collective, member: RankState) -> str:
-    """What the member issued under this number, if that is another collective."""
+    """The collective that the member issued under this number, if that is another one; else ""."""
     kind = next((dict(tail.kinds).get(one.number, "") for tail in _tails(one, member)), "")
     return kind if agreed(kind, one.backend) != agreed(one.kind, one.backend) else ""
 
@@ -149,11 +150,11 @@ def _culprits(
     waits: Sequence[tuple[_Collective, list[RankState]]], stuck: Sequence[RankState], exited: Sequence[RankState]
 ) -> list[RankState]:
     """Those that have left; else a minority that issued another collective, or whose order of collectives is new."""
-    left = [rank for rank in exited if any(_lacks(one, rank) for one, _ in waits)]
+    left = [rank for rank in exited if any(_lacks(collective, rank) for collective, _ in waits)]
     if left:
         return left
-    for one, _ in waits:
-        kinds = {rank.report.rank: _agreed_kind(one, rank) for rank in stuck if not _lacks(one, rank)}
+    for collective, _ in waits:
+        kinds = {rank.report.rank: _agreed_kind(collective, rank) for rank in stuck if not _lacks(collective, rank)}
         (common, most), *others = Counter(kinds.values()).most_common()
         if others and 2 * most > len(kinds):
             return [rank for rank in stuck if kinds.get(rank.report.rank, common) != common]
@@ -162,10 +163,10 @@ def _culprits(
     odd = [rank for rank in stuck if rank.report.deviation]
     if 0 < 2 * len(odd) <= len(stuck):
         return odd
-    for one, _ in waits:
-        skipped = [rank for rank in stuck if _lacks(one, rank)]
+    for collective, _ in waits:
+        skipped = [rank for rank in stuck if _lacks(collective, rank)]
         beyond = [rank for rank in skipped if all(other.group == DEFAULT_GROUP for other in _pending(rank))]
-        if one.group != DEFAULT_GROUP and skipped and skipped == beyond:
+        if collective.group != DEFAULT_GROUP and skipped and skipped == beyond:
             return skipped  # their next collective is one of all ranks
     first, waiting = waits[0]
     lacking = [rank for rank in stuck if _lacks(first, rank)]

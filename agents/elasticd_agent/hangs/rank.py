@@ -16,7 +16,8 @@ from elasticd_agent.model.reports import RankReport
 BUSY_CORES = 0.1
 """A process tree that uses more of a core works. A tree that only waits, its heartbeat thread included, uses < 0.02."""
 BUSY_BYTES_PER_S = 64 * 1024
-"""As does one that reads or writes more. Log lines and progress bars are a tenth of it, the slowest disk is more."""
+"""A process tree that reads or writes more works, too. Log lines and progress bars are a tenth of it, the slowest disk
+is more."""
 GIL_CORES = 0.5
 """The same for a rank that holds the GIL: a C call that computes uses or waits for a whole one."""
 RECENT_S = 1.0
@@ -28,14 +29,14 @@ _BY_SOURCE = ".wait"
 RENDEZVOUS = "rendezvous"
 """The collector's name for the first part of init_process_group, in which a rank connects to the store."""
 _MEETS = (RENDEZVOUS, "_new_process_group_helper")
-"""What scripts call to make a group beside the job's own, as for the weights of an inference engine."""
+"""The functions that scripts call to make a group beside the job's own, as for the weights of an inference engine."""
 GIL_S = 1.0
 """The heartbeat comes ten times a second; on a crowded machine it was never seen to be this late."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """Where a rank runs."""
+    """A rank with its node and slot."""
 
     node: str
     rank: int
@@ -70,7 +71,7 @@ class RankState:
 
     @property
     def is_recorded(self) -> bool:
-        """What its main thread waits in is among the collectives in its recorder: gloo's are never a device's."""
+        """The rank's recorder has the collective that its main thread waits in: gloo's are never a device's."""
         report = self.report
         if self.has_unrecorded_group:
             return False
@@ -105,7 +106,7 @@ class RankState:
 
     @property
     def pending(self) -> Mapping[int, int]:
-        """By NCCL group with collectives that its device has not completed: the last one that is completed."""
+        """The last completed collective of each NCCL group that has some its device has not completed."""
         return {group: completed for group, enqueued, completed in self.report.nccl_groups if enqueued > completed}
 
     @property
@@ -153,7 +154,7 @@ class RankState:
 
     @property
     def holds_gil(self) -> bool:
-        """Its heartbeat thread, though able to run, has not run for about as long as the rank has been idle."""
+        """The rank's heartbeat thread, though able to run, has not run for about as long as the rank has been idle."""
         report = self.report
         return report.state not in ("t", "X") and report.alive_s >= max(GIL_S, report.idle_s / 2)
 
@@ -174,7 +175,7 @@ class RankState:
 
     @property
     def waits_outside(self) -> bool:
-        """Only someone outside of the job lets it continue: a person at a debugger, or the reader of its output."""
+        """Nothing inside of the job lets it continue, only a person at a debugger, or the reader of its output."""
         return self.report.state == "t" or self.report.where in ("debugger", "output")
 
     @property
@@ -186,12 +187,13 @@ class RankState:
 
     @property
     def waiting_s(self) -> float:
-        """For how long it has waited for other ranks in torch.distributed, without a break and without progress."""
+        """The time for which it has waited for other ranks in torch.distributed, without a break and without
+        progress."""
         return min(self.report.waiting_s, self.report.idle_s)
 
     @property
     def place(self) -> str:
-        """What it waits in, to be recognised again: kind of wait and the script's function; "" if unknown."""
+        """A name of what it waits in, to be recognised again: kind of wait and the script's function; "" if unknown."""
         report = self.report
         where = report.place or _LINE.sub(" ", report.function)
         kind = "device" if report.where == "elsewhere" and self.waits else report.where
@@ -208,7 +210,7 @@ class RankState:
 
     @property
     def moved_bytes_s(self) -> float:
-        """For how long its sockets have not moved a byte; as long as it is idle where that is unknown."""
+        """The time for which its sockets have not moved a byte; its idle time where that is unknown."""
         return self.report.sockets_s if self.report.sockets_s >= 0 else self.report.idle_s
 
     @property

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Deviation = Literal["", "skipped", "other"]
-"""How a rank's last collectives differ from their usual order: not, by one that was left out, in another way."""
+"""A difference of a rank's last collectives from their usual order: none, one that was left out, another one."""
 MOST_GROUPS = 16
 _DEFAULT, _NCCL, _GLOO = "default group", "nccl", "gloo"
 _TAIL, _RECENT, _LEAST_HISTORY = 8, 8, 24
@@ -25,8 +25,9 @@ _OF_ONE_SIZE = re.compile(
     r"all_?reduce\w*|broadcast|reduce|_all_gather_base|all_gather_(?:into_tensor|single)\w*"
     r"|_reduce_scatter_base|reduce_scatter_(?:tensor|single)\w*"
 )
-"""What has as many bytes on all ranks, of which the recorders keep the inputs. In an all_to_all and in NCCL's lists
-each rank has its own; of a scatter only the source has any. A collective of any other name may be one of those."""
+"""Operations that have as many bytes on all ranks, of which the recorders keep the inputs. In an all_to_all and in
+NCCL's lists each rank has its own; of a scatter only the source has any. A collective of any other name may be one
+of those."""
 
 
 _WIDTHS = dict.fromkeys(("byte", "char", "bool"), 1) | dict.fromkeys(("short", "half", "bfloat16"), 2)
@@ -62,16 +63,18 @@ class Recording:
     """(group, kind) of all in the order in which they were issued."""
 
     nccl: bool = False
-    """By another recorder than gloo's, which does not have the same collectives."""
+    """True if it is by another recorder than gloo's, which does not have the same collectives."""
     in_job: frozenset[str] = frozenset()
     """The groups all of whose members are ranks of this job."""
     unrecorded: Mapping[str, str] = field(default_factory=dict)
     """The backends of the groups whose collectives are in no recorder."""
     gloo: Recording | None = None
-    """What gloo's recorder has, if this is of another one: by a group of its own, or by one with both backends."""
+    """The recording of gloo's recorder, if this is of another one: by a group of its own, or by one with both
+    backends."""
 
     def deviation(self) -> Deviation:
-        """Whether one of the last collectives follows another that it never followed before, and why."""
+        """The way in which one of the last collectives follows another that it never followed before; "" if none
+        does."""
         if len(self.order) < _LEAST_HISTORY:
             return ""
         pairs = list(zip(self.order, self.order[1:], strict=False))
@@ -83,11 +86,12 @@ class Recording:
             return ""
         before, after = new
         between = {second for first, second in usual if first == before}
-        return "skipped" if any((one, after) in usual for one in between) else "other"
+        return "skipped" if any((kind, after) in usual for kind in between) else "other"
 
     def tails(self) -> list[dict[str, Any]]:
-        """By group the last number, the first unfinished one, 0 for none, and the kinds around them."""
-        found = [] if self.gloo is None else self.gloo.tails()
+        """GroupTails as JSON: by group the last number, the first unfinished one, 0 for none, and the kinds around
+        them."""
+        tails = [] if self.gloo is None else self.gloo.tails()
         for group, issued in self.groups.items():
             pending = next((number for number in sorted(issued) if not issued[number].done), 0)
             last = max(issued, default=0)
@@ -95,11 +99,11 @@ class Recording:
             shown = [number for number in sorted(issued) if number >= first - 1][:_TAIL]
             kinds = [[number, issued[number].kind] for number in dict.fromkeys([*shown, *sorted(issued)[-_TAIL:]])]
             tail = {"group": group, "last": last, "pending": pending, "kinds": kinds, "in_job": group in self.in_job}
-            found.append(tail | {"backend": issued[last].backend if issued else _GLOO})
+            tails.append(tail | {"backend": issued[last].backend if issued else _GLOO})
         for group, backend in self.unrecorded.items():
             tail = {"group": group, "last": 0, "pending": 0, "in_job": group in self.in_job}
-            found.append(tail | {"backend": backend, "unrecorded": True})
-        return sorted(found, key=lambda tail: not (tail["pending"] or tail.get("unrecorded")))[:MOST_GROUPS]
+            tails.append(tail | {"backend": backend, "unrecorded": True})
+        return sorted(tails, key=lambda tail: not (tail["pending"] or tail.get("unrecorded")))[:MOST_GROUPS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class GroupComparison:
 
     group: str
     last: Mapping[int, IssuedCollective | None]
-    """By rank the last collective that it issued."""
+    """The last collective that each rank issued."""
     waiting_for: IssuedCollective | None = None
     """The first collective that some ranks issued and others did not."""
     missing: tuple[int, ...] = ()
@@ -116,7 +120,7 @@ class GroupComparison:
     differing: Mapping[str, tuple[int, ...]] | None = None
     """At the first number at which ranks issued different collectives, the ranks by their collective."""
     pending: Mapping[int, IssuedCollective] | None = None
-    """By rank the first collective that was not finished."""
+    """The first collective of each rank that was not finished."""
 
 
 def parse(data: Mapping[str, Any]) -> Recording | None:
@@ -164,36 +168,39 @@ def agreed(kind: str, backend: str) -> str:
 
 
 def _bytes(size: str) -> str:
-    """Of "2×2 float"; the backends compare neither shapes nor types."""
+    """The bytes, or elements, of "2×2 float"; the backends compare neither shapes nor types."""
     shape, _, dtype = size.rpartition(" ")
     elements = math.prod(int(n) for n in shape.split("×") if n.isdecimal())
     return str(elements * _WIDTHS[dtype]) if dtype in _WIDTHS else f"{elements} {dtype}"
 
 
 def _listed(data: Mapping[str, Any]) -> dict[str, tuple[bool, bool]]:
-    """By group whether it is of this job only, and is a group of gloo that was never used.
+    """The listed groups: whether each is of this job only, and whether it is one of gloo that was never used.
 
     The heartbeat thread lists all groups. NCCL's own dump has the ranks of its groups, empty for a group with members
     of another program; its default group's, too, if such a group came first.
     """
     listed, config = data.get("process_groups"), data.get("pg_config")
     if isinstance(listed, list):
-        groups = [one for one in listed if isinstance(one, dict)]
+        groups = [entry for entry in listed if isinstance(entry, dict)]
         return {
-            _group(one): (one.get("in_job") is True, one.get("unused") is True and _is_gloo(one.get("backend")))
-            for one in groups
+            _group(entry): (
+                entry.get("in_job") is True,
+                entry.get("unused") is True and _is_gloo(entry.get("backend")),
+            )
+            for entry in groups
         }
     members = {
-        _group({"process_group": [one.get("name"), one.get("desc")]}): _has_ranks(one.get("ranks"))
-        for one in (config.values() if isinstance(config, dict) else ())
-        if isinstance(one, dict)
+        _group({"process_group": [entry.get("name"), entry.get("desc")]}): _has_ranks(entry.get("ranks"))
+        for entry in (config.values() if isinstance(config, dict) else ())
+        if isinstance(entry, dict)
     }
     return {group: (known, False) for group, known in members.items() if known and members.get(_DEFAULT)}
 
 
 def _is_gloo(backend: object) -> bool:
-    """Of "cpu:gloo,cuda:nccl" the other backend's collectives are counted."""
-    return all(one.endswith(_GLOO) for one in str(backend).split(","))
+    """True if all of them are gloo; of "cpu:gloo,cuda:nccl" the other backend's collectives are counted."""
+    return all(name.endswith(_GLOO) for name in str(backend).split(","))
 
 
 def _has_ranks(text: object) -> bool:
@@ -206,7 +213,7 @@ def _has_ranks(text: object) -> bool:
 
 def _is_device(data: Mapping[str, Any], groups: Mapping[str, Mapping[int, IssuedCollective]]) -> bool:
     """The heartbeat thread names the recorder. In a dump by torch only NCCL's, once it was used, has a version."""
-    backends = {one.backend for issued in groups.values() for one in issued.values()} - {""}
+    backends = {collective.backend for issued in groups.values() for collective in issued.values()} - {""}
     named = data.get("recorder")
     if backends or named:
         return bool((backends or {str(named)}) - {_GLOO})
@@ -215,23 +222,26 @@ def _is_device(data: Mapping[str, Any], groups: Mapping[str, Mapping[int, Issued
 
 def _unrecorded(data: Mapping[str, Any]) -> dict[str, str]:
     listed = data.get("unrecorded")
-    groups = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-    return {_group(one): str(one.get("backend", "")) for one in groups}
+    groups = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+    return {_group(group): str(group.get("backend", "")) for group in groups}
 
 
 def compare(recorded: Mapping[int, Recording]) -> list[GroupComparison]:
     """One comparison for each process group, those with a difference first: of gloo's recordings only if all are."""
-    recorded = {rank: one for rank, one in recorded.items() if one.nccl} or recorded
-    names = sorted({name for one in recorded.values() for name, issued in one.groups.items() if issued})
-    found = [_compare(name, {rank: one.groups.get(name) for rank, one in recorded.items()}) for name in names]
-    return sorted(found, key=lambda one: (one.differing is None and not one.missing, not one.pending))[:MOST_GROUPS]
+    recorded = {rank: recording for rank, recording in recorded.items() if recording.nccl} or recorded
+    names = sorted({name for recording in recorded.values() for name, issued in recording.groups.items() if issued})
+    comparisons = [
+        _compare(name, {rank: recording.groups.get(name) for rank, recording in recorded.items()}) for name in names
+    ]
+    comparisons.sort(key=lambda group: (group.differing is None and not group.missing, not group.pending))
+    return comparisons[:MOST_GROUPS]
 
 
 def _compare(name: str, ranks: Mapping[int, Mapping[int, IssuedCollective] | None]) -> GroupComparison:
     # Only its own ranks have a subgroup; every rank has the default group, and one without entries is behind.
     members = {rank: issued or {} for rank, issued in ranks.items() if issued is not None or name == _DEFAULT}
     last = {rank: issued[max(issued)] if issued else None for rank, issued in members.items()}
-    reached = {rank: one.number if one is not None else 0 for rank, one in last.items()}
+    reached = {rank: collective.number if collective is not None else 0 for rank, collective in last.items()}
     least, most = min(reached.values(), default=0), max(reached.values(), default=0)
     pending = {
         rank: first
@@ -256,7 +266,8 @@ def _differing(members: Mapping[int, Mapping[int, IssuedCollective]]) -> dict[st
 
 
 def _group(entry: Mapping[str, Any]) -> str:
-    """By number: all tensor-parallel groups of a mesh share one description, and all others have "undefined"."""
+    """The group's name with its number: all tensor-parallel groups of a mesh share one description, and all others have
+    "undefined"."""
     names = entry.get("process_group")
     if isinstance(names, list) and len(names) == 2:
         number, described = str(names[0]), str(names[1])
@@ -270,8 +281,10 @@ def _completed(data: Mapping[str, Any]) -> dict[str, int]:
     status = data.get("pg_status")
     if not isinstance(status, dict):
         return {}
-    each = {name: one.get("last_completed_collective") for name, one in status.items() if isinstance(one, dict)}
-    return {name: number for name, one in each.items() if (number := _whole(one)) is not None}
+    numbers = {
+        name: value.get("last_completed_collective") for name, value in status.items() if isinstance(value, dict)
+    }
+    return {name: number for name, value in numbers.items() if (number := _whole(value)) is not None}
 
 
 def _sizes(entry: Mapping[str, Any]) -> str:

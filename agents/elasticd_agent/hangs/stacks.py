@@ -24,13 +24,13 @@ _DEEP = 4
 @lru_cache(maxsize=4096)
 def _split(file: str) -> tuple[str, str]:
     """The library that the file belongs to, "" for the script's own code, and the file's path below it."""
-    if found := _PACKAGES.match(file):
-        below = file[found.end() :]
+    if prefix := _PACKAGES.match(file):
+        below = file[prefix.end() :]
         return below.partition("/")[0].removesuffix(".py"), below
-    if found := _STDLIB.match(file):
-        return "python", file[found.end() :]
-    if found := _CHECKOUT.match(file):
-        below = file[found.end() :]
+    if prefix := _STDLIB.match(file):
+        return "python", file[prefix.end() :]
+    if prefix := _CHECKOUT.match(file):
+        below = file[prefix.end() :]
         return below.partition("/")[0], below
     return "", file
 
@@ -66,7 +66,7 @@ class Frame:
 
     @property
     def at(self) -> str:
-        """Its place, as short as a person needs: of a deep path the last two parts."""
+        """The frame's place, as short as a person needs: of a deep path the last two parts."""
         parts = self.path.split("/")
         deep = len(parts) > _DEEP and self.path.startswith("/")
         path = "…/" + "/".join(parts[-2:]) if deep else self.path
@@ -74,7 +74,7 @@ class Frame:
 
     @property
     def base(self) -> str:
-        """Its place without any directory."""
+        """The frame's place without any directory."""
         return f"{self.file.rpartition('/')[2]}:{self.line}"
 
 

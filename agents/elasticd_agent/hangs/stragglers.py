@@ -20,10 +20,10 @@ WINDOW_S = 60.0
 """Long enough for chance to level out, and rare enough for a node's record to be written."""
 
 MIN_SHARE, MIN_EXCESS_S = 0.1, 3.0
-"""Of a window a straggler works at least this share, and this much longer than its peers: where all ranks work little,
+"""A straggler works at least this share of a window, and this much longer than its peers: where all ranks work little,
 small differences are large factors."""
 TICK_S = 0.1
-"""Of the heartbeat thread."""
+"""The period of the heartbeat thread."""
 CONSECUTIVE_WINDOWS = 2
 """One slow minute may be an evaluation, or another program on that machine."""
 
@@ -69,14 +69,14 @@ def find_stragglers(counts: Iterable[tuple[int, int, int]], policy: Policy) -> t
     work = {
         rank: max(all_ticks - waiting, 1) / all_ticks for rank, all_ticks, waiting in counts if all_ticks >= MIN_TICKS
     }
-    found = []
+    stragglers = []
     for rank, share in work.items():
         peers = [other for peer, other in work.items() if peer != rank]
         if not peers or share < MIN_SHARE or (share - median(peers)) * TICK_S * ticks[rank] < MIN_EXCESS_S:
             continue
         if (factor := share / median(peers)) > policy.slow_factor:
-            found.append((rank, factor))
-    return tuple(sorted(found, key=lambda one: (-one[1], one[0])))
+            stragglers.append((rank, factor))
+    return tuple(sorted(stragglers, key=lambda one: (-one[1], one[0])))
 
 
 @dataclass(slots=True)

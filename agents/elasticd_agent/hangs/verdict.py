@@ -43,7 +43,7 @@ where a rank waits in a collective, for torch ends it then."""
 TIMEOUT_GRACE_S = 3.0
 """A wait that times out takes up to 2 s to report that if its store does not answer, and the script ends by it."""
 MOST_PLACES = 8
-"""Of one hang that are remembered."""
+"""The places of one hang that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Hang:
     cause: str
     why: str
     places: tuple[str, ...] = ()
-    """What its ranks wait in: the next rounds remember it."""
+    """The places in which its ranks wait: the next rounds remember them."""
     ends: bool = True
     """The group is to be ended; else to be reported only, as the wait may be healthy and a kill costs more."""
     waited_s: float = 0.0
@@ -79,7 +79,8 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """How many groups of this job were killed while a rank waited in some place, the last one after which step."""
+    """The number of groups of this job that were killed while a rank waited in some place, the last one after which
+    step."""
 
     times: int
     step: int
@@ -87,7 +88,6 @@ class Killed:
 
 Judgement = NoHang | SuspectedHang | Hang
 Kills = Mapping[str, Killed]
-"""By place."""
 
 
 def reason_to_suspect(report: HangReport, policy: Policy) -> str | None:
@@ -137,7 +137,7 @@ def judge(
     case = _Case(_latest(reports), len(set(nodes)), policy, kills, progress_s, can_restart)
     if not case.live:
         return NoHang("no running rank has been reported")
-    judgement = next(found for rule in RULES if (found := rule(case)) is not None)
+    judgement = next(answer for rule in RULES if (answer := rule(case)) is not None)
     if not isinstance(judgement, Hang):
         return _stopped_recently(case.live, policy, EARLY_FRACTION * policy.stopped_after_s) or judgement
     missing = [node for node in sorted(set(nodes)) if node not in case.reports or not case.reports[node].gathered]
@@ -161,7 +161,7 @@ def has_progress(reports: Sequence[HangReport], policy: Policy) -> bool:
 
 @dataclass(frozen=True)
 class _Case:
-    """What the rules decide on, with what several of them need."""
+    """The facts that the rules decide on, with those that several of them need."""
 
     reports: Mapping[str, HangReport]
     """Every node's latest one."""
@@ -194,7 +194,8 @@ class _Case:
 
     @cached_property
     def ceiling_s(self) -> float:
-        """For how long a rank may be slow: where others wait for it in a collective, for as long as torch lets them."""
+        """The time for which a rank may be slow: where others wait for it in a collective, as long as torch lets
+        them."""
         if self.policy.slow_ceiling_s is not None:
             return self.policy.slow_ceiling_s
         timeout_s = max(rank.report.timeout_s for rank in self.live)
@@ -225,8 +226,8 @@ class _Case:
         return min(costs) if self.can_restart and min(costs) >= 0 else math.inf
 
     def kills_for(self, blamed: Blame) -> Kills:
-        """Of groups that waited as this one does. A rank without a stack may be in any place."""
-        return {place: one for place, one in self.kills.items() if not blamed.places or place in blamed.places}
+        """The kills of groups that waited as this one does. A rank without a stack may be in any place."""
+        return {place: killed for place, killed in self.kills.items() if not blamed.places or place in blamed.places}
 
 
 # ---- the rules, in their order
@@ -284,8 +285,8 @@ def _overdue(case: _Case) -> Judgement | None:
     waiting = [rank for rank in case.live if rank.waiting_s >= case.deadline_s]
     if not waiting or len(waiting) == len(case.live):
         return None
-    found = blame_overdue(waiting, [rank for rank in case.live if rank not in waiting])
-    decided = _decide(case, found, max(rank.waiting_s for rank in waiting))
+    overdue = blame_overdue(waiting, [rank for rank in case.live if rank not in waiting])
+    decided = _decide(case, overdue, max(rank.waiting_s for rank in waiting))
     return decided if isinstance(decided, Hang) else None
 
 
@@ -354,15 +355,15 @@ RULES: tuple[Callable[[_Case], Judgement | None], ...] = (
 
 
 def _decide(case: _Case, found: Blame, waited_s: float) -> SuspectedHang | Hang:
-    """By the table: wait, report, or end the group."""
+    """Wait, report, or end the group, as the table of patience says."""
     before = case.kills_for(found)
-    repeats = tuple(place for place, one in before.items() if case.step <= one.step)
+    repeats = tuple(place for place, killed in before.items() if case.step <= killed.step)
     shown = Shown(
         case.deadline_s,
         pause_s=max(report.pause_s for report in case.reports.values()),
         ceiling_s=case.ceiling_s,
         cheap=case.restart_costs_s < waited_s,
-        kills=max((one.times for one in before.values()), default=0),
+        kills=max((killed.times for killed in before.values()), default=0),
         links_s=max(report.links_s for report in case.reports.values()),
         repeats=bool(repeats),
     )
@@ -410,7 +411,7 @@ def _idle_s(live: Sequence[RankState]) -> float:
 
 
 def _latest(reports: Sequence[HangReport]) -> dict[str, HangReport]:
-    """By node, sorted, the newest report of the newest round.
+    """The newest report of the newest round by node, sorted.
 
     Reports of one turn are equal; the whole text breaks ties, so that the order of arrival never decides.
     """

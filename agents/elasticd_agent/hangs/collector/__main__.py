@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 PRIORITY = -10
-"""Of nice: ten times the usual share of a crowded processor, for a tenth of a second of work."""
+"""A nice value: ten times the usual share of a crowded processor, for a tenth of a second of work."""
 
 
 def main() -> None:
@@ -49,7 +49,8 @@ def main() -> None:
 
 
 def _raise_priority() -> None:
-    """With the right to, which root has; of the session, too, where the kernel groups processes by session."""
+    """Raise this process's priority if it has the right to, as root has; that of the session, too, where the kernel
+    groups processes by session."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
     with suppress(OSError), open("/proc/self/autogroup", "wb") as autogroup:

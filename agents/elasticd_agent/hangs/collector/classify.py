@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it would be a tenth of the helper's start
 
 @dataclass(frozen=True, slots=True)
 class StackContext:
-    """What a stack does not show."""
+    """Facts that a stack does not show."""
 
     idle: bool = False
     """The thread uses no processor."""
@@ -115,7 +115,7 @@ _WAITING = re.compile(
 """Python's own waits, for another thread or process."""
 _DEBUGGER = re.compile(rf"{STDLIB}(?:pdb|bdb|cmd|code)\.py$|{PACKAGES}(?:IPython|ipdb|pudb|pdbpp|pydevd\w*|debugpy)/")
 _PROMPTS = ("interaction", "cmdloop", "interact", "raw_input", "mainloop", "do_wait_suspend", "wait_for_client")
-"""Their functions that wait for a person."""
+"""The debuggers' functions that wait for a person."""
 _LOADING = re.compile(rf"<frozen importlib|{STDLIB}(?:importlib|ctypes)/")
 _SERVING = re.compile(
     rf"{STDLIB}(?:concurrent/futures|multiprocessing|socketserver)\b|{PACKAGES}(?:torch/utils/data|torch/_inductor|tqdm"
@@ -127,7 +127,7 @@ _FED = re.compile(rf"{STDLIB}(?:concurrent/futures/thread|multiprocessing/queues
 
 
 def locate(frames: Sequence[Frame], context: StackContext = StackContext()) -> StackLocation:
-    """Where the thread with these frames, innermost first, is. No frames: it runs no Python code."""
+    """The place of the thread with these frames, innermost first. No frames: it runs no Python code."""
     if not frames:
         return StackLocation("elsewhere", "")
     if any(_DEBUGGER.search(frame.file) and frame.name in _PROMPTS for frame in frames):
@@ -151,7 +151,7 @@ def locate(frames: Sequence[Frame], context: StackContext = StackContext()) -> S
 
 
 def representative_thread(threads: Sequence[Sequence[Frame]]) -> int:
-    """Of a process's threads, the main one first, the index of the one whose stack says what the rank does.
+    """The index of the thread whose stack says what the rank does; the main one is first.
 
     That is the main thread, unless it waits for another thread or has ended: a script may train in another one.
     """
@@ -205,7 +205,7 @@ def _matches(rule: _Rule, frame: Frame) -> bool:
 
 
 def _public(frames: Sequence[Frame], at: Frame) -> str:
-    """Of functions of one file that call each other the outermost: the one that the script called."""
+    """The outermost of functions of one file that call each other: the one that the script called."""
     name = at.name
     for frame in frames[frames.index(at) :]:
         if frame.file == at.file:

@@ -30,11 +30,11 @@ from elasticd_agent.system.processes import procfs
 from elasticd_agent.system.processes.helper_process import HelperError, HelperProcess, HelperTimeout
 
 SPARE_PART = 0.2
-"""Of the time: programs are given up this much before its end, which leaves time for faulthandler and the report."""
+"""Programs are given up this part of the time before its end, which leaves time for faulthandler and the report."""
 SAMPLE_S = 0.2
 """Over how long the use of the processor is measured: a busy thread has had many turns by then."""
 IDLE_SHARE = 0.1
-"""Of the sample. A rank that waits in gloo uses nothing; an OpenMP pool spins for the first 0.1 s of a wait."""
+"""A share of the sample. A rank that waits in gloo uses nothing; an OpenMP pool spins for the first 0.1 s of a wait."""
 SOURCE_S = 0.2
 LOG_GRACE_S = 0.5
 """Logs, read in milliseconds, may take this much longer than all else."""
@@ -100,11 +100,11 @@ class Collection:
         except OSError:  # a container whose seccomp rules are older than pidfds
             pidfd = -1
         active, since = facts.run_time_ns(pid), time.monotonic()
-        found = facts.process_facts(pid)
-        state = found.get("state", "")
-        self._emit({"rank": rank, "state": state, "wchan": found.get("wchan", "")})
+        process_facts = facts.process_facts(pid)
+        state = process_facts.get("state", "")
+        self._emit({"rank": rank, "state": state, "wchan": process_facts.get("wchan", "")})
         dump = self._stacks(worker, pidfd, state)
-        located, thread = self._locate(worker, dump, found, active, since)
+        located, thread = self._locate(worker, dump, process_facts, active, since)
         words = {
             "where": located.where if dump.source else "",
             "function": located.function if dump.source else "",
@@ -116,21 +116,21 @@ class Collection:
             "trouble": dump.trouble,
         }
         try:
-            self._write_facts(worker, words | found)
+            self._write_facts(worker, words | process_facts)
             if not dump.source:
                 disk.write(
                     self._path(f"rank-{rank}.stacks.txt"),
                     f"{NO_STACKS}{dump.trouble}\n".encode(errors="backslashreplace"),
                 )
                 return
-            process = ProcessStacks(pid, found.get("comm", ""), dump.threads)
+            process = ProcessStacks(pid, process_facts.get("comm", ""), dump.threads)
             self._write_stacks(rank, dump.text, RankStacks(dump.source, (process,)))
         finally:
             self._emit({"rank": rank, **words})
-        self._children(worker, dump.text, RankStacks(dump.source, (process,)), found)
+        self._children(worker, dump.text, RankStacks(dump.source, (process,)), process_facts)
 
     def _stacks(self, worker: EvidenceTarget, pidfd: int, state: str) -> stacks.StackDump:
-        """By py-spy, else by faulthandler. `trouble` keeps why py-spy failed."""
+        """The stacks read by py-spy, else by faulthandler. `trouble` keeps why py-spy failed."""
         alive = facts.living_thread(worker.pid)
         if not alive:
             return stacks.StackDump(trouble="it has ended")
@@ -165,7 +165,7 @@ class Collection:
         joined = _beat(worker.heartbeat).get("collectives", -1) >= 0
         source = _source(thread.frames)
         idle = classify.StackContext(idle=True, group=joined, cuda=cuda, gil=thread.holds_gil, source=source)
-        located, if_busy = (classify.locate(thread.frames, each) for each in (idle, replace(idle, idle=False)))
+        located, if_busy = (classify.locate(thread.frames, context) for context in (idle, replace(idle, idle=False)))
         # Whether the thread is at work is measured only where it makes a difference.
         if located != if_busy:
             time.sleep(max(0.0, since + SAMPLE_S - time.monotonic()))
@@ -185,12 +185,16 @@ class Collection:
         """The stacks of Python processes below, DataLoader workers for instance, behind the worker's own."""
         until = min(self._until - self._spare_s, time.monotonic() + CHILDREN_S)
         exe = _exe(worker.pid)
-        below = [one for one in found.get("processes", ()) if one["pid"] != worker.pid and exe == _exe(one["pid"])]
-        for one in below[:CHILDREN] if exe else ():
-            dump = stacks.by_py_spy(self._request.spy, one["pid"], until)
+        below = [
+            process
+            for process in found.get("processes", ())
+            if process["pid"] != worker.pid and exe == _exe(process["pid"])
+        ]
+        for process in below[:CHILDREN] if exe else ():
+            dump = stacks.by_py_spy(self._request.spy, process["pid"], until)
             if dump.source:
                 text += "\n" + dump.text
-                child = ProcessStacks(one["pid"], one.get("comm", ""), dump.threads)
+                child = ProcessStacks(process["pid"], process.get("comm", ""), dump.threads)
                 data = replace(data, processes=(*data.processes, child))
                 self._write_stacks(worker.rank, text, data)
 
@@ -223,9 +227,9 @@ class Collection:
             disk.write(self._path(f"rank-{worker.rank}.flight.json"), shown)
         # A dump of NCCL's own proves nothing: it does not say what other groups there are, in which the rank may wait.
         if recorded:
-            found = recordings.parse(json.loads(recorded))
-            if found is not None:
-                self._emit({"rank": worker.rank, "groups": found.tails(), "deviation": found.deviation()})
+            recording = recordings.parse(json.loads(recorded))
+            if recording is not None:
+                self._emit({"rank": worker.rank, "groups": recording.tails(), "deviation": recording.deviation()})
 
     def _gpus(self) -> None:
         if self._request.nvml is None:

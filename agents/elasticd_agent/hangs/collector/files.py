@@ -21,7 +21,7 @@ from elasticd_agent.hangs.collector.request import NO_STACKS, FilePath, PublishR
 PART = ".part"
 LOG_LINES = 200
 LOG_BYTES = 256 << 10
-"""Of a log's end: 200 lines of 1,300 characters."""
+"""The part of a log's end that is read: 200 lines of 1,300 characters."""
 LINE_LIMIT = 2000
 _ROUND = re.compile(r"round-([1-9][0-9]*)")
 _CHUNK = 1 << 30
@@ -48,10 +48,10 @@ def read(path: FilePath, most: int, *, tail: bool = False) -> bytes:
     """The first or last `most` bytes of a plain file. Raises OSError, also for what is no plain file."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{path} is no plain file")
-        return os.pread(fd, most, max(0, found.st_size - most) if tail else 0)
+        return os.pread(fd, most, max(0, status.st_size - most) if tail else 0)
     finally:
         os.close(fd)
 
@@ -90,8 +90,8 @@ def publish(request: PublishRequest) -> None:
 
 def _files(source: Path) -> list[Path]:
     """Complete files, the small ones first: there may be no time for a flight recording."""
-    with os.scandir(source) as found:
-        entries = [e for e in found if e.is_file(follow_symlinks=False) and not e.name.endswith(PART)]
+    with os.scandir(source) as listing:
+        entries = [e for e in listing if e.is_file(follow_symlinks=False) and not e.name.endswith(PART)]
         return [Path(entry.path) for entry in sorted(entries, key=lambda entry: entry.stat().st_size)]
 
 
@@ -104,9 +104,9 @@ def make_directory(directory: Path) -> None:
         try:
             path.mkdir(mode=0o700)
         except FileExistsError:
-            found = os.lstat(path)
+            status = os.lstat(path)
             if os.stat(path.parent).st_mode & stat.S_IWOTH and (
-                found.st_uid not in (os.geteuid(), 0) or stat.S_ISLNK(found.st_mode)
+                status.st_uid not in (os.geteuid(), 0) or stat.S_ISLNK(status.st_mode)
             ):
                 raise PermissionError(errno.EPERM, f"{path} belongs to another user, or is a link") from None
         except OSError:  # read-only, for example
@@ -122,10 +122,10 @@ def rotate(final: Path, rounds: int) -> list[Path]:
         return []
     have = {}
     for name in os.listdir(final.parent.parent):
-        found = _ROUND.fullmatch(name)
+        round_name = _ROUND.fullmatch(name)
         path = final.parent.parent / name / final.name
-        if found is not None and path.is_dir() and not path.is_symlink():
-            have[int(found[1])] = path
+        if round_name is not None and path.is_dir() and not path.is_symlink():
+            have[int(round_name[1])] = path
     old = [have[number] for number in sorted(have)[:-rounds] if have[number] != final]
     for path in old:
         shutil.rmtree(path, ignore_errors=True)

@@ -38,7 +38,7 @@ def request_dump(beat: FilePath) -> DumpRequest:
 
 
 def await_dump(beat: FilePath, request: DumpRequest, path: FilePath, until: float, last: float) -> bytes | None:
-    """What the heartbeat thread has written by `until`, or by `last` if it runs; b"" for nothing.
+    """The dump that the heartbeat thread has written by `until`, or by `last` if it runs; b"" for nothing.
 
     None: it runs, and has not come so far. On a busy machine 25 ms of work take seconds; without the GIL it never runs.
     """
@@ -58,13 +58,14 @@ def await_dump(beat: FilePath, request: DumpRequest, path: FilePath, until: floa
 
 
 def nccl_dump(pipe: FilePath, dump: FilePath, until: float) -> bytes:
-    """As JSON what NCCL writes to `dump` when a byte comes through `pipe`; b"" without an answer by `until`."""
+    """The dump, as JSON, that NCCL writes to `dump` when a byte comes through `pipe`; b"" without an answer by
+    `until`."""
     before = _changed(dump)
     if not _poke_pipe(pipe):
         return b""
     while time.monotonic() < until:
-        if _changed(dump) != before and (found := whole(dump)):
-            return found
+        if _changed(dump) != before and (content := whole(dump)):
+            return content
         time.sleep(POLL_S)
     return b""
 
@@ -90,7 +91,7 @@ def _changed(path: FilePath) -> int:
 
 
 def whole(path: FilePath) -> bytes:
-    """What was written to it at any time, as JSON; b"" if there is nothing."""
+    """The dump in the file, written at any time, as JSON; b"" if there is none."""
     try:
         return as_json(disk.read(path, LIMIT))
     except (OSError, ValueError):  # it does not exist yet, or is incomplete
@@ -101,7 +102,7 @@ _BROKEN = (
     pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError, MemoryError, OverflowError,
     RecursionError,
 )  # fmt: skip
-"""What damaged data raise: a length in a pickle may be anything."""
+"""The exceptions that damaged data raise: a length in a pickle may be anything."""
 
 
 class _Plain(pickle.Unpickler):

@@ -71,8 +71,8 @@ def process_facts(pid: int) -> dict[str, Any]:
 
 def wchan(pid: int) -> str:
     """The kernel function the process sleeps in; "" for none, or without the right to know."""
-    found = _text(f"/proc/{pid}/wchan")
-    return "" if found == "0" else found
+    function = _text(f"/proc/{pid}/wchan")
+    return "" if function == "0" else function
 
 
 def syscall(pid: int, fds: dict[str, str]) -> dict[str, Any]:
@@ -82,15 +82,15 @@ def syscall(pid: int, fds: dict[str, str]) -> dict[str, Any]:
         return {}
     number = int(fields[0])
     name = _CALLS.get(platform.machine(), {}).get(number, "")
-    found: dict[str, Any] = {"number": number, "name": name, "arguments": fields[1:7]}
+    call: dict[str, Any] = {"number": number, "name": name, "arguments": fields[1:7]}
     if name in _OF_FD:
         fd = str(int(fields[1], 16))
-        found |= {"fd": int(fd), "target": fds.get(fd, "")}
-    return found
+        call |= {"fd": int(fd), "target": fds.get(fd, "")}
+    return call
 
 
 def writes_output(facts: dict[str, Any]) -> bool:
-    """Whether the main thread is in a write to standard output or error, and that is a pipe or a terminal."""
+    """True if the main thread is in a write to standard output or error, and that is a pipe or a terminal."""
     call = facts.get("syscall", {})
     # A named pipe's target is a path like that of a file, which may be on a file system that hangs.
     unread = "pipe" in facts.get("wchan", "") or str(call.get("target", "")).startswith(
@@ -100,7 +100,7 @@ def writes_output(facts: dict[str, Any]) -> bool:
 
 
 def reads_input(facts: dict[str, Any], source: str) -> bool:
-    """Whether the main thread reads its standard input; of readline's call /proc only shows that it is that one."""
+    """True if the main thread reads its standard input; of readline's call /proc only shows that it is that one."""
     call = facts.get("syscall", {})
     if call.get("name") in ("read", "readv"):
         return bool(call.get("fd") == 0)
@@ -109,21 +109,21 @@ def reads_input(facts: dict[str, Any], source: str) -> bool:
 
 def fd_targets(pid: int) -> dict[str, str]:
     """The targets of its descriptors, by number. The links are read, never followed."""
-    found = {}
+    targets = {}
     try:
         numbers = sorted(os.listdir(f"/proc/{pid}/fd"), key=int)
     except OSError:
         return {}
     for number in numbers[:MOST_FDS]:
         try:
-            found[number] = os.readlink(f"/proc/{pid}/fd/{number}")
+            targets[number] = os.readlink(f"/proc/{pid}/fd/{number}")
         except OSError:  # it has been closed
             continue
-    return found
+    return targets
 
 
 def tids(pid: int) -> list[int]:
-    """Its threads, the main one first."""
+    """The process's threads, the main one first."""
     try:
         return sorted(int(tid) for tid in os.listdir(f"/proc/{pid}/task"))
     except OSError:
@@ -137,24 +137,24 @@ def living_thread(pid: int) -> int:
 
 
 def run_time_ns(pid: int) -> dict[int, int]:
-    """By thread, the time it ran or waited for a processor: of the main thread and autograd's ("pt_autograd_0").
+    """The time for which the main thread, and autograd's ("pt_autograd_0"), ran or waited for a processor, by thread.
 
     /proc/PID/task/TID/schedstat: run, wait, slices. -1 without that file.
     """
-    found = {}
+    times_ns = {}
     for tid in tids(pid):
         if tid == pid or _text(f"/proc/{pid}/task/{tid}/comm").startswith("pt_autograd"):
             fields = _text(f"/proc/{pid}/task/{tid}/schedstat").split()
-            found[tid] = int(fields[0]) + int(fields[1]) if len(fields) == 3 else -1
-    return found
+            times_ns[tid] = int(fields[0]) + int(fields[1]) if len(fields) == 3 else -1
+    return times_ns
 
 
 def _thread(pid: int, tid: int) -> dict[str, Any]:
     at = f"/proc/{pid}/task/{tid}"
     fields = _text(f"{at}/stat").rpartition(")")
     comm = fields[0].partition("(")[2]
-    found = {"tid": tid, "comm": comm, "state": fields[2].strip()[:1], "wchan": _text(f"{at}/wchan")}
-    return {name: value for name, value in found.items() if value not in ("", "0")}
+    facts = {"tid": tid, "comm": comm, "state": fields[2].strip()[:1], "wchan": _text(f"{at}/wchan")}
+    return {name: value for name, value in facts.items() if value not in ("", "0")}
 
 
 def _process(one: procfs.Stat) -> dict[str, Any]:

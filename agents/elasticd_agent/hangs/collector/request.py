@@ -12,13 +12,14 @@ from typing import Any
 NO_STACKS = "no stacks: "
 """The text of a rank's stacks begins with this where there are none; the reason follows."""
 REDIRECTED = "redirected.json"
-"""In a folder whose evidence belongs into another one, which could not be written: {"directory": that one}."""
+"""A note in a folder whose evidence belongs into another one, which could not be written: {"directory": that one}."""
 
 FilePath = str | Path
 
 
 def fallback_directory(temporary: Path | None = None) -> Path:
-    """Of this user's jobs: for evidence without a log directory, or whose log directory cannot be written."""
+    """The directory of this user's jobs for evidence without a log directory, or whose log directory cannot be
+    written."""
     return (temporary or Path(tempfile.gettempdir())) / f"elasticd-evidence-{os.getuid()}"
 
 
@@ -29,12 +30,11 @@ class EvidenceTarget:
     rank: int
     pid: int
     logs: tuple[FilePath, ...] = ()
-    """Its output."""
     heartbeat: FilePath | None = None
     stacks: FilePath | None = None
-    """Its faulthandler appends to this."""
+    """The file to which the worker's faulthandler appends."""
     flight: FilePath | None = None
-    """Its heartbeat thread writes the flight recorder to this."""
+    """The file to which the worker's heartbeat thread writes the flight recorder."""
     pipe: FilePath | None = None
     """NCCL's dump pipe, and `dump`, the file that NCCL then writes."""
     dump: FilePath | None = None
@@ -55,7 +55,7 @@ class CollectRequest:
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> CollectRequest:
-        ranks = tuple(EvidenceTarget(**{**one, "logs": tuple(one["logs"])}) for one in data["ranks"])
+        ranks = tuple(EvidenceTarget(**{**target, "logs": tuple(target["logs"])}) for target in data["ranks"])
         return cls(**{**data, "ranks": ranks})
 
 

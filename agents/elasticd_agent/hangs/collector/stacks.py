@@ -28,7 +28,7 @@ NOT_PERMITTED = (
     "(kernel.yama.ptrace_scope below 3; CAP_SYS_PTRACE in a container)"
 )
 FIRST_TRY_PART, FIRST_TRY_S = 0.5, 2.0
-"""Of the time: how long the first py-spy may take if that is long enough for a busy machine. The rest is for more."""
+"""The first py-spy may take this part of the time if that is long enough for a busy machine. The rest is for more."""
 FAULTHANDLER_S = 2.0
 """faulthandler writes a hundred threads in a few milliseconds, once the process gets a processor for the signal."""
 TEXT_LIMIT = 4 << 20
@@ -82,18 +82,18 @@ def from_py_spy(data: object, pid: int) -> tuple[ThreadStack, ...]:
     if not isinstance(data, list) or not data:
         raise ValueError("no threads")
     threads = []
-    for one in data:
-        frames = tuple(Frame(str(f["name"]), str(f["filename"]), int(f["line"])) for f in one["frames"])
-        state = "active+gil" if one.get("owns_gil") else "active" if one.get("active") else "idle"
-        tid = one.get("os_thread_id") or one["thread_id"]
-        threads.append(ThreadStack(str(one.get("thread_name") or ""), str(tid), frames, state))
+    for dumped in data:
+        frames = tuple(Frame(str(f["name"]), str(f["filename"]), int(f["line"])) for f in dumped["frames"])
+        state = "active+gil" if dumped.get("owns_gil") else "active" if dumped.get("active") else "idle"
+        tid = dumped.get("os_thread_id") or dumped["thread_id"]
+        threads.append(ThreadStack(str(dumped.get("thread_name") or ""), str(tid), frames, state))
     return tuple(sorted(threads, key=lambda thread: thread.tid != str(pid)))
 
 
 def as_text(pid: int, threads: Sequence[ThreadStack]) -> str:
-    """As `py-spy dump` without --json would write it, with whole paths."""
-    found = procfs.stat(pid)
-    lines = [f"Process {pid}: {found.comm if found is not None else ''}"]
+    """The stacks as `py-spy dump` without --json would write them, with whole paths."""
+    process = procfs.stat(pid)
+    lines = [f"Process {pid}: {process.comm if process is not None else ''}"]
     for thread in threads:
         lines.append("")
         lines.append(f"Thread {thread.tid} ({thread.state})" + (f': "{thread.name}"' if thread.name else ""))
@@ -133,14 +133,14 @@ def by_faulthandler(pid: int, pidfd: int, path: FilePath | None, until: float) -
 
 
 def from_faulthandler(text: str) -> tuple[ThreadStack, ...]:
-    """What faulthandler writes -> threads. It begins with the newest thread and does not mark the main one."""
-    found: list[tuple[str, str, list[Frame]]] = []
+    """faulthandler's text -> threads. It begins with the newest thread and does not mark the main one."""
+    stacks: list[tuple[str, str, list[Frame]]] = []
     for line in text.splitlines():
         if thread := _HANDLER_THREAD.fullmatch(line):
-            found.append((thread[2] or "", f"0x{thread[1].lstrip('0')}", []))
-        elif found and (frame := _HANDLER_FRAME.fullmatch(line)):
-            found[-1][2].append(Frame(frame[3], frame[1], int(frame[2]) if frame[2].isdecimal() else 0))
-    threads = [ThreadStack(name, tid, tuple(frames)) for name, tid, frames in reversed(found)]
+            stacks.append((thread[2] or "", f"0x{thread[1].lstrip('0')}", []))
+        elif stacks and (frame := _HANDLER_FRAME.fullmatch(line)):
+            stacks[-1][2].append(Frame(frame[3], frame[1], int(frame[2]) if frame[2].isdecimal() else 0))
+    threads = [ThreadStack(name, tid, tuple(frames)) for name, tid, frames in reversed(stacks)]
     return tuple(sorted(threads, key=lambda t: not (t.frames and t.frames[-1].function in _OUTERMOST)))
 
 

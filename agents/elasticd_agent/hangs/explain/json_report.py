@@ -29,7 +29,7 @@ def document(explained: Explanation) -> dict[str, Any]:
         "ranks": [_plain(rank, without=("kernel", "stacks", "no_stacks")) for rank in explained.ranks],
         "waiting": _plain(explained.waiting),
         "stacks": [_stack_group(group) for group in explained.stack_groups],
-        "flight": [_flight(one) for one in explained.flight],
+        "flight": [_flight(comparison) for comparison in explained.flight],
         "gpus": [_plain(gpu) | {"facts": dict(gpu.facts)} for gpu in explained.gpus],
         "troubles": _plain(explained.troubles),
         "evidence": explained.directory,
@@ -81,5 +81,5 @@ def _flight(one: GroupComparison) -> Any:
     differing = None
     if one.differing is not None:
         differing = [{"issued": issued, "ranks": list(ranks)} for issued, ranks in one.differing.items()]
-    found = _plain(one, without=("missing",))
-    return found | {"pending": _plain(one.pending or {}), "lacking": list(one.missing), "differing": differing}
+    values = _plain(one, without=("missing",))
+    return values | {"pending": _plain(one.pending or {}), "lacking": list(one.missing), "differing": differing}

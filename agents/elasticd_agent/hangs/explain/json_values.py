@@ -20,8 +20,8 @@ def whole(value: object) -> int | None:
 
 def count(value: object) -> int:
     """The number, if it is one that a counter can show; -1 for anything else."""
-    found = whole(value)
-    return -1 if found is None or not -1 <= found < 1 << 62 else found
+    counted = whole(value)
+    return -1 if counted is None or not -1 <= counted < 1 << 62 else counted
 
 
 def number(value: object, default: float = 0.0) -> float:
@@ -32,7 +32,7 @@ def number(value: object, default: float = 0.0) -> float:
 
 def items(value: object, most: int = MOST_ITEMS) -> list[dict[str, Any]]:
     """The objects in a list of them."""
-    return [one for one in value[:most] if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value[:most] if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def values(value: object) -> list[Any]:

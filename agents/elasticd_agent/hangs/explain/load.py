@@ -62,46 +62,46 @@ def explain(
     `events`: the event log; `others`: the other folders, to be named; `here`: the node of ranks for which no file names
     one; `verdict`: the content of verdict.json, where it may not have been written yet.
     """
-    found = _Reader(folder)
-    judged = _decode_verdict(found.json(VERDICT) if verdict is None else verdict)
-    found.read_reports()
+    reader = _Reader(folder)
+    judged = _decode_verdict(reader.json(VERDICT) if verdict is None else verdict)
+    reader.read_reports()
     for rank in folder.ranks[:MOST_RANKS]:
-        found.read_rank(rank)
-    log = RunLog.of(found.event_lines(events), folder.round, found.taken_at)
+        reader.read_rank(rank)
+    log = RunLog.of(reader.event_lines(events), folder.round, reader.taken_at)
     judged = judged or log.verdict()
     reason = log.restart_reason() if judged is None else ""
-    ranks = _complete(found.ranks, judged, log, here)
+    ranks = _complete(reader.ranks, judged, log, here)
     if reason:
         away = sorted(set(log.members()) - {rank.node for rank in ranks})
         where = f": {' or '.join(away)}" if 0 < len(away) <= _MOST_NODES else ""
-        found.add_trouble(f"the verdict, with all ranks' facts, is in the log directory of another node{where}")
+        reader.add_trouble(f"the verdict, with all ranks' facts, is in the log directory of another node{where}")
     kind: EvidenceKind = "suspicion"
     if judged is not None or reason:
         kind = "hang"
-    elif folder.is_dump or found.why == DUMP_REASON:
+    elif folder.is_dump or reader.why == DUMP_REASON:
         kind = "dump"
     return Explanation(
         round=folder.round,
         kind=kind,
         directory=str(folder.path),
         elsewhere=str(folder.elsewhere.path) if folder.elsewhere is not None else "",
-        headline=phrases.headline(folder.round, kind, judged, ranks, reason or found.why),
-        taken_at=found.taken_at,
+        headline=phrases.headline(folder.round, kind, judged, ranks, reason or reader.why),
+        taken_at=reader.taken_at,
         job=log.job,
         verdict=judged,
         ranks=ranks,
         stack_groups=_stack_groups(ranks),
         waiting=phrases.describe_waits(ranks),
-        flight=tuple(recordings.compare(found.recordings())),
-        gpus=found.gpus(),
+        flight=tuple(recordings.compare(reader.recordings())),
+        gpus=reader.gpus(),
         aftermath=_aftermath(log, folder),
-        troubles=(*found.troubles, *_missing(folder, ranks)),
+        troubles=(*reader.troubles, *_missing(folder, ranks)),
         others=tuple(_other(folder, other) for other in others if other.path != folder.path),
     )
 
 
 def ending(events: Path | None) -> str:
-    """How the job ended, by the event log, as the end of a sentence; "" if it runs or there is no log."""
+    """The end of the job, by the event log, as the end of a sentence; "" if it runs or there is no log."""
     lines = files.read_lines(events, EVENT_LOG_LIMIT)[0] if events is not None else []
     logged = (line.event for line in map(decode, reversed(lines)) if line is not None)
     last = next((event for event in logged if isinstance(event, RoundPublishedEvent) or ends_job(event)), None)
@@ -110,7 +110,7 @@ def ending(events: Path | None) -> str:
 
 @dataclass(slots=True)
 class _Reader:
-    """What has been read of a folder so far, by rank, and what was wrong."""
+    """The facts read of a folder so far, by rank, and the troubles met."""
 
     folder: EvidenceFolder
     ranks: dict[int, RankFacts] = field(default_factory=dict)
@@ -153,10 +153,10 @@ class _Reader:
 
     def _add_report(self, report: Mapping[str, Any]) -> None:
         node = text(report.get("node"))
-        for one in items(report.get("ranks")):
-            rank = whole(one.get("rank"))
+        for rank_report in items(report.get("ranks")):
+            rank = whole(rank_report.get("rank"))
             if rank is not None and 0 <= rank < MOST_RANKS:
-                self.ranks[rank] = _with_report(self.ranks.get(rank) or RankFacts(rank), node, one)
+                self.ranks[rank] = _with_report(self.ranks.get(rank) or RankFacts(rank), node, rank_report)
 
     def read_rank(self, rank: int) -> None:
         facts = self.json(f"rank-{rank}.json") or {}
@@ -187,16 +187,16 @@ class _Reader:
             data = self.json(name, 16 << 20) if name in self.folder.names else None
             if data is None:
                 continue
-            one = recordings.parse(data)
-            if one is not None:
-                recorded[rank] = one
+            recording = recordings.parse(data)
+            if recording is not None:
+                recorded[rank] = recording
             else:
                 self.add_trouble(f"{name} holds no flight recording")
         return recorded
 
     def gpus(self) -> tuple[GpuFacts, ...]:
         """The GPUs of every node. A GPU that fell off the bus looks like a hang of the rank that waits for it."""
-        found: list[GpuFacts] = []
+        facts: list[GpuFacts] = []
         for name in self.folder.names:
             if not (name.startswith("gpu") and name.endswith(".json")):
                 continue
@@ -204,18 +204,18 @@ class _Reader:
             node = name.removeprefix("gpu").removesuffix(".json").lstrip("-")
             if isinstance(data.get("trouble"), str):
                 self.add_trouble(f"{name}: {data['trouble'][:200]}")
-            each = enumerate(items(data.get("gpus"), _MOST_GPUS))
-            found += [_gpu(one, f"{node} " if node else "", index) for index, one in each]
-        return tuple(found)
+            numbered = enumerate(items(data.get("gpus"), _MOST_GPUS))
+            facts += [_gpu(gpu, f"{node} " if node else "", index) for index, gpu in numbered]
+        return tuple(facts)
 
 
 def _decode_verdict(data: Mapping[str, Any] | None) -> RecordedVerdict | None:
     if data is None or not isinstance(data.get("cause"), str):
         return None
     culprits = tuple(
-        RankLocation(text(one.get("node")), rank, slot if (slot := whole(one.get("slot"))) is not None else -1)
-        for one in items(data.get("culprits"))
-        if (rank := whole(one.get("rank"))) is not None
+        RankLocation(text(culprit.get("node")), rank, slot if (slot := whole(culprit.get("slot"))) is not None else -1)
+        for culprit in items(data.get("culprits"))
+        if (rank := whole(culprit.get("rank"))) is not None
     )
     cause, why, action = (text(data.get(name)) for name in ("cause", "why", "action"))
     return RecordedVerdict(cause, culprits, why, action, number(data.get("seen_after_s")), number(data.get("at_wall")))
@@ -244,9 +244,11 @@ def _with_report(rank: RankFacts, node: str, report: Mapping[str, Any]) -> RankF
 
 
 def _with_facts(rank: RankFacts, facts: Mapping[str, Any]) -> RankFacts:
-    """What rank-R.json adds. A report goes before it: the verdict was made on the reports."""
+    """The rank with what rank-R.json adds. A report goes before it: the verdict was made on the reports."""
     kernel = facts.get("kernel_stack")
-    children = [one for one in items(facts.get("processes"), _MOST_CHILDREN) if one.get("pid") != facts.get("pid")]
+    children = [
+        process for process in items(facts.get("processes"), _MOST_CHILDREN) if process.get("pid") != facts.get("pid")
+    ]
     return replace(
         rank,
         node=rank.node or text(facts.get("node")),
@@ -260,7 +262,7 @@ def _with_facts(rank: RankFacts, facts: Mapping[str, Any]) -> RankFacts:
         wchan=text(facts.get("wchan")),
         call=_call(facts.get("syscall")),
         kernel=tuple(line for line in kernel if isinstance(line, str))[:32] if isinstance(kernel, list) else (),
-        children=tuple(_child(one) for one in children),
+        children=tuple(_child(process) for process in children),
     )
 
 
@@ -343,8 +345,8 @@ def _other(folder: EvidenceFolder, other: EvidenceFolder) -> str:
 def decode_stacks(data: Mapping[str, Any]) -> RankStacks | None:
     """The stacks in the file's object; None without a thread of the rank's own process."""
     processes = [
-        ProcessStacks(count(one.get("pid")), text(one.get("comm")), tuple(_threads(one)))
-        for one in items(data.get("processes"), MOST_PROCESSES)
+        ProcessStacks(count(process_data.get("pid")), text(process_data.get("comm")), tuple(_threads(process_data)))
+        for process_data in items(data.get("processes"), MOST_PROCESSES)
     ]
     if not processes or not processes[0].threads:
         return None
@@ -354,15 +356,15 @@ def decode_stacks(data: Mapping[str, Any]) -> RankStacks | None:
 def _threads(process: Mapping[str, Any]) -> list[ThreadStack]:
     return [
         ThreadStack(
-            text(one.get("name")),
-            text(one.get("tid")),
+            text(thread.get("name")),
+            text(thread.get("tid")),
             tuple(
                 Frame(text(frame.get("function")), text(frame.get("file")), max(0, count(frame.get("line"))))
-                for frame in items(one.get("frames"), MOST_FRAMES)
+                for frame in items(thread.get("frames"), MOST_FRAMES)
             ),
-            text(one.get("state")),
+            text(thread.get("state")),
         )
-        for one in items(process.get("threads"), MOST_THREADS)
+        for thread in items(process.get("threads"), MOST_THREADS)
     ]
 
 

@@ -35,7 +35,7 @@ class EvidenceFolder:
     """Another part of it, which could not be written here."""
 
     def file(self, name: str) -> Path:
-        """Where the file is: the part that is elsewhere is newer."""
+        """The path of the file: the part that is elsewhere is newer."""
         there = self.elsewhere is not None and name in self.elsewhere.names
         return (self.elsewhere if there and self.elsewhere is not None else self).path / name
 
@@ -53,19 +53,20 @@ class EvidenceFolder:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted({int(found[1]) for found in map(_RANK_FILE.fullmatch, self.names) if found}))
+        return tuple(sorted({int(file_name[1]) for file_name in map(_RANK_FILE.fullmatch, self.names) if file_name}))
 
 
 def find_all(directory: Path) -> list[EvidenceFolder]:
-    """As find_folders; with what belongs at or below `directory` and was written elsewhere."""
-    found = {place.path.absolute(): place for place in find_folders(directory)}
+    """Every folder as find_folders returns it, and those that belong at or below `directory` and were written
+    elsewhere."""
+    folders = {place.path.absolute(): place for place in find_folders(directory)}
     for origin, other in _redirected(directory):
-        here = found.get(origin)
+        here = folders.get(origin)
         if here is None:
-            found[origin] = replace(other, logs=origin.parent.parent)
+            folders[origin] = replace(other, logs=origin.parent.parent)
         else:
-            found[origin] = replace(here, names=tuple(sorted({*here.names, *other.names})), elsewhere=other)
-    return sorted(found.values(), key=_order)
+            folders[origin] = replace(here, names=tuple(sorted({*here.names, *other.names})), elsewhere=other)
+    return sorted(folders.values(), key=_order)
 
 
 def _redirected(directory: Path) -> Iterator[tuple[Path, EvidenceFolder]]:
@@ -89,11 +90,11 @@ def find_folders(directory: Path) -> list[EvidenceFolder]:
     inside = files.entry_names(directory)
     if any(_is_evidence(name) for name in inside):
         return [_place(directory, inside)]
-    found = _in_round(directory, inside)
+    folders = _in_round(directory, inside)
     for name in inside:
         if _ROUND.fullmatch(name):
-            found += _in_round(directory / name, files.entry_names(directory / name))
-    return sorted(found, key=_order)
+            folders += _in_round(directory / name, files.entry_names(directory / name))
+    return sorted(folders, key=_order)
 
 
 def _order(place: EvidenceFolder) -> tuple[int, bool, int]:
@@ -106,13 +107,13 @@ def choose_folder(found: list[EvidenceFolder]) -> EvidenceFolder | None:
 
 
 def _in_round(directory: Path, inside: list[str]) -> list[EvidenceFolder]:
-    found = []
+    folders = []
     for name in inside:
         if _FOLDER.fullmatch(name):
             names = files.entry_names(directory / name)
             if any(_is_evidence(name) for name in names):
-                found.append(_place(directory / name, names))
-    return found
+                folders.append(_place(directory / name, names))
+    return folders
 
 
 def _place(path: Path, names: list[str]) -> EvidenceFolder:
@@ -128,5 +129,5 @@ def _is_evidence(name: str) -> bool:
 
 def _age(place: EvidenceFolder) -> int:
     """Rotated folders are older: `evidence.2` before `evidence.1` before `evidence`."""
-    found = _FOLDER.fullmatch(place.path.name)
-    return -int(found[2]) if found is not None and found[2] else 0
+    rotated = _FOLDER.fullmatch(place.path.name)
+    return -int(rotated[2]) if rotated is not None and rotated[2] else 0

@@ -1,4 +1,4 @@
-"""What a folder of evidence says, as one value: `load` makes it, `text` and `json_report` show it.
+"""The content of a folder of evidence as one value: `load` makes it, `text` and `json_report` show it.
 
 Unknown numbers are -1, unknown texts "", unknown times 0.
 """
@@ -113,7 +113,7 @@ class Explanation:
     directory: str
     headline: str
     elsewhere: str = ""
-    """Where the part of it is that could not be written to `directory`."""
+    """The directory of the part that could not be written to `directory`."""
     job: str = ""
     taken_at: float = 0.0
     """Unix time of the newest stacks."""
@@ -125,7 +125,7 @@ class Explanation:
     gpus: tuple[GpuFacts, ...] = ()
     aftermath: Aftermath = Aftermath()
     troubles: tuple[str, ...] = ()
-    """What is missing or could not be read."""
+    """The parts that are missing or could not be read."""
     others: tuple[str, ...] = ()
 
     @property

@@ -53,7 +53,7 @@ _BUSY = 10.0
 def headline(
     number: int, kind: EvidenceKind, verdict: RecordedVerdict | None, ranks: Sequence[RankFacts], reason: str
 ) -> str:
-    """What happened, in one sentence. `reason`: another node's verdict, or else why there was a suspicion."""
+    """The outcome in one sentence. `reason`: another node's verdict, or else why there was a suspicion."""
     which = f"round {number}" if number else "the group"
     if verdict is not None:
         hung = "may have hung" if verdict.action == "report" else "hung"
@@ -148,7 +148,9 @@ def remarks(rank: RankFacts) -> tuple[str, ...]:
 
 def _gil_holder(rank: RankFacts) -> str:
     """A main thread that runs usually has the GIL; one that has it and sleeps keeps it from all others."""
-    holder = next((one for one in rank.stacks.threads if one.holds_gil), None) if rank.stacks is not None else None
+    holder = (
+        next((thread for thread in rank.stacks.threads if thread.holds_gil), None) if rank.stacks is not None else None
+    )
     if holder is None or rank.stacks is None:
         return ""
     if holder is rank.stacks.main and not (rank.culprit and rank.state in ("S", "D")):
@@ -158,7 +160,8 @@ def _gil_holder(rank: RankFacts) -> str:
 
 
 def _usage(rank: RankFacts) -> str:
-    """What the processes used; of a rank that waits and is not blamed, only if that is more than a little."""
+    """The CPU and I/O that the processes used; for a rank that waits and is not blamed, only if that is more than a
+    little."""
     if rank.window_s <= 0 or rank.cpu_s < 0:
         return ""
     share = 100 * rank.cpu_s / rank.window_s
@@ -169,7 +172,7 @@ def _usage(rank: RankFacts) -> str:
 
 
 def _kernel_wait(rank: RankFacts) -> str:
-    """Where in the kernel the main thread is, if that is unusual or the rank is blamed."""
+    """The place of the main thread in the kernel, if that is unusual or the rank is blamed."""
     what = waits_for([rank.wchan, *rank.kernel])
     at = ", ".join(part for part in (rank.call, rank.wchan) if part)
     remarkable = rank.culprit or rank.state == "D"
@@ -179,7 +182,7 @@ def _kernel_wait(rank: RankFacts) -> str:
 
 
 def waits_for(functions: Sequence[str]) -> str:
-    """What a process in these kernel functions waits for, "" if that is not known."""
+    """The thing that a process in these kernel functions waits for, "" if that is not known."""
     # A kernel stack's line is "[<0>] nfs_wait_on_request+0x4c/0x70 [nfs]".
     names = [function.removeprefix("[<0>] ").lstrip("_") for function in functions]
     return next((what for starts, what in _KERNEL if any(name.startswith(starts) for name in names)), "")

@@ -64,7 +64,7 @@ def summary(explained: Explanation, width: int = WIDTH) -> list[str]:
     culprits = {rank.rank for rank in explained.blamed}
     for group in explained.stack_groups:
         if culprits.intersection(group.ranks):
-            frames = [one for one in fold_frames(group.stacks.main) if isinstance(one, Frame)]
+            frames = [shown for shown in fold_frames(group.stacks.main) if isinstance(shown, Frame)]
             lines += [f"  {name_ranks(group.ranks)}: {_frame(frame)}" for frame in frames[:2]]
             break
     for rank in explained.blamed[:1]:
@@ -79,7 +79,11 @@ def _facts(explained: Explanation, width: int) -> list[str]:
         rows.append(("cause", verdict.cause + (f": {ADVICE[verdict.cause]}" if verdict.cause in ADVICE else "")))
         if verdict.at_wall:
             began = _moment(verdict.at_wall - verdict.seen_after_s)
-            rows += [("but", found) for one in explained.flight if (found := _other_wait(one, explained))]
+            rows += [
+                ("but", other_wait)
+                for comparison in explained.flight
+                if (other_wait := _other_wait(comparison, explained))
+            ]
             rows.append(("when", f"stuck since {began}; found hung after {verdict.seen_after_s:.1f} s"))
     if explained.kind == "hang":
         rows.append(("done", _done(explained)))
@@ -108,7 +112,8 @@ def _other_wait(one: GroupComparison, explained: Explanation) -> str:
 
 
 def _done_without_verdict(followed: Aftermath) -> str:
-    """Of a suspicion: it may have passed, or its verdict is elsewhere; only an event log knows what followed."""
+    """The consequence of a suspicion: it may have passed, or its verdict is elsewhere; only an event log knows what
+    followed."""
     if followed.reason:
         return f"no verdict is here; round {followed.round} followed: {followed.reason}"
     if followed.ended:
@@ -179,23 +184,23 @@ def _shared(ranks: Sequence[RankFacts]) -> list[tuple[str, ...]]:
 
 
 def _row(group: Sequence[RankFacts]) -> tuple[str, ...]:
-    one = group[0]
+    first = group[0]
     nodes = sorted({rank.node for rank in group if rank.node})
-    state = STATE_NAMES.get(one.state, one.state) + (
-        f" {one.stopped_s:.1f} s" if one.state == "T" and one.stopped_s else ""
+    state = STATE_NAMES.get(first.state, first.state) + (
+        f" {first.stopped_s:.1f} s" if first.state == "T" and first.stopped_s else ""
     )
     idle = [rank.idle_s for rank in group if rank.idle_s >= 0]
     return (
-        ">" if one.culprit else "",
+        ">" if first.culprit else "",
         name_ranks([rank.rank for rank in group]).partition(" ")[2],
         nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes" if nodes else "?",
-        str(one.slot) if len(group) == 1 and one.slot >= 0 else "",
-        one.phase or "?",
-        str(one.step) if one.step >= 0 else "?",
-        str(one.collectives) if one.collectives >= 0 else "–",
+        str(first.slot) if len(group) == 1 and first.slot >= 0 else "",
+        first.phase or "?",
+        str(first.step) if first.step >= 0 else "?",
+        str(first.collectives) if first.collectives >= 0 else "–",
         f"{max(idle):.1f} s" if idle else "?",
-        "ended, 0" if one.exited else state or "?",
-        _place(one),
+        "ended, 0" if first.exited else state or "?",
+        _place(first),
     )
 
 
@@ -247,7 +252,8 @@ def _stacks(explained: Explanation) -> list[str]:
 
 
 def _threads(stacks: RankStacks, blamed: bool) -> list[str]:
-    """Of ranks that only wait the main thread is enough; another thread of a culprit may hold what that waits for."""
+    """The threads to show: the main one is enough of a rank that only waits; another thread of a culprit may hold what
+    that one waits for."""
     shown = [("main thread", stacks.main)]
     for process in stacks.processes if blamed else ():
         below = "" if process is stacks.processes[0] else f" of {process}"
@@ -261,12 +267,12 @@ def _threads(stacks: RankStacks, blamed: bool) -> list[str]:
 def _thread(name: str, thread: ThreadStack, alone: bool) -> list[str]:
     state = f" ({thread.state})" if thread.state not in ("", "idle") else ""
     lines = [f"    {name}{state}"] if state or not alone else []
-    for one in fold_frames(thread):
-        if isinstance(one, FoldedFrames):
-            libraries = ", ".join(one.libraries[:4])
-            lines.append(f"        … {count(one.count, 'frame')} of {libraries}")
+    for shown in fold_frames(thread):
+        if isinstance(shown, FoldedFrames):
+            libraries = ", ".join(shown.libraries[:4])
+            lines.append(f"        … {count(shown.count, 'frame')} of {libraries}")
         else:
-            lines.append(f"      {' ' if one.library else '>'} {_frame(one)}")
+            lines.append(f"      {' ' if shown.library else '>'} {_frame(shown)}")
     return lines if thread.frames else [*lines, "        no Python frames"]
 
 
@@ -275,8 +281,8 @@ def _frame(frame: Frame) -> str:
 
 
 def _recorders(explained: Explanation, width: int) -> list[str]:
-    lines = [line for one in explained.flight for line in _recorded(one, explained, width)]
-    have = {rank for one in explained.flight for rank in one.last}
+    lines = [line for comparison in explained.flight for line in _recorded(comparison, explained, width)]
+    have = {rank for comparison in explained.flight for rank in comparison.last}
     silent = [rank.rank for rank in explained.ranks if rank.rank not in have and not rank.exited]
     # A rank that is stopped, or holds the GIL, cannot write its recording.
     return [*lines, f"  no recording of {name_ranks(silent)}"] if lines and silent else lines
@@ -387,7 +393,7 @@ class FoldedFrames:
 
 
 def fold_frames(thread: ThreadStack, most: int = 12) -> list[Frame | FoldedFrames]:
-    """What to show of the thread: its innermost call, the script's own calls, and of libraries only how many."""
+    """The frames to show of the thread: its innermost call, the script's own calls, and of libraries only how many."""
     shown: list[Frame | FoldedFrames] = []
     hidden: list[Frame] = []
     left = most
