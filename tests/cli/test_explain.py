@@ -77,6 +77,20 @@ def test_page_order(evidence: Path) -> None:
     assert [line.startswith(" > ") for line in table.splitlines()] == [False, False, False, False, True, False]
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"action": "report"}, ("Round 1 may have hung", "only reported: no process was killed")),
+        ({"culprits": []}, ("no single rank is at fault",)),
+    ],
+)
+def test_page_of_other_verdicts(changes: dict[str, Any], words: Sequence[str], evidence: Path) -> None:
+    path = evidence / "verdict.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    shown = " ".join(page(explained(evidence)).split())
+    assert all(word in shown for word in words)
+
+
 def test_json_object(evidence: Path) -> None:
     done = explain("--json", str(evidence))
     assert (done.returncode, done.stderr) == (0, "")

@@ -92,7 +92,7 @@ PROGRESS: dict[bytes, Record] = {
                          gpus=(GpuUsage(0, node="n2"),), unreachable={"n3": "why"}),
 }  # fmt: skip
 """What a runner, which is a job's user's, and another node answer about a job."""
-EVIDENCE = Path(__file__).parents[1] / "cli" / "explain" / "everyone"
+EVIDENCE = Path(__file__).parents[1] / "cli" / "explain" / "stopped"
 CHECKPOINT = manifest.Manifest(
     3, 7, (2, 5), 2, 9, "xxh3_128:00", "llama", "1", {"epoch": 1}, files={"a": (9, "sha256:00")}
 )

@@ -1,18 +1,41 @@
 """The judgement on a group: every node's report -> NoHang | SuspectedHang(why) | Hang(culprits, cause, why).
 
-Pure, so that recordings of real hangs can be replayed: ages are in the reports, the caller keeps what is remembered
-(the kills by place), and neither duplicates nor the order of reports change the result. `judge` tries RULES in this
-order:
+**The invariant: a group that may still make progress is never ended.** A hang that is noticed late costs minutes. A
+healthy job that is killed costs its training since the last save, and is killed again at the same place after the
+restart. So every rule needs evidence for a hang, and a missing fact counts for the group: no stack, no learned
+deadline, a group without a recorder, a node that has not answered.
 
-1. Stopped processes, zombies and a stopped store do not resume whatever the others do.
-2. A group that has never trained, waits for someone outside, or has made progress within its deadline, is not ended;
-   a rank that waits in a collective for far longer is reported.
-3. A group in which a rank works or data flows is slow, not hung, until the slow ceiling. To end a job that is only slow
-   is the worst error, so a missing fact counts for the group.
-4. Else `blame` names culprits, cause and evidence, and `patience` how long that evidence must last until the group is
-   reported, and until it is ended.
+The inputs are facts without judgement. Each agent reports its own ranks: ages by its own clock, in time that it
+observed, so a suspended machine ages no rank; stacks and recordings of its helpers. The judge adds only what it
+remembers: kills by place (they are in the Round, so another leader has them), and how long there was progress.
+Neither duplicates nor the order of reports change the result; `judge` is pure, and recordings of real hangs are
+replayed in tests.
 
-A Hang also needs the evidence of every node, or the end of the time for it: no group is ended before.
+`judge` tries RULES in this order, and the first answer counts. Each rule may assume that those before it had none.
+
+1. Stopped processes, zombies and a stopped store. They do not resume whatever the others do, so they need no learned
+   deadline. All ranks of a node stopped together are different: a scheduler did that, and will resume them. Were this
+   rule later, a rank that holds the others' collective while it is stopped would be taken for a rank that is slow.
+2. A script that was never seen to train has no hang. Being idle is normal for a server or a download, and there is no
+   deadline to compare with.
+3. A rank waits in a collective for many deadlines while the others train. This is before the next rule, which would
+   see only their progress.
+4. Progress within the deadline ends the judgement. From here on no rank has made progress for longer than the longest
+   deadline of any node.
+5. A wait for someone outside (a debugger, a reader of the output) is reported and never ended: a restart would meet
+   the same wait.
+6. A rank works outside of any wait, or bytes move in the collective that all wait in: slow, not hung, until the slow
+   ceiling. This is before blame: blame compares ranks, and of a group in which one rank computes for ten minutes all
+   others wait, which looks exactly like a hang of that rank.
+7. Only then `blame` names the culprits, the cause and the kind of evidence, and `patience` says for how long that kind
+   must last until the group is reported, and until it is ended. A proof (ranks that wait for each other) ends it after
+   seconds. A difference that a lock, a download or an evaluation would show as well is only reported until the slow
+   ceiling, unless a restart costs less than the wait has cost already.
+
+Two conditions come after the rules. A Hang needs the evidence of every node, or the end of the time for it: without
+this the leader would judge the ranks whose reports came first, and blame those that wait for a rank on a node that is
+still silent. And a place in which a kill changed nothing is weak evidence from then on, so that a verdict that is
+wrong is not repeated at every restart.
 """
 
 from __future__ import annotations

@@ -26,20 +26,15 @@ STEP = 30
 
 NAMES = {
     "stopped": "stopped of 4",
-    "gil": "holds the GIL",
-    "fifo": "blocked on a FIFO",
     "skipped": "skips a collective",
     "loader": "dead-locked DataLoader worker",
-    "everyone": "everyone blocked",
-    "reported": "dead-locked",
     "nodes": "stopped of 4",
     "dumped": "stopped",
 }
 """A folder's name here -> the situation's in tests/hangs/situations.py.
 
-`reported` is a dry run, `nodes` has two nodes with one log directory, and in `dumped` nothing goes wrong.
+`nodes` has two nodes with one log directory, and in `dumped` nothing goes wrong.
 """
-MORE = {"reported": ("--on-hang", "report")}
 
 
 def record(name: str) -> None:
@@ -48,7 +43,7 @@ def record(name: str) -> None:
         work = Path(directory) / "job"
         script = written(work)
         flags = [*FLAGS, "--log-dir", str(work / "log"), "--checkpoint-dir", str(work / "checkpoints"), "--tee", "3"]
-        flags += [*situation.flags("3s"), *MORE.get(name, ())]
+        flags += situation.flags("3s")
         faults = [] if name == "dumped" else situation.faults(STEP, round=1)
 
         def start(*more: str, workers: int = situation.workers) -> Job:
@@ -68,8 +63,6 @@ def record(name: str) -> None:
         if name == "dumped":
             job.step(STEP)
             subprocess.run([sys.executable, "-m", "elasticd_agent", "dump", "--pid", str(job.pid)], check=True)
-        elif name == "reported":
-            job.event("hang_detected", round=1)
         else:
             job.event("first_step", round=2)
         jobs.close()

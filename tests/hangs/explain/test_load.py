@@ -242,6 +242,11 @@ def test_remarks_on_uninterruptible_wait() -> None:
     )
 
 
+def test_holder_of_the_gil_is_named() -> None:
+    (remark,) = phrases.remarks(RankFacts(1, culprit=True, state="S", stacks=STACKS))
+    assert remark == "thread 'loader' holds Python's lock (GIL), in read (…/src/data.py:7)"
+
+
 def test_faulty_gpu_is_marked(tmp_path: Path) -> None:
     evidence = tmp_path / "round-1" / "evidence"
     evidence.mkdir(parents=True)
