@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from benchmarks import hangs
 from benchmarks.hang_jobs import HangOutcome, missed_call
-from tests.faults.job import Job
 from tests.hangs.healthy import HealthyOutcome
 
 
@@ -65,14 +66,12 @@ def test_healthy_job_is_neither_killed_nor_lost(found: HealthyOutcome, ok: bool)
 
 
 @pytest.mark.parametrize(("error", "found"), [("elasticd.errors.MissedCall", [("missed_collective", [1])]), ("E", [])])
-def test_error_of_a_session_call_is_a_verdict(tmp_path: Path, error: str, found: list[object]) -> None:
+def test_error_of_a_session_call_is_a_verdict(error: str, found: list[object]) -> None:
     """Of the rank that raised it, not of those that were ended for it."""
     events = [
         {"kind": "worker_exited", "round": 1, "rank": 1, "requested": False},
         {"kind": "round_published", "round": 2, "reason": f"rank 1 exited with code 1 ({error}: rank 0 has not …)"},
         {"kind": "worker_exited", "round": 1, "rank": 0, "requested": True},
     ]
-    run = object.__new__(Job)
-    run._log = tmp_path / "events.jsonl"
-    run._log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    run: Any = SimpleNamespace(events=lambda kind, **has: [e for e in events if {**e, **has, "kind": kind} == e])
     assert [(one["cause"], one["ranks"]) for one in missed_call(run, 1)] == found
