@@ -77,8 +77,8 @@ def test_a_leaving_node_does_not_end_the_job(start: StartReporter) -> None:
     """The log of a drained node must not report that the job stopped, which continues on other nodes."""
     flags = "--rdzv-backend etcd --rdzv-endpoint h:1 --rdzv-id lm --nproc-per-node 1 "
     written: list[LogEvent] = []
-    leaving = StepRules("a", leave_on_stop=True, leave_grace_s=60.0)
-    for nnodes, rules, within in (("1:2", leaving, 60.0), ("1", StepRules("a"), 30.0)):
+    leaving = StepRules("a", 0.5, 30.0, leave_on_stop=True, leave_grace_s=60.0)
+    for nnodes, rules, within in (("1:2", leaving, 60.0), ("1", StepRules("a", 0.5, 30.0), 30.0)):
         reporter = start(f"{flags} --nnodes {nnodes}", written)
         reporter.on(StopStarted(StopRequested("SIGTERM", 143, 1.0, "drained: a fan"), rules), 1.0)
         without = Round(2, (Member("b", "x", (0,)),), cause="resize")

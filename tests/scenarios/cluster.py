@@ -182,7 +182,7 @@ class Cluster:
             log,
             take_over=self._take_over(store, record, log),
         )
-        rules = StepRules(name, incarnation=incarnation, multi_node=True, leave_on_stop=True)
+        rules = StepRules(name, 0.5, 30.0, incarnation=incarnation, multi_node=True, leave_on_stop=True)
         slots = Slots(name, record.slots, self.asked.min_workers)
         node = Node(label, name, incarnation, rules, member, store, away, slots, due=self.now)
         member.on_change(lambda: self._hinted(node))

@@ -85,9 +85,8 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
         if flag.treatment is Treatment.REFUSED and getattr(parsed, flag.dest) != flag.default:
             raise UsageError(f"{flag.spellings[-1]} is not supported: {flag.help}")
     options = read_rendezvous(parsed, environ, cwd)
-    shutdown = _shutdown_timeout(parsed, environ)
     given = {field: getattr(parsed, option, None) for option, field in POLICY_FIELDS.items()}
-    given |= {"shutdown_timeout_s": float(shutdown), **options.policy_fields}
+    given |= {"shutdown_timeout_s": _shutdown_timeout(parsed, environ), **options.policy_fields}
     policy = policy_with({field: value for field, value in given.items() if value is not None})
     settings = AgentSettings(
         event_log=_path(parsed.event_log, cwd),
@@ -290,15 +289,17 @@ def _modules(given: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
         raise UsageError(f"--{error}") from None
 
 
-def _shutdown_timeout(parsed: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    if parsed.shutdown_timeout is not None:
-        name, seconds = "--shutdown-timeout", parsed.shutdown_timeout
-    else:
-        name, text = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+def _shutdown_timeout(parsed: argparse.Namespace, environ: Mapping[str, str]) -> float | None:
+    """None: Policy's default."""
+    name, seconds = "--shutdown-timeout", parsed.shutdown_timeout
+    if seconds is None:
+        name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        if (text := environ.get(name)) is None:
+            return None
         try:
             seconds = int(text)
         except ValueError:
             raise UsageError(f"{name}={text!r} must be a number of seconds") from None
     if seconds < 0:
         raise UsageError(f"{name} {seconds}: a time cannot be negative; 0 kills at once")
-    return int(seconds)
+    return float(seconds)

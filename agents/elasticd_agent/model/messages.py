@@ -19,8 +19,8 @@ class StepRules:
     """The state machine's constants: its node, and the numbers of the policy it uses."""
 
     node: str
-    user_error_wait_s: float = 0.5
-    shutdown_timeout_s: float = 30.0
+    user_error_wait_s: float
+    shutdown_timeout_s: float
     incarnation: str | None = None
     multi_node: bool = False  #: other nodes may take part, so they need reports
     leave_grace_s: float | None = None  #: for the others' next round, or the checkpoint; None: `shutdown_timeout_s`

@@ -1,10 +1,9 @@
 """The timeline of a job as one node has logged it: rounds, steps, checkpoints, goodput, the script's numbers. Pure.
 
 `JobTimeline` reduces typed events one by one: those of the log on the disk, which survives its writer, or those of a
-running job as they happen. What `elasticd status`, the pages and a runner's exit tell of the past are views of it. The
-goodput is not computed again here: every line has the writer's own split of the time (`spent`), which the metrics
-show, too. A bounded number of rounds and points is kept.
-"""
+running job as they happen. What `elasticd status` and the pages tell of the past are views of it. The goodput is not
+computed again here: every line has the writer's own split of the time (`spent`), which the metrics show, too. A
+bounded number of rounds and points is kept."""
 
 from __future__ import annotations
 
