@@ -27,6 +27,7 @@ from elasticd_agent.hangs.explain import summary_lines
 from elasticd_agent.hangs.explain.json_report import document
 from elasticd_agent.hangs.explain.model import Explanation, name_ranks
 from elasticd_agent.hangs.explain.text import page, summary
+from elasticd_agent.model.reports import RecordedVerdict
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from tests.log_lines import raw_line
 
@@ -91,6 +92,15 @@ def test_page_of_other_verdicts(changes: dict[str, Any], words: Sequence[str], e
     assert all(word in shown for word in words)
 
 
+def test_verdict_without_reports(evidence: Path) -> None:
+    """Earlier versions kept the reports in a file of their own; each node's own reports say the same."""
+    path, before = evidence / "verdict.json", explained(evidence)
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "reports"}))
+    after = explained(evidence)
+    assert (after.headline, after.troubles, len(after.ranks)) == (before.headline, (), 4)
+    assert [(rank.node, rank.step) for rank in after.ranks] == [(rank.node, rank.step) for rank in before.ranks]
+
+
 def test_json_object(evidence: Path) -> None:
     done = explain("--json", str(evidence))
     assert (done.returncode, done.stderr) == (0, "")
@@ -130,9 +140,8 @@ def test_summary_is_short(evidence: Path) -> None:
 def test_summary_with_unwritten_verdict(evidence: Path) -> None:
     """The verdict may not be on disk yet when the job ends."""
     said = summary_lines(evidence)
-    verdict = json.loads((evidence / "verdict.json").read_text())
+    verdict = RecordedVerdict.from_json((evidence / "verdict.json").read_text())
     (evidence / "verdict.json").unlink()
-    (evidence / "judged.jsonl").unlink()
     assert summary_lines(evidence)[0].startswith("Round 1 was suspected of hanging")
     assert summary_lines(evidence, verdict)[:3] == said[:3]
 
@@ -156,7 +165,7 @@ def test_redirected_evidence_is_found(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = json.loads(explain("--json", str(evidence)).stdout)
     shutil.copytree(evidence, tmp_path / f"elasticd-evidence-{os.getuid()}" / "another" / "round-9" / "evidence")
-    names = ["verdict.json", "judged.jsonl"] if part == "verdict" else [path.name for path in evidence.iterdir()]
+    names = ["verdict.json"] if part == "verdict" else [path.name for path in evidence.iterdir()]
     place = redirect(evidence, tmp_path, "job", names)
     if part == "all":
         evidence.rmdir()
@@ -200,7 +209,6 @@ def test_no_evidence_says_how_the_job_ended(tmp_path: Path, monkeypatch: pytest.
 )  # fmt: skip
 def test_suspicion_never_claims_that_nothing_was_killed(lines: list[str], done: str, evidence: Path) -> None:
     (evidence / "verdict.json").unlink()
-    (evidence / "judged.jsonl").unlink()
     log = evidence.parents[1] / "events.jsonl"
     log.unlink()
     taken_at = json.loads((evidence / "rank-0.json").read_text())["at_wall"]
@@ -278,7 +286,6 @@ def test_verdict_without_other_files(evidence: Path) -> None:
 
 def test_node_without_verdict_uses_event_log(evidence: Path) -> None:
     (evidence / "verdict.json").unlink()
-    (evidence / "judged.jsonl").unlink()
     log = evidence.parents[1] / "events.jsonl"
     judge = explained(evidence, log)
     assert judge.headline.startswith("round 1 hung, and rank 2 is at fault: rank 2 on node-a (step ")
@@ -327,7 +334,7 @@ def test_truncated_files(evidence: Path, kept: int) -> None:
         path.write_bytes(path.read_bytes()[:kept])
     found = explained(evidence)
     assert page(found)
-    assert any("verdict.json" in trouble for trouble in found.troubles) == (kept < 300)
+    assert any("verdict.json" in trouble for trouble in found.troubles)
 
 
 JUNK = st.one_of(
@@ -347,7 +354,7 @@ GARBAGE = st.one_of(
         max_leaves=24,
     ).map(lambda value: json.dumps(value).encode()),
 )  # fmt: skip
-FILES = ("verdict.json", "judged.jsonl", "reports-a.jsonl", "rank-0.json", "rank-0.log", "rank-0.stacks.txt",
+FILES = ("verdict.json", "reports-a.jsonl", "rank-0.json", "rank-0.log", "rank-0.stacks.txt",
          "rank-0.stacks.json", "rank-0.flight.json", "rank-1.flight.json", "gpu.json", "events.jsonl")  # fmt: skip
 
 
@@ -421,7 +428,7 @@ def test_special_files_are_not_opened(evidence: Path, tmp_path: Path) -> None:
 
 
 def test_huge_files_are_read_in_part(evidence: Path) -> None:
-    for name in ("rank-2.stacks.json", "judged.jsonl"):
+    for name in ("rank-2.stacks.json", "reports-node-a.jsonl"):
         with open(evidence / name, "ab") as file:
             file.truncate(1 << 40)  # sparse: it takes no room
     (evidence / "rank-2.log").write_text("first\n" + 200_000 * "more and more\n" + "last\n")
@@ -472,13 +479,13 @@ def test_name_ranks() -> None:
 def test_thousand_ranks_fit_on_a_page(tmp_path: Path) -> None:
     evidence = tmp_path / "round-2" / "evidence"
     evidence.mkdir(parents=True)
-    verdict = {"cause": "blocked", "culprits": [{"node": "n77", "rank": 617, "slot": 1}], "why": "rank 617 sleeps"}
+    culprits = [{"node": "n77", "rank": 617, "slot": 1}]
+    verdict = {"round": 2, "cause": "blocked", "culprits": culprits, "why": "rank 617 sleeps", "action": "restart"}
     reports = [
-        {"node": f"n{n}", "ranks": [facts(rank, behind=rank == 617) for rank in range(8 * n, 8 * n + 8)]}
+        {"round": 2, "node": f"n{n}", "ranks": [facts(rank, behind=rank == 617) for rank in range(8 * n, 8 * n + 8)]}
         for n in range(128)
     ]
-    (evidence / "verdict.json").write_text(json.dumps(verdict))
-    (evidence / "judged.jsonl").write_text(json.dumps({"verdict": verdict, "reports": reports}) + "\n")
+    (evidence / "verdict.json").write_text(json.dumps(verdict | {"seen_after_s": 9.0, "reports": reports}))
     lines = page(explained(evidence)).splitlines()
     assert len(lines) < 40
     assert [line.split()[:4] for line in lines if line.startswith(" >")] == [[">", "617", "n77", "1"]]

@@ -166,7 +166,7 @@ def test_end_writes_reports_and_verdict() -> None:
     assert detector.hang_found(replace(judged, round=2)) is None, "what it was made of is of another group"
     detector.end()
     assert peers.dropped == 1
-    assert peers.written == ["verdict.json", "judged.jsonl", "reports-a.jsonl"]
+    assert peers.written == ["verdict.json", "reports-a.jsonl"]
     assert detector.last_verdict_dir == HERE
     assert peers.reports[-1] is None
     assert "over" not in peers.log, "it does not go on"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from elasticd.errors import UsageError
 from elasticd_agent.config.command_parser import CommandParser
+from elasticd_agent.hangs.collector.request import VERDICT
 from elasticd_agent.hangs.explain import load as reading
 from elasticd_agent.hangs.explain import locate as finding
 from elasticd_agent.hangs.explain.json_report import document
@@ -71,7 +72,7 @@ def _list(found: Sequence[finding.EvidenceFolder], directory: Path) -> int:
         return _nothing(f"no evidence in {directory}")
     for place in found:
         cause = ""
-        if place.has_verdict and (verdict := files.read_json(place.path / finding.VERDICT)[0]) is not None:
+        if place.has_verdict and (verdict := files.read_json(place.path / VERDICT)[0]) is not None:
             cause = f" ({str(verdict.get('cause', '?'))[:40]})"
         print(f"round {place.round or '?'}  {place.what}{cause}  {len(place.ranks)} ranks' files  {place.path}")
     return 0

@@ -7,20 +7,20 @@ decides that a group is hung, on all nodes' reports.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from elasticd_agent.hangs.causes import DUMP_REASON
+from elasticd_agent.hangs.collector.request import VERDICT
 from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, GatheredEvidence
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.hangs.verdict import describe_wait, reason_to_suspect
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.reports import HangReport, HangVerdict
+from elasticd_agent.model.reports import HangReport, HangVerdict, RankLocation, RecordedVerdict
 
 REPORT_INTERVALS_S = (0.5, 0.5, 1.0, 2.0, 4.0, 5.0)
 """Between reports while a suspicion lasts, which may be an evaluation of an hour."""
@@ -54,8 +54,8 @@ class HangDetector:
     report_every_look: bool
     """The leader is in this process, so that reports cost nothing."""
     links_s: float = 0.0
-    last_verdict: Mapping[str, Any] | None = None
-    """The content of verdict.json, which is in `last_verdict_dir` or soon will be."""
+    last_verdict: RecordedVerdict | None = None
+    """The verdict that is in `last_verdict_dir`, or soon will be."""
     last_verdict_dir: Path = Path()
     _round: int = 0
     _targets: Sequence[EvidenceTarget] = ()
@@ -73,7 +73,6 @@ class HangDetector:
     _gather_count: int = 0
     _report_at: float = 0.0
     _reports: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_REPORTS))
-    _verdicts: list[str] = field(default_factory=list)
     _report_count: int = 0
     _dump_replies: list[DumpReply] = field(default_factory=list)
 
@@ -90,7 +89,6 @@ class HangDetector:
         self._targets = targets
         self._directory = directory
         self._reports.clear()
-        self._verdicts.clear()
 
     def end(self) -> None:
         """The group has ended."""
@@ -161,24 +159,14 @@ class HangDetector:
         self._report_at = now
 
     def hang_found(self, hang: HangVerdict) -> Path | None:
-        """Write the verdict and its reports beside the evidence. Returns that directory; None for another round's."""
-        verdict = {
-            "version": "1.0",
-            "round": hang.round,
-            "cause": hang.cause,
-            "culprits": [{"node": node, "rank": rank, "slot": slot} for node, rank, slot in hang.culprits],
-            "why": hang.why,
-            "action": "restart" if hang.restarts else "report",
-            "seen_after_s": round(hang.hung_s, 3),
-            "at_wall": time.time(),
-        }
-        reports = [report.to_dict() for report in hang.reports]
-        self._verdicts.append(json.dumps({"verdict": verdict, "reports": reports}))
+        """Write the verdict with its reports beside the evidence. Returns that directory; None for another round's."""
         if hang.round != self._round:
             return None
+        culprits = tuple(RankLocation(*culprit) for culprit in hang.culprits)
+        action, hung_s = "restart" if hang.restarts else "report", round(hang.hung_s, 3)
+        verdict = RecordedVerdict(hang.round, hang.cause, culprits, hang.why, action, hung_s, time.time(), hang.reports)
         self.last_verdict, self.last_verdict_dir = verdict, self.evidence.directory_for(self._directory)
-        self._write("verdict.json", json.dumps(verdict, indent=1) + "\n")
-        self._write("judged.jsonl", "".join(line + "\n" for line in self._verdicts))
+        self._write(VERDICT, verdict.to_json().decode() + "\n")
         return self.last_verdict_dir
 
     def dump(self, out: Path | None, reply: DumpReply) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticd.heartbeat.record import INIT_PROCESS_GROUP, PAUSE_BARRIER
-from elasticd_agent.model.reports import RankReport
+from elasticd_agent.model.reports import RankLocation, RankReport
 
 BUSY_CORES = 0.1
 """A process tree that uses more of a core works. A tree that only waits, its heartbeat thread included, uses < 0.02."""
@@ -32,15 +32,6 @@ _MEETS = (RENDEZVOUS, "_new_process_group_helper")
 """The functions that scripts call to make a group beside the job's own, as for the weights of an inference engine."""
 GIL_S = 1.0
 """The heartbeat comes ten times a second; on a crowded machine it was never seen to be this late."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankLocation:
-    """A rank with its node and slot."""
-
-    node: str
-    rank: int
-    slot: int
 
 
 @dataclass(frozen=True, slots=True)

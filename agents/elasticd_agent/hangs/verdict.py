@@ -49,10 +49,10 @@ from types import MappingProxyType
 
 from elasticd_agent.hangs.blame import Blame, blame, blame_overdue
 from elasticd_agent.hangs.patience import PATIENCE, Shown, limits
-from elasticd_agent.hangs.rank import RankLocation, RankState, labels
+from elasticd_agent.hangs.rank import RankState, labels
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.phrases import count
-from elasticd_agent.model.reports import HangReport
+from elasticd_agent.model.reports import HangReport, RankLocation
 
 __all__ = ["Hang", "Judgement", "NoHang", "RankLocation", "SuspectedHang", "judge", "reason_to_suspect"]
 

@@ -103,6 +103,30 @@ class HangReport(Document):
 
 
 @dataclass(frozen=True, slots=True)
+class RankLocation(Record):
+    """A rank with its node and slot."""
+
+    node: str
+    rank: int
+    slot: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedVerdict(Document):
+    """verdict.json: the last verdict on a group, and the reports that it was made on."""
+
+    MAX_BYTES: ClassVar[int] = 16 << 20
+    round: int
+    cause: str
+    culprits: tuple[RankLocation, ...]
+    why: str
+    action: str  #: "restart": the group was ended; "report": it was only reported
+    seen_after_s: float  #: without progress
+    at_wall: float = 0.0  #: unix time
+    reports: tuple[HangReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class HangVerdict:
     """A group was found hung: the reports, the verdict on them, and the consequence."""
 

@@ -12,10 +12,10 @@ import pytest
 from elasticd_agent.hangs import recordings as flight
 from elasticd_agent.hangs.explain import load, phrases
 from elasticd_agent.hangs.explain.locate import find_folders
-from elasticd_agent.hangs.explain.model import Explanation, RankFacts, RecordedVerdict
+from elasticd_agent.hangs.explain.model import Explanation, RankFacts
 from elasticd_agent.hangs.explain.text import FoldedFrames, fold_frames, page
-from elasticd_agent.hangs.rank import RankLocation
 from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack
+from elasticd_agent.model.reports import RankLocation, RecordedVerdict
 
 SITE = "/venv/lib/python3.12/site-packages"
 PYTHON = "/usr/lib/python3.12"
@@ -174,7 +174,7 @@ def test_culprit_that_waits_in_another_group() -> None:
     more = {"process_group": ["1", "tp"], "pg_id": 1}
     ranks = [[entry(60), entry(8, done=False, **more)], [entry(61, done=False), entry(7, **more)]]
     verdict = RecordedVerdict(
-        "missed_collective", (RankLocation("a", 0, 0),), "rank 0 has issued fewer", "restart", 1.0, 1.0
+        1, "missed_collective", (RankLocation("a", 0, 0),), "rank 0 has issued fewer", "restart", 1.0, 1.0
     )
     hung = Explanation(1, "hang", "here", "it hung", ranks=(RankFacts(0, culprit=True), RankFacts(1)), verdict=verdict)
     told = " ".join(page(replace(hung, flight=tuple(compared(*ranks)))).split())

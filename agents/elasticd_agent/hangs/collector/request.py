@@ -11,6 +11,7 @@ from typing import Any
 
 NO_STACKS = "no stacks: "
 """The text of a rank's stacks begins with this where there are none; the reason follows."""
+VERDICT = "verdict.json"
 REDIRECTED = "redirected.json"
 """A note in a folder whose evidence belongs into another one, which could not be written: {"directory": that one}."""
 

@@ -6,18 +6,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from elasticd_agent.model.reports import RecordedVerdict
 
 SUMMARY_S = 2.0
 """Reading takes some milliseconds; a dead file system must not delay the end of a job."""
 
 
-def summary_lines(directory: Path, verdict: Mapping[str, Any] | None = None, seconds: float = SUMMARY_S) -> list[str]:
+def summary_lines(directory: Path, verdict: RecordedVerdict | None = None, seconds: float = SUMMARY_S) -> list[str]:
     """The evidence at or below `directory` in at most 12 lines, for the console; none within `seconds`: no lines.
 
-    `verdict`: the content of verdict.json, which may not be on disk yet.
+    `verdict`: it may not be on disk yet.
     """
     from elasticd_agent.hangs.explain import load, locate, text
     from elasticd_agent.system import bounded_io

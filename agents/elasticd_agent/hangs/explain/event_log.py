@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from elasticd_agent.hangs.explain.model import Aftermath, RecordedVerdict, TimelineEntry
-from elasticd_agent.hangs.rank import RankLocation
+from elasticd_agent.hangs.explain.model import Aftermath, TimelineEntry
 from elasticd_agent.model import log_events as events
 from elasticd_agent.model.log_events import LogEvent, LogLine, decode
 from elasticd_agent.model.phrases import count
+from elasticd_agent.model.reports import RankLocation, RecordedVerdict
 
 _CLOCKS_S = 60.0
 """The clocks of two nodes may differ by this much; a larger difference means another run."""
@@ -74,7 +74,8 @@ class RunLog:
             return None
         event, wall = judged[-1]
         culprits = tuple(RankLocation(*place) for place in zip(event.nodes, event.ranks, event.slots, strict=False))
-        return RecordedVerdict(event.cause, culprits, event.reason, event.action, event.seconds, wall)
+        why, action, seconds = event.reason, event.action, event.seconds
+        return RecordedVerdict(self.round, event.cause, culprits, why, action, seconds, wall)
 
     def restart_reason(self) -> str:
         """The reason why the round was ended, which the next Round says on every node; "" unless that was a hang."""

@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RecordedVerdict, StackGroup
+from elasticd_agent.hangs.explain.model import Aftermath, Explanation, StackGroup
 from elasticd_agent.hangs.recordings import GroupComparison
+from elasticd_agent.model.reports import RecordedVerdict
 
 VERSION = "1.0"
 
@@ -49,7 +50,11 @@ def _plain(value: Any, without: Collection[str] = ()) -> Any:
 
 
 def _verdict(verdict: RecordedVerdict | None) -> Any:
-    return None if verdict is None else _plain(verdict) | {"why": verdict.why, "at_wall": verdict.at_wall or None}
+    if verdict is None:
+        return None
+    shown = _plain(verdict, without=("version", "round", "reports", "unknown"))
+    culprits = [_plain(culprit, without=("unknown",)) for culprit in verdict.culprits]
+    return shown | {"culprits": culprits, "why": verdict.why, "at_wall": verdict.at_wall or None}
 
 
 def _aftermath(after: Aftermath) -> Any:

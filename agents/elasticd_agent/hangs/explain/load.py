@@ -10,28 +10,29 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from elasticd.errors import WireError
 from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.causes import DUMP_REASON
-from elasticd_agent.hangs.collector.request import NO_STACKS
+from elasticd_agent.hangs.collector.request import NO_STACKS, VERDICT
 from elasticd_agent.hangs.explain import phrases
 from elasticd_agent.hangs.explain.event_log import RunLog, ends_job
 from elasticd_agent.hangs.explain.json_values import count, items, number, text, whole
-from elasticd_agent.hangs.explain.locate import VERDICT, EvidenceFolder
+from elasticd_agent.hangs.explain.locate import EvidenceFolder
 from elasticd_agent.hangs.explain.model import (
     Aftermath,
     EvidenceKind,
     Explanation,
     GpuFacts,
     RankFacts,
-    RecordedVerdict,
     StackGroup,
     name_ranks,
 )
-from elasticd_agent.hangs.rank import RankLocation
 from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack
+from elasticd_agent.model.codec import Record
 from elasticd_agent.model.log_events import JobEndedEvent, RoundPublishedEvent, decode
+from elasticd_agent.model.reports import HangReport, RecordedVerdict
 from elasticd_agent.system import bounded_io as files
 
 MOST_RANKS = 4096
@@ -45,9 +46,17 @@ _MOST_GPU_FACTS = 16
 _BAD_GPU_FACTS = ("xid", "ecc", "uncorrected", "lost", "error", "remap", "retired")
 """Parts of NVML's names: a value other than the good ones there is what a person looks for."""
 _GOOD_VALUES = ("0", "", "[]", "False", "none", "None", "0x0")
+_REPORTED = (
+    "slot", "phase", "step", "collectives", "usual", "barrier", "idle_s", "state", "stopped_s", "cpu_s", "io_bytes",
+    "window_s", "where", "function", "exited",
+)  # fmt: skip
+"""The fields of a RankReport that a page shows."""
 MOST_PROCESSES = 64
 MOST_THREADS = 256
 MOST_FRAMES = 512
+
+
+_Record = TypeVar("_Record", bound=Record)
 
 
 def explain(
@@ -55,16 +64,16 @@ def explain(
     events: Path | None = None,
     others: Sequence[EvidenceFolder] = (),
     here: str = "",
-    verdict: Mapping[str, Any] | None = None,
+    verdict: RecordedVerdict | None = None,
 ) -> Explanation:
     """All that is known of one folder.
 
     `events`: the event log; `others`: the other folders, to be named; `here`: the node of ranks for which no file names
-    one; `verdict`: the content of verdict.json, where it may not have been written yet.
+    one; `verdict`: where it may not have been written yet.
     """
     reader = _Reader(folder)
-    judged = _decode_verdict(reader.json(VERDICT) if verdict is None else verdict)
-    reader.read_reports()
+    judged = verdict or reader.record(RecordedVerdict, reader.json(VERDICT, RecordedVerdict.MAX_BYTES), VERDICT)
+    reader.read_reports(judged)
     for rank in folder.ranks[:MOST_RANKS]:
         reader.read_rank(rank)
     log = RunLog.of(reader.event_lines(events), folder.round, reader.taken_at)
@@ -135,28 +144,31 @@ class _Reader:
     def event_lines(self, events: Path | None) -> list[dict[str, Any]]:
         return self.lines(events, EVENT_LOG_LIMIT) if events is not None else []
 
-    def read_reports(self) -> None:
-        """The newest report of every node: the judge's, of all nodes, then those that the nodes wrote themselves.
+    def record(self, kind: type[_Record], data: object, name: str) -> _Record | None:
+        """The record that these JSON values make; None if there are none, or if they make none."""
+        try:
+            return kind.from_dict(data) if data is not None else None
+        except WireError as error:
+            self.add_trouble(f"{name} cannot be read: {error}")
+            return None
 
-        The verdict was made on the judge's: a later report may be of a group that is being killed.
+    def read_reports(self, judged: RecordedVerdict | None) -> None:
+        """The newest report of every node: the verdict's, of all nodes, then those that the nodes wrote themselves.
+
+        The verdict was made on the former: a later report may be of a group that is being killed.
         """
-        if "judged.jsonl" in self.folder.names:
-            for judged in self.lines(self.folder.file("judged.jsonl"))[-1:]:
-                for report in items(judged.get("reports")):
-                    self._add_report(report)
+        reports = {report.node: report for report in (judged.reports if judged is not None else ())}
         for name in self.folder.names:
             if name.startswith("reports-") and name.endswith(".jsonl"):
-                known = {facts.node for facts in self.ranks.values()}
-                for report in self.lines(self.folder.file(name))[-1:]:
-                    if text(report.get("node")) not in known:
-                        self._add_report(report)
-
-    def _add_report(self, report: Mapping[str, Any]) -> None:
-        node = text(report.get("node"))
-        for rank_report in items(report.get("ranks")):
-            rank = whole(rank_report.get("rank"))
-            if rank is not None and 0 <= rank < MOST_RANKS:
-                self.ranks[rank] = _with_report(self.ranks.get(rank) or RankFacts(rank), node, rank_report)
+                for line in self.lines(self.folder.file(name))[-1:]:
+                    report = self.record(HangReport, line, name)
+                    if report is not None:
+                        reports.setdefault(report.node, report)
+        for node, report in reports.items():
+            for rank in report.ranks:
+                if 0 <= rank.rank < MOST_RANKS:
+                    reported = {name: getattr(rank, name) for name in _REPORTED}
+                    self.ranks[rank.rank] = RankFacts(rank.rank, node=node, **reported)
 
     def read_rank(self, rank: int) -> None:
         facts = self.json(f"rank-{rank}.json") or {}
@@ -207,40 +219,6 @@ class _Reader:
             numbered = enumerate(items(data.get("gpus"), _MOST_GPUS))
             facts += [_gpu(gpu, f"{node} " if node else "", index) for index, gpu in numbered]
         return tuple(facts)
-
-
-def _decode_verdict(data: Mapping[str, Any] | None) -> RecordedVerdict | None:
-    if data is None or not isinstance(data.get("cause"), str):
-        return None
-    culprits = tuple(
-        RankLocation(text(culprit.get("node")), rank, slot if (slot := whole(culprit.get("slot"))) is not None else -1)
-        for culprit in items(data.get("culprits"))
-        if (rank := whole(culprit.get("rank"))) is not None
-    )
-    cause, why, action = (text(data.get(name)) for name in ("cause", "why", "action"))
-    return RecordedVerdict(cause, culprits, why, action, number(data.get("seen_after_s")), number(data.get("at_wall")))
-
-
-def _with_report(rank: RankFacts, node: str, report: Mapping[str, Any]) -> RankFacts:
-    return replace(
-        rank,
-        node=node,
-        slot=count(report.get("slot")),
-        phase=text(report.get("phase")),
-        step=count(report.get("step")),
-        collectives=count(report.get("collectives")),
-        usual=count(report.get("usual")),
-        barrier=text(report.get("barrier")),
-        idle_s=number(report.get("idle_s"), -1.0),
-        state=text(report.get("state"))[:1],
-        stopped_s=number(report.get("stopped_s")),
-        cpu_s=number(report.get("cpu_s"), -1.0),
-        io_bytes=count(report.get("io_bytes")),
-        window_s=number(report.get("window_s")),
-        where=text(report.get("where")),
-        function=text(report.get("function")),
-        exited=report.get("exited") is True,
-    )
 
 
 def _with_facts(rank: RankFacts, facts: Mapping[str, Any]) -> RankFacts:

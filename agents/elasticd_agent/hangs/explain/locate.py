@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elasticd_agent.hangs.collector.request import REDIRECTED, fallback_directory
+from elasticd_agent.hangs.collector.request import REDIRECTED, VERDICT, fallback_directory
 from elasticd_agent.system import bounded_io as files
 
 _ROUND = re.compile(r"round-([1-9][0-9]{0,9})")
 _FOLDER = re.compile(r"(evidence|dump)(?:[.-](\d+))?")
 _RANK_FILE = re.compile(r"rank-(\d+)\.(?:json|log|flight\.json|stacks\.(?:txt|json))")
-_OURS = re.compile(r"verdict\.json|judged\.jsonl|reports-.*\.jsonl|gpu.*\.json")
-VERDICT = "verdict.json"
+_OURS = re.compile(r"verdict\.json|reports-.*\.jsonl|gpu.*\.json")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,24 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elasticd_agent.hangs.rank import RankLocation
 from elasticd_agent.hangs.recordings import GroupComparison
 from elasticd_agent.hangs.stacks import RankStacks
 from elasticd_agent.model.phrases import listing, plural, ranges
+from elasticd_agent.model.reports import RecordedVerdict
 
 EvidenceKind = Literal["hang", "suspicion", "dump"]
 """A group was found hung; was suspected, and resumed or has not been judged; was dumped on request."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedVerdict:
-    cause: str
-    culprits: tuple[RankLocation, ...]
-    why: str
-    action: str
-    seen_after_s: float
-    """Without progress."""
-    at_wall: float
 
 
 @dataclass(frozen=True, slots=True)

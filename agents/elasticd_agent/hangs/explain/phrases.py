@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from elasticd_agent.hangs.explain.model import EvidenceKind, RankFacts, RecordedVerdict, name_ranks
+from elasticd_agent.hangs.explain.model import EvidenceKind, RankFacts, name_ranks
 from elasticd_agent.model.phrases import count, is_are
+from elasticd_agent.model.reports import RecordedVerdict
 
 STATE_NAMES = {
     "R": "running",
