@@ -115,7 +115,7 @@ class RunLog:
 
 
 def _span(lines: Sequence[LogLine], round: int, at: float) -> tuple[int, int]:
-    """From behind the job end before the last line that publishes `round` in time, to the job end after it."""
+    """The run's lines: from behind the job end before the last one that publishes `round` in time, to the next end."""
     published = [
         i
         for i, line in enumerate(lines)
