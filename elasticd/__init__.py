@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULES = {"Session": "session", "Resumed": "session", "init": "session", "ElasticBatchSampler": "sampler"}
-"""Where a public name is defined; the others are errors."""
+"""The module of each public name; the other names are errors."""
 
 __all__ = [
     "BarrierTimeout",

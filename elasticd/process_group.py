@@ -34,18 +34,13 @@ class WorkerEnvironment:
     """This process, as elasticd's and torchrun's variables describe it."""
 
     local_rank: int
-    round: int
-    """0 where no elasticd agent started this process."""
+    round: int  #: 0 where no elasticd agent started this process
     restarts: int
     job: str
-    run: str
-    """The token of one run of the job."""
-    nodes: int = 1
-    """The nodes of this round, as far as the launcher says."""
-    node: int = 0
-    """This one, by its first rank."""
-    failed_restarts: int = 0
-    """Restarts in a row without a new step or checkpoint, this one included."""
+    run: str  #: the token of one run of the job
+    nodes: int = 1  #: the nodes of this round, as far as the launcher says
+    node: int = 0  #: this one, by its first rank
+    failed_restarts: int = 0  #: restarts in a row without a new step or checkpoint, this one included
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +50,7 @@ class DefaultGroup:
     rank: int
     world_size: int
     device: torch.device
-    created: bool
-    """True if `join` made it; False: the script had."""
+    created: bool  #: true if `join` made it; False: the script had
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> WorkerEnvironment:

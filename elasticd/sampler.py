@@ -46,10 +46,8 @@ class _Slice(NamedTuple):
 class _Loader(NamedTuple):
     """The DataLoader that iterates over a sampler, as far as it is known."""
 
-    unordered: bool = False
-    """The batches arrive in another order than the sampler's."""
-    wrapped: bool = False
-    """Another batch sampler is between them."""
+    unordered: bool = False  #: the batches arrive in another order than the sampler's
+    wrapped: bool = False  #: another batch sampler is between them
 
 
 @dataclass(slots=True)
@@ -57,14 +55,10 @@ class Usage:
     """A process's use of a sampler."""
 
     has_committed: bool = False
-    begun: int = 0
-    """Iterations."""
-    exhausted: int = 0
-    """The last of them that has come to the end of its epoch, 0 for none."""
-    fetched: int = 0
-    """Micro-batches."""
-    fetched_to_train: int = 0
-    """Those that were not fetched in `torch.no_grad()`."""
+    begun: int = 0  #: iterations
+    exhausted: int = 0  #: the last of them that has come to the end of its epoch, 0 for none
+    fetched: int = 0  #: micro-batches
+    fetched_to_train: int = 0  #: those that were not fetched in `torch.no_grad()`
 
 
 _ITERATED: weakref.WeakSet[ElasticBatchSampler] = weakref.WeakSet()
@@ -85,14 +79,11 @@ class _Consumption:
     """The indices that one iteration fetched, and those committed meanwhile."""
 
     loader: _Loader
-    steps: int = 0
-    """At its beginning, until the end of the epoch."""
+    steps: int = 0  #: at its beginning, until the end of the epoch
     exhausted: bool = False
     commits: int = 0
-    fetched: int = 0
-    """The position at the last commit."""
-    least: int | None = None
-    """The fewest positions fetched between two commits, before the last step was fetched."""
+    fetched: int = 0  #: the position at the last commit
+    least: int | None = None  #: the fewest positions fetched between two commits, before the last step was fetched
 
     def on_commit(self, fetched: int, end: int) -> None:
         self.commits += 1

@@ -12,8 +12,7 @@ from pathlib import Path
 
 @dataclass
 class JobFiles:
-    root: Path
-    """`<state>/jobs/<job>.<number>/`, 0700 and its user's: what the runner writes."""
+    root: Path  #: `<state>/jobs/<job>.<number>/`, 0700 and its user's: what the runner writes
 
     def __post_init__(self) -> None:
         self.record = self.root.parent.parent / "runners" / self.root.name  #: 0700 and the agent's

@@ -58,23 +58,19 @@ class Submission(_Named):
     NAMED_BY: ClassVar[str] = "job"
 
     job: str
-    number: int
-    """The position in the order of all submissions, and the token of its run."""
-    spec: str
-    """The job file as JSON, checked at submission."""
+    number: int  #: the position in the order of all submissions, and the token of its run
+    spec: str  #: the job file as JSON, checked at submission
     min_nodes: int
     max_nodes: int
     min_slots: int
     max_slots: int
     submitted_by: str = ""
     submitted_at: float = 0.0
-    token: str = ""
-    """Chosen by the client, which recognises by it a submission that was made before an outage."""
+    token: str = ""  #: chosen by the client, which recognises by it a submission that was made before an outage
     grow: bool = True
     removed: bool = False
     labels: tuple[str, ...] = ()
-    priority: str = "normal"
-    """One of PRIORITIES; anything else, of a newer version, counts as normal."""
+    priority: str = "normal"  #: one of PRIORITIES; anything else, of a newer version, counts as normal
 
     @property
     def order(self) -> tuple[int, int, str]:
@@ -124,10 +120,8 @@ class Placement(_Named):
     assignments: tuple[SlotAssignment, ...]
     reason: str
     refusals: tuple[Refusal, ...] = ()
-    previous_nodes: tuple[str, ...] = ()
-    """Nodes that it ran on before, the newest first."""
-    ended_s: float | None = None
-    """When the scheduler first saw its result, by the schedulers' clock (keys.CLOCK)."""
+    previous_nodes: tuple[str, ...] = ()  #: nodes that it ran on before, the newest first
+    ended_s: float | None = None  #: when the scheduler first saw its result, by the schedulers' clock (keys.CLOCK)
 
     def assignment(self, node: str) -> SlotAssignment | None:
         return next((assignment for assignment in self.assignments if assignment.node == node), None)
@@ -189,23 +183,20 @@ class NodeStatus(_Named):
     node: str
     incarnation: str
     slots: int
-    address: str = ""
-    """HOST:PORT of the agent's HTTP server, "" if it has none."""
+    address: str = ""  #: HOST:PORT of the agent's HTTP server, "" if it has none
     state: NodeState = "ready"
     why: str = ""
     gpus: tuple[str, ...] = ()
     cpus: int = 0
     memory_bytes: int = 0
-    elasticd: str = ""
-    """Versions, "" where unknown."""
+    elasticd: str = ""  #: versions, "" where unknown
     python: str = ""
     torch: str = ""
     driver: str = ""
     labels: tuple[str, ...] = ()
     runners: tuple[RunnerStatus, ...] = ()
     failing: tuple[str, ...] = ()
-    unusable: tuple[str, ...] = ()
-    """Shared directories whose check fails; `why` has the reason."""
+    unusable: tuple[str, ...] = ()  #: shared directories whose check fails; `why` has the reason
 
     def check(self) -> None:
         _Named.check(self)
@@ -222,8 +213,7 @@ class KnownNode(_Named):
     address: str = ""
     lost_s: float | None = None
     """When the scheduler first saw it without a status, by the schedulers' clock (keys.CLOCK); None: it has one."""
-    lost_at: float = 0.0
-    """The same by the time of day."""
+    lost_at: float = 0.0  #: the same by the time of day
     jobs: tuple[str, ...] = ()
 
 
@@ -260,8 +250,7 @@ class ClusterView:
     """The last status of each node that has none now, but not for long enough to be given up."""
     left_behind: frozenset[tuple[str, str]] = frozenset()
     """(job, node) where the node is absent and the job's own rendezvous has continued without it."""
-    known: tuple[KnownNode, ...] = ()
-    """The nodes, lost ones included; for people only."""
+    known: tuple[KnownNode, ...] = ()  #: the nodes, lost ones included; for people only
 
     def result(self, job: str, number: int) -> JobResult | None:
         return next((r for r in self.results if (r.job, r.number) == (job, number)), None)

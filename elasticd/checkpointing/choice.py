@@ -51,23 +51,18 @@ class Choice:
     """One state, as rank 0 has chosen it and all ranks learn of it."""
 
     source: Source
-    manifest: Manifest
-    """The description of the state. In memory it has no checksum."""
+    manifest: Manifest  #: the description of the state. In memory it has no checksum.
     name: str
-    number: int = 0
-    """The number of a save in its round, for a state in memory."""
-    key: tuple[int, int] = (0, 0)
-    """The round that owns a state in memory, and the number of the save in it."""
+    number: int = 0  #: the number of a save in its round, for a state in memory
+    key: tuple[int, int] = (0, 0)  #: the round that owns a state in memory, and the number of the save in it
     files: dict[str, list[int]] = field(default_factory=dict)
     """The nodes that hold each file of a sharded state in memory."""
     servers: dict[int, Server] = field(default_factory=dict)
     """The address at which each node is read, for a sharded state in memory."""
     copied: list[str] = field(default_factory=list)
     """The files of a sharded state in memory of which there is only a copy, since their node is lost."""
-    has_alike: bool = False
-    """Several nodes hold a state of this step in memory; they differ in little."""
-    step_on_disk: int = 0
-    """The step of the newest checkpoint in the directory, 0 for none."""
+    has_alike: bool = False  #: several nodes hold a state of this step in memory; they differ in little
+    step_on_disk: int = 0  #: the step of the newest checkpoint in the directory, 0 for none
 
     @property
     def step(self) -> int:
@@ -123,12 +118,9 @@ class OpenState:
     """The files of the chosen state that this rank has open."""
 
     fd: int = -1
-    checksum: str = ""
-    """The checksum of state.pt, if it is in a file that this rank has verified."""
-    content: StateDict | None = None
-    """The content of state.pt, where this rank has tried whether it can be loaded."""
-    shards: ShardsInMemory | None = None
-    """The files of a sharded state in memory."""
+    checksum: str = ""  #: the checksum of state.pt, if it is in a file that this rank has verified
+    content: StateDict | None = None  #: the content of state.pt, where this rank has tried whether it can be loaded
+    shards: ShardsInMemory | None = None  #: the files of a sharded state in memory
 
     def load(self) -> StateDict:
         """The content of state.pt. Raises CheckpointCorrupt, CheckpointError, OSError."""

@@ -51,21 +51,15 @@ class SaveContext:
     directory: Path | None = None
     round: int = 0
     """The number under which this session saves: the agent's, else one more than the highest in the directory."""
-    parent: tuple[int, int] | None = None
-    """The (round, step) that trained what this round resumed from."""
-    per_rank: dict[str, Any] = field(default_factory=dict)
-    """Objects of which every rank's state is saved, by name."""
+    parent: tuple[int, int] | None = None  #: the (round, step) that trained what this round resumed from
+    per_rank: dict[str, Any] = field(default_factory=dict)  #: objects of which every rank's state is saved, by name
     every: SaveInterval | None = None
     keep: int = DEFAULT_KEEP
-    keep_every: int = 0
-    """Checkpoints of steps that are multiples of it stay for ever; 0: none do."""
-    partner_copies: bool = True
-    """Each node keeps a copy of another node's part of a sharded state."""
+    keep_every: int = 0  #: checkpoints of steps that are multiples of it stay for ever; 0: none do
+    partner_copies: bool = True  #: each node keeps a copy of another node's part of a sharded state
     is_sharded: bool = False
-    owed: str = ""
-    """Why a save is due as soon as no earlier one is being written, "" if none is."""
-    saves: int = 0
-    """The number of saves that have begun, the same on every rank."""
+    owed: str = ""  #: why a save is due as soon as no earlier one is being written, "" if none is
+    saves: int = 0  #: the number of saves that have begun, the same on every rank
     writer: WriterClient | None = field(default_factory=writer_client.from_environment)
     """None: there is no writer on this node, and rank 0 writes checkpoints itself."""
 

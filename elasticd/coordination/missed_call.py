@@ -23,12 +23,9 @@ BLOCKED_S = 2.0
 class Awaited:
     """A session call in which this rank waits for others."""
 
-    number: int
-    """Each wait of this rank has a number of its own."""
-    call: str
-    """The call as the script writes it: "save()"."""
-    key: str
-    """The key that it waits for in the store; "*" stands for the rank that writes it."""
+    number: int  #: each wait of this rank has a number of its own
+    call: str  #: the call as the script writes it: "save()"
+    key: str  #: the key that it waits for in the store; "*" stands for the rank that writes it
     ranks: tuple[int, ...] = ()
     """The first ranks that it waits for; empty: for all that have not come, which it does not know."""
 

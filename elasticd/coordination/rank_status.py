@@ -39,10 +39,8 @@ class RankStatus:
     step: int
     phase: str
     barrier: str = ""
-    duration_s: float = 0.0
-    """The time since then by the rank's own clock, with a period's resolution."""
-    issued: int = -1
-    """Collectives of the default process group so far, and since the last step; -1: not counted."""
+    duration_s: float = 0.0  #: the time since then by the rank's own clock, with a period's resolution
+    issued: int = -1  #: collectives of the default process group so far, and since the last step; -1: not counted
     issued_in_step: int = -1
     collective: str = ""
     """The collective of all ranks in which its main thread waits; "" where the process has a group besides."""
@@ -51,8 +49,7 @@ class RankStatus:
     call: str = ""
     key: str = ""
     ranks: tuple[int, ...] = ()
-    failed: bool = False
-    """It ended by an exception."""
+    failed: bool = False  #: it ended by an exception
 
     def __str__(self) -> str:
         where = f"waits at barrier {self.barrier!r}" if self.phase == "barrier" else f"phase {self.phase}"
@@ -67,8 +64,7 @@ class _Received:
     number: int
     status: RankStatus
     before: float
-    after: float | None
-    """The time of an earlier read that did not find it; None: there was none."""
+    after: float | None  #: the time of an earlier read that did not find it; None: there was none
 
 
 class StatusReader:

@@ -22,14 +22,12 @@ _MAX_BASES = 8
 class ExitReport:
     """The cause of the script's end; an "exception" counts only together with a non-zero exit code."""
 
-    kind: str
-    """"exception": it was not handled. "exit": Python ended in order, so not by os._exit or a signal."""
+    kind: str  #: "exception": it was not handled. "exit": Python ended in order, so not by os._exit or a signal.
     type: str = ""
     message: str = ""
     traceback: str = ""
     code: int | None = None
-    bases: tuple[str, ...] = ()
-    """The base classes of the exception's type, nearest first."""
+    bases: tuple[str, ...] = ()  #: the base classes of the exception's type, nearest first
 
 
 class ExitReportSink(Protocol):

@@ -66,8 +66,7 @@ class WorkerEvent:
     mono: float
     wall: float
     reason: str
-    extra: dict[str, Any] = field(default_factory=dict)
-    """The fields of its kind, and those of a newer version."""
+    extra: dict[str, Any] = field(default_factory=dict)  #: the fields of its kind, and those of a newer version
 
     def to_line(self) -> bytes:
         """The line in the file, with its newline. Raises TypeError for a value that is not JSON."""

@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = re.compile(r"\b(whoever|lest|is told|was told|handed in|hands in|goes on|went on|but for)\b", re.IGNORECASE)
+NO_SUBJECT = re.compile(r"(What|Who|That|Of|Where|So|As|By|How|Whether|To be|For|With|In|On|From|Its|Their|Not|Only)\b")
+"""The words that begin a clause without a subject: a docstring begins with a noun phrase or a verb."""
 SUFFIXES = {".py", ".md", ".toml", ".css", ".js", ".html", ".yaml", ".json", ".sh", ".service", ".sbatch", ""}
 FOLDERS = ("docs", "agents", "elasticd", "deploy", "examples", "benchmarks")
 
@@ -68,3 +70,40 @@ def test_no_forbidden_words() -> None:
 )
 def test_forbidden_word_is_found(name: str, text: str, words: str) -> None:
     assert any(words in line for line in offences(ROOT / name, text))
+
+
+def docstrings(source: str) -> list[tuple[int, str]]:
+    """Those of the module, its classes and functions, and of fields: (line, text)."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        for before, statement in zip([None, *body], body, strict=False) if isinstance(body, list) else ():
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))) if before is None or isinstance(
+                    before, (ast.Assign, ast.AnnAssign)
+                ):
+                    found.append((statement.lineno, text.strip()))
+    return found
+
+
+def test_docstrings_begin_with_a_subject() -> None:
+    modules = [
+        path for path in sources() if path.suffix == ".py" and path.parts[len(ROOT.parts)] in ("agents", "elasticd")
+    ]
+    assert [
+        f"{path.relative_to(ROOT)}:{line}: {text[:60]}"
+        for path in modules
+        for line, text in docstrings(path.read_text())
+        if NO_SUBJECT.match(text)
+    ] == []
+
+
+def test_few_sentences_of_the_pages_are_long() -> None:
+    """More than 35 words between full stops, colons or semicolons; what remains quotes a log line or an invariant."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    prose = (
+        re.sub(r"```.*?```|^\|[^\n]*$|^#[^\n]*$|<!--.*?-->", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for page in pages
+    )
+    sentences = (one for text in prose for one in re.split(r"(?<=[.:;])\s+(?=[A-Z`])|\n\s*\n|\n\s*[-*] ", text))
+    assert len([sentence for sentence in sentences if len(sentence.split()) > 35]) <= 20

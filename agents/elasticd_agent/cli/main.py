@@ -19,10 +19,8 @@ from elasticd_agent.model.phrases import did_you_mean
 
 
 class Command(NamedTuple):
-    line: str
-    """The command's line in the list of commands."""
-    entry: str = ""
-    """module:function. "": it uses an agent's HTTP API, cli/job_commands.py."""
+    line: str  #: the command's line in the list of commands
+    entry: str = ""  #: module:function. "": it uses an agent's HTTP API, cli/job_commands.py.
 
 
 COMMANDS = {

@@ -34,12 +34,9 @@ MOST_STEPS_PER_LOOK = 64
 
 @dataclass(frozen=True, slots=True)
 class LearnedDurations:
-    longest_s: Mapping[str, float] = field(default_factory=dict)
-    """The decaying maximum by phase; "step": of one step."""
-    steps: int = 0
-    """The steps of this round."""
-    counted: int = 0
-    """All steps that counted, which took `total_s`."""
+    longest_s: Mapping[str, float] = field(default_factory=dict)  #: the decaying maximum by phase; "step": of one step
+    steps: int = 0  #: the steps of this round
+    counted: int = 0  #: all steps that counted, which took `total_s`
     total_s: float = 0.0
     startup_s: float | None = None
     """The longest time without progress before the first step of a group that has made one."""

@@ -48,14 +48,11 @@ class HangDetector:
     node: str
     policy: Policy
     evidence: EvidenceCollector
-    publish: Callable[[HangReport | None], None]
-    """To the leader; None withdraws the report."""
+    publish: Callable[[HangReport | None], None]  #: to the leader; None withdraws the report
     listener: HangListener
-    report_every_look: bool
-    """The leader is in this process, so that reports cost nothing."""
+    report_every_look: bool  #: the leader is in this process, so that reports cost nothing
     links_s: float = 0.0
-    last_verdict: RecordedVerdict | None = None
-    """The verdict that is in `last_verdict_dir`, or soon will be."""
+    last_verdict: RecordedVerdict | None = None  #: the verdict that is in `last_verdict_dir`, or soon will be
     last_verdict_dir: Path = Path()
     _round: int = 0
     _targets: Sequence[EvidenceTarget] = ()

@@ -65,22 +65,17 @@ _log = logging.getLogger("elasticd.evidence")
 class RankEvidence:
     rank: int
     where: Where
-    function: str
-    """The call that says `where` the main thread is."""
-    stack: str
-    """A digest: the same for equal stacks."""
+    function: str  #: the call that says `where` the main thread is
+    stack: str  #: a digest: the same for equal stacks
     state: str
     wchan: str
-    source: str
-    """The tool that read the stack; "" if none did, and then `trouble` says why."""
+    source: str  #: the tool that read the stack; "" if none did, and then `trouble` says why
     trouble: str = ""
-    place: str = ""
-    """The innermost function of the script's own code, without a line number."""
+    place: str = ""  #: the innermost function of the script's own code, without a line number
     alone: bool = False
     loading: bool = False
     groups: tuple[GroupTail, ...] = ()
-    deviation: str = ""
-    """The fields from `alone` on are as in RankReport."""
+    deviation: str = ""  #: the fields from `alone` on are as in RankReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +84,7 @@ class GatheredEvidence:
     ranks: tuple[RankEvidence, ...]
     path: Path
     seconds: float
-    trouble: str = ""
-    """The missing parts, and why they are missing."""
+    trouble: str = ""  #: the missing parts, and why they are missing
     late: bool = False
     """There was too little time for the stacks, or the flight recorder, of a process that could have shown them."""
 

@@ -43,17 +43,14 @@ class Observation:
 
     round: int
     heartbeats: tuple[Heartbeat, ...]
-    worker_events: tuple[WorkerEvent, ...]
-    """Since the last look."""
-    idle_s: float
-    """The time for which no rank here has made progress."""
+    worker_events: tuple[WorkerEvent, ...]  #: since the last look
+    idle_s: float  #: the time for which no rank here has made progress
     ranks: tuple[RankReport, ...] = ()
     store_state: str = ""
     """The /proc state of the round's store, "" where it is not here, and for how long it has been "T"."""
     store_stopped_s: float = 0.0
     observed_s: float = 0.0
-    pids: tuple[int, ...] = ()
-    """The processes that train, by local rank; none before they have been started."""
+    pids: tuple[int, ...] = ()  #: the processes that train, by local rank; none before they have been started
 
     @property
     def step(self) -> int:
@@ -178,8 +175,7 @@ class GroupObserver:
     worker_event_files: Sequence[Path]
     state: Callable[[int], str] = procfs.condition
     usage: Callable[[Sequence[int], int], Mapping[int, Usage]] = field(default_factory=lambda: UsageReader().read)
-    earlier: Sequence[WorkerEventReader] = ()
-    """The readers of the group before: its last save may still be written."""
+    earlier: Sequence[WorkerEventReader] = ()  #: the readers of the group before: its last save may still be written
     _pids: tuple[int, ...] = ()
     _store_pid: int = 0
     _store_port: int = 0

@@ -42,8 +42,7 @@ class Patience:
     seconds: float | None
     ends: Ends
     why: str
-    floor: bool = True
-    """--hang-floor replaces the seconds, and allows the kill."""
+    floor: bool = True  #: --hang-floor replaces the seconds, and allows the kill
 
 
 PATIENCE: Mapping[Evidence, Patience] = {
@@ -85,20 +84,13 @@ def retransmission_s(environment: Mapping[str, str]) -> float:
 class Shown:
     """Times that this job has shown of itself, in seconds."""
 
-    deadline_s: float
-    """The learned deadline of the phases its ranks are in."""
-    pause_s: float = 0.0
-    """The longest idle pause that it has survived."""
-    ceiling_s: float = 1800.0
-    """A rank may be slow for this long."""
-    cheap: bool = False
-    """A restart costs less than this wait has lasted."""
-    kills: int = 0
-    """Kills so far for the wait that its ranks are in now."""
-    links_s: float = 0.0
-    """The job's links send again for this long before they fail."""
-    repeats: bool = False
-    """The last of them changed nothing: its ranks wait there again, and no step was made."""
+    deadline_s: float  #: the learned deadline of the phases its ranks are in
+    pause_s: float = 0.0  #: the longest idle pause that it has survived
+    ceiling_s: float = 1800.0  #: a rank may be slow for this long
+    cheap: bool = False  #: a restart costs less than this wait has lasted
+    kills: int = 0  #: kills so far for the wait that its ranks are in now
+    links_s: float = 0.0  #: the job's links send again for this long before they fail
+    repeats: bool = False  #: the last of them changed nothing: its ranks wait there again, and no step was made
 
 
 @dataclass(frozen=True, slots=True)

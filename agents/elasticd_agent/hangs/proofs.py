@@ -40,8 +40,7 @@ class _Collective:
     kind: str
     backend: str
     in_job: bool
-    counted: bool
-    """True if the heartbeat counts it, too, where it is one of the default group."""
+    counted: bool  #: true if the heartbeat counts it, too, where it is one of the default group
 
     def __str__(self) -> str:
         return f"{self.kind} (#{self.number} of {'the ' if self.group == DEFAULT_GROUP else ''}{self.group})"

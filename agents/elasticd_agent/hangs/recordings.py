@@ -59,13 +59,10 @@ class Recording:
 
     entries: int
     groups: Mapping[str, Mapping[int, IssuedCollective]]
-    order: tuple[tuple[str, str], ...] = ()
-    """(group, kind) of all in the order in which they were issued."""
+    order: tuple[tuple[str, str], ...] = ()  #: (group, kind) of all in the order in which they were issued
 
-    nccl: bool = False
-    """True if it is by another recorder than gloo's, which does not have the same collectives."""
-    in_job: frozenset[str] = frozenset()
-    """The groups all of whose members are ranks of this job."""
+    nccl: bool = False  #: true if it is by another recorder than gloo's, which does not have the same collectives
+    in_job: frozenset[str] = frozenset()  #: the groups all of whose members are ranks of this job
     unrecorded: Mapping[str, str] = field(default_factory=dict)
     """The backends of the groups whose collectives are in no recorder."""
     gloo: Recording | None = None
@@ -111,16 +108,12 @@ class GroupComparison:
     """One process group, all ranks that have a recording."""
 
     group: str
-    last: Mapping[int, IssuedCollective | None]
-    """The last collective that each rank issued."""
-    waiting_for: IssuedCollective | None = None
-    """The first collective that some ranks issued and others did not."""
-    missing: tuple[int, ...] = ()
-    """Those others, unless they wait themselves."""
+    last: Mapping[int, IssuedCollective | None]  #: the last collective that each rank issued
+    waiting_for: IssuedCollective | None = None  #: the first collective that some ranks issued and others did not
+    missing: tuple[int, ...] = ()  #: those others, unless they wait themselves
     differing: Mapping[str, tuple[int, ...]] | None = None
     """At the first number at which ranks issued different collectives, the ranks by their collective."""
-    pending: Mapping[int, IssuedCollective] | None = None
-    """The first collective of each rank that was not finished."""
+    pending: Mapping[int, IssuedCollective] | None = None  #: the first collective of each rank that was not finished
 
 
 def parse(data: Mapping[str, Any]) -> Recording | None:

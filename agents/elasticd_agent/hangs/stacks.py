@@ -85,8 +85,7 @@ class ThreadStack:
     name: str
     tid: str
     frames: tuple[Frame, ...]
-    state: str = ""
-    """py-spy's: "idle", "active", "active+gil"."""
+    state: str = ""  #: py-spy's: "idle", "active", "active+gil"
 
     @property
     def holds_gil(self) -> bool:
@@ -118,8 +117,7 @@ class ProcessStacks:
 class RankStacks:
     """The worker's process first, then processes below it (DataLoader workers); none of them is without threads."""
 
-    source: str
-    """ "py-spy" or "faulthandler"."""
+    source: str  #: "py-spy" or "faulthandler"
     processes: tuple[ProcessStacks, ...]
 
     @property

@@ -92,8 +92,7 @@ class Hang:
     culprits: tuple[RankLocation, ...]
     cause: str
     why: str
-    places: tuple[str, ...] = ()
-    """The places in which its ranks wait: the next rounds remember them."""
+    places: tuple[str, ...] = ()  #: the places in which its ranks wait: the next rounds remember them
     ends: bool = True
     """The group is to be ended; else to be reported only, as the wait may be healthy and a kill costs more."""
     waited_s: float = 0.0
@@ -186,8 +185,7 @@ def has_progress(reports: Sequence[HangReport], policy: Policy) -> bool:
 class _Case:
     """The facts that the rules decide on, with those that several of them need."""
 
-    reports: Mapping[str, HangReport]
-    """Every node's latest one."""
+    reports: Mapping[str, HangReport]  #: every node's latest one
     nodes: int
     policy: Policy
     kills: Kills

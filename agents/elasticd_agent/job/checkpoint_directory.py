@@ -24,8 +24,7 @@ class OnDisk:
     """The content of the directory when the job began."""
 
     highest_round: int = 0
-    newest: tuple[int, int] | None = None
-    """The (round, step) of the newest checkpoint."""
+    newest: tuple[int, int] | None = None  #: the (round, step) of the newest checkpoint
 
 
 @contextlib.contextmanager

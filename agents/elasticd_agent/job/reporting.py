@@ -49,8 +49,7 @@ class JobReporter:
     _workers: WorkerReporter = field(init=False)
     _progress: ProgressReporter = field(init=False)
     _failure: Failure | None = None
-    _stopped: bool = False
-    """A stop was requested."""
+    _stopped: bool = False  #: a stop was requested
 
     def __post_init__(self) -> None:
         self._job = JobContext(self.spec, self.policy, self.node, self.events, self.metrics, self.console)

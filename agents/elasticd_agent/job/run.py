@@ -65,17 +65,13 @@ class RunContext:
     """The differences between `elasticd run` (the defaults) and a runner of the daemon."""
 
     reporting: Callable[[JobSpec, Policy, AgentSettings, str, Path], Reporting] | None = None
-    kept_fds: tuple[int, ...] = ()
-    """They stay open for as long as a process of the job is left."""
+    kept_fds: tuple[int, ...] = ()  #: they stay open for as long as a process of the job is left
     pauses_before_stop: bool = False
     """A stop first requests a checkpoint at the next decision point, also where this node is the only one."""
-    leave_within_s: float | None = None
-    """The limit of that; None: the policy's grace period."""
+    leave_within_s: float | None = None  #: the limit of that; None: the policy's grace period
     on_runtime_dir: Callable[[Path], None] = lambda path: None
-    stop_reason: Callable[[], str] = lambda: ""
-    """The reason for the first stop signal, from its sender."""
-    own_code: bool = False
-    """The process was started from a copy of the code that no upgrade changes."""
+    stop_reason: Callable[[], str] = lambda: ""  #: the reason for the first stop signal, from its sender
+    own_code: bool = False  #: the process was started from a copy of the code that no upgrade changes
 
 
 def run_job(spec: JobSpec, policy: Policy, settings: AgentSettings, context: RunContext | None = None) -> int:

@@ -35,12 +35,9 @@ class JobContext:
     console: Console
     recovery: RecoveryTimer = field(default_factory=RecoveryTimer)
     goodput: GoodputTracker = field(init=False)
-    round: Round | None = None
-    """The newest Round, the terminal one included."""
-    running_round: tuple[Round, float] | None = None
-    """The newest Round that is not terminal, and when it arrived."""
-    observation: Observation | None = None
-    """The last observation of this node's workers."""
+    round: Round | None = None  #: the newest Round, the terminal one included
+    running_round: tuple[Round, float] | None = None  #: the newest Round that is not terminal, and when it arrived
+    observation: Observation | None = None  #: the last observation of this node's workers
     step: int | None = None
 
     def __post_init__(self) -> None:
@@ -63,15 +60,12 @@ class JobContext:
 class WorkerReporter:
     job: JobContext
     on_group_ended: Callable[[int], None]
-    launcher_known: bool = False
-    """It is known how workers start: before that, the first group waits for imports."""
-    _pids: dict[int, int] = field(default_factory=dict)
-    """The running group's pids by local rank."""
+    launcher_known: bool = False  #: it is known how workers start: before that, the first group waits for imports
+    _pids: dict[int, int] = field(default_factory=dict)  #: the running group's pids by local rank
     _started_at: float = 0.0
     _ending_since: float | None = None
     _end_requested: set[int] = field(default_factory=set)
-    _unkillable: dict[int, int] = field(default_factory=dict)
-    """Processes that survive SIGKILL, and their rounds."""
+    _unkillable: dict[int, int] = field(default_factory=dict)  #: processes that survive SIGKILL, and their rounds
 
     def on(self, event: JobEvent, now: float) -> None:
         match event:
@@ -224,8 +218,7 @@ class WorkerReporter:
 @dataclass(slots=True)
 class ProgressReporter:
     job: JobContext
-    saved: tuple[int, int] | None = None
-    """The newest checkpoint that a worker of this node has saved: round, step."""
+    saved: tuple[int, int] | None = None  #: the newest checkpoint that a worker of this node has saved: round, step
     _saved_at: float | None = None
     _checkpoint_step: int = -1
     _warned_of_stops: bool = False

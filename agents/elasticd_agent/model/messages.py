@@ -38,8 +38,7 @@ class ExitStatus:
 
     code: int | None
     signal: int | None = None
-    out_of_memory: bool = False
-    """The kernel has killed it for lack of memory."""
+    out_of_memory: bool = False  #: the kernel has killed it for lack of memory
 
     @classmethod
     def of(cls, returncode: int) -> ExitStatus:
@@ -284,8 +283,7 @@ class KillGroup:
 
     number: int
     why: str
-    save: bool = True
-    """Workers that survive have a moment to save the state of their last step."""
+    save: bool = True  #: workers that survive have a moment to save the state of their last step
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,7 @@ class StragglersFound:
     """The ranks of round `number` that the others wait for."""
 
     number: int
-    ranks: tuple[tuple[int, float], ...]
-    """(rank, how many times as long as the others' its own work takes)."""
+    ranks: tuple[tuple[int, float], ...]  #: (rank, how many times as long as the others' its own work takes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,7 @@ class FaultDetected(LeaderNotice):
 
     number: int
     cause: str  #: in one word
-    culprit: str
-    """The node at fault, "" where no single one is."""
+    culprit: str  #: the node at fault, "" where no single one is
     reported_at: float | None = None
     """When the leader read the failure that its node reports at once; None: lost or hung nodes report none."""
 
@@ -80,8 +78,7 @@ class WaitingFor(LeaderNotice):
     """The job waits for something, usually while nothing runs."""
 
     why: str
-    more_nodes: bool
-    """It waits for more nodes."""
+    more_nodes: bool  #: it waits for more nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,8 @@ from elasticd_agent.rendezvous.view import View
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    cause: str
-    """The kind of the Failure, or node_lost."""
-    culprit: str
-    """The node at fault, "" where no single one is."""
+    cause: str  #: the kind of the Failure, or node_lost
+    culprit: str  #: the node at fault, "" where no single one is
 
 
 def find_faults(view: View, policy: Policy, now: float) -> tuple[Fault, ...]:

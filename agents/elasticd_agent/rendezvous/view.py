@@ -62,8 +62,7 @@ class View:
     high_water: int = 0  #: the highest step seen in any round
     round_at: float = 0.0  #: when the planner first saw `current`
     failed_at: float = 0.0  #: when the planner first saw a failure of `current`; meaningless without one
-    probe_results: tuple[tuple[str, ProbeResult], ...] = ()
-    """Members' answers since the last sign of trouble."""
+    probe_results: tuple[tuple[str, ProbeResult], ...] = ()  #: members' answers since the last sign of trouble
     absent_since: tuple[tuple[str, float], ...] = ()  #: members without a record
     left: tuple[tuple[str, str], ...] = ()  #: those of them that had announced it, with reasons
     store_up_since: float = 0.0  #: since when the store has answered without a break

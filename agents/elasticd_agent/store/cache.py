@@ -26,8 +26,7 @@ class _Decoded:
     items: dict[str, Versioned]  #: what was decoded; never changed
     records: dict[str, Document]
     errors: dict[str, str]
-    all: tuple[Document, ...]
-    """The records: the same object while nothing changes."""
+    all: tuple[Document, ...]  #: the records: the same object while nothing changes
 
 
 class StoreCache:

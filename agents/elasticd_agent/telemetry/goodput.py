@@ -127,8 +127,7 @@ class GoodputTracker:
 
     node: str
     ledger: GoodputLedger
-    backoff_s: tuple[float, ...]
-    """The waits before restarts without progress, as in the policy."""
+    backoff_s: tuple[float, ...]  #: the waits before restarts without progress, as in the policy
     _ended_round: int = 0  # rounds up to this one have ended, whatever their workers still do
     _round: int = 0
     _left_out: bool = False  # the newest round runs without this node

@@ -32,19 +32,15 @@ class RoundStatus(Record):
     nodes: tuple[str, ...] = ()
     cause: str = ""
     reason: str = ""
-    lost_nodes: tuple[str, ...] = ()
-    """Members of the round before that were lost."""
-    leader: str = ""
-    """The node that published it."""
+    lost_nodes: tuple[str, ...] = ()  #: members of the round before that were lost
+    leader: str = ""  #: the node that published it
     first_step: int | None = None
     first_step_at: float | None = None
     last_step: int | None = None
-    ended_at: float | None = None
-    """When it made its last step; None while it may make more."""
+    ended_at: float | None = None  #: when it made its last step; None while it may make more
     lost_seconds: float | None = None
     """The time from the fault, or without one from the last step of the round before, to the first step of this one."""
-    lost_steps: int | None = None
-    """Steps that had to be trained again; None if unknown."""
+    lost_steps: int | None = None  #: steps that had to be trained again; None if unknown
     resumed_step: int | None = None
     donor: int | None = None
     """The rank that saved the state of `resumed_step` after the fault; None if it was saved before."""
@@ -92,8 +88,7 @@ class ScalarSeries(Record):
 
     FLOATS: ClassVar[tuple[float, float]] = (-1e300, 1e300)
     name: str
-    points: tuple[tuple[int, float], ...] = ()
-    """(step, value), by step."""
+    points: tuple[tuple[int, float], ...] = ()  #: (step, value), by step
 
 
 @dataclass(slots=True)
@@ -110,12 +105,9 @@ class JobTimeline:
     donor_steps: int = 0
     scalars: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     _resumed_steps: dict[int, int] = field(default_factory=dict)
-    _training_round: int | None = None
-    """The round whose first step came last."""
-    _spent: tuple[TimeSplit, float] | None = None
-    """The newest split of the node's time, and when it was written."""
-    _spent_before: TimeSplit = field(default_factory=TimeSplit)
-    """The time of processes that wrote this log earlier."""
+    _training_round: int | None = None  #: the round whose first step came last
+    _spent: tuple[TimeSplit, float] | None = None  #: the newest split of the node's time, and when it was written
+    _spent_before: TimeSplit = field(default_factory=TimeSplit)  #: the time of processes that wrote this log earlier
 
     def feed(self, line: LogLine) -> None:
         event, at = line.event, line.wall

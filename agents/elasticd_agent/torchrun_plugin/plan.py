@@ -59,10 +59,8 @@ class TorchrunRound(Document):
 class TorchrunRequirements:
     min_nodes: int
     max_nodes: int
-    last_call_timeout_s: float
-    """The time that the minimum of nodes waits for more."""
-    debounce_s: float = 1.0
-    """The time for which joining nodes are gathered before a restart."""
+    last_call_timeout_s: float  #: the time that the minimum of nodes waits for more
+    debounce_s: float = 1.0  #: the time for which joining nodes are gathered before a restart
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,7 @@ class WorkerPaths:
     heartbeat: str
     events: str
     error_file: str
-    writer: str
-    """The socket of the process that writes checkpoints."""
+    writer: str  #: the socket of the process that writes checkpoints
 
 
 def worker_environment(

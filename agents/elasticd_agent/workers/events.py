@@ -14,8 +14,7 @@ class LauncherReady:
 
     mode: Literal["warm", "cold"]
     reason: str
-    seconds: float | None = None
-    """The time that the template took to get ready."""
+    seconds: float | None = None  #: the time that the template took to get ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +23,10 @@ class GroupStarted:
 
     number: int
     pids: list[int]
-    store_pid: int
-    """0: the round's store is on another node."""
+    store_pid: int  #: 0: the round's store is on another node
     warm: bool
-    held_ranks: tuple[int, ...] = ()
-    """Local ranks that wait until their GPU's memory is free: WorkersReleased follows."""
-    store_port: int = 0
-    """The port of the round's store; 0: unknown."""
+    held_ranks: tuple[int, ...] = ()  #: local ranks that wait until their GPU's memory is free: WorkersReleased follows
+    store_port: int = 0  #: the port of the round's store; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +60,7 @@ class ProcessUnkillable:
     rank: int | None
     """The rank of its worker; None for the round's store, and for a process of no known worker. So is `slot`."""
     slot: int | None
-    state: str
-    """The state letter of /proc, "" if unknown. So is `wchan`."""
+    state: str  #: the state letter of /proc, "" if unknown. So is `wchan`.
     wchan: str
 
 

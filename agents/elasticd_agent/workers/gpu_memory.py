@@ -35,11 +35,9 @@ class MemoryChecked:
     """An answer to one check, whose `number` it has; the last one has no `busy`."""
 
     number: int
-    holders: tuple[tuple[int, int], ...] = ()
-    """(pid, GPU index) of the processes that still hold memory."""
+    holders: tuple[tuple[int, int], ...] = ()  #: (pid, GPU index) of the processes that still hold memory
     seconds: float = 0.0
-    trouble: str = ""
-    """Why there is no answer."""
+    trouble: str = ""  #: why there is no answer
     busy: tuple[str, ...] = ()
     """GPUs whose memory is not free yet, as in CUDA_VISIBLE_DEVICES; "" where that is unknown."""
 

@@ -21,8 +21,7 @@ class PendingStart:
     round: Round
     workers: tuple[WorkerSpec, ...]
     master: Master | None
-    deadline: float | None = None
-    """When it starts cold instead of being forked; None while it waits for GPU memory."""
+    deadline: float | None = None  #: when it starts cold instead of being forked; None while it waits for GPU memory
 
 
 @dataclass(slots=True)
@@ -37,8 +36,7 @@ class WorkerGroup:
     store_pid: int = 0
     started_at: float = 0.0
     stopping: bool = False
-    held_ranks: tuple[int, ...] = ()
-    """Local ranks whose GPU's memory is not free yet."""
+    held_ranks: tuple[int, ...] = ()  #: local ranks whose GPU's memory is not free yet
     store_port: int = 0
 
 

@@ -91,8 +91,7 @@ class AgentClient:
     port: int = 0
     token: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
-    tls_name: str | None = None
-    """The name in its certificate, if it is not `host`."""
+    tls_name: str | None = None  #: the name in its certificate, if it is not `host`
     scheme: str = "Bearer"
     most_bytes: int = MAX_RESPONSE_BYTES
     most_values: int = MAX_RESPONSE_BYTES

@@ -27,12 +27,10 @@ MAX_ANSWER_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    token: Callable[[], str | None]
-    """Called for each request, so that a new token counts at once."""
+    token: Callable[[], str | None]  #: called for each request, so that a new token counts at once
     tls: bool = False
     ca: Path | None = None
-    tls_name: str | None = None
-    """The name in the others' certificates, if not their addresses."""
+    tls_name: str | None = None  #: the name in the others' certificates, if not their addresses
 
     def request(
         self,

@@ -29,14 +29,11 @@ _MAX_ENTRIES = 100_000
 @dataclass(frozen=True, slots=True)
 class LogRequest:
     rank: int = 0
-    round: int | None = None
-    """None: the rank's newest."""
+    round: int | None = None  #: none: the rank's newest
     stream: str = "stdout"
-    offset: int = 0
-    """Bytes from the start; below 0 from the end."""
+    offset: int = 0  #: bytes from the start; below 0 from the end
     limit: int = MAX_BYTES
-    node: str | None = None
-    """Search this node only."""
+    node: str | None = None  #: search this node only
 
     def query(self) -> dict[str, object]:
         """The parameters of the HTTP request, except the node."""

@@ -32,13 +32,10 @@ class RankProgress(Record):
     slot: int | None = None
     phase: str = ""
     step: int = 0
-    idle_seconds: float = 0.0
-    """Since any counter of the rank advanced."""
-    state: str = ""
-    """The letter of the process state in /proc."""
+    idle_seconds: float = 0.0  #: since any counter of the rank advanced
+    state: str = ""  #: the letter of the process state in /proc
     barrier: str = ""
-    exited: bool = False
-    """It ended with code 0."""
+    exited: bool = False  #: it ended with code 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +49,7 @@ class RankSteps(Record):
     """When a rank of the newest round had made which step."""
 
     rank: int
-    points: tuple[tuple[float, int], ...] = ()
-    """(unix time, step)."""
+    points: tuple[tuple[float, int], ...] = ()  #: (unix time, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +72,7 @@ class RunnerAnswer(Record):
 class JobProgress(Record):
     """The progress of a job, as one node or all of its nodes together know it."""
 
-    node: str = ""
-    """The node whose answer counts where two nodes disagree."""
+    node: str = ""  #: the node whose answer counts where two nodes disagree
     round: int | None = None
     phase: str | None = None
     world_size: int | None = None
@@ -86,12 +81,9 @@ class JobProgress(Record):
     step: int | None = None
     steps_per_second: float | None = None
     checkpoint: CheckpointStatus | None = None
-    snapshot: CheckpointStatus | None = None
-    """The last save that was whole in memory, on rank 0's node while it runs."""
-    donor_resumes: int = 0
-    """Rounds that resumed from a state saved after the fault."""
-    donor_steps: int = 0
-    """The steps by which these states were ahead of the newest checkpoint on the disk, in all."""
+    snapshot: CheckpointStatus | None = None  #: the last save that was whole in memory, on rank 0's node while it runs
+    donor_resumes: int = 0  #: rounds that resumed from a state saved after the fault
+    donor_steps: int = 0  #: the steps by which these states were ahead of the newest checkpoint on the disk, in all
     goodput: float | None = None
     started_at: float | None = None
     rounds: tuple[RoundStatus, ...] = ()
@@ -100,10 +92,8 @@ class JobProgress(Record):
     scalars: tuple[ScalarSeries, ...] = ()
     rank_steps: tuple[RankSteps, ...] = ()
     gpus: tuple[GpuUsage, ...] = ()
-    unreachable: Mapping[str, str] = field(default_factory=dict)
-    """The nodes that did not answer, and why."""
-    runner_problem: str = ""
-    """Why the runner on `node` did not answer."""
+    unreachable: Mapping[str, str] = field(default_factory=dict)  #: the nodes that did not answer, and why
+    runner_problem: str = ""  #: why the runner on `node` did not answer
 
     @property
     def newest_round(self) -> RoundStatus | None:
@@ -130,16 +120,13 @@ class JobSummary(Record):
     age_seconds: float | None = None
     submitted_by: str = ""
     priority: str = "normal"
-    place: int | None = None
-    """The place in the queue, from 1; None unless it is pending."""
+    place: int | None = None  #: the place in the queue, from 1; None unless it is pending
     ended_at: float | None = None
     ended_seconds: float | None = None
     exit_code: int | None = None
-    leaving: tuple[str, ...] = ()
-    """Nodes where workers of an ended job are still being stopped."""
+    leaving: tuple[str, ...] = ()  #: nodes where workers of an ended job are still being stopped
     reason: str = ""
-    step: int | None = None
-    """The last one of an ended job."""
+    step: int | None = None  #: the last one of an ended job
 
     @property
     def ended(self) -> bool:
@@ -161,10 +148,8 @@ class AssignmentStatus(Record):
 @dataclass(frozen=True, slots=True)
 class JobStatus(JobSummary):
     assignments: tuple[AssignmentStatus, ...] = ()
-    progress: JobProgress | None = None
-    """None while no node knows anything."""
-    file: str = ""
-    """The job file as JSON, without the values of `env`; "" once its records are removed."""
+    progress: JobProgress | None = None  #: none while no node knows anything
+    file: str = ""  #: the job file as JSON, without the values of `env`; "" once its records are removed
 
     @property
     def known(self) -> JobProgress:
@@ -206,13 +191,11 @@ class LogChunk:
     data: bytes
     node: str
     round: int
-    start: int
-    """The offset of `data` in the file."""
+    start: int  #: the offset of `data` in the file
     next: int
     size: int
     newest: int = 0
-    over: bool = False
-    """Nothing will be added any more."""
+    over: bool = False  #: nothing will be added any more
 
     def headers(self) -> tuple[tuple[str, str], ...]:
         return (

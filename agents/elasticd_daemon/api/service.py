@@ -53,8 +53,7 @@ class JobService:
     check: Callable[[JobFile], None] = lambda job: None
     """Applies this node's limits to a job before it is submitted: it raises UsageError."""
     limit: Callable[[], int | None] = lambda: None
-    trial: Callable[[Submission], str] = lambda job: ""
-    """Why this node would refuse a job; "" if it would not."""
+    trial: Callable[[Submission], str] = lambda job: ""  #: why this node would refuse a job; "" if it would not
     clock: Callable[[], float] = time.time
     cache: StoreCache | None = None
     _cluster: ClusterReader = field(init=False)

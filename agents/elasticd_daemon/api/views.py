@@ -179,8 +179,7 @@ class JobList:
     """Every job that has a record, as it is at one moment."""
 
     by_name: Mapping[str, JobSummary]
-    unfinished: tuple[JobSummary, ...]
-    """Running jobs, the newest first, then the queue."""
+    unfinished: tuple[JobSummary, ...]  #: running jobs, the newest first, then the queue
     ended: tuple[JobSummary, ...]
 
     @classmethod

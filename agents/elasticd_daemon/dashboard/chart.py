@@ -264,8 +264,7 @@ class _Span(NamedTuple):
 
     begin: float
     end: float
-    step_s: float | None
-    """None: it made no step."""
+    step_s: float | None  #: none: it made no step
 
 
 def step_times(ranks: Sequence[RankSteps], width: int = 900) -> dict[str, object] | None:

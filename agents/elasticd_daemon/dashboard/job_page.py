@@ -32,8 +32,7 @@ class PageQuery:
     window: str = "1h"
     rank: int = 0
     stream: str = "stdout"
-    find: str = ""
-    """A text: only lines of the log that have it are shown."""
+    find: str = ""  #: a text: only lines of the log that have it are shown
 
     def link(self, job: str, more: str = "", **other: str) -> str:
         query = {"window": self.window, "rank": str(self.rank), "stream": self.stream, "find": self.find, **other}
@@ -55,8 +54,7 @@ class LogTail:
 class Evidence:
     """The explanations of the nodes' evidence."""
 
-    pages: Sequence[tuple[str, str]] = ()
-    """The node and its page; those with a verdict first."""
+    pages: Sequence[tuple[str, str]] = ()  #: the node and its page; those with a verdict first
     why: str = ""
     others: int = 0
     is_late: bool = False

@@ -117,8 +117,7 @@ class LoginTexts:
 
     needed: str = "This page shows jobs, their logs and the nodes. It needs the agent's token."
     used: str = "This link was used, or is too old: `elasticd open` prints a new one. Or give the token."
-    token_file: str = ""
-    """A path; "": agent.toml names it."""
+    token_file: str = ""  #: a path; "": agent.toml names it
     no_tls: str = (
         "the token would cross the network in plain text. Give the agent a certificate (http.tls_cert in agent.toml), "
         "or open this page as http://localhost through a tunnel, ssh -L or kubectl port-forward"

@@ -38,8 +38,7 @@ class Visitor:
 
     name: str
     may_operate: bool
-    form_key: str
-    """Every form of this visitor that changes something has it."""
+    form_key: str  #: every form of this visitor that changes something has it
 
     def __str__(self) -> str:
         """The name of this visitor in records."""

@@ -42,10 +42,8 @@ class JobPage:
 class ListQuery:
     """Which jobs are listed: a link with it shows the same."""
 
-    text: str = ""
-    """Words that must all occur in the job's row."""
-    state: str = ""
-    """One of STATES; "": any."""
+    text: str = ""  #: words that must all occur in the job's row
+    state: str = ""  #: one of STATES; "": any
     page: int = 1
 
     def listed(self, jobs: JobList) -> JobPage:

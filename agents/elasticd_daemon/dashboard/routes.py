@@ -113,8 +113,7 @@ class DashboardRoutes:
     cookies: LoginCookies
     version: str
     has_buttons: bool = True
-    base_url: str = ""
-    """The address of the dashboard for a browser on this machine: http://127.0.0.1:9411."""
+    base_url: str = ""  #: the address of the dashboard for a browser on this machine: http://127.0.0.1:9411
     codes: OneTimeCodes = field(default_factory=lambda: OneTimeCodes(time.monotonic))
     texts: layout.LoginTexts = field(default_factory=layout.LoginTexts)
     _overviews: ResponseCache[_Overview] = field(default_factory=lambda: ResponseCache(CACHE_S))

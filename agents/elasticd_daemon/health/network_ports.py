@@ -19,10 +19,8 @@ SYSFS = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    state: str
-    """The kernel's word: "ACTIVE", "DOWN", "INIT", "ARMED"; "" if it is gone."""
-    link_downed: int = 0
-    """The times that its link went down since the driver was loaded; -1: unknown."""
+    state: str  #: the kernel's word: "ACTIVE", "DOWN", "INIT", "ARMED"; "" if it is gone
+    link_downed: int = 0  #: the times that its link went down since the driver was loaded; -1: unknown
     was_active: bool = False
 
 

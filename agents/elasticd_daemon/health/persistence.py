@@ -28,8 +28,7 @@ class FailingCheck(Record):
 @dataclass(frozen=True, slots=True)
 class HealthRecord(Document):
     boot_id: str
-    at: float
-    """CLOCK_MONOTONIC when it was written; the ages and `left_s` are of that moment."""
+    at: float  #: CLOCK_MONOTONIC when it was written; the ages and `left_s` are of that moment
     fit_since_boot: bool
     streak: int
     left_s: float

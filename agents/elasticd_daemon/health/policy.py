@@ -40,8 +40,7 @@ class HealthRules:
 @dataclass(frozen=True, slots=True)
 class CheckHistory:
     check: str
-    recent_failures: tuple[bool, ...]
-    """Newest last."""
+    recent_failures: tuple[bool, ...]  #: newest last
     failing: bool
     why: str
     directory: str = ""
@@ -78,8 +77,7 @@ class HealthVerdict:
     why: str = ""
     left_s: float = 0.0
     failing: tuple[str, ...] = ()
-    unusable: tuple[str, ...] = ()
-    """Shared directories: jobs that use one are not started here."""
+    unusable: tuple[str, ...] = ()  #: shared directories: jobs that use one are not started here
 
 
 def health_verdict(history: HealthHistory, now: float) -> HealthVerdict:

@@ -29,8 +29,7 @@ class CheckResult:
     outcome: Outcome
     why: str
     seconds: float = 0.0
-    certain: bool = False
-    """It reports an event in the past: it counts at once, even if the next check passes."""
+    certain: bool = False  #: it reports an event in the past: it counts at once, even if the next check passes
     directory: str = ""
     """A shared or a full directory: its failure concerns the jobs that would use it, and not the node."""
 

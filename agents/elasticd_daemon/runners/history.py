@@ -137,8 +137,7 @@ class RunnerMetrics(metrics.Metrics):
     """The job's metrics, with its step rate and steps over time."""
 
     steps_per_second: float | None = None
-    last_snapshot: dict[str, Any] | None = None
-    """The last save that was whole in memory, as `CheckpointStatus` has it."""
+    last_snapshot: dict[str, Any] | None = None  #: the last save that was whole in memory, as `CheckpointStatus` has it
     _last_round = 0
 
     def __init__(self, job: str, node: str, version: str) -> None:

@@ -51,12 +51,10 @@ class ManagedRunner:
     stop_requested: bool = False
     process: ProcessIdentity | None = None
     pidfd: int | None = None
-    child: subprocess.Popen[bytes] | None = None
-    """The runner, or its keeper."""
+    child: subprocess.Popen[bytes] | None = None  #: the runner, or its keeper
     keeper: ProcessIdentity | None = None
     """The keeper of an adopted runner: it may be our child from before an exec of ourselves."""
-    is_missing: bool = False
-    """The lock names no live process, and none that has it is a runner."""
+    is_missing: bool = False  #: the lock names no live process, and none that has it is a runner
     search_owner_at: float = field(default_factory=lambda: time.monotonic() + SIGN_GRACE_S)
     leave_deadline: float | None = None
     kill_at: float | None = None

@@ -38,10 +38,8 @@ class LocalRunner:
 @dataclass(frozen=True, slots=True)
 class RunnerEnd:
     spec: RunnerSpec
-    exit: RunnerExit | None
-    """None: it was killed or crashed before it could write its exit."""
-    requested: bool
-    """This agent had requested its stop."""
+    exit: RunnerExit | None  #: none: it was killed or crashed before it could write its exit
+    requested: bool  #: this agent had requested its stop
 
     @property
     def key(self) -> Key:
@@ -75,8 +73,7 @@ class NodePlan:
     stop: tuple[RunnerStop, ...] = ()
     results: tuple[JobResult, ...] = ()
     runners: tuple[RunnerStatus, ...] = ()
-    missing: tuple[RunnerSpec, ...] = ()
-    """Running jobs without any record in the store."""
+    missing: tuple[RunnerSpec, ...] = ()  #: running jobs without any record in the store
     next_start_at: float | None = None
 
 

@@ -86,8 +86,7 @@ class RunnerSpec(Document):
     node: str
     slots: tuple[int, ...]
     job_file: str
-    submission: str = ""
-    """The job's record in the store, to register the job again in a store that lost its data."""
+    submission: str = ""  #: the job's record in the store, to register the job again in a store that lost its data
     adopt_timeout_s: float = 60.0
     drain_timeout_s: float = 60.0
     backend: Literal["memory", "etcd"] = "memory"
@@ -95,14 +94,11 @@ class RunnerSpec(Document):
     tls: bool = False
     user: str | None = None
     local_addr: str | None = None
-    job_user: str | None = None
-    """The user of a job file that names none."""
+    job_user: str | None = None  #: the user of a job file that names none
     commands: tuple[str, ...] | None = None
-    directories: tuple[str, ...] | None = None
-    """[limits] of the node."""
+    directories: tuple[str, ...] | None = None  #: [limits] of the node
     devices: tuple[str, ...] = ()
-    control_group: str = ""
-    """The directory of the job's, for the runner to join; "": it stays in the agent's."""
+    control_group: str = ""  #: the directory of the job's, for the runner to join; "": it stays in the agent's
     min_nodes: int = 1
     max_nodes: int = 1
 

@@ -117,12 +117,9 @@ def refused_everywhere(view: ClusterView) -> dict[tuple[str, int], str]:
 class _Node:
     status: NodeStatus
     absent: bool
-    unschedulable: str
-    """Why it takes no new jobs; "" if it does."""
-    evict: str
-    """Why no job may stay on it; "" if jobs may."""
-    busy: frozenset[int]
-    """Slots in which something still runs, whatever its placement says."""
+    unschedulable: str  #: why it takes no new jobs; "" if it does
+    evict: str  #: why no job may stay on it; "" if jobs may
+    busy: frozenset[int]  #: slots in which something still runs, whatever its placement says
     allocated: dict[int, str] = field(default_factory=dict)
 
     @property

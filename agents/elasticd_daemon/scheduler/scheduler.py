@@ -67,21 +67,16 @@ class Scheduler:
     """A job that every node refuses for so long has failed: a script that is not there does not come by itself."""
     retention_s: float = retention.RETENTION_S
     max_results: int = retention.MAX_RESULTS
-    changed: Callable[[], None] = lambda: None
-    """Called from any thread when there is something to look at."""
-    announce: Callable[[str, bytes, float], Lease | None] | None = None
-    """Creates the key in place of `store.announce`."""
-    cache: StoreCache | None = None
-    """Shared with the rest of the agent; None: its own."""
-    version: int | None = None
-    """The scheduler key's, while this agent holds it."""
+    changed: Callable[[], None] = lambda: None  #: called from any thread when there is something to look at
+    announce: Callable[[str, bytes, float], Lease | None] | None = None  #: creates the key in place of `store.announce`
+    cache: StoreCache | None = None  #: shared with the rest of the agent; None: its own
+    version: int | None = None  #: the scheduler key's, while this agent holds it
     _key: LeasedKey = field(init=False)
     _records: StoreCache = field(init=False)
     _clock: retention.SchedulerClock = field(init=False)
     _try_at: float = 0.0
     _key_watch: Watch | None = None
-    _looked_at: int = -1
-    """The cache's generation at the last look."""
+    _looked_at: int = -1  #: the cache's generation at the last look
     _nodes: dict[str, NodeStatus] = field(default_factory=dict)
     _absent_since: dict[str, float] = field(default_factory=dict)
     _refused_since: dict[tuple[str, int], float] = field(default_factory=dict)

@@ -420,10 +420,8 @@ class Drawn:
     """The draws of a rank that has finished a step, in it and before: ranks with equal digests draw alike."""
 
     rank: int
-    last: int
-    """The last step that it had finished before, 0 for none."""
-    digests: Sequence[_Digests]
-    """At the commit, as it was expected, and both of the last step before."""
+    last: int  #: the last step that it had finished before, 0 for none
+    digests: Sequence[_Digests]  #: at the commit, as it was expected, and both of the last step before
     random_state: Mapping[str, Any]
 
     @classmethod

@@ -66,13 +66,10 @@ class RecordedStep:
 
     random_state: RandomState
     buffers: list[torch.Tensor]
-    pieces: bytes
-    """Bytes of parameters: ranks with different ones have diverged. An expected commit has none."""
+    pieces: bytes  #: bytes of parameters: ranks with different ones have diverged. An expected commit has none.
     digest: bytes
-    is_begun: bool = False
-    """The next step has begun."""
-    is_again: bool = False
-    """It has what was changed, or drawn, before the next step began."""
+    is_begun: bool = False  #: the next step has begun
+    is_again: bool = False  #: it has what was changed, or drawn, before the next step began
 
     def draws_as(self, other: RecordedStep) -> bool:
         return training_state.to_bytes(self.random_state) == training_state.to_bytes(other.random_state)

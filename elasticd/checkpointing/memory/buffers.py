@@ -63,16 +63,12 @@ class WriteTask:
     directory: str
     keep: int
     why: str
-    again: str
-    """When the next try is, should this one fail."""
-    events: str
-    """The worker event file of the rank that saved it, "" for none; so are `rank` and `blocked_s`."""
+    again: str  #: when the next try is, should this one fail
+    events: str  #: the worker event file of the rank that saved it, "" for none; so are `rank` and `blocked_s`
     rank: int
     blocked_s: float
-    keep_every: int = 0
-    """Steps that are multiples of it are never deleted; 0: none."""
-    token: str = ""
-    """The name of a sharded state's staging directory. `node` of `nodes` writes its part there."""
+    keep_every: int = 0  #: steps that are multiples of it are never deleted; 0: none
+    token: str = ""  #: the name of a sharded state's staging directory. `node` of `nodes` writes its part there.
     node: int = 0
     nodes: int = 1
 
@@ -81,19 +77,15 @@ class WriteTask:
 class Snapshot:
     """A whole state in a buffer."""
 
-    draft: Manifest
-    """Without a checksum."""
-    number: int
-    """Which save of its round it is, from 1: a step may be saved twice."""
+    draft: Manifest  #: without a checksum
+    number: int  #: which save of its round it is, from 1: a step may be saved twice
     task: WriteTask | None
     """None: it is not to be written to disk, or that has been done. Of a state saved at a fault: for the end."""
     path: str = ""
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Offset and size of each of the files of a sharded state in this buffer."""
-    adopted: int = 0
-    """The last round that has resumed from a sharded state, 0 for none."""
-    is_copy: bool = False
-    """Another node's part, kept for it."""
+    adopted: int = 0  #: the last round that has resumed from a sharded state, 0 for none
+    is_copy: bool = False  #: another node's part, kept for it
 
     @property
     def saved(self) -> tuple[int, int]:
@@ -138,8 +130,7 @@ class Snapshot:
 class Fill:
     """A buffer being filled."""
 
-    key: tuple[int, int]
-    """The round, and the number of the save in it."""
+    key: tuple[int, int]  #: the round, and the number of the save in it
     shares: int
     buffer: int
     digest: str
@@ -149,8 +140,7 @@ class Fill:
     failed: str = ""
     snapshot: Snapshot | None = None
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    partner: Message | None = None
-    """The node of whose part this one keeps a copy."""
+    partner: Message | None = None  #: the node of whose part this one keeps a copy
 
     @property
     def is_open(self) -> bool:

@@ -30,12 +30,10 @@ _AHEAD_BYTES = 4 << 20
 class HeldState:
     """One state, and the nodes with its files."""
 
-    snapshot: Snapshot
-    """The snapshot of the node that holds state.pt, if any does."""
+    snapshot: Snapshot  #: the snapshot of the node that holds state.pt, if any does
     own: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """The nodes that hold a file of a sharded state as a part of their own."""
-    copies: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """The nodes that hold a copy of it."""
+    copies: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  #: the nodes that hold a copy of it
 
     @cached_property
     def nodes(self) -> dict[str, list[int]]:

@@ -51,12 +51,9 @@ class Answer(TypedDict):
     """A rank's answer to the question whether it can read the state."""
 
     host: str
-    error: str
-    """The reason why it cannot, "" if it can."""
-    pieces: list[str]
-    """Checksums of a state of the same step in its node's memory, none without one."""
-    first: bool
-    """It receives for its node."""
+    error: str  #: the reason why it cannot, "" if it can
+    pieces: list[str]  #: checksums of a state of the same step in its node's memory, none without one
+    first: bool  #: it receives for its node
 
 
 class SendingPlan(TypedDict):

@@ -36,8 +36,7 @@ class WriterClient:
     share: int
     shares: int
     first_node: bool
-    at_end: Callable[[], WriteTask] | None = None
-    """The writer's task with the newest state when the job ends."""
+    at_end: Callable[[], WriteTask] | None = None  #: the writer's task with the newest state when the job ends
     on_successor: Callable[[], None] | None = None
     """Called before the next writer is asked, once the one before it has died: what it had not read is lost."""
     _is_looking: bool = False

@@ -42,8 +42,7 @@ class _Place:
 
     source: torch.Tensor
     target: torch.Tensor
-    replace: Callable[[], Any]
-    """Puts the target into the state."""
+    replace: Callable[[], Any]  #: puts the target into the state
 
 
 def read(fd: int, content: StateDict, attached: Mapping[str, Any], checksum: str = "") -> frozenset[int]:

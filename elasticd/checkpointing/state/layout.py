@@ -43,8 +43,7 @@ class _Record:
     """A file in the archive."""
 
     name: bytes
-    header: int
-    """Offset of its local header, as `data` is of its content."""
+    header: int  #: offset of its local header, as `data` is of its content
     data: int
     bytes: int
 

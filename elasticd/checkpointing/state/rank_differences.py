@@ -39,8 +39,7 @@ Sample = tuple["torch.Tensor", float, bool]
 class Difference:
     name: str
     what: str
-    is_error: bool
-    """The difference ends the first save of a job."""
+    is_error: bool  #: the difference ends the first save of a job
 
 
 class RankState:

@@ -58,16 +58,14 @@ class CheckpointName:
     round: int
     step: int
     replacement: bool = False
-    hidden: str | None = None
-    """"staging" or "trash" for a directory that is no checkpoint."""
+    hidden: str | None = None  #: "staging" or "trash" for a directory that is no checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class LineageWalk:
     """The lineage of a directory."""
 
-    entries: list[Entry]
-    """Newest first."""
+    entries: list[Entry]  #: newest first
     skipped: list[SkippedCheckpoint]
     links: dict[int, Path]
     """The checkpoint whose manifest names the parent, for each round, newest first; its state may be damaged."""

@@ -47,26 +47,20 @@ class Manifest:
 
     round: int
     step: int
-    parent: tuple[int, int] | None
-    """The (round, step) its round resumed from; None: the round began from nothing."""
-    world_size: int
-    """The size of the round that trained it; `job` and `run` are that round's, too."""
-    bytes: int
-    """The size of state.pt; `checksum` is of the same file."""
-    checksum: str
-    """The algorithm and the digits, "xxh3_128:…"; older checkpoints have sha256."""
+    parent: tuple[int, int] | None  #: the (round, step) its round resumed from; None: the round began from nothing
+    world_size: int  #: the size of the round that trained it; `job` and `run` are that round's, too
+    bytes: int  #: the size of state.pt; `checksum` is of the same file
+    checksum: str  #: the algorithm and the digits, "xxh3_128:…"; older checkpoints have sha256
     job: str
     run: str
     cursor: dict[str, Any] | None = None
     wall: float = 0.0
     """When the state was saved, unix seconds; for people only. A relinked checkpoint has its parent's."""
-    relinked: bool = False
-    """The round did not train this: it made its parent's checkpoint its own."""
+    relinked: bool = False  #: the round did not train this: it made its parent's checkpoint its own
     version: str = VERSION
     files: Mapping[str, FileState] = field(default_factory=dict)
     """The files of a sharded checkpoint other than state.pt."""
-    unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Fields of a newer minor version."""
+    unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)  #: fields of a newer minor version
 
     def __post_init__(self) -> None:
         if min(self.round, self.step, self.bytes) < 0 or self.world_size < 1:
@@ -110,8 +104,7 @@ class Unreadable:
     """Why a manifest cannot be used."""
 
     why: str
-    permanent: bool = True
-    """False: a newer elasticd, or a later try, may read it."""
+    permanent: bool = True  #: false: a newer elasticd, or a later try, may read it
 
 
 def read(checkpoint: Path) -> Manifest | Unreadable:

@@ -22,15 +22,11 @@ if TYPE_CHECKING:  # it would be a tenth of the helper's start
 class StackContext:
     """Facts that a stack does not show."""
 
-    idle: bool = False
-    """The thread uses no processor."""
-    group: bool = False
-    """There is a process group."""
+    idle: bool = False  #: the thread uses no processor
+    group: bool = False  #: there is a process group
     cuda: bool = False
-    gil: bool = False
-    """The thread has the GIL."""
-    source: str = ""
-    """The innermost frame's line of source, for methods written in C have no frame."""
+    gil: bool = False  #: the thread has the GIL
+    source: str = ""  #: the innermost frame's line of source, for methods written in C have no frame
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,9 @@ class EvidenceTarget:
     pid: int
     logs: tuple[FilePath, ...] = ()
     heartbeat: FilePath | None = None
-    stacks: FilePath | None = None
-    """The file to which the worker's faulthandler appends."""
-    flight: FilePath | None = None
-    """The file to which the worker's heartbeat thread writes the flight recorder."""
-    pipe: FilePath | None = None
-    """NCCL's dump pipe, and `dump`, the file that NCCL then writes."""
+    stacks: FilePath | None = None  #: the file to which the worker's faulthandler appends
+    flight: FilePath | None = None  #: the file to which the worker's heartbeat thread writes the flight recorder
+    pipe: FilePath | None = None  #: NCCL's dump pipe, and `dump`, the file that NCCL then writes
     dump: FilePath | None = None
 
 
@@ -49,10 +46,8 @@ class CollectRequest:
     seconds: float
     ranks: tuple[EvidenceTarget, ...]
     why: str = ""
-    spy: str = ""
-    """py-spy's path."""
-    nvml: str | None = None
-    """The directory of pynvml, "" if it is not installed; None without GPUs."""
+    spy: str = ""  #: py-spy's path
+    nvml: str | None = None  #: the directory of pynvml, "" if it is not installed; None without GPUs
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> CollectRequest:

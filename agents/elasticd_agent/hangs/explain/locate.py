@@ -30,8 +30,7 @@ class EvidenceFolder:
     path: Path
     names: tuple[str, ...]
     logs: Path | None = None
-    elsewhere: EvidenceFolder | None = None
-    """Another part of it, which could not be written here."""
+    elsewhere: EvidenceFolder | None = None  #: another part of it, which could not be written here
 
     def file(self, name: str) -> Path:
         """The path of the file: the part that is elsewhere is newer."""

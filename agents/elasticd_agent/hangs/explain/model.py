@@ -39,18 +39,13 @@ class RankFacts:
     culprit: bool = False
     pid: int = -1
     wchan: str = ""
-    call: str = ""
-    """The system call of its main thread, with its target."""
-    kernel: tuple[str, ...] = ()
-    """The kernel stack, innermost first."""
-    children: tuple[str, ...] = ()
-    """The processes below it, in words."""
-    remarks: tuple[str, ...] = ()
-    """Sentences on all of that."""
+    call: str = ""  #: the system call of its main thread, with its target
+    kernel: tuple[str, ...] = ()  #: the kernel stack, innermost first
+    children: tuple[str, ...] = ()  #: the processes below it, in words
+    remarks: tuple[str, ...] = ()  #: sentences on all of that
     log: tuple[str, ...] = ()
     stacks: RankStacks | None = None
-    no_stacks: str = ""
-    """Why there are none."""
+    no_stacks: str = ""  #: why there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +96,9 @@ class Explanation:
     kind: EvidenceKind
     directory: str
     headline: str
-    elsewhere: str = ""
-    """The directory of the part that could not be written to `directory`."""
+    elsewhere: str = ""  #: the directory of the part that could not be written to `directory`
     job: str = ""
-    taken_at: float = 0.0
-    """Unix time of the newest stacks."""
+    taken_at: float = 0.0  #: Unix time of the newest stacks
     verdict: RecordedVerdict | None = None
     ranks: tuple[RankFacts, ...] = ()
     stack_groups: tuple[StackGroup, ...] = ()
@@ -113,8 +106,7 @@ class Explanation:
     flight: tuple[GroupComparison, ...] = ()
     gpus: tuple[GpuFacts, ...] = ()
     aftermath: Aftermath = Aftermath()
-    troubles: tuple[str, ...] = ()
-    """The parts that are missing or could not be read."""
+    troubles: tuple[str, ...] = ()  #: the parts that are missing or could not be read
     others: tuple[str, ...] = ()
 
     @property

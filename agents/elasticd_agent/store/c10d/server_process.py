@@ -65,8 +65,7 @@ class _Watched:
     last_change: int
     moved_at: float
     presence: bytes | None = None
-    gap_at: int | None = None
-    """The number that was missing at the last turn."""
+    gap_at: int | None = None  #: the number that was missing at the last turn
     old: deque[tuple[float, int]] = field(default_factory=deque)
     deleted: int = 0
 

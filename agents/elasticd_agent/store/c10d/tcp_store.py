@@ -137,8 +137,7 @@ def parse_number(raw: bytes | None) -> int | None:
 
 class KeyState(Enum):
     PRESENT = b"here"
-    TOMBSTONE = b"gone"
-    """Deleted; the next creation replaces it."""
+    TOMBSTONE = b"gone"  #: deleted; the next creation replaces it
     REMOVING = b"buried"
     """The host removes it at this moment: no client may replace it, so that nothing new is removed with it."""
 
@@ -150,8 +149,7 @@ _MAGIC = b"elasticd1"
 class Envelope:
     state: KeyState
     version: int
-    lease: str
-    """"" for none."""
+    lease: str  #: "" for none
     value: bytes
 
     def encode(self) -> bytes:

@@ -65,11 +65,9 @@ class _Member:
     port: int
     channel: Any = None
     methods: dict[str, Any] = field(default_factory=dict)
-    answered: bool = False
-    """It has answered before, so a failure now is an outage and no typing mistake."""
+    answered: bool = False  #: it has answered before, so a failure now is an outage and no typing mistake
     streams: set[Any] = field(default_factory=set)
-    authentication: Any = None
-    """gRPC's future of the request for a token that is on its way."""
+    authentication: Any = None  #: gRPC's future of the request for a token that is on its way
 
 
 class EtcdConnection:

@@ -50,10 +50,8 @@ _MAX_GROUPS = (
 class Caller:
     """The sender of a request whose credentials are valid."""
 
-    name: str
-    """root, uid 1000, or which token: what limits count."""
-    host: str = ""
-    """"" on the local socket."""
+    name: str  #: root, uid 1000, or which token: what limits count
+    host: str = ""  #: "" on the local socket
     access: Access = "operate"
 
     def __str__(self) -> str:

@@ -49,21 +49,16 @@ class HttpRequest:
     method: str
     path: str
     query: str
-    requested_by: str = ""
-    """The sender in words; "" for a public path, and without valid credentials."""
+    requested_by: str = ""  #: the sender in words; "" for a public path, and without valid credentials
     content_type: str = ""
     body: bytes = b""
-    host: str = ""
-    """The sender's address, "" on a unix socket."""
-    server_name: str = ""
-    """The Host header."""
+    host: str = ""  #: the sender's address, "" on a unix socket
+    server_name: str = ""  #: the Host header
     cookie: str = ""
-    fetch_site: str = ""
-    """Sec-Fetch-Site, "" of a client that is no present-day browser."""
+    fetch_site: str = ""  #: sec-Fetch-Site, "" of a client that is no present-day browser
     origin: str = ""
     accept: str = ""
-    user: int | None = None
-    """The user of the sender's process, if that is on this machine and the kernel tells."""
+    user: int | None = None  #: the user of the sender's process, if that is on this machine and the kernel tells
 
     @property
     def is_of_other_site(self) -> bool:

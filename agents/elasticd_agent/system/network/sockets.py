@@ -31,10 +31,8 @@ _TIMEOUT_S, _BUFFER_BYTES = 0.2, 1 << 16
 class TcpBytes:
     """The counters of one socket."""
 
-    moved: int
-    """Sent and acknowledged, and received."""
-    queued: int
-    """Written, and not acknowledged by the other end; or received, and not read."""
+    moved: int  #: sent and acknowledged, and received
+    queued: int  #: written, and not acknowledged by the other end; or received, and not read
     peer_port: int = 0
 
 

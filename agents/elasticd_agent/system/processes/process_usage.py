@@ -34,14 +34,10 @@ class Usage:
 
     cpu_s: float
     io_bytes: int
-    wait_s: float | None = 0.0
-    """None: the kernel does not say."""
-    running: bool = False
-    """Some main thread could run at this moment."""
-    traced: bool = False
-    """A debugger is attached to the first process."""
-    throttled_s: float = 0.0
-    """Seconds for which a CPU quota has kept its control groups from running."""
+    wait_s: float | None = 0.0  #: none: the kernel does not say
+    running: bool = False  #: some main thread could run at this moment
+    traced: bool = False  #: a debugger is attached to the first process
+    throttled_s: float = 0.0  #: seconds for which a CPU quota has kept its control groups from running
     queued: int | None = None
     """Bytes in the queues of its TCP sockets, unsent or unread. None: no socket of it is known."""
     moved: int = 0
