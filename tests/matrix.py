@@ -30,7 +30,7 @@ TORCHES = ("2.6.0", "2.13.0", NEWEST)
 HEAD = (
     "`make matrix` runs the tests that measure no time, on CPUs. With each torch it runs those of the library,",
     "the workers, the torchrun plug-in, torchrun's options and a killed job; with the newest also those without torch.",
-    "A cell keeps its numbers until it runs again, so some cells count longer lists of tests than others.",
+    "A cell shows its last run. The list of tests has changed between runs, so the cells have different counts.",
     "",
 )
 TESTS = (

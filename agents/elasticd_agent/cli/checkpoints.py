@@ -149,7 +149,10 @@ def _print_list(directory: Path, found: LineageWalk, as_json: bool) -> None:
                 )
             )
         else:
-            print(f"{checkpoint.path.name:<16} {size:>12}  {kind:<7}  {saved:<21}  {why or 'can be restored'}".rstrip())
+            files = "one file" if kind == "whole" else kind
+            print(
+                f"{checkpoint.path.name:<16} {size:>12}  {files:<8}  {saved:<21}  {why or 'can be restored'}".rstrip()
+            )
 
 
 def _present(directory: Path) -> list[CheckpointName]:
