@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 from elasticd import process_group
 from elasticd.checkpointing import restore
 from elasticd.checkpointing.at_fault.donor import Donor
-from elasticd.checkpointing.at_fault.late_changes import StepEnd
+from elasticd.checkpointing.at_fault.late_changes import BetweenSteps
 from elasticd.checkpointing.context import DEFAULT_KEEP, SaveContext
 from elasticd.checkpointing.omissions import Omissions
 from elasticd.checkpointing.restore import Resumed
@@ -118,7 +118,7 @@ class Session:
         self._partial = 0
         """The steps for which rank 0 waited for an optimizer's step."""
         self._said: set[str] = set()
-        self._step_end: StepEnd | None = None
+        self._between_steps: BetweenSteps | None = None
         self._thread = threading.get_ident()
         """The thread that steps."""
         self._loop: ElasticBatchSampler | None = None
@@ -340,10 +340,10 @@ class Session:
         with ExitStack() as within:
             for sampler in self._samplers() if is_past else ():
                 within.enter_context(sampler.in_next_epoch())
-            drawn = self._step_end.random_state if self._step_end is not None and not is_past else None
+            drawn = self._between_steps.random_state if self._between_steps is not None and not is_past else None
             saved = self._save("requested by the script", wait=True, random_state=drawn)
-        if self._step_end is not None:
-            self._step_end.on_save(is_past)
+        if self._between_steps is not None:
+            self._between_steps.on_save(is_past)
         return saved
 
     def _how_to_save(self) -> dict[str, Any]:
@@ -352,7 +352,7 @@ class Session:
             return {"how": "after a stop"}
         if self._optimized or not (self._was_optimized or not self._has_gradients()):
             return {"how": "inside a step"}
-        is_changed = self._step_end is not None and self._step_end.is_changed()
+        is_changed = self._between_steps is not None and self._between_steps.is_changed()
         if is_changed and self._should_stop:
             return {"how": "after a stop"}
         is_past = is_changed and self._is_at_end()
@@ -398,8 +398,8 @@ class Session:
             saved = self._save(decision.reason, wait=action != "save" or self._is_requested)
             self._is_put_off = self._is_requested = False
             self._due = ""
-        if self._step_end is not None:
-            self._step_end.commit(self._steps, is_saved=action != "continue", ends_epoch=self._is_at_end())
+        if self._between_steps is not None:
+            self._between_steps.commit(self._steps, is_saved=action != "continue", ends_epoch=self._is_at_end())
         if action == "pause":
             action = self._pause(saved)
         if action == "stop":
@@ -431,7 +431,9 @@ class Session:
                 {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
             )
             self._donor = Donor(self._context, self._attached, self._optimized, self._is_in_step)
-            self._step_end = StepEnd(self._attached, self._donor, self._group.device, is_first_run=self._steps == 0)
+            self._between_steps = BetweenSteps(
+                self._attached, self._donor, self._group.device, is_first_run=self._steps == 0
+            )
             self._thread = threading.get_ident()
             known["saves_at_faults"] = self._donor.can_save
             self._events.write("attached", "a checkpoint is attached", self._steps, **known)
@@ -546,17 +548,17 @@ class Session:
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
         self._optimized = True
         self._saver.rank_state.stepped.add(id(optimizer))
-        if self._step_end is not None and not self._step_end.has_begun:
+        if self._between_steps is not None and not self._between_steps.has_begun:
             self._begin_step(is_certain=False)
 
     def _on_next(self, sampler: ElasticBatchSampler, is_iteration: bool) -> None:
         """An attached sampler is asked for a batch."""
         if threading.get_ident() != self._thread:
             return
-        if self._loop is None or (self._step_end is not None and not self._step_end.has_begun):
+        if self._loop is None or (self._between_steps is not None and not self._between_steps.has_begun):
             self._loop = sampler
         self._put_back_random_state(sampler, is_iteration)
-        if self._step_end is not None and not self._step_end.has_begun:
+        if self._between_steps is not None and not self._between_steps.has_begun:
             self._begin_step(is_certain=True)
 
     def _put_back_random_state(self, sampler: ElasticBatchSampler, is_iteration: bool) -> None:
@@ -578,10 +580,10 @@ class Session:
             training_state.take_back_seed(before[1])
 
     def _begin_step(self, is_certain: bool) -> None:
-        assert self._step_end is not None
-        if what := self._step_end.begin(is_certain):
-            self._say(what, key=" ".join(self._step_end.changed))
-            self._due = self._due or self._step_end.why_save_again()
+        assert self._between_steps is not None
+        if what := self._between_steps.begin(is_certain):
+            self._say(what, key=" ".join(self._between_steps.changed))
+            self._due = self._due or self._between_steps.why_save_again()
 
     def _has_gradients(self) -> bool:
         return any(

@@ -79,7 +79,7 @@ class Executor:
             self.record_end(self.runners.refuse(spec, None, str(error)), now)
             return None
         try:
-            return self.runners.start(spec, account, self.specs.secrets(), self.specs.group_limits(spec))
+            return self.runners.start(spec, account, self.specs.secrets(), self.specs.cgroup_limits(spec))
         except NotAllowed as error:
             self.record_end(self.runners.refuse(spec, account, str(error)), now)
             return None

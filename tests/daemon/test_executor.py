@@ -40,7 +40,7 @@ class FakeRunners:
 
     def secrets(self) -> Any: ...
 
-    def group_limits(self, spec: RunnerSpec) -> dict[str, int]:
+    def cgroup_limits(self, spec: RunnerSpec) -> dict[str, int]:
         return {}
 
     def start(self, spec: RunnerSpec, account: Any, secrets: Any, limits: dict[str, int]) -> int:

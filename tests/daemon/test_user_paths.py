@@ -25,7 +25,7 @@ from tests.daemon.node import COLD
 HERE = Path(elasticd_daemon.__file__).parent
 OTHER_PROCESSES = {"runners/main.py", "run_page.py"}
 """Run in a job's runner, and in `elasticd run --ui`."""
-RULES = "user_refusal", "group_limits"
+RULES = "user_refusal", "cgroup_limits"
 """Of config/allow_lists.py, for the main loop."""
 PATHS = {name for name, kind in typing.get_type_hints(JobFile).items() if "Path" in str(kind)} | {"command", "python"}
 LOOKS = {"path_refusal", "refusal", "preflight", "script_of"}

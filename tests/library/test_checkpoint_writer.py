@@ -627,9 +627,9 @@ def test_rank_has_ended_with_its_last_thread(tmp_path: Path) -> None:
         connection, _ = listener.accept()
     with process, connection:
         wait_for(lambda: not peer.runs(connection), "the end of its main thread")
-        assert not peer.has_ended(connection)
+        assert not peer.process_has_ended(connection)
         connection.send(b"end")
-        wait_for(lambda: peer.has_ended(connection), "its end")
+        wait_for(lambda: peer.process_has_ended(connection), "its end")
 
 
 HELD_DISK = """

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing.at_fault.late_changes import FIRST_STEPS, LateChanges, StepEnd
+from elasticd.checkpointing.at_fault.late_changes import FIRST_STEPS, BetweenSteps, LateChanges
 from elasticd.errors import CheckpointRefused
 from elasticd.sampler import ElasticBatchSampler
 
@@ -132,9 +132,9 @@ class Donor:
         self.calls.append("closed")
 
 
-def step_end(attached: dict[str, Any], is_first_run: bool = True) -> tuple[StepEnd, Donor]:
+def step_end(attached: dict[str, Any], is_first_run: bool = True) -> tuple[BetweenSteps, Donor]:
     donor: Any = Donor()
-    return StepEnd(attached, donor, CPU, is_first_run), donor
+    return BetweenSteps(attached, donor, CPU, is_first_run), donor
 
 
 def test_change_after_each_of_the_first_steps_is_an_error() -> None:

@@ -33,7 +33,7 @@ KEPT_REPORTS = 200
 DumpReply = Callable[[Path | str], None]
 
 
-class HangListener(Protocol):
+class SuspicionListener(Protocol):
     """Receives this node's suspicions."""
 
     def hang_suspected(self, number: int, why: str) -> None: ...
@@ -49,7 +49,7 @@ class HangDetector:
     policy: Policy
     evidence: EvidenceCollector
     publish: Callable[[HangReport | None], None]  #: to the leader; None withdraws the report
-    listener: HangListener
+    listener: SuspicionListener
     report_every_look: bool  #: the leader is in this process, so that reports cost nothing
     links_s: float = 0.0
     last_verdict: RecordedVerdict | None = None  #: the verdict that is in `last_verdict_dir`, or soon will be

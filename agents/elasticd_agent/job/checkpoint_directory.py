@@ -20,7 +20,7 @@ _STORE_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
-class OnDisk:
+class FoundAtStart:
     """The content of the directory when the job began."""
 
     highest_round: int = 0
@@ -28,10 +28,10 @@ class OnDisk:
 
 
 @contextlib.contextmanager
-def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[OnDisk]:
+def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[FoundAtStart]:
     """Locked for as long as the job runs. Raises UsageError."""
     if spec.checkpoint_dir is None:
-        yield OnDisk()
+        yield FoundAtStart()
         return
     from elasticd.checkpointing.storage.directory_lock import DirectoryLock
     from elasticd.checkpointing.storage.lineage import highest_round, lineage
@@ -51,14 +51,14 @@ def locked(spec: JobSpec, log: Callable[[str], None]) -> Iterator[OnDisk]:
             entries, _ = lineage(spec.checkpoint_dir)
             newest = entries[0].manifest if entries else None
             used = highest_round(spec.checkpoint_dir)
-            yield OnDisk(used, (newest.round, newest.step) if newest is not None else None)
+            yield FoundAtStart(used, (newest.round, newest.step) if newest is not None else None)
             return
         opened = _call_store("open", spec)
         if "error" in opened:
             raise UsageError(f"--checkpoint-dir: {opened['error']}")
         if opened["taken"]:
             log(opened["taken"])
-        yield OnDisk(opened["highest_round"], opened["newest"] and tuple(opened["newest"]))
+        yield FoundAtStart(opened["highest_round"], opened["newest"] and tuple(opened["newest"]))
     finally:
         lock.release()
 

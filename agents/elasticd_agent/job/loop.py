@@ -22,7 +22,7 @@ from elasticd_agent.hangs.evidence import GatheredEvidence
 from elasticd_agent.hangs.explain import summary_lines
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.job.listener import GroupEnding, JobLeft, JobListener, PhaseChanged, SlotChanged, StopStarted
-from elasticd_agent.job.monitor import GroupMonitor, PreparedGroup
+from elasticd_agent.job.monitor import GroupMonitor, GroupSetup
 from elasticd_agent.job.slots import Slots
 from elasticd_agent.job.state_machine import step
 from elasticd_agent.model import messages, notices
@@ -86,7 +86,7 @@ class JobLoop:
         monitor: GroupMonitor,
         workers: WorkerManager,
         make_workers: Callable[[], WorkerManager],
-        prepare: Callable[[Round, str], PreparedGroup],
+        prepare: Callable[[Round, str], GroupSetup],
         listener: JobListener,
         inbox: queue.SimpleQueue[Message],
         max_workers: int,

@@ -39,7 +39,7 @@ REPORT_CHECKPOINT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedGroup:
+class GroupSetup:
     """The workers of a group, and how to observe them. The pids of `targets` follow when it has started."""
 
     workers: tuple[WorkerSpec, ...]
@@ -66,7 +66,7 @@ class GroupMonitor:
         self._listener = listener
         self._shared = shared
         self._wait_shares = WaitCounter()
-        self._prepared: PreparedGroup | None = None
+        self._prepared: GroupSetup | None = None
         self._earlier: list[WorkerEventReader] = []
         self._at = self._eager_until = self._hastened_until = 0.0
         self._step_at: tuple[int, float] = (0, 0.0)
@@ -98,7 +98,7 @@ class GroupMonitor:
         self._at = now
         self._hastened_until = now + HASTENED_S
 
-    def begin(self, round: Round, prepared: PreparedGroup, now: float) -> None:
+    def begin(self, round: Round, prepared: GroupSetup, now: float) -> None:
         """Called before the group of `round` is started."""
         self.drop()
         self._prepared = prepared

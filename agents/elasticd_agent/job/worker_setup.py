@@ -11,7 +11,7 @@ from pathlib import Path
 from elasticd.heartbeat import record
 from elasticd_agent.hangs.evidence import EvidenceTarget
 from elasticd_agent.hangs.observer import GroupObserver
-from elasticd_agent.job.monitor import PreparedGroup
+from elasticd_agent.job.monitor import GroupSetup
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.records import Round
 from elasticd_agent.system.files import remove_tree
@@ -48,7 +48,7 @@ class WorkerSetup:
         self._gpus = gpus
         self._torch = installed_version("torch", spec.python, spec.base_environment(os.environ)) if gpus else None
 
-    def prepare(self, round: Round, address: str) -> PreparedGroup:
+    def prepare(self, round: Round, address: str) -> GroupSetup:
         """The workers of `round` on this node. `address`: this machine's for other nodes."""
         spec = self._spec
         directory = self._runtime / f"round-{round.number}"
@@ -101,4 +101,4 @@ class WorkerSetup:
             [directory / f"heartbeat-{rank}" for rank in ranks],
             [directory / f"worker-events-{rank}.jsonl" for rank in ranks],
         )
-        return PreparedGroup(tuple(workers), watch, tuple(targets), self._logs.evidence_dir(round.number))
+        return GroupSetup(tuple(workers), watch, tuple(targets), self._logs.evidence_dir(round.number))

@@ -60,7 +60,7 @@ def user_refusal(limits: Limits, job: JobFile, user: str | None) -> ConfigError 
     return ConfigError("user", f"{whom} is not one of this node's [limits] users: {listing(limits.users, None)}")
 
 
-def group_limits(limits: Limits, job: JobFile) -> dict[str, int]:
+def cgroup_limits(limits: Limits, job: JobFile) -> dict[str, int]:
     """The limits of the job's control group by controller: the lower one of the node's and the job's."""
     pairs = {
         "memory": (limits.job_memory_bytes, job.limits.memory),

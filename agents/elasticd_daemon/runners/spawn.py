@@ -206,9 +206,9 @@ class SpecBuilder:
         ca, cert, key = (None if path is None else path.read_text(encoding="utf-8", errors="replace") for path in paths)
         return StoreSecrets(self.rendezvous.password, ca, cert, key)
 
-    def group_limits(self, spec: RunnerSpec) -> dict[str, int]:
+    def cgroup_limits(self, spec: RunnerSpec) -> dict[str, int]:
         """The limits of the job's control group by controller; {}: it needs none."""
-        return limits.group_limits(self.settings.limits, from_json(spec.job_file))
+        return limits.cgroup_limits(self.settings.limits, from_json(spec.job_file))
 
     def account(self, spec: RunnerSpec) -> Account:
         """The user it runs as. Raises UsageError for a job whose user this node may not or cannot run.

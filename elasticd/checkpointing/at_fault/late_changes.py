@@ -43,7 +43,7 @@ _PIECE_BYTES = 1024
 Look = Callable[[], Any]
 
 
-class StepEnd:
+class BetweenSteps:
     """The time of a session between `session.step()` and the beginning of the next step."""
 
     def __init__(self, attached: Mapping[str, Any], donor: Donor, device: torch.device, is_first_run: bool) -> None:

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 
-def has_ended(connection: socket.socket) -> bool:
+def process_has_ended(connection: socket.socket) -> bool:
     """True if the process has ended with all of its threads: the main thread may be gone while another one still
     writes.
     """

@@ -281,7 +281,7 @@ class Writer:
     def _drop_dead(self) -> None:
         """Ranks whose end is not known yet, as their children hold the connection open."""
         copying = {rank for fill in self._fills for rank in fill.copying}
-        for rank in [connection for connection in copying if peer.has_ended(connection)]:
+        for rank in [connection for connection in copying if peer.process_has_ended(connection)]:
             self._receive(rank)  # its report may still be unread
             self._lost(rank)
 

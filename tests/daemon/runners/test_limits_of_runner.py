@@ -13,7 +13,7 @@ from elasticd_agent.config.quantities import Size
 from elasticd_agent.system.processes import cgroups
 from elasticd_agent.system.processes.cgroups import NoLimits
 from elasticd_daemon.config.agent_settings import Limits
-from elasticd_daemon.config.allow_lists import group_limits
+from elasticd_daemon.config.allow_lists import cgroup_limits
 from elasticd_daemon.config.job_file import JobFile, JobLimits, to_json
 from elasticd_daemon.job_dir import job_files
 from elasticd_daemon.runners import main
@@ -61,8 +61,8 @@ def test_node_does_not_refuse_a_job_for_what_is_in_the_store(
 def test_lower_limit_counts() -> None:
     job = JobFile(command=("x",), workdir=Path("/"), limits=JobLimits(memory=Size(10), cpu_weight=50))
     node = Limits(job_memory_bytes=Size(20), job_pids=7, job_cpu_weight=30)
-    assert group_limits(node, job) == {"memory": 10, "pids": 7, "cpu": 30}
-    assert group_limits(Limits(), replace(job, limits=JobLimits())) == {}
+    assert cgroup_limits(node, job) == {"memory": 10, "pids": 7, "cpu": 30}
+    assert cgroup_limits(Limits(), replace(job, limits=JobLimits())) == {}
 
 
 def test_node_without_control_groups_refuses_a_limited_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

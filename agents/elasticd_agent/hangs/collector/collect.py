@@ -220,7 +220,7 @@ class Collection:
                 self._emit({"rank": worker.rank, "late": True})
             recorded = by_thread or b""
         # NCCL writes a dump at a timeout of its own, too. An older one is worth reading.
-        shown = by_nccl or recorded or (flight.whole(worker.dump) if worker.dump else b"")
+        shown = by_nccl or recorded or (flight.read_as_json(worker.dump) if worker.dump else b"")
         if by_nccl and recorded:
             shown = json.dumps(json.loads(recorded) | json.loads(by_nccl)).encode()
         if shown:

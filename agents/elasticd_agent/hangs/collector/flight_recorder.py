@@ -64,7 +64,7 @@ def nccl_dump(pipe: FilePath, dump: FilePath, until: float) -> bytes:
     if not _poke_pipe(pipe):
         return b""
     while time.monotonic() < until:
-        if _changed(dump) != before and (content := whole(dump)):
+        if _changed(dump) != before and (content := read_as_json(dump)):
             return content
         time.sleep(POLL_S)
     return b""
@@ -90,7 +90,7 @@ def _changed(path: FilePath) -> int:
         return 0
 
 
-def whole(path: FilePath) -> bytes:
+def read_as_json(path: FilePath) -> bytes:
     """The dump in the file, written at any time, as JSON; b"" if there is none."""
     try:
         return as_json(disk.read(path, LIMIT))

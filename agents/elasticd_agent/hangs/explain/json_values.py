@@ -24,10 +24,11 @@ def count(value: object) -> int:
     return -1 if counted is None or not -1 <= counted < 1 << 62 else counted
 
 
-def number(value: object, default: float = 0.0) -> float:
-    """The number, if it is one that a clock can show."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e12
-    return float(value) if good and isinstance(value, (int, float)) else default
+def clock_time(value: object) -> float:
+    """The seconds, if they are from 0 to 1e12, as a clock shows them; 0 for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
+        return 0.0
+    return float(value)
 
 
 def items(value: object, most: int = MOST_ITEMS) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.collector.request import NO_STACKS, VERDICT
 from elasticd_agent.hangs.explain import phrases
 from elasticd_agent.hangs.explain.event_log import RunLog, ends_job
-from elasticd_agent.hangs.explain.json_values import count, items, number, text, whole
+from elasticd_agent.hangs.explain.json_values import clock_time, count, items, text, whole
 from elasticd_agent.hangs.explain.locate import EvidenceFolder
 from elasticd_agent.hangs.explain.model import (
     Aftermath,
@@ -175,7 +175,7 @@ class _Reader:
         log = files.read(self.folder.file(f"rank-{rank}.log"), _LOG_LIMIT, tail=True)
         self.add_trouble(log.trouble)
         decoded = decode_stacks(self.json(f"rank-{rank}.stacks.json") or {})
-        self.taken_at = max(self.taken_at, number(facts.get("at_wall")))
+        self.taken_at = max(self.taken_at, clock_time(facts.get("at_wall")))
         self.why = self.why or text(facts.get("why"))
         self.ranks[rank] = replace(
             _with_facts(self.ranks.get(rank) or RankFacts(rank), facts),
