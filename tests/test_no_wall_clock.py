@@ -12,10 +12,9 @@ import elasticd_agent
 HERE = Path(elasticd_agent.__file__).parent
 DECIDE = [
     "config/rendezvous_options", "hangs/deadlines", "hangs/judge", "hangs/observer", "hangs/verdict",
-    "job/loop", "job/run", "job/state_machine", "rendezvous/driver", "rendezvous/election", "rendezvous/liveness",
-    "rendezvous/member", "rendezvous/membership", "rendezvous/observations", "rendezvous/peer_links",
-    "rendezvous/plan", "rendezvous/planner", "rendezvous/probe", "rendezvous/reachability",
-    "rendezvous/registration", "rendezvous/restart_budget", "rendezvous/round_follower", "rendezvous/spec_check",
+    "job/loop", "job/run", "job/state_machine", "rendezvous/member", "rendezvous/membership",
+    "rendezvous/membership_client", "rendezvous/peers", "rendezvous/plan", "rendezvous/planner", "rendezvous/probe",
+    "rendezvous/restart_budget", "rendezvous/spec_check", "rendezvous/succession", "rendezvous/takeover",
     "rendezvous/view", "store/c10d/client_process", "store/c10d/connection",
     "store/c10d/store", "store/etcd/store", "store/memory", "workers/launcher/owner", "workers/manager",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What importing elasticd, and installing the optimizer hook, import besides: nothing that costs a second."""
+"""What elasticd's modules import besides: no torch where a script may not have imported it, else no torch._dynamo."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 HEAVY = "('torch', 'numpy', 'torch._dynamo')"
-IMPORTS = f"import sys, elasticd.session, elasticd.sampler; print([m for m in {HEAVY} if m in sys.modules])"
+IMPORTS = f"import sys, elasticd.sampler, elasticd.process_group; print([m for m in {HEAVY} if m in sys.modules])"
+SESSION = "import sys, elasticd.session; print([m for m in ['torch._dynamo'] if m in sys.modules])"
 HOOK = """
 import sys
 import torch
@@ -23,4 +24,4 @@ def run(script: str) -> object:
     return json.loads(done.stdout.replace("'", '"'))
 
 
-sys.stdout.write(json.dumps({"import": run(IMPORTS), "hook": run(HOOK)}) + "\n")
+sys.stdout.write(json.dumps({"import": run(IMPORTS), "session": run(SESSION), "hook": run(HOOK)}) + "\n")
