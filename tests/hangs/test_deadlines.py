@@ -239,6 +239,16 @@ def test_history_longest_phase_counts() -> None:
     assert history.deadline_s(Observation(1, beats, (), 0.0, ranks, observed_s=3.0)) == POLICY.progress_ceiling_s
 
 
+def test_history_learns_how_long_an_evaluation_takes() -> None:
+    """From its first observation to the first one after it, however many there are between."""
+    history = StepHistory(POLICY)
+    trained(history, 300, 0.01)
+    for at in (3.0, 3.1, 3.2, 3.3):
+        history.deadline_s(observation(at, 300, phase="eval"))
+    history.deadline_s(observation(3.4, 300))
+    assert history.deadline_s(observation(3.5, 300, phase="eval")) == pytest.approx(2.0)
+
+
 def test_history_adds_up_rounds_of_plain_script() -> None:
     history = StepHistory(POLICY)
     assert history.high_water(observation(0.0, 40)) == 40

@@ -210,6 +210,7 @@ def test_save_that_was_lost_with_its_writer_is_reported_once(tmp_path: Path, lea
     for _ in range(2):
         assert not tell()  # type: ignore[func-returns-value]
     assert [step for kind, step in events if kind == "checkpoint_failed"] == ([] if held else [20])
+    writes.wait()  # else it would at the end of this process
 
 
 @pytest.fixture
