@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
+import threading
+from typing import NoReturn
 
 from elasticd_agent.system.processes.process import STRAY_SIGNALS, ignore_signal, take_signals
 
 
-def main() -> int:
-    """Returns the exit code. Until the command has its own handlers Ctrl-C ends it without a traceback, and no stray
-    signal does."""
+def main() -> NoReturn:
+    """Ends the process with the exit code; what the command raises passes through. Until the command has its own
+    handlers Ctrl-C ends it without a traceback, and no stray signal does."""
     take_signals(STRAY_SIGNALS, ignore_signal)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from elasticd_agent.cli.main import main as command
 
-    return command()
+    end_process(command())
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """End without the interpreter's finalization, which frees what daemon threads still use: a job that has succeeded
+    must not end by SIGSEGV because a thread was waiting in a library at that moment.
+
+    The command has closed everything by then; there are no exit handlers that anything depends on.
+    """
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, a broken pipe, or None
+            stream.flush()
+    os._exit(exit_code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

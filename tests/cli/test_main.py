@@ -186,3 +186,14 @@ def test_missing_current_directory_is_one_line(tmp_path: Path) -> None:
     )
     assert run.returncode == 2
     assert run.stderr == ("elasticd run: error: the current directory does not exist; change to one that does\n")
+
+
+def test_process_ends_without_finalization_and_prints_everything() -> None:
+    """Daemon threads run to the end; taking the interpreter apart under them has ended an agent by SIGSEGV."""
+    program = (
+        "import atexit, os, sys; atexit.register(os._exit, 99); sys.argv = ['elasticd', 'help']\n"
+        "from elasticd_agent.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "elasticd docs cli" in done.stdout
