@@ -62,8 +62,9 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     ),
     _own(
         "--grow WHEN",
-        "When joining nodes are added. auto: at once where a checkpoint is attached, so that no step is lost, else at "
-        "the next restart; always: at once, even if that loses steps; never: only at a restart.",
+        "When joining nodes, and slots that are usable again, are added. auto: at once where a checkpoint is attached, "
+        "so that no step is lost, else at the next restart; always: at once, even if that loses steps; never: only at "
+        "a restart.",
         default=_USUAL.grow,
         choices=("auto", "always", "never"),
     ),

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.phrases import count
+from elasticd_agent.model.phrases import count, is_are, listing, plural
 from elasticd_agent.model.records import Exclusion, Member, NodeRecord, QuarantinedSlot, Round
 from elasticd_agent.rendezvous.view import PresentNode, ProbeResult, View, Wait
 
@@ -253,6 +253,46 @@ def has_enough_slots(record: NodeRecord, view: View, quarantined: tuple[Quaranti
 # ---- the next members
 
 
+@dataclass(frozen=True, slots=True)
+class ReturnedSlots:
+    """Slots of a member that can be used and that its Round does not use."""
+
+    node: str
+    slots: tuple[int, ...]
+    since: float
+
+    def __str__(self) -> str:
+        return f"{plural(len(self.slots), 'slot')} {listing(self.slots)} of {self.node} {is_are(self.slots)} back"
+
+
+def returned_slots(view: View, current: Round, now: float) -> list[ReturnedSlots]:
+    """Those of the members of `current` that the next Round would give more workers."""
+    quarantined = current_quarantine(view, current, now)
+    returned = []
+    for p in view.nodes:
+        record, member = p.record, current.member(p.record.id)
+        if member is None or member.identity != record.identity or record.leaving:
+            continue
+        slots = usable_slots(record, quarantined)[: _most_slots(record, view)]
+        if len(slots) > len(member.slots) and has_enough_slots(record, view, quarantined):
+            ends = [at for at in _cooloff_ends(view, current, member) if at <= now]
+            back = tuple(sorted(set(slots) - set(member.slots)))
+            returned.append(ReturnedSlots(member.node, back, max([p.slots_at, *ends])))
+    return returned
+
+
+def next_cooloff_end(view: View, current: Round, now: float) -> float | None:
+    """When the next slot that `current` leaves out can be used again."""
+    ends = [at for member in current.members for at in _cooloff_ends(view, current, member) if at > now]
+    return min(ends, default=None)
+
+
+def _cooloff_ends(view: View, current: Round, member: Member) -> list[float]:
+    """When the cool-offs of this node's slots end that `current` leaves out."""
+    slots = [q for q in current.quarantined_slots if q.node == member.node and q.slot not in member.slots]
+    return [view.round_at + q.left_s for q in slots]
+
+
 def joiners(view: View, current: Round, policy: Policy, now: float) -> list[PresentNode]:
     """Nodes outside `current` that may join it, the longest waiting first."""
     excluded = exclusions(view, current, {}, now)
@@ -400,10 +440,13 @@ def assign_slots(
         usable = usable_slots(node, quarantined)
         rest = sorted((s for s in node.slots if s not in usable), key=lambda s: left_s[node.id, s])
         missing = max(0, fewest - len(usable))
-        most = len(node.slots) if requirements.max_nodes > 1 else requirements.max_workers
-        slots = sorted((usable + rest[:missing])[:most])
+        slots = sorted((usable + rest[:missing])[: _most_slots(node, view)])
         if len(slots) < fewest:
             workers = count(requirements.min_workers, "worker")
             return Wait(f"{node.id} has {count(len(slots), 'slot')}, the job needs {workers} on each node", None)
         members.append(Member(node.id, node.incarnation, tuple(slots), node.role, node.address))
     return tuple(members)
+
+
+def _most_slots(record: NodeRecord, view: View) -> int:
+    return len(record.slots) if view.requirements.max_nodes > 1 else view.requirements.max_workers

@@ -51,12 +51,15 @@ from elasticd_agent.model.records import (
 from elasticd_agent.rendezvous.membership import (
     RETURN_S,
     Losses,
+    ReturnedSlots,
     assign_slots,
     current_quarantine,
     exclusions,
     has_enough_slots,
     joiners,
     losses,
+    next_cooloff_end,
+    returned_slots,
     select_members,
     short_of_slots,
 )
@@ -149,17 +152,31 @@ class _Running:
 
     @cached_property
     def joining(self) -> list[PresentNode]:
-        """Joiners that fit, once rank 0 has made a step of this round: before it, a restart would lose the start-up."""
-        stepped = self.rank_0 is not None and self.rank_0.stepped_round == self.current.number
-        if not stepped or self.policy.grow == "never":
+        """Joiners that fit."""
+        if not self._may_grow:
             return []
         room = self.view.requirements.max_nodes - len(self.current.members) + len(self.leaving)
         return joiners(self.view, self.current, self.policy, self.now)[: max(0, room)]
 
+    @cached_property
+    def returned(self) -> list[ReturnedSlots]:
+        """Slots of members that this round does not use and another one would."""
+        return returned_slots(self.view, self.current, self.now) if self._may_grow else []
+
+    @property
+    def _may_grow(self) -> bool:
+        """Rank 0 has made a step of this round: before it, a restart would lose the start-up."""
+        stepped = self.rank_0 is not None and self.rank_0.stepped_round == self.current.number
+        return stepped and self.policy.grow != "never"
+
+    @property
+    def growth(self) -> list[str]:
+        """The nodes and slots that a larger Round would have beside this one's."""
+        return [*([f"{_names(self.joining)} joined"] if self.joining else []), *map(str, self.returned)]
+
     @property
     def resize_reason(self) -> str:
-        joined = [f"{_names(self.joining)} joined"] if self.joining else []
-        return "; ".join([*self.leaving, *joined])
+        return "; ".join([*self.leaving, *self.growth])
 
 
 def plan(view: View, policy: Policy, now: float) -> Verdict:
@@ -281,14 +298,17 @@ def _absent_members(running: _Running) -> Wait | None:
 
 
 def _unchanged(running: _Running) -> Wait | None:
-    """No node leaves or joins; or its workers end with code 0, so all others are about to; or more nodes may join."""
-    current, joining = running.current, running.joining
-    if running.view.done or not (running.leaving or joining):
-        return Wait(f"round {current.number} runs with {count(current.world_size, 'worker')}", None)
-    settled = max((p.joined_at for p in joining), default=running.now) + running.policy.grow_debounce_s
+    """Nothing leaves or comes; or workers end with code 0, so all others are about to; or more may come."""
+    current, growth = running.current, running.growth
+    if running.view.done or not (running.leaving or growth):
+        until = None if running.policy.grow == "never" else next_cooloff_end(running.view, current, running.now)
+        return replace(_runs(current), until=until)
+    since = [*(p.joined_at for p in running.joining), *(r.since for r in running.returned)]
+    settled = max(since, default=running.now) + running.policy.grow_debounce_s
     if running.leaving or running.now >= settled:
         return None
-    return Wait(f"{_names(joining)} joined; waiting for more nodes to join", settled)
+    more = "nodes to join" if running.joining else "slots"
+    return Wait(f"{'; '.join(growth)}; waiting for more {more}", settled)
 
 
 def _all_leave(running: _Running) -> Pause | Round | None:
@@ -313,12 +333,18 @@ def _resized(running: _Running) -> Verdict:
     resized = _uncounted_round(running, "; ".join(running.leaving))
     if isinstance(resized, Wait):  # a group that trains is never ended for it
         return replace(resized, too_few_nodes=False, notable=True)
+    if not running.leaving and resized.world_size <= current.world_size:
+        return _runs(current)  # it would leave out as many quarantined slots, which this round had to use
     if _can_pause(running):
         return Pause(current.number, why)
     if running.leaving or running.policy.grow == "always" or running.paused:
         return resized
     cannot = "the script cannot pause at a checkpoint, so this waits for the next restart"
     return Wait(f"{why}; {cannot}", None, notable=True)
+
+
+def _runs(current: Round) -> Wait:
+    return Wait(f"round {current.number} runs with {count(current.world_size, 'worker')}", None)
 
 
 def _can_pause(running: _Running) -> bool:
@@ -569,7 +595,9 @@ def _next_round(
     number = max(current.number, view.first_number - 1, *(record.highest_round for record in records)) + 1
     restarts = current.restarts + 1
     came = ", ".join(m.node for m in members if current.member(m.node) is None)
-    why = "; ".join(filter(None, [why, came and f"{came} joined"]))
+    here = {m.node for m in members}
+    back = [str(slots) for slots in returned_slots(view, current, running.now) if slots.node in here]
+    why = "; ".join(filter(None, [why, came and f"{came} joined", *back]))
     reason = f"{why}; restart with {_size_phrase(view, members)}"
     if first.directory != current.directory:
         reason += f"; {first.id} has its own checkpoint directory and starts from the checkpoints in it"

@@ -319,6 +319,7 @@ class ViewReader:
         self._round_at: dict[int, float] = {}
         self._failed_at: dict[int, float] = {}
         self._joined_at: dict[Identity, float] = {}
+        self._slots: dict[Identity, tuple[tuple[int, ...], float]] = {}
         self._absent_since: dict[str, float] = {}
         self._leaving: dict[Identity, str] = {}
         self._short_since: float | None = None
@@ -353,7 +354,7 @@ class ViewReader:
         self._forget_departed(records, current)
         return View(
             current=current,
-            nodes=tuple(PresentNode(r, self._joined_at.setdefault(r.identity, now)) for r in records),
+            nodes=tuple(self._present(r, now) for r in records),
             requirements=self._requirements,
             failures=tuple(failures),
             done=frozenset(key.rpartition("/")[2] for key in done),
@@ -370,6 +371,12 @@ class ViewReader:
             short_since=self._update_short_since(records, now),
             silent_since=tuple(self._observations.silent_since.items()),
         )
+
+    def _present(self, record: NodeRecord, now: float) -> PresentNode:
+        identity = record.identity
+        slots, at = self._slots.get(identity, (record.slots, now))
+        self._slots[identity] = record.slots, at if slots == record.slots else now
+        return PresentNode(record, self._joined_at.setdefault(identity, now), self._slots[identity][1])
 
     def _update_short_since(self, records: Sequence[NodeRecord], now: float) -> float | None:
         available = sum(1 for r in records if r.slots and not r.leaving)
@@ -389,6 +396,7 @@ class ViewReader:
                 r.identity for r in records if r.id in out and (r.seen_round != current.number or r.id in unreachable)
             }
         self._joined_at = {identity: at for identity, at in self._joined_at.items() if identity in here}
+        self._slots = {identity: seen for identity, seen in self._slots.items() if identity in here}
 
 
 def _newest_checkpoint(

@@ -34,6 +34,7 @@ class PresentNode:
 
     record: NodeRecord
     joined_at: float  #: when the planner first saw this incarnation
+    slots_at: float = 0.0  #: when the planner first saw it with these slots
 
 
 @dataclass(frozen=True, slots=True)
