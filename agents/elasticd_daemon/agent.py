@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from elasticd.errors import UsageError
 from elasticd_agent.config.command_parser import CommandParser
 from elasticd_agent.model import log_events as events
 from elasticd_agent.model.job import Rendezvous
@@ -65,7 +66,8 @@ from elasticd_daemon.scheduler.scheduler import Scheduler
 from elasticd_daemon.sd_notify import Notifier, open_notifier
 from elasticd_daemon.state_dir import DiskCleaner
 
-STORE_JOURNAL = "store.journal"
+LOCAL_STORE = "store.sqlite"
+FORMER_LOCAL_STORE = "store.journal"
 REPLACEMENT_CHECK_S = 20.0
 """The main loop waits for it, and systemd's watchdog may be as short as 30 s (deploy/systemd)."""
 MAX_HEALTHY_LAG_S = 30.0
@@ -301,7 +303,11 @@ def _advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to
 
 def _open_store(settings: NodeSettings, journal: AgentJournal) -> Store:
     if settings.store.backend == "local":
-        return FileStore(settings.state_dir / STORE_JOURNAL, log=journal.warn)
+        if (former := settings.state_dir / FORMER_LOCAL_STORE).exists():
+            raise UsageError(
+                f"{former} has jobs of an earlier version: end them with that version, then remove the file"
+            )
+        return FileStore(settings.state_dir / LOCAL_STORE, log=journal.warn)
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # our forks exec at once; gRPC would log a warning for each
     return open_store(store_rendezvous(settings), sys.executable, store_policy(settings), journal.warn)
 

@@ -18,6 +18,7 @@ import pytest
 from elasticd_agent.system.bounded_io import run_within
 from elasticd_agent.system.files import replace_file
 from elasticd_agent.system.processes.process import children
+from elasticd_daemon.api.client import AgentClient
 from elasticd_daemon.job_dir import JobFiles, job_files
 from elasticd_daemon.runners import spawn as spawning
 from elasticd_daemon.runners.spec import RunnerSpec, StoreSecrets, read_exit
@@ -139,8 +140,8 @@ def test_job_that_this_node_cannot_run_is_refused_once(node: MakeNode) -> None:
     assert "/no/such/script.py" in sentence
     n1.kill()
     n1.start()
-    waits = f"n1 refused it: {sentence}"
-    until(lambda: waits in (n1.state / "store.journal").read_text(), n1.diagnostics)
+    agent = AgentClient(n1.root / "run" / "agent.sock")
+    until(lambda: f"n1 refused it: {sentence}" in agent.get("/v1/jobs/one").body.decode(), n1.diagnostics)
     assert len(n1.events("runner_started")) == 1
     assert n1.drain() == 0
 
