@@ -98,7 +98,10 @@ def test_help_and_mistakes_cost_less_than_twenty_starts_of_the_interpreter(argv:
             "elasticd run: error: argument --max-restarts/--max_restarts: invalid",
         ),
         (["run"], "elasticd run: error: the script to run is missing"),
-        (["run", "--nnodes", "2", "x.py"], "elasticd run: error: --nnodes 2 with the static backend is not supported"),
+        (
+            ["run", "--nnodes", "2", "x.py"],
+            "elasticd run: error: --nnodes 2 needs --master-addr HOST --master-port PORT of the first node",
+        ),
         (["run", "--rdzv-conf", "le\nase=1", "x.py"], "elasticd run: error: --rdzv-conf: unknown key 'le\\nase'"),
         (["walk", "x.py"], "elasticd: error: unknown command 'walk'; there are run, "),
         (["statu"], "elasticd: error: unknown command 'statu'; did you mean status?"),

@@ -139,6 +139,23 @@ def test_tls_and_credentials(tmp_path: Path) -> None:
     assert c10d.password is None
 
 
+@pytest.mark.parametrize(
+    ("line", "endpoint", "job_id"),
+    [
+        ("--master-addr a.b --master-port 5", ("a.b", 5), "static-a.b-5"),
+        ("--master-addr fe80::1 --master-port 5", ("fe80::1", 5), "static--fe80-1-5"),
+        ("--master-addr [::1] --master-port 5 --rdzv-id j", ("::1", 5), "j"),
+        ("--rdzv-endpoint a:6", ("a", 6), "static-a-6"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nodes_with_ranks_meet_at_the_master(line: str, endpoint: tuple[str, int], job_id: str, rank: int) -> None:
+    given = job(f"--nnodes 2 --node-rank {rank} {line} t.py")
+    meets = given.rendezvous
+    assert (meets.backend, meets.endpoints, meets.node_rank, meets.is_host) == ("c10d", (endpoint,), rank, rank == 0)
+    assert (meets.min_nodes, meets.max_nodes, given.job_id, given.master_port) == (2, 2, job_id, None)
+
+
 H = "--rdzv-endpoint h"
 WRONG = [
     ("--nnodes 0", "at least 1 is needed"),
@@ -152,10 +169,10 @@ WRONG = [
     ("--nnodes ²", "neither a number nor MIN:MAX"),
     ("--nnodes 1.5", "neither a number nor MIN:MAX"),
     (f"--nnodes {'9' * 5000}", "neither a number nor MIN:MAX"),
-    ("--nnodes 2", "cannot be replaced; write --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id JOB$"),
-    ("--nnodes 1:4", "static backend is not supported"),
-    ("--nnodes 2 --master-addr a --master-port 5 --node-rank 1", "write --rdzv-backend c10d --rdzv-endpoint a:5"),
-    ("--nnodes 2 --rdzv-endpoint a:5 --rdzv-id j", "write --rdzv-backend c10d --rdzv-endpoint a:5$"),
+    ("--nnodes 2", "needs --master-addr HOST --master-port PORT of the first node"),
+    ("--nnodes 1:4", "a number of nodes that changes needs --rdzv-backend c10d or etcd"),
+    ("--nnodes 2 --master-addr a --master-port 5 --node-rank 2", "--node-rank 2: --nnodes 2 have the ranks 0 to 1"),
+    ("--nnodes 2 --master-addr a --master-port 5 --node-rank -1", "--node-rank -1: --nnodes 2 have the ranks 0 to 1"),
     ("--nnodes 2 --standalone", "--standalone is one node"),
     ("--nnodes 2 --rdzv-backend c10d", "needs --rdzv-endpoint HOST:PORT, where the nodes meet"),
     ("--rdzv-backend etcd", "--nnodes 1:1 with --rdzv-backend etcd needs --rdzv-endpoint"),

@@ -1,7 +1,8 @@
 """The rendezvous of a job's nodes, from --nnodes and --rdzv-…: a Rendezvous and fields of Policy.
 
 Options mean what they mean to torchrun. Combinations that cannot work are refused with the alternative: a random job id
-per node, a static rendezvous that cannot replace a node, a misspelled key. Only a password's file is read.
+per node, a misspelled key. Several nodes with the static backend meet over c10d at the master's address; their ranks
+give the order of the nodes, and a node can be replaced. Only a password's file is read.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ def read_rendezvous(parsed: Namespace, environ: Mapping[str, str], cwd: Path) ->
         raise UsageError(f"--nnodes {error}") from None
     conf = _conf(parsed.rdzv_conf)
     numbers = _policy_fields(conf, parsed)
+    node_rank = None
+    if parsed.rdzv_backend == "static" and high > 1 and not parsed.standalone:
+        node_rank = parsed.node_rank
+        parsed = _static_as_c10d(parsed, low, high)
+        conf.setdefault("is_host", str(int(node_rank == 0)))
     backend = _backend(parsed, high)
     job_id = None if parsed.standalone or parsed.rdzv_id in ("none", "") else str(parsed.rdzv_id)
     if backend == "memory":
@@ -106,6 +112,7 @@ def read_rendezvous(parsed: Namespace, environ: Mapping[str, str], cwd: Path) ->
             is_host=_is_host(conf),
             local_addr=parsed.local_addr or None,
             node=parsed.node_id,
+            node_rank=node_rank,
             min_nodes=low,
             max_nodes=high,
         ),
@@ -133,13 +140,6 @@ def _backend(parsed: Namespace, high: int) -> Literal["memory", "c10d", "etcd"]:
     if name not in BACKENDS:
         raise UsageError(f"--rdzv-backend {name!r} is not supported: give {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
     if name == "static":
-        if high > 1:
-            where = endpoint or (f"{parsed.master_addr}:{parsed.master_port}" if parsed.master_port else "HOST:PORT")
-            job = "" if parsed.rdzv_id not in ("none", "") else " --rdzv-id JOB"
-            raise UsageError(
-                f"{nodes} with the static backend is not supported: nodes with fixed ranks cannot be replaced; "
-                f"write --rdzv-backend c10d --rdzv-endpoint {where}{job}"
-            )
         if parsed.node_rank != 0:
             raise UsageError(f"--node-rank {parsed.node_rank}: the only node of a job has rank 0")
         return "memory"
@@ -148,6 +148,29 @@ def _backend(parsed: Namespace, high: int) -> Literal["memory", "c10d", "etcd"]:
     if not endpoint:
         raise UsageError(f"{nodes} with --rdzv-backend {name} needs --rdzv-endpoint HOST:PORT, where the nodes meet")
     return cast(Literal["c10d", "etcd"], name)
+
+
+def _static_as_c10d(parsed: Namespace, low: int, high: int) -> Namespace:
+    """The same options for c10d at the master's address, which all nodes know; it also names the job."""
+    nodes = f"--nnodes {parsed.nnodes}"
+    if low < high:
+        raise UsageError(
+            f"{nodes} with the static backend: a number of nodes that changes needs --rdzv-backend c10d or etcd, "
+            "--rdzv-endpoint and --rdzv-id"
+        )
+    if not 0 <= parsed.node_rank < high:
+        raise UsageError(f"--node-rank {parsed.node_rank}: {nodes} have the ranks 0 to {high - 1}")
+    endpoint = parsed.rdzv_endpoint
+    if not endpoint:
+        if parsed.master_port is None:
+            raise UsageError(
+                f"{nodes} needs --master-addr HOST --master-port PORT of the first node, or --rdzv-backend c10d or "
+                "etcd with --rdzv-endpoint and --rdzv-id"
+            )
+        host = parsed.master_addr.strip("[]")
+        endpoint = f"[{host}]:{parsed.master_port}" if ":" in host else f"{host}:{parsed.master_port}"
+    job = parsed.rdzv_id if parsed.rdzv_id not in ("none", "") else "static-" + re.sub("[^A-Za-z0-9.-]+", "-", endpoint)
+    return Namespace(**{**vars(parsed), "rdzv_backend": "c10d", "rdzv_endpoint": endpoint, "rdzv_id": job})
 
 
 # ---- where

@@ -183,7 +183,7 @@ def _job_spec(parsed: argparse.Namespace, options: RendezvousOptions, environ: M
     # torchrun leaves every GPU visible to every worker; we do, too, unless slots can be set aside or have one GPU each.
     gpus = visible_gpus(environ) if low < high or parsed.virtual_local_rank else ()
     mode = _mode(parsed)
-    address, port = _store_address(parsed)
+    address, port = _store_address(parsed) if options.rendezvous.backend == "memory" else ("localhost", None)
     if parsed.log_dir == os.devnull and (parsed.redirects, parsed.tee) != ("0", "0"):
         raise UsageError(f"--log-dir {os.devnull} keeps no log files: --redirects and --tee have nothing to write to")
     return JobSpec(

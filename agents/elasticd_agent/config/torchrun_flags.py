@@ -20,15 +20,15 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "--rdzv-backend NAME",
-        "Where nodes meet: c10d (torch's TCPStore, served by one of the agents) or etcd (v3, by its address). static "
-        "is one node; with more it is refused, as its nodes could not be replaced. etcd-v2 and plug-ins are refused.",
+        "Where nodes meet: c10d (torch's TCPStore, served by one of the agents) or etcd (v3, by its address). Several "
+        "nodes with static meet over c10d at --master-addr and --master-port. etcd-v2 and plug-ins are refused.",
         default="static",
     ),
     Flag(
         "--rdzv-endpoint HOST:PORT",
         "c10d: HOST[:PORT] of the node that serves the store, port 29400 if none is given; one node without an "
         "endpoint, or with port 0, is alone. etcd: HOST[:PORT][,…], port 2379 if none is given; https:// in front "
-        "means TLS. IPv6 in brackets. static: where the workers' store listens, as --master-addr and --master-port.",
+        "means TLS. IPv6 in brackets. static: in place of --master-addr and --master-port.",
         default="",
     ),
     Flag(
@@ -116,14 +116,15 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "--node-rank N",
-        "Static backend: the only node's rank is 0, another is refused. Otherwise, as in torchrun, nodes find their "
-        "ranks by themselves.",
+        "Static backend: this node's place among the nodes, as long as all are there; node 0 serves the store. Once a "
+        "node is lost, the others come first. Otherwise, as in torchrun, nodes find their ranks by themselves.",
         value_type=ValueType.INT,
         default=0,
     ),
     Flag(
         "--master-addr ADDR",
-        "With --master-port and the static backend: the address of this machine where the workers' store listens.",
+        "With --master-port and the static backend: the address of node 0, where several nodes meet; with one node, "
+        "where the workers' store listens.",
         default="127.0.0.1",
     ),
     Flag(

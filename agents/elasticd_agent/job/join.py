@@ -21,7 +21,7 @@ from elasticd.errors import StoreUnavailable, UsageError
 from elasticd_agent.model.job import JobSpec, Policy
 from elasticd_agent.model.keys import Keys
 from elasticd_agent.model.notices import Notice, Probed
-from elasticd_agent.model.records import NodeRecord
+from elasticd_agent.model.records import NO_NODE_RANK, NodeRecord
 from elasticd_agent.rendezvous.member import DriverFailed, MemberThread, RendezvousMember, TurnResult
 from elasticd_agent.rendezvous.membership_client import JobTerms
 from elasticd_agent.rendezvous.peers import PeerNetwork, TcpPeerNetwork
@@ -102,7 +102,14 @@ def join_job(
         highest_round=highest,
         warm=int(not shared or warm),
         role=spec.role,
+        node_rank=NO_NODE_RANK if options.node_rank is None else options.node_rank,
     )
+    if options.node_rank is not None:
+        where = format_endpoint(*options.endpoints[0])
+        log(
+            f"--node-rank {options.node_rank}: {options.max_nodes} nodes meet over c10d at {where}, job {spec.job_id}; "
+            "the rank orders them while all are there, and a lost node can be replaced"
+        )
     store = open_store(options, spec.python, policy, log, may_host, incarnation)
     stack.callback(store.close)
     last_call_timeout_s = policy.last_call_timeout_s if shared else 0.0

@@ -225,6 +225,10 @@ def measuring_node(leader: str, members: Sequence[str]) -> str:
     return leader if leader in members else next(iter(members), "")
 
 
+NO_NODE_RANK = 1 << 30
+"""Nodes without a given place come after those that have one, by arrival."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeRecord(Document):
     """A node's record, kept up to date by its agent under its lease: it is gone once the lease has expired.
@@ -256,6 +260,7 @@ class NodeRecord(Document):
     leaving_soon: bool = False  #: its time is nearly over, so that its state is saved even where too few nodes remain
     unreachable: tuple[str, ...] = ()  #: members of `seen_round` that do not answer its probes
     pending_exception: str = ""  #: of a rank of `ready_round` that has raised and not exited yet, in words
+    node_rank: int = NO_NODE_RANK  #: its place among nodes that have not been in a Round before, as its user gave it
 
     @property
     def identity(self) -> Identity:
@@ -266,6 +271,8 @@ class NodeRecord(Document):
             raise WireError("a node needs an id")
         if not 0 <= self.leaving_code <= 255:
             raise WireError(f"node {self.id!r}: leaving_code {self.leaving_code} is not in 0..255")
+        if not 0 <= self.node_rank <= NO_NODE_RANK:
+            raise WireError(f"node {self.id!r}: node_rank {self.node_rank} is no rank")
         check_slots(f"node {self.id!r}", self.slots)
 
 

@@ -363,11 +363,13 @@ def _willing(
 def _candidates(
     view: View, lost: dict[str, str], previous_order: dict[tuple[str, str], int], number: int
 ) -> list[PresentNode]:
-    """Nodes that may be members and reach each other: survivors first, in their order, then the others by arrival."""
+    """Nodes that may be members and reach each other: survivors first, in their order, then the others by the rank that
+    their user gave them, and by arrival."""
     candidates = sorted(
         (p for p in view.nodes if _is_candidate(p.record, view, lost, previous_order, number)),
         key=lambda p: (
             previous_order.get(p.record.identity, len(previous_order)),
+            p.record.node_rank,
             p.joined_at,
             p.record.id,
         ),
