@@ -134,27 +134,33 @@ ENDPOINTS = [
 def test_host_and_port_are_split_and_joined(text: str, expected: tuple[str, int]) -> None:
     assert parse_endpoint(text) == parse_endpoint(f" {text}\n") == expected
     assert format_endpoint(*expected) == text
+    assert parse_endpoint(text.rpartition(":")[0], expected[1]) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "has no port; write HOST:PORT"),
-        ("host", "has no port; write HOST:PORT"),
-        ("host:", "has no port; write HOST:PORT"),
-        (":80", "'' is not a host name or address"),
-        ("::1", r"written \[::1\]:PORT"),
-        ("::1:80", r"written \[::1:80\]:PORT"),
-        ("[::1]", r"written \[::1\]:PORT"),
-        ("a:b:80", r"written \[ADDRESS\]:PORT"),
-        ("[host]:80", "'host' is not a host name or address"),
-        ("http://host:80", "'http://host' is not a host name or address"),
-        ("a b:80", "'a b' is not a host name or address"),
-        ("host:http", "'http' is not a port"),
-        ("host:65536", "'65536' is not a port"),
-        ("host:-1", "'-1' is not a port"),
-        ("host:８０", "'８０' is not a port"),  # digits, but not ASCII's
-        ("host:" + "9" * 5000, "is not a port"),
+        ("", "is not HOST:PORT"),
+        (":80", "is not HOST:PORT"),
+        ("[::1", "is not HOST:PORT"),
+        ("[::1]80", "is not HOST:PORT"),
+        ("host", "has no valid port; write HOST:PORT"),
+        ("host:", "has no valid port"),
+        ("[::1]", "has no valid port"),
+        ("::1", "brackets, as in "),
+        ("a:b:80", "brackets, as in "),
+        ("[host]:80", "'host' is not an IPv6 address"),
+        ("10.0.0.256:80", "'10.0.0.256' is not an IPv4 address"),
+        ("http://host:80", "brackets, as in "),
+        ("a b:80", "'a b' is not the name of a host"),
+        ("a" * 64 + ":80", "is not the name of a host"),
+        ("a." * 127 + ":80", "is not the name of a host"),
+        ("host:http", "has no valid port"),
+        ("host:1/path", "has no valid port"),
+        ("host:65536", "has no valid port"),
+        ("host:-1", "has no valid port"),
+        ("host:８０", "has no valid port"),  # digits, but not ASCII's
+        ("host:" + "9" * 5000, "has no valid port"),
     ],
 )
 def test_invalid_endpoints(text: str, words: str) -> None:

@@ -8,7 +8,6 @@ give the order of the nodes, and a node can be replaced. Only a password's file 
 from __future__ import annotations
 
 import re
-import socket
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from elasticd.errors import UsageError
 from elasticd_agent.config.quantities import parse_count_range
 from elasticd_agent.model.job import Policy, Rendezvous, Tls
 from elasticd_agent.model.phrases import did_you_mean
+from elasticd_agent.system.files import read_line
+from elasticd_agent.system.network.addresses import parse_endpoint
 
 BACKENDS = ("static", "c10d", "etcd")
 DEFAULT_PORTS = {"c10d": 29400, "etcd": 2379}
@@ -188,44 +189,19 @@ def parse_endpoints(text: str, backend: str) -> tuple[tuple[tuple[str, int], ...
             known = "nothing goes before the host" if backend == "c10d" else "http:// or https:// is"
             raise UsageError(f"{item!r}: {scheme}:// is not understood for {backend}; {known}")
         schemes.add(scheme.lower())
-        endpoints.append(_endpoint(rest.removesuffix("/") if mark else rest, item, DEFAULT_PORTS[backend]))
+        endpoints.append(_endpoint(rest.removesuffix("/") if mark else rest, DEFAULT_PORTS[backend]))
     if len(schemes) > 1:
         raise UsageError(f"{text!r}: write https:// before all of them, or before none")
     return tuple(dict.fromkeys(endpoints)), {"": None, "http": False, "https": True}[schemes.pop()]
 
 
-def _endpoint(text: str, item: str, default_port: int) -> tuple[str, int]:
-    wrong = repr(item)
+def _endpoint(text: str, default_port: int) -> tuple[str, int]:
     if "@" in text:
         raise UsageError("holds a user name: give --rdzv-conf user=NAME,password_file=FILE instead")
-    if not text.startswith("[") and text.count(":") > 1:
-        raise UsageError(f"{wrong}: an IPv6 address goes into brackets, as in [2001:db8::1]:{default_port}")
-    parts = re.fullmatch(r"(\[[^]]*\]|[^:\[\]]*)(?::(.*))?", text, re.DOTALL)
-    host, port = parts.groups() if parts else ("", None)
-    if not host:
-        raise UsageError(f"{wrong} is not HOST:PORT" + ("; the host is missing" if parts else ""))
-    if host.startswith("["):
-        host = host[1:-1]
-        if not _is_address(socket.AF_INET6, host.partition("%")[0]):
-            raise UsageError(f"{wrong}: {host!r} is not an IPv6 address")
-    elif re.fullmatch("[0-9.]+", host):
-        if not _is_address(socket.AF_INET, host):
-            raise UsageError(f"{wrong}: {host!r} is not an IPv4 address")
-    elif len(host) > 253 or not re.fullmatch(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?", host):  # RFC 1035's limits
-        raise UsageError(f"{wrong}: {host!r} cannot be the name of a host")
-    if port is None:
-        return host, default_port
-    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) <= 65535:
-        raise UsageError(f"{wrong}: {port!r} is no port nodes can meet at; ports go from 1 to 65535")
-    return host, int(port)
-
-
-def _is_address(family: socket.AddressFamily, text: str) -> bool:
-    try:
-        socket.inet_pton(family, text)
-    except (OSError, ValueError):
-        return False
-    return True
+    host, port = parse_endpoint(text, default_port)
+    if port == 0:
+        raise UsageError(f"{text!r}: 0 is no port nodes can meet at; ports go from 1 to 65535")
+    return host, port
 
 
 # ---- --rdzv-conf
@@ -323,7 +299,7 @@ def _credentials(conf: Mapping[str, str], environ: Mapping[str, str], cwd: Path)
         raise UsageError("--rdzv-conf: password and password_file contradict each other; leave one out")
     password = conf.get("password", environ.get("ELASTICD_ETCD_PASSWORD")) or None
     if "password_file" in conf:
-        password = _password(cwd / conf["password_file"])
+        password = read_line(cwd / conf["password_file"], "--rdzv-conf: password_file")
     if user and password is None:
         raise UsageError(
             f"the etcd user {user!r} needs a password: --rdzv-conf password_file=FILE, or ELASTICD_ETCD_PASSWORD"
@@ -331,20 +307,3 @@ def _credentials(conf: Mapping[str, str], environ: Mapping[str, str], cwd: Path)
     if password is not None and user is None:
         raise UsageError("an etcd password without a user: --rdzv-conf user=NAME, or ELASTICD_ETCD_USER")
     return user, password
-
-
-_LONGEST_PASSWORD = 1024
-"""Characters; a longer file is the wrong file."""
-
-
-def _password(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(_LONGEST_PASSWORD + 2)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UsageError(f"--rdzv-conf: password_file {str(path)!r} cannot be read: {why}") from None
-    password = text.rstrip("\r\n")
-    if not password or "\n" in password or len(password) > _LONGEST_PASSWORD:
-        raise UsageError(f"--rdzv-conf: password_file {str(path)!r} must hold one line, the password")
-    return password

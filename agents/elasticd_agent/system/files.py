@@ -128,6 +128,11 @@ def read_secret(path: Path, key: str) -> str:
     wrong = find_problem(path)
     if wrong is not None:
         raise UsageError(f"{key}: {wrong}")
+    return read_line(path, key)
+
+
+def read_line(path: Path, key: str) -> str:
+    """The same, whatever the mode of the file."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_LENGTH + 2)

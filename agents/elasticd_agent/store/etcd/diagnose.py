@@ -13,7 +13,7 @@ import time
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.model.job import Tls
 from elasticd_agent.store.etcd.errors import not_etcd_message
-from elasticd_agent.store.tls import tls_context
+from elasticd_agent.store.tls import find_problem, tls_context
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.network.addresses import format_endpoint
 
@@ -27,23 +27,16 @@ _TCP = socket.SOCK_STREAM
 def make_context(tls: Tls) -> ssl.SSLContext:
     """Raises StoreRefused for files that cannot be read, are no PEM, or do not belong together."""
     try:
+        if (problem := find_problem(tls)) is not None:
+            raise StoreRefused("TLS to the store: {} {}".format(*problem))
         context = tls_context(tls.ca)
-    except (OSError, ssl.SSLError) as error:
-        raise StoreRefused(f"{tls.ca} cannot be used as the store's CA: {error}; give a PEM file") from error
-    if tls.cert is not None:
-        try:
-            context.load_cert_chain(tls.cert, tls.key, password=_no_passphrase)
-        except (OSError, ValueError, ssl.SSLError) as error:
-            raise StoreRefused(
-                f"{tls.cert} and {tls.key} cannot be used as our certificate and key: {error}; give two PEM files that "
-                "belong together, the key without a passphrase"
-            ) from error
+        if tls.cert is not None:
+            context.load_cert_chain(tls.cert, tls.key)
+    except OSError as error:
+        files = ", ".join(str(path) for path in (tls.ca, tls.cert, tls.key) if path is not None)
+        raise StoreRefused(f"TLS to the store: one of {files}: {error}") from error
     context.set_alpn_protocols(["h2"])
     return context
-
-
-def _no_passphrase() -> str:
-    raise ValueError("the key is encrypted")
 
 
 def check_tls(host: str, port: int, tls: ssl.SSLContext, timeout_s: float) -> None:

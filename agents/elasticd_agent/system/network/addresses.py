@@ -28,7 +28,7 @@ _ANY_PORT = 9  # a route does not depend on it; 9 is "discard"
 # 5014).
 _IPV6_ADDR_PREFERENCES = 72
 _IPV6_PREFER_SRC_PUBLIC = 0x0002
-_HOST = re.compile(r"[\w.:%-]+")
+_NAME = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?")  # RFC 1035's limits
 
 
 def local_address(endpoints: Sequence[tuple[str, int]], given: str | None = None) -> str:
@@ -60,25 +60,28 @@ def format_endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def parse_endpoint(text: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT. Raises UsageError, which says how it is written."""
+def parse_endpoint(text: str, default_port: int | None = None) -> tuple[str, int]:
+    """Host and port of HOST:PORT; with `default_port` also of HOST. Raises UsageError, which says how it is written."""
     text = text.strip()
-    host, colon, digits = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if bracketed:
-        host = host[1:-1]
-    elif _is_ipv6(text) or (text.startswith("[") and text.endswith("]")):
-        bare = text.strip("[]")
-        raise UsageError(f"{text!r} has no port; an IPv6 address and its port are written [{bare}]:PORT")
-    elif ":" in host and "://" not in host:
-        raise UsageError(f"{text!r} has too many colons; an IPv6 address and its port are written [ADDRESS]:PORT")
-    if not colon or not digits:
-        raise UsageError(f"{text!r} has no port; write HOST:PORT")
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 5 and int(digits) <= 65535):
-        raise UsageError(f"{text!r}: {digits!r} is not a port; a port is a number from 0 to 65535")
-    if not _HOST.fullmatch(host) or (bracketed and not _is_ipv6(host)):
-        raise UsageError(f"{text!r}: {host!r} is not a host name or address; write HOST:PORT")
-    return host, int(digits)
+    if not text.startswith("[") and text.count(":") > 1:
+        raise UsageError(f"{text!r} has several colons: an IPv6 address goes into brackets, as in [2001:db8::1]:2379")
+    parts = re.fullmatch(r"(\[[^]]*\]|[^:\[\]]+)(?::(.*))?", text, re.DOTALL)
+    if parts is None:
+        raise UsageError(f"{text!r} is not HOST:PORT")
+    host, port = parts.groups()
+    if host.startswith("["):
+        host, kind, valid = host[1:-1], "an IPv6 address", _is_ipv6(host[1:-1])
+    elif re.fullmatch("[0-9.]+", host):
+        kind, valid = "an IPv4 address", _literal(host) is not None
+    else:
+        kind, valid = "the name of a host", len(host) <= 253 and _NAME.fullmatch(host) is not None
+    if not valid:
+        raise UsageError(f"{text!r}: {host!r} is not {kind}")
+    if port is None and default_port is not None:
+        return host, default_port
+    if not re.fullmatch("[0-9]{1,5}", port or "") or int(port) > 65535:
+        raise UsageError(f"{text!r} has no valid port; write HOST:PORT, with a port from 0 to 65535")
+    return host, int(port)
 
 
 def try_parse_endpoint(text: str) -> tuple[str, int] | None:
