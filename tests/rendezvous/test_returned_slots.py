@@ -157,3 +157,115 @@ class _Observations:
 
     def nodes_listed(self, present: set[str], now: float) -> None:
         pass
+
+
+# ---- slots whose process starts, while other ranks keep theirs
+
+
+CRASH = Failure(3, "a", "crash", ((1, 1),), "rank 1 was killed by SIGKILL", high_water=9)
+FAILED = {"failures": (CRASH,), "failed_at": NOW - 5}
+
+
+def after_crash(*records: PresentNode, **fields: object) -> Round:
+    verdict = plan(replace(view(FIRST, **FAILED, **fields), nodes=records), POLICY, NOW)
+    assert isinstance(verdict, Round), verdict
+    return verdict
+
+
+def members(round: Round) -> list[tuple[str, tuple[int, ...]]]:
+    return [(m.node, m.slots) for m in round.members]
+
+
+def test_the_ranks_that_keep_their_process_wait_for_no_other() -> None:
+    after = after_crash(present("a", starting=(1,)), present("b"))
+    assert members(after) == [("a", (0, 2)), ("b", (0, 1, 2))]
+    assert after.reason == (
+        "rank 1 was killed by SIGKILL; slot 1 of a starts; restart with 5 workers on 2 nodes, from the beginning"
+    )
+    assert after.budget.counted == 1, "smaller, and a restart as any other"
+
+
+def test_a_node_whose_processes_start_is_left_out_if_enough_others_are_ready() -> None:
+    starts = present("a", (0, 1), starting=(0, 1))
+    alone = after_crash(starts, present("b"))
+    assert members(alone) == [("b", (0, 1, 2))]
+    assert alone.excluded == (), "it is not lost"
+    both = after_crash(starts, present("b"), requirements=Requirements(2, 3, 2, 2))
+    assert members(both) == [("a", (0, 1)), ("b", (0, 1, 2))], "too few nodes would remain"
+    here = replace(view(FIRST), current=alone, round_at=NOW - 1)
+    steps = {"seen_round": 4, "ready_round": 4, "stepped_round": 4, "can_pause": 4}
+    still = replace(here, nodes=(replace(starts, record=replace(starts.record, seen_round=4)), present("b", **steps)))
+    assert plan(still, POLICY, NOW) == Wait("round 4 runs with 3 workers", None)
+    ready = replace(still, nodes=(present("a", (0, 1), seen_round=4), present("b", **steps)))
+    assert plan(ready, POLICY, NOW) == Pause(4, "a joined")
+
+
+def test_a_node_with_too_few_ready_slots_is_waited_for() -> None:
+    """Then for all of its slots."""
+    one = after_crash(present("a", starting=(1, 2)), current=replace(ROUND, members=ROUND.members[:1]))
+    assert members(one) == [("a", (0, 1, 2))]
+
+
+def test_the_only_node_with_the_checkpoints_is_waited_for() -> None:
+    after = after_crash(present("a", (0, 1), starting=(0, 1)), present("b", directory="other"))
+    assert members(after) == [("a", (0, 1)), ("b", (0, 1, 2))]
+
+
+def test_a_quarantined_slot_is_not_taken_because_others_start() -> None:
+    quarantined = (QuarantinedSlot("a", 2, 2, 1, left_s=900.0),)
+    current = replace(ROUND, members=ROUND.members[:1], quarantined_slots=quarantined)
+    after = after_crash(present("a", starting=(1,)), current=current)
+    assert members(after) == [("a", (0, 1))]
+
+
+def test_a_started_slot_is_added_as_one_that_is_back() -> None:
+    small = replace(ROUND, members=(Member("a", "i", (0, 1)), ROUND.members[1]))
+    starts = view(present("a", starting=(2,), **STEPS), current=small)
+    assert plan(starts, POLICY, NOW) == RUNS
+    assert plan(view(present("a", slots_at=NOW - 9, **STEPS), current=small), POLICY, NOW) == Pause(
+        3, "slot 2 of a is back"
+    )
+
+
+def test_a_size_that_the_script_has_refused_is_waited_for() -> None:
+    after = after_crash(
+        present("a", (0, 1), starting=(1,)),
+        present("b"),
+        current=replace(ROUND, required_size=5),
+        requirements=Requirements(1, 3, 1, 2),
+    )
+    assert after.world_size == 5
+
+
+@given(
+    usable=st.lists(slots, min_size=1, max_size=3),
+    starting=st.lists(slots, min_size=3, max_size=3),
+    out=quarantines,
+    fewest=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    directories=st.lists(st.sampled_from("de"), min_size=3, max_size=3),
+)
+def test_no_job_waits_longer_or_loses_its_checkpoints_because_slots_start(
+    usable: list[tuple[int, ...]],
+    starting: list[tuple[int, ...]],
+    out: list[QuarantinedSlot],
+    fewest: tuple[int, int],
+    directories: list[str],
+) -> None:
+    names = "abc"[: len(usable)]
+    current = Round(3, tuple(Member(n, "i", s) for n, s in zip(names, usable, strict=True)), directory="d",
+                    quarantined_slots=(*out,))  # fmt: skip
+    culprit = current.members[0].slots[0]
+    failure = Failure(3, "a", "crash", ((0, culprit),), "rank 0 was killed by SIGKILL")
+    records = tuple(
+        present(n, s, starting=tuple(set(s) & set(new)), directory=where)
+        for n, s, new, where in zip(names, usable, starting, directories, strict=False)
+    )
+    least = min(fewest[0], *(len(s) for s in usable))  # a node announces no fewer
+    asked = Requirements(least, 4, min(fewest[1], len(names)), 3)
+    seen = View(current, records, asked, failures=(failure,), failed_at=NOW - 5, round_at=ROUND_AT)
+    patient, prompt = plan(seen.with_all_ready, POLICY, NOW), plan(seen, POLICY, NOW)
+    assert type(prompt) is type(patient)
+    if isinstance(prompt, Round) and isinstance(patient, Round):
+        assert len(prompt.members) >= asked.min_nodes
+        assert prompt.directory == patient.directory
+        assert all(len(m.slots) >= least for m in prompt.members)

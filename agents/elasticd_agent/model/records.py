@@ -259,6 +259,7 @@ class NodeRecord(Document):
     leaving_code: int = 0  #: the exit code that the sender of the stop request expects, 0 if unknown
     leaving_soon: bool = False  #: its time is nearly over, so that its state is saved even where too few nodes remain
     unreachable: tuple[str, ...] = ()  #: members of `seen_round` that do not answer its probes
+    starting: tuple[int, ...] = ()  #: those of `slots` whose new process is not ready, while other ranks keep theirs
     pending_exception: str = ""  #: of a rank of `ready_round` that has raised and not exited yet, in words
     node_rank: int = NO_NODE_RANK  #: its place among nodes that have not been in a Round before, as its user gave it
 

@@ -5,7 +5,7 @@ Every answer carries its reason. Failures of the script are `plan`'s subject.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elasticd_agent.model.job import Policy
@@ -25,6 +25,9 @@ MAX_BRANCHES = 100
 EXCLUSION_EXPIRES_S = 600.0
 """A node that stayed for so long after its return is a node like any other."""
 _PRESENT = "", float("-inf")
+Avoided = Mapping[tuple[str, int], float]
+"""The slots (node, slot) that a Round leaves out where enough others are: quarantined ones with the cool-off that is
+left, and those whose process starts with 0. Nobody waits for such a process while enough ranks keep theirs."""
 
 
 # ---- lost members
@@ -240,14 +243,18 @@ def current_quarantine(view: View, current: Round, now: float) -> tuple[Quaranti
     return tuple(replace(slot, left_s=max(0.0, slot.left_s - elapsed_s)) for slot in current.quarantined_slots)
 
 
-def usable_slots(record: NodeRecord, quarantined: tuple[QuarantinedSlot, ...]) -> list[int]:
-    out = {q.slot for q in quarantined if q.node == record.id and q.left_s}
-    return [slot for slot in record.slots if slot not in out]
+def avoided_slots(view: View, quarantined: Iterable[QuarantinedSlot]) -> Avoided:
+    starting = {(p.record.id, slot): 0.0 for p in view.nodes for slot in p.record.starting}
+    return starting | {(q.node, q.slot): q.left_s for q in quarantined if q.left_s}
 
 
-def has_enough_slots(record: NodeRecord, view: View, quarantined: tuple[QuarantinedSlot, ...]) -> bool:
+def usable_slots(record: NodeRecord, avoided: Avoided) -> list[int]:
+    return [slot for slot in record.slots if (record.id, slot) not in avoided]
+
+
+def has_enough_slots(record: NodeRecord, view: View, avoided: Avoided) -> bool:
     needed = max(1, min(view.requirements.min_workers, len(record.slots)))
-    return len(usable_slots(record, quarantined)) >= needed
+    return len(usable_slots(record, avoided)) >= needed
 
 
 # ---- the next members
@@ -267,14 +274,14 @@ class ReturnedSlots:
 
 def returned_slots(view: View, current: Round, now: float) -> list[ReturnedSlots]:
     """Those of the members of `current` that the next Round would give more workers."""
-    quarantined = current_quarantine(view, current, now)
+    avoided = avoided_slots(view, current_quarantine(view, current, now))
     returned = []
     for p in view.nodes:
         record, member = p.record, current.member(p.record.id)
         if member is None or member.identity != record.identity or record.leaving:
             continue
-        slots = usable_slots(record, quarantined)[: _most_slots(record, view)]
-        if len(slots) > len(member.slots) and has_enough_slots(record, view, quarantined):
+        slots = usable_slots(record, avoided)[: _most_slots(record, view)]
+        if len(slots) > len(member.slots) and has_enough_slots(record, view, avoided):
             ends = [at for at in _cooloff_ends(view, current, member) if at <= now]
             back = tuple(sorted(set(slots) - set(member.slots)))
             returned.append(ReturnedSlots(member.node, back, max([p.slots_at, *ends])))
@@ -296,7 +303,7 @@ def _cooloff_ends(view: View, current: Round, member: Member) -> list[float]:
 def joiners(view: View, current: Round, policy: Policy, now: float) -> list[PresentNode]:
     """Nodes outside `current` that may join it, the longest waiting first."""
     excluded = exclusions(view, current, {}, now)
-    quarantined = current_quarantine(view, current, now)
+    avoided = avoided_slots(view, current_quarantine(view, current, now))
     here = {m.identity for m in current.members}
     members = {m.node for m in current.members}
     waiting = [
@@ -308,7 +315,7 @@ def joiners(view: View, current: Round, policy: Policy, now: float) -> list[Pres
         and _can_take_part(p.record, view)
         and not members.intersection(p.record.unreachable)
         and not cooloff_left_s(p.record.id, excluded, policy)
-        and has_enough_slots(p.record, view, quarantined)
+        and has_enough_slots(p.record, view, avoided)
     ]
     return sorted(waiting, key=lambda p: (p.joined_at, p.record.id))
 
@@ -351,11 +358,13 @@ def _willing(
     quarantined: tuple[QuarantinedSlot, ...],
 ) -> list[PresentNode]:
     """The candidates without those that cool off or lack slots, unless too few are left."""
-    willing = [
-        p
-        for p in candidates
-        if not cooloff_left_s(p.record.id, excluded, policy) and has_enough_slots(p.record, view, quarantined)
-    ]
+    able = [p for p in candidates if not cooloff_left_s(p.record.id, excluded, policy)]
+    able = [p for p in able if has_enough_slots(p.record, view, avoided_slots(view.with_all_ready, quarantined))]
+    ready = [p for p in able if has_enough_slots(p.record, view, avoided_slots(view, quarantined))]
+    # A node that alone has the job's checkpoints is waited for, as is one without which there are too few.
+    directory = view.current.directory if view.current is not None else ""
+    alone = directory in {p.record.directory for p in able} - {p.record.directory for p in ready}
+    willing = able if alone or len(ready) < view.requirements.min_nodes else ready
     # A node that keeps failing is better than none.
     return willing if len(willing) >= view.requirements.min_nodes else candidates
 
@@ -433,14 +442,16 @@ def assign_slots(
     view: View, chosen: list[NodeRecord], quarantined: tuple[QuarantinedSlot, ...]
 ) -> tuple[Member, ...] | Wait:
     """The members with their slots. Each node's own command line bounds what it gets."""
-    left_s = {(q.node, q.slot): q.left_s for q in quarantined}
+    avoided = avoided_slots(view, quarantined)
     requirements = view.requirements
     members = []
     for node in chosen:
-        # Quarantined slots come last, those nearest their return first, and only up to the fewest workers needed.
         fewest = min(requirements.min_workers, len(node.slots)) if len(chosen) > 1 else requirements.min_workers
-        usable = usable_slots(node, quarantined)
-        rest = sorted((s for s in node.slots if s not in usable), key=lambda s: left_s[node.id, s])
+        usable = usable_slots(node, avoided)
+        if len(usable) < fewest:  # a Round that waits for one process waits for all
+            usable = [s for s in node.slots if not avoided.get((node.id, s))]
+        # Quarantined slots come last, those nearest their return first, and only up to the fewest workers needed.
+        rest = sorted((s for s in node.slots if s not in usable), key=lambda s: avoided[node.id, s])
         missing = max(0, fewest - len(usable))
         slots = sorted((usable + rest[:missing])[: _most_slots(node, view)])
         if len(slots) < fewest:

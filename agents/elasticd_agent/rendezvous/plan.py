@@ -35,7 +35,7 @@ from types import MappingProxyType
 
 from elasticd_agent.model.exit_codes import TERMINATED
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.phrases import count
+from elasticd_agent.model.phrases import count, listing, plural
 from elasticd_agent.model.records import (
     SHARED_ERRORS,
     BudgetState,
@@ -53,6 +53,7 @@ from elasticd_agent.rendezvous.membership import (
     Losses,
     ReturnedSlots,
     assign_slots,
+    avoided_slots,
     current_quarantine,
     exclusions,
     has_enough_slots,
@@ -525,7 +526,8 @@ def _update_strikes(
 def _can_spare(view: View, ledger: dict[tuple[str, int], QuarantinedSlot], at: tuple[str, int]) -> bool:
     """True if the node has enough slots without this one, or the job enough nodes without the node."""
     quarantined = (*(q for other, q in ledger.items() if other != at), QuarantinedSlot(*at, strikes=0, left_s=1.0))
-    here = [p.record for p in view.nodes if not p.record.leaving and has_enough_slots(p.record, view, quarantined)]
+    avoided = avoided_slots(view.with_all_ready, quarantined)
+    here = [p.record for p in view.nodes if not p.record.leaving and has_enough_slots(p.record, view, avoided)]
     return at[0] in {record.id for record in here} or len(here) >= view.requirements.min_nodes
 
 
@@ -583,7 +585,7 @@ def _next_round(
     if (
         not isinstance(members, Wait) and _size(members) < current.required_size
     ):  # what failed before is better than none
-        members = _members(running, lost, (), ())
+        members = _members(replace(running, view=view.with_all_ready), lost, (), ())
     if isinstance(members, Wait):
         return replace(members, why="; ".join(filter(None, [why, members.why])))
     if _size(members) < current.required_size:
@@ -597,7 +599,7 @@ def _next_round(
     came = ", ".join(m.node for m in members if current.member(m.node) is None)
     here = {m.node for m in members}
     back = [str(slots) for slots in returned_slots(view, current, running.now) if slots.node in here]
-    why = "; ".join(filter(None, [why, came and f"{came} joined", *back]))
+    why = "; ".join(filter(None, [why, came and f"{came} joined", *back, *_starting(view, members)]))
     reason = f"{why}; restart with {_size_phrase(view, members)}"
     if first.directory != current.directory:
         reason += f"; {first.id} has its own checkpoint directory and starts from the checkpoints in it"
@@ -637,6 +639,13 @@ def _size(members: tuple[Member, ...]) -> int:
 def _smallest_stepped_size(running: _Running) -> int:
     known, size = running.current.stepped_size, running.current.world_size
     return known if not running.stepped else min(known or size, size)
+
+
+def _starting(view: View, members: tuple[Member, ...]) -> list[str]:
+    """A sentence for each node with slots that these members do not wait for."""
+    used = {(m.node, slot) for m in members for slot in m.slots}
+    left = {p.record.id: [s for s in p.record.starting if (p.record.id, s) not in used] for p in view.nodes}
+    return [f"{plural(len(slots), 'slot')} {listing(slots)} of {node} starts" for node, slots in left.items() if slots]
 
 
 def _hang_places(running: _Running) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:

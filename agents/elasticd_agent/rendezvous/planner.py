@@ -28,7 +28,7 @@ only a member notices at once that workers stand still.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from elasticd_agent.hangs.judge import HangJudge, failures
@@ -319,7 +319,7 @@ class ViewReader:
         self._round_at: dict[int, float] = {}
         self._failed_at: dict[int, float] = {}
         self._joined_at: dict[Identity, float] = {}
-        self._slots: dict[Identity, tuple[tuple[int, ...], float]] = {}
+        self._slots: dict[Identity, tuple[Collection[int], float]] = {}
         self._absent_since: dict[str, float] = {}
         self._leaving: dict[Identity, str] = {}
         self._short_since: float | None = None
@@ -373,9 +373,9 @@ class ViewReader:
         )
 
     def _present(self, record: NodeRecord, now: float) -> PresentNode:
-        identity = record.identity
-        slots, at = self._slots.get(identity, (record.slots, now))
-        self._slots[identity] = record.slots, at if slots == record.slots else now
+        identity, ready = record.identity, set(record.slots) - set(record.starting)
+        slots, at = self._slots.get(identity, (ready, now))
+        self._slots[identity] = ready, at if slots == ready else now
         return PresentNode(record, self._joined_at.setdefault(identity, now), self._slots[identity][1])
 
     def _update_short_since(self, records: Sequence[NodeRecord], now: float) -> float | None:

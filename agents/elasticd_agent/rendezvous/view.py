@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from elasticd_agent.model.messages import StopForced, StopRequested
@@ -34,7 +34,7 @@ class PresentNode:
 
     record: NodeRecord
     joined_at: float  #: when the planner first saw this incarnation
-    slots_at: float = 0.0  #: when the planner first saw it with these slots
+    slots_at: float = 0.0  #: when the planner first saw it with these slots, ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,13 @@ class View:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_records", {p.record.id: p.record for p in reversed(self.nodes)})
+
+    @property
+    def with_all_ready(self) -> View:
+        """The same, without a process that starts."""
+        if not any(p.record.starting for p in self.nodes):
+            return self
+        return replace(self, nodes=tuple(replace(p, record=replace(p.record, starting=())) for p in self.nodes))
 
     def record(self, node: str) -> NodeRecord | None:
         return self._records.get(node)
