@@ -257,7 +257,6 @@ def _open_api(loop: NodeLoop, parts: LoopDependencies) -> ApiServer:
         peers,
         check,
         limit=lambda: loop.settings.limits.jobs_per_submitter,
-        trial=loop.refusal,
         cache=parts.cache,
     )
     cookies = LoginCookies(token, time.time, tls, state_dir.cookie_key(settings.state_dir))

@@ -25,9 +25,8 @@ from elasticd_daemon.health.monitor import HealthMonitor
 from elasticd_daemon.health.policy import NOT_CHECKED_YET, HealthVerdict
 from elasticd_daemon.journal import AgentJournal
 from elasticd_daemon.metrics import NodeMetrics
-from elasticd_daemon.records import ClusterView, NodeState, NodeStatus, RunnerStatus, Submission
+from elasticd_daemon.records import ClusterView, NodeState, NodeStatus, RunnerStatus
 from elasticd_daemon.registration import NameTaken, NodeStatusPublisher
-from elasticd_daemon.runners import spawn
 from elasticd_daemon.runners.manager import RunnerManager
 from elasticd_daemon.runners.reconcile import NodePlan, RunOutcomes, reconcile
 from elasticd_daemon.runners.spawn import SpecBuilder
@@ -105,10 +104,6 @@ class NodeLoop:
         self._next_at = 0.0
 
     # For other threads:
-
-    def refusal(self, submission: Submission) -> str:
-        """Why this node would refuse the job; "" if it would not."""
-        return spawn.refusal(self._executor.specs, submission)
 
     @property
     def settings(self) -> NodeSettings:

@@ -85,10 +85,6 @@ elif [ ! -e "$link" ] && [ ! -L "$link" ] || [ "$(readlink "$link")" = "$program
     install -d -m 0755 /usr/local/bin
     ln -sfn "$program" "$link"
     share=/usr/local/share
-    for file in bash-completion/completions/elasticd zsh/site-functions/_elasticd fish/vendor_completions.d/elasticd.fish; do
-        install -d -m 0755 "$share/${file%/*}"
-        "$program" completion "${file%%[-/]*}" | install -m 0644 /dev/stdin "$share/$file" || say "no completion in $share/$file"
-    done
     manual=${python%/*}/../share/man/man1/elasticd.1
     [ ! -e "$manual" ] || install -D -m 0644 "$manual" "$share/man/man1/elasticd.1"
 else

@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 
+from elasticd_agent.cli import checkpoints, docs, dump, explain, store_server
 from elasticd_agent.cli.main import COMMANDS
-from elasticd_daemon.cli.completion import all_parsers
+from elasticd_agent.config.command_parser import CommandParser
+from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
+from elasticd_agent.config.flag import Treatment
+from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
+from elasticd_daemon import agent
+from elasticd_daemon.cli import config_command, doctor, job_commands
 
 
 def page() -> str:
     os.environ["COLUMNS"] = "80"
-    (commands,) = (action.choices for action in all_parsers()._actions if isinstance(action.choices, dict))
+    commands = all_parsers()
     parts = [
         '.TH ELASTICD 1 "" "elasticd" "User Commands"',
         ".SH NAME\nelasticd \\- keeps a PyTorch training job running while its workers fail",
@@ -21,6 +27,29 @@ def page() -> str:
         ".SH SEE ALSO\n.BR torchrun (1)",
     ]
     return "\n".join(parts) + "\n"
+
+
+def all_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every command; for its description only, not for parsing."""
+
+    run = CommandParser("run", COMMANDS["run"].line, "Exit codes: 0 succeeded, 1 the job failed, 2 usage, 75 requeue.")
+    for flag in (*ELASTICD_FLAGS, *TORCHRUN_FLAGS):
+        if flag.treatment is Treatment.HONORED:
+            word = flag.usage.rpartition(" ")[2]
+            switch = {"action": "store_true"} if word.startswith("-") else {"metavar": word}
+            run.add_argument(*flag.spellings, help=flag.help.replace("%", "%%"), **switch)  # type: ignore[arg-type]
+    run.add_argument("script", metavar="SCRIPT", help="and its arguments")
+    parsers: dict[str, argparse.ArgumentParser] = {"run": run}
+    local = (agent, store_server, doctor, config_command, checkpoints, docs)
+    parsers |= {parser.prog.split()[-1]: parser for parser in (module.build_parser() for module in local)}
+    parsers |= {name: job_commands.build_parser(name) for name in COMMANDS if name not in parsers}
+    # Without a JOB, or of a directory, these two are about this machine, and have options of their own.
+    for name, module in (("dump", dump), ("explain", explain)):
+        of_job, parsers[name] = parsers[name], module.build_parser()
+        for action in of_job._actions:
+            if action.option_strings and not parsers[name]._option_string_actions.keys() & set(action.option_strings):
+                parsers[name]._add_action(action)
+    return parsers
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> str:

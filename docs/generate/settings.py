@@ -49,8 +49,8 @@ works alone, with one slot per GPU (or CPU) and a local store. `examples/agent.t
 `elasticd config example` prints one with every key in it.
 
 ```
-elasticd config check /etc/elasticd/agent.toml     # the effective settings, or one line that says what is wrong
-elasticd config check job.toml --json              # job files as well; machine-readable
+elasticd config check /etc/elasticd/agent.toml     # one line: nothing is wrong with it, or what is wrong
+elasticd config check job.toml                     # job files as well
 ```
 
 An error is one line on stderr and exit code 2, and nothing is started:
@@ -119,10 +119,9 @@ workdir = "/home/me/project"
 ```
 
 `examples/job.toml` is a complete file, and `elasticd config example --job` prints one with every key in it.
-`elasticd submit --check job.toml` submits nothing and says what would come of it. For an error it prints one line
-with the file, the key, the error and its correction. Else it prints where the job would start, and which nodes refuse
-it and why. Without an agent, `elasticd config check job.toml` does the first half, and prints the effective settings.
-The checks are those of `elasticd run` ([torchrun.md](torchrun.md)). Some facts are known on a node only: whether the
+`elasticd config check job.toml` checks it without an agent: an error is one line with the file, the key, the error and
+its correction. `elasticd submit` makes the same checks first, and those of this node's `[limits]`. The checks are
+those of `elasticd run` ([torchrun.md](torchrun.md)). Some facts are known on a node only: whether the
 script is there, whether the user exists, whether the job may run there. Each node checks them when it is about to run
 the job. A node that cannot run it shows the job as refused, with the reason, and the job is scheduled elsewhere. A
 job that every node refuses blocks no other job, and has failed after `refuse_timeout` (60 s).

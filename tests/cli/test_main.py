@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -13,12 +12,6 @@ import pytest
 
 from elasticd_agent.cli.main import COMMANDS
 
-OPTIONS = {
-    "run": ("checkpoint-dir", "nproc-per-node"),
-    "dump": ("help", "out", "json", "node", "agent", "token-file"),
-    "explain": ("help", "list", "json", "node", "agent", "token-file"),
-}
-"""That a shell completes; dump and explain have those of both their forms."""
 COMMAND = [sys.executable, "-m", "elasticd_agent"]
 
 
@@ -134,26 +127,6 @@ def test_help_lists_every_command_in_a_line() -> None:
         assert len([line for line in page.stdout.splitlines() if line.startswith(f"  {name} ")]) == 1
     assert elasticd("help", "drain").stdout == elasticd("drain", "--help").stdout
     assert elasticd("help", "nope").returncode == 2
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_a_valid_script_with_every_command(shell: str, tmp_path: Path) -> None:
-    pytest.importorskip("shtab")
-    made = elasticd("completion", shell)
-    assert (made.returncode, made.stderr) == (0, "")
-    assert not [word for word in COMMANDS if word not in made.stdout]
-    option = {
-        "bash": r"_shtab_elasticd_{}_option_strings=\(.* --{}[ )]",
-        "zsh": r"_shtab_elasticd_{}_options=\((?:\n .*)*\n .*--{}[}}\[]",
-        "fish": r"_shtab_elasticd_using {}' (?:-s . )?-l {} ",
-    }[shell]
-    for command, names in OPTIONS.items():
-        assert not [name for name in names if not re.search(option.format(command, name), made.stdout)], command
-    if shell == "bash":
-        subprocess.run(["bash", "-n"], input=made.stdout, text=True, check=True)
-        asked = 'COMP_WORDS=(elasticd drai); COMP_CWORD=1; _shtab_elasticd; echo "${COMPREPLY[@]}"'
-        done = subprocess.run(["bash", "-c", f"{made.stdout}\n{asked}"], capture_output=True, text=True)
-        assert done.stdout.split() == ["drain"], done.stderr
 
 
 def test_help_in_the_c_locale() -> None:

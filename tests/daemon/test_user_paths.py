@@ -23,8 +23,8 @@ from tests.daemon.health.test_directories import DeadMount, needs_root
 from tests.daemon.node import COLD
 
 HERE = Path(elasticd_daemon.__file__).parent
-OTHER_PROCESSES = {"runners/main.py", "run_page.py"}
-"""Run in a job's runner, and in `elasticd run --ui`."""
+OTHER_PROCESSES = {"runners/main.py"}
+"""Run in a job's runner."""
 RULES = "user_refusal", "cgroup_limits"
 """Of config/allow_lists.py, for the main loop."""
 PATHS = {name for name, kind in typing.get_type_hints(JobFile).items() if "Path" in str(kind)} | {"command", "python"}
@@ -35,9 +35,7 @@ WAITS = {"run", "call", "check_call", "check_output"}
 FOR_OTHER_THREADS = {
     "agent.py installed_version_error: subprocess.run",  # the agent's own user's
     "runners/spawn.py check_interpreter: subprocess.run",  # in the runner
-    "runners/spawn.py try_in_process: subprocess.run",
     "scheduler/retention.py _remove_folder: subprocess.run",
-    "loop.py refusal: spawn.refusal",
     "agent.py _open_api: refusal",
     "agent.py check: refusal",
 }

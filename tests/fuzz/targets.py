@@ -47,7 +47,6 @@ from elasticd_daemon.api.schema import (
     MemberSlots,
     NodeSummary,
     RankProgress,
-    RankSteps,
     RoundStatus,
     RunnerAnswer,
     ScalarSeries,
@@ -84,8 +83,7 @@ OTHERS: list[Document] = [
 """Records of a job's nodes, besides those of the API."""
 PROGRESS: dict[bytes, Record] = {
     b"runner": RunnerAnswer(3, 2, "running", (MemberSlots("n1", (0, 1)),), 7, 1.5, ((1e9, 3, 7),),
-                            (RankProgress(0, "n1", 0, "training", 7, 0.5, "R"),), CheckpointStatus(3, 6, 1e9),
-                            (RankSteps(0, ((1e9, 7),)),)),
+                            (RankProgress(0, "n1", 0, "training", 7, 0.5, "R"),), CheckpointStatus(3, 6, 1e9)),
     b"node": JobProgress("n2", 3, "running", 2, (MemberSlots("n2", (0, 1)),), 1, 7, 1.5, CheckpointStatus(3, 6, 1e9),
                          goodput=0.9, started_at=1e9, rounds=(RoundStatus(3, 1e9, 2, ("n2",), "start", "why"),),
                          step_samples=((1e9, 3, 7),), scalars=(ScalarSeries("loss", ((7, 0.5),)),),

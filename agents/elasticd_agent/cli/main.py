@@ -29,7 +29,6 @@ COMMANDS = {
     "jobs": Command("lists the jobs: pending, running, ended"),
     "queue": Command("lists the pending jobs in the order in which they start"),
     "status": Command("shows what a job does and why: its state, ranks and rounds; without JOB, all jobs and nodes"),
-    "top": Command("shows jobs, their steps and rates, and nodes, every two seconds"),
     "logs": Command("prints the output of a rank, wherever it runs"),
     "cancel": Command("ends a job"),
     "explain": Command("names the root cause of a hang", "elasticd_agent.cli.explain:explain"),
@@ -45,14 +44,13 @@ COMMANDS = {
     "agent": Command("runs on a node as a service and runs submitted jobs", "elasticd_daemon.agent:agent"),
     "store": Command("hosts a c10d store, where nodes without etcd meet", "elasticd_agent.cli.store_server:store"),
     "doctor": Command("runs the agent's health checks on this machine", "elasticd_daemon.cli.doctor:doctor"),
-    "config": Command("checks and explains an agent.toml or a job file", "elasticd_daemon.cli.config_command:config"),
+    "config": Command("checks an agent.toml or a job file", "elasticd_daemon.cli.config_command:config"),
     "docs": Command("prints the documentation of this version", "elasticd_agent.cli.docs:docs"),
-    "completion": Command("prints a script for the shell's completion", "elasticd_daemon.cli.completion:completion"),
 }
 AGENT_COMMANDS = tuple(name for name, command in COMMANDS.items() if not command.entry)
 """Those that always use an agent."""
-_HIDDEN = {"job": "elasticd_daemon.runners.main:job", "try-job": "elasticd_daemon.runners.main:try_job"}
-"""The agent starts its runners and their trials with them."""
+_HIDDEN = {"job": "elasticd_daemon.runners.main:job"}
+"""The agent starts its runners with it."""
 _AGENT_FLAGS = {"--agent", "--token-file", "--ca", "--node"}
 _LOCAL_FLAGS = {"--list", "--event-log", "--pid", "--job", "--out", "-h", "--help"}
 
@@ -137,9 +135,6 @@ def _run(argv: Sequence[str]) -> int:
     from elasticd_agent.job import preflight  # not needed by a page of help or a mistake in an option
 
     preflight.check(spec, settings, os.environ)
-    if settings.ui_port is not None:
-        run_with_page: Callable[..., int] = _load("elasticd_daemon.run_page:run_with_page")
-        return run_with_page(spec, policy, settings)
     from elasticd_agent.job.run import run_job
 
     return run_job(spec, policy, settings)

@@ -28,12 +28,6 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
     _own("--metrics-port PORT", "Serves Prometheus metrics on this port; 0 for a free one.", value_type=ValueType.INT),
     _own("--metrics-addr ADDR", "The address metrics are served on.", default="127.0.0.1"),
     _own(
-        "--ui PORT",
-        "Serves the job's page (elasticd docs page) on this port of 127.0.0.1, 0 for a free one, and prints a "
-        "URL that logs a browser in. Without --log-dir the logs go to a new temporary directory, which stays.",
-        value_type=ValueType.INT,
-    ),
-    _own(
         "--max-restarts-per-hour N",
         "Restarts within one hour before the job is given up; without effect when --max-restarts is given.",
         value_type=ValueType.INT,

@@ -94,7 +94,6 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
         metrics_addr=parsed.metrics_addr,
         live=not (parsed.no_live or parsed.quiet),
         quiet=parsed.quiet,
-        ui_port=parsed.ui,
     )
     return RunModel(_job_spec(parsed, options, environ, cwd), policy, settings)
 

@@ -145,7 +145,7 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "--print-completion SHELL",
-        "Of torch 2.14 and newer. elasticd completion SHELL prints what the shell needs.",
+        "Of torch 2.14 and newer. elasticd has no scripts for shells.",
         treatment=Treatment.REFUSED,
         choices=("bash", "zsh", "tcsh", "fish", "powershell"),
         env=False,

@@ -270,12 +270,11 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """The agent's own output: events, metrics, page, console."""
+    """The agent's own output: events, metrics, console."""
 
     event_log: Path | None = None
     metrics_port: int | None = None  #: None: no metrics are served; 0: any free port
     metrics_addr: str = "127.0.0.1"
-    ui_port: int | None = None  #: None: no page is served; 0: any free port
     live: bool = True
     quiet: bool = False  #: only warnings and errors
     runtime_dir: Path | None = None  #: None: a new private directory for sockets and heartbeats, deleted at the end
@@ -283,8 +282,6 @@ class AgentSettings:
     def __post_init__(self) -> None:
         if self.metrics_port is not None:
             _check_port("metrics", self.metrics_port, lowest=0)
-        if self.ui_port is not None:
-            _check_port("ui", self.ui_port, lowest=0)
 
 
 LEAST_DEADLINE_S = 5.0

@@ -102,7 +102,6 @@ class LocalJobs:
             step_samples=() if brief else runner.step_samples,
             snapshot=runner.snapshot and runner.snapshot.aged(now),
             scalars=() if brief else known.scalars,
-            rank_steps=() if brief else runner.rank_steps,
             gpus=tuple(replace(gpu, node=self.node) for gpu in self._gpu_usage()),
             runner_problem=problem,
         )

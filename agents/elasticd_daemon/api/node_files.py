@@ -10,7 +10,6 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 from urllib.parse import quote
 
 from elasticd.errors import ElasticdError, WireError
@@ -28,7 +27,6 @@ from elasticd_daemon.api.schema import (
     JobProgress,
     LogChunk,
     RankProgress,
-    RankSteps,
     RoundStatus,
     ScalarSeries,
 )
@@ -43,7 +41,6 @@ MAX_HISTORY_NODES = 16
 """Nodes that are asked for the history of a job without a placement."""
 MAX_FULL_HISTORY_NODES = 3
 """Nodes, besides this one and those that the job has left, that are asked for a job's whole history."""
-_OfRank = TypeVar("_OfRank", RankProgress, RankSteps)
 _NOT_REGISTERED = "its agent is not registered"
 
 
@@ -174,7 +171,6 @@ class ClusterReader:
         here: Callable[[], Answer],
         question: tuple[str, str, Mapping[str, object]],
         within_s: float,
-        body: bytes = b"",
     ) -> list[Answer]:
         """Each node's answer to (method, path, query), all asked at the same time; `here` makes this node's answer."""
         names = list(nodes)
@@ -182,7 +178,7 @@ class ClusterReader:
         own: list[Answer] = []
         method, path, query = question
         meanwhile = (lambda: own.append(here())) if self.local.node in names else lambda: None
-        answers = self.peers.request_all(others, method, path, query, within_s, meanwhile, body)
+        answers = self.peers.request_all(others, method, path, query, within_s, meanwhile)
         rows: dict[str, Answer] = {
             node: answer if isinstance(answer, dict) else {"error": answer} for node, answer in answers.items()
         }
@@ -248,19 +244,18 @@ def merge_progress(rows: Sequence[JobProgress], unreachable: Mapping[str, str]) 
         donor_resumes=max(row.donor_resumes for row in rows),
         donor_steps=max(row.donor_steps for row in rows),
         rounds=_merged_rounds(rows),
-        ranks=_by_rank(rows, lambda row: row.ranks),
+        ranks=_merged_ranks(rows),
         step_samples=min(samples, key=lambda one: one[0], default=()),
         scalars=_merged_scalars(rows),
-        rank_steps=_by_rank(rows, lambda row: row.rank_steps),
         gpus=tuple(gpu for row in sorted(rows, key=lambda row: row.node) for gpu in row.gpus),
         unreachable=dict(unreachable),
     )
 
 
-def _by_rank(rows: Sequence[JobProgress], of: Callable[[JobProgress], Iterable[_OfRank]]) -> tuple[_OfRank, ...]:
-    """The rows of the newest round's ranks: an older one numbers ranks differently."""
+def _merged_ranks(rows: Sequence[JobProgress]) -> tuple[RankProgress, ...]:
+    """The newest round's ranks: an older one numbers ranks differently."""
     newest = max(row.round or 0 for row in rows)
-    by_rank = {ranked.rank: ranked for row in reversed(rows) if (row.round or 0) == newest for ranked in of(row)}
+    by_rank = {rank.rank: rank for row in reversed(rows) if (row.round or 0) == newest for rank in row.ranks}
     return tuple(by_rank[rank] for rank in sorted(by_rank))
 
 

@@ -39,7 +39,6 @@ class Peers:
         path: str,
         query: Mapping[str, object] | None = None,
         within_s: float = 5.0,
-        body: bytes = b"",
     ) -> Reply:
         """Raises Unreachable, also if the agent denies access."""
         if not address:
@@ -54,7 +53,7 @@ class Peers:
         client = AgentClient(
             None, host, port, given, context, self.tls_name, AGENT_SCHEME, MAX_ANSWER_BYTES, bounded_json.MAX_VALUES
         )
-        reply = client.request(method, path, query, body=body, within_s=within_s)
+        reply = client.request(method, path, query, within_s=within_s)
         if reply.code in (401, 403):
             raise Unreachable(f"the agent at {client} denies access: {reply.why}")
         return reply
@@ -67,7 +66,6 @@ class Peers:
         query: Mapping[str, object] | None = None,
         within_s: float = 5.0,
         meanwhile: Callable[[], None] = lambda: None,
-        body: bytes = b"",
     ) -> dict[str, Answer | str]:
         """Each node's answer, or why there is none; within `within_s`. `meanwhile` runs on the caller's thread."""
         answers: dict[str, Answer | str] = {}
@@ -81,7 +79,7 @@ class Peers:
                 except IndexError:  # another thread took the last one
                     return
                 try:
-                    reply = self.request(address, method, path, query, rest, body)
+                    reply = self.request(address, method, path, query, rest)
                     answers[node] = reply.document() if reply.code == 200 else reply.why
                 except Unreachable as error:
                     answers[node] = str(error)

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from elasticd import bounded_json
-from elasticd.errors import StoreRefused, StoreUnavailable, UsageError, WireError
+from elasticd.errors import StoreRefused, StoreUnavailable, UsageError
 from elasticd_agent.system.bounded_io import DeadlineExceeded
 from elasticd_agent.system.network.http_auth import AccessDenied
 from elasticd_agent.system.network.http_server import (
@@ -31,8 +31,6 @@ from elasticd_daemon.api.rank_logs import MAX_BYTES, LogRequest
 from elasticd_daemon.api.schema import LogChunk
 from elasticd_daemon.api.service import Conflict, JobService
 from elasticd_daemon.config.documents import FileFormat
-from elasticd_daemon.records import Submission
-from elasticd_daemon.runners.spawn import TrialFailed
 
 PUBLIC_PATHS = ("/metrics", "/healthz", "/readyz")
 LogStream = Literal["stdout", "stderr", "elasticd", "events"]
@@ -45,7 +43,6 @@ _ERROR_STATUS: dict[type[Exception], int] = {
     UsageError: 400,
     NodesUnavailable: 504,
     DeadlineExceeded: 504,
-    TrialFailed: 504,
 }
 
 
@@ -59,9 +56,6 @@ class ApiRoutes:
                 **pages.handlers(),
                 "GET /v1/jobs": lambda request: self._jobs(),
                 "POST /v1/jobs": self._submit,
-                "POST /v1/try": lambda request: json_response(
-                    service.try_job(request.body, _job_file_type(request), request.requested_by)
-                ),
                 "GET /v1/jobs/*": lambda request, job: json_response(service.job(job).to_dict()),
                 "POST /v1/jobs/*/cancel": lambda request, job: json_response(service.cancel(job, request.requested_by)),
                 "GET /v1/jobs/*/logs": lambda request, job: _log_response(service.logs(job, _log_request(request))),
@@ -72,7 +66,6 @@ class ApiRoutes:
                 "POST /v1/nodes/*/drain": lambda request, node: self._cordon(request, node, drain=True),
                 "POST /v1/nodes/*/uncordon": lambda request, node: json_response(service.uncordon(node)),
                 # For other agents: what this node has itself, without the store.
-                "POST /v1/local/try": self._local_try,
                 "GET /v1/local/jobs/*": self._local_progress,
                 "GET /v1/local/jobs/*/logs": self._local_logs,
                 "POST /v1/local/jobs/*/dump": self._local_dump,
@@ -111,13 +104,6 @@ class ApiRoutes:
         query = _query(request)
         name, token = query.get("id") or None, query.get("token", "")
         return json_response(self.service.submit(request.body, kind, name, request.requested_by, token), 201)
-
-    def _local_try(self, request: HttpRequest) -> HttpResponse:
-        try:
-            submission = Submission.from_json(request.body)
-        except WireError as error:
-            raise HttpError(400, str(error)) from None
-        return json_response({"refusal": self.service.trial(submission)})
 
     def _explain(self, request: HttpRequest, job: str) -> HttpResponse:
         return json_response(self.service.explain(job, _integer(_query(request), "round")))

@@ -45,14 +45,6 @@ class MemberSlots(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class RankSteps(Record):
-    """When a rank of the newest round had made which step."""
-
-    rank: int
-    points: tuple[tuple[float, int], ...] = ()  #: (unix time, step)
-
-
-@dataclass(frozen=True, slots=True)
 class RunnerAnswer(Record):
     """The part of a runner's `status` answer that the API uses."""
 
@@ -65,7 +57,6 @@ class RunnerAnswer(Record):
     step_samples: tuple[StepSample, ...] = ()
     ranks: tuple[RankProgress, ...] = ()
     snapshot: CheckpointStatus | None = None
-    rank_steps: tuple[RankSteps, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +81,6 @@ class JobProgress(Record):
     ranks: tuple[RankProgress, ...] = ()
     step_samples: tuple[StepSample, ...] = ()
     scalars: tuple[ScalarSeries, ...] = ()
-    rank_steps: tuple[RankSteps, ...] = ()
     gpus: tuple[GpuUsage, ...] = ()
     unreachable: Mapping[str, str] = field(default_factory=dict)  #: the nodes that did not answer, and why
     runner_problem: str = ""  #: why the runner on `node` did not answer

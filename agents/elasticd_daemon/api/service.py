@@ -20,7 +20,6 @@ from elasticd_agent.model.phrases import count, is_are, listing
 from elasticd_agent.model.records import Round
 from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
-from elasticd_agent.system.bounded_io import DeadlineExceeded
 from elasticd_daemon.api import views
 from elasticd_daemon.api.local import DUMP_TIMEOUT_S, READ_TIMEOUT_S, LocalJobs
 from elasticd_daemon.api.node_files import ClusterReader, NotFound
@@ -31,12 +30,8 @@ from elasticd_daemon.api.views import JobList
 from elasticd_daemon.config import job_file
 from elasticd_daemon.config.documents import FileFormat
 from elasticd_daemon.config.job_file import JobFile
-from elasticd_daemon.records import ClusterView, JobResult, Placement, Refusal, Submission, submitter
-from elasticd_daemon.runners.spawn import TrialFailed
-from elasticd_daemon.scheduler import job_queue, policy
-
-TRY_TIMEOUT_S = 25.0
-"""The time for all nodes' answers to a trial, which have 20 s each (runners/spawn.py)."""
+from elasticd_daemon.records import ClusterView, JobResult, Submission, submitter
+from elasticd_daemon.scheduler import job_queue
 
 
 class Conflict(ElasticdError):
@@ -53,7 +48,6 @@ class JobService:
     check: Callable[[JobFile], None] = lambda job: None
     """Applies this node's limits to a job before it is submitted: it raises UsageError."""
     limit: Callable[[], int | None] = lambda: None
-    trial: Callable[[Submission], str] = lambda job: ""  #: why this node would refuse a job; "" if it would not
     clock: Callable[[], float] = time.time
     cache: StoreCache | None = None
     _cluster: ClusterReader = field(init=False)
@@ -122,42 +116,6 @@ class JobService:
             priority=job.priority,
         )
         return request, name_of(job.command[0], job.module)
-
-    def try_job(self, data: bytes, kind: FileFormat, by: str) -> Answer:
-        """Predict by the scheduler's own rules what would come of a submission, with what each node says of the job.
-
-        Raises UsageError for an invalid job, Conflict where `submit` does.
-        """
-        request, stem = self._request(data, kind, None, by)
-        self._check_number(by, "")
-        view = self._view()
-        name = request.job or job_queue.new_name(stem)
-        if any(other.job == name for other in view.unfinished()):
-            raise Conflict(f"job {name!r} has not ended")
-        number = 1 + max((other.number for other in view.submissions), default=0)
-        submission = replace(request, job=name, number=number)
-        nodes = [status.node for status in view.nodes if status.slots >= submission.min_slots]
-        own, body = lambda: self._try_here(submission), submission.to_json()
-        rows = self._cluster.gather(view, nodes, own, ("POST", "/v1/local/try", {}), TRY_TIMEOUT_S, body)
-        refusals = tuple(Refusal(row["node"], str(row["refusal"])) for row in rows if row.get("refusal"))
-        written = Placement(name, number, (), policy.BEHIND_OTHERS, refusals)
-        changes = policy.schedule(
-            replace(view, submissions=(*view.submissions, submission), placements=(*view.placements, written))
-        )
-        placement = next((change for change in changes if change.job == name), written)
-        return {
-            "job": name,
-            "starts": bool(placement.assignments),
-            "possible": not placement.reason.endswith(policy.BLOCKS_NOBODY),
-            "reason": policy.describe(placement.reason, policy.head_of_queue(view)),
-            "nodes": rows,
-        }
-
-    def _try_here(self, submission: Submission) -> Answer:
-        try:
-            return {"refusal": self.trial(submission)}
-        except (DeadlineExceeded, TrialFailed) as error:
-            return {"error": str(error)}
 
     def _check_number(self, by: str, token: str) -> None:
         """Raises Conflict for a submitter with too many jobs, except for a submission that is repeated."""

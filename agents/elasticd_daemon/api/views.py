@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -194,22 +194,16 @@ class JobList:
         )
         return cls(jobs, (*running, *[jobs[submission.job] for submission in queue]), tuple(ended))
 
-    def find(self, state: str, words: Sequence[str]) -> list[JobSummary]:
+    def find(self, state: str) -> list[JobSummary]:
         """Running jobs first, then the queue, then ended jobs, the newest first. `state`: that of a summary,
-        "unfinished", or "" for any. `words`: what must occur in a row, in folded case.
+        "unfinished", or "" for any.
         """
         jobs = [*self.unfinished, *(() if state == "unfinished" else self.ended)]
-        any_state = state in ("", "unfinished")
-        return [job for job in jobs if (any_state or job.state == state) and (not words or _has_words(job, words))]
+        return [job for job in jobs if state in ("", "unfinished", job.state)]
 
     def summaries(self) -> list[JobSummary]:
         """The unfinished jobs by number, then the ended ones by the time of their end."""
         return [*sorted(self.unfinished, key=lambda job: job.number), *reversed(self.ended)]
-
-
-def _has_words(job: JobSummary, words: Iterable[str]) -> bool:
-    text = " ".join((job.job, job.state, job.submitted_by, job.priority, job.reason, *job.nodes)).casefold()
-    return all(map(text.__contains__, words))
 
 
 def _summaries(

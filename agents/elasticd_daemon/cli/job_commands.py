@@ -1,4 +1,4 @@
-"""The commands that use an agent's HTTP API: submit, jobs, queue, status, top, logs, cancel, nodes, cordon, uncordon,
+"""The commands that use an agent's HTTP API: submit, jobs, queue, status, logs, cancel, nodes, cordon, uncordon,
 drain, open, dump, explain. Exit codes: 0 done, 1 the agent refuses or does not answer, 2 usage.
 """
 
@@ -40,7 +40,6 @@ from elasticd_daemon.cli.log_follower import LogFollower, LogQuery
 TOKEN_FILE = "ELASTICD_TOKEN_FILE"
 CA = "ELASTICD_CA"
 EVIDENCE_TIMEOUT_S = 75.0
-TRY_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 3600.0
 POLL_S = 0.5
 _MAX_FILE_BYTES = 64 * 1024
@@ -126,10 +125,6 @@ def _checkpoint_dir(given: str) -> str:
 
 
 def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, data: bytes, kind: str) -> int:
-    if options.check:
-        verdict = _checked(client.post("/v1/try", data, kind, within_s=TRY_TIMEOUT_S), path)
-        _show(options, verdict, tables.trial)
-        return 0 if verdict.get("possible") else 1
     # The same token at every try: a job that was submitted although the answer got lost is found, not run twice.
     query = {"id": options.id, "token": secrets.token_hex(16)}
     reply = client.post("/v1/jobs", data, kind, query=query)
@@ -183,18 +178,9 @@ def _status(client: AgentClient, options: argparse.Namespace) -> int:
         answer = fetch_overview(client)
         _print_problems(answer)
         return _show(options, answer, lambda answer: tables.overview(answer, ended=True))
-    return _show(options, fetch_status(client, options.job), lambda answer: status_page(JobStatus.from_dict(answer)))
-
-
-def _top(client: AgentClient, options: argparse.Namespace) -> int:
-    from elasticd_daemon.cli.status_watch import watch
-
-    return watch(client, None, options.every, as_json=options.json)
-
-
-def status_page(job: JobStatus) -> str:
-    """A job's page, which begins with its problem."""
-    return tables.problem_line(job) + tables.status(job)
+    return _show(
+        options, fetch_status(client, options.job), lambda answer: tables.job_page(JobStatus.from_dict(answer))
+    )
 
 
 def _logs(client: AgentClient, options: argparse.Namespace) -> int:
@@ -257,7 +243,6 @@ _COMMANDS: dict[str, Callable[[AgentClient, argparse.Namespace], int]] = {
     "jobs": partial(_list, path="/v1/jobs", page=lambda answer: tables.jobs(_summaries(answer))),
     "queue": partial(_list, path="/v1/jobs", page=lambda answer: tables.queue(_summaries(answer))),
     "status": _status,
-    "top": _top,
     "logs": _logs,
     "cancel": _cancel,
     "nodes": partial(_list, path="/v1/nodes", page=_node_table),
@@ -359,7 +344,6 @@ _DESCRIPTIONS = {
     "jobs": "Lists the jobs: the unfinished ones in the order of their submission, then the ended ones.",
     "queue": "Lists the pending jobs in the order in which they start, and how many slots their submitters use.",
     "status": "Shows what one job does and why: its nodes, step, steps/s, last checkpoint, goodput, ranks and rounds.",
-    "top": "Shows what runs now, every two seconds until Ctrl-C: jobs with their steps and rates, nodes, pending jobs.",
     "logs": "Prints the output of a rank, wherever it runs: of its newest round, or of --round.",
     "cancel": "Ends a job: its workers get SIGTERM, and SIGKILL if they do not stop.",
     "nodes": "Lists the nodes, what runs on them, and why a node takes no work.",
@@ -396,12 +380,6 @@ _OPTIONS = (
         help="the job's id; default: the file's, or the script's name and four characters",
     ),
     _option("submit", "--kind", choices=tuple(_CONTENT_TYPES), help="the format of FILE, without a suffix"),
-    _option(
-        "submit",
-        "--check",
-        action="store_true",
-        help="submit nothing; ask every node, and say whether the job would start",
-    ),
     _option(
         "submit",
         "-f",
@@ -447,7 +425,7 @@ _OPTIONS = (
     ),
     _option("status", "job", metavar="JOB", nargs="?", help="its id; without one, all jobs and nodes"),
     _option("status", "--watch", action="store_true", help="repeat until the job has ended or Ctrl-C"),
-    _option("status top", "--every", type=_seconds, default=2.0, metavar="S", help="the interval (2 s)"),
+    _option("status", "--every", type=_seconds, default=2.0, metavar="S", help="of --watch: the interval (2 s)"),
     _option("logs cancel dump explain", "job", metavar="JOB", help="its id, as elasticd jobs lists it"),
     _option("cordon uncordon drain", "name", metavar="NODE", help="its name, as elasticd nodes lists it"),
     _option("cordon drain", "--reason", metavar="TEXT", help="the reason that elasticd nodes shows"),

@@ -1,4 +1,4 @@
-"""`elasticd status [JOB] --watch`, `elasticd top`: a page every few seconds; in place on a terminal, else one by one.
+"""`elasticd status [JOB] --watch`: a page every few seconds; in place on a terminal, else one by one.
 
 It continues while the agent is restarted, with the age of what is shown, and ends with 0 when the job has ended or at
 Ctrl-C.
@@ -17,12 +17,9 @@ from elasticd.errors import WireError
 from elasticd_daemon.api.client import AgentClient, RequestFailed, Unreachable, fetch_status
 from elasticd_daemon.api.schema import Answer, JobStatus
 from elasticd_daemon.cli import tables
-from elasticd_daemon.dashboard import chart
 
 TOP_JOBS = 32
 """Running jobs whose steps, rates and problems are shown: each costs a request."""
-SPARKS = " ▁▂▃▄▅▆▇█"
-SPARK_COLUMNS, SPARK_S = 40, 600.0
 _STYLES = {
     r"\bstopped\b|\bdead\b|\bstalled\b|\bfailed\b|\blost\b|\boffline\b|\bquarantined\b": "bold red",
     r"\brecovering\b|\bstarting\b|\bstopping\b|\bpending\b|\bdraining\b": "yellow",
@@ -105,7 +102,7 @@ def follow(
                 page = tables.overview(answer)
             else:
                 status = JobStatus.from_dict(answer)
-                page = render(status)
+                page = tables.job_page(status)
                 ended = status.ended and not status.leaving
             answered_at = clock()
             if not as_json:
@@ -121,24 +118,6 @@ def follow(
         if ended:
             return 0
         sleep(every_s)
-
-
-def render(job: JobStatus) -> str:
-    """One job's page: its problem, the step rate of the last minutes, then the page of `elasticd status`."""
-    head = tables.problem_line(job)
-    if job.submitted_at is not None and job.age_seconds is not None:
-        now = job.submitted_at + job.age_seconds  # by the agent's clock, as all other times
-        shown = chart.window(job, now, SPARK_S)
-        rates = chart.rates(chart.points(job), shown, live=not job.ended, columns=SPARK_COLUMNS)
-        if any(rates):
-            head += f"{sparks(rates)}  steps/s, the last {tables.age(shown.until - shown.since)}\n"
-    return head + tables.status(job)
-
-
-def sparks(found: list[float | None]) -> str:
-    """One character each; a dot where nothing is known."""
-    most = max((rate for rate in found if rate is not None), default=0.0) or 1.0
-    return "".join("·" if rate is None else SPARKS[round(rate / most * (len(SPARKS) - 1))] for rate in found)
 
 
 def _print(text: str) -> None:

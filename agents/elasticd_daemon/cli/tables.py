@@ -78,19 +78,6 @@ def queue(rows: Sequence[JobSummary]) -> str:
     return table(("PLACE", "JOB", "PRIORITY", "BY", "USES", "AGE", "REASON"), cells)
 
 
-def trial(answer: Mapping[str, Any]) -> str:
-    """The page of `submit --check`: what would come of the job, then the nodes that would refuse it or did not
-    answer.
-    """
-    starts = "it would start: " if answer["starts"] else "it would wait: " if answer["possible"] else ""
-    lines = [f"{starts}{visible(str(answer['reason']).removeprefix('pending: '))}"]
-    for row in answer["nodes"]:
-        if why := row.get("refusal") or row.get("error"):
-            verb = "refuses it" if row.get("refusal") else "cannot say"
-            lines.append(f"{visible(row['node'])} {verb}: {visible(why)}")
-    return "\n".join(lines) + "\n"
-
-
 def cancelled(answer: Mapping[str, Any]) -> str:
     leaving = answer.get("leaving")
     stopping = f"; its workers on {_names(leaving)} are being stopped" if leaving else ""
@@ -133,8 +120,8 @@ def problem_line(job: JobStatus, prefix: str = "elasticd: ") -> str:
     return f"{prefix}{wrong[0]}: {visible(wrong[1])}\n" if wrong else ""
 
 
-def status(job: JobStatus) -> str:
-    """One job's page: its state and why, then its ranks and rounds."""
+def job_page(job: JobStatus) -> str:
+    """One job's page: its problem, its state and why, then its ranks and rounds."""
     progress = job.known
     facts = [
         ("reason", visible(job.reason)),
@@ -151,7 +138,7 @@ def status(job: JobStatus) -> str:
     ]
     lines = [f"{visible(job.job)}: {_state(job)}"]
     lines += [f"  {name:<{_NAME}} {value}" for name, value in facts if value]
-    page = "\n".join(lines) + "\n" + _ranks(progress.ranks)
+    page = problem_line(job) + "\n".join(lines) + "\n" + _ranks(progress.ranks)
     if progress.rounds:
         older = len(progress.rounds) - SHOWN_ROUNDS
         cells = [_round_row(row) for row in progress.rounds[-SHOWN_ROUNDS:]]

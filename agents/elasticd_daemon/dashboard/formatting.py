@@ -15,13 +15,6 @@ def rate(per_second: float) -> str:
     return f"{per_second:.3g} steps/s" if per_second >= 0.1 else f"{in_words(1 / per_second)} a step"
 
 
-def step_time(seconds: float) -> str:
-    """Seconds in three digits below 10 s: "96 ms", "1.24 s"; times that differ by 15 % look different."""
-    if seconds >= 9.995:
-        return in_words(seconds)
-    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.2f} s"
-
-
 def clock(at: float, *, day: bool = False) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S" if day else "%H:%M:%S", time.localtime(at))
 

@@ -8,9 +8,9 @@ from urllib.parse import urlencode
 
 from elasticd_agent.model.phrases import count
 from elasticd_agent.system.durations import in_words
-from elasticd_daemon.api.schema import Answer, CheckpointStatus, JobProgress, JobStatus, RoundStatus
+from elasticd_daemon.api.schema import Answer, CheckpointStatus, JobProgress, JobStatus, RoundStatus, ScalarSeries
 from elasticd_daemon.dashboard import formatting, status
-from elasticd_daemon.dashboard.chart import chart, scalar_chart, step_times
+from elasticd_daemon.dashboard.chart import chart
 
 WINDOWS: dict[str, tuple[str, float | None]] = {
     "10m": ("10 min", 600.0),
@@ -32,13 +32,11 @@ class PageQuery:
     window: str = "1h"
     rank: int = 0
     stream: str = "stdout"
-    find: str = ""  #: a text: only lines of the log that have it are shown
 
-    def link(self, job: str, more: str = "", **other: str) -> str:
-        query = {"window": self.window, "rank": str(self.rank), "stream": self.stream, "find": self.find, **other}
-        return formatting.job_url(
-            job, f"{more}?{urlencode({name: text for name, text in query.items() if text}, errors='replace')}"
-        )
+    def link(self, job: str, window: str) -> str:
+        """The same with another window."""
+        query = {"window": window, "rank": self.rank, "stream": self.stream}
+        return formatting.job_url(job, f"?{urlencode(query)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +77,8 @@ def values(
         "evidence": evidence, "state": status.state(job), "warnings": _warnings(job), "reason": _reason(job),
         "last_words": _last_words, "tiles": _tiles(job), "windows": WINDOWS,
         "course": chart(job, now, WINDOWS[view.window][1]) if has_steps else None,
-        "scalars": [scalar_chart(series) for series in progress.scalars if series.points],
         "boxes": boxes, "more_ranks": more_ranks, "behind": lambda rank: status.behind(rank, progress),
-        "times": step_times(progress.rank_steps), "rounds": progress.rounds[::-1], "shown_rounds": SHOWN_ROUNDS,
+        "rounds": progress.rounds[::-1], "shown_rounds": SHOWN_ROUNDS,
         "facts": lambda one: _facts(one, job, now), "ranks": range(min(size, 1024)), "streams": STREAMS,
     }  # fmt: skip
 
@@ -121,6 +118,7 @@ def _tiles(job: JobStatus) -> list[tuple[str, str, str]]:
         *([_saved_tile("In memory", progress.snapshot)] if progress.snapshot else []),
         ("Goodput", goodput, "of its time counted"),
         _lost_tile(progress),
+        *(_number_tile(series) for series in progress.scalars if series.points),
     ]
 
 
@@ -141,6 +139,12 @@ def _lost_tile(progress: JobProgress) -> tuple[str, str, str]:
     if progress.donor_resumes:
         more += f", {count(progress.donor_steps, 'step')} saved after a fault"
     return "Lost", in_words(sum(lost)), more
+
+
+def _number_tile(series: ScalarSeries) -> tuple[str, str, str]:
+    """The newest value that the script has passed to `session.log`."""
+    step, value = series.points[-1]
+    return series.name, f"{value:.6g}", f"at step {step:,}"
 
 
 def _facts(one: RoundStatus, job: JobStatus, now: float) -> list[str]:

@@ -11,7 +11,6 @@ import base64
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import resources
 
 from jinja2 import DictLoader, Environment, StrictUndefined
@@ -69,7 +68,6 @@ def _environment() -> Environment:
         "in_words": in_words,
         "iso": formatting.iso,
         "job_url": formatting.job_url,
-        "rate": formatting.rate,
         "same_day": formatting.same_day,
         "time_zone": formatting.time_zone,
     }
@@ -109,16 +107,3 @@ def page(
 def public_page(template: str, title: str, **values: object) -> str:
     """A page before login."""
     return _TEMPLATES.get_template(template).render(values, title=title, style=_STYLE)
-
-
-@dataclass(frozen=True, slots=True)
-class LoginTexts:
-    """Texts for a visitor who is not logged in; the defaults are an agent's."""
-
-    needed: str = "This page shows jobs, their logs and the nodes. It needs the agent's token."
-    used: str = "This link was used, or is too old: `elasticd open` prints a new one. Or give the token."
-    token_file: str = ""  #: a path; "": agent.toml names it
-    no_tls: str = (
-        "the token would cross the network in plain text. Give the agent a certificate (http.tls_cert in agent.toml), "
-        "or open this page as http://localhost through a tunnel, ssh -L or kubectl port-forward"
-    )

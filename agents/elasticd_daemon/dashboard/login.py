@@ -109,10 +109,9 @@ class LoginCookies:
 class OneTimeCodes:
     """Codes that log one browser in, each once. In this agent's memory only. Thread-safe, bounded in size."""
 
-    def __init__(self, clock: Callable[[], float], lifetime_s: float = CODE_LIFETIME_S) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` is monotonic seconds."""
         self._clock = clock
-        self._lifetime_s = lifetime_s
         self._lock = threading.Lock()
         self._issued: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         """When each expires and to whom it was issued, by its digest: how long a look-up takes reveals nothing."""
@@ -120,7 +119,7 @@ class OneTimeCodes:
     def issue(self, name: str) -> str:
         code = secrets.token_urlsafe(24)
         with self._lock:
-            self._issued[_code_digest(code)] = self._clock() + self._lifetime_s, name
+            self._issued[_code_digest(code)] = self._clock() + CODE_LIFETIME_S, name
             while len(self._issued) > MAX_CODES:
                 self._issued.popitem(last=False)
         return code

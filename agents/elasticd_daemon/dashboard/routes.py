@@ -7,34 +7,30 @@ shared among all open pages.
 
 from __future__ import annotations
 
-import functools
 import os
-import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 from urllib.parse import parse_qsl, unquote
 
 from elasticd.errors import ElasticdError, StoreUnavailable, UsageError
-from elasticd_agent.model.phrases import count
 from elasticd_agent.system.bounded_io import DeadlineExceeded, run_within
 from elasticd_agent.system.durations import in_words
 from elasticd_agent.system.network.http_auth import AccessDenied, TokenAuth
 from elasticd_agent.system.network.http_server import HttpError, HttpRequest, HttpResponse, json_response
-from elasticd_daemon.api import views
 from elasticd_daemon.api.node_files import NodesUnavailable, NotFound
-from elasticd_daemon.api.rank_logs import MAX_BYTES, LogRequest
+from elasticd_daemon.api.rank_logs import LogRequest
 from elasticd_daemon.api.routes import ApiRoutes
-from elasticd_daemon.api.schema import Answer, JobProgress, JobStatus, JobSummary, LogChunk, NodeSummary
+from elasticd_daemon.api.schema import Answer, JobStatus, NodeSummary
 from elasticd_daemon.api.service import Conflict
 from elasticd_daemon.api.views import JobList
 from elasticd_daemon.dashboard import formatting, job_page, layout, overview
 from elasticd_daemon.dashboard.job_page import STREAMS, WINDOWS, Evidence, LogTail, PageQuery
 from elasticd_daemon.dashboard.login import CODE_LIFETIME_S, LoginCookies, OneTimeCodes
-from elasticd_daemon.dashboard.overview import STATES, ListQuery
+from elasticd_daemon.dashboard.overview import STATES
 from elasticd_daemon.dashboard.status import problem
 from elasticd_daemon.records import submitter
 
@@ -43,19 +39,16 @@ CACHE_S = 0.9
 EVIDENCE_S = 30.0
 MAX_EVIDENCE = 8
 TAIL_BYTES = 16 << 10
-SEARCH_BYTES, SEARCH_S = 8 << 20, 20.0
-"""The end of a log that is searched, and the interval at which a page with a search is refreshed."""
-DOWNLOAD_BYTES = 32 << 20
-"""The end of a log that can be downloaded: more is on the node."""
-MAX_SEARCH_CHARS = 200
-MAX_FOUND = 500
-"""Lines that a search shows, the newest."""
 PAGE_TIMEOUT_S = 2.0
 NODES_PER_SECOND = 16
 """A page of a job on more than twice this many nodes is refreshed less often: each node is asked for its ranks."""
-MAX_OVERVIEW_JOBS = 8
-"""Jobs of this node whose runners are asked for their progress, for the overview."""
 NO_TOKEN = "This agent has no token: set http.token_file in agent.toml."
+_TOKEN_NEEDED = "This page shows jobs, their logs and the nodes. It needs the agent's token."
+_LINK_USED = "This link was used, or is too old: `elasticd open` prints a new one. Or give the token."
+_NO_TLS = (
+    "the token would cross the network in plain text. Give the agent a certificate (http.tls_cert in agent.toml), or "
+    "open this page as http://localhost through a tunnel, ssh -L or kubectl port-forward"
+)
 _NOT_OURS = "This form does not come from a page that is open in this browser: load the page again."
 _PUBLIC = {("POST", "/login"), ("POST", "/logout"), ("GET", "/login")}
 _FORM = "application/x-www-form-urlencoded"
@@ -112,13 +105,10 @@ class DashboardRoutes:
     token: TokenAuth
     cookies: LoginCookies
     version: str
-    has_buttons: bool = True
     base_url: str = ""  #: the address of the dashboard for a browser on this machine: http://127.0.0.1:9411
     codes: OneTimeCodes = field(default_factory=lambda: OneTimeCodes(time.monotonic))
-    texts: layout.LoginTexts = field(default_factory=layout.LoginTexts)
     _overviews: ResponseCache[_Overview] = field(default_factory=lambda: ResponseCache(CACHE_S))
     _jobs: ResponseCache[JobStatus] = field(default_factory=lambda: ResponseCache(CACHE_S))
-    _progress: ResponseCache[JobProgress] = field(default_factory=lambda: ResponseCache(CACHE_S))
     _evidence: ResponseCache[Answer] = field(default_factory=lambda: ResponseCache(EVIDENCE_S, MAX_EVIDENCE))
 
     def is_public(self, method: str, path: str) -> bool:
@@ -137,7 +127,7 @@ class DashboardRoutes:
             return self._no_login()
         if denied.code == 401:
             then = request.path + (f"?{request.query}" if request.query else "")
-            return self._login_form(401, self.texts.needed, then, ("WWW-Authenticate", "Bearer"))
+            return self._login_form(401, _TOKEN_NEEDED, then, ("WWW-Authenticate", "Bearer"))
         return _public_response(denied.code, "Access denied", denied.why)
 
     def answer(self, request: HttpRequest) -> HttpResponse:
@@ -176,29 +166,22 @@ class DashboardRoutes:
                 return self._job(request, job, _view(request.query))
             case ["jobs", job, "explain"] if job:
                 return self._explain(request, job)
-            case ["jobs", job, "log"] if job:
-                return self._download(job, _view(request.query))
         raise NotFound("there are / and /jobs/JOB, and the routes in elasticd docs http")
 
     def _overview(self, request: HttpRequest) -> HttpResponse:
-        service = self.api.service
-        here = service.local.node
-        query = _list_query(request.query)
+        here = self.api.service.local.node
         jobs, nodes, problems = self._overviews.get("/", self.api.service.overview)
-        listed = query.listed(jobs)
-        own = [row for row in listed.shown if here in row.nodes and not row.ended][:MAX_OVERVIEW_JOBS]
-        local = self._local_progress(own)
-        key = self._form_key(request)
-        values = overview.values(listed, nodes, here, local, problems, query, key)
+        state = _pairs(request.query).get("state", "")
+        values = overview.values(jobs, nodes, here, problems, state if state in STATES else "", self._form_key(request))
         return self._render(request, "overview.html", f"{here} · elasticd", values)
 
     def _form_key(self, request: HttpRequest) -> str:
         """The key of this page's buttons; "" for one who may not press any."""
-        visitor = self.cookies.visitor(request.cookie, request.user) if self.has_buttons else None
+        visitor = self.cookies.visitor(request.cookie, request.user)
         return visitor.form_key if visitor is not None and visitor.may_operate else ""
 
     def _press(self, request: HttpRequest, kind: str, target: str, action: str) -> HttpResponse:
-        visitor = self.cookies.visitor(request.cookie, request.user) if self.has_buttons else None
+        visitor = self.cookies.visitor(request.cookie, request.user)
         if visitor is None or request.is_of_other_site:
             return self._error_page(403, "Not allowed", _NOT_OURS, request)
         if not visitor.may_operate:
@@ -220,24 +203,6 @@ class DashboardRoutes:
                 service.cordon(target, drain=action == "drain", reason="", by=by)
         return _redirect(where)
 
-    def _local_progress(self, rows: Sequence[JobSummary]) -> dict[str, JobStatus]:
-        """This node's jobs with their progress as this node knows it; without those that do not answer in time."""
-        progress: dict[str, JobStatus] = {}
-        until = time.monotonic() + PAGE_TIMEOUT_S
-        for row in rows:
-            try:
-                known = run_within(max(0.0, until - time.monotonic()), functools.partial(self._local_job, row), row.job)
-            except (ElasticdError, DeadlineExceeded):
-                continue
-            progress[row.job] = views.job_status(row, (), known)
-        return progress
-
-    def _local_job(self, row: JobSummary) -> JobProgress:
-        service = self.api.service
-        return self._progress.get(
-            (row.job, row.number), lambda: service.local.progress(row.job, row.number, service.clock())
-        )
-
     def _job(self, request: HttpRequest, name: str, view: PageQuery) -> HttpResponse:
         job = self._job_status(name)
         now = self.api.service.clock()
@@ -248,7 +213,7 @@ class DashboardRoutes:
         key, evidence = self._form_key(request), self._newest_evidence(job)
         values = job_page.values(job, view, now, self._tail(job, view), evidence, failure, key)
         mark = "▲ " if problem(job) else ""
-        every_s = max(SEARCH_S if view.find else layout.REFRESH_S, len(job.nodes) / NODES_PER_SECOND)
+        every_s = max(layout.REFRESH_S, len(job.nodes) / NODES_PER_SECOND)
         title = f"{mark}{job.job}: {job.state} · elasticd"
         return self._render(request, "job.html", title, values, every_s=every_s)
 
@@ -276,8 +241,9 @@ class DashboardRoutes:
         return job_page.explanations(answer["nodes"], brief=True)
 
     def _tail(self, job: JobStatus, view: PageQuery) -> LogTail:
+        request = LogRequest(view.rank, None, view.stream, -TAIL_BYTES, TAIL_BYTES)
         try:
-            logs = run_within(PAGE_TIMEOUT_S, lambda: self._end_of_log(job.job, view), job.job)
+            logs = run_within(PAGE_TIMEOUT_S, lambda: self.api.service.logs(job.job, request), job.job)
         except DeadlineExceeded:
             return LogTail(why=f"Its node did not answer within {in_words(PAGE_TIMEOUT_S)}.")
         except ElasticdError as error:
@@ -286,37 +252,7 @@ class DashboardRoutes:
         if logs.start:  # the first line is cut
             text = text.partition("\n")[2] or text
         round = f"round {logs.round}, " if logs.round else ""
-        where = f"{round}on {logs.node}, the last {len(logs.data):,} of {logs.size:,} bytes"
-        if view.find:
-            lines = [line for line in text.split("\n") if view.find.casefold() in line.casefold()]
-            text = "".join(f"{line}\n" for line in lines[-MAX_FOUND:])
-            where = f"{count(len(lines), 'line')} with {view.find!r}: {where}"
-        return LogTail(text, where)
-
-    def _end_of_log(self, job: str, view: PageQuery) -> LogChunk:
-        most = SEARCH_BYTES if view.find else TAIL_BYTES
-        return self._read_log(job, LogRequest(view.rank, None, view.stream, -most, min(most, MAX_BYTES)), most)
-
-    def _read_log(self, job: str, request: LogRequest, most: int) -> LogChunk:
-        """At most `most` bytes, in as many requests as they take."""
-        first = self.api.service.logs(job, request)
-        parts, size, end = [first.data], len(first.data), first.next
-        while size < most and end < first.size:
-            piece = replace(request, round=first.round or None, offset=end, limit=MAX_BYTES, node=first.node)
-            chunk = self.api.service.logs(job, piece)
-            if not chunk.data:
-                break
-            parts.append(chunk.data)
-            size, end = size + len(chunk.data), chunk.next
-        return replace(first, data=b"".join(parts), next=end)
-
-    def _download(self, job: str, view: PageQuery) -> HttpResponse:
-        request = LogRequest(view.rank, None, view.stream, -DOWNLOAD_BYTES, MAX_BYTES)
-        chunk = self._read_log(job, request, DOWNLOAD_BYTES)
-        place = f"-round-{chunk.round}-rank-{view.rank}" if chunk.round else ""
-        name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{job}{place}-{view.stream}.log")
-        headers = (("Content-Disposition", f'attachment; filename="{name}"'),)
-        return HttpResponse(200, chunk.data, "text/plain; charset=utf-8", headers)
+        return LogTail(text, f"{round}on {logs.node}, the last {len(logs.data):,} of {logs.size:,} bytes")
 
     def _render(
         self,
@@ -353,13 +289,11 @@ class DashboardRoutes:
         return self._login_form(401, "That is not the token of this page.", target)
 
     def _login_form(self, code: int, why: str, then: str, *headers: tuple[str, str]) -> HttpResponse:
-        values = {"why": why, "then": then, "token_file": self.texts.token_file}
-        page = layout.public_page("login.html", "Log in · elasticd", **values)
+        page = layout.public_page("login.html", "Log in · elasticd", why=why, then=then)
         return layout.html_response(code, page, layout.PUBLIC_POLICY, *headers)
 
     def _no_login(self) -> HttpResponse:
-        why = self.texts.no_tls
-        return _public_response(403, "Login needs TLS", f"{why[0].upper()}{why[1:]}.")
+        return _public_response(403, "Login needs TLS", f"{_NO_TLS[0].upper()}{_NO_TLS[1:]}.")
 
     def _login_code(self, by: str) -> HttpResponse:
         """A path that logs one browser in, for a caller of the API, who has full access."""
@@ -367,7 +301,7 @@ class DashboardRoutes:
             raise HttpError(409, self.token.problem() or NO_TOKEN)
         host = self.base_url.partition("://")[2]
         if not self.cookies.may_log_in("127.0.0.1", host, os.getuid()):
-            raise HttpError(409, f"a browser may not log in at {self.base_url}: {self.texts.no_tls}")
+            raise HttpError(409, f"a browser may not log in at {self.base_url}: {_NO_TLS}")
         path = f"/login?code={self.codes.issue(submitter(by))}"
         return json_response({"path": path, "base": self.base_url, "expires_seconds": CODE_LIFETIME_S}, 201)
 
@@ -377,7 +311,7 @@ class DashboardRoutes:
         name = self.codes.redeem(_pairs(request.query).get("code", ""))
         if name is not None and (cookie := self.cookies.issue(name, True, request.user)) is not None:
             return _redirect("/", cookie)
-        return self._login_form(401, self.texts.used, "/")
+        return self._login_form(401, _LINK_USED, "/")
 
 
 def _button(path: str) -> tuple[str, str, str] | None:
@@ -402,17 +336,6 @@ def _view(query: str) -> PageQuery:
         window=found if (found := values.get("window", "1h")) in WINDOWS else "1h",
         rank=int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 8 else 0,
         stream=found if (found := values.get("stream", "stdout")) in STREAMS else "stdout",
-        find=values.get("find", "")[:MAX_SEARCH_CHARS],
-    )
-
-
-def _list_query(query: str) -> ListQuery:
-    values = _pairs(query)
-    state, page = values.get("state", ""), values.get("page", "1")
-    return ListQuery(
-        values.get("q", "")[:MAX_SEARCH_CHARS],
-        state if state in STATES else "",
-        int(page) if page.isascii() and page.isdigit() and int(page[:7]) > 0 and len(page) < 8 else 1,
     )
 
 

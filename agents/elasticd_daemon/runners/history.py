@@ -21,8 +21,6 @@ from elasticd_daemon.runners.spec import MAX_EXIT_ROUNDS
 FINE_S = 2.0
 FINE_POINTS = 300
 """The last ten minutes, a point every two seconds."""
-RANK_COLUMNS = 80
-"""The columns of steps by rank: at this number every second one is removed, and the interval is doubled."""
 COARSE_POINTS = 256
 """At this number every second point is removed, and the interval of new points is doubled."""
 
@@ -62,36 +60,6 @@ class StepTrack:
         with self._lock:
             fine, coarse = list(self._fine), list(self._coarse)
         return [point for count, point in coarse if not fine or count < fine[0][0]] + [point for _, point in fine]
-
-
-@dataclass(slots=True)
-class RankTrack:
-    """The step of each rank of the newest round over its time, coarser as it grows older. One thread writes it."""
-
-    _round: int = 0
-    _every_s: float = FINE_S
-    _columns: list[tuple[float, dict[int, int]]] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, wall: float, round: int, steps: Mapping[int, int]) -> None:
-        with self._lock:
-            if round != self._round:
-                self._round, self._every_s, self._columns = round, FINE_S, []
-            if self._columns and 0 <= wall - self._columns[-1][0] < self._every_s:
-                return
-            self._columns.append((wall, dict(steps)))
-            if len(self._columns) >= RANK_COLUMNS:
-                self._columns = self._columns[-1::-2][::-1]
-                self._every_s *= 2
-
-    def points(self) -> list[dict[str, Any]]:
-        with self._lock:
-            columns = list(self._columns)
-        ranks = sorted(columns[-1][1]) if columns else []
-        return [
-            {"rank": rank, "points": [[round(at, 1), steps[rank]] for at, steps in columns if rank in steps]}
-            for rank in ranks
-        ]
 
 
 def _due(before: Sequence[_NumberedPoint], point: _NumberedPoint, every_s: float) -> bool:
@@ -143,16 +111,12 @@ class RunnerMetrics(metrics.Metrics):
     def __init__(self, job: str, node: str, version: str) -> None:
         super().__init__(job, node, version)
         self.step_track = StepTrack()
-        self.rank_track = RankTrack()
 
     def course(self) -> dict[str, Any]:
-        """The job's course for an answer to `status`: as JSON has it, since `elasticd run --ui` reads it in the same
-        process.
-        """
+        """The job's course for an answer to `status`."""
         return {
             "steps_per_second": self.steps_per_second,
             "step_samples": [list(point) for point in self.step_track.points()],
-            "rank_steps": self.rank_track.points(),
             "snapshot": self.last_snapshot,
         }
 
@@ -165,7 +129,6 @@ class RunnerMetrics(metrics.Metrics):
             self.steps_per_second = steps_per_second
         if step := max(steps.values(), default=0):
             self.step_track.add(wall, self._last_round, step)
-            self.rank_track.add(wall, self._last_round, steps)
         super().progress(steps, steps_per_second, wall)
 
     def snapshot(self, step: int, wall: float) -> None:

@@ -42,9 +42,8 @@ from elasticd_daemon.keys import RUNNER_COMM
 from elasticd_daemon.runners import liveness
 from elasticd_daemon.runners.history import RecentRounds, RunnerMetrics
 from elasticd_daemon.runners.keeper import keep
-from elasticd_daemon.runners.spawn import REFUSED, Account, become, check_interpreter
+from elasticd_daemon.runners.spawn import Account, become, check_interpreter
 from elasticd_daemon.runners.spec import (
-    MAX_SPEC_BYTES,
     PR_SET_DUMPABLE,
     RunnerSpec,
     StoreSecrets,
@@ -95,24 +94,6 @@ def job(argv: Sequence[str]) -> int:
         raise UsageError(f"{files.runner_spec}: {error}") from None
     write_to_log(files)
     return run_to_end(spec, secrets, files, (lock, *code_lock), account)
-
-
-def try_job(argv: Sequence[str]) -> int:
-    """The checks of a runner alone, for spawn.py: its spec is standard input, the reason standard output.
-
-    `argv[0]` is the user to run as, if this process runs as root for another one, else "". Returns REFUSED, or 0.
-    """
-    spec = RunnerSpec.from_json(sys.stdin.buffer.read(MAX_SPEC_BYTES))
-    try:
-        if argv[0]:
-            account = Account.of(argv[0])
-            become(account)
-            check_interpreter(account)
-        checked_model(spec, StoreSecrets(), None)
-    except (UsageError, StoreUnavailable) as error:
-        print(error)
-        return REFUSED
-    return 0
 
 
 def write_to_log(files: JobFiles) -> None:
@@ -169,8 +150,8 @@ def _print(sentence: str) -> None:
     print(f"elasticd job: {sentence}", file=sys.stderr, flush=True)
 
 
-def checked_model(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles | None) -> RunModel:
-    """The work of this runner. Raises UsageError if this node cannot run the job. `files`: None for a trial."""
+def checked_model(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFiles) -> RunModel:
+    """The work of this runner. Raises UsageError if this node cannot run the job."""
     job = job_file.from_json(runner_spec.job_file)
     directories = None if (below := runner_spec.directories) is None else tuple(map(Path, below))
     if wrong := path_refusal(Limits(commands=runner_spec.commands, directories=directories), job):
@@ -182,14 +163,12 @@ def checked_model(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFile
         node=runner_spec.node,
         slots=runner_spec.slots,
         rendezvous=runner_spec.rendezvous(secrets),
-        files=files or JobFiles(Path(os.devnull)),
+        files=files,
         devices=runner_spec.devices,
         user=runner_spec.job_user,
     )
     spec = replace(spec, signals=tuple(dict.fromkeys(("SIGTERM", *spec.signals))))
     settings = replace(settings, metrics_port=None, live=False, runtime_dir=None)
-    if files is None:
-        spec, settings = replace(spec, log_dir=Path(os.devnull)), replace(settings, event_log=None)
     try:
         preflight.check(spec, settings, spec.base_environment(os.environ))
     except UsageError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -138,33 +137,6 @@ def test_list_of_jobs_has_no_field_of_records_and_says_what_cannot_be_read(serve
     assert "unknown" not in row
     (problem,) = answer["problems"]
     assert names.SUBMISSIONS + "?" in problem
-
-
-def test_trial_asks_every_node_and_submits_nothing(serve: Serve) -> None:
-    one = serve()
-    two = serve(node="n2", store=one.store)
-    one.announce(slots=1)
-    two.announce()
-    one.service.trial = lambda job: f"command: no {job.job} here"
-    api = one.unix()
-    answer = api.post("/v1/try", JOB, "application/toml").document()
-    name = answer["job"]
-    assert re.fullmatch("train-[0-9a-f]{4}", name)
-    assert (answer["starts"], answer["reason"]) == (True, "runs on n2 (slots 0-1)")
-    assert answer["nodes"] == [{"node": "n1", "refusal": f"command: no {name} here"}, {"node": "n2", "refusal": ""}]
-    assert not read_view(one.store).submissions
-    two.service.trial = one.service.trial
-    answer = api.post("/v1/try", JOB, "application/toml").document()
-    assert (answer["starts"], answer["possible"]) == (False, False)
-    assert "n1 and n2 refused it: command: no train-" in answer["reason"]
-    larger = JOB + b"nodes = 2\n"
-    one.submit()
-    one.place("llama", 1, "n2")
-    one.service.trial = two.service.trial = lambda job: ""
-    answer = api.post("/v1/try", larger, "application/toml").document()
-    assert (answer["starts"], answer["possible"]) == (True, True), "each has a slot that is free"
-    assert api.post("/v1/try", JOB + b'id = "llama"\n', "application/toml").code == 409
-    assert [row["job"] for row in api.get("/v1/jobs").document()["jobs"]] == ["llama"]
 
 
 def test_ended_job_cannot_be_cancelled(serve: Serve) -> None:
@@ -685,8 +657,8 @@ def test_forged_node_record_gets_no_token(serve: Serve, tmp_path: Path, until: U
         n1.place("llama", n1.submit(), "n2")
         api = n1.unix()
         asks = [api.get(f"/v1/jobs/llama{path}") for path in ("", "/logs", "/logs?node=n2", "/explain", "/steps")]
-        asks += [api.post("/v1/jobs/llama/dump"), api.post("/v1/try", JOB, "application/toml")]
-        assert len(asks) == 7
+        asks += [api.post("/v1/jobs/llama/dump")]
+        assert len(asks) == 6
         until(lambda: len(received) >= 5, 5)
         forger.shutdown(socket.SHUT_RDWR)
         thread.join(10)

@@ -15,7 +15,7 @@ import pytest
 
 from elasticd_daemon.api.client import Reply, RequestFailed, Unreachable
 from elasticd_daemon.api.schema import JobStatus
-from elasticd_daemon.cli import job_commands, status_watch
+from elasticd_daemon.cli import status_watch, tables
 from tests.daemon.dashboard.hostile_texts import WICKED
 from tests.daemon.dashboard.samples import NOW, a_job, a_rank
 
@@ -62,22 +62,6 @@ def test_ends_on_refusal_and_without_any_answer() -> None:
         Agent(iter([Unreachable("no answer")])).watched()
 
 
-def test_problem_and_rate_come_first() -> None:
-    page = status_watch.render(JobStatus.from_dict(a_job(ranks=[a_rank(1, state="T", idle_seconds=2.0)])))
-    first, second, third = page.splitlines()[:3]
-    assert first == "elasticd: stalled: Rank 1 on a is stopped: no progress for 2.0 s."
-    assert second.endswith("steps/s, the last 5m") and len(second.split()[0]) >= 10
-    assert third == "llama: running"
-    assert "RANK  NODE  PHASE    STEP  PROGRESS" in page
-
-
-def test_status_leads_with_the_problem() -> None:
-    stalled = JobStatus.from_dict(a_job(ranks=[a_rank(1, state="T", idle_seconds=2.0)]))
-    first, second = job_commands.status_page(stalled).splitlines()[:2]
-    assert (first, second) == ("elasticd: stalled: Rank 1 on a is stopped: no progress for 2.0 s.", "llama: running")
-    assert job_commands.status_page(JobStatus.from_dict(a_job())).startswith("llama: running\n")
-
-
 def test_watch_of_all_jobs_and_nodes() -> None:
     row = {k: v for k, v in a_job().items() if k not in ("assignments", "progress")}
     node = {"node": "a", "state": "ready", "used": 2, "slots": 4, "jobs": ["llama"], "reason": ""}
@@ -90,13 +74,8 @@ def test_watch_of_all_jobs_and_nodes() -> None:
 def test_control_characters_are_escaped() -> None:
     text = WICKED.encode("utf-8", "replace").decode()
     answer = {**a_job(ranks=[a_rank(0, node=text, state="T")]), "reason": text}
-    page = status_watch.render(JobStatus.from_dict(answer))
+    page = tables.job_page(JobStatus.from_dict(answer))
     assert "\x1b" not in page and "\r" not in page and "\x00" not in page
-
-
-def test_sparks() -> None:
-    assert status_watch.sparks([None, 0.0, 1.0, 8.0]) == "· ▁█"
-    assert status_watch.sparks([0.0, None]) == " ·"
 
 
 _SLOW = """

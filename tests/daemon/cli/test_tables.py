@@ -18,7 +18,7 @@ JOB = {
 
 
 def page_of(answer: dict[str, Any]) -> str:
-    return tables.status(JobStatus.from_dict(answer))
+    return tables.job_page(JobStatus.from_dict(answer))
 
 
 def test_jobs() -> None:
@@ -98,16 +98,6 @@ def test_status_of_everything_begins_with_what_is_wrong() -> None:
     assert "old" in tables.overview(both, ended=True) and "old" not in tables.overview(both)
 
 
-def test_trial_names_the_nodes_that_refuse() -> None:
-    rows = [{"node": "a", "refusal": ""}, {"node": "b", "refusal": "command: no"}, {"node": "c", "error": "silent"}]
-    answer = {"starts": True, "possible": True, "reason": "runs on a (slot 0)", "nodes": rows}
-    refused = "b refuses it: command: no\nc cannot say: silent\n"
-    assert tables.trial(answer) == f"it would start: runs on a (slot 0)\n{refused}"
-    answer |= {"starts": False, "reason": "pending: needs 1 node"}
-    assert tables.trial(answer) == f"it would wait: needs 1 node\n{refused}"
-    assert tables.trial(answer | {"possible": False}) == f"needs 1 node\n{refused}"
-
-
 def test_nodes() -> None:
     row = {"node": "a", "state": "ready", "used": 4, "slots": 8, "gpus": ["0", "1"], "jobs": ["llama"], "reason": "",
            "address": "10.0.0.1:9411", "versions": {"elasticd": "0.1.0"}}  # fmt: skip
@@ -142,7 +132,7 @@ def test_job_page(monkeypatch: pytest.MonkeyPatch) -> None:
         "snapshot": {"step": 12_340, "round": 23, "age_seconds": 4.0}, "donor_resumes": 2, "donor_steps": 812,
         "goodput": 0.9321, "rounds": rounds,
     }  # fmt: skip
-    rounds[-1] |= {"lost_seconds": 0.42, "lost_steps": 17, "resumed_step": 1237, "donor": 2}
+    rounds[-1] |= {"lost_seconds": 0.42, "lost_steps": 17, "resumed_step": 1237, "donor": 2, "first_step_at": 1.8e9}
     ranks = [
         {"rank": 0, "node": "a", "phase": "step", "step": 12_345, "idle_seconds": 0.1, "state": "S"},
         {"rank": 1, "node": "b", "phase": "barrier", "barrier": "eval", "step": 12_345, "idle_seconds": 3.0},
@@ -151,6 +141,7 @@ def test_job_page(monkeypatch: pytest.MonkeyPatch) -> None:
     page = page_of({**JOB, "assignments": assignments, "progress": {**progress, "ranks": ranks}})
     head, of_ranks, table = page.split("\n\n")
     assert head.splitlines() == [
+        "elasticd: stalled: Rank 2 on b is stopped: no progress for 3.0 s. The other ranks wait for it.",
         "llama: running",
         "  reason      runs on a (slots 0-3) and b (slots 0-3)",
         "  nodes       a slots 0-3, running",

@@ -24,7 +24,6 @@ from elasticd_agent.model.records import Member, Round
 from elasticd_agent.workers.environment import WorkerPaths, worker_environment
 from elasticd_daemon.config.agent_settings import NodeSettings, StoreSettings
 from elasticd_daemon.config.decode import meta_of
-from elasticd_daemon.config.documents import parse
 from elasticd_daemon.config.job_file import JobFile, read_job
 from elasticd_daemon.config.load import config_keys, load, merge_reloaded, variable_name
 from elasticd_daemon.config.reference import agent_keys, job_keys, template
@@ -307,40 +306,19 @@ def _config(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, s
     return code, out, err
 
 
-def test_check_shows_what_counts_and_no_secret(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ELASTICD_HTTP_PORT", "9999")
+def test_check_is_one_line(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = _file(here, FULL)
-    code, out, err = _config(capsys, "check", str(path))
-    assert (code, err) == (0, "")
-    assert "s3cret" not in out
-    assert "port = 9999  # ELASTICD_HTTP_PORT\n" in out
-    # What is shown can be read again, and means the same.
-    again = parse(out.encode(), "toml", "shown")
-    assert (again["node"], again["store"]["user"]) == ("n7", "elasticd")
-    shown = _file(here, out, "shown.toml")
-    assert load(shown, {}) == load(path, {"ELASTICD_HTTP_PORT": "9999"})
-    code, out, _ = _config(capsys, "check", str(path), "--json")
-    told = json.loads(out)
-    assert (code, told["kind"], told["values"]["drain_timeout"]) == (0, "agent", "90s")
-    assert told["sources"]["http.port"] == "ELASTICD_HTTP_PORT"
-    assert "s3cret" not in out
-
-
-def test_check_tells_job_files_by_what_is_in_them(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = _file(here, 'command = ["t.py"]\nworkdir = "/tmp"\nenv = { KEY = "s3cret" }\nlease = "6s"\n', "j.toml")
-    code, out, err = _config(capsys, "check", str(path))
-    assert (code, err) == (0, "")
-    assert 'env = { KEY = "…" }\n' in out
-    assert 'renewal = "2s"\n' in out, "what follows from the lease"
-    wrong = _file(here, "worker = 3\n", "j.toml")
-    code, out, err = _config(capsys, "check", "--job", str(wrong))
-    assert (code, out, err) == (
-        2,
-        "",
-        f"elasticd config: error: {wrong}: worker: is not a key; did you mean workers?\n",
+    valid = f"{path}: nothing is wrong with it; it is an agent's configuration"
+    assert _config(capsys, "check", str(path)) == (0, f"{valid}\n", "")
+    monkeypatch.setenv("ELASTICD_HTTP_PORT", "9999")
+    assert (
+        _config(capsys, "check", str(path))[1] == f"{valid}; these variables count more than it: ELASTICD_HTTP_PORT\n"
     )
+    path = _file(here, 'command = ["t.py"]\nworkdir = "/tmp"\nlease = "6s"\n', "j.toml")
+    assert _config(capsys, "check", str(path)) == (0, f"{path}: nothing is wrong with it; it is a job file\n", "")
+    wrong = _file(here, "worker = 3\n", "j.toml")
+    why = f"elasticd config: error: {wrong}: worker: is not a key; did you mean workers?\n"
+    assert _config(capsys, "check", "--job", str(wrong)) == (2, "", why)
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,6 @@ def a_job(**progress: Any) -> dict[str, Any]:
         "started_at": NOW - 310, "rounds": rounds, "ranks": [a_rank(k) for k in range(4)], "step_samples": samples,
         "scalars": [{"name": "loss", "points": [[step, 3.0 - step / 100] for step in range(1, 280, 9)]},
                     {"name": "lr", "points": [[1, 0.1]]}],
-        "rank_steps": [{"rank": k, "points": [[NOW - 196 + 14 * i, 91 + (14 - k) * i] for i in range(15)]}
-                       for k in range(4)],
         "gpus": [{"node": "a", "gpu": 0, "utilization_percent": 97, "memory_used_bytes": 61_000_000_000,
                   "memory_total_bytes": 80_000_000_000}],
         "unreachable": {}, "runner_problem": "", "members": [],

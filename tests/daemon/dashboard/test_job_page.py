@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -15,7 +16,6 @@ from elasticd_daemon.api.views import JobList
 from elasticd_daemon.dashboard import job_page, overview, status
 from elasticd_daemon.dashboard.job_page import Evidence, LogTail, PageQuery
 from elasticd_daemon.dashboard.layout import page
-from elasticd_daemon.dashboard.overview import JobPage, ListQuery
 from elasticd_daemon.records import (
     ClusterView,
     JobResult,
@@ -42,16 +42,15 @@ def job_html(job: JobStatus, tail: LogTail, evidence: Evidence | None = None, fa
 
 
 def overview_html(
-    jobs: JobPage,
+    jobs: JobList,
     nodes: list[NodeSummary],
     here: str,
-    query: ListQuery,
     *,
-    local: dict[str, JobStatus] | None = None,
-    problems: list[str] | None = None,
+    problems: Sequence[str] = (),
+    state: str = "",
     key: str = "",
 ) -> str:
-    values = overview.values(jobs, nodes, here, local or {}, problems or [], query, key)
+    values = overview.values(jobs, nodes, here, problems, state, key)
     return page("overview.html", "jobs", here, "0", values, now=NOW, logout=True)
 
 
@@ -66,6 +65,7 @@ def test_running_job() -> None:
         "7.0 s ago, 600 MB, training blocked 0.04 s",
         "In memory", "step 286", "1 fault, 11 steps again, 12 steps saved after a fault",
         "rank 1 was killed by SIGKILL",
+        "loss 0.29 at step 271", "lr 0.1 at step 1",
         "GPU 0: 97 %, 61 of 80 GB", "training for 3 min 16 s", "−4.0 s", "trained for 1 min 40 s", "a line",
     ):  # fmt: skip
         assert part in text, part
@@ -153,35 +153,17 @@ def test_failed_job_begins_with_the_traceback_of_its_rank() -> None:
     assert JobStatus.from_dict(a_job()).failed_rank is None
 
 
-def test_list_shows_the_end_of_a_reason_and_the_last_step() -> None:
+def test_list_shows_the_end_of_a_reason() -> None:
     reason = "3 of 3 restarts used (--max-restarts): " + "the group of round 4 failed on node gpu-0017; " * 5
     reason += "rank 3 raised ValueError: no such column"
-    ended = JobSummary("a", 1, "failed", reason=reason, ended_at=NOW, ended_seconds=1.0, step=12_345)
+    ended = JobSummary("a", 1, "failed", reason=reason, ended_at=NOW, ended_seconds=1.0)
     node = NodeSummary("n", "quarantined", reason=reason)
-    text = overview_html(JobPage([ended], 1, 0, 1), [node], "n", ListQuery())
+    text = overview_html(JobList({"a": ended}, (), (ended,)), [node], "n")
     assert text.count(f'title="{reason}"') == 2
     shown = text.partition(f'title="{reason}">')[2].partition("<")[0]
     assert shown.startswith("3 of 3 restarts used") and "… " in shown
     assert shown.endswith("rank 3 raised ValueError: no such column")
     assert len(shown) < 170
-    assert "12,345" in text
-
-
-def test_numbers_and_step_times_are_drawn() -> None:
-    text = text_of(a_job())
-    assert "loss: 0.29 at step 271, between 0.29 and 2.99" in text and "lr: 0.1 at step 1" in text
-    assert "The median is 1.12 s; rank 3 is the slowest with 1.27 s." in text
-    quick = [{"rank": k, "points": [[NOW + i / 50, 5 + i] for i in range(9)]} for k in (0, 1)]
-    assert "up to 23 ms a step to 30 ms to 50 ms to 100 ms longer" in " ".join(text_of(a_job(rank_steps=quick)).split())
-    stuck = [{"rank": k, "points": [[NOW + i, 5 + i * (1 - k)] for i in range(9)]} for k in (0, 1)]
-    page_text = text_of(a_job(rank_steps=stuck, scalars=[]))
-    assert "rank 1 is the slowest" in page_text and "session.log(loss=loss)" in page_text
-    # One long span of few steps, and many short ones: rank 0's mean is below the median of all.
-    uneven = [{"rank": 0, "points": [[NOW, 5], [NOW + 1, 5 + 1], [NOW + 3, 7], [NOW + 5, 8]]},
-              {"rank": 1, "points": [[NOW, 5], [NOW + 2, 6], [NOW + 4, 7], [NOW + 4.5, 8]]}]  # fmt: skip
-    assert "The median is 2.00 s; rank 0 is the slowest with 2.00 s." in text_of(a_job(rank_steps=uneven))
-    many = [{"rank": k, "points": [[NOW + 2 * i, i * 7] for i in range(80)]} for k in range(500)]
-    assert len(job_html(JobStatus.from_dict(a_job(rank_steps=many)), LogTail())) < 100_000
 
 
 def test_pages_of_a_large_cluster_stay_small() -> None:
@@ -190,33 +172,28 @@ def test_pages_of_a_large_cluster_stay_small() -> None:
     whole = job_html(JobStatus.from_dict(job), LogTail("x" * 16_000))
     assert len(whole) < 125_000 and "3,968 more ranks" in whole
     nodes = [NodeSummary(f"gpu-{n:04}", "cordoned" if n == 400 else "ready", 8, 8) for n in range(512)]
-    rows = [JobSummary(f"j{n}", n, "pending", reason="pending behind other jobs") for n in range(100)]
-    whole = overview_html(JobPage(rows, 10_000, 10_000, 10_000), nodes, "gpu-0001", ListQuery(), key="k" * 64)
+    rows = [JobSummary(f"j{n}", n, "pending", reason="pending behind other jobs") for n in range(10_000)]
+    jobs = JobList({row.job: row for row in rows}, tuple(rows), ())
+    whole = overview_html(jobs, nodes, "gpu-0001", key="k" * 64)
     assert len(whole) < 125_000 and whole.index("gpu-0001</b>") < whole.index("gpu-0400") < whole.index("gpu-0002")
-    assert "and 448 more nodes" in whole
+    assert "and 448 more nodes" in whole and "and 9,850 more jobs" in whole
 
 
-def test_list_is_searched_and_paged() -> None:
-    submitted = [Submission(f"j{n}", n, "{}", 1, 1, 1, 1, submitted_by="uid 7") for n in range(1, 303)]
-    failed = [JobResult(f"j{n}", n, "failed", 1, "rank 3: ValueError", NOW + n) for n in (301, 302)]
-    placed = Placement("j300", 300, (SlotAssignment("gpu-7", (0,)),), "runs on gpu-7")
-    node = NodeStatus("gpu-7", "i", 8, runners=(RunnerStatus("j300", 300, (0,), "running"),))
+def test_list_begins_with_unfinished_jobs() -> None:
+    submitted = [Submission(f"j{n}", n, "{}", 1, 1, 1, 1, submitted_by="uid 7") for n in range(1, 103)]
+    failed = [JobResult(f"j{n}", n, "failed", 1, "rank 3: ValueError", NOW + n) for n in (101, 102)]
+    placed = Placement("j100", 100, (SlotAssignment("gpu-7", (0,)),), "runs on gpu-7")
+    node = NodeStatus("gpu-7", "i", 8, runners=(RunnerStatus("j100", 100, (0,), "running"),))
     view = ClusterView((node,), submissions=tuple(submitted), placements=(placed,), results=tuple(failed))
     jobs = JobList.of(view, NOW)
 
-    def names(text: str = "", state: str = "") -> list[str]:
-        pages = [ListQuery(text, state, page).listed(jobs) for page in range(1, 5)]
-        assert {page.matching for page in pages} == {sum(len(page.shown) for page in pages)}
-        return [row.job for page in pages for row in page.shown]
+    def names(state: str = "") -> list[str]:
+        links = read(overview_html(jobs, [], "a", state=state)).links
+        return [link.removeprefix("/jobs/") for link in links if link.startswith("/jobs/")]
 
-    assert names()[:2] == ["j300", "j1"] and names()[-2:] == ["j302", "j301"]
-    assert (len(names(state="pending")), len(names(state="unfinished"))) == (299, 300)
-    assert names(state="running") == ["j300"] and names(state="failed") == ["j302", "j301"]
-    assert names("GPU-7 uid") == ["j300"] and names("valueerror 301") == ["j301"] and names("zz") == []
-    query = ListQuery("uid", "unfinished", 2)
-    seen = read(overview_html(query.listed(jobs), [], "a", query))
-    assert "101 to 200 of 300 jobs" in " ".join("".join(seen.text).split())
-    assert {"/?q=uid&state=unfinished", "/?q=uid&state=unfinished&page=3"} <= set(seen.links)
+    assert names()[:2] == ["j100", "j1"] and names()[-2:] == ["j102", "j101"]
+    assert (len(names("pending")), len(names("unfinished"))) == (99, 100)
+    assert names("running") == ["j100"] and names("failed") == ["j102", "j101"] and names("cancelled") == []
 
 
 def test_unreachable_node_is_named() -> None:
@@ -253,12 +230,9 @@ def test_overview_escapes_everything() -> None:
     summary = {key: value for key, value in a_job().items() if key not in ("assignments", "progress")}
     job = wicked(JobSummary.from_dict(summary))
     node = wicked(NodeSummary("n", "ready", 4, 2, ("j",), "r", "a:1", ("g",)))
-    local = {WICKED: wicked(JobStatus.from_dict(a_job()))}
+    jobs = JobList({WICKED: job}, (job,), ())
     for here in (WICKED, "elsewhere"):
-        query = ListQuery(WICKED, WICKED, 2)
-        whole = overview_html(
-            JobPage([job], 300, 1, 1), [node], here, query, local=local, problems=list(PAYLOADS), key=WICKED
-        )
+        whole = overview_html(jobs, [node], here, problems=list(PAYLOADS), key=WICKED)
         assert "".join(read(whole).text).count("onmouseover") > 5
 
 

@@ -177,21 +177,6 @@ def test_reader_has_no_buttons(serve: Serve, tmp_path: Path) -> None:
     assert press(one, "/jobs/llama/cancel", cookie, key=key).code == 403
 
 
-def test_log_is_searched_and_downloaded(serve: Serve) -> None:
-    one = serve()
-    trains(one)
-    lines = [f"step {n} loss {n % 7}\n" for n in range(200_000)]
-    one.log(1, 1, "stdout", "".join(lines))
-    cookie = come_in(one)
-    page = browse(one, "/jobs/llama?rank=1&find=STEP+77777+", cookie).body.decode()
-    assert "step 77777 loss 0" in page and "step 77778 loss" not in page and "1 line with " in page
-    reply = browse(one, "/jobs/llama/log?rank=1&stream=stdout", cookie)
-    assert reply.body.decode() == "".join(lines)
-    assert reply.headers["content-disposition"] == 'attachment; filename="llama-round-1-rank-1-stdout.log"'
-    assert reply.headers["content-type"].startswith("text/plain")
-    assert b"round_published" in browse(one, "/jobs/llama?stream=events", cookie).body
-
-
 def test_failed_job_opens_with_its_rank(serve: Serve) -> None:
     one = serve()
     trains(one)
@@ -479,8 +464,7 @@ def test_two_thousand_jobs_cost_less_than_200_ms_a_request(tmp_path: Path, colle
 
         for what, ask, says in (
             ("all", page("/"), "of 2,000 jobs"),
-            ("a search", page("/?q=user-4+pending"), "of 240 jobs"),
-            ("a late page", page("/?state=pending&page=8"), "of 990 jobs"),
+            ("a state", page("/?state=succeeded"), "more jobs"),
             ("elasticd jobs", lambda: one.unix().get("/v1/jobs"), '"j2000"'),
         ):
             said = ask().body.decode()

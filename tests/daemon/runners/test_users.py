@@ -232,19 +232,6 @@ def test_jobs_user_cannot_delay_the_agent_that_starts_it(open_place: Path, monke
         until(lambda: not lives(stopped), "the runner to end with its keeper")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run jobs as somebody else")
-@pytest.mark.system
-def test_stopped_trial_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_anyones_python(monkeypatch)
-    monkeypatch.setattr(spawning, "TRIAL_TIMEOUT_S", 5.0)
-    spec, account = RunnerSpec("job", 1, "n1", (0,), "{}"), spawning.Account.of("nobody")
-    with stops_our_children() as attack:
-        with pytest.raises(subprocess.TimeoutExpired):
-            run_within(30, lambda: spawning.try_in_process(spec, account))
-        assert attack.stdout is not None
-        assert attack.stdout.readline().strip().isdecimal()
-
-
 ATTACK = """
 import os, time
 print("looking", flush=True)

