@@ -20,16 +20,22 @@ if TYPE_CHECKING:
         DecisionTimeout,
         DirectoryInUse,
         ElasticdError,
+        LaunchError,
         MissedCall,
         SamplerError,
         UsageError,
     )
+    from elasticd.launching import launch
     from elasticd.sampler import ElasticBatchSampler
     from elasticd.session import Resumed, Session, init
 
     __version__: str
 
-_MODULES = {"Session": "session", "Resumed": "session", "init": "session", "ElasticBatchSampler": "sampler"}
+_MODULES = {
+    **dict.fromkeys(("Session", "Resumed", "init"), "session"),
+    "ElasticBatchSampler": "sampler",
+    "launch": "launching",
+}
 """The module of each public name; the other names are errors."""
 
 __all__ = [
@@ -41,12 +47,14 @@ __all__ = [
     "DirectoryInUse",
     "ElasticBatchSampler",
     "ElasticdError",
+    "LaunchError",
     "MissedCall",
     "Resumed",
     "SamplerError",
     "Session",
     "UsageError",
     "init",
+    "launch",
 ]
 
 

@@ -8,6 +8,7 @@
     ├── StoreUnavailable        the coordination store did not answer (a lost race is a value, never an error)
     ├── DecisionTimeout         rank 0's decision at a decision point did not arrive in time
     ├── BarrierTimeout          ranks did not reach `session.barrier` in time; names them
+    ├── LaunchError             the workers of `elasticd.launch` have failed; holds the rank's traceback
     ├── SamplerError            a use of the elastic batch sampler that would lose or repeat samples
     └── CheckpointError
         ├── CheckpointRefused   the state holds a value that `torch.load(weights_only=True)` would not load; names it
@@ -48,6 +49,17 @@ class StoreUnavailable(ElasticdError):
 
 class DecisionTimeout(ElasticdError):
     """Rank 0's decision at a decision point did not arrive before the deadline."""
+
+
+class LaunchError(ElasticdError):
+    """The job of `elasticd.launch` has failed; the message has the traceback of the rank that failed first.
+
+    `exit_code` is the supervisor's.
+    """
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class BarrierTimeout(ElasticdError):

@@ -1,0 +1,92 @@
+"""`elasticd.launch`: a function's values and errors, and functions that no worker can load."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import elasticd
+from tests.faults.job import REPOSITORY
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agents")])}
+SCRIPT = """
+import os, sys, time, pathlib
+import elasticd
+
+def value(a, b):
+    return os.environ["RANK"], a + b
+
+def fail(here):
+    if os.environ["RANK"] == "1":
+        raise ValueError("no such layer")
+    time.sleep(60)
+
+def wait(here):
+    pathlib.Path(here, os.environ["RANK"]).touch()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    print(elasticd.launch(globals()[sys.argv[1]], *sys.argv[2:], nproc=2, max_restarts=0))
+"""
+
+
+def start(directory: Path, *words: str) -> subprocess.Popen[str]:
+    (directory / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(directory / "script.py"), *words]
+    return subprocess.Popen(
+        command, env=ENVIRONMENT, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_values_come_back_by_rank(tmp_path: Path) -> None:
+    out, err = start(tmp_path, "value", "x", "y").communicate(timeout=60)
+    assert out == "{0: ('0', 'xy'), 1: ('1', 'xy')}\n", err
+
+
+def test_error_of_a_rank_is_raised_with_its_traceback(tmp_path: Path) -> None:
+    started = start(tmp_path, "fail", str(tmp_path))
+    _, err = started.communicate(timeout=60)
+    assert started.returncode == 1
+    raised = err.rpartition("LaunchError: ")[2]
+    assert raised.startswith("rank 1 has failed (exit code 1):")
+    assert ", in fail\n" in raised
+    assert raised.strip().endswith("ValueError: no such layer")
+
+
+def test_interrupt_ends_the_workers(tmp_path: Path) -> None:
+    started = start(tmp_path, "wait", str(tmp_path))
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / rank).exists() for rank in "01"):
+        assert started.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    started.send_signal(signal.SIGINT)
+    _, err = started.communicate(timeout=60)
+    assert "KeyboardInterrupt" in err
+
+
+def test_function_that_no_worker_can_load_is_refused() -> None:
+    with pytest.raises(elasticd.UsageError, match=r"workers cannot get <function .*lambda"):
+        elasticd.launch(lambda: 1)
+    said = subprocess.run(
+        [sys.executable, "-"],
+        input="import elasticd\ndef f(): pass\nelasticd.launch(f)",
+        env={**ENVIRONMENT, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "defined in an interactive session, where this needs cloudpickle" in said.stderr
+
+
+def test_call_without_a_guard_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import elasticd\ndef f(): pass\nelasticd.launch(f)\n")
+    said = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert "call it below `if __name__ == '__main__':`" in said.stderr.rpartition("LaunchError")[2]
