@@ -9,6 +9,9 @@ MAX_VALUES = 200_000
 """A value takes up to 70 bytes in memory for each of its marks, and one to three bytes as JSON."""
 _MARKS = "[{,:"
 
+JsonObject = dict[str, Any]
+"""A JSON object as Python decodes it."""
+
 
 def loads(text: bytes | bytearray | str, most: int = MAX_VALUES, **hooks: Any) -> Any:
     """`json.loads` of a text with at most `most` of JSON's marks. Raises ValueError, RecursionError."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from elasticd.bounded_json import JsonObject
 from elasticd.checkpointing.memory import writer_client
 from elasticd.checkpointing.memory.buffers import WriteTask
 from elasticd.checkpointing.memory.writer_client import WriterClient
@@ -67,7 +68,7 @@ class SaveContext:
     def next_try(self) -> str:
         return f"it is tried again {self.every}" if self.every else "it is not tried again"
 
-    def draft(self, step: int, size: int, cursor: dict[str, Any] | None) -> Manifest:
+    def draft(self, step: int, size: int, cursor: JsonObject | None) -> Manifest:
         """The description of a checkpoint that is not written yet; `cursor` is the position of the attached sampler."""
         whose = (self.group.world_size, size, NO_CHECKSUM, self.environment.job, self.environment.run)
         # Another start of the same round, with a directory that the agent does not know, continues that round.
@@ -126,7 +127,7 @@ class SaveContext:
         self.events.write("message", reason, step)
 
 
-def cursor_of(attached: Mapping[str, Any], states: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+def cursor_of(attached: Mapping[str, Any], states: Mapping[str, Any] | None = None) -> JsonObject | None:
     """The position of the first attached sampler: now, or the one in `states`."""
     samplers = ((name, obj) for name, obj in attached.items() if isinstance(obj, ElasticBatchSampler))
     name, sampler = next(samplers, ("", None))

@@ -22,6 +22,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from elasticd.bounded_json import JsonObject
 from elasticd.coordination.missed_call import MissedCalls
 from elasticd.coordination.rank_status import StatusPublisher, StatusReader
 from elasticd.coordination.store_channel import StoreChannel
@@ -144,7 +145,7 @@ class _Barrier:
         # Before the deadline by as much as shows which ranks still publish, where there is that much time.
         margin_s = publisher.period_s + _SLACK_S
         self._last_read_s = seconds - margin_s if seconds > margin_s else seconds / 2
-        self._outcome: dict[str, Any] | None = None
+        self._outcome: JsonObject | None = None
         self.due = self._began + min(_FIRST_READ_S, self._last_read_s)
         self.over = threading.Event()
         self.error: Exception | None = None
@@ -223,7 +224,7 @@ class _Barrier:
 
         self._publisher.submit(publish, now=True)
 
-    def _left_outcome(self) -> dict[str, Any]:
+    def _left_outcome(self) -> JsonObject:
         why = f"{self._what}: rank {self._channel.rank} has left it: {self._left}"
         return {"why": why, "missing": [self._channel.rank], "by": self._channel.rank}
 
@@ -269,7 +270,7 @@ class _Barrier:
             why = f"every rank has come, but the last one did not release it within {self._seconds:g} s"
         self._decide(store, {"why": f"{self._what}: {why}", "missing": missing, "by": self._channel.rank})
 
-    def _decide(self, store: Any, outcome: dict[str, Any]) -> None:
+    def _decide(self, store: Any, outcome: JsonObject) -> None:
         """Fix the outcome, unless another rank has; either way it is known afterwards."""
         self._outcome = json.loads(store.compare_set(self._key + "outcome", "", json.dumps(outcome)))
 

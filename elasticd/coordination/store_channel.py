@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from elasticd import errors
+from elasticd.bounded_json import JsonObject
 from elasticd.coordination.missed_call import Awaited, MissedCalls
 from elasticd.coordination.rank_status import RankStatus, StatusReader, new_connection
 from elasticd.errors import DecisionTimeout, ElasticdError
@@ -100,12 +101,12 @@ class StoreChannel:
     def exists(self, key: str) -> bool:
         return bool(self.store.check([self._full(key)]))
 
-    def on_rank0(self, key: str, what: str, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def on_rank0(self, key: str, what: str, act: Callable[[], JsonObject]) -> JsonObject:
         """Rank 0 calls `act`; every rank returns its result (JSON) or raises its error, as ElasticdError if it is not
         ours.
         """
         if self.rank != 0:
-            result: dict[str, Any] = json.loads(self.read(key, what))
+            result: JsonObject = json.loads(self.read(key, what))
             if "error" in result:
                 self.leave(f"{key}/received")
                 raise _ERRORS.get(result["error"], ElasticdError)(f"on rank 0: {result['message']}")
@@ -121,7 +122,7 @@ class StoreChannel:
         self._publish(key, answer)
         return answer
 
-    def _publish(self, key: str, value: dict[str, Any]) -> None:
+    def _publish(self, key: str, value: JsonObject) -> None:
         if self.store is not None:
             self.put(key, json.dumps(value).encode())
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
+from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.errors import UsageError
 from elasticd.integrations import check_ranks, require
 from elasticd.integrations.loader import ElasticLoader
@@ -176,7 +177,7 @@ class _TrainerState:
         """Whose hooks are called, in Lightning's order, and with what before the checkpoint."""
         self.only_at_saves = bool(self._hooked)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         data = self._trainer.datamodule
         return {
             "loops": self._trainer.fit_loop.state_dict(),
@@ -185,7 +186,7 @@ class _TrainerState:
             "hooks": _pack(self._added()),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self._trainer.fit_loop.load_state_dict(state["loops"])
         callbacks = _unpack(state["callbacks"])
         if self._hooked:
@@ -198,10 +199,10 @@ class _TrainerState:
         if state["data"] and self._trainer.datamodule is not None:
             self._trainer.datamodule.load_state_dict(_unpack(state["data"]))
 
-    def _callbacks(self) -> dict[str, Any]:
+    def _callbacks(self) -> StateDict:
         return {callback.state_key: callback.state_dict() for callback in self._trainer.callbacks}
 
-    def _added(self) -> dict[str, Any]:
+    def _added(self) -> StateDict:
         """The values that hooks add to a checkpoint, or put in the place of others."""
         if not self._hooked:
             return {}
@@ -211,7 +212,7 @@ class _TrainerState:
             hooked.on_save_checkpoint(*given, checkpoint)
         return {key: value for key, value in checkpoint.items() if value is not before.get(key)}
 
-    def _checkpoint(self) -> dict[str, Any]:
+    def _checkpoint(self) -> StateDict:
         """The keys that hooks find in one of Lightning's checkpoints."""
         trainer = self._trainer
         return {

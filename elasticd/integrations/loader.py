@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.errors import UsageError
 from elasticd.sampler import ElasticBatchSampler
 
@@ -63,11 +64,11 @@ class ElasticLoader:
     def __iter__(self) -> Iterator[Any]:
         yield from self._loader  # from the cursor as it is when the first batch is asked for
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The cursor."""
         return dict(self.sampler.state_dict())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.sampler.load_state_dict(state)
 
     def epochs(self, count: int) -> Iterator[int]:

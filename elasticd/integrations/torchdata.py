@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.errors import UsageError
 
 
@@ -73,17 +74,17 @@ class RankLoader:
         self.epoch += 1
         self._samples = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state of this rank. Between two epochs the loader's own state is of a finished iteration and left out."""
         own = self._loader.state_dict() if self._samples else {}
         return {"epoch": self.epoch, "samples": self._samples, "loader": own}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.epoch, self._samples = state["epoch"], state["samples"]
         if self._samples:
             self._loader.load_state_dict(state["loader"])
 
-    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world_size: int) -> str:
+    def load_state_dicts(self, states: list[StateDict], rank: int, world_size: int) -> str:
         """Load the states of another number of ranks; returns a sentence about what cannot be continued, or ""."""
         self.epoch = max(state["epoch"] for state in states)
         samples = min(state["samples"] for state in states if state["epoch"] == self.epoch)

@@ -15,6 +15,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from elasticd.bounded_json import JsonObject
+from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.lineage import lineage
 from elasticd.checkpointing.storage.object_store import store_of
 from elasticd.checkpointing.storage.object_url import resolve
@@ -245,13 +247,13 @@ class _TrainerState:
         callbacks = self._trainer.callback_handler.callbacks
         return [callback for callback in callbacks if callable(getattr(callback, "state", None))]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Called at every step: JSON and back would take 20 to 40 µs of the 200 that a commit may take."""
         fields = {name: getattr(self._trainer.state, name) for name in self._FIELDS}
         callbacks = [callback.state()["attributes"] for callback in self._callbacks()]
         return {"fields": _copy(fields), "callbacks": _copy(callbacks), "due": dict(self._due)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         for name, value in state["fields"].items():
             setattr(self._trainer.state, name, value)
         for callback, attributes in zip(self._callbacks(), state["callbacks"], strict=False):
@@ -293,14 +295,14 @@ class _History:
         """There are lines that the store does not have."""
         self._thread = Thread()
 
-    def append(self, line: dict[str, Any]) -> None:
+    def append(self, line: JsonObject) -> None:
         with suppress(OSError), self._path.open("a", encoding="ascii") as file:
             file.write(json.dumps(line, default=_plain) + "\n")
         self._put()
 
-    def cut(self, step: int) -> list[dict[str, Any]]:
+    def cut(self, step: int) -> list[JsonObject]:
         """The lines up to a step. The others are removed, as is one that a kill has cut off."""
-        lines: list[dict[str, Any]] = []
+        lines: list[JsonObject] = []
         with suppress(OSError):
             lines = _parse(self._path.read_bytes())
         if self._store is not None:
@@ -334,7 +336,7 @@ class _History:
         self._upload()
 
 
-def _parse(content: bytes) -> list[dict[str, Any]]:
+def _parse(content: bytes) -> list[JsonObject]:
     lines = []
     for line in content.splitlines():
         with suppress(ValueError):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from elasticd import bounded_json
+from elasticd.bounded_json import JsonObject
 from elasticd.errors import WireError
 
 VERSION = "1.0"
@@ -42,7 +43,7 @@ class Record:
     def check(self) -> None:
         """Raise WireError if the fields make no sense together. Called after decoding."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Plain JSON values; unknown fields are beside the known ones."""
         raw = dict(self.unknown)
         for name in _field_names(type(self)):  # type: ignore[arg-type]  # mypy: class taken for instance
@@ -152,7 +153,7 @@ def _record_decoder(cls: type[Record]) -> _Decoder:
     def read(raw: Any) -> Record:
         if not isinstance(raw, dict):
             raise _Mismatch(f"expected an object, got {_json_type(raw)}")
-        known: dict[str, Any] = {}
+        known: JsonObject = {}
         name = ""
         try:
             for name, read_field, required in fields:
@@ -202,7 +203,7 @@ def _decode_items(readers: Sequence[_Decoder], value: Any) -> tuple[Any, ...]:
     return tuple(items)
 
 
-def _decode_by_name(read_name: _Decoder, read: _Decoder, value: Any) -> dict[str, Any]:
+def _decode_by_name(read_name: _Decoder, read: _Decoder, value: Any) -> JsonObject:
     if not isinstance(value, dict):
         raise _Mismatch(f"expected an object, got {_json_type(value)}")
     return {read_name(name): read(item) for name, item in value.items()}
@@ -231,7 +232,7 @@ def _decode_scalar(kind: type, bounds: tuple[float, float], value: Any) -> Any:
     return float(value) if kind is float else value
 
 
-def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_fields(pairs: list[tuple[str, Any]]) -> JsonObject:
     known = dict(pairs)
     if len(known) != len(pairs):
         raise ValueError("an object names a field twice")

@@ -15,9 +15,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from elasticd import bounded_json
+from elasticd.bounded_json import JsonObject
 
 TEXT_LIMIT = 4 << 20
 """A stack dump of a thousand threads is below 1 MB, a flight recorder of 2,000 entries about 2 MB."""
@@ -29,7 +30,6 @@ MAX_HANGING = 64
 """Threads that wait for the file systems of one job: pages that refresh themselves ask dead ones again and again."""
 _THREAD = "elasticd-explain"
 
-JsonObject = dict[str, Any]
 _Result = TypeVar("_Result")
 
 

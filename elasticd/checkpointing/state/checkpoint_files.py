@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from elasticd.bounded_json import JsonObject
 from elasticd.checkpointing.state.layout import UNPICKLABLE, Layout
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.state.training_state import StateDict
@@ -42,7 +43,7 @@ def save(
     job: str,
     run: str,
     state: StateDict,
-    cursor: dict[str, Any] | None = None,
+    cursor: JsonObject | None = None,
 ) -> Entry:
     """Write one checkpoint; when this returns it is on the disk under its name, and replaces one of the same step.
 

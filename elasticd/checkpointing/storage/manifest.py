@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from elasticd.bounded_json import JsonObject
+
 VERSION = "1.1"
 STATE = "state.pt"
 MANIFEST = "manifest.json"
@@ -53,7 +55,7 @@ class Manifest:
     checksum: str  #: the algorithm and the digits, "xxh3_128:…"; older checkpoints have sha256
     job: str
     run: str
-    cursor: dict[str, Any] | None = None
+    cursor: JsonObject | None = None
     wall: float = 0.0
     """When the state was saved, unix seconds; for people only. A relinked checkpoint has its parent's."""
     relinked: bool = False  #: the round did not train this: it made its parent's checkpoint its own

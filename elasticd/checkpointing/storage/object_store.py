@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from elasticd.bounded_json import JsonObject
 from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, Checksum, FileState, Manifest, parse
 from elasticd.checkpointing.storage.object_url import CACHE_VARIABLE, missing_package, scheme_at, url_of
 from elasticd.errors import DirectoryInUse, ObjectStoreError
@@ -36,7 +37,7 @@ from elasticd.errors import DirectoryInUse, ObjectStoreError
 _Info = Mapping[str, Any]
 """An object as fsspec describes it."""
 _Objects = dict[str, Any]
-_OPTIONS: dict[str, dict[str, Any]] = {
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # Short timeouts, and few tries of the client's own: a call is tried again here. Four parts of 50 MB are in memory
     # at a time.
     "s3": {
@@ -134,10 +135,10 @@ class ObjectStore:
         """The launcher has claimed it for this run: the next change, or `pull`, finds out otherwise."""
         self._run = {"job": job, "run": run}
 
-    def _owner(self) -> dict[str, Any]:
+    def _owner(self) -> JsonObject:
         data = self._get(_OWNER)
         try:
-            owner: dict[str, Any] = json.loads(data or b"{}")
+            owner: JsonObject = json.loads(data or b"{}")
             return owner if not owner or {"job", "run", "host", "superseded"} <= owner.keys() else {}
         except (ValueError, AttributeError):
             return {}  # overwritten by hand
@@ -398,7 +399,7 @@ class ObjectStore:
 
     def _put(self, key: str, data: bytes, create: bool = False) -> None:
         """`create`: only if there is none, where the store has conditional puts. Raises ObjectStoreError."""
-        how: dict[str, Any] = {"mode": "create"} if create else {}
+        how: Mapping[str, Any] = {"mode": "create"} if create else {}
         try:
             self._call("pipe_file", key, data, **how)
         except FileNotFoundError:

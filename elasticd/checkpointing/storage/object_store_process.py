@@ -11,18 +11,18 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # run as a file, isolated: the package of this copy comes before an installed one
     _PLACE = next((at for at, path in enumerate(sys.path) if path.endswith("-packages")), len(sys.path))
     sys.path.insert(_PLACE, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
 
+from elasticd.bounded_json import JsonObject
 from elasticd.checkpointing.storage.lineage import highest_round, lineage
 from elasticd.checkpointing.storage.object_store import store_of
 from elasticd.errors import ElasticdError
 
 
-def main(verb: str, directory: Path, job: str, run: str) -> dict[str, Any]:
+def main(verb: str, directory: Path, job: str, run: str) -> JsonObject:
     store = store_of(directory)
     assert store is not None
     try:

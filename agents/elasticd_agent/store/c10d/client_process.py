@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from elasticd.channel import Message
 from elasticd_agent.store.c10d import tcp_store as tcp
 
 PROTOCOL = "1"
@@ -239,7 +240,7 @@ class C10dClient:
                 match request["op"]:
                     case "watch":
                         self._watch(wire, **request["args"])
-                        answer: dict[str, Any] = {"ok": True}
+                        answer: Message = {"ok": True}
                     case "unwatch":
                         self._wanted.discard(request["args"]["prefix"])
                         answer = {"ok": True}

@@ -12,7 +12,7 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -64,7 +64,7 @@ class _Member:
     host: str
     port: int
     channel: Any = None
-    methods: dict[str, Any] = field(default_factory=dict)
+    methods: Mapping[str, Any] = field(default_factory=dict)
     answered: bool = False  #: it has answered before, so a failure now is an outage and no typing mistake
     streams: set[Any] = field(default_factory=set)
     authentication: Any = None  #: gRPC's future of the request for a token that is on its way
