@@ -90,6 +90,8 @@ def agent(argv: Sequence[str]) -> int:
 
         return supervise(_own_command(without="--supervised"))
     settings = _load_settings(options)
+    if (former := settings.state_dir / FORMER_LOCAL_STORE).exists() and settings.store.backend == "local":
+        raise UsageError(f"{former} has jobs of an earlier version: end them with that version, then remove the file")
     if options.check:
         return 0
     gc.set_threshold(*GC_THRESHOLDS)
@@ -302,10 +304,6 @@ def _advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to
 
 def _open_store(settings: NodeSettings, journal: AgentJournal) -> Store:
     if settings.store.backend == "local":
-        if (former := settings.state_dir / FORMER_LOCAL_STORE).exists():
-            raise UsageError(
-                f"{former} has jobs of an earlier version: end them with that version, then remove the file"
-            )
         return FileStore(settings.state_dir / LOCAL_STORE, log=journal.warn)
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # our forks exec at once; gRPC would log a warning for each
     return open_store(store_rendezvous(settings), sys.executable, store_policy(settings), journal.warn)

@@ -41,11 +41,13 @@ def test_second_agent_with_the_same_state_directory_is_refused(node: MakeNode) -
     assert n1.drain() == 0
 
 
-def test_local_store_of_an_earlier_version_is_refused(node: MakeNode) -> None:
+@pytest.mark.parametrize("flags", [[], ["--check"]])
+def test_local_store_of_an_earlier_version_is_refused(flags: list[str], node: MakeNode) -> None:
+    """By the check, too, which comes before an upgraded agent replaces itself."""
     n1 = node()
     n1.state.mkdir(mode=0o700)
     (n1.state / "store.journal").write_text("a job")
-    n1.start(wait=False)
+    n1.start(*flags, wait=False)
     assert n1.wait() == 2
     assert f"{n1.state / 'store.journal'} has jobs of an earlier version" in n1.log
 
