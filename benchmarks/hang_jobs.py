@@ -6,7 +6,6 @@ counted as tried and not detected.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from elasticd_agent.hangs.collector.record import NodeEvidence
 from tests.faults.job import Event, Fault, Job
 from tests.hangs.situations import SCRIPTS, SESSION, Situation
 from tests.multihost.cluster import Cluster
@@ -146,18 +146,19 @@ def _see_evidence(outcome: HangOutcome, log: Path, number: int, workers: int, ex
 
 
 def _missing(folder: Path, workers: int, exits: Sequence[Event]) -> str:
-    """ "" if stacks and facts of every rank that had not ended are on disk, and were taken before the first kill."""
+    """ "" if the evidence of every rank that had not ended is on disk, and was taken before the first kill."""
     killed = min((float(event["wall"]) for event in exits if event["exit_code"] != 0), default=math.inf)
     ended = {event["rank"] for event in exits if event["exit_code"] == 0}
+    records = [NodeEvidence.from_json(path.read_bytes()) for path in folder.glob("evidence-*.json")]
+    late_s = max((record.at_wall - killed for record in records), default=0.0)
+    if late_s > 0:
+        return f"it is {late_s:.3f} s late"
+    ranks = {rank.rank: rank for record in records for rank in record.ranks}
     for rank in set(range(workers)) - ended:
-        facts, stacks = folder / f"rank-{rank}.json", folder / f"rank-{rank}.stacks.txt"
-        if not facts.exists():
-            return f"no facts of rank {rank}, only {sorted(path.name for path in folder.glob('*'))}"
-        found = json.loads(facts.read_text())
-        if found["at_wall"] > killed:
-            return f"facts of rank {rank} are {found['at_wall'] - killed:.3f} s late"
-        if found["state"] != "Z" and not found.get("source"):  # a zombie has no stacks
-            return f"no stacks of rank {rank}: {stacks.read_text()[:200] if stacks.exists() else 'nothing was written'}"
+        if rank not in ranks:
+            return f"none of rank {rank}, only {sorted(path.name for path in folder.glob('*'))}"
+        if ranks[rank].state != "Z" and not ranks[rank].source:  # a zombie has no stacks
+            return f"no stacks of rank {rank}: {ranks[rank].trouble[:200]}"
     return ""
 
 

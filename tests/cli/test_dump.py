@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.hangs.explain.load import decode_stacks
+from elasticd_agent.hangs.collector.record import NodeEvidence
 from elasticd_agent.system.network.control_socket import SOCKET_NAME, ControlServer
 from tests.faults.job import Job
 from tests.system.control_server import Answering
@@ -53,7 +53,7 @@ def test_dump_prints_page_of_new_evidence(stack: ExitStack, tmp_path: Path) -> N
     assert done.stdout.startswith("Round 3: a dump of a running group: what 1 rank did at step 41.\n")
     done = dump(tmp_path, "--pid", str(os.getpid()), "--out", str(tmp_path / "mine"), "--json")
     assert json.loads(done.stdout)["evidence"] == str(tmp_path / "mine")
-    assert (tmp_path / "mine" / "rank-0.json").exists()
+    assert (tmp_path / "mine" / "evidence-here.json").exists()
 
 
 def test_dump_lists_jobs_without_a_single_match(stack: ExitStack, tmp_path: Path) -> None:
@@ -104,9 +104,8 @@ def test_dump_of_real_job_does_not_disturb_it(stack: ExitStack, tmp_path: Path) 
     done = dump(tmp_path, "--pid", str(job.pid))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Round 1: a dump of a running group: what 2 ranks did at step")
-    folder = tmp_path / "log" / "round-1" / "dump"
-    for rank in (0, 1):
-        assert decode_stacks(json.loads((folder / f"rank-{rank}.stacks.json").read_text())) is not None
+    (record,) = (tmp_path / "log" / "round-1" / "dump").glob("evidence-*.json")
+    assert all(rank.main is not None for rank in NodeEvidence.from_json(record.read_bytes()).ranks)
     done = dump(tmp_path, "--job", f"healthy-{os.getpid()}", "--out", str(tmp_path / "mine"), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elasticd_agent.hangs.collector.record import NodeEvidence
 from elasticd_agent.hangs.explain import load as reading
 from elasticd_agent.hangs.explain import locate as finding
 from elasticd_agent.hangs.explain import summary_lines
@@ -45,6 +47,15 @@ def explained(directory: Path, events: Path | None = None) -> Explanation:
     place = finding.choose_folder(finding.find_folders(directory))
     assert place is not None
     return reading.explain(place, events)
+
+
+def recorded(evidence: Path) -> NodeEvidence:
+    return NodeEvidence.from_json((evidence / "evidence-node-a.json").read_bytes())
+
+
+def change(evidence: Path, **values: Any) -> None:
+    """Write the record with other values."""
+    (evidence / "evidence-node-a.json").write_bytes(replace(recorded(evidence), **values).to_json())
 
 
 @pytest.fixture
@@ -211,7 +222,7 @@ def test_suspicion_never_claims_that_nothing_was_killed(lines: list[str], done: 
     (evidence / "verdict.json").unlink()
     log = evidence.parents[1] / "events.jsonl"
     log.unlink()
-    taken_at = json.loads((evidence / "rank-0.json").read_text())["at_wall"]
+    taken_at = recorded(evidence).at_wall
     for line in lines:
         kind, number, reason = [*line.split(" ", 2), ""][:3]
         outcome = {"outcome": "failed"} if kind == "job_ended" else {}
@@ -319,9 +330,18 @@ def test_event_log_of_several_runs(evidence: Path) -> None:
     assert all(1.7e9 < moment.wall < 1.8e9 or moment.wall == 1.0 for moment in found.moments)
 
 
+def test_folder_of_an_earlier_version(evidence: Path) -> None:
+    """Its verdict is shown."""
+    (evidence / "evidence-node-a.json").rename(evidence / "rank-0.json")
+    found = explained(evidence)
+    assert found.headline.startswith("round 1 hung, and rank 2 is at fault")
+    assert "from an earlier version" in found.troubles[0]
+    (evidence / "verdict.json").unlink()
+    assert "from an earlier version" in page(explained(evidence))
+
+
 def test_missing_ranks_are_named(evidence: Path) -> None:
-    for path in evidence.glob("rank-[01].*"):
-        path.unlink()
+    change(evidence, ranks=recorded(evidence).ranks[2:])
     found = explained(evidence)
     assert "no evidence of ranks 0 and 1 is here: look in the log directory on node-a" in found.troubles
     assert len(found.ranks) == 4
@@ -354,8 +374,7 @@ GARBAGE = st.one_of(
         max_leaves=24,
     ).map(lambda value: json.dumps(value).encode()),
 )  # fmt: skip
-FILES = ("verdict.json", "reports-a.jsonl", "rank-0.json", "rank-0.log", "rank-0.stacks.txt",
-         "rank-0.stacks.json", "rank-0.flight.json", "rank-1.flight.json", "gpu.json", "events.jsonl")  # fmt: skip
+FILES = ("verdict.json", "reports-a.jsonl", "evidence-a.json", "evidence-b.json", "events.jsonl")
 
 
 @given(contents=st.lists(GARBAGE, min_size=len(FILES), max_size=len(FILES)))
@@ -415,27 +434,24 @@ def test_numbers_out_of_range(number: str, tmp_path: Path) -> None:
 def test_special_files_are_not_opened(evidence: Path, tmp_path: Path) -> None:
     """Pipes, links and directories are named."""
     (tmp_path / "secret").write_text("secret")
-    for name in ("verdict.json", "rank-0.log", "rank-1.json"):
-        (evidence / name).unlink()
+    (evidence / "verdict.json").unlink()
     os.mkfifo(evidence / "verdict.json")
-    (evidence / "rank-0.log").symlink_to(tmp_path / "secret")
-    (evidence / "rank-1.json").mkdir()
+    (evidence / "evidence-b.json").symlink_to(tmp_path / "secret")
+    (evidence / "evidence-c.json").mkdir()
     done = explain(str(evidence))  # a read of the FIFO would never end
     assert done.returncode == 0
     assert "secret" not in done.stdout
-    for line in ("verdict.json is not a plain file", "rank-0.log is a link", "rank-1.json is not a plain file"):
+    for line in ("verdict.json is not a plain", "evidence-b.json is a link", "evidence-c.json is not a plain file"):
         assert line in done.stdout
 
 
 def test_huge_files_are_read_in_part(evidence: Path) -> None:
-    for name in ("rank-2.stacks.json", "reports-node-a.jsonl"):
+    for name in ("evidence-node-a.json", "reports-node-a.jsonl"):
         with open(evidence / name, "ab") as file:
             file.truncate(1 << 40)  # sparse: it takes no room
-    (evidence / "rank-2.log").write_text("first\n" + 200_000 * "more and more\n" + "last\n")
     found = explained(evidence)
-    assert sum("is large" in trouble for trouble in found.troubles) == 3
-    assert found.ranks[2].log[-1] == "last"
-    assert found.ranks[2].no_stacks == "they are in the text file only"
+    assert sum("is large" in trouble for trouble in found.troubles) == 2
+    assert len(found.ranks) == 4, "by the verdict"
 
 
 def test_closed_output_prints_no_traceback() -> None:
@@ -448,7 +464,8 @@ def test_closed_output_prints_no_traceback() -> None:
 
 
 def test_control_characters_are_made_visible(evidence: Path) -> None:
-    (evidence / "rank-2.log").write_text("\x1b[2J\x1b]0;owned\x07 \x9b1m last\n")
+    ranks = recorded(evidence).ranks
+    change(evidence, ranks=(*ranks[:2], replace(ranks[2], log=("\x1b[2J\x1b]0;owned\x07 \x9b1m last",)), ranks[3]))
     text = page(explained(evidence))
     assert "\\x1b[2J\\x1b]0;owned\\x07 \\x9b1m last" in text
     assert all(line.isprintable() for line in text.splitlines())
@@ -480,12 +497,14 @@ def test_thousand_ranks_fit_on_a_page(tmp_path: Path) -> None:
     evidence = tmp_path / "round-2" / "evidence"
     evidence.mkdir(parents=True)
     culprits = [{"node": "n77", "rank": 617, "slot": 1}]
-    verdict = {"round": 2, "cause": "blocked", "culprits": culprits, "why": "rank 617 sleeps", "action": "restart"}
+    verdict = {"version": "1.0", "round": 2, "cause": "blocked", "culprits": culprits, "why": "rank 617 sleeps"}
     reports = [
         {"round": 2, "node": f"n{n}", "ranks": [facts(rank, behind=rank == 617) for rank in range(8 * n, 8 * n + 8)]}
         for n in range(128)
     ]
-    (evidence / "verdict.json").write_text(json.dumps(verdict | {"seen_after_s": 9.0, "reports": reports}))
+    (evidence / "verdict.json").write_text(
+        json.dumps(verdict | {"action": "restart", "seen_after_s": 9.0, "reports": reports})
+    )
     lines = page(explained(evidence)).splitlines()
     assert len(lines) < 40
     assert [line.split()[:4] for line in lines if line.startswith(" >")] == [[">", "617", "n77", "1"]]

@@ -21,6 +21,7 @@ from elasticd.heartbeat import record
 from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.collector import flight_recorder
 from elasticd_agent.hangs.explain import load, locate
+from elasticd_agent.hangs.explain.flight import compare
 from elasticd_agent.hangs.explain.json_report import document
 from elasticd_agent.hangs.explain.text import page
 from elasticd_agent.model.codec import LEAST_NUMBER, Document, Record
@@ -249,7 +250,7 @@ def _recording(data: bytes) -> None:
     found = json.loads(flight_recorder.as_json(data))
     one = recordings.parse(found) if isinstance(found, dict) else None
     if one is not None:
-        recordings.compare({0: one, 1: one})
+        compare({0: one.tails(), 1: one.tails()})
 
 
 def _events(data: bytes) -> None:

@@ -248,9 +248,7 @@ def test_recording_of_a_hook(python: str, tmp_path: Path, version: tuple[int, in
     assert [one["complete"] for one in dump["unrecorded"]] == [False]
     found = parse(dump)
     assert found is not None
-    assert [(one["last"], one["pending"], one["backend"]) for one in found.tails() if "unrecorded" not in one] == [
-        (2, 0, "fake")
-    ]
+    assert [(one.last, one.pending, one.backend) for one in found.tails() if not one.unrecorded] == [(2, 0, "fake")]
 
 
 def test_job_of_the_cuda_build_starts_warm(python: str, tmp_path: Path, machine: dict[str, str]) -> None:

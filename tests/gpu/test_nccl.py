@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from elasticd_agent.hangs.collector.record import NodeEvidence
 from tests.faults.job import Fault, Job, until
 from tests.gpu.conftest import StartGpuJob
 
@@ -99,8 +100,10 @@ def assert_hung(run: Job, number: int, hang: Hang, device: str) -> None:
     evidence = run.work / "log" / f"round-{number}" / "evidence"
     after = run.event("round_published", round=number + 1)
     assert after["cause"] == "hung"
-    for rank in range(run.event("round_published", round=number)["world_size"]):
-        assert (evidence / f"rank-{rank}.stacks.txt").exists(), sorted(evidence.iterdir())
+    (record,) = evidence.glob("evidence-*.json")
+    ranks = NodeEvidence.from_json(record.read_bytes()).ranks
+    assert len(ranks) == run.event("round_published", round=number)["world_size"]
+    assert all(rank.source for rank in ranks), [rank.trouble for rank in ranks]
     recorded = [rank for rank in hang.answer if (evidence / f"rank-{rank}.flight.json").exists()]
     assert recorded == list(hang.answer), sorted(evidence.iterdir())
     for rank in recorded:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import pytest
 
+from elasticd_agent.hangs.collector.record import NodeEvidence, RankEvidence
 from elasticd_agent.hangs.evidence import EvidenceCollector, GatheredEvidence
 from elasticd_agent.system.processes import procfs
 
@@ -55,6 +56,16 @@ def posted() -> Posted:
     return queue.SimpleQueue()
 
 
+def published(final: Path) -> dict[int, RankEvidence]:
+    """The ranks of the record in the directory."""
+    return {rank.rank: rank for rank in NodeEvidence.from_json((final / "evidence-a.json").read_bytes()).ranks}
+
+
+def functions(rank: RankEvidence) -> set[str]:
+    """The functions in all of its stacks."""
+    return {frame.name for thread in rank.threads for frame in thread.frames}
+
+
 class MakeEvidence(Protocol):
     def __call__(
         self,
@@ -74,7 +85,7 @@ def takes(tmp_path: Path, posted: Posted) -> Iterator[MakeEvidence]:
     made: list[EvidenceCollector] = []
 
     def make(budget_s: float = BUDGET_S, **more: Any) -> EvidenceCollector:
-        made.append(EvidenceCollector(tmp_path / "scratch", posted.put, budget_s, **more))
+        made.append(EvidenceCollector(tmp_path / "scratch", posted.put, budget_s, node="a", **more))
         return made[-1]
 
     yield make

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from elasticd_agent.hangs.collector.record import RankEvidence
 from elasticd_agent.hangs.detector import HangDetector
-from elasticd_agent.hangs.evidence import EvidenceTarget, GatheredEvidence, RankEvidence
+from elasticd_agent.hangs.evidence import EvidenceTarget, GatheredEvidence
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.reports import HangReport, HangVerdict, RankReport
@@ -76,7 +77,8 @@ def found(
     number: int = 3, *, trouble: str = "", state: str = "S", source: str | tuple[str, str] = "py-spy"
 ) -> GatheredEvidence:
     sources = (source, source) if isinstance(source, str) else source
-    ranks = tuple(RankEvidence(n, "collective", "all_reduce", "x", state, "", each) for n, each in enumerate(sources))
+    rank = RankEvidence(0, where="collective", function="all_reduce", stack="x", state=state)
+    ranks = tuple(replace(rank, rank=n, source=each) for n, each in enumerate(sources))
     return GatheredEvidence(number, ranks, HERE, 0.2, trouble)
 
 

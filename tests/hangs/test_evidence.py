@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 from pathlib import Path
 
-from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, GatheredEvidence, RankEvidence
+from elasticd_agent.hangs.collector.record import RankEvidence
+from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, GatheredEvidence
 from elasticd_agent.system.processes import procfs
-from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker, Until
+from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker, Until, functions, published
 from tests.tracing import ALLOW, Tracer
 
 
@@ -97,10 +97,10 @@ def test_evidence_of_every_rank(
     assert first.stack
     assert first.stack != second.stack
     assert procfs.state(stopped) == "T"
-    assert "turn_round" in (final / "rank-0.stacks.txt").read_text()
-    assert (final / "rank-0.log").read_text().splitlines() == [f"line {n}" for n in range(300, 500)]
-    facts = json.loads((final / "rank-1.json").read_text())
-    assert (facts["pid"], facts["state"], facts["function"]) == (stopped, "T", second.function)
+    record = published(final)
+    assert "turn_round" in functions(record[0])
+    assert record[0].log == tuple(f"line {n}" for n in range(300, 500))
+    assert (record[1].pid, record[1].state, record[1].function) == (stopped, "T", second.function)
     assert {path.stat().st_mode & 0o777 for path in final.iterdir()} == {0o600}
     assert final.stat().st_mode & 0o777 == 0o700
 
@@ -110,10 +110,9 @@ def test_stacks_by_py_spy(worker: StartWorker, evidence: EvidenceCollector, post
     pids = [worker(HOLDS_THE_GIL), worker(DEAD_LOCK), worker(HAS_A_CHILD)]
     assert evidence.gather(1, [EvidenceTarget(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
     found = posted.get(timeout=30)
-    functions = [rank.function.partition(" ")[2] for rank in found.ranks]
-    assert functions == ["call_into_c", "wait_for_oneself", "<module>"]
+    assert [rank.function.partition(" ")[2] for rank in found.ranks] == ["call_into_c", "wait_for_oneself", "<module>"]
     assert [rank.source for rank in found.ranks] == ["py-spy"] * 3
-    assert "child_waits" in (tmp_path / "log" / "rank-2.stacks.txt").read_text()
+    assert "child_waits" in functions(published(tmp_path / "log")[2])
 
 
 def test_workers_are_not_stopped(
@@ -152,7 +151,7 @@ def test_stacks_by_faulthandler_without_py_spy(
     assert "py-spy is not installed" in second.trouble
     assert "faulthandler" in second.trouble
     assert procfs.state(silent) == "S"
-    assert "wait_for_nothing" in (tmp_path / "log" / "rank-0.stacks.txt").read_text()
+    assert "wait_for_nothing" in functions(published(tmp_path / "log")[0])
 
 
 def test_digest_does_not_depend_on_source(
@@ -181,7 +180,7 @@ def test_ended_rank_does_not_affect_others(
     found = posted.get(timeout=30)
     assert [(rank.state, rank.source) for rank in found.ranks] == [("Z", ""), ("S", "py-spy"), ("", "")]
     assert "ended" in found.ranks[0].trouble
-    assert json.loads((tmp_path / "log" / "rank-0.json").read_text())["state"] == "Z"
+    assert published(tmp_path / "log")[0].state == "Z"
 
 
 def test_zombie_with_living_thread_has_stacks(
@@ -191,7 +190,7 @@ def test_zombie_with_living_thread_has_stacks(
     assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
     (rank,) = posted.get(timeout=30).ranks
     assert (rank.state, rank.source, rank.function) == ("Z", "py-spy", "<string>:8 end")
-    assert "other" in (tmp_path / "log" / "rank-0.stacks.txt").read_text()
+    assert "other" in functions(published(tmp_path / "log")[0])
 
 
 def test_older_stacks_of_ended_process_are_kept(
@@ -204,7 +203,17 @@ def test_older_stacks_of_ended_process_are_kept(
     until(lambda: procfs.state(pid) == "Z", 20)
     assert evidence.gather(1, [EvidenceTarget(0, pid)], final, "")
     assert posted.get(timeout=30).ranks[0].source == ""
-    assert "wait_for_nothing" in (final / "rank-0.stacks.txt").read_text()
+    (rank,) = published(final).values()
+    assert (rank.state, rank.source, "wait_for_nothing" in functions(rank)) == ("Z", "py-spy", True)
+
+
+def test_name_that_is_no_utf8(worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path) -> None:
+    """Of an open file, for instance: it costs its own letters, and not the evidence."""
+    path = os.fsencode(tmp_path) + b"/\xff.bin"
+    pid = worker(f"import os; os.open({path!r}, os.O_CREAT)\n{SLEEPS}")
+    assert evidence.gather(1, [EvidenceTarget(0, pid)], tmp_path / "log", "")
+    assert posted.get(timeout=30).ranks[0].source == "py-spy"
+    assert f"{tmp_path}/?.bin" in published(tmp_path / "log")[0].proc["fds"].values()
 
 
 def test_log_that_is_a_pipe_is_skipped(
@@ -215,10 +224,10 @@ def test_log_that_is_a_pipe_is_skipped(
     log.write_bytes(b"last words\n" + b"\xff" * 9000 + b"\n")
     assert evidence.gather(1, [EvidenceTarget(0, worker(SLEEPS), (pipe, log))], tmp_path / "log", "")
     assert posted.get(timeout=30).trouble == ""
-    kept = (tmp_path / "log" / "rank-0.log").read_bytes()
-    assert b"no plain file" in kept
-    assert b"last words" in kept
-    assert len(kept) < 3000
+    lines = published(tmp_path / "log")[0].log
+    assert "no plain file" in lines[1]
+    assert "last words" in lines
+    assert max(map(len, lines)) <= 2000
 
 
 def test_thread_start_failure_is_retried(

@@ -16,7 +16,7 @@ from elasticd.heartbeat.thread import write_flight_recorder
 from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.verdict import Hang, judge
 from elasticd_agent.model.job import Policy
-from elasticd_agent.model.reports import GroupTail, HangReport, RankReport
+from elasticd_agent.model.reports import HangReport, RankReport
 from tests.library.fake_recorders import FakeTorch, Kind
 
 ALL, PAIR = (0, 1, 2), (0, 1)
@@ -63,8 +63,7 @@ class Rank:
         write_flight_recorder(f"{folder}/flight", "0", str(len(ALL)))
         found = recordings.parse(json.loads(Path(folder, "flight").read_bytes()))
         assert found is not None
-        tails = tuple(GroupTail.from_dict(json.loads(json.dumps(tail))) for tail in found.tails())
-        facts: dict[str, Any] = {"where": self.where, "function": self.function, "groups": tails}
+        facts: dict[str, Any] = {"where": self.where, "function": self.function, "groups": found.tails()}
         return replace(WAITS, nccl_groups=GroupCounts().read(8), device_s=6.0, **facts)
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from elasticd.heartbeat.thread import write_flight_recorder
 from elasticd_agent.hangs import recordings
+from elasticd_agent.hangs.explain.flight import compare
 from elasticd_agent.hangs.proofs import prove
 from elasticd_agent.hangs.rank import RankState
-from elasticd_agent.model.reports import GroupTail, RankReport
+from elasticd_agent.model.reports import RankReport
 from tests.library.fake_recorders import FakeTorch, Kind
 
 ALL = (0, 1, 2)
@@ -38,15 +39,11 @@ def dump(made: Callable[[FakeTorch], object]) -> recordings.Recording:
 
 def proven(recorded: Sequence[recordings.Recording], function: str = "all_reduce") -> list[int] | None:
     ranks = [
-        RankState("a", replace(WAITS, rank=n, slot=n, function=function, groups=tuple(map(tail, one.tails()))))
+        RankState("a", replace(WAITS, rank=n, slot=n, function=function, groups=one.tails()))
         for n, one in enumerate(recorded)
     ]
     found = prove(ranks, [], whole=True)
     return None if found is None else [rank.report.rank for rank in found.culprits]
-
-
-def tail(message: dict[str, object]) -> GroupTail:
-    return GroupTail.from_dict(json.loads(json.dumps(message)))
 
 
 @pytest.mark.parametrize("kind", RECORDED)
@@ -55,7 +52,7 @@ def test_ranks_that_wait_in_another_group(kind: Kind) -> None:
     skipped = dump(lambda torch: (torch.group("0", ALL, kind).at(20, 19), torch.group("1", ALL, kind).at(4, 4)))
     waiting = dump(lambda torch: (torch.group("0", ALL, kind).at(19, 19), torch.group("1", ALL, kind).at(5, 4)))
     assert proven([skipped, waiting, skipped]) == [0, 2]
-    groups = recordings.compare({0: skipped, 1: waiting, 2: skipped})
+    groups = compare({0: skipped.tails(), 1: waiting.tails(), 2: skipped.tails()})
     assert {one.group: one.missing for one in groups} == {"default group": (1,), "group 1": (0, 2)}
 
 
@@ -65,7 +62,7 @@ def test_rank_without_a_collective_is_missing(kind: Kind) -> None:
     others = dump(lambda torch: torch.group("0", ALL, kind).at(1, 0))
     late = dump(lambda torch: torch.group("0", ALL, kind))
     gloo = dump(lambda torch: torch.group("0", ALL, "gloo").at(5, 5))
-    [group] = recordings.compare({0: others, 1: late, 2: gloo})
+    [group] = compare({0: others.tails(), 1: late.tails(), 2: gloo.tails()})
     assert group.missing == (1,)
     assert proven([others, others, gloo]) is None, "two recorders"
 
@@ -80,16 +77,13 @@ def test_message_of_a_hook_completes_no_collective() -> None:
         group.at(4, 2)
 
     [found] = dump(made).tails()
-    assert (found["last"], found["pending"], found["backend"]) == (4, 3, "nccl2")
+    assert (found.last, found.pending, found.backend) == (4, 3, "nccl2")
 
 
 def test_end_that_is_not_reported_is_no_wait() -> None:
     """All entries of such a hook are retired when they are issued: nothing says that one is pending."""
     found = dump(lambda torch: torch.group("0", ALL, "nccl2", reports_completion=False).at(4, 2))
-    assert [(one["last"], one["pending"], tail(one).unrecorded) for one in found.tails()] == [
-        (0, 0, True),
-        (4, 0, False),
-    ]
+    assert [(one.last, one.pending, one.unrecorded) for one in found.tails()] == [(0, 0, True), (4, 0, False)]
     assert proven([found, found]) is None
 
 
@@ -104,7 +98,7 @@ def test_nothing_is_proven_of_a_rank_with_an_unknown_group(kind: Kind, function:
 
     waiting, behind = (dump(lambda torch, count=count: made(torch, count)) for count in (6, 5))
     assert proven([waiting, behind], function) is None
-    assert [one.backend for one in map(tail, waiting.tails()) if one.unrecorded] == ["nccl2"]
+    assert [one.backend for one in waiting.tails() if one.unrecorded] == ["nccl2"]
 
 
 def test_gloo_alone_is_proven_as_before() -> None:

@@ -178,5 +178,4 @@ def test_cause_of_another_collective(deviation: str, cause: str) -> None:
 
 def test_tail_has_the_unfinished_collective() -> None:
     (tail,) = recorded(*["broadcast", "all_reduce", "barrier"] * 10, "all_reduce").tails()
-    assert GroupTail.from_dict(tail) == GroupTail(D, 31, 30, tuple((n, k) for n, k in tail["kinds"]), "gloo")
-    assert dict(tail["kinds"])[30] == "barrier"
+    assert (tail.group, tail.last, tail.pending, dict(tail.kinds)[30]) == (D, 31, 30, "barrier")

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from elasticd_agent.hangs.blame import Blame, blame
+from elasticd_agent.hangs.explain.flight import compare
 from elasticd_agent.hangs.proofs import prove
 from elasticd_agent.hangs.rank import RankState
-from elasticd_agent.hangs.recordings import Recording, compare, parse
+from elasticd_agent.hangs.recordings import Recording, parse
 from elasticd_agent.model.reports import GroupTail, RankReport
 
 Sizes = list[list[int]]
@@ -67,9 +68,8 @@ def recording(name: str, sizes: Sizes, number: int = 7, **more: Any) -> Recordin
 
 
 def waiting(rank: int, recorded: Recording) -> RankState:
-    tails = tuple(GroupTail.from_dict(tail) for tail in recorded.tails())
     report = RankReport(rank, rank, "step", 9, 7, idle_s=6, alive_s=0.1, state="S", where="collective")
-    return RankState("a", RankReport(**{**report.to_dict(), "function": "f", "alone": True, "groups": tails}))
+    return RankState("a", replace(report, function="f", alone=True, groups=recorded.tails()))
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -77,7 +77,7 @@ def test_what_healthy_ranks_record_differs_in_nothing(name: str) -> None:
     """A rank that comes 20 s late has not issued it yet, and ends the wait of the others."""
     operation, sizes = RECORDED[name]
     ranks = [recording(operation, one) for one in sizes]
-    assert all(one.differing is None for one in compare(dict(enumerate(ranks))))
+    assert all(one.differing is None for one in compare({rank: one.tails() for rank, one in enumerate(ranks)}))
     assert prove([waiting(rank, one) for rank, one in enumerate(ranks)], []) is None
     late = RankState("a", RankReport(2, 2, where="elsewhere", state="S", alone=True))
     assert prove([*(waiting(rank, one) for rank, one in enumerate(ranks[:2])), late], []) is None
@@ -87,7 +87,7 @@ def test_what_healthy_ranks_record_differs_in_nothing(name: str) -> None:
 def test_sizes_that_must_agree_are_a_proof(name: str) -> None:
     operation, sizes = WRONG[name]
     ranks = [recording(operation, one) for one in sizes]
-    assert any(one.differing for one in compare(dict(enumerate(ranks))))
+    assert any(one.differing for one in compare({rank: one.tails() for rank, one in enumerate(ranks)}))
     found = prove([waiting(rank, one) for rank, one in enumerate(ranks)], [])
     assert found is not None
     assert [rank.report.rank for rank in found.culprits] == [1]
@@ -110,7 +110,7 @@ def test_other_operation_is_a_proof_whatever_its_sizes() -> None:
     assert [rank.report.rank for rank in found.culprits] == [2]
 
 
-def tails(**more: Any) -> list[dict[str, Any]]:
+def tails(**more: Any) -> tuple[GroupTail, ...]:
     found = parse({"version": "2.10", "entries": [], **more})
     assert found is not None
     return found.tails()
@@ -119,14 +119,13 @@ def tails(**more: Any) -> list[dict[str, Any]]:
 def test_group_that_was_never_used_has_a_tail() -> None:
     """Of gloo only: NCCL's recorder and gloo's do not have the same collectives."""
     group = {"process_group": ["3", "undefined"], "backend": "gloo", "unused": True, "in_job": True}
-    expected = [{"group": "group 3", "last": 0, "pending": 0, "kinds": [], "in_job": True, "backend": "gloo"}]
-    assert tails(process_groups=[group]) == expected
-    assert tails(process_groups=[group], comm_lib_version="2.29") == []
-    assert tails(process_groups=[group | {"backend": "nccl"}]) == []
-    assert tails(process_groups=[group | {"unused": False}]) == []
+    assert tails(process_groups=[group]) == (GroupTail("group 3", 0, backend="gloo", in_job=True),)
+    assert tails(process_groups=[group], comm_lib_version="2.29") == ()
+    assert tails(process_groups=[group | {"backend": "nccl"}]) == ()
+    assert tails(process_groups=[group | {"unused": False}]) == ()
     (outside,) = tails(process_groups=[group | {"unused": False, "in_job": False}])
-    assert not outside["in_job"]
-    assert tails(process_groups="none") == tails(process_groups=[1, {}])[1:] == []
+    assert not outside.in_job
+    assert tails(process_groups="none") == tails(process_groups=[1, {}])[1:] == ()
 
 
 def test_first_collective_of_a_group_is_compared_with_ranks_that_have_not_used_it() -> None:
@@ -137,7 +136,7 @@ def test_first_collective_of_a_group_is_compared_with_ranks_that_have_not_used_i
     used, unused = (parse({"version": "2.10", "entries": one, "process_groups": groups}) for one in ([entry], []))
     assert used is not None
     assert unused is not None
-    (found,) = compare({0: used, 1: unused})
+    (found,) = compare({0: used.tails(), 1: unused.tails()})
     assert (found.group, found.missing, str(found.waiting_for)) == ("group 3", (1,), "#1 barrier")
 
 

@@ -11,10 +11,10 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
+from elasticd_agent.hangs.collector.record import NodeEvidence
 from tests.faults.job import Event, Job, until
 from tests.hangs.conftest import TUNED, StartHanging
 from tests.hangs.situations import BY_NAME, PLAIN, SESSION, Situation
@@ -128,20 +128,15 @@ def assert_evidence(run: Job, number: int, situation: Situation, killed: Event, 
     until(lambda: path.exists() and json.loads(path.read_text())["action"] == "restart", str(path))
     assert json.loads(path.read_text())["round"] == number
     exited = {event["rank"] for event in run.events("worker_exited", round=number, exit_code=0)}
-    for rank in set(range(situation.workers)) - exited:
-        facts = evidence / f"rank-{rank}.json"
-        assert json.loads(facts.read_text())["at_wall"] <= killed["wall"]
-        stackless = situation.name == "zombie" and rank in situation.ranks
-        for path in (facts, evidence / f"rank-{rank}.log", evidence / f"rank-{rank}.stacks.txt"):
-            if not (stackless and path.name.endswith(".stacks.txt")):
-                assert_before(path, killed, again)
-
-
-def assert_before(path: Path, killed: Event, again: bool) -> None:
-    """On disk before the kill. `again`: it was suspicious for so long that newer evidence may be taking its place."""
-    assert path.exists(), sorted(path.parent.iterdir())
-    # Both are this machine's wall clock; a file's time is the kernel's tick, up to 10 ms old.
+    (path,) = evidence.glob("evidence-*.json")
+    # Both are this machine's wall clock; a file's time is the kernel's tick, up to 10 ms old. `again`: it was
+    # suspicious for so long that newer evidence may be taking its place.
     assert again or path.stat().st_mtime <= killed["wall"], path
+    record = NodeEvidence.from_json(path.read_bytes())
+    assert record.at_wall <= killed["wall"]
+    ranks = {rank.rank: rank for rank in record.ranks}
+    for rank in set(range(situation.workers)) - exited:
+        assert ranks[rank].source or (situation.name == "zombie" and rank in situation.ranks), ranks[rank].trouble
 
 
 def ends_well(run: Job, number: int, trains: bool) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd_agent.hangs.collector.record import NodeEvidence
 from tests.faults.job import Fault
 from tests.hangs.conftest import TUNED
 from tests.hangs.situations import SCRIPTS
@@ -70,6 +71,8 @@ def assert_gathered(cluster: Cluster, log: Path) -> None:
     for agent in cluster.agents:
         agent.event("group_ended", round=1)
     killed = min(event["wall"] for event in cluster.events("worker_exited", round=1))
-    for rank in (0, 1):
-        stacks = log / "round-1" / "evidence" / f"rank-{rank}.stacks.txt"
-        assert stacks.stat().st_mtime <= killed, stacks
+    records = list((log / "round-1" / "evidence").glob("evidence-*.json"))
+    assert len(records) == 2
+    for path in records:
+        assert path.stat().st_mtime <= killed, path
+        assert all(rank.source for rank in NodeEvidence.from_json(path.read_bytes()).ranks)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticd_agent.hangs.evidence import EvidenceTarget, GatheredEvidence, RankEvidence
+from elasticd_agent.hangs.collector.record import RankEvidence
+from elasticd_agent.hangs.evidence import EvidenceTarget, GatheredEvidence
 from elasticd_agent.hangs.observer import Observation
 from elasticd_agent.model.records import Round
 from elasticd_agent.model.reports import RankReport, Where
@@ -30,7 +31,9 @@ class FakeEvidence:
         self.gathered += 1
         where: Where = "collective" if self.node.stuck in ("", "collective") else "elsewhere"
         at = "all_reduce (ddp.py:12)" if where == "collective" else "next_batch (data.py:88)"
-        ranks = tuple(RankEvidence(t.rank, where, at, stack=at, state="S", wchan="", source="py-spy") for t in targets)
+        ranks = tuple(
+            RankEvidence(t.rank, where=where, function=at, stack=at, state="S", source="py-spy") for t in targets
+        )
         found = GatheredEvidence(number, ranks, final, GATHER_S)
         self.later(GATHER_S, lambda: self._found(found))
         return True

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 from pathlib import Path
 
 from elasticd_agent.hangs.causes import DUMP_REASON
+from elasticd_agent.hangs.collector.record import NodeEvidence, RankEvidence
 from elasticd_agent.system.network.control_socket import SOCKET_NAME, ControlServer, DumpRequested
 
 
@@ -29,8 +29,9 @@ class Answering:
 
     def _take(self, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
-        facts = {"why": DUMP_REASON, "pid": 7, "state": "S", "phase": "step", "step": 41}
-        (directory / "rank-0.json").write_text(json.dumps(facts))
+        rank = RankEvidence(0, 7, state="S", phase="step", step=41)
+        record = NodeEvidence(3, "here", DUMP_REASON, 1.0, (rank,))
+        (directory / record.file_name).write_bytes(record.to_json())
         return directory
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ def _list(found: Sequence[finding.EvidenceFolder], directory: Path) -> int:
         cause = ""
         if place.has_verdict and (verdict := files.read_json(place.path / VERDICT)[0]) is not None:
             cause = f" ({str(verdict.get('cause', '?'))[:40]})"
-        print(f"round {place.round or '?'}  {place.what}{cause}  {len(place.ranks)} ranks' files  {place.path}")
+        print(f"round {place.round or '?'}  {place.what}{cause}  {place.path}")
     return 0
 
 

@@ -19,15 +19,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from elasticd.errors import WireError
 from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.collector import files as disk
+from elasticd_agent.hangs.collector.record import NodeEvidence, RankEvidence
 from elasticd_agent.hangs.collector.request import (
-    NO_STACKS,
     REDIRECTED,
     CollectRequest,
     EvidenceTarget,
@@ -35,7 +35,6 @@ from elasticd_agent.hangs.collector.request import (
     fallback_directory,
     to_message,
 )
-from elasticd_agent.model.reports import GroupTail, Where
 from elasticd_agent.system.gpus.nvml import find_nvml
 from elasticd_agent.system.installation import import_path, program
 from elasticd_agent.system.processes import procfs
@@ -58,24 +57,10 @@ ORPHAN_S = 5.0
 """A helper whose agent was killed ends this long after its deadline."""
 REAP_S = 0.5
 
+_LASTING = ("source", "processes", "log", "recording", "recorded")
+"""Fields of a rank that stay in the record when a later gathering could not take them."""
+
 _log = logging.getLogger("elasticd.evidence")
-
-
-@dataclass(frozen=True, slots=True)
-class RankEvidence:
-    rank: int
-    where: Where
-    function: str  #: the call that says `where` the main thread is
-    stack: str  #: a digest: the same for equal stacks
-    state: str
-    wchan: str
-    source: str  #: the tool that read the stack; "" if none did, and then `trouble` says why
-    trouble: str = ""
-    place: str = ""  #: the innermost function of the script's own code, without a line number
-    alone: bool = False
-    loading: bool = False
-    groups: tuple[GroupTail, ...] = ()
-    deviation: str = ""  #: the fields from `alone` on are as in RankReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +91,28 @@ class _Write:
     final: Path
 
 
+@dataclass(slots=True)
+class _Reported:
+    """A helper's reports so far."""
+
+    began: float  #: unix time
+    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    gpus: list[dict[str, Any]] = field(default_factory=list)
+    troubles: list[str] = field(default_factory=list)
+    gpu_troubles: list[str] = field(default_factory=list)
+
+    def receive(self, message: dict[str, Any]) -> None:
+        if "rank" in message:
+            known = self.ranks.setdefault(message["rank"], {"processes": []})
+            processes = [*known["processes"], *message.get("processes", ())]
+            known.update(message, processes=processes)
+        elif "gpus" in message:
+            self.gpus = message["gpus"]
+            self.gpu_troubles += [message["trouble"]] if message.get("trouble") else []
+        elif "trouble" in message:
+            self.troubles.append(message["trouble"])
+
+
 class EvidenceCollector:
     """Gathers evidence, once at a time, in a thread that ends with `close`."""
 
@@ -116,11 +123,12 @@ class EvidenceCollector:
         budget_s: float,
         keep: int = 8,
         job: str = "",
+        node: str = "",
         spy: str | None = None,
         temporary: Path | None = None,
         nvml: str | None = None,
     ) -> None:
-        """`scratch` is on local disk and may be deleted with the agent; the thread calls `post`.
+        """`scratch` is on local disk and may be deleted with the agent; the thread calls `post`; `node` is this one.
 
         `temporary` (the system's directory for that) gets a folder named `job` for evidence whose own directory does
         not answer. `spy` is py-spy's path, "" for none, and `nvml` the directory of pynvml; None: found at need.
@@ -131,6 +139,8 @@ class EvidenceCollector:
         self._kept_rounds = keep
         self._spy = spy
         self._nvml = nvml
+        self._node = node or os.uname().nodename
+        self._published: dict[Path, NodeEvidence] = {}
         self._fallback_dir = fallback_directory(temporary) / (job or scratch.name)
         self._requests: queue.SimpleQueue[_Gather | _Write | None] = queue.SimpleQueue()
         self._next: deque[_Gather | _Write | None] = deque()
@@ -233,49 +243,40 @@ class EvidenceCollector:
 
     def _take(self, request: _Gather) -> None:
         local = self._scratch / "evidence" / f"{request.round}-{request.final.name}"
-        ranks: dict[int, dict[str, Any]] = {}
         until = time.monotonic() + self._budget_s * self._times
-        troubles: list[str] = []
+        reported = _Reported(time.time())
         self._taking, late, published, publishes = True, False, True, False
         try:
-            troubles, late = self._gather(request, until, local, ranks)
+            late = self._gather(request, until, local, reported)
             with self._lock:
                 publishes = self._publishing = not (self._dropped or self._closing)
+            evidence = self._compose(request, reported)
             if publishes:
-                _name_missing(local, request.targets, troubles)
+                record = self._with_earlier(evidence, request.final)
+                disk.write(str(local / record.file_name), record.to_json() + b"\n")
                 published = self._publish_in_time(request, local, until)
             else:
-                troubles = []
+                reported.troubles.clear()
         except Exception as error:  # noqa: BLE001 the detector waits for a result, also for none
-            troubles.append(f"no evidence: {type(error).__name__}: {error}")
-        if troubles:
-            _log.info("evidence of round %d: %s", request.round, "; ".join(troubles))
-        evidence = tuple(_rank_evidence(target, ranks.get(target.rank, {})) for target in request.targets)
-        late = late or any(rank.get("late") is True for rank in ranks.values())
-        late = publishes and (late or any(not rank.source and rank.state in ("R", "S") for rank in evidence))
+            reported.troubles.append(f"no evidence: {type(error).__name__}: {error}")
+            evidence = self._compose(request, reported)
+        if reported.troubles:
+            _log.info("evidence of round %d: %s", request.round, "; ".join(reported.troubles))
+        late = late or any(rank.late for rank in evidence.ranks)
+        late = publishes and (late or any(not rank.source and rank.state in ("R", "S") for rank in evidence.ranks))
         self._times = min(2 * self._times, MOST_TIMES) if late else self._times
         if not published and request.why == DUMP_REASON:
             self._publish_anywhere(request.round, request.final, local)  # the person gets the place that it is in
         path, seconds = self.directory_for(request.final), time.monotonic() - request.began
         with self._lock:
             self._busy = self._taking = self._publishing = self._dropped = False
-        self._post(GatheredEvidence(request.round, evidence, path, seconds, "; ".join(troubles), late))
+        self._post(GatheredEvidence(request.round, evidence.ranks, path, seconds, "; ".join(reported.troubles), late))
         if not published and request.why != DUMP_REASON:
             self._publish_anywhere(request.round, request.final, local)
         shutil.rmtree(local, ignore_errors=True)
 
-    def _gather(
-        self, request: _Gather, until: float, local: Path, ranks: dict[int, dict[str, Any]]
-    ) -> tuple[list[str], bool]:
-        """Returns what went wrong, and whether that was for lack of time."""
-        troubles: list[str] = []
-
-        def receive(message: dict[str, Any]) -> None:
-            if "rank" in message:
-                ranks.setdefault(message["rank"], {}).update(message)
-            elif "trouble" in message:
-                troubles.append(message["trouble"])
-
+    def _gather(self, request: _Gather, until: float, local: Path, reported: _Reported) -> bool:
+        """Returns whether there was too little time."""
         shutil.rmtree(local, ignore_errors=True)
         local.mkdir(mode=0o700, parents=True)
         began = time.monotonic()
@@ -283,12 +284,40 @@ class EvidenceCollector:
             str(local),
             max(0.1, GATHER_PART * (until - began)),
             tuple(target for target in request.targets if target.pid > 0),
-            request.why,
             find_py_spy() if self._spy is None else self._spy,
             find_nvml() if self._nvml is None else self._nvml,
         )
-        trouble, late = self._help("gather", collect, began + KILL_PART * (until - began), receive)
-        return [*troubles, trouble] if trouble else troubles, late
+        trouble, late = self._help("gather", collect, began + KILL_PART * (until - began), reported.receive)
+        reported.troubles += [trouble] if trouble else []
+        return late
+
+    def _compose(self, request: _Gather, reported: _Reported) -> NodeEvidence:
+        """The record of this gathering."""
+        why = "; ".join(reported.troubles) or "there was no time for its stack"
+        ranks = []
+        for target in request.targets:
+            known = {"rank": target.rank, "pid": target.pid, "trouble": why, **reported.ranks.get(target.rank, {})}
+            known["state"] = known.get("state") or procfs.state(target.pid)
+            try:
+                ranks.append(RankEvidence.from_dict(known))
+            except WireError as error:
+                ranks.append(RankEvidence(target.rank, target.pid, state=known["state"], trouble=str(error)))
+        troubles = (*reported.troubles, *reported.gpu_troubles)
+        return NodeEvidence(
+            request.round, self._node, request.why, reported.began, tuple(ranks), tuple(reported.gpus), troubles
+        )
+
+    def _with_earlier(self, evidence: NodeEvidence, final: Path) -> NodeEvidence:
+        """The record to publish: older stacks are better than none, the worker may have been ended meanwhile."""
+        earlier = self._published.get(final)
+        older = {rank.rank: rank for rank in earlier.ranks} if earlier is not None else {}
+        ranks = []
+        for rank in evidence.ranks:
+            missing = [name for name in _LASTING if rank.rank in older and not getattr(rank, name)]
+            ranks.append(replace(rank, **{name: getattr(older[rank.rank], name) for name in missing}))
+        record = replace(evidence, ranks=tuple(ranks)).shortened()
+        self._published = {final: record}
+        return record
 
     def _publish_in_time(self, request: _Gather, local: Path, until: float) -> bool:
         """Before the result is posted. False: not done, and to be tried again."""
@@ -366,37 +395,6 @@ class EvidenceCollector:
                 self._helper = None
             helper.close(within_s=REAP_S)
         return "", False
-
-
-def _name_missing(local: Path, targets: Sequence[EvidenceTarget], troubles: Sequence[str]) -> None:
-    """Each rank without stacks has a file that says why, as after a helper that did not come so far."""
-    why = "; ".join(troubles) or "there was no time"
-    for target in targets:
-        path = local / f"rank-{target.rank}.stacks.txt"
-        if target.pid > 0 and not path.exists():
-            disk.write(str(path), f"{NO_STACKS}{why}\n".encode())
-
-
-_WORDS = ("where", "function", "place", "stack", "state", "wchan", "source")
-
-
-def _rank_evidence(target: EvidenceTarget, message: dict[str, Any]) -> RankEvidence:
-    words = {name: message.get(name, "") for name in _WORDS}
-    words["state"] = words["state"] or procfs.state(target.pid)
-    trouble = message.get("trouble", "there was no time for its stack")
-    try:
-        groups = tuple(GroupTail.from_dict(tail) for tail in message.get("groups", ()))
-    except WireError:
-        groups = ()
-    return RankEvidence(
-        target.rank,
-        **words,
-        trouble=trouble,
-        alone=message.get("alone") is True,
-        loading=message.get("loading") is True,
-        groups=groups,
-        deviation=str(message.get("deviation", "")),
-    )
 
 
 def find_py_spy() -> str:

@@ -1,8 +1,7 @@
-"""Pure: flight recordings of several ranks -> the collective they wait for, its size, and the ranks that lack it.
+"""Pure: one rank's flight recording -> the end of what it issued in each group, and a deviation from its usual order.
 
-The rank to blame is the one whose list is shorter than the others', or differs. Input is the JSON of torch's recorders
-(versions 2.x): NCCL's, gloo's, or that of a hook for another backend; unknown parts count as absent. Sequence numbers
-are per process group.
+Input is the JSON of torch's recorders (versions 2.x): NCCL's, gloo's, or that of a hook for another backend; unknown
+parts count as absent. Sequence numbers are per process group.
 """
 
 from __future__ import annotations
@@ -15,10 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from elasticd_agent.model.reports import DEFAULT_GROUP, GroupTail
+
 Deviation = Literal["", "skipped", "other"]
 """A difference of a rank's last collectives from their usual order: none, one that was left out, another one."""
 MOST_GROUPS = 16
-_DEFAULT, _NCCL, _GLOO = "default group", "nccl", "gloo"
+_NCCL, _GLOO = "nccl", "gloo"
 _TAIL, _RECENT, _LEAST_HISTORY = 8, 8, 24
 """Collectives of a tail; those that may be out of order; and how many are needed to know the usual order."""
 _OF_ONE_SIZE = re.compile(
@@ -30,6 +31,7 @@ NCCL's lists each rank has its own; of a scatter only the source has any. A coll
 of those."""
 
 
+_MOST = 1 << 62
 _WIDTHS = dict.fromkeys(("byte", "char", "bool"), 1) | dict.fromkeys(("short", "half", "bfloat16"), 2)
 _WIDTHS |= dict.fromkeys(("int", "float"), 4) | dict.fromkeys(("long", "double"), 8)
 """The bytes of an element, by c10's names."""
@@ -39,25 +41,15 @@ _WIDTHS |= dict.fromkeys(("int", "float"), 4) | dict.fromkeys(("long", "double")
 class IssuedCollective:
     """One collective as a rank issued it."""
 
-    number: int
-    operation: str
-    sizes: str
+    kind: str  #: "all_reduce of 3×4 float"
     done: bool
-    backend: str = ""
-
-    @property
-    def kind(self) -> str:
-        return f"{self.operation} of {self.sizes}" if self.sizes else self.operation
-
-    def __str__(self) -> str:
-        return f"#{self.number} {self.kind}"
+    backend: str
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
     """One rank's recorder: what it issued, by process group and number."""
 
-    entries: int
     groups: Mapping[str, Mapping[int, IssuedCollective]]
     order: tuple[tuple[str, str], ...] = ()  #: (group, kind) of all in the order in which they were issued
 
@@ -85,35 +77,20 @@ class Recording:
         between = {second for first, second in usual if first == before}
         return "skipped" if any((kind, after) in usual for kind in between) else "other"
 
-    def tails(self) -> list[dict[str, Any]]:
-        """GroupTails as JSON: by group the last number, the first unfinished one, 0 for none, and the kinds around
-        them."""
-        tails = [] if self.gloo is None else self.gloo.tails()
+    def tails(self, most: int = MOST_GROUPS) -> tuple[GroupTail, ...]:
+        """The end of what was issued in each group, those with an unfinished collective first."""
+        tails = [] if self.gloo is None else list(self.gloo.tails(most))
         for group, issued in self.groups.items():
             pending = next((number for number in sorted(issued) if not issued[number].done), 0)
             last = max(issued, default=0)
             first = pending or last
             shown = [number for number in sorted(issued) if number >= first - 1][:_TAIL]
-            kinds = [[number, issued[number].kind] for number in dict.fromkeys([*shown, *sorted(issued)[-_TAIL:]])]
-            tail = {"group": group, "last": last, "pending": pending, "kinds": kinds, "in_job": group in self.in_job}
-            tails.append(tail | {"backend": issued[last].backend if issued else _GLOO})
+            kinds = [(number, issued[number].kind) for number in dict.fromkeys([*shown, *sorted(issued)[-_TAIL:]])]
+            backend = issued[last].backend if issued else _GLOO
+            tails.append(GroupTail(group, last, pending, tuple(kinds), backend, group in self.in_job))
         for group, backend in self.unrecorded.items():
-            tail = {"group": group, "last": 0, "pending": 0, "in_job": group in self.in_job}
-            tails.append(tail | {"backend": backend, "unrecorded": True})
-        return sorted(tails, key=lambda tail: not (tail["pending"] or tail.get("unrecorded")))[:MOST_GROUPS]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupComparison:
-    """One process group, all ranks that have a recording."""
-
-    group: str
-    last: Mapping[int, IssuedCollective | None]  #: the last collective that each rank issued
-    waiting_for: IssuedCollective | None = None  #: the first collective that some ranks issued and others did not
-    missing: tuple[int, ...] = ()  #: those others, unless they wait themselves
-    differing: Mapping[str, tuple[int, ...]] | None = None
-    """At the first number at which ranks issued different collectives, the ranks by their collective."""
-    pending: Mapping[int, IssuedCollective] | None = None  #: the first collective of each rank that was not finished
+            tails.append(GroupTail(group, 0, backend=backend, in_job=group in self.in_job, unrecorded=True))
+        return tuple(sorted(tails, key=lambda tail: not (tail.pending or tail.unrecorded))[:most])
 
 
 def parse(data: Mapping[str, Any]) -> Recording | None:
@@ -136,8 +113,9 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
         # "completed", and there "retired" without it has timed out. A hook's status counts other operations, too.
         done = entry.get("state") == "completed" or (backend != _NCCL and entry.get("retired") is True)
         done = done or (backend in (_NCCL, _GLOO) and number <= completed.get(str(entry.get("pg_id")), -1))
-        issued = groups[_group(entry)][number] = IssuedCollective(number, operation[:80], _sizes(entry), done, backend)
-        order.append((_group(entry), agreed(issued.kind, backend)))
+        kind = " of ".join(filter(None, (operation[:80], _sizes(entry))))
+        groups[_group(entry)][number] = IssuedCollective(kind, done, backend)
+        order.append((_group(entry), agreed(kind, backend)))
     nccl, listed = _is_device(data, groups), _listed(data)
     for group, (own, unused) in listed.items():
         # What a rank has never issued is known of gloo's groups only, and not from NCCL's recorder.
@@ -148,7 +126,7 @@ def parse(data: Mapping[str, Any]) -> Recording | None:
     # By gloo's alone a rank would have no group of NCCL, whose messages are in no recorder.
     if isinstance(beside, dict) and nccl and groups:
         gloo = parse(beside | {"recorder": _GLOO, "gloo": None, "process_groups": data.get("process_groups")})
-    return Recording(len(entries), dict(groups), tuple(order), nccl, in_job, _unrecorded(data), gloo)
+    return Recording(dict(groups), tuple(order), nccl, in_job, _unrecorded(data), gloo)
 
 
 def agreed(kind: str, backend: str) -> str:
@@ -188,7 +166,7 @@ def _listed(data: Mapping[str, Any]) -> dict[str, tuple[bool, bool]]:
         for entry in (config.values() if isinstance(config, dict) else ())
         if isinstance(entry, dict)
     }
-    return {group: (known, False) for group, known in members.items() if known and members.get(_DEFAULT)}
+    return {group: (known, False) for group, known in members.items() if known and members.get(DEFAULT_GROUP)}
 
 
 def _is_gloo(backend: object) -> bool:
@@ -219,45 +197,6 @@ def _unrecorded(data: Mapping[str, Any]) -> dict[str, str]:
     return {_group(group): str(group.get("backend", "")) for group in groups}
 
 
-def compare(recorded: Mapping[int, Recording]) -> list[GroupComparison]:
-    """One comparison for each process group, those with a difference first: of gloo's recordings only if all are."""
-    recorded = {rank: recording for rank, recording in recorded.items() if recording.nccl} or recorded
-    names = sorted({name for recording in recorded.values() for name, issued in recording.groups.items() if issued})
-    comparisons = [
-        _compare(name, {rank: recording.groups.get(name) for rank, recording in recorded.items()}) for name in names
-    ]
-    comparisons.sort(key=lambda group: (group.differing is None and not group.missing, not group.pending))
-    return comparisons[:MOST_GROUPS]
-
-
-def _compare(name: str, ranks: Mapping[int, Mapping[int, IssuedCollective] | None]) -> GroupComparison:
-    # Only its own ranks have a subgroup; every rank has the default group, and one without entries is behind.
-    members = {rank: issued or {} for rank, issued in ranks.items() if issued is not None or name == _DEFAULT}
-    last = {rank: issued[max(issued)] if issued else None for rank, issued in members.items()}
-    reached = {rank: collective.number if collective is not None else 0 for rank, collective in last.items()}
-    least, most = min(reached.values(), default=0), max(reached.values(), default=0)
-    pending = {
-        rank: first
-        for rank, issued in members.items()
-        if (first := next((issued[n] for n in sorted(issued) if not issued[n].done), None)) is not None
-    }
-    missing = tuple(rank for rank in sorted(reached) if reached[rank] == least < most and rank not in pending)
-    first_missing = next((issued[least + 1] for issued in members.values() if least + 1 in issued), None)
-    return GroupComparison(name, last, first_missing if missing else None, missing, _differing(members), pending)
-
-
-def _differing(members: Mapping[int, Mapping[int, IssuedCollective]]) -> dict[str, tuple[int, ...]] | None:
-    for number in sorted({number for issued in members.values() for number in issued}):
-        ranks: dict[str, list[int]] = defaultdict(list)
-        for rank, issued in sorted(members.items()):
-            if number in issued:
-                ranks[agreed(issued[number].kind, issued[number].backend)].append(rank)
-        if len(ranks) > 1:
-            common = sorted(ranks.values(), key=lambda group: -len(group))
-            return {str(members[group[0]][number]): tuple(group) for group in common}
-    return None
-
-
 def _group(entry: Mapping[str, Any]) -> str:
     """The group's name with its number: all tensor-parallel groups of a mesh share one description, and all others have
     "undefined"."""
@@ -265,7 +204,7 @@ def _group(entry: Mapping[str, Any]) -> str:
     if isinstance(names, list) and len(names) == 2:
         number, described = str(names[0]), str(names[1])
         if described == "default_pg" or number == "0":
-            return _DEFAULT
+            return DEFAULT_GROUP
         return f"group {number}" if described in ("", "undefined") else f"{described[:40]} (group {number})"
     return f"group {entry.get('pg_id', '?')}"
 
@@ -295,8 +234,6 @@ def _sizes(entry: Mapping[str, Any]) -> str:
 
 
 def _whole(value: object) -> int | None:
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return value
-    return int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() and len(value) < 20 else None
+    if isinstance(value, str) and value.isdecimal() and len(value) < 20:
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST else None

@@ -1,16 +1,17 @@
-"""The stacks of one rank as data: the collector writes them as rank-R.stacks.json, `explain` shows them.
+"""Stacks as records: the collector's helper takes them, `explain` shows them.
 
-The helper process imports this module at its start, so it needs the standard library only.
+The helper imports this module at its start, so it needs the standard library and the codec only.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
+
+from elasticd_agent.model.codec import Record
 
 PACKAGES = r"(?:site|dist)-packages/"
 STDLIB = r"/lib(?:64)?/python3(?:\.\d+)?t?/(?!(?:site|dist)-packages/)"
@@ -36,7 +37,7 @@ def _split(file: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Record):
     """One call: the function as the source names it ("all_reduce", "Model.forward"), its file and line, 0 unknown."""
 
     function: str
@@ -79,7 +80,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadStack:
+class ThreadStack(Record):
     """One thread, innermost call first."""
 
     name: str
@@ -102,7 +103,7 @@ class ThreadStack:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessStacks:
+class ProcessStacks(Record):
     """One process, its main thread first."""
 
     pid: int
@@ -113,28 +114,9 @@ class ProcessStacks:
         return f"{self.comm[:40] or 'process'} (pid {self.pid})"
 
 
-@dataclass(frozen=True, slots=True)
-class RankStacks:
-    """The worker's process first, then processes below it (DataLoader workers); none of them is without threads."""
-
-    source: str  #: "py-spy" or "faulthandler"
-    processes: tuple[ProcessStacks, ...]
-
-    @property
-    def main(self) -> ThreadStack:
-        return self.processes[0].threads[0]
-
-    @property
-    def key(self) -> tuple[tuple[str, str, int], ...]:
-        """The same for ranks whose main threads are at the same place, on whatever node."""
-        return tuple((frame.function, frame.path, frame.line) for frame in self.main.frames)
-
-    @property
-    def threads(self) -> list[ThreadStack]:
-        return [thread for process in self.processes for thread in process.threads]
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":")).encode() + b"\n"
+def place_key(thread: ThreadStack) -> tuple[tuple[str, str, int], ...]:
+    """The same for threads at the same place, on whatever node."""
+    return tuple((frame.function, frame.path, frame.line) for frame in thread.frames)
 
 
 def digest(frames: Sequence[Frame]) -> str:

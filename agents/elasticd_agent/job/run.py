@@ -127,7 +127,7 @@ def _run(
         renewed=reporting.metrics.lease,
         stack=stack,
     )
-    evidence = EvidenceCollector(runtime, inbox.put, policy.evidence_timeout_s, job=spec.job_id)
+    evidence = EvidenceCollector(runtime, inbox.put, policy.evidence_timeout_s, job=spec.job_id, node=membership.node)
     stack.callback(evidence.close)
     loop = JobLoop(
         node=node,

@@ -173,6 +173,8 @@ def _record_decoder(cls: type[Record]) -> _Decoder:
 
 def _decoder(hint: Any, floats: tuple[float, float]) -> _Decoder:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value: value
     if origin in (typing.Union, types.UnionType):
         (inner,) = (a for a in args if a is not type(None))
         read = _decoder(inner, floats)

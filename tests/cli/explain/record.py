@@ -7,7 +7,6 @@ workers' logs and with this machine's paths replaced. Pages change with every re
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 import socket
@@ -87,20 +86,12 @@ def keep(work: Path, kept: Path) -> None:
             shutil.copytree(work / "log" / "round-1" / folder, kept / "round-1" / folder)
     shutil.copy(work / "events.jsonl", kept)
     for path in [path for path in kept.rglob("*") if path.is_file()]:
+        if path.name.endswith(".flight.json"):  # its end is in the record
+            path.unlink()
+            continue
         path.chmod(0o644)
-        path.write_text(short(path, elsewhere(path.read_text(), work)))
+        path.write_text(elsewhere(path.read_text(), work))
         path.rename(path.with_name(elsewhere(path.name, work)))
-
-
-def short(path: Path, text: str) -> str:
-    """Of a flight recording the end, of the facts nothing that only this machine has."""
-    if path.suffix != ".json":
-        return text
-    data = json.loads(text)
-    if path.name.endswith("flight.json"):
-        data["entries"] = data.get("entries", [])[-12:]
-    data.pop("cgroup", None)
-    return json.dumps(data, indent=1) + "\n"
 
 
 def elsewhere(text: str, work: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -17,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 
+from elasticd_agent.hangs.collector.record import NodeEvidence, RankEvidence
 from elasticd_agent.model.log_events import TimeSplit
 from elasticd_agent.system.network.addresses import format_endpoint
 from elasticd_agent.system.network.http_auth import AGENT_SCHEME
@@ -433,8 +433,8 @@ def test_dump_reads_only_below_the_jobs_folder(serve: Serve, tmp_path: Path) -> 
     trained(one)
     taken = one.files().logs / "round-2" / "dump"
     taken.mkdir(parents=True)
-    facts = {"why": "somebody asked", "pid": 7, "state": "S", "phase": "step", "step": 41}
-    (taken / "rank-0.json").write_text(json.dumps(facts))
+    record = NodeEvidence(2, "n1", "somebody asked", 1.0, (RankEvidence(0, 7, state="S", phase="step", step=41),))
+    (taken / record.file_name).write_bytes(record.to_json())
     one.answers["dump"] = {"path": str(taken)}
     (row,) = one.unix().post("/v1/jobs/llama/dump").document()["nodes"]
     assert (row["node"], row["document"]["ranks"][0]["step"]) == ("n1", 41)
@@ -445,7 +445,7 @@ def test_dump_reads_only_below_the_jobs_folder(serve: Serve, tmp_path: Path) -> 
     assert row["error"] == "no evidence of round 7; there is evidence of: 2: no hang was suspected here"
     elsewhere = tmp_path / "n1-elsewhere"
     elsewhere.mkdir()
-    (elsewhere / "rank-0.json").write_text(json.dumps(facts))
+    (elsewhere / record.file_name).write_bytes(record.to_json())
     one.answers["dump"] = {"path": str(elsewhere)}
     (row,) = one.unix().post("/v1/jobs/llama/dump").document()["nodes"]
     assert "document" not in row

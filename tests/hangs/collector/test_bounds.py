@@ -19,7 +19,7 @@ from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.collector import files as disk
 from elasticd_agent.hangs.evidence import EvidenceTarget
 from elasticd_agent.system.processes import procfs
-from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker, Until
+from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker, Until, published
 
 SLEEPS = "import time; print('ready', flush=True); time.sleep(1e6)"
 MARGIN_S = 1.5
@@ -38,7 +38,7 @@ def dead_spy(tmp_path: Path) -> str:
 def blocked(final: Path) -> Path:
     """A directory in which one file cannot be opened: who tries waits for ever, as on a dead NFS mount."""
     final.mkdir(parents=True)
-    for name in ("rank-0.json", "verdict.json"):
+    for name in ("evidence-a.json", "verdict.json"):
         os.mkfifo(final / f"{name}.part")
     return final
 
@@ -94,9 +94,7 @@ def test_dead_log_directory_redirects_evidence(
     place = elsewhere / "round-7" / "evidence"
     assert evidence.directory_for(final) == place
     assert sorted(path.name for path in place.iterdir()) == [
-        "rank-0.json",
-        "rank-0.stacks.json",
-        "rank-0.stacks.txt",
+        "evidence-a.json",
         "redirected.json",
         "verdict.json",
     ]
@@ -129,9 +127,9 @@ def test_publishing_after_budget_is_spent(
     final, pid = tmp_path / "log" / "round-7" / "evidence", worker(SLEEPS)
     assert evidence.gather(7, [EvidenceTarget(0, pid)], final, "")
     assert posted.get(timeout=30).late
-    assert (final / "rank-0.stacks.txt").exists() is left
+    assert (final / "evidence-a.json").exists() is left
     evidence.close()
-    assert (final / "rank-0.stacks.txt").read_text().startswith("no stacks: it did not answer within 0.")
+    assert published(final)[0].trouble.startswith("it did not answer within 0.")
     assert evidence.directory_for(final) == final, "the second attempt has time"
 
 
@@ -239,7 +237,7 @@ def test_rotation_keeps_newest_rounds(takes: MakeEvidence, worker: StartWorker, 
         assert evidence.gather(number, [EvidenceTarget(0, pid)], log / f"round-{number}" / "evidence", "")
         assert posted.get(timeout=30).trouble == ""
     evidence.close()
-    assert sorted(path.name for path in log.glob("round-*/evidence/rank-0.json")) == ["rank-0.json"] * 2
+    assert len(list(log.glob("round-*/evidence/evidence-a.json"))) == 2
     assert not (log / "round-9" / "evidence").exists()
     assert (log / "round-9").exists()
     assert (log / "round-11" / "rank-0").exists()
@@ -268,12 +266,12 @@ def test_dead_directory_is_tried_twice(
         assert evidence.gather(7, [EvidenceTarget(0, pid)], final, why)
         found = posted.get(timeout=30)
         assert (found.path, found.trouble) == (path, "")
-    assert (place / "rank-0.json").exists()
+    assert (place / "evidence-a.json").exists()
     other = blocked(tmp_path / "log" / "round-7" / "dump")
     assert evidence.gather(7, [EvidenceTarget(0, pid)], other, DUMP_REASON)
     dumped = posted.get(timeout=30).path
     assert dumped == place.with_name("dump")
-    assert (dumped / "rank-0.json").exists()
+    assert (dumped / "evidence-a.json").exists()
 
 
 def test_unwritable_scratch_is_reported(

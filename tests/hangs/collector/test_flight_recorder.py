@@ -13,7 +13,7 @@ from elasticd.heartbeat import record as beat
 from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.collector.flight_recorder import as_json
 from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, GatheredEvidence
-from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker
+from tests.hangs.stuck_worker import MakeEvidence, Posted, StartWorker, published
 
 REPO = str(Path(__file__).parents[3])
 # The background thread's side of the beat: it counts, and writes when it is asked to.
@@ -68,8 +68,8 @@ def test_dump_by_heartbeat_thread(
     target = EvidenceTarget(2, worker(ANSWERS, str(path), str(flight)), heartbeat=path, flight=flight)
     found, recorded = gathered(evidence, posted, target, tmp_path / "log")
     assert json.loads(recorded.read_text()) == {"entries": [1], "recorder": "nccl"}
-    facts = json.loads((tmp_path / "log" / "rank-2.json").read_text())
-    assert (facts["phase"], facts["collectives"]) == ("starting", 7)
+    rank = published(tmp_path / "log")[2]
+    assert (rank.phase, rank.collectives, rank.recording) == ("starting", 7, recorded.name)
     assert found.ranks[0].source == "py-spy"
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from elasticd.heartbeat import record as beat
-from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget, RankEvidence
+from elasticd_agent.hangs.collector.record import RankEvidence
+from elasticd_agent.hangs.evidence import EvidenceCollector, EvidenceTarget
 from tests.hangs.stuck_worker import Posted, StartWorker
 
 # torch's file by its path; how the thread stands in it is the argument's.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticd_agent.hangs.collector import proc_facts as facts
+from elasticd_agent.hangs.collector.record import RankEvidence
 from elasticd_agent.system.processes import procfs
 from tests.hangs.stuck_worker import StartWorker, Until
 
@@ -24,24 +25,25 @@ os.read(fd, 1)
 """
 
 
+def system_call(pid: int) -> dict[str, Any]:
+    return facts.process_facts(pid).get("proc", {}).get("syscall", {})  # type: ignore[no-any-return]
+
+
 def test_facts_of_waiting_process(worker: StartWorker, tmp_path: Path, until: Until) -> None:
     """They say what it waits for, and which processes are below it."""
     pipe = tmp_path / "a pipe"
     os.mkfifo(pipe)
     pid = worker(READS_A_PIPE, str(pipe))
-    until(
-        lambda: procfs.state(pid) == "S" and facts.process_facts(pid).get("syscall", {}).get("target") == str(pipe), 20
-    )
-    found = facts.process_facts(pid)
-    assert (found["pid"], found["state"], len(found["processes"])) == (pid, "S", 2)
-    assert {process["parent"] for process in found["processes"]} == {os.getpid(), pid}
-    assert [thread["tid"] for thread in found["threads"]] == [pid]
-    assert str(pipe) in found["fds"].values()
-    assert found["io"]["rchar"] > 0
-    assert "SigCgt" in found["status"]
+    until(lambda: procfs.state(pid) == "S" and system_call(pid).get("target") == str(pipe), 20)
+    rank = RankEvidence.from_dict({"rank": 0, **facts.process_facts(pid)})
+    assert (rank.pid, rank.state, len(rank.tree)) == (pid, "S", 2)
+    assert {process.parent for process in rank.tree} == {os.getpid(), pid}
+    assert [thread["tid"] for thread in rank.proc["threads"]] == [pid]
+    assert str(pipe) in rank.proc["fds"].values()
+    assert rank.proc["io"]["rchar"] > 0
+    assert "SigCgt" in rank.proc["status"]
     if platform.machine() in ("x86_64", "aarch64"):
-        assert found["syscall"]["name"] == "read"
-    json.dumps(found)
+        assert rank.call == f"read of {pipe}"
 
 
 def test_facts_of_ended_process() -> None:
@@ -78,7 +80,7 @@ def test_output_that_nobody_reads(kind: str, fd: int, found: bool, tmp_path: Pat
     with subprocess.Popen(command, pass_fds=(theirs,)) as process:
         try:
             call = {"name": "write", "fd": fd}.items()
-            until(lambda: call <= facts.process_facts(process.pid).get("syscall", {}).items(), 20)
+            until(lambda: call <= system_call(process.pid).items(), 20)
             until(lambda: procfs.state(process.pid) == "S", 20)
             assert facts.writes_output(facts.process_facts(process.pid)) == found
         finally:

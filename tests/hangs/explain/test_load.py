@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from elasticd_agent.hangs import recordings as flight
-from elasticd_agent.hangs.explain import load, phrases
+from elasticd_agent.hangs.collector.record import NodeEvidence, RankEvidence
+from elasticd_agent.hangs.explain import flight, load, phrases
 from elasticd_agent.hangs.explain.locate import find_folders
 from elasticd_agent.hangs.explain.model import Explanation, RankFacts
 from elasticd_agent.hangs.explain.text import FoldedFrames, fold_frames, page
-from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack
+from elasticd_agent.hangs.recordings import parse
+from elasticd_agent.hangs.stacks import Frame, ProcessStacks, ThreadStack
 from elasticd_agent.model.reports import RankLocation, RecordedVerdict
 
 SITE = "/venv/lib/python3.12/site-packages"
@@ -34,20 +35,27 @@ MAIN = ThreadStack(
 )
 LOADER = ThreadStack("loader", "74", (Frame("read", "/home/ann/llama/src/data.py", 7),), "active+gil")
 CHILD = ThreadStack("", "80", (Frame("__getitem__", "/home/ann/llama/src/data.py", 19),), "idle")
-STACKS = RankStacks(
-    "py-spy", (ProcessStacks(71, "python", (MAIN, LOADER)), ProcessStacks(80, "pt_data_worker", (CHILD,)))
-)
+STACKS = (ProcessStacks(71, "python", (MAIN, LOADER)), ProcessStacks(80, "pt_data_worker", (CHILD,)))
 
 
 def test_stacks_survive_their_json() -> None:
-    assert load.decode_stacks(json.loads(STACKS.to_json())) == STACKS
-    assert STACKS.main == MAIN
-    assert [(thread.label, thread.holds_gil) for thread in STACKS.threads] == [
+    rank = RankEvidence.from_dict(json.loads(json.dumps(RankEvidence(0, processes=STACKS).to_dict())))
+    assert (rank.processes, rank.main) == (STACKS, MAIN)
+    assert [(thread.label, thread.holds_gil) for thread in rank.threads] == [
         ("MainThread", False),
         ("loader", True),
         ("80", False),
     ]
-    assert str(STACKS.processes[1]) == "pt_data_worker (pid 80)"
+    assert str(STACKS[1]) == "pt_data_worker (pid 80)"
+
+
+def test_record_that_is_too_long_keeps_main_threads() -> None:
+    frames = 500 * (Frame("f", "/a/long/path/of/some/module.py", 1),)
+    process = ProcessStacks(1, "python", tuple(ThreadStack("", str(n), frames) for n in range(256)))
+    record = NodeEvidence(1, "a", "", 1.0, (RankEvidence(0, processes=(process, process)),)).shortened()
+    assert NodeEvidence.from_json(record.to_json()) == record
+    assert [len(thread.frames) for thread in record.ranks[0].threads] == [500]
+    assert "only the main ones" in record.troubles[0]
 
 
 def test_shown_frames_fold_libraries() -> None:
@@ -79,27 +87,6 @@ def test_frame_place_and_library(file: str, at: str, library: str) -> None:
     assert (frame.at, frame.library) == (at, library)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {},
-        {"processes": 7},
-        {"processes": [{}]},
-        {"processes": [{"threads": [7]}]},
-        {"processes": [{"threads": []}, {"threads": [{"name": "of a child"}]}]},
-    ],
-)
-def test_no_stacks_without_own_threads(data: dict[str, Any]) -> None:
-    assert load.decode_stacks(data) is None
-
-
-def test_endless_stacks_are_cut() -> None:
-    frames = 5000 * [{"function": "f", "file": "a.py", "line": 1}]
-    found = load.decode_stacks({"processes": [{"threads": 5000 * [{"frames": frames}]}]})
-    assert found is not None
-    assert (len(found.threads), len(found.main.frames)) == (load.MOST_THREADS, load.MOST_FRAMES)
-
-
 # --- flight recordings ------------------------------------------------------------------------------------------------
 
 
@@ -119,8 +106,8 @@ def entry(
 
 
 def compared(*ranks: list[dict[str, Any]]) -> list[flight.GroupComparison]:
-    recorded = {rank: flight.parse({"version": "2.9", "entries": entries}) for rank, entries in enumerate(ranks)}
-    return flight.compare({rank: one for rank, one in recorded.items() if one is not None})
+    recordings = [parse({"version": "2.9", "entries": entries}) for entries in ranks]
+    return flight.compare({rank: one.tails(256) for rank, one in enumerate(recordings) if one is not None})
 
 
 def test_missing_rank_of_a_collective() -> None:
@@ -128,7 +115,6 @@ def test_missing_rank_of_a_collective() -> None:
     assert group.group == "default group"
     assert str(group.waiting_for) == "#8 all_reduce of 3×4 float"
     assert group.missing == (1,)
-    assert group.pending is not None
     assert sorted(group.pending) == [0, 2]
 
 
@@ -187,13 +173,13 @@ def test_culprit_that_waits_in_another_group() -> None:
 def test_done_entries_of_gloo() -> None:
     """Retired ones, and those up to the last completed one."""
     entries = [entry(n, "gloo:all_reduce", done=False, retired=n == 1) for n in (1, 2, 3)]
-    found = flight.parse({"entries": entries, "pg_status": {"0": {"last_completed_collective": "2"}}})
+    found = parse({"entries": entries, "pg_status": {"0": {"last_completed_collective": "2"}}})
     assert found is not None
     assert [one.done for one in found.groups["default group"].values()] == [True, True, False]
 
 
 def test_retired_entry_of_nccl_is_not_done() -> None:
-    found = flight.parse({"entries": [entry(4, done=False, retired=True)], "pg_status": {"0": None, "1": {}}})
+    found = parse({"entries": [entry(4, done=False, retired=True)], "pg_status": {"0": None, "1": {}}})
     assert found is not None
     assert [one.done for one in found.groups["default group"].values()] == [False]
 
@@ -202,7 +188,7 @@ def test_retired_entry_of_nccl_is_not_done() -> None:
     "data", [{}, {"version": "2.10"}, {"entries": 7}, {"entries": [7, {}, {"collective_seq_id": "x"}]}]
 )
 def test_parse_without_recording(data: dict[str, Any]) -> None:
-    found = flight.parse(data)
+    found = parse(data)
     assert found is None or not found.groups
 
 
@@ -243,7 +229,7 @@ def test_remarks_on_uninterruptible_wait() -> None:
 
 
 def test_holder_of_the_gil_is_named() -> None:
-    (remark,) = phrases.remarks(RankFacts(1, culprit=True, state="S", stacks=STACKS))
+    (remark,) = phrases.remarks(RankFacts(1, culprit=True, state="S", processes=STACKS))
     assert remark == "thread 'loader' holds Python's lock (GIL), in read (…/src/data.py:7)"
 
 
@@ -252,10 +238,11 @@ def test_faulty_gpu_is_marked(tmp_path: Path) -> None:
     evidence.mkdir(parents=True)
     sick = {"index": 0, "name": "H200", "utilization_percent": 100, "ecc_uncorrected": 2, "last_xid": "79: fallen off"}
     well = {"index": 1, "name": "H200", "utilization_percent": 0, "ecc_uncorrected": 0, "remap_pending": 0}
-    (evidence / "gpu-node-a.json").write_text(json.dumps({"driver": "570", "gpus": [sick, well]}))
-    (evidence / "gpu-node-b.json").write_text(json.dumps({"gpus": [], "trouble": "NVML: Driver Not Loaded"}))
+    for node, gpus, troubles in (("node-a", (sick, well), ()), ("node-b", (), ("NVML: Driver Not Loaded",))):
+        record = NodeEvidence(1, node, "", 1.0, (), gpus, troubles)
+        (evidence / record.file_name).write_bytes(record.to_json())
     found = load.explain(find_folders(tmp_path)[0])
-    assert found.troubles == ("gpu-node-b.json: NVML: Driver Not Loaded",)
+    assert found.troubles == ("node-b: NVML: Driver Not Loaded",)
     told = page(Explanation(1, "hang", "here", "it hung", gpus=found.gpus))
     assert "\n> node-a GPU 0 (H200): ecc_uncorrected 2, last_xid 79: fallen off, busy 100 %\n" in told
     assert "\n  node-a GPU 1 (H200): busy 0 %\n" in told

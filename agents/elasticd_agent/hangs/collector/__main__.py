@@ -28,7 +28,10 @@ def main() -> None:
 
     def emit(message: dict[str, Any]) -> None:
         with lock:
-            os.write(1, json.dumps(message).encode() + b"\n")
+            # Half a surrogate pair, from a name that is no UTF-8, becomes "?".
+            left = memoryview(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+            while left:
+                left = left[os.write(1, left) :]
 
     if verb == "gather":
         from elasticd_agent.hangs.collector.collect import Collection

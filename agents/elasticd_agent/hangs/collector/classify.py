@@ -10,12 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from elasticd_agent.hangs.stacks import PACKAGES, STDLIB, Frame
-
-if TYPE_CHECKING:  # it would be a tenth of the helper's start
-    from elasticd_agent.model.reports import Where
+from elasticd_agent.model.reports import Where
 
 
 @dataclass(frozen=True, slots=True)

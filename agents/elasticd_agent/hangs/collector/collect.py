@@ -1,7 +1,8 @@
 """One collection of evidence: all ranks at once, each in a thread of its own, so that a blocked read costs only itself.
 
-A rank's state is reported first, then its stack and where that is; its log and the GPUs are read in parallel. At the
-deadline the process ends under the threads that still run: files on disk are complete, reports have been sent.
+A rank's state is reported first, then its stack and where that is; its log and the GPUs are read in parallel. A report
+is a part of the record that evidence.py composes. At the deadline the process ends under the threads that still run:
+what was reported by then counts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import linecache
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,11 +24,11 @@ from elasticd_agent.hangs.collector import classify, stacks
 from elasticd_agent.hangs.collector import files as disk
 from elasticd_agent.hangs.collector import flight_recorder as flight
 from elasticd_agent.hangs.collector import proc_facts as facts
-from elasticd_agent.hangs.collector.request import NO_STACKS, CollectRequest, EvidenceTarget, FilePath
-from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack, digest
+from elasticd_agent.hangs.collector.request import CollectRequest, EvidenceTarget, FilePath
+from elasticd_agent.hangs.stacks import Frame, ProcessStacks, ThreadStack, digest
 from elasticd_agent.system.gpus.nvml import start_nvml_process
 from elasticd_agent.system.processes import procfs
-from elasticd_agent.system.processes.helper_process import HelperError, HelperProcess, HelperTimeout
+from elasticd_agent.system.processes.helper_process import HelperError, HelperTimeout
 
 SPARE_PART = 0.2
 """Programs are given up this part of the time before its end, which leaves time for faulthandler and the report."""
@@ -45,10 +46,13 @@ NCCL_S, NCCL_PART = 1.0, 0.1
 """NCCL's monitor thread reads its pipe four times a second (docs/nccl.md), or in an interval of the user's own."""
 CHILDREN, CHILDREN_S = 16, 1.0
 """The stacks of at most this many processes below a worker are read, too, one after the other: 40 ms each."""
+MOST_RECORDED = 256
+"""Process groups whose end of the recording a page can show."""
 
 
 class Collection:
-    """The work of one helper process. `emit` sends the agent one JSON object."""
+    """The work of one helper process. `emit` sends the agent one JSON object: fields of a RankEvidence, by its "rank",
+    or of the NodeEvidence."""
 
     def __init__(self, request: CollectRequest, emit: Callable[[dict[str, Any]], None]) -> None:
         self._request = request
@@ -85,9 +89,6 @@ class Collection:
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
 
-    def _path(self, name: str) -> str:
-        return os.path.join(self._request.directory, name)
-
     # --- one rank ---------------------------------------------------------------------------------------------------
 
     def _rank(self, worker: EvidenceTarget) -> None:
@@ -100,34 +101,18 @@ class Collection:
         except OSError:  # a container whose seccomp rules are older than pidfds
             pidfd = -1
         active, since = facts.run_time_ns(pid), time.monotonic()
-        process_facts = facts.process_facts(pid)
-        state = process_facts.get("state", "")
-        self._emit({"rank": rank, "state": state, "wchan": process_facts.get("wchan", "")})
-        dump = self._stacks(worker, pidfd, state)
-        located, thread = self._locate(worker, dump, process_facts, active, since)
-        words = {
-            "where": located.where if dump.source else "",
-            "function": located.function if dump.source else "",
-            "place": classify.script_function(thread.frames) if thread is not None else "",
-            "stack": digest(thread.frames) if thread is not None else "",
-            "source": dump.source,
-            "alone": classify.is_alone([thread.frames for thread in dump.threads]),
-            "loading": bool(dump.threads) and classify.is_loading(dump.threads[0].frames),
-            "trouble": dump.trouble,
-        }
-        try:
-            self._write_facts(worker, words | process_facts)
-            if not dump.source:
-                disk.write(
-                    self._path(f"rank-{rank}.stacks.txt"),
-                    f"{NO_STACKS}{dump.trouble}\n".encode(errors="backslashreplace"),
-                )
-                return
-            process = ProcessStacks(pid, process_facts.get("comm", ""), dump.threads)
-            self._write_stacks(rank, dump.text, RankStacks(dump.source, (process,)))
-        finally:
-            self._emit({"rank": rank, **words})
-        self._children(worker, dump.text, RankStacks(dump.source, (process,)), process_facts)
+        known = _heartbeat(worker.heartbeat) | facts.process_facts(pid)
+        self._emit({"rank": rank, **known})
+        dump = self._stacks(worker, pidfd, known.get("state", ""))
+        source = {"rank": rank, "source": dump.source, "trouble": dump.trouble}
+        if not dump.threads:
+            self._emit(source)
+            return
+        process = ProcessStacks(pid, known.get("proc", {}).get("comm", ""), dump.threads)
+        located = self._located(worker, dump.threads, known, active, since)
+        self._emit({**source, **located, "processes": [process.to_dict()]})
+        for child in self._children(worker, known):
+            self._emit({"rank": rank, "processes": [child.to_dict()]})
 
     def _stacks(self, worker: EvidenceTarget, pidfd: int, state: str) -> stacks.StackDump:
         """The stacks read by py-spy, else by faulthandler. `trouble` keeps why py-spy failed."""
@@ -140,29 +125,20 @@ class Collection:
         own = stacks.by_faulthandler(worker.pid, pidfd, worker.stacks, self._until)
         return replace(own, trouble=dump.trouble if own.source else f"{dump.trouble}; {own.trouble}")
 
-    def _write_stacks(self, rank: int, text: str, data: RankStacks) -> None:
-        disk.write(self._path(f"rank-{rank}.stacks.json"), data.to_json())
-        disk.write(self._path(f"rank-{rank}.stacks.txt"), text.encode(errors="backslashreplace"))
-
-    def _write_facts(self, worker: EvidenceTarget, found: dict[str, Any]) -> None:
-        about = {"rank": worker.rank, "why": self._request.why, "at_wall": round(time.time(), 3)}
-        text = json.dumps(about | _beat(worker.heartbeat) | found, indent=1)
-        disk.write(self._path(f"rank-{worker.rank}.json"), text.encode() + b"\n")
-
-    def _locate(
+    def _located(
         self,
         worker: EvidenceTarget,
-        dump: stacks.StackDump,
-        found: dict[str, Any],
+        threads: Sequence[ThreadStack],
+        known: dict[str, Any],
         active: dict[int, int],
         since: float,
-    ) -> tuple[classify.StackLocation, ThreadStack | None]:
-        if not dump.threads:
-            return classify.StackLocation("", ""), None
-        thread = dump.threads[classify.representative_thread([thread.frames for thread in dump.threads])]
-        fds = found.get("fds", {}).values()
+    ) -> dict[str, Any]:
+        """The fields of RankEvidence that say where the rank is. `active`: run times of its threads at `since`."""
+        stacks_of = [thread.frames for thread in threads]
+        thread = threads[classify.representative_thread(stacks_of)]
+        fds = known.get("proc", {}).get("fds", {}).values()
         cuda = any(target.startswith(("/dev/nvidia-uvm", "/dev/kfd")) for target in fds)
-        joined = _beat(worker.heartbeat).get("collectives", -1) >= 0
+        joined = known.get("collectives", -1) >= 0
         source = _source(thread.frames)
         idle = classify.StackContext(idle=True, group=joined, cuda=cuda, gil=thread.holds_gil, source=source)
         located, if_busy = (classify.locate(thread.frames, context) for context in (idle, replace(idle, idle=False)))
@@ -173,36 +149,37 @@ class Collection:
             now = facts.run_time_ns(worker.pid)
             if any(ns < 0 or now.get(tid, ns) - ns > IDLE_SHARE * passed_ns for tid, ns in active.items()):
                 located = if_busy
-        if facts.writes_output(found):
+        if facts.writes_output(known):
             time.sleep(max(0.0, since + SAMPLE_S - time.monotonic()))
             if facts.writes_output(facts.process_facts(worker.pid)):
                 located = replace(located, where="output")
-        elif facts.reads_input(found, source):
+        elif facts.reads_input(known, source):
             located = replace(located, where="debugger")
-        return located, thread
+        return {
+            "where": located.where,
+            "function": located.function,
+            "place": classify.script_function(thread.frames),
+            "stack": digest(thread.frames),
+            "alone": classify.is_alone(stacks_of),
+            "loading": classify.is_loading(threads[0].frames),
+        }
 
-    def _children(self, worker: EvidenceTarget, text: str, data: RankStacks, found: dict[str, Any]) -> None:
-        """The stacks of Python processes below, DataLoader workers for instance, behind the worker's own."""
+    def _children(self, worker: EvidenceTarget, known: dict[str, Any]) -> Iterator[ProcessStacks]:
+        """The stacks of Python processes below, DataLoader workers for instance."""
         until = min(self._until - self._spare_s, time.monotonic() + CHILDREN_S)
         exe = _exe(worker.pid)
-        below = [
-            process
-            for process in found.get("processes", ())
-            if process["pid"] != worker.pid and exe == _exe(process["pid"])
-        ]
-        for process in below[:CHILDREN] if exe else ():
+        tree = [process for process in known.get("tree", ()) if process["pid"] != worker.pid]
+        below = [process for process in tree if exe and exe == _exe(process["pid"])]
+        for process in below[:CHILDREN]:
             dump = stacks.by_py_spy(self._request.spy, process["pid"], until)
-            if dump.source:
-                text += "\n" + dump.text
-                child = ProcessStacks(process["pid"], process.get("comm", ""), dump.threads)
-                data = replace(data, processes=(*data.processes, child))
-                self._write_stacks(worker.rank, text, data)
+            if dump.threads:
+                yield ProcessStacks(process["pid"], process.get("comm", ""), dump.threads)
 
     # --- beside it --------------------------------------------------------------------------------------------------
 
     def _log(self, worker: EvidenceTarget) -> None:
         if worker.logs:
-            disk.write(self._path(f"rank-{worker.rank}.log"), disk.last_lines(worker.logs))
+            self._emit({"rank": worker.rank, "log": disk.last_lines(worker.logs)})
 
     def _flight(self, worker: EvidenceTarget) -> None:
         if procfs.state(worker.pid) in ("", "T", "t"):
@@ -224,39 +201,38 @@ class Collection:
         if by_nccl and recorded:
             shown = json.dumps(json.loads(recorded) | json.loads(by_nccl)).encode()
         if shown:
-            disk.write(self._path(f"rank-{worker.rank}.flight.json"), shown)
+            name = f"rank-{worker.rank}.flight.json"
+            disk.write(os.path.join(self._request.directory, name), shown)
+            recording = recordings.parse(json.loads(shown))
+            tails = recording.tails(MOST_RECORDED) if recording is not None else ()
+            self._emit({"rank": worker.rank, "recording": name, "recorded": [tail.to_dict() for tail in tails]})
         # A dump of NCCL's own proves nothing: it does not say what other groups there are, in which the rank may wait.
-        if recorded:
-            recording = recordings.parse(json.loads(recorded))
-            if recording is not None:
-                self._emit({"rank": worker.rank, "groups": recording.tails(), "deviation": recording.deviation()})
+        if recorded and (recording := recordings.parse(json.loads(recorded))) is not None:
+            groups = [tail.to_dict() for tail in recording.tails()]
+            self._emit({"rank": worker.rank, "groups": groups, "deviation": recording.deviation()})
 
     def _gpus(self) -> None:
         if self._request.nvml is None:
             return
+        began, deadline = time.monotonic(), self._until - self._spare_s
         try:
             helper = start_nvml_process(self._request.nvml)
         except OSError as error:
-            facts = {"gpus": [], "trouble": f"the NVML process cannot be started: {error.strerror or error}"}
-        else:
-            facts = self._ask_nvml(helper)
-        disk.write(self._path(f"gpu-{os.uname().nodename}.json"), json.dumps(facts).encode())
-
-    def _ask_nvml(self, helper: HelperProcess) -> dict[str, Any]:
-        began, deadline = time.monotonic(), self._until - self._spare_s
+            self._emit({"gpus": [], "trouble": f"the NVML process cannot be started: {error.strerror or error}"})
+            return
         try:
             helper.send({"do": "gpus"}, deadline)
-            return helper.receive(deadline)
+            facts = helper.receive(deadline)
         except HelperTimeout:
-            trouble = f"the GPUs' driver did not answer within {time.monotonic() - began:.1f} s"
+            facts = {"gpus": [], "trouble": f"the GPUs' driver did not answer within {time.monotonic() - began:.1f} s"}
         except HelperError as error:
-            trouble = str(error)
+            facts = {"gpus": [], "trouble": str(error)}
         finally:
             helper.kill()
-        return {"gpus": [], "trouble": trouble}
+        self._emit(facts)
 
 
-def _beat(path: FilePath | None) -> dict[str, Any]:
+def _heartbeat(path: FilePath | None) -> dict[str, Any]:
     if not path:
         return {}
     try:
@@ -270,8 +246,6 @@ def _beat(path: FilePath | None) -> dict[str, Any]:
         "collectives": max(beat.collectives, beat.collectives_at_step),
         "usual": beat.collectives_per_step,
         "barrier": beat.barrier,
-        "alive": beat.alive_ticks,
-        "timeout_s": beat.timeout_s,
     }
 
 

@@ -1,4 +1,4 @@
-"""Files of the helper: evidence is written whole and 0600, published to the log directory, and rotated there.
+"""Files of the helper: written whole and 0600, published to the log directory, and rotated there.
 
 Logs are read without waiting: a log may be a FIFO, a terminal or a device, so only plain files are read, and opening
 one never blocks. A file system that does not answer blocks its caller, which is why all this runs in a process that can
@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from elasticd_agent.hangs.collector.request import NO_STACKS, FilePath, PublishRequest
+from elasticd_agent.hangs.collector.request import FilePath, PublishRequest
 
 PART = ".part"
 LOG_LINES = 200
-LOG_BYTES = 256 << 10
-"""The part of a log's end that is read: 200 lines of 1,300 characters."""
+LOG_BYTES = 64 << 10
+"""The part of a log's end that is read: 200 lines of 320 characters."""
 LINE_LIMIT = 2000
 _ROUND = re.compile(r"round-([1-9][0-9]*)")
 _CHUNK = 1 << 30
@@ -56,20 +56,17 @@ def read(path: FilePath, most: int, *, tail: bool = False) -> bytes:
         os.close(fd)
 
 
-def last_lines(paths: Sequence[FilePath]) -> bytes:
+def last_lines(paths: Sequence[FilePath]) -> list[str]:
     """The end of each log, behind its name if several have content."""
     parts = []
     for path in dict.fromkeys(paths):
         try:
             data = read(path, LOG_BYTES, tail=True)
         except OSError as error:
-            data = f"[elasticd: not read: {error.strerror or error}]\n".encode()
-        lines = data.splitlines()[-LOG_LINES:]
-        if lines:
-            parts.append((path, b"".join(line[:LINE_LIMIT] + b"\n" for line in lines)))
-    if len(parts) == 1:
-        return parts[0][1]
-    return b"".join(f"==> {path} <==\n".encode("utf-8", "surrogateescape") + text for path, text in parts)
+            data = f"[elasticd: not read: {error.strerror or error}]".encode()
+        lines = [line[:LINE_LIMIT].decode("utf-8", "replace") for line in data.splitlines()[-LOG_LINES:]]
+        parts += [(path, lines)] if lines else []
+    return parts[0][1] if len(parts) == 1 else [line for path, lines in parts for line in (f"==> {path} <==", *lines)]
 
 
 def publish(request: PublishRequest) -> None:
@@ -78,10 +75,7 @@ def publish(request: PublishRequest) -> None:
     make_directory(final)
     if request.source:
         for path in _files(Path(request.source)):
-            content = read(str(path), _CHUNK)
-            # Older stacks are better than none: the worker may have been ended meanwhile.
-            if not content.startswith(NO_STACKS.encode()) or not (final / path.name).exists():
-                write(str(final / path.name), content)
+            write(str(final / path.name), read(str(path), _CHUNK))
     for name, text in request.files:
         write(str(final / name), text.encode("utf-8", "surrogateescape"))
     if request.rounds > 0:

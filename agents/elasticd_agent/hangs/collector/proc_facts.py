@@ -1,4 +1,4 @@
-"""/proc's facts of one process, its threads and its tree, as one JSON object.
+"""/proc's facts of one process, its threads and its tree: fields of RankEvidence, as JSON.
 
 Nothing is read that takes a lock of the process, and no descriptor's target is opened. What cannot be read is left out.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elasticd_agent.system.processes import procfs
@@ -41,32 +41,44 @@ _OF_FD = (
 
 
 def process_facts(pid: int) -> dict[str, Any]:
-    """All that is known of the process; {} if it has ended."""
+    """The fields of RankEvidence that are from /proc; {} if the process has ended."""
     stat = procfs.stat(pid)
     if stat is None:
         return {}
     everyone = procfs.scan()
-    tree = procfs.trees([pid], everyone.values()).get(pid, (pid,))
+    tree = [
+        everyone[member] for member in procfs.trees([pid], everyone.values()).get(pid, (pid,)) if member in everyone
+    ]
     fds = fd_targets(pid)
+    call = syscall(pid, fds)
     known = dict(_pairs(f"/proc/{pid}/status"))
-    facts: dict[str, Any] = {
-        "pid": pid,
+    proc: dict[str, Any] = {
         "comm": stat.comm,
-        "state": stat.state,
-        "wchan": wchan(pid),
-        "syscall": syscall(pid, fds),
-        "kernel_stack": _text(f"/proc/{pid}/stack").splitlines(),
+        "syscall": call,
         "cpu_s": round(stat.cpu_s, 2),
-        "tree_cpu_s": round(sum(everyone[member].cpu_s for member in tree if member in everyone), 2),
+        "tree_cpu_s": round(sum(member.cpu_s for member in tree), 2),
         "io": {name: int(value) for name, value in _pairs(f"/proc/{pid}/io") if value.isdecimal()},
         "status": {name: known[name] for name in _KEPT if name in known},
         "switches": {name: int(known[name]) for name in _COUNTED if known.get(name, "").isdecimal()},
         "cgroup": _text(f"/proc/{pid}/cgroup").split(),
         "threads": [_thread(pid, tid) for tid in tids(pid)[:MOST_THREADS]],
-        "processes": [_process(everyone[member]) for member in tree[:MOST_PROCESSES] if member in everyone],
         "fds": fds,
     }
-    return {name: value for name, value in facts.items() if value not in ("", [], {}, None)}
+    return {
+        "pid": pid,
+        "state": stat.state,
+        "wchan": wchan(pid),
+        "call": _in_words(call),
+        "kernel": _text(f"/proc/{pid}/stack").splitlines(),
+        "tree": [_process(member) for member in tree[:MOST_PROCESSES]],
+        "proc": {name: value for name, value in proc.items() if value not in ("", [], {}, None)},
+    }
+
+
+def _in_words(call: Mapping[str, Any]) -> str:
+    """ "read of /job/data.bin" """
+    name = call.get("name") or (f"system call {call['number']}" if call else "")
+    return f"{name} of {call['target']}" if call.get("target") else name
 
 
 def wchan(pid: int) -> str:
@@ -91,7 +103,7 @@ def syscall(pid: int, fds: dict[str, str]) -> dict[str, Any]:
 
 def writes_output(facts: dict[str, Any]) -> bool:
     """True if the main thread is in a write to standard output or error, and that is a pipe or a terminal."""
-    call = facts.get("syscall", {})
+    call = facts.get("proc", {}).get("syscall", {})
     # A named pipe's target is a path like that of a file, which may be on a file system that hangs.
     unread = "pipe" in facts.get("wchan", "") or str(call.get("target", "")).startswith(
         ("pipe:", "/dev/pts/", "/dev/tty")
@@ -101,7 +113,7 @@ def writes_output(facts: dict[str, Any]) -> bool:
 
 def reads_input(facts: dict[str, Any], source: str) -> bool:
     """True if the main thread reads its standard input; of readline's call /proc only shows that it is that one."""
-    call = facts.get("syscall", {})
+    call = facts.get("proc", {}).get("syscall", {})
     if call.get("name") in ("read", "readv"):
         return bool(call.get("fd") == 0)
     return call.get("name") in ("select", "pselect6") and call.get("arguments", [""])[0] == "0x1" and "input(" in source

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-NO_STACKS = "no stacks: "
-"""The text of a rank's stacks begins with this where there are none; the reason follows."""
 VERDICT = "verdict.json"
 REDIRECTED = "redirected.json"
 """A note in a folder whose evidence belongs into another one, which could not be written: {"directory": that one}."""
@@ -40,12 +38,11 @@ class EvidenceTarget:
 
 @dataclass(frozen=True, slots=True)
 class CollectRequest:
-    """Write evidence of `ranks` to `directory`, which exists, within `seconds`."""
+    """Report evidence of `ranks`, and write whole recordings to `directory`, which exists, within `seconds`."""
 
     directory: str
     seconds: float
     ranks: tuple[EvidenceTarget, ...]
-    why: str = ""
     spy: str = ""  #: py-spy's path
     nvml: str | None = None  #: the directory of pynvml, "" if it is not installed; None without GPUs
 

@@ -32,6 +32,8 @@ FIRST_TRY_PART, FIRST_TRY_S = 0.5, 2.0
 FAULTHANDLER_S = 2.0
 """faulthandler writes a hundred threads in a few milliseconds, once the process gets a processor for the signal."""
 TEXT_LIMIT = 4 << 20
+MOST_THREADS, MOST_FRAMES = 256, 512
+"""The limits of one process and of one thread."""
 _HANDLER_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):")
 _HANDLER_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 _OUTERMOST = ("<module>", "_run_module_as_main")
@@ -42,7 +44,6 @@ class StackDump:
     """The stacks of one process, the main thread first. Without a `source` there are none, and `trouble` says why."""
 
     threads: tuple[ThreadStack, ...] = ()
-    text: str = ""
     source: str = ""
     trouble: str = ""
 
@@ -66,8 +67,7 @@ def by_py_spy(program: str, pid: int, until: float, tid: int = 0) -> StackDump:
             trouble = f"py-spy {ran.trouble}"
         elif ran.code == 0:
             try:
-                threads = from_py_spy(json.loads(ran.stdout), pid)
-                return StackDump(threads, as_text(pid, threads), "py-spy")
+                return StackDump(from_py_spy(json.loads(ran.stdout), pid), "py-spy")
             except (ValueError, KeyError, TypeError) as error:
                 trouble = f"the output of py-spy cannot be decoded: {error}"
         else:
@@ -83,22 +83,12 @@ def from_py_spy(data: object, pid: int) -> tuple[ThreadStack, ...]:
         raise ValueError("no threads")
     threads = []
     for dumped in data:
-        frames = tuple(Frame(str(f["name"]), str(f["filename"]), int(f["line"])) for f in dumped["frames"])
+        named = dumped["frames"][:MOST_FRAMES]
+        frames = tuple(Frame(str(f["name"]), str(f["filename"]), int(f["line"])) for f in named)
         state = "active+gil" if dumped.get("owns_gil") else "active" if dumped.get("active") else "idle"
         tid = dumped.get("os_thread_id") or dumped["thread_id"]
         threads.append(ThreadStack(str(dumped.get("thread_name") or ""), str(tid), frames, state))
-    return tuple(sorted(threads, key=lambda thread: thread.tid != str(pid)))
-
-
-def as_text(pid: int, threads: Sequence[ThreadStack]) -> str:
-    """The stacks as `py-spy dump` without --json would write them, with whole paths."""
-    process = procfs.stat(pid)
-    lines = [f"Process {pid}: {process.comm if process is not None else ''}"]
-    for thread in threads:
-        lines.append("")
-        lines.append(f"Thread {thread.tid} ({thread.state})" + (f': "{thread.name}"' if thread.name else ""))
-        lines += [f"    {frame.function} ({frame.file}:{frame.line})" for frame in thread.frames]
-    return "\n".join(lines) + "\n"
+    return tuple(sorted(threads, key=lambda thread: thread.tid != str(pid))[:MOST_THREADS])
 
 
 def by_faulthandler(pid: int, pidfd: int, path: FilePath | None, until: float) -> StackDump:
@@ -129,7 +119,7 @@ def by_faulthandler(pid: int, pidfd: int, path: FilePath | None, until: float) -
     threads = from_faulthandler(text)
     if not threads:
         return StackDump(trouble="faulthandler did not answer")
-    return StackDump(threads, text, "faulthandler")
+    return StackDump(threads, "faulthandler")
 
 
 def from_faulthandler(text: str) -> tuple[ThreadStack, ...]:

@@ -9,11 +9,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from elasticd_agent.hangs.explain.flight import GroupComparison
 from elasticd_agent.hangs.explain.model import Aftermath, Explanation, StackGroup
-from elasticd_agent.hangs.recordings import GroupComparison
 from elasticd_agent.model.reports import RecordedVerdict
 
 VERSION = "1.0"
+_NOT_SHOWN = (
+    "kernel", "tree", "proc", "place", "stack", "alone", "loading", "source", "trouble", "processes", "groups",
+    "deviation", "recording", "recorded", "late", "unknown",
+)  # fmt: skip
+"""Fields of a rank for the judge, or shown in other parts of the document."""
 
 
 def document(explained: Explanation) -> dict[str, Any]:
@@ -27,7 +32,7 @@ def document(explained: Explanation) -> dict[str, Any]:
         "taken_at": explained.taken_at or None,
         "verdict": _verdict(explained.verdict),
         "followed": _aftermath(explained.aftermath),
-        "ranks": [_plain(rank, without=("kernel", "stacks", "no_stacks")) for rank in explained.ranks],
+        "ranks": [_plain(rank, without=_NOT_SHOWN) for rank in explained.ranks],
         "waiting": _plain(explained.waiting),
         "stacks": [_stack_group(group) for group in explained.stack_groups],
         "flight": [_flight(comparison) for comparison in explained.flight],
@@ -64,22 +69,21 @@ def _aftermath(after: Aftermath) -> Any:
 
 
 def _stack_group(group: StackGroup) -> dict[str, Any]:
-    stacks = group.stacks
     threads = [
         {
             "name": thread.label,
-            "main": thread is stacks.main,
+            "main": thread is group.main,
             "state": thread.state or None,
-            "below": None if process is stacks.processes[0] else str(process),
+            "below": None if process is group.first.processes[0] else str(process),
             "frames": [
                 {"function": f.function, "file": f.path, "line": f.line or None, "library": f.library or None}
                 for f in thread.frames
             ],
         }
-        for process in stacks.processes
+        for process in group.first.processes
         for thread in process.threads
     ]
-    return {"ranks": list(group.ranks), "differs": group.differs, "source": stacks.source, "threads": threads}
+    return {"ranks": list(group.ranks), "differs": group.differs, "source": group.first.source, "threads": threads}
 
 
 def _flight(one: GroupComparison) -> Any:
@@ -87,4 +91,4 @@ def _flight(one: GroupComparison) -> Any:
     if one.differing is not None:
         differing = [{"issued": issued, "ranks": list(ranks)} for issued, ranks in one.differing.items()]
     values = _plain(one, without=("missing",))
-    return values | {"pending": _plain(one.pending or {}), "lacking": list(one.missing), "differing": differing}
+    return values | {"pending": _plain(one.pending), "lacking": list(one.missing), "differing": differing}

@@ -1,24 +1,25 @@
 """A folder of evidence, and perhaps an event log -> Explanation.
 
-A missing, cut or nonsensical file costs only what it would have said, and is named. No link is followed, and no number
-is believed that makes no sense. Everything that may wait for a file system is in this module.
+A file that is missing, cut or no record costs only what it would have said, and is named. No link is followed.
+Everything that may wait for a file system is in this module.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from elasticd.errors import WireError
-from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.causes import DUMP_REASON
-from elasticd_agent.hangs.collector.request import NO_STACKS, VERDICT
+from elasticd_agent.hangs.collector.record import NodeEvidence, ProcessFacts, RankEvidence
+from elasticd_agent.hangs.collector.request import VERDICT
 from elasticd_agent.hangs.explain import phrases
 from elasticd_agent.hangs.explain.event_log import RunLog, ends_job
-from elasticd_agent.hangs.explain.json_values import clock_time, count, items, text, whole
+from elasticd_agent.hangs.explain.flight import compare
 from elasticd_agent.hangs.explain.locate import EvidenceFolder
 from elasticd_agent.hangs.explain.model import (
     Aftermath,
@@ -29,16 +30,14 @@ from elasticd_agent.hangs.explain.model import (
     StackGroup,
     name_ranks,
 )
-from elasticd_agent.hangs.stacks import Frame, ProcessStacks, RankStacks, ThreadStack
-from elasticd_agent.model.codec import Record
+from elasticd_agent.hangs.stacks import ThreadStack, place_key
+from elasticd_agent.model.codec import Document
 from elasticd_agent.model.log_events import JobEndedEvent, RoundPublishedEvent, decode
-from elasticd_agent.model.reports import HangReport, RecordedVerdict
+from elasticd_agent.model.reports import HangReport, RankReport, RecordedVerdict
 from elasticd_agent.system import bounded_io as files
 
 MOST_RANKS = 4096
-LOG_LINES = 200
 EVENT_LOG_LIMIT = 32 << 20
-_LOG_LIMIT = 1 << 20
 _MOST_NODES = 4
 _MOST_CHILDREN = 64
 _MOST_GPUS = 64
@@ -46,17 +45,11 @@ _MOST_GPU_FACTS = 16
 _BAD_GPU_FACTS = ("xid", "ecc", "uncorrected", "lost", "error", "remap", "retired")
 """Parts of NVML's names: a value other than the good ones there is what a person looks for."""
 _GOOD_VALUES = ("0", "", "[]", "False", "none", "None", "0x0")
-_REPORTED = (
-    "slot", "phase", "step", "collectives", "usual", "barrier", "idle_s", "state", "stopped_s", "cpu_s", "io_bytes",
-    "window_s", "where", "function", "exited",
-)  # fmt: skip
-"""The fields of a RankReport that a page shows."""
-MOST_PROCESSES = 64
-MOST_THREADS = 256
-MOST_FRAMES = 512
+_EVIDENCE = tuple(f.name for f in fields(RankEvidence))
+_REPORTED = tuple(f.name for f in fields(RankReport) if f.name in {known.name for known in fields(RankFacts)})
+_EARLIER_VERSION = re.compile(r"rank-\d+\.(?:json|stacks\.json)")
 
-
-_Record = TypeVar("_Record", bound=Record)
+_Document = TypeVar("_Document", bound=Document)
 
 
 def explain(
@@ -72,39 +65,42 @@ def explain(
     one; `verdict`: where it may not have been written yet.
     """
     reader = _Reader(folder)
-    judged = verdict or reader.record(RecordedVerdict, reader.json(VERDICT, RecordedVerdict.MAX_BYTES), VERDICT)
+    judged = verdict or reader.document(RecordedVerdict, VERDICT)
+    reader.read_evidence()
     reader.read_reports(judged)
-    for rank in folder.ranks[:MOST_RANKS]:
-        reader.read_rank(rank)
-    log = RunLog.of(reader.event_lines(events), folder.round, reader.taken_at)
+    taken_at, why = (
+        max((e.at_wall for e in reader.evidence), default=0.0),
+        next((e.why for e in reader.evidence if e.why), ""),
+    )
+    log = RunLog.of(reader.event_lines(events), folder.round, taken_at)
     judged = judged or log.verdict()
     reason = log.restart_reason() if judged is None else ""
     ranks = _complete(reader.ranks, judged, log, here)
     if reason:
         away = sorted(set(log.members()) - {rank.node for rank in ranks})
         where = f": {' or '.join(away)}" if 0 < len(away) <= _MOST_NODES else ""
-        reader.add_trouble(f"the verdict, with all ranks' facts, is in the log directory of another node{where}")
+        reader.troubles.append(f"the verdict, with all ranks' facts, is in the log directory of another node{where}")
     kind: EvidenceKind = "suspicion"
     if judged is not None or reason:
         kind = "hang"
-    elif folder.is_dump or reader.why == DUMP_REASON:
+    elif folder.is_dump or why == DUMP_REASON:
         kind = "dump"
     return Explanation(
         round=folder.round,
         kind=kind,
         directory=str(folder.path),
         elsewhere=str(folder.elsewhere.path) if folder.elsewhere is not None else "",
-        headline=phrases.headline(folder.round, kind, judged, ranks, reason or reader.why),
-        taken_at=reader.taken_at,
+        headline=phrases.headline(folder.round, kind, judged, ranks, reason or why),
+        taken_at=taken_at,
         job=log.job,
         verdict=judged,
         ranks=ranks,
         stack_groups=_stack_groups(ranks),
         waiting=phrases.describe_waits(ranks),
-        flight=tuple(recordings.compare(reader.recordings())),
-        gpus=reader.gpus(),
+        flight=tuple(compare({rank.rank: rank.recorded for rank in ranks if rank.recording})),
+        gpus=tuple(gpu for node in reader.evidence for gpu in _gpus(node)),
         aftermath=_aftermath(log, folder),
-        troubles=(*reader.troubles, *_missing(folder, ranks)),
+        troubles=(*reader.troubles, *_missing(reader.evidence, ranks)),
         others=tuple(_other(folder, other) for other in others if other.path != folder.path),
     )
 
@@ -119,129 +115,68 @@ def ending(events: Path | None) -> str:
 
 @dataclass(slots=True)
 class _Reader:
-    """The facts read of a folder so far, by rank, and the troubles met."""
+    """The records read of a folder so far, the ranks in them by number, and the troubles met."""
 
     folder: EvidenceFolder
+    evidence: list[NodeEvidence] = field(default_factory=list)
     ranks: dict[int, RankFacts] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)
-    taken_at: float = 0.0
-    why: str = ""
 
-    def add_trouble(self, trouble: str) -> None:
-        if trouble:
-            self.troubles.append(trouble)
+    def document(self, kind: type[_Document], name: str) -> _Document | None:
+        """The record in the file; None if there is none."""
+        file = files.read(self.folder.file(name), kind.MAX_BYTES)
+        self.troubles += [file.trouble] if file.trouble else []
+        return None if file.missing or file.trouble else self._decoded(kind, name, file.text)
 
-    def json(self, name: str, limit: int = files.TEXT_LIMIT) -> dict[str, Any] | None:
-        data, trouble = files.read_json(self.folder.file(name), limit)
-        self.add_trouble(trouble)
-        return data
-
-    def lines(self, path: Path, limit: int = files.TEXT_LIMIT) -> list[dict[str, Any]]:
-        lines, trouble = files.read_lines(path, limit)
-        self.add_trouble(trouble)
-        return lines
+    def _decoded(self, kind: type[_Document], name: str, text: str) -> _Document | None:
+        try:
+            return kind.from_json(text)
+        except WireError as error:
+            self.troubles.append(f"{name} cannot be read: {error}")
+            return None
 
     def event_lines(self, events: Path | None) -> list[dict[str, Any]]:
-        return self.lines(events, EVENT_LOG_LIMIT) if events is not None else []
+        lines, trouble = files.read_lines(events, EVENT_LOG_LIMIT) if events is not None else ([], "")
+        self.troubles += [trouble] if trouble else []
+        return lines
 
-    def record(self, kind: type[_Record], data: object, name: str) -> _Record | None:
-        """The record that these JSON values make; None if there are none, or if they make none."""
-        try:
-            return kind.from_dict(data) if data is not None else None
-        except WireError as error:
-            self.add_trouble(f"{name} cannot be read: {error}")
-            return None
+    def read_evidence(self) -> None:
+        if any(map(_EARLIER_VERSION.fullmatch, self.folder.names)):
+            self.troubles.append("files of ranks from an earlier version are here: they are text, and not shown")
+        for name in self.folder.names:
+            if name.startswith("evidence-") and (node := self.document(NodeEvidence, name)) is not None:
+                self.evidence.append(node)
+                self.troubles += [f"{node.node}: {trouble}" for trouble in node.troubles]
+                for rank in node.ranks:
+                    if 0 <= rank.rank < MOST_RANKS:
+                        self.ranks[rank.rank] = _rank_facts(rank, node.node)
 
     def read_reports(self, judged: RecordedVerdict | None) -> None:
         """The newest report of every node: the verdict's, of all nodes, then those that the nodes wrote themselves.
 
-        The verdict was made on the former: a later report may be of a group that is being killed.
+        The verdict was made on the former: a later report may be of a group that is being killed. A report goes before
+        the evidence for the same reason.
         """
         reports = {report.node: report for report in (judged.reports if judged is not None else ())}
         for name in self.folder.names:
             if name.startswith("reports-") and name.endswith(".jsonl"):
-                for line in self.lines(self.folder.file(name))[-1:]:
-                    report = self.record(HangReport, line, name)
-                    if report is not None:
+                file = files.read(self.folder.file(name), HangReport.MAX_BYTES, tail=True)
+                self.troubles += [file.trouble] if file.trouble else []
+                for line in file.text.splitlines()[-1:]:
+                    if (report := self._decoded(HangReport, name, line)) is not None:
                         reports.setdefault(report.node, report)
         for node, report in reports.items():
             for rank in report.ranks:
                 if 0 <= rank.rank < MOST_RANKS:
+                    known = self.ranks.get(rank.rank) or RankFacts(rank.rank)
                     reported = {name: getattr(rank, name) for name in _REPORTED}
-                    self.ranks[rank.rank] = RankFacts(rank.rank, node=node, **reported)
-
-    def read_rank(self, rank: int) -> None:
-        facts = self.json(f"rank-{rank}.json") or {}
-        log = files.read(self.folder.file(f"rank-{rank}.log"), _LOG_LIMIT, tail=True)
-        self.add_trouble(log.trouble)
-        decoded = decode_stacks(self.json(f"rank-{rank}.stacks.json") or {})
-        self.taken_at = max(self.taken_at, clock_time(facts.get("at_wall")))
-        self.why = self.why or text(facts.get("why"))
-        self.ranks[rank] = replace(
-            _with_facts(self.ranks.get(rank) or RankFacts(rank), facts),
-            log=tuple(log.text.splitlines()[-LOG_LINES:]),
-            stacks=decoded,
-            no_stacks="" if decoded is not None else self._why_no_stacks(rank),
-        )
-
-    def _why_no_stacks(self, rank: int) -> str:
-        written = files.read(self.folder.file(f"rank-{rank}.stacks.txt"))
-        self.add_trouble(written.trouble)
-        if written.missing:
-            return "none were taken"
-        first = next((line for line in written.text.splitlines() if line), "empty")
-        return first.removeprefix(NO_STACKS)[:300] if first.startswith(NO_STACKS) else "they are in the text file only"
-
-    def recordings(self) -> dict[int, recordings.Recording]:
-        recorded = {}
-        for rank in self.folder.ranks[:MOST_RANKS]:
-            name = f"rank-{rank}.flight.json"
-            data = self.json(name, 16 << 20) if name in self.folder.names else None
-            if data is None:
-                continue
-            recording = recordings.parse(data)
-            if recording is not None:
-                recorded[rank] = recording
-            else:
-                self.add_trouble(f"{name} holds no flight recording")
-        return recorded
-
-    def gpus(self) -> tuple[GpuFacts, ...]:
-        """The GPUs of every node. A GPU that fell off the bus looks like a hang of the rank that waits for it."""
-        facts: list[GpuFacts] = []
-        for name in self.folder.names:
-            if not (name.startswith("gpu") and name.endswith(".json")):
-                continue
-            data = self.json(name) or {}
-            node = name.removeprefix("gpu").removesuffix(".json").lstrip("-")
-            if isinstance(data.get("trouble"), str):
-                self.add_trouble(f"{name}: {data['trouble'][:200]}")
-            numbered = enumerate(items(data.get("gpus"), _MOST_GPUS))
-            facts += [_gpu(gpu, f"{node} " if node else "", index) for index, gpu in numbered]
-        return tuple(facts)
+                    told = {name: value for name, value in reported.items() if value not in ("", -1, ())}
+                    self.ranks[rank.rank] = replace(known, **told, node=node)
 
 
-def _with_facts(rank: RankFacts, facts: Mapping[str, Any]) -> RankFacts:
-    """The rank with what rank-R.json adds. A report goes before it: the verdict was made on the reports."""
-    kernel = facts.get("kernel_stack")
-    children = [
-        process for process in items(facts.get("processes"), _MOST_CHILDREN) if process.get("pid") != facts.get("pid")
-    ]
-    return replace(
-        rank,
-        node=rank.node or text(facts.get("node")),
-        pid=count(facts.get("pid")),
-        phase=rank.phase or text(facts.get("phase")),
-        step=rank.step if rank.step >= 0 else count(facts.get("step")),
-        collectives=rank.collectives if rank.collectives >= 0 else count(facts.get("collectives")),
-        state=rank.state or text(facts.get("state"))[:1],
-        where=rank.where or text(facts.get("where")),
-        function=rank.function or text(facts.get("function")),
-        wchan=text(facts.get("wchan")),
-        call=_call(facts.get("syscall")),
-        kernel=tuple(line for line in kernel if isinstance(line, str))[:32] if isinstance(kernel, list) else (),
-        children=tuple(_child(process) for process in children),
-    )
+def _rank_facts(rank: RankEvidence, node: str) -> RankFacts:
+    children = tuple(_child(process) for process in rank.tree[:_MOST_CHILDREN] if process.pid != rank.pid)
+    return RankFacts(**{name: getattr(rank, name) for name in _EVIDENCE}, node=node, children=children)
 
 
 def _complete(
@@ -267,39 +202,29 @@ def _aftermath(log: RunLog, folder: EvidenceFolder) -> Aftermath:
     return replace(aftermath, round=min(later, default=0))
 
 
-def _call(call: object) -> str:
-    """ "read of /job/data.bin" """
-    if not isinstance(call, dict):
-        return ""
-    name = text(call.get("name")) or (f"system call {number}" if (number := whole(call.get("number"))) else "")
-    target = text(call.get("target"))
-    return f"{name} of {target}" if name and target else name
-
-
-def _child(one: Mapping[str, Any]) -> str:
+def _child(process: ProcessFacts) -> str:
     """ "pt_data_worker (pid 71) sleeping, in futex_wait_queue" """
-    state = phrases.STATE_NAMES.get(text(one.get("state"))[:1], "?")
-    wchan = text(one.get("wchan"))
-    return f"{text(one.get('comm')) or '?'} (pid {whole(one.get('pid'))}) {state}" + (f", in {wchan}" if wchan else "")
+    state = phrases.STATE_NAMES.get(process.state, "?")
+    return f"{process.comm or '?'} (pid {process.pid}) {state}" + (f", in {process.wchan}" if process.wchan else "")
 
 
 def _stack_groups(ranks: Sequence[RankFacts]) -> tuple[StackGroup, ...]:
     """Ranks by where their main threads are; the culprits' first, then the smaller groups: those differ."""
-    by_place: dict[object, list[RankFacts]] = defaultdict(list)
+    by_place: dict[object, list[tuple[RankFacts, ThreadStack]]] = defaultdict(list)
     for rank in ranks:
-        if rank.stacks is not None:
-            by_place[rank.stacks.key].append(rank)
-    groups = sorted(by_place.values(), key=lambda group: (not any(r.culprit for r in group), len(group), group[0].rank))
-    most = max((len(group) for group in groups), default=0)
-    return tuple(
-        StackGroup(tuple(rank.rank for rank in group), group[0].stacks, len(group) < most)
-        for group in groups
-        if group[0].stacks is not None
-    )
+        if rank.main is not None:
+            by_place[place_key(rank.main)].append((rank, rank.main))
+    most = max((len(group) for group in by_place.values()), default=0)
+    groups = [
+        StackGroup(tuple(rank.rank for rank, _ in group), *group[0], differs=len(group) < most)
+        for group in by_place.values()
+    ]
+    blamed = {rank.rank for rank in ranks if rank.culprit}
+    return tuple(sorted(groups, key=lambda group: (blamed.isdisjoint(group.ranks), len(group.ranks), group.ranks)))
 
 
-def _missing(folder: EvidenceFolder, ranks: Sequence[RankFacts]) -> Iterable[str]:
-    here = set(folder.ranks)
+def _missing(evidence: Sequence[NodeEvidence], ranks: Sequence[RankFacts]) -> Iterable[str]:
+    here = {rank.rank for node in evidence for rank in node.ranks}
     away: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         if rank.rank not in here and not rank.exited:
@@ -310,9 +235,9 @@ def _missing(folder: EvidenceFolder, ranks: Sequence[RankFacts]) -> Iterable[str
     else:
         for node, numbers in sorted(away.items()):
             yield f"no evidence of {name_ranks(numbers)} is here: look in the log directory on {node or 'its node'}"
-    bare = [rank for rank in ranks if rank.rank in here and rank.stacks is None]
+    bare = [rank for rank in ranks if rank.rank in here and rank.main is None]
     if bare:
-        why = "; ".join(sorted({rank.no_stacks for rank in bare if rank.no_stacks})[:3])
+        why = "; ".join(sorted({rank.trouble for rank in bare if rank.trouble})[:3])
         yield f"no stacks of {name_ranks([rank.rank for rank in bare])}" + (f": {why}" if why else "")
 
 
@@ -320,36 +245,15 @@ def _other(folder: EvidenceFolder, other: EvidenceFolder) -> str:
     return f"round {other.round} ({other.what}{'' if other.round != folder.round else ', ' + other.path.name})"
 
 
-def decode_stacks(data: Mapping[str, Any]) -> RankStacks | None:
-    """The stacks in the file's object; None without a thread of the rank's own process."""
-    processes = [
-        ProcessStacks(count(process_data.get("pid")), text(process_data.get("comm")), tuple(_threads(process_data)))
-        for process_data in items(data.get("processes"), MOST_PROCESSES)
-    ]
-    if not processes or not processes[0].threads:
-        return None
-    return RankStacks(text(data.get("source")), tuple(process for process in processes if process.threads))
+def _gpus(evidence: NodeEvidence) -> list[GpuFacts]:
+    """The GPUs of one node. A GPU that fell off the bus looks like a hang of the rank that waits for it."""
+    return [_gpu(gpu, evidence.node, index) for index, gpu in enumerate(evidence.gpus[:_MOST_GPUS])]
 
 
-def _threads(process: Mapping[str, Any]) -> list[ThreadStack]:
-    return [
-        ThreadStack(
-            text(thread.get("name")),
-            text(thread.get("tid")),
-            tuple(
-                Frame(text(frame.get("function")), text(frame.get("file")), max(0, count(frame.get("line"))))
-                for frame in items(thread.get("frames"), MOST_FRAMES)
-            ),
-            text(thread.get("state")),
-        )
-        for thread in items(process.get("threads"), MOST_THREADS)
-    ]
-
-
-def _gpu(one: dict[str, Any], node: str, index: int) -> GpuFacts:
+def _gpu(gpu: Mapping[str, Any], node: str, index: int) -> GpuFacts:
     facts = tuple(
         (name, str(value)[:200])
-        for name, value in one.items()
+        for name, value in gpu.items()
         if value is not None and not isinstance(value, dict) and name not in ("index", "name")
     )[:_MOST_GPU_FACTS]
     bad = [
@@ -357,7 +261,6 @@ def _gpu(one: dict[str, Any], node: str, index: int) -> GpuFacts:
         for name, value in facts
         if any(word in name for word in _BAD_GPU_FACTS) and value not in _GOOD_VALUES
     ]
-    number, model = one.get("index", index), one.get("name")
-    return GpuFacts(
-        f"{node}GPU {number}" + (f" ({model[:80]})" if isinstance(model, str) else ""), facts, ", ".join(bad)
-    )
+    number, model = gpu.get("index", index), gpu.get("name")
+    name = f"{node} GPU {number}" + (f" ({model[:80]})" if isinstance(model, str) else "")
+    return GpuFacts(name, facts, ", ".join(bad))

@@ -18,8 +18,8 @@ from elasticd_agent.system import bounded_io as files
 
 _ROUND = re.compile(r"round-([1-9][0-9]{0,9})")
 _FOLDER = re.compile(r"(evidence|dump)(?:[.-](\d+))?")
-_RANK_FILE = re.compile(r"rank-(\d+)\.(?:json|log|flight\.json|stacks\.(?:txt|json))")
-_OURS = re.compile(r"verdict\.json|reports-.*\.jsonl|gpu.*\.json")
+_OURS = re.compile(r"verdict\.json|reports-.*\.jsonl|evidence-.*\.json|rank-\d+\.(?:json|flight\.json)")
+"""rank-R.json is of an earlier version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,6 @@ class EvidenceFolder:
     @property
     def what(self) -> str:
         return "hung" if self.has_verdict else "dumped" if self.is_dump else "suspected"
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted({int(file_name[1]) for file_name in map(_RANK_FILE.fullmatch, self.names) if file_name}))
 
 
 def find_all(directory: Path) -> list[EvidenceFolder]:
@@ -122,7 +118,7 @@ def _place(path: Path, names: list[str]) -> EvidenceFolder:
 
 
 def _is_evidence(name: str) -> bool:
-    return _RANK_FILE.fullmatch(name) is not None or _OURS.fullmatch(name) is not None
+    return _OURS.fullmatch(name) is not None
 
 
 def _age(place: EvidenceFolder) -> int:

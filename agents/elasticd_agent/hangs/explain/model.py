@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elasticd_agent.hangs.recordings import GroupComparison
-from elasticd_agent.hangs.stacks import RankStacks
+from elasticd_agent.hangs.collector.record import RankEvidence
+from elasticd_agent.hangs.explain.flight import GroupComparison
+from elasticd_agent.hangs.stacks import ThreadStack
 from elasticd_agent.model.phrases import listing, plural, ranges
 from elasticd_agent.model.reports import RecordedVerdict
 
@@ -18,34 +19,20 @@ EvidenceKind = Literal["hang", "suspicion", "dump"]
 
 
 @dataclass(frozen=True, slots=True)
-class RankFacts:
-    rank: int
+class RankFacts(RankEvidence):
+    """One rank: its evidence, under its node's report, with which the verdict was made, and what follows from both."""
+
     node: str = ""
     slot: int = -1
-    phase: str = ""
-    step: int = -1
-    collectives: int = -1
-    usual: int = -1
-    barrier: str = ""
     idle_s: float = -1.0
-    state: str = ""
     stopped_s: float = 0.0
     cpu_s: float = -1.0
     io_bytes: int = -1
     window_s: float = 0.0
-    where: str = ""
-    function: str = ""
     exited: bool = False
     culprit: bool = False
-    pid: int = -1
-    wchan: str = ""
-    call: str = ""  #: the system call of its main thread, with its target
-    kernel: tuple[str, ...] = ()  #: the kernel stack, innermost first
     children: tuple[str, ...] = ()  #: the processes below it, in words
-    remarks: tuple[str, ...] = ()  #: sentences on all of that
-    log: tuple[str, ...] = ()
-    stacks: RankStacks | None = None
-    no_stacks: str = ""  #: why there are none
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +40,8 @@ class StackGroup:
     """Ranks whose main threads are at the same place. `differs`: more ranks are at another one."""
 
     ranks: tuple[int, ...]
-    stacks: RankStacks
+    first: RankFacts
+    main: ThreadStack
     differs: bool
 
 

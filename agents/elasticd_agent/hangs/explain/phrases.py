@@ -149,12 +149,10 @@ def remarks(rank: RankFacts) -> tuple[str, ...]:
 
 def _gil_holder(rank: RankFacts) -> str:
     """A main thread that runs usually has the GIL; one that has it and sleeps keeps it from all others."""
-    holder = (
-        next((thread for thread in rank.stacks.threads if thread.holds_gil), None) if rank.stacks is not None else None
-    )
-    if holder is None or rank.stacks is None:
+    holder = next((thread for thread in rank.threads if thread.holds_gil), None)
+    if holder is None:
         return ""
-    if holder is rank.stacks.main and not (rank.culprit and rank.state in ("S", "D")):
+    if holder is rank.main and not (rank.culprit and rank.state in ("S", "D")):
         return ""
     own = holder.own or next(iter(holder.frames), None)
     return f"thread {holder.label!r} holds Python's lock (GIL)" + (f", in {own.function} ({own.at})" if own else "")

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticd_agent.hangs.causes import ADVICE
-from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, name_ranks
+from elasticd_agent.hangs.explain.flight import GroupComparison
+from elasticd_agent.hangs.explain.model import Aftermath, Explanation, RankFacts, StackGroup, name_ranks
 from elasticd_agent.hangs.explain.phrases import STATE_NAMES
-from elasticd_agent.hangs.recordings import GroupComparison
-from elasticd_agent.hangs.stacks import Frame, RankStacks, ThreadStack
+from elasticd_agent.hangs.stacks import Frame, ThreadStack
 from elasticd_agent.model.phrases import count, has_have
 
 WIDTH = 110
@@ -64,7 +64,7 @@ def summary(explained: Explanation, width: int = WIDTH) -> list[str]:
     culprits = {rank.rank for rank in explained.blamed}
     for group in explained.stack_groups:
         if culprits.intersection(group.ranks):
-            frames = [shown for shown in fold_frames(group.stacks.main) if isinstance(shown, Frame)]
+            frames = [shown for shown in fold_frames(group.main) if isinstance(shown, Frame)]
             lines += [f"  {name_ranks(group.ranks)}: {_frame(frame)}" for frame in frames[:2]]
             break
     for rank in explained.blamed[:1]:
@@ -103,7 +103,7 @@ def _facts(explained: Explanation, width: int) -> list[str]:
 
 def _other_wait(one: GroupComparison, explained: Explanation) -> str:
     """Collectives are counted in the default group only: a culprit may wait for a rank in another group."""
-    waits = [rank.rank for rank in explained.blamed if rank.rank in (one.pending or {})]
+    waits = [rank.rank for rank in explained.blamed if rank.rank in one.pending]
     if one.waiting_for is None or not waits or any(rank.rank in one.missing for rank in explained.blamed):
         return ""
     lacks, have = name_ranks(one.missing), has_have(one.missing)
@@ -206,7 +206,7 @@ def _row(group: Sequence[RankFacts]) -> tuple[str, ...]:
 
 def _place(rank: RankFacts) -> str:
     """ "all_reduce (train.py:44)"; where that is a library's, the script's own call that led there, too."""
-    main = rank.stacks.main if rank.stacks is not None else None
+    main = rank.main
     own = main.own if main is not None else None
     inner = next(iter(main.frames), None) if main is not None else None
     text = rank.function or (f"{inner.function} ({inner.at})" if inner is not None else rank.barrier or "?")
@@ -243,24 +243,24 @@ def _stacks(explained: Explanation) -> list[str]:
         blamed = bool(culprits.intersection(group.ranks))
         differs = " differs" if group.differs and len(groups) > 1 else ""
         alike = differs if len(group.ranks) == 1 else " are identical"
-        lines.append(f"{'>' if blamed else ' '} {name_ranks(group.ranks)}{alike} ({group.stacks.source})")
-        lines += _threads(group.stacks, blamed)
+        lines.append(f"{'>' if blamed else ' '} {name_ranks(group.ranks)}{alike} ({group.first.source})")
+        lines += _threads(group, blamed)
     if len(groups) > _MOST_STACKS:
         left = [rank for group in groups[_MOST_STACKS:] for rank in group.ranks]
         lines.append(f"  {name_ranks(left)}: {len(groups) - _MOST_STACKS} more stacks, see the files")
     return lines
 
 
-def _threads(stacks: RankStacks, blamed: bool) -> list[str]:
+def _threads(group: StackGroup, blamed: bool) -> list[str]:
     """The threads to show: the main one is enough of a rank that only waits; another thread of a culprit may hold what
     that one waits for."""
-    shown = [("main thread", stacks.main)]
-    for process in stacks.processes if blamed else ():
-        below = "" if process is stacks.processes[0] else f" of {process}"
-        own = [thread for thread in process.threads if thread is not stacks.main and thread.own is not None]
+    shown, processes = [("main thread", group.main)], group.first.processes
+    for process in processes if blamed else ():
+        below = "" if process is processes[0] else f" of {process}"
+        own = [thread for thread in process.threads if thread is not group.main and thread.own is not None]
         shown += [(f"thread {thread.label}{below}", thread) for thread in own]
     lines = [line for name, thread in shown[:6] for line in _thread(name, thread, alone=len(shown) == 1)]
-    hidden = len(stacks.threads) - len(shown[:6])
+    hidden = len(group.first.threads) - len(shown[:6])
     return [*lines, f"      and {count(hidden, 'other thread')}"] if hidden else lines
 
 
@@ -313,7 +313,7 @@ def _flight(one: GroupComparison, width: int) -> list[str]:
     elif not lines:
         lines.append(f"  {one.group}, by {name_ranks(list(one.last))}:")
     unfinished: dict[str, list[int]] = defaultdict(list)
-    for rank, collective in (one.pending or {}).items():
+    for rank, collective in one.pending.items():
         unfinished[str(collective)].append(rank)
     return [*lines, *(f"    not finished: {what}, on {name_ranks(ranks)}" for what, ranks in unfinished.items())]
 
