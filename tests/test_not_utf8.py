@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import ctypes
 import mmap
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,4 +84,7 @@ def test_control_group_is_found_whatever_its_name(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(memory_limit, "_CGROUPS", tmp_path)
     monkeypatch.setattr(memory_limit, "_OWN_GROUPS", own)
     assert (group, True) in memory_limit._groups()
-    assert any("caf\udce9" in path for path in cgroups._directories(os.fsdecode(own.read_bytes()), str(tmp_path)))
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "cgroup").write_bytes(own.read_bytes())
+    (group / "cpu.stat").write_text("throttled_usec 5000000")
+    assert cgroups.throttled_s([7], str(tmp_path), str(tmp_path)) == 5.0

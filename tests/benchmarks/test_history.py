@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from benchmarks.history import AgentHistory, History, Training, View, breaches, from_logs
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous.member import RendezvousMember
-from elasticd_agent.rendezvous.planner import Planner
 from elasticd_agent.rendezvous.spec_check import SpecAgreement
 from tests.scenarios import nodes
 
@@ -68,19 +65,16 @@ def test_hole_is_found(take_out: Break, scenario: str, found: str, monkeypatch: 
     assert found in {breach.partition(":")[0] for breach in breaches(nodes.play(text)[1])}
 
 
-def test_second_writer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_writer_is_found() -> None:
     """A leader that overwrites the Round without comparing it."""
-    turn, count = Planner.turn, itertools.count()
-
-    def forge(planner: Planner, current: object, facts: object, now: float, guard: object, life: object) -> object:
-        stored = planner._store.read(planner._keys.round)
-        if stored is not None and next(count) == 3:
-            forged = replace(Round.from_json(stored.value), reason="another one").to_json()
-            planner._store.compare_and_swap(planner._keys.round, stored.version, forged)
-        return turn(planner, current, facts, now, guard, life)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Planner, "turn", forge)
-    _, history = nodes.play("> job nodes=1:3\n> twins allowed\n> start a b\n> wait 9\n> start c\n> wait 9\n")
+    members = ", ".join(f'{{"node": "{name[0]}", "incarnation": "{name}", "slots": [0]}}' for name in ("a1", "b2"))
+    first, other = (
+        f'> put round {{"version": "1.0", "number": 2, "members": [{members}], "reason": "{reason}"}}\n> wait 9\n'
+        for reason in ("one", "another one")
+    )
+    _, history = nodes.play(
+        f"> job nodes=1:3\n> twins allowed\n> start a b\n> wait 9\n{first}{other}> start c\n> wait 9\n"
+    )
     assert "one writer per round" in {breach.partition(":")[0] for breach in breaches(history)}
 
 

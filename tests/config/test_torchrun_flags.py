@@ -81,7 +81,7 @@ def test_every_option_of_torchrun_is_in_the_table_as_it_is_there() -> None:
 
 
 def test_none_of_our_own_options_is_torchruns() -> None:
-    upstream = {name for action in theirs()._actions for name in action.option_strings}
+    upstream = {name for names, *_ in described(theirs()).values() for name in names}
     assert not upstream & {name for flag in ELASTICD_FLAGS for name in flag.names}
 
 
@@ -130,7 +130,7 @@ def _meaning(parser: argparse.ArgumentParser, option: str) -> str:
 @same_table
 def test_abbreviations_stand_for_what_they_stand_for_in_torchrun() -> None:
     upstream, ours = theirs(), build_parser({})
-    names = {name for name in upstream._option_string_actions if name.startswith("--")}
+    names = {name for names, *_ in described(upstream).values() for name in names if name.startswith("--")}
     for prefix in sorted({name[:end] for name in names for end in range(3, len(name) + 1)}):
         if prefix not in {name for flag in ELASTICD_FLAGS for name in flag.names}:
             here, there = _meaning(ours, prefix), _meaning(upstream, prefix)

@@ -6,7 +6,6 @@ Long times pass by hand: the maintenance receives them. The TCPStore is always a
 from __future__ import annotations
 
 import base64
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,24 +64,6 @@ def found(store: C10dStore, key: str) -> Versioned:
     return value
 
 
-def test_racing_increments_count_once(stores: list[C10dStore]) -> None:
-    stores[0].compare_and_swap("race/n", None, b"0")
-
-    def count_up(store: C10dStore) -> None:
-        for _ in range(50):
-            while True:
-                before = found(store, "race/n")
-                if store.compare_and_swap("race/n", before.version, b"%d" % (int(before.value) + 1)):
-                    break
-
-    threads = [threading.Thread(target=count_up, args=(store,)) for store in stores * 2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON_S)
-    assert found(stores[1], "race/n").value == b"200"
-
-
 def test_identical_creations_have_one_winner(stores: list[C10dStore]) -> None:
     """A TCPStore's own compare_set would tell all of them that they have won."""
     wins: list[str] = []
@@ -99,25 +80,6 @@ def test_identical_creations_have_one_winner(stores: list[C10dStore]) -> None:
         for thread in threads:
             thread.join(SOON_S)
     assert wins == keys
-
-
-def test_watch_of_another_client(stores: list[C10dStore], until: Until) -> None:
-    """It is called at once."""
-    heard: list[tuple[str, float]] = []
-    watch = stores[1].watch("watched/", lambda key: heard.append((key, time.monotonic())))
-    delays = []
-    for turn in range(20):
-        began = time.monotonic()
-        assert stores[0].compare_and_swap(f"watched/{turn}", None, b"")
-        until(lambda turn=turn: len(heard) > turn, SOON_S)
-        delays.append(heard[turn][1] - began)
-    assert [key for key, _ in heard] == [f"watched/{turn}" for turn in range(20)]
-    assert statistics.median(delays) < 0.5, "measured on a quiet machine: 1.5 ms"
-    watch.close()
-    before = len(heard)
-    assert stores[0].compare_and_swap("watched/more", None, b"")
-    assert found(stores[1], "watched/more").value == b""
-    assert len(heard) == before
 
 
 def test_idle_agent_sends_few_requests(stores: list[C10dStore]) -> None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from elasticd.errors import StoreUnavailable, UsageError
+from elasticd.errors import StoreUnavailable
 from elasticd_agent.store import Store
 from elasticd_agent.store.etcd.connection import WatchStream
 from elasticd_agent.store.etcd.store import EtcdStore
@@ -419,8 +419,3 @@ except KeyError:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["fine"], done.stderr
-
-
-def test_no_endpoint() -> None:
-    with pytest.raises(UsageError, match="host:port"):
-        EtcdStore([])

@@ -61,15 +61,6 @@ def test_create_of_a_key_in_use(backend: Backend) -> None:
     key.withdraw()
 
 
-def test_create_passes_on_what_may_replace_raises(store: Store) -> None:
-    def refuse(found: bytes) -> bool:
-        raise ValueError(found)
-
-    store.compare_and_swap(KEY, None, b"other")
-    with pytest.raises(ValueError, match="other"):
-        leased(store).create(b"own", 0.0, refuse)
-
-
 def test_an_ended_lease_is_noticed_and_the_key_created_again(backend: Backend, until: Until) -> None:
     key = leased(backend.store, lease_s=1.0)
     assert key.create(b"own", backend.now())

@@ -27,7 +27,7 @@ class Counting:
     """A store in this process's memory, for ranks that are threads; counts what it is asked."""
 
     def __init__(self) -> None:
-        from torch._C._distributed_c10d import HashStore
+        from torch.distributed import HashStore
 
         self.inner: Any = HashStore()
         self.asked = 0

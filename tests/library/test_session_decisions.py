@@ -17,7 +17,7 @@ from elasticd.errors import DecisionTimeout, DirectoryInUse, ElasticdError, Wire
 
 
 def store() -> Any:
-    from torch._C._distributed_c10d import HashStore
+    from torch.distributed import HashStore
 
     return HashStore()
 

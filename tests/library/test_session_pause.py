@@ -195,7 +195,7 @@ def test_withdrawn_pause_may_be_requested_again(tmp_path: Path) -> None:
 
 
 def test_wait_for_end_of_pause_has_longer_deadline() -> None:
-    from torch._C._distributed_c10d import HashStore
+    from torch.distributed import HashStore
 
     shared = HashStore()
     channels = [StoreChannel(rank, 2, shared, "a", 0.1) for rank in range(2)]

@@ -113,31 +113,6 @@ def test_no_name_resolves_without_names(network: StartNetwork) -> None:
     assert node.run(["getent", "ahostsv4", "localhost"]).split()[0] == "127.0.0.1"
 
 
-def test_process_on_a_host_keeps_directory_and_environment(net: Network, tmp_path: Path) -> None:
-    said = net.hosts[2].run(["sh", "-c", "pwd; echo $ADDED $TESTS_OF_ELASTICD"], {"ADDED": "yes"}, cwd=tmp_path)
-    assert said.split() == [str(tmp_path), "yes", os.environ["TESTS_OF_ELASTICD"]]
-
-
-def test_hosts_share_files_but_no_memory(net: Network, tmp_path: Path) -> None:
-    net.hosts[0].run(["touch", "/dev/shm/only-here", tmp_path / "everywhere"])
-    assert os.listdir(net.hosts[0].shared_memory) == ["only-here"]
-    assert os.listdir(net.hosts[1].shared_memory) == []
-    assert net.hosts[1].run(["ls", tmp_path]).split() == ["everywhere"]
-
-
-def test_port_is_reachable_in_its_network_only(network: StartNetwork) -> None:
-    one, other = network(hosts=2), network(hosts=2)
-    assert one.hosts[0].address == other.hosts[0].address
-    with listen(one.hosts[0], one.hosts[0].address) as server:
-        connect(one.hosts[1], server).close()
-        with pytest.raises(ConnectionRefusedError):
-            connect(other.hosts[1], server)
-
-
-def test_hosts_connect(wire: Wire) -> None:
-    wire.assert_carries()
-
-
 def test_link_down_delays_packets_both_ways(net: Network, wire: Wire) -> None:
     net.hosts[1].link(up=False)
     wire.assert_silent(wire.near)

@@ -9,7 +9,14 @@ import time
 import pytest
 
 from elasticd.errors import StoreUnavailable, UsageError
-from elasticd_agent.system.network.addresses import format_endpoint, is_local, local_address, parse_endpoint
+from elasticd_agent.system.network.addresses import (
+    format_endpoint,
+    gloo_environment,
+    interface_of,
+    is_local,
+    local_address,
+    parse_endpoint,
+)
 
 FOREIGN = "203.0.113.9"  # set aside for documentation (RFC 5737): no machine has it
 UNKNOWN = "no-such-host.invalid"  # nor this name (RFC 2606)
@@ -166,3 +173,22 @@ def test_host_and_port_are_split_and_joined(text: str, expected: tuple[str, int]
 def test_invalid_endpoints(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         parse_endpoint(text)
+
+
+# ---- interfaces
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1", "127.77.0.1"])
+def test_loopback_has_its_interface(address: str) -> None:
+    assert interface_of(address) == "lo"
+
+
+@pytest.mark.parametrize("address", ["198.51.100.1", "2001:db8::1", "fe80::1%nowhere"])
+def test_interface_of_a_foreign_address(address: str) -> None:
+    assert interface_of(address) is None
+    assert gloo_environment({}, address) == {}
+
+
+def test_gloo_interface_unless_set_by_the_user() -> None:
+    assert gloo_environment({"HOME": "/root"}, "127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert gloo_environment({"GLOO_SOCKET_IFNAME": "eth7"}, "127.0.0.1") == {}

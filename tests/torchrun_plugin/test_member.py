@@ -21,9 +21,9 @@ import torch.distributed.elastic.rendezvous as torchs
 import torch.distributed.elastic.rendezvous.registry as torchs_registry
 from torch.distributed import TCPStore
 
-from elasticd.errors import StoreUnavailable, UsageError
+from elasticd.errors import UsageError
 from elasticd_agent.model.job import Rendezvous
-from elasticd_agent.store import Lease, Traffic, Versioned, Watch
+from elasticd_agent.store import Watch
 from elasticd_agent.store.memory import MemoryStore
 from elasticd_agent.torchrun_plugin.handler import TorchrunHandler, make_handler
 from elasticd_agent.torchrun_plugin.options import PluginOptions, parse_options
@@ -40,6 +40,7 @@ from elasticd_agent.torchrun_plugin.plan import (
     next_round,
 )
 from tests.etcd import etcd_servers
+from tests.scenarios.waystore import NodeStore
 
 Until = Callable[[Callable[[], object], float], object]
 
@@ -49,69 +50,21 @@ SOON_S = 20.0
 """For what shall happen: far more than it takes, also on a busy machine."""
 
 
-class Line:
+class Line(NodeStore):
     """One node's connection to the shared store, which can be cut. Closing it affects no other node."""
 
     def __init__(self, store: MemoryStore) -> None:
-        self._store = store
-        self._watches: list[Watch] = []
+        super().__init__(store, lambda: not self.cut, lambda deliver: deliver())
         self.cut = False
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._store.traffic
-
-    def _there(self) -> MemoryStore:
-        if self.cut:
-            raise StoreUnavailable("the line to the store is cut")
-        return self._store
-
-    def read(self, key: str) -> Versioned | None:
-        return self._there().read(key)
-
-    def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
-        return self._there().list(prefix, known)
-
-    def compare_and_swap(
-        self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
-    ) -> bool:
-        return self._there().compare_and_swap(key, expected, value, guard)
-
-    def delete(self, key: str) -> bool:
-        return self._there().delete(key)
-
-    def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
-        lease = self._there().announce(key, value, ttl_s)
-        return None if lease is None else LineLease(self, lease)
+        self._watches: list[Watch] = []
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
-        self._watches.append(self._there().watch(prefix, callback))
+        self._watches.append(super().watch(prefix, callback))
         return self._watches[-1]
 
     def close(self) -> None:
         for watch in self._watches:
             watch.close()
-
-
-class LineLease:
-    def __init__(self, line: Line, lease: Lease) -> None:
-        self._line, self._lease = line, lease
-
-    @property
-    def ttl_s(self) -> float:
-        return self._lease.ttl_s
-
-    def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
-        self._line._there()
-        return self._lease.put(key, value, expected)
-
-    def renew(self) -> bool:
-        self._line._there()
-        return self._lease.renew()
-
-    def withdraw(self) -> None:
-        self._line._there()
-        self._lease.withdraw()
 
 
 class Job:
@@ -278,7 +231,7 @@ def test_outage_longer_than_the_lease(job: Job, until: Until) -> None:
         job.lines[node].cut = True
     until(lambda: not job.store.list(f"{ROOT}nodes/"), SOON_S)
     seen = {node.num_nodes_waiting() for node in nodes}
-    with pytest.raises(torchs.RendezvousConnectionError, match="cut"):
+    with pytest.raises(torchs.RendezvousConnectionError, match="does not answer"):
         nodes[0].is_closed()
     job.lines[nodes[0]].cut = False  # the first one back reads no other registration
     until(lambda: len(job.store.list(f"{ROOT}nodes/")) == 1, SOON_S)
@@ -348,7 +301,7 @@ def test_joining_nodes_during_an_outage(job: Job, until: Until) -> None:
 def test_join_during_a_long_outage(job: Job) -> None:
     node = job.node("1:1", lease_s=0.1, renewal_s=0.02)
     job.lines[node].cut = True
-    with pytest.raises(torchs.RendezvousConnectionError, match="cut"):
+    with pytest.raises(torchs.RendezvousConnectionError, match="does not answer"):
         job.joined(node)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from elasticd.errors import StoreUnavailable, UsageError
+from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.job import Tls
 from elasticd_agent.store import Lease, Traffic, Versioned, Watch
 from elasticd_agent.store.etcd.errors import LeaseNotFound
@@ -44,8 +44,6 @@ class EtcdStore:
         timeout_s: float = 0.9,
         log: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        if not endpoints:
-            raise UsageError("etcd needs an endpoint; give host:port, or several with commas between them")
         self.traffic = Traffic()
         self._options = (list(endpoints), tls, user, password, timeout_s, log, self.traffic)
         self._lock = threading.Lock()

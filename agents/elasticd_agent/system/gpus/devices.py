@@ -15,7 +15,7 @@ def cpu_count() -> int:
 
 def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
     """The NVIDIA GPUs that CUDA would use, in its order, as CUDA_VISIBLE_DEVICES spells them."""
-    present = _gpus_present(environ, dev)
+    present = _gpus_present(dev)
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return tuple(str(index) for index in range(present))
@@ -38,22 +38,5 @@ def _chosen(chosen: str, present: int) -> tuple[str, ...]:
     return tuple(taken) if present else ()
 
 
-def _gpus_present(environ: Mapping[str, str], dev: Path) -> int:
-    count = sum(1 for node in dev.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", node.name))
-    if count or not (dev / "dxg").exists():
-        return count
-    import subprocess  # imported here: it would double the command line's start time
-
-    try:  # WSL has one device file for all GPUs; only the driver's own tool can count them
-        listing = subprocess.run(
-            ["nvidia-smi", "-L"],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=10,
-            check=True,
-            env=dict(environ),
-        )
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(1 for line in listing.stdout.splitlines() if line.startswith("GPU "))
+def _gpus_present(dev: Path) -> int:
+    return sum(1 for node in dev.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", node.name))
