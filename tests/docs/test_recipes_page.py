@@ -50,7 +50,7 @@ def test_every_recipe_has_an_example_that_a_test_runs() -> None:
 # Options of Slurm's, enroot's and docker's manuals, and Pyxis' of its `srun --help`.
 OPTIONS = {
     "srun": [
-        *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "kill-on-bad-exit", "export"),
+        *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "kill-on-bad-exit", "wait", "export"),
         *("container-image", "container-mounts", "container-workdir", "container-name", "container-save"),
         *("container-mount-home", "no-container-mount-home", "container-remap-root", "no-container-remap-root"),
         *(

@@ -26,14 +26,16 @@ JOB = "4711"
 # and without cgroups every process that came of a task; scontrol requeue ends the batch shell, too.
 SLURM = f"""\
 #!{sys.executable} -I
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
 with open(os.environ["TOLD"], "a") as told:
     print(name, *arguments, file=told)
 pids = os.environ["TOLD"] + ".pids"
 if name == "srun":
+    given = {{"kill-on-bad-exit": "1", "wait": "5"}}  # KillOnBadExit and WaitTime of this cluster's slurm.conf
     while arguments[0].startswith("--"):
-        del arguments[0]
+        option, _, value = arguments.pop(0)[2:].partition("=")
+        given[option] = value
     ran = []
     for n, gpus in enumerate(os.environ["GPUS"].split()):
         own = {{"SLURM_NODEID": str(n), **({{"SLURM_GPUS_ON_NODE": gpus}} if gpus != "none" else {{}})}}
@@ -42,7 +44,14 @@ if name == "srun":
         print(*(process.pid for process in ran), file=file)
     os.rename(pids + ".new", pids)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(max(code if code >= 0 else 128 - code for code in [process.wait() for process in ran]))
+    ended_at = 0.0
+    while None in (codes := [process.poll() for process in ran]):
+        ended_at = ended_at or time.monotonic() * any(code is not None for code in codes)
+        is_bad = given["kill-on-bad-exit"] != "0" and any(codes)
+        if is_bad or (given["wait"] != "0" and ended_at and time.monotonic() > ended_at + int(given["wait"])):
+            [process.kill() for process in ran]
+        time.sleep(0.02)
+    sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 if name == "scancel":
     tree = [int(pid) for pid in open(pids).read().split()]
     for pid in tree:
