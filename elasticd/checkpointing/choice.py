@@ -18,7 +18,7 @@ from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory.buffers import Snapshot
 from elasticd.checkpointing.memory.held_states import HeldState, ShardsInMemory, find_alike
 from elasticd.checkpointing.memory.shard_server import Server
-from elasticd.checkpointing.state import checkpoint_files
+from elasticd.checkpointing.state.layout import load_mapped
 from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage import retention
 from elasticd.checkpointing.storage.lineage import (
@@ -127,7 +127,7 @@ class OpenState:
         if self.shards is not None and self.fd < 0:
             self.fd = self.shards.copy(STATE)
         if self.content is None:
-            self.content = checkpoint_files.load_mapped(self.fd)
+            self.content = load_mapped(self.fd)
         return self.content
 
     def close(self) -> None:
@@ -284,7 +284,7 @@ class Chooser:
             try:
                 fd = open_verified(entry)
                 try:
-                    content = checkpoint_files.load_mapped(fd)
+                    content = load_mapped(fd)
                 except BaseException:
                     os.close(fd)
                     raise

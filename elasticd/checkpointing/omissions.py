@@ -160,7 +160,6 @@ class Omissions:
 
     def _is_saved(self, optimizer: Any) -> bool:
         """True if a part of something else that is attached, such as a wrapper, saves the optimizer's state."""
-
         own = {
             tensor.untyped_storage().data_ptr() for tensor in map(local, training_state.tensors(dict(optimizer.state)))
         }
@@ -226,7 +225,6 @@ class Omissions:
 
     def _keep_gradients(self, number: int) -> None:
         """Keep gradients that an optimizer's next step may find unchanged."""
-
         self._gradients = {}
         self._order_is_known = number >= FIRST_STEPS
         if self._order_is_known:

@@ -47,9 +47,10 @@ from elasticd.checkpointing.memory.buffers import Snapshot, donor_of
 from elasticd.checkpointing.memory.held_states import ShardsInMemory
 from elasticd.checkpointing.memory.writer_client import LOST_PART_S, SnapshotRefused
 from elasticd.checkpointing.saver import Saver
-from elasticd.checkpointing.state import checkpoint_files, in_place, shard_plan, sharded, training_state
+from elasticd.checkpointing.state import in_place, shard_plan, sharded, training_state
 from elasticd.checkpointing.state.training_state import RandomState, StateDict
 from elasticd.checkpointing.state_opener import StateOpener
+from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.lineage import lineage, open_verified
 from elasticd.checkpointing.storage.manifest import Manifest
 from elasticd.checkpointing.storage.object_store import store_of

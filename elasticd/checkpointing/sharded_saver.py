@@ -25,13 +25,14 @@ from elasticd.checkpointing.memory.buffers import WriteTask
 from elasticd.checkpointing.memory.mapped_buffer import MappedBuffers
 from elasticd.checkpointing.memory.shard_server import Server
 from elasticd.checkpointing.memory.writer_client import LOST_PART_S, SnapshotRefused, WriterClient
-from elasticd.checkpointing.state import checkpoint_files, shard_plan, sharded
+from elasticd.checkpointing.state import shard_plan, sharded
 from elasticd.checkpointing.state.layout import Layout
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.state.shard_plan import ShardPlan
 from elasticd.checkpointing.state.training_state import RESERVED, StateDict, no_garbage_collection
+from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.atomic_write import Staging
-from elasticd.checkpointing.storage.manifest import STATE, FileState, Manifest
+from elasticd.checkpointing.storage.manifest import METADATA, STATE, FileState, Manifest, shard_name
 from elasticd.checkpointing.storage.object_url import url_of
 from elasticd.errors import UsageError
 
@@ -206,7 +207,7 @@ class ShardedSaver:
                 return str(answer["token"])
             for name, (offset, _) in files.items():
                 content = self._content(name, plan, layout)
-                if name != shard_plan.file_name(context.group.rank):  # its size differs from save to save
+                if name != shard_name(context.group.rank):  # its size differs from save to save
                     shard_plan.write_pieces(fd, offset, content)
                     continue
                 buffer = self._mapped.begin(fd)
@@ -275,9 +276,9 @@ class ShardedSaver:
             return -1, {}, "there is no launcher that runs a writer"
         first = rank - writer.share
         local = plan.sizes[first : first + writer.shares]
-        files, end = {shard_plan.file_name(rank): (sum(local[: writer.share]), plan.sizes[rank])}, sum(local)
+        files, end = {shard_name(rank): (sum(local[: writer.share]), plan.sizes[rank])}, sum(local)
         if layout is not None:  # last, as their sizes change
-            files |= {shard_plan.METADATA: (end, len(plan.metadata)), STATE: (end + len(plan.metadata), layout.bytes)}
+            files |= {METADATA: (end, len(plan.metadata)), STATE: (end + len(plan.metadata), layout.bytes)}
             end += len(plan.metadata) + layout.bytes
         try:
             shares = (writer.share, writer.shares)
@@ -287,7 +288,7 @@ class ShardedSaver:
         return fd, files, ""
 
     def _content(self, name: str, plan: ShardPlan, layout: Layout | None) -> Any:
-        if name == shard_plan.METADATA:
+        if name == METADATA:
             return iter([plan.metadata])
         if name == STATE and layout is not None:
             small = io.BytesIO()
@@ -300,7 +301,7 @@ class ShardedSaver:
     ) -> bool:
         """All ranks write their files; rank 0 commits them."""
         context, group = self._context, self._context.group
-        names = [shard_plan.file_name(group.rank), *((shard_plan.METADATA, STATE) if layout is not None else ())]
+        names = [shard_name(group.rank), *((METADATA, STATE) if layout is not None else ())]
         contents = {name: shard_files.stream(self._content(name, plan, layout)) for name in names}
         key, what = f"part/{context.saves}", f"its part of the checkpoint of step {draft.step}"
         if group.rank != 0:

@@ -18,7 +18,7 @@ from elasticd.checkpointing.memory import held_states, transfer
 from elasticd.checkpointing.memory.buffers import Snapshot
 from elasticd.checkpointing.memory.transfer import Answer, SendingPlan
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
-from elasticd.checkpointing.state.layout import write_at
+from elasticd.checkpointing.storage.atomic_write import write_at
 from elasticd.checkpointing.storage.lineage import Entry, lineage, open_verified
 from elasticd.checkpointing.storage.manifest import STATE
 from elasticd.checkpointing.storage.object_store import store_of

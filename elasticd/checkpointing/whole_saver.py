@@ -15,10 +15,11 @@ from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.directory_writes import DirectoryWrites
 from elasticd.checkpointing.memory.buffers import WriteTask
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
-from elasticd.checkpointing.state import checkpoint_files, training_state
+from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.layout import Layout, write_packed
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.state.training_state import StateDict
+from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.manifest import Manifest, parse
 
 MOST_SENT_BYTES = 8 << 20

@@ -22,6 +22,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import DistStoreError
+
 from elasticd.bounded_json import JsonObject
 from elasticd.coordination.missed_call import MissedCalls
 from elasticd.coordination.rank_status import StatusPublisher, StatusReader
@@ -179,8 +181,6 @@ class _Barrier:
             self._await_outcome(store)
 
     def _await_outcome(self, store: Any) -> None:
-        from torch.distributed import DistStoreError
-
         until = self._began + self._seconds + _FALLBACK_S + _SPREAD_S * self._channel.rank / self._channel.world_size
         while self._outcome is None:
             left = until - time.monotonic()

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch._C._distributed_c10d import TCPStore
+
 PERIOD_S = 1.0
 # With more ranks the period grows: a status takes 10 µs of the store's time (benchmarks/barrier.py), all of them then
 # half a hundredth of a core.
@@ -275,16 +277,12 @@ def new_connection(store: Any) -> Any:
     if hasattr(store, "clone"):
         return store.clone()
     # torch 2.6 cannot. Prefixes are left out, on every rank alike.
-    from torch._C._distributed_c10d import TCPStore
-
     root = _root(store)
     return TCPStore(root.host, root.port, is_master=False) if isinstance(root, TCPStore) else store
 
 
 def is_tcp(store: Any) -> bool:
     """True for a TCPStore under any prefixes."""
-    from torch._C._distributed_c10d import TCPStore
-
     return isinstance(_root(store), TCPStore)
 
 

@@ -13,7 +13,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import DistStoreError
 
 from elasticd import errors
 from elasticd.bounded_json import JsonObject
@@ -21,9 +26,6 @@ from elasticd.coordination.missed_call import Awaited, MissedCalls
 from elasticd.coordination.rank_status import RankStatus, StatusReader, new_connection
 from elasticd.errors import DecisionTimeout, ElasticdError
 from elasticd.heartbeat.record import HeartbeatWriter, NullHeartbeat
-
-if TYPE_CHECKING:
-    import torch
 
 # The longest wait inside torch: after it a signal handler gets its turn. torch prints two lines for each wait that
 # times out, so after the first one the key is polled, in pauses that add at most this share of the wait.
@@ -170,8 +172,6 @@ class StoreChannel:
 
     def _wait(self, writers: dict[str, int], pattern: str, what: str, timeout_s: float | None = None) -> None:
         """Wait for these keys; the value is the rank that writes the key, and `pattern` the key of any of them."""
-        from torch.distributed import DistStoreError
-
         full = [self._full(key) for key in writers]
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
@@ -221,8 +221,6 @@ def open_channel(
     """A channel over the default process group's store; all ranks call it at the same place."""
     if world_size == 1:
         return StoreChannel(rank, world_size, None, "", timeout_s)
-    import torch.distributed.distributed_c10d as c10d
-
     # A connection of our own: a wait on the shared one would block NCCL's watchdog, which uses it too.
     store = new_connection(c10d._get_default_store())
     # An agent's store serves one round; another may have served an earlier attempt and needs a token.
@@ -232,9 +230,6 @@ def open_channel(
 
 def _agree_on_token(device: torch.device) -> str:
     """A number that no earlier process group used; from the system's entropy, so that no random stream moves."""
-    import torch
-    import torch.distributed as dist
-
     token = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device=device)
     dist.broadcast(token, src=0)
     return f"{int(token.item()):x}"

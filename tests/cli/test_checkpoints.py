@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticd.checkpointing.state import checkpoint_files
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
 from elasticd.checkpointing.storage.retention import set_aside
 from elasticd_agent.cli.main import main
+from tests.library import checkpoints
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     for step in (10, 20, 30, 40):
         state = {"model": {"weight": torch.full((64,), float(step))}}
-        checkpoint_files.save(tmp_path, round=1, step=step, parent=None, world_size=2, job="lm", run="one", state=state)
+        checkpoints.save(tmp_path, round=1, step=step, parent=None, world_size=2, job="lm", run="one", state=state)
     return tmp_path
 
 
@@ -63,7 +63,7 @@ def test_verify_reads_every_byte(directory: Path, capsys: pytest.CaptureFixture[
 
 def test_verify_reports_damage_that_the_lineage_leaves_out(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {"model": {"weight": torch.zeros(64)}}
-    checkpoint_files.save(directory, round=2, step=30, parent=(1, 20), world_size=2, job="lm", run="one", state=state)
+    checkpoints.save(directory, round=2, step=30, parent=(1, 20), world_size=2, job="lm", run="one", state=state)
     assert main(["checkpoints", "verify", str(directory)]) == 0
     assert "r1-s40: whole, not in the lineage of the newest round" in capsys.readouterr().out
     (directory / "r1-s10" / "state.pt").unlink()

@@ -361,7 +361,6 @@ def test_state_directory_is_private(node: MakeNode) -> None:
 
 FORBIDDEN = {"marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
 PICKLE = {
-    "elasticd/checkpointing/state/checkpoint_files.py": "names its errors",
     "elasticd/checkpointing/at_fault/committed_state.py": "copies small objects within its own process",
     "elasticd/checkpointing/at_fault/late_changes.py": "compares small objects of its own process, loads none",
     "elasticd/process_group.py": "ranks of one job send each other objects, as torch's own collectives for them do",

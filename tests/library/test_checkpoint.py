@@ -21,22 +21,30 @@ import torch
 
 from elasticd.checkpointing.choice import Chooser, OpenState
 from elasticd.checkpointing.context import SaveContext
-from elasticd.checkpointing.state import checkpoint_files as checkpoint
 from elasticd.checkpointing.state import training_state as training_state
-from elasticd.checkpointing.state.checkpoint_files import Entry
 from elasticd.checkpointing.storage import page_cache, retention
-from elasticd.checkpointing.storage.lineage import LineageWalk, names_aside, open_verified, walk
-from elasticd.checkpointing.storage.retention import set_aside
+from elasticd.checkpointing.storage.checkpoint_files import relink
+from elasticd.checkpointing.storage.lineage import (
+    Entry,
+    LineageWalk,
+    highest_round,
+    lineage,
+    names_aside,
+    open_verified,
+    walk,
+)
+from elasticd.checkpointing.storage.retention import retain, set_aside
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 from elasticd.heartbeat.worker_events import WorkerEventWriter
-from tests.library.verified import verified_lineage
+from tests.library import checkpoints
+from tests.library.checkpoints import verified_lineage
 
 WHO: dict[str, Any] = {"world_size": 2, "job": "job", "run": "run"}
 
 
 def save(directory: Path, round: int, step: int, parent: tuple[int, int] | None = None, **state: Any) -> Entry:
     content = {"weights": torch.arange(100.0) + step, "mark": f"r{round}-s{step}", **state}
-    return checkpoint.save(directory, round=round, step=step, parent=parent, state=content, **WHO)
+    return checkpoints.save(directory, round=round, step=step, parent=parent, state=content, **WHO)
 
 
 def usable(directory: Path) -> list[str]:
@@ -68,14 +76,14 @@ def test_save_and_load_round_trip(tmp_path: Path) -> None:
     model(torch.ones(3)).sum().backward()
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": [0.5, (1, 2)]}
-    saved = checkpoint.save(
+    saved = checkpoints.save(
         tmp_path / "new" / "dir", round=1, step=7, parent=None, state=state, cursor={"offset": 12}, **WHO
     )
-    (found,), skipped = checkpoint.lineage(tmp_path / "new" / "dir")
+    (found,), skipped = lineage(tmp_path / "new" / "dir")
     assert not skipped
     assert found == saved
     assert found.manifest.cursor == {"offset": 12}
-    loaded = checkpoint.load(found)
+    loaded = checkpoints.load(found)
     torch.testing.assert_close(loaded, state, rtol=0, atol=0)
     assert loaded["model"]._metadata == state["model"]._metadata
 
@@ -142,14 +150,14 @@ def test_checkpoint_files_are_private(tmp_path: Path) -> None:
 
 def test_paths_with_spaces_and_unicode(tmp_path: Path) -> None:
     directory = tmp_path / "ein Ördner mit 火"
-    assert checkpoint.load(save(directory, 1, 1))["mark"] == "r1-s1"
+    assert checkpoints.load(save(directory, 1, 1))["mark"] == "r1-s1"
     assert usable(directory) == ["r1-s1"]
 
 
 def test_lineage_of_empty_or_missing_directory(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "missing"):
-        assert checkpoint.lineage(directory) == ([], [])
-        assert checkpoint.highest_round(directory) == 0
+        assert lineage(directory) == ([], [])
+        assert highest_round(directory) == 0
 
 
 def test_highest_round_counts_every_name(tmp_path: Path) -> None:
@@ -157,20 +165,20 @@ def test_highest_round_counts_every_name(tmp_path: Path) -> None:
     (tmp_path / "r7-s0").mkdir()
     for other in ("r9", "r9-s", "r09-s1", "xr9-s1", "r9-s1.bak", "r9-s1x", "r-1-s1", "r９-s1"):
         (tmp_path / other).mkdir()
-    assert checkpoint.highest_round(tmp_path) == 7
+    assert highest_round(tmp_path) == 7
     (tmp_path / ".r8-s3.0a1b.staging").mkdir()  # a round that died during its first save was here, too
-    assert checkpoint.highest_round(tmp_path) == 8
+    assert highest_round(tmp_path) == 8
 
 
 def test_lineage_follows_parents_and_skips_zombies(tmp_path: Path) -> None:
     save(tmp_path, 1, 10)
     first = save(tmp_path, 1, 20)
-    checkpoint.relink(tmp_path, first, 2)
+    relink(tmp_path, first, 2)
     save(tmp_path, 1, 30)  # rank 0 of round 1 did not know
     assert usable(tmp_path) == ["r2-s20", "r1-s20", "r1-s10"]
     second = save(tmp_path, 2, 25, (1, 20))
     save(tmp_path, 1, 40)
-    checkpoint.relink(tmp_path, second, 3)
+    relink(tmp_path, second, 3)
     save(tmp_path, 2, 35, (1, 20))
     assert usable(tmp_path) == ["r3-s25", "r2-s25", "r2-s20", "r1-s20", "r1-s10"]
     assert "continued from step 20" in whys(tmp_path)["r1-s40"]
@@ -178,7 +186,7 @@ def test_lineage_follows_parents_and_skips_zombies(tmp_path: Path) -> None:
 
 
 def test_lineage_skips_zombie_below_damaged_round(tmp_path: Path) -> None:
-    checkpoint.relink(tmp_path, save(tmp_path, 1, 20), 2)
+    relink(tmp_path, save(tmp_path, 1, 20), 2)
     save(tmp_path, 2, 30, (1, 20))
     save(tmp_path, 1, 30)
     for name in ("r2-s20", "r2-s30"):
@@ -191,10 +199,10 @@ def test_lineage_skips_zombie_below_damaged_round(tmp_path: Path) -> None:
 
 def test_lineage_skips_zombie_that_rewrites_parent_step(tmp_path: Path) -> None:
     save(tmp_path, 1, 10)
-    checkpoint.relink(tmp_path, save(tmp_path, 1, 20), 2)
+    relink(tmp_path, save(tmp_path, 1, 20), 2)
     save(tmp_path, 1, 20, mark="the zombie's")
     assert usable(tmp_path) == ["r2-s20", "r1-s10"]
-    assert checkpoint.load(checkpoint.lineage(tmp_path)[0][0])["mark"] == "r1-s20"
+    assert checkpoints.load(lineage(tmp_path)[0][0])["mark"] == "r1-s20"
     assert "again after round 2" in whys(tmp_path)["r1-s20"]
 
 
@@ -206,7 +214,7 @@ def test_lineage_ends_at_round_without_parent(tmp_path: Path) -> None:
 
 def test_lineage_ends_at_parent_without_manifests(tmp_path: Path) -> None:
     save(tmp_path, 1, 10)  # of another lineage: nobody resumed from it
-    checkpoint.relink(tmp_path, save(tmp_path, 2, 20), 3)
+    relink(tmp_path, save(tmp_path, 2, 20), 3)
     (tmp_path / "r2-s20" / "manifest.json").unlink()
     assert usable(tmp_path) == ["r3-s20"]
 
@@ -265,16 +273,16 @@ def test_lineage_skips_damaged_checkpoint(tmp_path: Path, kind: str) -> None:
 def test_load_verifies_while_reading(tmp_path: Path) -> None:
     entry = save(tmp_path, 1, 10)
     flip_a_bit(entry.path / "state.pt")
-    assert checkpoint.lineage(tmp_path)[0] == [entry]  # the size is right
-    for use in (checkpoint.load, open_verified):
+    assert lineage(tmp_path)[0] == [entry]  # the size is right
+    for use in (checkpoints.load, open_verified):
         with pytest.raises(CheckpointCorrupt, match="does not match its checksum"):
             use(entry)
     truncate(entry.path)
     with pytest.raises(CheckpointCorrupt, match="cut short"):
-        checkpoint.load(entry)
+        checkpoints.load(entry)
     (entry.path / "state.pt").unlink()
     with pytest.raises(CheckpointCorrupt, match="cannot be read"):
-        checkpoint.load(entry)
+        checkpoints.load(entry)
 
 
 def test_checkpoint_with_sha256_is_read_and_verified(tmp_path: Path) -> None:
@@ -287,13 +295,13 @@ def test_checkpoint_with_sha256_is_read_and_verified(tmp_path: Path) -> None:
     for checksum in (f"sha256:{hashlib.sha256((entry.path / 'state.pt').read_bytes()).hexdigest()}", "xxh9:00"):
         raw["checksum"] = checksum
         (entry.path / "manifest.json").write_text(json.dumps({**raw, "seal": manifest.seal_of(raw)}))
-        (found,), _ = checkpoint.lineage(tmp_path)
+        (found,), _ = lineage(tmp_path)
         if checksum.startswith("sha256"):
-            assert checkpoint.load(found)["mark"] == "r1-s10"
+            assert checkpoints.load(found)["mark"] == "r1-s10"
             flip_a_bit(entry.path / "state.pt")
             assert "does not match its checksum" in whys(tmp_path)["r1-s10"]
     with pytest.raises(CheckpointError, match="pip install xxhash"):
-        checkpoint.load(found)
+        checkpoints.load(found)
 
 
 def test_manifest_keeps_fields_of_newer_minor_version(tmp_path: Path) -> None:
@@ -305,22 +313,22 @@ def test_manifest_keeps_fields_of_newer_minor_version(tmp_path: Path) -> None:
     (entry.path / "manifest.json").write_text(json.dumps({**raw, "seal": manifest.seal_of(raw)}))
     (newer,), _ = verified_lineage(tmp_path)
     assert (newer.manifest.version, newer.manifest.unknown) == ("1.9", {"mood": {"calm": [1.5]}})
-    checkpoint.relink(tmp_path, newer, 2)
+    relink(tmp_path, newer, 2)
     again = verified_lineage(tmp_path)[0][0].manifest
     assert (again.round, again.version, again.unknown) == (2, "1.9", {"mood": {"calm": [1.5]}})
 
 
 def test_relink_makes_hard_link_that_outlives_source(tmp_path: Path) -> None:
     source = save(tmp_path, 1, 20)
-    own = checkpoint.relink(tmp_path, source, 4)
+    own = relink(tmp_path, source, 4)
     assert own.path == tmp_path / "r4-s20"
     assert (own.path / "state.pt").samefile(source.path / "state.pt")
     assert (own.manifest.parent, own.manifest.relinked) == ((1, 20), True)
     assert own.manifest.wall == source.manifest.wall, "it was saved then"
-    assert checkpoint.relink(tmp_path, source, 4) == own  # twice is once
-    assert checkpoint.relink(tmp_path, own, 4) == own
+    assert relink(tmp_path, source, 4) == own  # twice is once
+    assert relink(tmp_path, own, 4) == own
     shutil.rmtree(source.path)
-    assert checkpoint.load(own)["mark"] == "r1-s20"
+    assert checkpoints.load(own)["mark"] == "r1-s20"
     assert usable(tmp_path) == ["r4-s20"]
 
 
@@ -328,7 +336,7 @@ def test_relink_of_relink_has_training_round_as_parent(tmp_path: Path) -> None:
     save(tmp_path, 1, 10)
     entry = save(tmp_path, 1, 20)
     for round in (2, 3, 4):
-        entry = checkpoint.relink(tmp_path, entry, round)
+        entry = relink(tmp_path, entry, round)
     assert entry.manifest.parent == (1, 20)
     # A round has one parent, whichever of the twins its session says it resumed from.
     assert save(tmp_path, 4, 30, (3, 20)).manifest.parent == (1, 20)
@@ -336,7 +344,7 @@ def test_relink_of_relink_has_training_round_as_parent(tmp_path: Path) -> None:
 
 
 def test_save_finds_parent_through_relink(tmp_path: Path) -> None:
-    entry = checkpoint.relink(tmp_path, save(tmp_path, 1, 20), 2)
+    entry = relink(tmp_path, save(tmp_path, 1, 20), 2)
     assert (entry.manifest.round, save(tmp_path, 3, 30, (2, 20)).manifest.parent) == (2, (1, 20))
 
 
@@ -344,10 +352,10 @@ def test_relink_refuses_checkpoint_replaced_after_load(tmp_path: Path) -> None:
     entry = save(tmp_path, 1, 20)
     save(tmp_path, 1, 20, mark="another")
     with pytest.raises(OSError, match="replaced after it was loaded"):
-        checkpoint.relink(tmp_path, entry, 2)
+        relink(tmp_path, entry, 2)
     shutil.rmtree(entry.path)
     with pytest.raises(FileNotFoundError):
-        checkpoint.relink(tmp_path, entry, 2)
+        relink(tmp_path, entry, 2)
     assert present(tmp_path) == []
 
 
@@ -355,10 +363,10 @@ def test_save_of_same_step_replaces_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1, 20, mark="old")
     again = save(tmp_path, 1, 20, mark="new")
     assert present(tmp_path) == ["r1-s20"]
-    assert checkpoint.load(again)["mark"] == "new"
+    assert checkpoints.load(again)["mark"] == "new"
     damaged = again.path / "manifest.json"
     damaged.unlink()
-    assert checkpoint.load(save(tmp_path, 1, 20, mark="third"))["mark"] == "third"
+    assert checkpoints.load(save(tmp_path, 1, 20, mark="third"))["mark"] == "third"
 
 
 def test_replacement_counts_before_it_has_its_name(tmp_path: Path) -> None:
@@ -368,7 +376,7 @@ def test_replacement_counts_before_it_has_its_name(tmp_path: Path) -> None:
     save_path.rename(tmp_path / "r1-s20")
     shutil.rmtree(tmp_path / "other")
     assert usable(tmp_path) == ["r1-s20.again", "r1-s20"]
-    assert checkpoint.load(checkpoint.lineage(tmp_path)[0][0])["mark"] == "new"
+    assert checkpoints.load(lineage(tmp_path)[0][0])["mark"] == "new"
     save(tmp_path, 1, 20, mark="third")
     assert present(tmp_path) == ["r1-s20"]
 
@@ -383,11 +391,11 @@ def test_save_refuses_invalid_numbers_before_writing(tmp_path: Path) -> None:
 def test_retention_keeps_newest_of_own_round(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, 1, step)
-    assert [path.name for path in checkpoint.retain(tmp_path, 1, 3)] == ["r1-s10", "r1-s20"]
+    assert [path.name for path in retain(tmp_path, 1, 3)] == ["r1-s10", "r1-s20"]
     assert present(tmp_path) == ["r1-s30", "r1-s40", "r1-s50"]
-    assert checkpoint.retain(tmp_path, 1, 3) == []
+    assert retain(tmp_path, 1, 3) == []
     with pytest.raises(ValueError, match="at least one"):
-        checkpoint.retain(tmp_path, 1, 0)
+        retain(tmp_path, 1, 0)
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -406,7 +414,7 @@ def test_retention_keeps_what_another_node_publishes_meanwhile(
         return found
 
     monkeypatch.setattr(retention, "walk", walk_before_publication)
-    assert [path.name for path in checkpoint.retain(tmp_path, 1, 2)] == ["r1-s10"]
+    assert [path.name for path in retain(tmp_path, 1, 2)] == ["r1-s10"]
     assert present(tmp_path) == [*(["gone"] if replaces else []), "r1-s20", "r1-s30", "r1-s40"]
 
 
@@ -414,23 +422,23 @@ def test_retention_deletes_older_rounds_after_verified_save(tmp_path: Path) -> N
     """Older rounds' checkpoints are deleted only once this round has a checkpoint that was read back."""
     for step in (10, 20, 30, 40):
         entry = save(tmp_path, 1, step)
-    checkpoint.relink(tmp_path, entry, 2)
-    assert checkpoint.retain(tmp_path, 2, 2) == []  # the re-linked one is not trained by round 2
+    relink(tmp_path, entry, 2)
+    assert retain(tmp_path, 2, 2) == []  # the re-linked one is not trained by round 2
     own = save(tmp_path, 2, 50, (1, 40))
     flip_a_bit(own.path / "state.pt")
-    assert checkpoint.retain(tmp_path, 2, 2) == []  # nor is a damaged one a reason to delete
+    assert retain(tmp_path, 2, 2) == []  # nor is a damaged one a reason to delete
     save(tmp_path, 1, 45)
     save(tmp_path, 2, 60, (1, 40))
-    checkpoint.retain(tmp_path, 2, 2)
+    retain(tmp_path, 2, 2)
     assert present(tmp_path) == ["r2-s50", "r2-s60"]
 
 
 def test_retention_counts_relinked_steps_once(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         entry = save(tmp_path, 1, step)
-    checkpoint.relink(tmp_path, entry, 2)
+    relink(tmp_path, entry, 2)
     save(tmp_path, 2, 40, (1, 30))
-    checkpoint.retain(tmp_path, 2, 3)
+    retain(tmp_path, 2, 3)
     assert present(tmp_path) == ["r1-s20", "r2-s30", "r2-s40"]
     assert usable(tmp_path) == ["r2-s40", "r2-s30", "r1-s20"]
 
@@ -438,11 +446,11 @@ def test_retention_counts_relinked_steps_once(tmp_path: Path) -> None:
 def test_milestones_stay(tmp_path: Path) -> None:
     for step in range(10, 100, 10):
         save(tmp_path, 1, step)
-    checkpoint.retain(tmp_path, 1, 2, 40)
+    retain(tmp_path, 1, 2, 40)
     assert present(tmp_path) == ["r1-s40", "r1-s80", "r1-s90"]
     save(tmp_path, 2, 100, (1, 80))
     save(tmp_path, 2, 110, (1, 80))
-    checkpoint.retain(tmp_path, 2, 2, 40)
+    retain(tmp_path, 2, 2, 40)
     assert present(tmp_path) == ["r1-s40", "r1-s80", "r2-s100", "r2-s110"]
     assert usable(tmp_path) == ["r2-s110", "r2-s100", "r1-s80", "r1-s40"]
 
@@ -455,7 +463,7 @@ def test_checkpoints_set_aside_are_neither_loaded_nor_deleted(tmp_path: Path) ->
     assert [path.name for path in set_aside(tmp_path, 10)] == ["r1-s20.aside2"]
     assert usable(tmp_path) == ["r1-s10"]
     save(tmp_path, 2, 40, (1, 10))
-    checkpoint.retain(tmp_path, 2, 1)
+    retain(tmp_path, 2, 1)
     mark = ".went-back-to-s10"
     assert present(tmp_path) == [mark, "r1-s20.aside", "r1-s20.aside2", "r1-s30.aside", "r2-s40"]
     assert sorted(each.path.name for each in names_aside(tmp_path)) == ["r1-s20.aside", "r1-s20.aside2", "r1-s30.aside"]
@@ -469,19 +477,19 @@ def test_nothing_is_set_aside_for_a_step_that_cannot_be_loaded(tmp_path: Path) -
     chooser = Chooser(context, tmp_path, 20, OpenState())
     flip_a_bit(tmp_path / "r1-s20" / "state.pt")
     with pytest.raises(CheckpointError, match=r"restore\(step=20\): .* does not match its checksum"):
-        chooser.go_back(20, checkpoint.lineage(tmp_path)[0])
+        chooser.go_back(20, lineage(tmp_path)[0])
     assert present(tmp_path) == ["r1-s10", "r1-s20", "r1-s30"]
 
 
 def test_retention_keeps_links_between_rounds(tmp_path: Path) -> None:
     for step in (10, 20):
         entry = save(tmp_path, 1, step)
-    checkpoint.relink(tmp_path, entry, 2)
+    relink(tmp_path, entry, 2)
     entry = save(tmp_path, 2, 30, (1, 20))
     (tmp_path / "r2-s20" / "state.pt").unlink()
-    checkpoint.relink(tmp_path, entry, 3)
+    relink(tmp_path, entry, 3)
     save(tmp_path, 3, 40, (2, 30))
-    checkpoint.retain(tmp_path, 3, 4)
+    retain(tmp_path, 3, 4)
     # r2-s30 is r3-s30's twin, but only its manifest knows that round 2 came from round 1.
     assert present(tmp_path) == ["r1-s10", "r1-s20", "r2-s30", "r3-s30", "r3-s40"]
     assert usable(tmp_path) == ["r3-s40", "r3-s30", "r2-s30", "r1-s20", "r1-s10"]
@@ -489,13 +497,13 @@ def test_retention_keeps_links_between_rounds(tmp_path: Path) -> None:
 
 def test_retention_keeps_manifest_of_damaged_round(tmp_path: Path) -> None:
     """A damaged round's manifest stays, because it links the lineage to the parent."""
-    checkpoint.relink(tmp_path, save(tmp_path, 1, 20), 2)
+    relink(tmp_path, save(tmp_path, 1, 20), 2)
     for step in (30, 40):
         save(tmp_path, 2, step, (1, 20))
     for name in ("r2-s20", "r2-s30", "r2-s40"):
         (tmp_path / name / "state.pt").unlink()
     save(tmp_path, 1, 30)  # a zombie's, to be passed by as long as somebody knows
-    assert [path.name for path in checkpoint.retain(tmp_path, 2, 1)] == ["r2-s20", "r2-s30"]
+    assert [path.name for path in retain(tmp_path, 2, 1)] == ["r2-s20", "r2-s30"]
     assert usable(tmp_path) == ["r1-s20"]
 
 
@@ -504,7 +512,7 @@ def test_retention_keeps_last_good_checkpoint(tmp_path: Path) -> None:
         save(tmp_path, 1, step)
     for step in (20, 30, 40):
         flip_a_bit(tmp_path / f"r1-s{step}" / "state.pt")
-    checkpoint.retain(tmp_path, 1, 1)
+    retain(tmp_path, 1, 1)
     assert usable(tmp_path) == ["r1-s10"]
     flip_a_bit(tmp_path / "r1-s10" / "state.pt")
     before = present(tmp_path)
@@ -512,7 +520,7 @@ def test_retention_keeps_last_good_checkpoint(tmp_path: Path) -> None:
     flip_a_bit(tmp_path / "r2-s5" / "state.pt")
     save(tmp_path, 2, 6)
     flip_a_bit(tmp_path / "r2-s6" / "state.pt")
-    assert checkpoint.retain(tmp_path, 2, 1) == []  # nothing good is left to stand on
+    assert retain(tmp_path, 2, 1) == []  # nothing good is left to stand on
     assert present(tmp_path) == [*before, "r2-s5", "r2-s6"]
 
 
@@ -520,10 +528,10 @@ def test_retention_of_zombie_deletes_only_its_own(tmp_path: Path) -> None:
     """A zombie deletes only its own checkpoints, and none that the lineage needs."""
     for step in (10, 20):
         entry = save(tmp_path, 1, step)
-    checkpoint.relink(tmp_path, entry, 2)
+    relink(tmp_path, entry, 2)
     for step in (30, 40, 50, 60):
         save(tmp_path, 1, step)
-    assert [path.name for path in checkpoint.retain(tmp_path, 1, 2)] == ["r1-s30", "r1-s40", "r1-s20"]
+    assert [path.name for path in retain(tmp_path, 1, 2)] == ["r1-s30", "r1-s40", "r1-s20"]
     assert usable(tmp_path) == ["r2-s20", "r1-s10"]
 
 
@@ -532,11 +540,11 @@ def test_retention_keeps_other_lineage_and_newer_version(tmp_path: Path) -> None
     save(tmp_path, 1, 1000)
     save(tmp_path, 2, 5)  # somebody started over
     edit(save(tmp_path, 3, 9, (2, 5)).path, version="2.0")
-    entry = checkpoint.lineage(tmp_path)[0][0]
-    checkpoint.relink(tmp_path, entry, 4)
+    entry = lineage(tmp_path)[0][0]
+    relink(tmp_path, entry, 4)
     for step in (10, 11, 12):
         save(tmp_path, 4, step, (2, 5))
-    checkpoint.retain(tmp_path, 4, 2)
+    retain(tmp_path, 4, 2)
     assert present(tmp_path) == ["r1-s1000", "r3-s9", "r4-s11", "r4-s12"]
 
 
@@ -544,11 +552,14 @@ def test_lineage_lock_and_retention_import_no_torch(tmp_path: Path) -> None:
     save(tmp_path, 1, 10)
     save(tmp_path, 1, 20)
     script = (
-        "import sys; from pathlib import Path; from elasticd.checkpointing.state import checkpoint_files as c\n"
+        "import sys; from pathlib import Path; from elasticd.checkpointing.storage.checkpoint_files import relink\n"
+        "from elasticd.checkpointing.storage.directory_lock import DirectoryLock\n"
+        "from elasticd.checkpointing.storage.lineage import highest_round, lineage\n"
+        "from elasticd.checkpointing.storage.retention import retain\n"
         "d = Path(sys.argv[1])\n"
-        "lock = c.DirectoryLock(d, 'job', 'run'); lock.acquire()\n"
-        "assert c.highest_round(d) == 1 and len(c.lineage(d)[0]) == 2\n"
-        "c.relink(d, c.lineage(d)[0][0], 2); c.retain(d, 1, 1)\n"
+        "lock = DirectoryLock(d, 'job', 'run'); lock.acquire()\n"
+        "assert highest_round(d) == 1 and len(lineage(d)[0]) == 2\n"
+        "relink(d, lineage(d)[0][0], 2); retain(d, 1, 1)\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -575,7 +586,7 @@ def test_optimizer_that_has_a_state_keeps_its_memory(tmp_path: Path, make: Any) 
         optimizer.step(closure)
 
     model, optimizer = trained(2)
-    entry = checkpoint.save(
+    entry = checkpoints.save(
         tmp_path,
         round=1,
         step=2,
@@ -588,7 +599,7 @@ def test_optimizer_that_has_a_state_keeps_its_memory(tmp_path: Path, make: Any) 
     for earlier in (0, 1):
         other_model, other = trained(earlier)
         before = training_state.addresses(other.state)
-        loaded = checkpoint.load(entry)
+        loaded = checkpoints.load(entry)
         training_state.scatter({"model": other_model, "optimizer": other}, loaded)
         assert training_state.addresses(loaded).isdisjoint(training_state.addresses(other.state))
         if earlier and make is torch.optim.Adam:

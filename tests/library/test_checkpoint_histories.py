@@ -18,9 +18,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elasticd.checkpointing.state import checkpoint_files as checkpoint
+from elasticd.checkpointing.storage.checkpoint_files import relink
+from elasticd.checkpointing.storage.lineage import Entry, highest_round, lineage
+from elasticd.checkpointing.storage.retention import retain
 from elasticd.errors import CheckpointCorrupt
-from tests.library.verified import verified_lineage
+from tests.library import checkpoints
+from tests.library.checkpoints import verified_lineage
 
 COMMON = {"world_size": 1, "job": "j", "run": "r"}
 
@@ -53,14 +56,14 @@ class Directory(RuleBasedStateMachine):
 
     @rule()
     def a_new_round_resumes(self) -> None:
-        number = 1 + max(checkpoint.highest_round(self.path), *(each.round for each in self.writers), 0)
-        for entry in checkpoint.lineage(self.path)[0]:
+        number = 1 + max(highest_round(self.path), *(each.round for each in self.writers), 0)
+        for entry in lineage(self.path)[0]:
             try:
-                save = checkpoint.load(entry)["save"]
+                save = checkpoints.load(entry)["save"]
             except CheckpointCorrupt:
                 continue
             assert save not in self.forbidden, "a zombie's checkpoint was loaded"
-            checkpoint.relink(self.path, entry, number)
+            relink(self.path, entry, number)
             for each in self.writers:
                 each.superseded = True
             found = entry.manifest
@@ -90,7 +93,7 @@ class Directory(RuleBasedStateMachine):
         self.past[save] = list(writer.past)
         if writer.superseded:
             self.forbidden.add(save)
-        checkpoint.save(
+        checkpoints.save(
             self.path, round=writer.round, step=writer.step, parent=writer.parent, state={"save": save}, **COMMON
         )
 
@@ -100,7 +103,7 @@ class Directory(RuleBasedStateMachine):
         writer = self.writers[-1 - who % len(self.writers)]
         before, good = set(self._names()), self._good()
         own_is_good = any(e.manifest.round == writer.round and not e.manifest.relinked for e in good)
-        deleted = {path.name for path in checkpoint.retain(self.path, writer.round, keep)}
+        deleted = {path.name for path in retain(self.path, writer.round, keep)}
         after, still = set(self._names()), self._good()
         assert before - after == deleted
         rounds = {int(name[1:].split("-")[0]) for name in deleted}
@@ -152,7 +155,7 @@ class Directory(RuleBasedStateMachine):
 
     @invariant()
     def what_is_offered_descends_from_one_another(self) -> None:
-        saves = [checkpoint.load(entry)["save"] for entry in self._good()]
+        saves = [checkpoints.load(entry)["save"] for entry in self._good()]
         assert not self.forbidden.intersection(saves), "the lineage offers what a zombie wrote"
         for newer, older in itertools.pairwise(saves):
             assert older in self.past[newer], f"save {newer} does not descend from save {older}"
@@ -163,7 +166,7 @@ class Directory(RuleBasedStateMachine):
     def nothing_half_done_is_left(self) -> None:
         assert not [name for name in os.listdir(self.path) if name.startswith(".")]
 
-    def _good(self) -> list[checkpoint.Entry]:
+    def _good(self) -> list[Entry]:
         return verified_lineage(self.path)[0]
 
     def _names(self) -> list[str]:

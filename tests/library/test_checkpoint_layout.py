@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing.state import checkpoint_files as checkpoint
-from elasticd.checkpointing.state.layout import Layout, write_at, write_packed
+from elasticd.checkpointing.state.layout import Layout, load_mapped, write_at, write_packed
 from elasticd.checkpointing.state.rank_differences import digest
 
 WEIGHT = torch.arange(30_000.0).reshape(100, 300)
@@ -56,7 +55,7 @@ def test_copied_file_is_the_written_file(kind: str, shared: bool, shares: int, p
         # Between the records is padding, which a copy leaves as it finds it: zeros in a new file.
         assert os.pread(fd, 1 << 30, 0) == written.getvalue()
         assert len(written.getvalue()) == layout.bytes
-        for loaded in (checkpoint.load_mapped(fd), torch.load(io.BytesIO(written.getvalue()), weights_only=True)):
+        for loaded in (load_mapped(fd), torch.load(io.BytesIO(written.getvalue()), weights_only=True)):
             assert loaded.keys() == state.keys()
             for name, value in state.items():
                 same = torch.equal(loaded[name].to_dense(), value.to_dense()) if tensors else loaded[name] == value
@@ -68,7 +67,7 @@ def test_copied_file_is_the_written_file(kind: str, shared: bool, shares: int, p
 def test_views_still_share_memory_after_load() -> None:
     layout = Layout(STATES["views of one memory"])
     fd = filled(layout, 1, packed=False)
-    loaded = checkpoint.load_mapped(fd)
+    loaded = load_mapped(fd)
     os.close(fd)
     loaded["w"][3] = 7.0
     assert bool((loaded["row"] == 7.0).all())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.checkpointing.state.checkpoint_files import DirectoryLock
+from elasticd.checkpointing.storage.directory_lock import DirectoryLock
 from elasticd.errors import DirectoryInUse
 
 HOLD = """
@@ -167,7 +167,7 @@ filter = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, 
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter, 0, 0) == 0, ctypes.get_errno()
 
-from elasticd.checkpointing.state.checkpoint_files import DirectoryLock
+from elasticd.checkpointing.storage.directory_lock import DirectoryLock
 first, second = DirectoryLock(sys.argv[1], "job", "run"), DirectoryLock(sys.argv[1], "another", "run")
 first.acquire()
 second.acquire()

@@ -19,12 +19,12 @@ import numpy
 import pytest
 import torch
 
-from elasticd.checkpointing.state import checkpoint_files as checkpoint
 from elasticd.checkpointing.state import training_state as states
 from elasticd.checkpointing.state.rank_differences import RankState
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.errors import CheckpointRefused
-from tests.library.verified import verified_lineage
+from tests.library import checkpoints
+from tests.library.checkpoints import verified_lineage
 
 
 class Point(collections.namedtuple("Point", "x y")):
@@ -173,14 +173,14 @@ ACCEPTED: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("kind", ACCEPTED)
 def test_accepted_state_opens_with_torch_load(tmp_path: Path, kind: str) -> None:
-    entry = checkpoint.save(
+    entry = checkpoints.save(
         tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state={"value": ACCEPTED[kind]}
     )
     loaded = torch.load(entry.path / "state.pt", weights_only=True)["value"]
     assert type(loaded) is type(ACCEPTED[kind])
-    assert str(checkpoint.load(entry)["value"]) == str(loaded)
+    assert str(checkpoints.load(entry)["value"]) == str(loaded)
     kept = Kept()
-    states.scatter({"kept": kept}, {"kept": checkpoint.load(entry)})
+    states.scatter({"kept": kept}, {"kept": checkpoints.load(entry)})
     assert str(kept.state["value"]) == str(loaded)
 
 
@@ -229,7 +229,7 @@ def test_refused_value_names_key_and_replacement(tmp_path: Path, kind: str) -> N
     value, instead, unloadable = REFUSED[kind]
     assert not (opens(value) and unloadable)
     with pytest.raises(CheckpointRefused) as refused:
-        checkpoint.save(
+        checkpoints.save(
             tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state={"model": {"value": value}}
         )
     assert str(refused.value).startswith("model.value")
@@ -266,12 +266,12 @@ def test_shared_values_are_checked_once() -> None:
 def test_non_json_cursor_is_refused(tmp_path: Path) -> None:
     for cursor in ({"a": torch.ones(1)}, {"a": float("nan")}, {"a": {1, 2}}):
         with pytest.raises(CheckpointRefused, match=r"^cursor: "):
-            checkpoint.save(
+            checkpoints.save(
                 tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state={}, cursor=cursor
             )
     assert os.listdir(tmp_path) == []
     cursor = {"7": [1, (2, 3)], "name": "\udc80", "big": 1 << 80, "x": 0.1}
-    checkpoint.save(tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state={}, cursor=cursor)
+    checkpoints.save(tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state={}, cursor=cursor)
     (found,), _ = verified_lineage(tmp_path)
     assert found.manifest.cursor == {"7": [1, [2, 3]], "name": "\udc80", "big": 1 << 80, "x": 0.1}
 
@@ -285,7 +285,7 @@ def test_unpicklable_state_leaves_no_checkpoint(tmp_path: Path) -> None:
     tensor._backward_hooks = Fails()  # type: ignore[assignment]  # pickled beside the attributes the walk looks at
     state: Any = {"value": tensor}
     with pytest.raises(CheckpointRefused, match="the state cannot be pickled: "):
-        checkpoint.save(tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state=state)
+        checkpoints.save(tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state=state)
     assert os.listdir(tmp_path) == []
 
 
@@ -324,7 +324,7 @@ def test_tensor_class_that_its_package_has_registered_is_saved(tmp_path: Path) -
     with torch.serialization.safe_globals([Halves]):
         check_loadable(kept)
         numbers = {"round": 1, "step": 1, "parent": None, "world_size": 1, "job": "job", "run": "run"}
-        loaded = checkpoint.load(checkpoint.save(tmp_path, **numbers, state=kept))  # type: ignore[arg-type]
+        loaded = checkpoints.load(checkpoints.save(tmp_path, **numbers, state=kept))  # type: ignore[arg-type]
     found = loaded["optimizer"]["state"][0]["exp_avg"]
     assert type(found) is Halves
     assert [each.tolist() for each in states.tensors(found)] == [[1.0, 1.0], [3.0, 3.0]]

@@ -22,12 +22,13 @@ import torch
 from elasticd.checkpointing.memory import peer, writer_client
 from elasticd.checkpointing.memory.buffers import ANOTHER_SAVES, PROTOCOL, STILL_COPIED, WriteTask, donated_number
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
-from elasticd.checkpointing.state import checkpoint_files as checkpoint
-from elasticd.checkpointing.state.layout import Layout, write_at
+from elasticd.checkpointing.state.layout import Layout, load_mapped, write_at
+from elasticd.checkpointing.storage.directory_lock import DirectoryLock
 from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
 from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader
+from tests.library import checkpoints
+from tests.library.checkpoints import verified_lineage
 from tests.library.conftest import wait_for
-from tests.library.verified import verified_lineage
 from tests.library.writers import Node
 
 SIZE = 1000
@@ -83,7 +84,7 @@ class Saves:
         for each in self.ranks[0].find_all():
             fd, _, _ = self.ranks[0].open(each.key)
             try:
-                assert_whole(checkpoint.load_mapped(fd), each.draft.step)
+                assert_whole(load_mapped(fd), each.draft.step)
             finally:
                 os.close(fd)
         found = self.ranks[0].find()
@@ -92,7 +93,7 @@ class Saves:
     def on_disk(self) -> list[int]:
         entries = verified_lineage(self.directory)[0]
         for entry in entries:
-            assert_whole(checkpoint.load(entry), entry.manifest.step)
+            assert_whole(checkpoints.load(entry), entry.manifest.step)
         return [entry.manifest.step for entry in entries]
 
     def events(self) -> list[WorkerEvent]:
@@ -443,7 +444,7 @@ def test_directory_that_cannot_be_written_is_reported(saves: Saves) -> None:
 
 
 def test_directory_of_another_run_is_not_written(saves: Saves) -> None:
-    other = checkpoint.DirectoryLock(saves.directory, "job", "another run")
+    other = DirectoryLock(saves.directory, "job", "another run")
     other.acquire()
     saves.save(1)
     assert "another run" in saves.wait()["why"]

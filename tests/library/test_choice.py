@@ -13,9 +13,9 @@ from elasticd.checkpointing.choice import Choice, Chooser, OpenState, Source
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory.buffers import Snapshot
 from elasticd.checkpointing.memory.held_states import HeldState
-from elasticd.checkpointing.state import checkpoint_files
 from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, Manifest
 from elasticd.heartbeat.worker_events import WorkerEventWriter
+from tests.library import checkpoints
 
 State = tuple[int, int]
 """Round and step."""
@@ -32,7 +32,7 @@ def chooser(directory: Path, round: int, in_memory: list[State], opened: OpenSta
 
 
 def save(directory: Path, state: State) -> None:
-    checkpoint_files.save(
+    checkpoints.save(
         directory,
         round=state[0],
         step=state[1],

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.checkpointing.state import checkpoint_files as checkpoint
 from elasticd.checkpointing.state import in_place, training_state
+from elasticd.checkpointing.state.layout import load_mapped
 from elasticd.checkpointing.storage.lineage import Entry, open_verified
 from elasticd.errors import CheckpointCorrupt, CheckpointError
+from tests.library import checkpoints
 
 Objects = dict[str, Any]
 
@@ -163,7 +164,7 @@ CASES: dict[str, tuple[Callable[[], Objects], Callable[[], Objects], int]] = {
 
 def saved(directory: Path, objects: Objects) -> Entry:
     who = {"round": 1, "step": 1, "parent": None, "world_size": 1, "job": "job", "run": "run"}
-    return checkpoint.save(directory, state=training_state.gather(objects), **who)  # type: ignore[arg-type]
+    return checkpoints.save(directory, state=training_state.gather(objects), **who)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -203,10 +204,10 @@ def test_read_in_place_is_what_mapped_tensors_load(
     torch.manual_seed(1)  # LBFGS diverges from some weights
     entry = saved(tmp_path, make_saved())
     mapped, target = make_target(), make_target()
-    training_state.scatter(mapped, checkpoint.load(entry))
+    training_state.scatter(mapped, checkpoints.load(entry))
     found: list[int] = []
     with opened(entry) as fd:
-        content = checkpoint.load_mapped(fd)
+        content = load_mapped(fd)
 
         def read(content: dict[str, Any]) -> list[int]:
             found.extend(in_place.read(fd, content, target, entry.manifest.checksum))
@@ -224,7 +225,7 @@ def test_damage_after_verification_is_found(tmp_path: Path) -> None:
     entry = saved(tmp_path, {"it": net()})
     target = net()
     with opened(entry) as fd:
-        content = checkpoint.load_mapped(fd)
+        content = load_mapped(fd)
         path = entry.path / "state.pt"
         data = bytearray(path.read_bytes())
         data[500] ^= 1
@@ -238,7 +239,7 @@ def test_nothing_is_changed_where_the_checkpoint_lacks_an_object(tmp_path: Path)
     target = {"it": net(), "other": net()}
     before = content_of(target)
     with opened(entry) as fd:
-        content = checkpoint.load_mapped(fd)
+        content = load_mapped(fd)
         with pytest.raises(CheckpointError, match="holds nothing for other"):
             training_state.scatter(target, content, (), lambda: in_place.read(fd, content, target))
     assert equal(content_of(target), before)

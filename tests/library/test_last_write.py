@@ -14,9 +14,8 @@ from elasticd.checkpointing.memory import last_write
 from elasticd.checkpointing.memory.buffers import Buffers, WriteTask, donated_number
 from elasticd.checkpointing.memory.shard_files import stream
 from elasticd.checkpointing.memory.writer_client import WriterClient
-from elasticd.checkpointing.state.shard_plan import METADATA, file_name, file_names
-from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, STATE, Manifest
-from tests.library.verified import verified_lineage
+from elasticd.checkpointing.storage.manifest import METADATA, NO_CHECKSUM, STATE, Manifest, shard_name, shard_names
+from tests.library.checkpoints import verified_lineage
 from tests.library.writers import Node
 
 SIZE = 3000
@@ -129,14 +128,14 @@ def test_rest_of_a_node_that_died_in_its_write_is_no_obstacle(nodes: list[LastNo
     assert not rest.exists()
 
 
-NAMES = file_names(RANKS)
-LATER = [file_name(2), file_name(3)]
+NAMES = shard_names(RANKS)
+LATER = [shard_name(2), shard_name(3)]
 PARTS = {
     "apart": ([name for name in NAMES if name not in LATER], LATER),
     "overlapping": (NAMES[:3], [*NAMES[2:]]),
     "one-has-all": (NAMES, LATER),
     "each-has-all": (NAMES, NAMES),
-    "the-other-has-the-index": ([file_name(0), file_name(1), file_name(2)], [file_name(3), METADATA, STATE]),
+    "the-other-has-the-index": ([shard_name(0), shard_name(1), shard_name(2)], [shard_name(3), METADATA, STATE]),
 }
 
 

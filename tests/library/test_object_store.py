@@ -22,19 +22,21 @@ import torch
 from elasticd.checkpointing.choice import Choice, OpenState, Source
 from elasticd.checkpointing.memory import last_write, shard_files
 from elasticd.checkpointing.memory.buffers import Buffers, Snapshot, WriteTask, donated_number
-from elasticd.checkpointing.state import checkpoint_files
 from elasticd.checkpointing.state_opener import StateOpener
 from elasticd.checkpointing.storage import object_store, object_url
-from elasticd.checkpointing.storage.lineage import find_damage, names, open_verified
+from elasticd.checkpointing.storage.checkpoint_files import relink
+from elasticd.checkpointing.storage.directory_lock import DirectoryLock
+from elasticd.checkpointing.storage.lineage import find_damage, lineage, names, open_verified
 from elasticd.checkpointing.storage.manifest import MANIFEST, NO_CHECKSUM, STATE, Manifest
 from elasticd.checkpointing.storage.object_store import ObjectStore, store_of
 from elasticd.checkpointing.storage.object_url import resolve, url_of
-from elasticd.checkpointing.storage.retention import set_aside, went_back
-from elasticd.errors import DirectoryInUse, ObjectStoreError, UsageError
+from elasticd.checkpointing.storage.retention import retain, set_aside, went_back
+from elasticd.errors import CheckpointCorrupt, DirectoryInUse, ObjectStoreError, UsageError
 from elasticd_agent.cli.checkpoints import checkpoints as command
+from tests.library import checkpoints
+from tests.library.checkpoints import verified_lineage
 from tests.library.test_last_write import LATER, NAMES, LastNode, content, end
 from tests.library.test_shard_files import FILES, snapshot
-from tests.library.verified import verified_lineage
 from tests.s3_server import BUCKET, ROOT, S3
 
 JOB = "lm"
@@ -87,7 +89,7 @@ class Node:
     def __init__(self, folder: Path, prefix: str, run: str = "1", claims: bool = True, scheme: str = "s3") -> None:
         self.directory = resolve(f"{scheme}://{BUCKET}/{prefix}", str(folder))
         self.run = run
-        self.lock = checkpoint_files.DirectoryLock(self.directory, JOB, run)
+        self.lock = DirectoryLock(self.directory, JOB, run)
         if claims:
             self.lock.acquire()
 
@@ -109,21 +111,19 @@ class Node:
     def save(self, step: int, round: int = 1, size: int = 100, mark: float = 0.0) -> str:
         state = {"weights": torch.full((size,), step + mark), "step": step}
         whose = {"world_size": 1, "job": JOB, "run": self.run}
-        return checkpoint_files.save(
-            self.directory, round=round, step=step, parent=None, state=state, **whose
-        ).path.name
+        return checkpoints.save(self.directory, round=round, step=step, parent=None, state=state, **whose).path.name
 
     def steps(self) -> list[int]:
         """Of the lineage, each loaded and checked."""
-        entries, _ = checkpoint_files.lineage(self.directory)
+        entries, _ = lineage(self.directory)
         for entry in entries:
-            loaded = checkpoint_files.load(entry)
+            loaded = checkpoints.load(entry)
             assert loaded["step"] == entry.manifest.step
             assert bool((loaded["weights"].floor() == loaded["step"]).all())
         return [entry.manifest.step for entry in entries]
 
     def skipped(self) -> list[str]:
-        return [each.why for each in checkpoint_files.lineage(self.directory)[1]]
+        return [each.why for each in lineage(self.directory)[1]]
 
     def uploads(self) -> list[str]:
         """Keys of uploads in parts that were neither completed nor aborted."""
@@ -245,9 +245,9 @@ def save_in_parts() -> None:
 
     s3fs.core.calculate_chunksize = lambda size, **options: 5 << 20
     directory = resolve(os.environ["URL"])
-    checkpoint_files.DirectoryLock(directory, JOB, "1").acquire()
+    DirectoryLock(directory, JOB, "1").acquire()
     whose = {"world_size": 1, "job": JOB, "run": "1"}
-    checkpoint_files.save(
+    checkpoints.save(
         directory, round=1, step=10, parent=None, state={"weights": torch.ones(13 << 18), "step": 10}, **whose
     )
 
@@ -286,7 +286,7 @@ def test_a_killed_upload_is_no_checkpoint_and_is_deleted(nodes: Any) -> None:
     assert "manifest.json is missing" in reader.skipped()
     for step in (50, 60):
         writer.save(step)
-    checkpoint_files.retain(writer.directory, 1, keep=2)
+    retain(writer.directory, 1, keep=2)
     assert writer.keys() == {f"r1-s{step}/{file}" for step in (50, 60) for file in (STATE, MANIFEST)}
     assert writer.steps() == reader.steps() == [60, 50]
 
@@ -313,11 +313,11 @@ def test_damage_in_the_store_is_found(what: str, nodes: Any, capsys: pytest.Capt
     writer.save(20)
     change(writer.files, f"r1-s20/{STATE}")
     reader = nodes("b", claims=False)
-    entries, skipped = checkpoint_files.lineage(reader.directory)
+    entries, skipped = lineage(reader.directory)
     if what == "a bit":
         assert find_damage(entries[0]) is not None
-        with pytest.raises(checkpoint_files.CheckpointCorrupt, match=why):
-            checkpoint_files.load(entries[0])
+        with pytest.raises(CheckpointCorrupt, match=why):
+            checkpoints.load(entries[0])
     else:
         assert [entry.manifest.step for entry in entries] == [10]
         assert why in skipped[0].why
@@ -336,7 +336,7 @@ def test_a_later_run_takes_the_store(nodes: Any, caplog: pytest.LogCaptureFixtur
     with pytest.raises(ObjectStoreError, match="was taken by run '2' of job 'lm'"):
         first.save(40)
     with pytest.raises(ObjectStoreError, match="was taken by run '2'"):
-        checkpoint_files.retain(first.directory, 1, keep=1)
+        retain(first.directory, 1, keep=1)
     assert first.keys() == before
     third = nodes("c", run="1", claims=False)
     with pytest.raises(DirectoryInUse, match="Stop one of them"):
@@ -361,17 +361,17 @@ def test_a_step_saved_twice(nodes: Any) -> None:
     node = nodes()
     assert [node.save(10, mark=mark / 4) for mark in range(3)] == ["r1-s10", "r1-s10.again", "r1-s10"]
     reader = nodes("b", claims=False)
-    (entry,), _ = checkpoint_files.lineage(reader.directory)
-    assert checkpoint_files.load(entry)["weights"][0] == 10.5
+    (entry,), _ = lineage(reader.directory)
+    assert checkpoints.load(entry)["weights"][0] == 10.5
     assert node.keys() == {f"r1-s10/{STATE}", f"r1-s10/{MANIFEST}"}
 
 
 def test_a_round_that_resumes_copies_in_the_store(s3: S3, nodes: Any) -> None:
     nodes().save(10)
     other = nodes("b")
-    entries, _ = checkpoint_files.lineage(other.directory)
+    entries, _ = lineage(other.directory)
     s3.fault("503", method="PUT", path=f"r2-s10/{STATE}", count=1)
-    checkpoint_files.relink(other.directory, entries[0], 2)
+    relink(other.directory, entries[0], 2)
     assert {f"r2-s10/{STATE}", f"r2-s10/{MANIFEST}"} < other.keys()
     assert s3.hits()[-1] == 1
     assert nodes("c", claims=False).steps() == [10, 10]
@@ -420,7 +420,7 @@ def test_no_rank_opens_a_damaged_copy(nodes: Any, local_rank: int) -> None:
     """Whichever of a node's ranks is the first."""
     node = nodes()
     node.save(10)
-    (entry,), _ = checkpoint_files.lineage(node.directory)
+    (entry,), _ = lineage(node.directory)
     copy = entry.path / STATE
     content = copy.read_bytes()
     copy.write_bytes(_flipped(content))
@@ -444,7 +444,7 @@ def test_wrong_credentials(s3: S3, nodes: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_no_such_bucket(s3: S3, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no bucket for s3://other/prefix"):
         command(["list", "s3://other/prefix"])
-    lock = checkpoint_files.DirectoryLock(resolve("s3://other/prefix", str(tmp_path)), JOB, "1")
+    lock = DirectoryLock(resolve("s3://other/prefix", str(tmp_path)), JOB, "1")
     with pytest.raises(ObjectStoreError, match="there is no bucket for s3://other/prefix"):
         lock.acquire()
 
@@ -456,7 +456,7 @@ def test_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UsageError, match=sentence):
         command(["list", "gs://bucket/run"])
     with pytest.raises(ObjectStoreError, match=sentence):
-        checkpoint_files.DirectoryLock(directory, JOB, "1").acquire()
+        DirectoryLock(directory, JOB, "1").acquire()
 
 
 def test_the_command(nodes: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -511,7 +511,7 @@ def test_a_copy_of_another_user(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(ObjectStoreError, match="belongs to another user; set ELASTICD_OBJECT_CACHE"):
-        checkpoint_files.lineage(node.directory)
+        lineage(node.directory)
 
 
 def test_a_store_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,12 +519,12 @@ def test_a_store_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(object_url.PACKAGES, "memory", "fsspec")
     node = Node(tmp_path, "run", claims=False)
     node.directory = resolve("memory://bucket/run", str(tmp_path))
-    node.lock = checkpoint_files.DirectoryLock(node.directory, JOB, "1")
+    node.lock = DirectoryLock(node.directory, JOB, "1")
     node.lock.acquire()
     for step in (10, 20, 30):
         node.save(step)
     node.save(30)
-    checkpoint_files.retain(node.directory, 1, keep=2)
+    retain(node.directory, 1, keep=2)
     shutil.rmtree(node.directory)
     assert node.steps() == [30, 20]
     node.lock.release()
@@ -563,7 +563,7 @@ def test_nodes_put_a_sharded_checkpoint_together(s3: S3, nodes: Any) -> None:
         results = put_together(made, token)
         assert results[0].path.name == name and results[1:] == [None, None]
         reader = nodes("reader", claims=False)
-        (entry,), _ = checkpoint_files.lineage(reader.directory)
+        (entry,), _ = lineage(reader.directory)
         assert entry.path.name == name and find_damage(entry) is None
         for file, expected in ((file, each) for files in FILES.values() for file, each in files.items()):
             fd = open_verified(entry, file)

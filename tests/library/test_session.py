@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing.state import checkpoint_files as checkpoint
+from elasticd.checkpointing.storage.lineage import lineage
 from elasticd.heartbeat.record import STOP, Phase, Source
-from tests.library.verified import verified_lineage
+from tests.library import checkpoints
+from tests.library.checkpoints import verified_lineage
 
 ENDLESS = {"steps": 10**9, "sleep": 0.002}
 
@@ -101,7 +102,7 @@ def test_checkpoints_by_time_follow_rank_0(start: Any, tmp_path: Path) -> None:
     took = saved[-1].mono - saved[0].mono + saved[0].extra["seconds"]
     assert 2 <= len(saved) <= took / 0.1 + 2
     assert "every 0.1 s" in saved[0].reason
-    content = checkpoint.load(checkpoint.lineage(tmp_path / "shared")[0][0])
+    content = checkpoints.load(lineage(tmp_path / "shared")[0][0])
     assert len(content["elasticd"]["rng"]) == 2
 
 
@@ -136,7 +137,7 @@ def test_unloadable_state_is_refused_on_every_rank(start: Any, tmp_path: Path) -
         assert "CheckpointRefused" in rank.errors()
         assert "poison" in rank.errors()
         assert rank.read_heartbeat().step == 3
-    assert checkpoint.lineage(tmp_path / "shared") == ([], [])
+    assert lineage(tmp_path / "shared") == ([], [])
 
 
 def test_directory_of_other_run_is_refused_on_every_rank(start: Any, tmp_path: Path, wait_for: Any) -> None:

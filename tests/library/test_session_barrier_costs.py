@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing.state import checkpoint_files as checkpoint
+from elasticd.checkpointing.storage.lineage import lineage
 from elasticd.coordination.barrier import Barriers
 from elasticd.coordination.rank_status import RankStatus, StatusPublisher, StatusReader, new_connection
 from elasticd.coordination.store_channel import StoreChannel
@@ -171,4 +171,4 @@ def test_missing_rank_is_named_before_checkpoint(start: Any, tmp_path: Path) -> 
     first, second = start("saves.py", str(tmp_path), "1.5").results()
     assert "barrier 'checkpoint at step 6': 1 of 2 ranks is missing after 1.5 s: rank 1 (step 5, " in first["error"]
     assert second["error"] == "rank 1 came too late to " + first["error"]
-    assert [entry.manifest.step for entry in checkpoint.lineage(tmp_path)[0]] == [3]
+    assert [entry.manifest.step for entry in lineage(tmp_path)[0]] == [3]

@@ -16,7 +16,7 @@ from elasticd.errors import DecisionTimeout, UsageError
 from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat.record import PAUSE, PAUSE_BARRIER, STOP, Phase
 from elasticd.heartbeat.worker_events import WorkerEvent, WorkerEventReader, WorkerEventWriter
-from tests.library.verified import verified_lineage
+from tests.library.checkpoints import verified_lineage
 
 ENDLESS = {"steps": 10**9, "sleep": 0.002}
 NEVER_DUE = 10**6

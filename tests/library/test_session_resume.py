@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing.state import checkpoint_files as checkpoint
-from tests.library.verified import verified_lineage
+from elasticd.checkpointing.storage.lineage import lineage
+from tests.library import checkpoints
+from tests.library.checkpoints import verified_lineage
 
 
 def steps_of(directory: Path) -> list[tuple[int, int]]:
@@ -46,7 +47,7 @@ def test_mid_epoch_resume_with_own_generator_is_exact(start: Any, tmp_path: Path
     assert start("loader.py", str(tmp_path / "broken"), "13", world_size=1).codes() == [9]
     resumed = start("loader.py", str(tmp_path / "broken"), "0", world_size=1, round=2)
     assert [{**each, "from": 10} for each in whole.results()] == resumed.results()
-    assert checkpoint.lineage(tmp_path / "broken")[0][0].manifest.cursor is not None
+    assert lineage(tmp_path / "broken")[0][0].manifest.cursor is not None
 
 
 def test_resume_with_other_world_size_notes_unused_state(start: Any, tmp_path: Path) -> None:
@@ -113,8 +114,8 @@ def test_checkpoint_has_no_wrapper_names(start: Any, tmp_path: Path) -> None:
         assert result["resumed"] == (None if number == 1 else [number - 1, 3, 1])
         digests.add(result["digest"])
     assert len(digests) == 1
-    entries, _ = checkpoint.lineage(tmp_path / "shared")
-    assert not any("_orig_mod" in key or "module." in key for key in checkpoint.load(entries[0])["model"])
+    entries, _ = lineage(tmp_path / "shared")
+    assert not any("_orig_mod" in key or "module." in key for key in checkpoints.load(entries[0])["model"])
 
 
 @pytest.mark.system

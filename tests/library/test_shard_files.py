@@ -12,8 +12,8 @@ import pytest
 
 from elasticd.checkpointing.memory import shard_files
 from elasticd.checkpointing.memory.buffers import Snapshot, WriteTask
-from elasticd.checkpointing.state import checkpoint_files
-from elasticd.checkpointing.storage.lineage import Entry, find_damage
+from elasticd.checkpointing.storage.checkpoint_files import relink
+from elasticd.checkpointing.storage.lineage import Entry, find_damage, lineage
 from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, STATE, Manifest
 
 FILES = {
@@ -69,8 +69,8 @@ def test_first_node_commits_the_files_of_all(tmp_path: Path) -> None:
         ["manifest.json", *(name for files in FILES.values() for name in files)]
     )
     assert entry.manifest.total_bytes == 5000 + 10 + 4096 + 9000
-    assert [each.path for each in checkpoint_files.lineage(tmp_path)[0]] == [entry.path]
-    relinked = checkpoint_files.relink(tmp_path, entry, 2)
+    assert [each.path for each in lineage(tmp_path)[0]] == [entry.path]
+    relinked = relink(tmp_path, entry, 2)
     assert find_damage(relinked) is None
     assert relinked.manifest.files == entry.manifest.files
 
@@ -80,7 +80,7 @@ def test_lost_node_leaves_no_checkpoint(tmp_path: Path, there: list[int]) -> Non
     start = time.monotonic()
     results = write(tmp_path, there, lambda: "a node is lost" if time.monotonic() > start + 0.3 else "")
     assert results[there[0]] == "a node is lost"
-    assert checkpoint_files.lineage(tmp_path) == ([], [])
+    assert lineage(tmp_path) == ([], [])
     assert [*tmp_path.iterdir()] == []
 
 

@@ -18,12 +18,11 @@ from elasticd.checkpointing.memory.buffers import PARTNER, Buffers, Snapshot, Wr
 from elasticd.checkpointing.memory.held_states import HeldState
 from elasticd.checkpointing.memory.shard_server import PartnerCopy, RemoteNode
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
-from elasticd.checkpointing.state.shard_plan import METADATA
-from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, STATE, Manifest
+from elasticd.checkpointing.storage.manifest import METADATA, NO_CHECKSUM, STATE, Manifest
 from elasticd.errors import CheckpointError
 from elasticd.heartbeat.worker_events import WorkerEventReader
+from tests.library.checkpoints import verified_lineage
 from tests.library.conftest import wait_for
-from tests.library.verified import verified_lineage
 from tests.library.writers import Node
 
 SIZE = 300_000

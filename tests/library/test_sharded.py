@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from elasticd.checkpointing.state import checkpoint_files as checkpoint
 from elasticd.checkpointing.state import rank_differences, shard_plan, sharded, training_state
+from elasticd.checkpointing.storage.manifest import METADATA, shard_name
 from elasticd.errors import CheckpointCorrupt, UsageError
 from elasticd.process_group import DefaultGroup
 from elasticd_agent.cli.main import main
@@ -141,11 +141,11 @@ def test_every_kind_of_tensor_is_written_as_torch_writes_it(tmp_path: Path) -> N
     }
     group = DefaultGroup(0, 1, torch.device("cpu"), created=False)
     plan = shard_plan.ShardPlan({"own": content}, group)
-    fd = os.open(tmp_path / shard_plan.file_name(0), os.O_WRONLY | os.O_CREAT)
+    fd = os.open(tmp_path / shard_name(0), os.O_WRONLY | os.O_CREAT)
     shard_plan.write_pieces(fd, 0, plan.content())
     assert os.fstat(fd).st_size == plan.sizes[0]
     os.close(fd)
-    (tmp_path / shard_plan.METADATA).write_bytes(plan.metadata)
+    (tmp_path / METADATA).write_bytes(plan.metadata)
     dcp_to_torch_save(tmp_path, tmp_path / "whole.pt")
     found = torch.load(tmp_path / "whole.pt", weights_only=True)["own"]
     assert found.pop("value") == content.pop("value")
@@ -188,8 +188,8 @@ def test_metadata_cannot_run_code(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "evil"),)
 
-    (tmp_path / shard_plan.METADATA).write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(checkpoint.CheckpointCorrupt, match=r"it refers to posix\.mkdir"):
+    (tmp_path / METADATA).write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointCorrupt, match=r"it refers to posix\.mkdir"):
         shard_plan.load_shards(shard_plan.on_disk(tmp_path), lambda metadata: {})
     assert not (tmp_path / "evil").exists()
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from elasticd.checkpointing.state import checkpoint_files as checkpoint
+from elasticd.checkpointing.storage.lineage import lineage
 from elasticd.heartbeat.record import STOP
+from tests.library import checkpoints
 
 SCRIPT = "step_end.py"
 
 
 def newest(directory: Path) -> dict[str, Any]:
-    return checkpoint.load(checkpoint.lineage(directory)[0][0])
+    return checkpoints.load(lineage(directory)[0][0])
 
 
 @pytest.mark.parametrize("breaks", [True, False])

@@ -340,7 +340,6 @@ class CommittedState:
 
     def content(self, commit: Commit) -> StateDict:
         """The whole state as `Saver` saves it. Raises CheckpointError, and what a state_dict() may raise."""
-
         step = commit.step
         drawn, random_states, is_as_expected, buffers = self._records(step)
         for path, copied in zip(self._on_device, commit.buffers, strict=False):

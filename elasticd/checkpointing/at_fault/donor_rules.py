@@ -119,7 +119,6 @@ def _own_communication(rank: _Rank) -> str:
 
 
 def _no_replicated_optimizer(rank: _Rank) -> str:
-
     if not rank.optimizers:
         return "no optimizer is attached"
     for obj in rank.optimizers:
@@ -141,7 +140,6 @@ def _only_at_saves(rank: _Rank) -> str:
 
 
 def _tensors_elsewhere(rank: _Rank) -> str:
-
     for name, obj in rank.attached.items():
         if isinstance(obj, (Module, Optimizer, GradScaler)):
             continue
@@ -164,7 +162,6 @@ def _unlike_rank_0(rank: _Rank) -> str:
 
 
 def _own_state_dict(rank: _Rank) -> str:
-
     for name, module in rank.modules.items():
         for submodule in module.modules():
             hooks = (submodule._state_dict_hooks, submodule._state_dict_pre_hooks)
@@ -179,7 +176,6 @@ def _own_state_dict(rank: _Rank) -> str:
 
 def _own_optimizer_state(rank: _Rank) -> str:
     """A number that is no count, such as a loss, may have been another one on the dead rank."""
-
     for obj in rank.optimizers:
         if any(training_state.components(tensor)[0] is not tensor for tensor in _kept(obj)):
             return f"the state of {type(obj).__name__} has tensors that are made of others"
@@ -192,13 +188,11 @@ def _own_optimizer_state(rank: _Rank) -> str:
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-
     for values in optimizer.state.values():
         yield from (tensor for tensor in values.values() if isinstance(tensor, torch.Tensor))
 
 
 def _unusual_tensor(rank: _Rank) -> str:
-
     for name, module in rank.modules.items():
         every = [*module.parameters(), *module.buffers()]
         if not all(type(tensor.data) is torch.Tensor and tensor.layout is torch.strided for tensor in every):
@@ -271,7 +265,6 @@ def may_differ(name: str) -> str:
 
 def is_alike(obj: Any) -> bool:
     """True if the object's state follows from what is equal on all ranks, buffers of modules aside."""
-
     if isinstance(obj, LRScheduler):
         return not isinstance(obj, ReduceLROnPlateau)
     if (parallel := training_state.parallel(obj)) is not None:

@@ -144,7 +144,6 @@ class Fingerprint:
 
     def whole(self) -> tuple[list[int], list[int], bytes]:
         """Counters, addresses and pieces in the host's memory, of all tensors."""
-
         tensors = [*_parameters(self._modules), *_states(self._optimizers)]
         pieces = [piece(tensor, PIECE_BYTES) for tensor in tensors if tensor.device.type == "cpu"]
         return (
@@ -178,7 +177,6 @@ def _parameters(modules: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _states(optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
-
     for optimizer in optimizers:
         for values in optimizer.state.values():
             yield from (local(value) for value in values.values() if isinstance(value, torch.Tensor))

@@ -138,7 +138,6 @@ class LateChanges:
         self._count = 0
 
     def _look_of(self, name: str, obj: Any) -> Look | None:
-
         if isinstance(obj, ElasticBatchSampler):
             return None
         if isinstance(obj, Module):
@@ -173,7 +172,6 @@ class LateChanges:
 
     def _module(self, module: torch.nn.Module) -> Look | None:
         """The first and the last parameter: of those elsewhere than in the host's memory their counters of changes."""
-
         every = [parameter for parameter in module.parameters() if not parameter.is_inference()]
         sample = every[:1] + every[1:][-1:]
         plain = all(type(tensor.data) is torch.Tensor and tensor.layout is torch.strided for tensor in sample)
@@ -201,7 +199,6 @@ def _trained(attached: Mapping[str, Any]) -> set[str]:
 
 
 def _is_scheduler(obj: Any) -> bool:
-
     return isinstance(obj, LRScheduler)
 
 

@@ -141,7 +141,6 @@ class StepRecord:
 
     def pieces(self) -> bytes:
         """Bytes of the parameters as they are now."""
-
         return bytes(host_bytes(torch.cat(self._pieces)))
 
     def commit(self, step: int, digest: bytes = b"") -> None:
@@ -280,14 +279,12 @@ class _Places:
 
 def kind(buffer: Any) -> Any:
     """Equal for two buffers of which one can be copied to the other's place."""
-
     if not isinstance(buffer, torch.Tensor):
         return None
     return buffer.shape, buffer.dtype, buffer.device, buffer.layout, buffer.is_contiguous()
 
 
 def _tensor(data: bytes, like: torch.Tensor) -> torch.Tensor:
-
     if not data:
         return torch.empty_like(like)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(like.dtype).view(like.shape)
@@ -295,7 +292,6 @@ def _tensor(data: bytes, like: torch.Tensor) -> torch.Tensor:
 
 def piece(tensor: torch.Tensor, most: int | None = None) -> torch.Tensor:
     """The memory of a dense tensor as bytes, not a copy; `most` bytes from its middle."""
-
     whole = tensor.numel() * tensor.element_size()
     size = whole if most is None else min(most, whole)
     start = tensor.storage_offset() * tensor.element_size() + (whole - size) // 2

@@ -117,7 +117,6 @@ class _Stream:
     """The stream of a GPU that is current at each call. What torch.cuda offers for that takes 5 µs."""
 
     def __init__(self, device: torch.device) -> None:
-
         self._event: Any = torch.cuda.Event
         self._found = functools.partial(torch.cuda.current_stream, device)
         self._number = functools.partial(torch._C._cuda_getCurrentRawStream, self._found().device_index)

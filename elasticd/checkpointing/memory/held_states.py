@@ -18,8 +18,8 @@ from elasticd.checkpointing.memory import transfer
 from elasticd.checkpointing.memory.buffers import Snapshot
 from elasticd.checkpointing.memory.shard_server import RemoteNode, Server, address_beside
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused, WriterClient
-from elasticd.checkpointing.state.shard_plan import View, file_names, map_file
-from elasticd.checkpointing.storage.manifest import STATE, Manifest
+from elasticd.checkpointing.state.shard_plan import View, map_file
+from elasticd.checkpointing.storage.manifest import STATE, Manifest, shard_names
 from elasticd.errors import CheckpointError
 from elasticd.process_group import WorkerEnvironment
 
@@ -45,7 +45,7 @@ class HeldState:
         """Files that no node holds."""
         if not self.nodes:
             return []
-        return [name for name in file_names(self.snapshot.draft.world_size) if not self.nodes.get(name)]
+        return [name for name in shard_names(self.snapshot.draft.world_size) if not self.nodes.get(name)]
 
     @property
     def copied(self) -> list[str]:

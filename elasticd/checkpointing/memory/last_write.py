@@ -23,11 +23,10 @@ from elasticd.channel import Message
 from elasticd.checkpointing.memory import shard_files
 from elasticd.checkpointing.memory.buffers import Buffers, Snapshot, WriteTask
 from elasticd.checkpointing.memory.shard_files import Content
-from elasticd.checkpointing.state import checkpoint_files
-from elasticd.checkpointing.state.shard_plan import file_names
+from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.atomic_write import Staging, is_abandoned, staging_path
 from elasticd.checkpointing.storage.lineage import Entry, lineage
-from elasticd.checkpointing.storage.manifest import STATE, FileState, Manifest
+from elasticd.checkpointing.storage.manifest import STATE, FileState, Manifest, shard_names
 from elasticd.checkpointing.storage.object_store import ObjectStore, store_of
 
 END_PARTS_S = 4.0
@@ -121,7 +120,7 @@ class LastWrite:
         folder = staging_path(directory, draft.round, draft.step, _TOKEN)
         final = directory / f"r{draft.round}-s{draft.step}"
         contents = self._contents(number, snapshot)
-        needed = file_names(draft.world_size) if snapshot.files else [STATE]
+        needed = shard_names(draft.world_size) if snapshot.files else [STATE]
         if (store := store_of(directory)) is not None:
             return self._put(store, snapshot, contents, set(needed))
         joined = False

@@ -13,7 +13,7 @@ import os
 import threading
 
 from elasticd.checkpointing.memory.buffers import COUNT
-from elasticd.checkpointing.state.layout import write_at
+from elasticd.checkpointing.storage.atomic_write import write_at
 
 _POPULATE_READ = 22
 """MADV_POPULATE_READ of linux/mman.h, since Linux 5.14. Of a shared mapping such pages can be written, too."""

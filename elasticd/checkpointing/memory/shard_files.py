@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from elasticd.channel import Message
 from elasticd.checkpointing.memory.buffers import Snapshot, WriteTask
-from elasticd.checkpointing.state import checkpoint_files
+from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.atomic_write import HashingFile, Staging, staging_path, write_file
 from elasticd.checkpointing.storage.lineage import Entry
 from elasticd.checkpointing.storage.manifest import MANIFEST, FileState, Manifest

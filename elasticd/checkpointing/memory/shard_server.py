@@ -24,7 +24,7 @@ from typing import Any
 from elasticd.channel import Message
 from elasticd.checkpointing.memory.buffers import PARTNER, PROTOCOL, Buffers, Snapshot
 from elasticd.checkpointing.memory.memory_limit import SPARE_BYTES, available_bytes
-from elasticd.checkpointing.state.layout import write_at
+from elasticd.checkpointing.storage.atomic_write import write_at
 from elasticd.errors import CheckpointError
 from elasticd.heartbeat.worker_events import WorkerEventWriter
 

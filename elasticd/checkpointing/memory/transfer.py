@@ -11,6 +11,9 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TypedDict
 
+import torch
+import torch.distributed as dist
+
 from elasticd.checkpointing.storage.manifest import Checksum
 from elasticd.errors import CheckpointError
 from elasticd.process_group import DefaultGroup
@@ -91,9 +94,6 @@ def broadcast(
 
     All ranks call it. Raises OSError.
     """
-    import torch
-    import torch.distributed as dist
-
     parts = [(at, min(at + SENT_BYTES, end)) for start, end in spans for at in range(start, end, SENT_BYTES)]
     host = torch.empty(max((end - start for start, end in parts), default=0), dtype=torch.uint8)
     view = memoryview((ctypes.c_char * host.numel()).from_address(host.data_ptr())).cast("B")

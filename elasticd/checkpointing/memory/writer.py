@@ -78,7 +78,7 @@ from elasticd.checkpointing.memory.donor_requests import DonorRequests
 from elasticd.checkpointing.memory.last_write import END_PARTS_S, FLUSH_PARTS_S, LastWrite
 from elasticd.checkpointing.memory.memory_limit import oom_kills, refusal
 from elasticd.checkpointing.memory.shard_server import NICE, PartnerCopy, ShardServer
-from elasticd.checkpointing.state import checkpoint_files
+from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
 from elasticd.checkpointing.storage.lineage import Entry
 from elasticd.checkpointing.storage.manifest import Manifest, parse, read

@@ -16,10 +16,9 @@ import ctypes
 import functools
 import threading
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 CHUNK_BYTES = 16 << 20
 """The bytes that are copied at once. Each `GpuCopies` has two such chunks of pinned memory, and a rank has two of
@@ -34,8 +33,6 @@ class GpuCopies:
     """Copies from one GPU, in one stream, for one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        import torch
-
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._chunks = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._byte = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -44,8 +41,6 @@ class GpuCopies:
         """Each piece with its place in the file, valid until the next one. Unless `at_once`, what is queued in the
         thread's current stream comes first.
         """
-        import torch
-
         if not at_once:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         filled: list[tuple[int, memoryview]] = []
@@ -66,8 +61,6 @@ class GpuCopies:
 
         Nothing is allocated: at a fault that may wait for the GPU, too.
         """
-        import torch
-
         done = threading.Event()
 
         def copy() -> None:
@@ -99,8 +92,6 @@ def _gpu(device: torch.device) -> GpuCopies:
 
 def batches(parts: Iterable[Part]) -> Iterator[list[tuple[int, int, torch.Tensor]]]:
     """Batches that fit into a chunk: the place of each piece there and in the file, and its memory."""
-    import torch
-
     batch: list[tuple[int, int, torch.Tensor]] = []
     used = 0
     for place, storage, first, last in parts:

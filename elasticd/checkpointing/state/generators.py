@@ -54,7 +54,6 @@ class Generators:
 
     def __init__(self, device: torch.device | None = None) -> None:
         """`device`: the rank's, if it is a GPU. Raises CheckpointError."""
-
         self._gpu: Any = None if device is None else torch.cuda.default_generators[device.index]
         self._seed: Any = None
         if self._gpu is not None:
@@ -133,13 +132,11 @@ class Generators:
 
 def torch_bytes() -> int:
     """The size of what torch's generator offers."""
-
     return torch.default_generator.get_state().numel()
 
 
 def decode(memory: bytes, numbers: Numbers) -> RandomState:
     """The states as `training_state.random_state` has them. Raises CheckpointError."""
-
     flags, has_half, half, of_device = numbers
     others, of_torch = memory[: sum(OTHERS_SIZES)], memory[sum(OTHERS_SIZES) :]
 

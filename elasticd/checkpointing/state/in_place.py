@@ -17,16 +17,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.manifest import STATE, Checksum
 from elasticd.checkpointing.storage.page_cache import CacheWindows
 from elasticd.errors import CheckpointCorrupt
-
-if TYPE_CHECKING:
-    import torch
 
 _STEP_BYTES = 4 << 20
 """The bytes that are read at once, and go into the checksum while they are in the processor's caches."""
@@ -51,8 +52,6 @@ def read(fd: int, content: StateDict, attached: Mapping[str, Any], checksum: str
     Returns the addresses of all storages that were read. `checksum`: of the whole file, "" to compare none. Raises
     CheckpointCorrupt if it has another one, and OSError.
     """
-    import torch
-
     offset_of = _mapping(fd)
     users: dict[int, int] = defaultdict(int)
     for tensor in training_state.tensors(content):
@@ -84,9 +83,6 @@ def _is_one(places: list[_Place]) -> bool:
 
 
 def _places(content: StateDict, name: str, obj: Any) -> Iterator[_Place]:
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
     target = training_state.unwrap(obj)
     if isinstance(target, Module):
         content[name] = training_state.wrapped(content[name], target)
@@ -130,7 +126,6 @@ def _places_in_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimi
 def _is_plain_module(module: torch.nn.Module) -> bool:
     """True if the module's `load_state_dict()` copies each tensor of the state as it is into the one of that name."""
     from torch.__future__ import get_swap_module_params_on_conversion
-    from torch.nn import Module
 
     return (
         _function(module.load_state_dict) is Module.load_state_dict
@@ -145,8 +140,6 @@ def _is_plain_module(module: torch.nn.Module) -> bool:
 
 def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """True if the optimizer's `load_state_dict()` keeps the tensors of the state."""
-    from torch.optim import Optimizer
-
     hooks = optimizer._optimizer_load_state_dict_pre_hooks
     return _function(optimizer.load_state_dict) is Optimizer.load_state_dict and not hooks
 
@@ -157,8 +150,6 @@ def _function(method: Any) -> Any:
 
 def _fits(source: Any, target: Any) -> bool:
     """The bytes of `source` are those that `target` is to have."""
-    import torch
-
     return (
         _is_whole(source)
         and type(target) in (torch.Tensor, torch.nn.Parameter)
@@ -171,8 +162,6 @@ def _fits(source: Any, target: Any) -> bool:
 
 def _is_whole(tensor: Any) -> bool:
     """It has a storage without gaps for itself, as far as it is concerned."""
-    import torch
-
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
     if training_state.components(tensor)[0] is not tensor:
@@ -187,16 +176,12 @@ def _is_whole(tensor: Any) -> bool:
 
 def _move(tensor: torch.Tensor, new: torch.Tensor) -> None:
     """The tensor has the other one's memory from now on."""
-    import torch
-
     with torch.no_grad():
         tensor.set_(new)  # type: ignore[call-overload]
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor without gaps, in the order of its addresses."""
-    import torch
-
     start = tensor.storage_offset() * tensor.itemsize
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), start, (tensor.nbytes,))  # type: ignore[call-overload,no-any-return]
@@ -266,8 +251,6 @@ class Reader:
 
     def read(self, piece: torch.Tensor) -> None:
         """Read as many bytes as the piece has, which is complete after the next `flush`."""
-        import torch
-
         size = piece.nbytes
         if (view := _host_memory(piece)) is not None:
             while len(view):

@@ -11,21 +11,21 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import pickle
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from elasticd.checkpointing.state import device_copy
 from elasticd.checkpointing.state.device_copy import GpuCopies, Part
-from elasticd.checkpointing.state.training_state import components
-from elasticd.errors import CheckpointRefused
-
-if TYPE_CHECKING:
-    import torch
+from elasticd.checkpointing.state.training_state import StateDict, components
+from elasticd.checkpointing.storage.atomic_write import write_at
+from elasticd.checkpointing.storage.manifest import STATE
+from elasticd.errors import CheckpointCorrupt, CheckpointRefused
 
 _ALIGNMENT = 64
 """The alignment of records in torch's own writer."""
@@ -186,8 +186,6 @@ def write_packed(fd: int, packed: bytes) -> None:
 
 def _pickle(state: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
     """The pickle, and the storages in the order of their first appearance: number n has the key str(n)."""
-    import torch
-
     storages: list[torch.UntypedStorage] = []
     keys: dict[int, str] = {}
 
@@ -216,8 +214,6 @@ def _pickle(state: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
 
 def tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The dense tensors in nested containers, each with its keys."""
-    import torch
-
     if isinstance(value, torch.Tensor):
         yield from ((path, part) for part in components(value) if part.layout is torch.strided)
     elif isinstance(value, dict):
@@ -265,9 +261,14 @@ def _pieces(parts: Iterable[Part], at_once: GpuCopies | None) -> Iterator[tuple[
         yield from at_once.pieces(every) if at_once is not None else device_copy.pieces(device, every)
 
 
-def write_at(fd: int, offset: int, data: memoryview) -> None:
-    """Write all of it. Raises OSError."""
-    while len(data):
-        count = os.pwrite(fd, data, offset)
-        data = data[count:]
-        offset += count
+def load_mapped(fd: int, map_location: Any = "cpu") -> StateDict:
+    """The state in the file or the memory `fd`, which is whole. On the CPU its tensors are mapped: memory is used for
+    what is touched, and whatever changes them changes a private copy of the page. Raises CheckpointCorrupt.
+    """
+    try:
+        state = torch.load(f"/proc/self/fd/{fd}", map_location=map_location, weights_only=True, mmap=True)
+    except (*UNPICKLABLE, pickle.UnpicklingError, EOFError, KeyError) as error:
+        raise CheckpointCorrupt(f"{STATE} is undamaged, but this torch cannot load it: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointCorrupt(f"{STATE} holds {type(state).__name__}, not a dict")
+    return state

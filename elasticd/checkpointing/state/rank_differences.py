@@ -138,7 +138,6 @@ def _different(digests: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]
 
 def _values(optimizer: Any) -> dict[str, str]:
     """Digests of what an optimizer keeps of its parameters beside tensors, by key: such as counts, and a loss."""
-
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     places = {id(parameter): number for number, parameter in enumerate(parameters)}
     values: dict[str, list[Any]] = {}
@@ -217,7 +216,6 @@ def digest(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
     if isinstance(value, Mapping):

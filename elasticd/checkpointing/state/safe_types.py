@@ -11,12 +11,11 @@ import enum
 import os
 import sys
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from elasticd.errors import CheckpointRefused
-
-if TYPE_CHECKING:
-    import torch
 
 # Pickle and this walk recurse; both stay far below Python's own limit.
 _MAX_DEPTH = 100
@@ -33,9 +32,6 @@ def check_loadable(state: Any) -> None:
 
 class _Walk:
     def __init__(self) -> None:
-        import torch
-
-        self._torch = torch
         self._plain = (type(None), bool, float, str, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)
         self._allowed = [kind for kind in torch.serialization.get_safe_globals() if isinstance(kind, type)]
         """The types of packages that have registered them, such as torchao's tensors of 8 and 4 bits."""
@@ -54,7 +50,7 @@ class _Walk:
         elif kind is bytes:
             if not value:
                 raise _refusal(path, "is empty bytes", "store None, an empty string or a tensor")
-        elif kind is self._torch.Tensor or kind is self._torch.nn.Parameter:
+        elif kind is torch.Tensor or kind is torch.nn.Parameter:
             self._tensor(value, path)
         elif kind in self._allowed and hasattr(kind, "__tensor_flatten__") and not hasattr(value, "_local_tensor"):
             for name in value.__tensor_flatten__()[0]:
@@ -62,7 +58,7 @@ class _Walk:
         elif kind in (dict, collections.OrderedDict, collections.Counter, list, tuple, set):
             self._container(value, path)
         else:
-            raise _refusal(path, f"is {_name(value)}", _instead(value, self._torch))
+            raise _refusal(path, f"is {_name(value)}", _instead(value))
 
     def _container(self, value: Any, path: tuple[Any, ...]) -> None:
         if id(value) in self._open:
@@ -89,7 +85,6 @@ class _Walk:
             self.visit(item, (*path, name))
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> None:
-        torch = self._torch
         if id(tensor) in self._seen:
             return
         self._seen.add(id(tensor))
@@ -127,7 +122,7 @@ def _name(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _instead(value: Any, torch: Any) -> str:
+def _instead(value: Any) -> str:
     if isinstance(value, type):
         return "store its name, and look it up in load_state_dict()"
     numpy = sys.modules.get("numpy")

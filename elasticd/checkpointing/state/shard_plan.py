@@ -18,30 +18,21 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from elasticd.checkpointing.state.in_place import Reader, bytes_of
 from elasticd.checkpointing.state.layout import Layout
 from elasticd.checkpointing.state.training_state import StateDict
-from elasticd.checkpointing.storage.manifest import STATE
+from elasticd.checkpointing.storage.manifest import METADATA, shard_name
 from elasticd.errors import CheckpointCorrupt, CheckpointError
 from elasticd.process_group import DefaultGroup, gather_objects, host_bytes, scatter_objects
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
     from torch.distributed.checkpoint.planner import ReadItem, SavePlanner, WriteItem
 
-METADATA = ".metadata"
 _VECTORS, _VECTOR_BYTES = 1000, 64 << 20
 """The most that one system call writes; the first is below IOV_MAX."""
-
-
-def file_name(rank: int) -> str:
-    return f"__{rank}_0.distcp"
-
-
-def file_names(world_size: int) -> list[str]:
-    """All files of a sharded state."""
-    return [*map(file_name, range(world_size)), METADATA, STATE]
 
 
 class ShardPlan:
@@ -71,7 +62,7 @@ class ShardPlan:
         at = 0
         places = []
         for item, size in zip(self._own.items, self._own.sizes(self._own_sizes), strict=True):
-            places.append((item.index, filesystem._StorageInfo(file_name(group.rank), at, size)))
+            places.append((item.index, filesystem._StorageInfo(shard_name(group.rank), at, size)))
             at += size
         data = b""
         every = gather_objects((at, places), group)
@@ -112,8 +103,6 @@ class _File:
         self._tensors = self.items[: len(self.items) - len(self._values)]
 
     def content(self, planner: SavePlanner) -> Iterator[bytes | memoryview]:
-        import torch
-
         with torch.no_grad():
             for item in self._tensors:
                 data = planner.resolve_data(item)
@@ -244,8 +233,6 @@ def load_shards(open_file: OpenFile, make_targets: Any) -> StateDict:
 
 def _read_in_place(view: DiskView, place: Any, item: ReadItem, described: Any, target: torch.Tensor) -> bool:
     """Read all of a tensor that was written here, if the target is as large and without gaps; True if that was done."""
-    import torch
-
     dtype, shape = described.properties.dtype, described.chunks[item.storage_index.index or 0].sizes
     fits = item.lengths == shape == target.shape and target.dtype == dtype and target.is_contiguous()
     if not fits or type(target) is not torch.Tensor:
@@ -260,7 +247,6 @@ def _read_in_place(view: DiskView, place: Any, item: ReadItem, described: Any, t
 
 def _load(archive: memoryview, described: Any, index: MetadataIndex) -> Any:
     """A tensor or a value. A tensor that was written here is used where it is, another one is loaded as DCP does."""
-    import torch
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if isinstance(described, TensorStorageMetadata):
@@ -280,8 +266,6 @@ class _Unpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        import torch
-
         if module == "torch" and isinstance(member := getattr(torch, name, None), torch.dtype):
             return member
         if name in _METADATA_TYPES.get(module, ()):
@@ -311,15 +295,11 @@ def read_metadata(content: bytes) -> Metadata:
 @functools.lru_cache(1 << 16)
 def _around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """The bytes that `torch.save` writes before and after those of such a tensor."""
-    import torch
-
     return Layout(torch.empty(shape, dtype=dtype)).bytes_around_storage()
 
 
 def _structure(flat: StateDict) -> list[tuple[Any, ...]]:
     """The structure that a plan depends on; it differs in nothing else."""
-    import torch
-
     return [
         (key, value.dtype, tuple(value.shape), getattr(value, "placements", None))
         if isinstance(value, torch.Tensor)

@@ -61,7 +61,6 @@ def _root_mesh(mesh: Any) -> Any:
 
 def names(attached: Mapping[str, Any]) -> frozenset[str]:
     """The modules and optimizers, if one of them is sharded; else none."""
-
     large = {name: obj for name, obj in attached.items() if isinstance(obj, (Module, Optimizer))}
     is_sharded = any(
         _is_zero(obj) or any(_is_dtensor(parameter) for _, parameter in _parameters(obj)) for obj in large.values()
@@ -144,7 +143,6 @@ def gather(attached: Mapping[str, Any], rank: int) -> StateDict:
 
 def values(state: Mapping[str, Any]) -> StateDict:
     """The parts of a nested state that are no tensors."""
-
     return {
         key: values(value) if isinstance(value, Mapping) else value
         for key, value in state.items()
@@ -250,7 +248,6 @@ def scatter(attached: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
 
 def _parameters(obj: Any) -> list[tuple[str, Any]]:
     """The parameters of a module by their keys, with buffers that are sharded; the parameters of an optimizer."""
-
     if isinstance(obj, Optimizer):
         return [("a parameter", parameter) for group in obj.param_groups for parameter in group["params"]]
     if not isinstance(obj, Module):
@@ -306,7 +303,6 @@ def _indices(optimizer: Any) -> dict[int, torch.Tensor]:
 
 def _like(parameter: torch.Tensor | None, saved: Any) -> Any:
     """An uninitialised tensor for a part of an optimizer's state: sharded as its parameter is, if it has its size."""
-
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # imported by sharded states only
 
     if not isinstance(saved, TensorStorageMetadata):
@@ -320,7 +316,6 @@ def _like(parameter: torch.Tensor | None, saved: Any) -> Any:
 
 def _divided(saved: Any, like: torch.Tensor) -> Any:
     """This rank's part of a tensor, if that is sharded; in memory of its own."""
-
     if not isinstance(saved, torch.Tensor):
         return saved
     if not _is_dtensor(like) or saved.shape != like.shape:

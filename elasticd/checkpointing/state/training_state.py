@@ -17,13 +17,14 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn import DataParallel, Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from elasticd.errors import CheckpointError, UsageError
-
-if TYPE_CHECKING:
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
 
 StateDict = dict[str, Any]
 """The state of one object, or of several by their names, as torch has it: nested containers, numbers and tensors."""
@@ -63,8 +64,6 @@ def attachable(name: str, obj: Any) -> Any:
 
     Raises UsageError for an object that cannot be saved and loaded.
     """
-    import torch
-
     if isinstance(obj, torch.Generator):
         return GeneratorState(obj)
     if name == RESERVED:
@@ -96,8 +95,6 @@ class GeneratorState:
         return {"state": ctypes.string_at(offered.data_ptr(), offered.nbytes)}
 
     def load_state_dict(self, saved: StateDict) -> None:
-        import torch
-
         self._generator.set_state(torch.frombuffer(bytearray(saved["state"]), dtype=torch.uint8))
 
     def load_state_dicts(self, saved: list[StateDict], rank: int, world_size: int) -> str:
@@ -110,9 +107,6 @@ class GeneratorState:
 
 def unwrap(obj: Any) -> Any:
     """The module inside DistributedDataParallel, DataParallel and torch.compile, however nested; others unchanged."""
-    from torch.nn import DataParallel, Module
-    from torch.nn.parallel import DistributedDataParallel
-
     while isinstance(obj, Module):
         if isinstance(obj, (DistributedDataParallel, DataParallel)):
             obj = obj.module
@@ -125,9 +119,6 @@ def unwrap(obj: Any) -> Any:
 
 def parallel(obj: Any) -> DistributedDataParallel | None:
     """The DistributedDataParallel that `obj` is, or that torch.compile has wrapped."""
-    from torch.nn import Module
-    from torch.nn.parallel import DistributedDataParallel
-
     while isinstance(obj, Module) and not isinstance(obj, DistributedDataParallel) and _COMPILED in obj._modules:
         obj = obj._modules[_COMPILED]
     return obj if isinstance(obj, DistributedDataParallel) else None
@@ -144,9 +135,6 @@ def replicated(attached: Mapping[str, Any], world_size: int) -> frozenset[int]:
 
     Buffers are not: each rank's BatchNorm has seen its own batches.
     """
-    import torch
-    from torch.optim import Optimizer
-
     parameters: dict[int, torch.Tensor] = {}
     for obj in map(parallel, attached.values()):
         if obj is not None and obj.process_group.size() == world_size:
@@ -199,10 +187,6 @@ def _load(target: Any, state: Any, in_place: Collection[int]) -> None:
     """Load a state whose tensors are mapped from a file: modules and optimizers copy them in place; other objects may
     keep what they get, and get copies. Tensors in memory of their own are loaded as they are.
     """
-    import torch
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
     mapped = addresses(state) - set(in_place)
     if isinstance(target, Module):
         target.load_state_dict(wrapped(state, target))
@@ -248,8 +232,6 @@ def _keep_copies(state: Mapping[Any, Any], before: Mapping[Any, Any], mapped: se
     """An optimizer keeps the tensors that it loads: replace mapped ones by the tensors it had before, with the new
     values, so that there is never a second copy of its state.
     """
-    import torch
-
     loaded = [
         (values, key, value, before.get(parameter, {}).get(key))
         for parameter, values in state.items()
@@ -275,8 +257,6 @@ def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A new tensor in huge pages where the kernel grants them: page faults are three quarters of the time that a copy
     takes.
     """
-    import torch
-
     new = torch.empty_like(tensor, device=device, requires_grad=False)
     if new.device.type == "cpu":
         start = -(-new.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
@@ -288,8 +268,6 @@ def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _copied(state: Any) -> Any:
     """A deep copy, in which tensors that share memory still do. Torch has none of a compressed sparse tensor (CSR)."""
-    import torch
-
     if any(components(tensor)[0] is not tensor for tensor in _tensors(state)):
         return from_bytes(to_bytes(state))  # their classes need not have a clone()
     usual = (torch.strided, torch.sparse_coo)
@@ -298,8 +276,6 @@ def _copied(state: Any) -> Any:
 
 def addresses(state: Any) -> set[int]:
     """The storages of the dense tensors in nested containers."""
-    import torch
-
     return {tensor.untyped_storage().data_ptr() for tensor in tensors(state) if tensor.layout is torch.strided} - {0}
 
 
@@ -310,8 +286,6 @@ def tensors(state: Any) -> Iterator[torch.Tensor]:
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    import torch
-
     if isinstance(state, torch.Tensor):
         yield state
     elif isinstance(state, (Mapping, list, tuple, set)):
@@ -345,8 +319,6 @@ def _bare(state: Any) -> Any:
 
 def wrapped(state: Any, target: Any) -> Any:
     """The state with the names that a module has whose submodules were compiled by themselves."""
-    from torch.nn import Module
-
     if not isinstance(target, Module):
         return state
     paths = [*target.state_dict(keep_vars=True), *(name for name, _ in target.named_modules())]
@@ -398,8 +370,6 @@ def scatter_per_rank(
 
 def random_state(device: torch.device) -> RandomState:
     """This rank's random streams: torch's default generator, the accelerator's, python's, and numpy's if imported."""
-    import torch
-
     version, numbers, gauss = random.getstate()
     # Tensors, since torch.save and torch.load take a list number by number.
     words = torch.frombuffer(array("q", numbers), dtype=torch.int64)
@@ -414,15 +384,11 @@ def random_state(device: torch.device) -> RandomState:
 
 def torch_state() -> torch.Tensor:
     """The state of torch's default generator."""
-    import torch
-
     return torch.get_rng_state()
 
 
 def take_back_seed(before: torch.Tensor) -> None:
     """Back to this state, if a DataLoader's seed is all that was drawn since then."""
-    import torch
-
     generator = torch.Generator()
     generator.set_state(before)
     torch.empty((), dtype=torch.int64).random_(generator=generator)
@@ -432,8 +398,6 @@ def take_back_seed(before: torch.Tensor) -> None:
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> list[str]:
     """Restore this rank's random streams; returns sentences about those that could not be restored."""
-    import torch
-
     unused: list[str] = []
     try:
         version, numbers, gauss = state["python"]
@@ -460,8 +424,6 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> list[str
 
 def to_bytes(state: Any) -> bytes:
     """The state as `torch.save` writes it."""
-    import torch
-
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
@@ -469,6 +431,4 @@ def to_bytes(state: Any) -> bytes:
 
 def from_bytes(data: bytes | bytearray) -> Any:
     """The inverse of `to_bytes`, on the CPU. Only plain data and tensors: received bytes cannot run code."""
-    import torch
-
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

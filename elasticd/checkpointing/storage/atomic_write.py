@@ -120,6 +120,14 @@ def write_file(path: Path, fill: Callable[[HashingFile], None]) -> FileState:
     return file.bytes, str(file.checksum)
 
 
+def write_at(fd: int, offset: int, data: memoryview) -> None:
+    """Write all of it at this offset. Raises OSError."""
+    while len(data):
+        count = os.pwrite(fd, data, offset)
+        data = data[count:]
+        offset += count
+
+
 def staging_path(directory: Path, round: int, step: int, token: str) -> Path:
     return directory / f".r{round}-s{step}.{token}.staging"
 

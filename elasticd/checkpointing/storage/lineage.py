@@ -181,7 +181,7 @@ def find_damage(entry: Entry) -> str | None:
     try:
         if (store := store_of(entry.path.parent)) is not None:
             return store.find_damage(entry.path.name, entry.manifest)
-        for name in (STATE, *entry.manifest.files):
+        for name in entry.manifest.all_files:
             os.close(open_verified(entry, name, from_disk=True))
     except (CheckpointCorrupt, OSError) as error:
         return str(error)
@@ -206,7 +206,7 @@ def open_verified(entry: Entry, name: str = STATE, from_disk: bool = False) -> i
 
 def _open_verified(entry: Entry, name: str, from_disk: bool) -> int:
     manifest = entry.manifest
-    expected = manifest.files.get(name, (manifest.bytes, manifest.checksum))
+    expected = manifest.all_files[name]
     algorithm = expected[1].partition(":")[0]
     try:
         checksum = Checksum(algorithm)
@@ -269,8 +269,7 @@ def _beyond(found: Manifest, limit: int | None, newer: int, parent_checksum: str
 
 
 def _state_damage(path: Path, found: Manifest) -> str | None:
-    files = object_store.files_of(found)
-    return next((why for name, file in files.items() if (why := _file_damage(path, name, file))), None)
+    return next((why for name, file in found.all_files.items() if (why := _file_damage(path, name, file))), None)
 
 
 def _file_damage(path: Path, name: str, expected: FileState) -> str | None:

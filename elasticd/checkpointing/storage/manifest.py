@@ -21,6 +21,8 @@ from elasticd.bounded_json import JsonObject
 
 VERSION = "1.1"
 STATE = "state.pt"
+METADATA = ".metadata"
+"""torch.distributed.checkpoint's own description of the shards."""
 MANIFEST = "manifest.json"
 
 try:
@@ -78,9 +80,14 @@ class Manifest:
             )
 
     @property
+    def all_files(self) -> dict[str, FileState]:
+        """All files of the checkpoint: state.pt and the shards."""
+        return {STATE: (self.bytes, self.checksum), **self.files}
+
+    @property
     def total_bytes(self) -> int:
         """The size of all files."""
-        return self.bytes + sum(size for size, _ in self.files.values())
+        return sum(size for size, _ in self.all_files.values())
 
     def to_json(self) -> builtins.bytes:
         """Readable JSON with its seal. Raises TypeError or ValueError for a cursor that is not JSON."""
@@ -99,6 +106,16 @@ class Manifest:
     def relinked_to(self, round: int) -> Manifest:
         """The manifest as the first checkpoint of `round`, which resumed from this one."""
         return replace(self, round=round, parent=self.trained, relinked=True)
+
+
+def shard_name(rank: int) -> str:
+    """The file with a rank's part of a sharded state, as torch.distributed.checkpoint names it."""
+    return f"__{rank}_0.distcp"
+
+
+def shard_names(world_size: int) -> list[str]:
+    """All files of a sharded state."""
+    return [*map(shard_name, range(world_size)), METADATA, STATE]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.bounded_json import JsonObject
-from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, Checksum, FileState, Manifest, parse
+from elasticd.checkpointing.storage.manifest import MANIFEST, Checksum, FileState, Manifest, parse
 from elasticd.checkpointing.storage.object_url import CACHE_VARIABLE, missing_package, scheme_at, url_of
 from elasticd.errors import DirectoryInUse, ObjectStoreError
 
@@ -197,7 +197,7 @@ class ObjectStore:
         damage: dict[str, str] = {}
         if isinstance(manifest, Manifest):
             present = {f"{name}/{file}": info for file, info in files.items()}
-            damage = self._find_missing(name, files_of(manifest), present)
+            damage = self._find_missing(name, manifest.all_files, present)
         if data is not None and _content(path / MANIFEST) == data:
             _write_remote(path, version, damage)
         else:
@@ -253,7 +253,7 @@ class ObjectStore:
 
     def find_damage(self, name: str, manifest: Manifest) -> str | None:
         """Why a checkpoint cannot be used, after reading all of it from the store; None if it is whole."""
-        for file, expected in files_of(manifest).items():
+        for file, expected in manifest.all_files.items():
             file_object = self._call("open", f"{name}/{file}", "rb", block_size=_BLOCK_BYTES)
             checksum, size = Checksum(expected[1].partition(":")[0]), 0
             with file_object:
@@ -320,7 +320,7 @@ class ObjectStore:
         `source`. Raises ObjectStoreError, OSError.
         """
         self._check_owner()
-        files = files_of(manifest)
+        files = manifest.all_files
         if name.endswith(".again"):  # it is there as well if a process died before it had deleted the other one
             with contextlib.suppress(FileNotFoundError):
                 self._call("rm_file", f"{name}/{MANIFEST}")
@@ -464,10 +464,6 @@ class ObjectStore:
         finally:
             fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
             os.close(fd)
-
-
-def files_of(manifest: Manifest) -> dict[str, FileState]:
-    return {STATE: (manifest.bytes, manifest.checksum), **manifest.files}
 
 
 def damage(path: Path, file: str) -> str | None:

@@ -22,15 +22,19 @@ from typing import Any
 
 import torch
 
-from elasticd.checkpointing.state import checkpoint_files as checkpoint
-from tests.library.verified import verified_lineage
+from elasticd.checkpointing.storage.checkpoint_files import relink
+from elasticd.checkpointing.storage.directory_lock import DirectoryLock
+from elasticd.checkpointing.storage.lineage import Entry, lineage
+from elasticd.checkpointing.storage.retention import retain
+from tests.library import checkpoints
+from tests.library.checkpoints import verified_lineage
 
 FILE_OPERATIONS = ("open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "os.truncate")
 
 
 def save(directory: Path, round: int, step: int, parent: tuple[int, int] | None, size: int = 1000) -> None:
     state = {"step": step, "weights": torch.full((size,), float(step))}
-    checkpoint.save(directory, round=round, step=step, parent=parent, world_size=1, job="j", run="r", state=state)
+    checkpoints.save(directory, round=round, step=step, parent=parent, world_size=1, job="j", run="r", state=state)
 
 
 def tell(**what: Any) -> None:
@@ -40,7 +44,7 @@ def tell(**what: Any) -> None:
 def loadable(directory: Path) -> int:
     """The newest step that really loads, 0 if none; the lineage must offer it first."""
     for entry in verified_lineage(directory)[0]:
-        state = checkpoint.load(entry)
+        state = checkpoints.load(entry)
         assert state["step"] == entry.manifest.step
         assert bool((state["weights"] == entry.manifest.step).all())
         return int(state["step"])
@@ -71,25 +75,25 @@ def reaped(pid: int, read: int, told: bytes = b"") -> tuple[int, int]:
 
 def life(directory: Path, done: Callable[[int], None]) -> None:
     """Everything that touches the directory: a re-link, saves, a step saved again, retention."""
-    entry = checkpoint.lineage(directory)[0][0]
-    checkpoint.relink(directory, entry, 2)
+    entry = lineage(directory)[0][0]
+    relink(directory, entry, 2)
     save(directory, 2, 20, (1, 10))
     done(20)
     save(directory, 2, 20, (1, 10))
-    checkpoint.retain(directory, 2, 1)
+    retain(directory, 2, 1)
     save(directory, 2, 30, (1, 10))
     done(30)
-    checkpoint.retain(directory, 2, 1)
+    retain(directory, 2, 1)
 
 
 def clean_afterwards(directory: Path) -> list[str]:
     """What is there after another round went on and saved twice."""
-    entries, _ = checkpoint.lineage(directory)
+    entries, _ = lineage(directory)
     if entries:
-        checkpoint.relink(directory, entries[0], 3)
+        relink(directory, entries[0], 3)
     save(directory, 3, 40, (entries[0].manifest.round, entries[0].manifest.step) if entries else None)
     save(directory, 3, 50, None)
-    checkpoint.retain(directory, 3, 1)
+    retain(directory, 3, 1)
     return sorted(os.listdir(directory))
 
 
@@ -139,15 +143,15 @@ def die_at_random_moments(base: Path, times: int, seed: int) -> None:
     directory, last = base / "random", 0
     save(directory, 1, 1, None)
     for round in range(2, times + 2):
-        entry = checkpoint.lineage(directory)[0][0]
+        entry = lineage(directory)[0][0]
         first = entry.manifest.step
 
-        def body(done: Callable[[int], None], round: int = round, entry: checkpoint.Entry = entry) -> None:
-            checkpoint.relink(directory, entry, round)
+        def body(done: Callable[[int], None], round: int = round, entry: Entry = entry) -> None:
+            relink(directory, entry, round)
             for step in range(entry.manifest.step + 1, entry.manifest.step + 10_000):
                 save(directory, round, step, (entry.manifest.round, entry.manifest.step), 1_000_000)
                 done(step)
-                checkpoint.retain(directory, round, 2)
+                retain(directory, round, 2)
 
         pid, read = fork(body)
         told = b""
@@ -167,7 +171,7 @@ def die_at_a_byte(base: Path) -> None:
     """The kernel kills the writer exactly at a byte of state.pt (SIGXFSZ at a file-size limit)."""
     directory = base / "byte"
     save(directory, 1, 10, None)
-    size = checkpoint.lineage(directory)[0][0].manifest.bytes
+    size = lineage(directory)[0][0].manifest.bytes
     for limit in (1, 63, 64, size // 2, size - 22, size - 1):
 
         def body(done: Callable[[int], None], limit: int = limit) -> None:
@@ -248,11 +252,11 @@ def read_only(directory: Path, mounted: bool) -> None:
         (directory.parent / "file").write_text("")
         where = directory.parent / "file" / "below"
     errors = []
-    entry = checkpoint.lineage(directory)[0][0]
+    entry = lineage(directory)[0][0]
     attempts: list[Callable[[], object]] = [
         lambda: save(where, 1, 40, None),
-        lambda: checkpoint.relink(where, entry, 2),
-        lambda: checkpoint.DirectoryLock(where, "j", "r").acquire(),
+        lambda: relink(where, entry, 2),
+        lambda: DirectoryLock(where, "j", "r").acquire(),
     ]
     for attempt in attempts:
         try:

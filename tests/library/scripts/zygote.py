@@ -22,7 +22,7 @@ PRELOADED = (
     "torch._dynamo",
     "torch.nn.parallel",
     "torch.utils.data",
-    "elasticd.checkpointing.state.checkpoint_files",
+    "elasticd.checkpointing.restore",
     "elasticd.session",
 )
 

@@ -31,7 +31,7 @@ ALWAYS = ("numpy", "torch", "torch._dynamo", "torch.profiler._cupti_monitor")
 """numpy, which torch imports where it is installed, torch, and the lazy imports of the first DistributedDataParallel()
 and the first optimizer step (torch 2.13)."""
 COMPILE = ("torch._inductor.compile_fx",)
-LAZY_LIBRARY = ("elasticd.session", "elasticd.checkpointing.state.checkpoint_files", "elasticd.sampler")
+LAZY_LIBRARY = ("elasticd.session", "elasticd.sampler")
 """The lazy imports of `import elasticd`."""
 READ_AT_IMPORT = re.compile(r"(OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|NUMEXPR)_|TORCH(?!ELASTIC|_NCCL)|PYTORCH_")
 MAX_FILES = 500

@@ -1,61 +1,23 @@
-"""Rank 0's checkpoints: written whole or not at all, checksummed, chained to their parent, with a fallback.
+"""Checkpoints in a directory: written whole or not at all, and chained to the one that their round resumed from.
 
     <dir>/r<round>-s<step>/state.pt         plain torch.load(weights_only=True) opens it
     <dir>/r<round>-s<step>/manifest.json    what it is, where it comes from, its checksum
 
-Sessions and agents call these functions. Only `save` and `load` import torch, so that the agent can read lineages. One
-process saves one checkpoint at a time. docs/checkpoints.md lists the guarantees and their limits.
+One process writes one checkpoint at a time. docs/checkpoints.md lists the guarantees and their limits.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import pickle
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from elasticd.bounded_json import JsonObject
-from elasticd.checkpointing.state.layout import UNPICKLABLE, Layout
-from elasticd.checkpointing.state.safe_types import check_loadable
-from elasticd.checkpointing.state.training_state import StateDict
 from elasticd.checkpointing.storage.atomic_write import HashingFile, Staging, sweep, write_file
-from elasticd.checkpointing.storage.directory_lock import DirectoryLock
-from elasticd.checkpointing.storage.lineage import Entry, examine, highest_round, lineage, names, open_verified
+from elasticd.checkpointing.storage.lineage import Entry, examine, names
 from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, FileState, Manifest, Unreadable, parse
-from elasticd.checkpointing.storage.object_store import files_of
-from elasticd.checkpointing.storage.retention import retain
-from elasticd.errors import CheckpointCorrupt, CheckpointRefused
-
-__all__ = ["DirectoryLock", "Entry", "highest_round", "lineage", "load", "relink", "retain", "save"]
-
-
-def save(
-    directory: str | os.PathLike[str],
-    *,
-    round: int,
-    step: int,
-    parent: tuple[int, int] | None,
-    world_size: int,
-    job: str,
-    run: str,
-    state: StateDict,
-    cursor: JsonObject | None = None,
-) -> Entry:
-    """Write one checkpoint; when this returns it is on the disk under its name, and replaces one of the same step.
-
-    `parent`: the (round, step) this round resumed from. A round has one parent: once it has a checkpoint, that one's
-    parent counts. Raises CheckpointRefused, before writing, for a state that would not load again; OSError when the
-    disk is full or the directory cannot be written, and then leaves no checkpoint; ValueError for invalid numbers.
-    """
-    check_loadable(state)
-    draft = Manifest(round, step, parent, world_size, 0, "", job, run, cursor, time.time())
-    check_cursor(draft)
-    layout = Layout(state)
-    return write(directory, draft, layout.fill)
+from elasticd.errors import CheckpointRefused
 
 
 def check_cursor(draft: Manifest) -> None:
@@ -93,33 +55,6 @@ def write_files(
         return Entry(publish(staging, manifest), manifest)
 
 
-def load(entry: Entry, map_location: Any = "cpu") -> StateDict:
-    """The state that `save` wrote, checked as a whole before anything is unpickled. On the CPU its tensors are mapped
-    from the file: memory is used for what is touched, and whatever changes them changes a private copy of the page.
-
-    Raises CheckpointCorrupt for a checkpoint that cannot be used (the next one of the lineage may be good), OSError if
-    it cannot be opened.
-    """
-    fd = open_verified(entry)
-    try:
-        return load_mapped(fd, map_location)
-    finally:
-        os.close(fd)
-
-
-def load_mapped(fd: int, map_location: Any = "cpu") -> StateDict:
-    """The state in the file or the memory `fd`, which is whole. Raises CheckpointCorrupt."""
-    import torch
-
-    try:
-        state = torch.load(f"/proc/self/fd/{fd}", map_location=map_location, weights_only=True, mmap=True)
-    except (*UNPICKLABLE, pickle.UnpicklingError, EOFError, KeyError) as error:
-        raise CheckpointCorrupt(f"{STATE} is undamaged, but this torch cannot load it: {error}") from error
-    if not isinstance(state, dict):
-        raise CheckpointCorrupt(f"{STATE} holds {type(state).__name__}, not a dict")
-    return state
-
-
 def relink(directory: str | os.PathLike[str], entry: Entry, round: int) -> Entry:
     """Make `entry`, which round `round` has loaded, that round's own first checkpoint, before its first step.
 
@@ -143,7 +78,7 @@ def relink(directory: str | os.PathLike[str], entry: Entry, round: int) -> Entry
         if _manifest_in(fd) != source:
             raise OSError(errno.ESTALE, "the checkpoint was replaced after it was loaded", str(entry.path))
         with Staging(base, round, source.step, source=entry.path.name) as staging:
-            for name, expected in files_of(source).items():
+            for name, expected in source.all_files.items():
                 copied = staging.link(name, fd)
                 if copied is not None and copied != expected:
                     raise OSError(errno.ESTALE, "the checkpoint changed while it was copied", str(entry.path))
