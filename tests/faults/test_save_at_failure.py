@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.library.verified import verified_lineage
 
 from tests.faults.conftest import StartJob
 from tests.faults.job import SCRIPTS, Fault, Job, comm_of, descendants, until
 from tests.faults.nodes import Nodes
+from tests.library.checkpoints import verified_lineage
 
 
 def digests(run: Job, what: str, rank: int = 0) -> list[tuple[int, int, str]]:
