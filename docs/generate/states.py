@@ -11,7 +11,8 @@ HEAD = """\
 
 Written by `make docs` from the table `TRANSITIONS` in `agents/elasticd_agent/job/state_machine.py`; every transition is
 checked against it. An agent runs at most one group of workers; it leaves `Stopping` for `Running` only when every
-process of the old group has been reaped, or has been sent SIGKILL and hangs in the kernel.
+process of the old group has been reaped, is parked without a process group, or has been sent SIGKILL and hangs in the
+kernel.
 
 | phase | what it means | waits for | turns into |
 |---|---|---|---|

@@ -45,7 +45,7 @@ from elasticd_agent.model.messages import (
     TimerExpired,
     WorkerExited,
 )
-from elasticd_agent.model.records import Failure, Member, Round
+from elasticd_agent.model.records import Failure, Member, QuarantinedSlot, Round
 
 RULES = StepRules("a", user_error_wait_s=0.5, shutdown_timeout_s=30.0)
 HERE = (Member("a", "i", (4, 5)),)
@@ -175,11 +175,28 @@ def test_terminal_round_ends_the_group() -> None:
 
 def test_a_newer_round_waits_until_the_old_group_is_gone() -> None:
     phase, actions = step(Running(R3), RoundPublished(R4), RULES)
-    assert (phase, actions) == (Stopping(R3, R4), [KillGroup(3, "round 4: four")])
+    assert (phase, actions) == (Stopping(R3, R4), [KillGroup(3, "round 4: four", keep=True)])
     assert step(phase, GroupEnded(3), RULES) == (Running(R4), [StartGroup(R4)])
     assert step(Stopping(R3), GroupEnded(3), RULES) == (Joining(3), [])
     assert step(Stopping(R3, R4), RoundPublished(ELSEWHERE), RULES) == (Stopping(R3, ELSEWHERE), [])
     assert step(Stopping(R3, ELSEWHERE), GroupEnded(3), RULES) == (Joining(5), [])
+
+
+def test_workers_are_kept_for_the_next_round_of_their_node_only() -> None:
+    """A round without it, the end of the job and a stop keep none; nor is a slot kept whose rank hangs."""
+    hung = (QuarantinedSlot("a", 5, 1, hung=True), QuarantinedSlot("a", 4, 1), QuarantinedSlot("b", 4, 1, hung=True))
+    stop = PendingStop("SIGTERM", 143, 40.0)
+    for phase, then, keep, slots in (
+        (Running(R3), R4, True, ()),
+        (Running(R3), replace(R4, cause="hung", quarantined_slots=hung), True, (5,)),
+        (Running(R3), replace(R4, cause="crash", quarantined_slots=hung), True, ()),
+        (Running(R3), ELSEWHERE, False, ()),
+        (Running(R3), FAILED, False, ()),
+        (Running(R3, stop=stop), R4, False, ()),
+    ):
+        _, (kill,) = step(phase, RoundPublished(then), RULES)
+        assert isinstance(kill, KillGroup)
+        assert (kill.keep, kill.hung) == (keep, slots)
 
 
 def test_after_a_stop_only_the_end_of_the_job_is_still_taken_in() -> None:
@@ -196,7 +213,7 @@ def test_a_crash_kills_the_rest_at_once_and_names_the_culprit() -> None:
     phase, actions = step(Running(R3, (), True), exited(1, -9), RULES)
     why = "rank 1 was killed by SIGKILL"
     assert phase == Stopping(R3)
-    assert actions == [KillGroup(3, why), ReportFailure(Failure(3, "a", "crash", ((1, 5),), why))]
+    assert actions == [KillGroup(3, why, keep=True), ReportFailure(Failure(3, "a", "crash", ((1, 5),), why))]
 
 
 def test_peer_loss_names_ranks_with_code_0() -> None:
@@ -294,7 +311,7 @@ def test_all_workers_must_end_well() -> None:
     ],
 )
 def test_other_failures_blame_no_rank(event: Event, kind: str, why: str) -> None:
-    expected = Stopping(R3), [KillGroup(3, why), ReportFailure(Failure(3, "a", kind, (), why))]
+    expected = Stopping(R3), [KillGroup(3, why, keep=True), ReportFailure(Failure(3, "a", kind, (), why))]
     assert step(Running(R3), event, RULES) == expected
 
 

@@ -40,6 +40,7 @@ from elasticd_agent.workers.events import (
 )
 from elasticd_agent.workers.file_timer import FileTimerExpired
 from elasticd_agent.workers.gpu_memory import MemoryChecked
+from elasticd_agent.workers.groups import Keep
 from elasticd_agent.workers.launcher.owner_client import OwnerLost, OwnerMessage
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 from elasticd_agent.workers.manager import WorkerManager
@@ -278,6 +279,7 @@ class JobLoop:
                 self.round = round
                 if round.member(self.node) is None:
                     self.workers.end_store()
+                    self.workers.end_kept()
             case messages.GroupEnded(number):
                 self._kill_at.pop(number, None)
                 self._waiting_for_master = None
@@ -317,7 +319,8 @@ class JobLoop:
                 self._start(round)
             case messages.KillGroup(number, _, save):
                 self._saved_last = save
-                self._end_group(number, signal.SIGKILL, save=save)
+                keep = self._monitor.workers_to_keep(action) if action.keep else Keep()
+                self._end_group(number, signal.SIGKILL, save=save, keep=keep)
             case messages.StopGroup(number, why, grace_s, name):
                 self._listener.log(why)
                 self._kill_at[number] = time.monotonic() + grace_s
@@ -402,10 +405,10 @@ class JobLoop:
                 self._waiting_for_master = None
                 self.workers.start(round, workers, (self._master.address, self._master.port))
 
-    def _end_group(self, number: int, signum: signal.Signals, *, save: bool = False) -> None:
+    def _end_group(self, number: int, signum: signal.Signals, *, save: bool = False, keep: Keep | None = None) -> None:
         self._monitor.ending()
         self._listener.on(GroupEnding(number), time.monotonic())
-        self._events.extend(self.workers.signal(number, signum, save=save))
+        self._events.extend(self.workers.signal(number, signum, save=save, keep=keep))
 
     def _report(self, failure: Failure) -> None:
         now = time.monotonic()

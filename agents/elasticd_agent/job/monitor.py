@@ -19,10 +19,11 @@ from elasticd_agent.hangs.observer import GroupObserver, Observation
 from elasticd_agent.hangs.stragglers import WaitCounter
 from elasticd_agent.job import exit_cause
 from elasticd_agent.job.listener import JobListener
-from elasticd_agent.model.messages import FirstStep
+from elasticd_agent.model.messages import FirstStep, KillGroup
 from elasticd_agent.model.records import Round
 from elasticd_agent.rendezvous.member import RendezvousMember
 from elasticd_agent.workers.events import GroupStarted, WorkersReleased
+from elasticd_agent.workers.groups import Keep
 from elasticd_agent.workers.launcher.requests import WorkerSpec
 
 EAGER_INTERVAL_S = 0.02
@@ -34,6 +35,8 @@ HASTENED_S = 0.3
 """After another agent has probed this one, which is a sign of a failure."""
 STATE_KEPT = ("attached", "resumed", "snapshot", "checkpoint_saved")
 """The next round continues from the state of that moment, or a newer one."""
+PARK_S, LONGEST_PARK_S = 1.0, 10.0
+"""The time that a worker has to leave a round: as long as its last step took, since it may be in the middle of one."""
 REPORT_CHECKPOINT_S = 10.0
 """The interval of reports of new checkpoints to other nodes: a Round records one, the ranks look for the newest."""
 
@@ -70,6 +73,8 @@ class GroupMonitor:
         self._earlier: list[WorkerEventReader] = []
         self._at = self._eager_until = self._hastened_until = 0.0
         self._step_at: tuple[int, float] = (0, 0.0)
+        self._step_s = 0.0
+        self._kept = 0  # workers of this round that have kept their process of an earlier one
         self._checkpoint_reported_at = float("-inf")
         self._pending_exception = ""  # reported of this round's ranks
         self._stepped_round = 0  # the newest round with an observed step
@@ -107,7 +112,7 @@ class GroupMonitor:
         self._history.begin()
         self._wait_shares.begin()
         self._at = now + EAGER_INTERVAL_S
-        self._step_at = (0, now)
+        self._step_at, self._step_s, self._kept = (0, now), 0.0, 0
         self._eager_until = now + EAGER_S
         self._rendezvous.update_local_facts(next_step_due=now)
         self._pending_exception = ""
@@ -117,6 +122,7 @@ class GroupMonitor:
         prepared = self._prepared
         if prepared is None or prepared.observer.round != started.number:
             return
+        self._kept = len(started.kept)
         prepared.observer.set_processes(started.pids, started.store_pid, started.held_ranks, started.store_port)
         targets = [replace(t, pid=pid) for t, pid in zip(prepared.targets, started.pids, strict=True)]
         self.detector.begin(started.number, targets, prepared.evidence_dir)
@@ -129,6 +135,21 @@ class GroupMonitor:
         """A worker has exited with code 0."""
         if self._prepared is not None:
             self._prepared.observer.worker_exited(rank)
+
+    def workers_to_keep(self, kill: KillGroup) -> Keep:
+        """All whose script can enter another round, but none that hangs or is stopped.
+
+        A round that was changed in place and fails before its first step may have failed for that.
+        """
+        seen = self._observation
+        if seen is None or seen.round != kill.number:
+            return Keep()
+        if self._kept and self._stepped_round != kill.number:
+            why = "it kept workers' processes, and has failed before its first step"
+            self._listener.log(f"round {kill.number}: {why}: the next round has new processes")
+            return Keep()
+        fit = (at for at, rank in enumerate(seen.ranks) if rank.slot not in kill.hung and rank.state != "T")
+        return Keep(tuple(fit), min(max(PARK_S, self._step_s), LONGEST_PARK_S), kill.why)
 
     def ending(self) -> None:
         """While a group is ended, its silence is no sign of a hang."""
@@ -196,9 +217,9 @@ class GroupMonitor:
         """Estimate when the next step is due: the leader uses it to find that training has stopped."""
         before, at = self._step_at
         if step > before:
-            step_s = (now - at) / (step - before)
+            self._step_s = (now - at) / (step - before)
             self._step_at = step, now
-            self._rendezvous.update_local_facts(next_step_due=now + 2 * step_s)
+            self._rendezvous.update_local_facts(next_step_due=now + 2 * self._step_s)
 
     def _worker_event(self, event: WorkerEvent) -> None:
         number, step = event.round, event.step

@@ -322,7 +322,10 @@ def _superseded(old: Round, new: Round, rules: StepRules, stop: PendingStop | No
         return Stopping(old, stop=stop), [KillGroup(old.number, why, save=False)]
     if new.outcome == "stopped":
         return Stopping(old, new), [StopGroup(old.number, why, rules.shutdown_timeout_s, "SIGTERM")]
-    return Stopping(old, new), [KillGroup(old.number, why, save=new.outcome in (None, "failed"))]
+    member = new.member(rules.node)
+    hung = tuple(q.slot for q in new.quarantined_slots if q.hung and q.node == rules.node and new.cause == "hung")
+    save = new.outcome in (None, "failed")
+    return Stopping(old, new), [KillGroup(old.number, why, save=save, keep=member is not None, hung=hung)]
 
 
 def _stop(round_: Round, event: StopRequested | StopForced, rules: StepRules) -> Transition:
@@ -376,7 +379,7 @@ def _fail(
         detail=report.traceback if report else None,
         repeat_key=repeat_key(exit, shared=kind in SHARED_ERRORS) if exit is not None else "",
     )
-    return Stopping(round_), [KillGroup(round_.number, why), ReportFailure(failure)]
+    return Stopping(round_), [KillGroup(round_.number, why, keep=True), ReportFailure(failure)]
 
 
 def _group_lost(round_: Round, exits: tuple[WorkerExited, ...], rules: StepRules) -> Transition:

@@ -63,6 +63,7 @@ class WorkerReporter:
     launcher_known: bool = False  #: it is known how workers start: before that, the first group waits for imports
     _pids: dict[int, int] = field(default_factory=dict)  #: the running group's pids by local rank
     _started_at: float = 0.0
+    _kept: int = 0  #: the running group's workers that have kept their process of an earlier round
     _ending_since: float | None = None
     _end_requested: set[int] = field(default_factory=set)
     _unkillable: dict[int, int] = field(default_factory=dict)  #: processes that survive SIGKILL, and their rounds
@@ -84,8 +85,10 @@ class WorkerReporter:
                 self._store_exited(event)
             case FirstStep(number, at):
                 self._first_step(number, at)
-            case GroupEnded(number):
-                self._ended(number, now)
+            case GroupEnded(number, kept):
+                for local_rank in kept:
+                    self._pids.pop(local_rank, None)
+                self._ended(number, now, len(kept))
             case SlotChanged(cause, sentence):
                 self._slot_changed(cause, sentence, now)
 
@@ -111,12 +114,13 @@ class WorkerReporter:
         self._ending_since = None
         job.recovery.mark("start", now)
         job.metrics.group_started(len(started.pids), started.warm)
+        self._kept = len(started.kept)
         how = "forked from the warm launcher" if started.warm else "started cold"
-        reason = f"{count(len(started.pids), 'worker')} {how}"
+        reason = f"{count(len(started.pids) - self._kept, 'worker')} {how}{self._in_their_processes()}"
         job.write(
             events.GroupStartedEvent(
                 round=started.number, mono=now, reason=reason, ranks=tuple(job.round.ranks(job.node)),
-                pids=tuple(started.pids), warm=started.warm,
+                pids=tuple(started.pids), warm=started.warm, kept=self._kept,
             )
         )  # fmt: skip
 
@@ -168,6 +172,7 @@ class WorkerReporter:
         reason = f"first step {start_s:.2f} s after the start"
         if recovery_s is not None:
             reason = f"training again {recovery_s:.2f} s after the fault"
+        reason += self._in_their_processes()
         job.console.log(f"round {number}: {reason}")
         ranks = job.round.ranks(job.node)
         rank, step = ranks[first] if first < len(ranks) else 0, max(beats[first].step, 1) if beats else 1
@@ -178,7 +183,10 @@ class WorkerReporter:
             )
         )  # fmt: skip
 
-    def _ended(self, number: int, now: float) -> None:
+    def _in_their_processes(self) -> str:
+        return f", {count(self._kept, 'worker')} here kept the process" if self._kept else ""
+
+    def _ended(self, number: int, now: float, kept: int) -> None:
         job = self.job
         if any(local_rank != STORE_RANK for local_rank in self._pids):
             self._fault(number, now)  # workers without an exit status: their owner was killed
@@ -189,6 +197,7 @@ class WorkerReporter:
         survivors = tuple(pid for pid, round in self._unkillable.items() if round == number)
         but = f" except unkillable pids {', '.join(map(str, survivors))}" if survivors else ""
         seconds = now - self._ending_since if self._ending_since is not None else 0.0
+        but += f", {count(kept, 'worker')} kept for the next round" if kept else ""
         reason = f"round {number}: all processes reaped{but}"
         job.write(events.GroupEndedEvent(round=number, mono=now, reason=reason, seconds=seconds, survivors=survivors))
         self._pids.clear()

@@ -80,6 +80,7 @@ class GroupStartedEvent(LogEvent, kind="group_started"):
     ranks: tuple[int, ...] = _field("global ranks of this node's workers, by local rank")
     pids: tuple[int, ...] = _field("their process ids, in the same order")
     warm: bool = _field("true when they were forked by the warm launcher")
+    kept: int = _field("how many of them have kept their process of an earlier round", default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,9 +107,13 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """Every process of round `number`'s group has been reaped; so has its store, unless other nodes may need it."""
+    """Every process of round `number`'s group has been reaped; so has its store, unless other nodes may need it.
+
+    Workers with the local ranks in `kept` have left the round instead, and wait for a release.
+    """
 
     number: int
+    kept: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,11 +283,17 @@ class StartGroup:
 
 @dataclass(frozen=True, slots=True)
 class KillGroup:
-    """SIGKILL every process of round `number`'s group, all at once, without grace. GroupEnded follows."""
+    """SIGKILL every process of round `number`'s group, all at once, without grace. GroupEnded follows.
+
+    With `keep` a worker whose script can leave the round and enter the next one keeps its process, except on `hung`
+    slots. GroupEnded follows all the same, when each worker is dead or waits for a release.
+    """
 
     number: int
     why: str
     save: bool = True  #: workers that survive have a moment to save the state of their last step
+    keep: bool = False
+    hung: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

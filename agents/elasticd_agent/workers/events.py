@@ -27,6 +27,7 @@ class GroupStarted:
     warm: bool
     held_ranks: tuple[int, ...] = ()  #: local ranks that wait until their GPU's memory is free: WorkersReleased follows
     store_port: int = 0  #: the port of the round's store; 0: unknown
+    kept: tuple[int, ...] = ()  #: local ranks of workers that have kept their process of an earlier round
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,15 @@ Master = tuple[str, int]
 
 @dataclass(slots=True)
 class PendingStart:
-    """A Round whose group is to be started. Without a `master` the round's store starts as well."""
+    """A Round whose group is to be started. Without a `master` the round's store starts as well.
+
+    `kept`: by local rank the pid of a process at its entry that becomes this worker, 0: a new one.
+    """
 
     round: Round
     workers: tuple[WorkerSpec, ...]
     master: Master | None
+    kept: list[int]
     deadline: float | None = None  #: when it starts cold instead of being forked; None while it waits for GPU memory
 
 
@@ -38,6 +42,8 @@ class WorkerGroup:
     stopping: bool = False
     held_ranks: tuple[int, ...] = ()  #: local ranks whose GPU's memory is not free yet
     store_port: int = 0
+    kept: list[int] = field(default_factory=list)  #: by local rank, as in PendingStart
+    keep: tuple[int, ...] = ()  #: local ranks that are to be kept at its end
 
 
 @dataclass(slots=True)
@@ -52,6 +58,32 @@ class ParkedGroup:
     def fits(self, start: PendingStart) -> bool:
         """A release ends surplus processes and cannot add any."""
         return self.size >= len(start.workers) and (self.with_store or start.master is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Workers that keep their process at the end of a group, if they come to their entry within `park_s`."""
+
+    local_ranks: tuple[int, ...] = ()
+    park_s: float = 0.0
+    why: str = ""  #: the group ends
+
+
+@dataclass(frozen=True, slots=True)
+class KeptWorker:
+    """A worker that waits at its entry for another round: its process, and how it was started last."""
+
+    pid: int
+    rank: int
+    spec: WorkerSpec
+
+    def can_become(self, worker: WorkerSpec) -> bool:
+        """CUDA has chosen the process' device when it was initialised: there it must be that of `worker`."""
+        before, after = ([w.env.get(name) for name in _DEVICE] for w in (self.spec, worker))
+        return before == after or after[0] is None
+
+
+_DEVICE = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK")
 
 
 def with_master(master: Master | None, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:

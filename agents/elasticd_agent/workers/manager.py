@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from elasticd_agent.model.messages import (
     StoreExited,
     WorkerExited,
 )
+from elasticd_agent.model.phrases import listing, plural
 from elasticd_agent.model.records import Round
 from elasticd_agent.system.processes import procfs
 from elasticd_agent.workers.events import (
@@ -41,6 +43,8 @@ from elasticd_agent.workers.events import (
 )
 from elasticd_agent.workers.gpu_memory import GpuGate, MemoryChecked
 from elasticd_agent.workers.groups import (
+    Keep,
+    KeptWorker,
     Master,
     ParkedGroup,
     PendingStart,
@@ -94,6 +98,8 @@ class WorkerManager:
         self._oom_kills = oom_kills()
         self._stores: list[int] = []
         """Groups that have ended except for their store."""
+        self._kept: dict[int, KeptWorker] = {}
+        """Workers that wait at their entry for the next round, by slot."""
         self._owner.send(self._requests.writer())
         if preload.cold is None:
             self._launcher.begin()
@@ -134,8 +140,9 @@ class WorkerManager:
         address. Each worker waits until the last group's memory on its GPU is free; with no warm launcher all for all.
         """
         self.end_store()
-        self._memory.begin(self._unkillable)
-        self._start = PendingStart(round, with_master(master, workers), master)
+        kept = self._take_kept(round, workers)
+        self._memory.begin(self._unkillable.union(kept))
+        self._start = PendingStart(round, with_master(master, workers), master, kept)
         self._park_request = (len(workers), master is None)  # if it waits for memory
         self._advance()
 
@@ -171,14 +178,26 @@ class WorkerManager:
             self._owner.send(messages.Signal(name, signal.SIGKILL))
         self._stores.clear()
 
-    def signal(self, number: int, signum: int, *, save: bool = False) -> list[GroupEnded]:
+    def end_kept(self) -> None:
+        """End processes that wait at their entry: no round of this node follows, or it starts cold."""
+        if self._kept:
+            self._kept.clear()
+            self._owner.send(messages.EndKept([]))
+
+    def signal(self, number: int, signum: int, *, save: bool = False, keep: Keep | None = None) -> list[GroupEnded]:
         """Signal every process of the round's group at once. Any signal ends a group that has not started yet.
 
-        With `save`, workers that survive have a moment to save the state of their last step in memory.
+        With `save`, workers that survive have a moment to save the state of their last step in memory. Those that
+        `keep` names leave the round and wait for the next one in their process, where their script can.
         """
+        keep = keep or Keep()
         running = [name for name, group in self._groups.items() if group.round.number == number]
         for name in running:
-            self._owner.send(messages.Signal(name, int(signum), number if save else None))
+            group = self._groups[name]
+            group.keep = keep.local_ranks
+            self._owner.send(
+                messages.Signal(name, int(signum), number if save else None, keep.local_ranks, keep.park_s, keep.why)
+            )
         if self._start is not None and self._start.round.number == number:
             self._start = None
         return [] if running else [GroupEnded(number)]
@@ -212,6 +231,7 @@ class WorkerManager:
 
     def flush(self) -> None:
         """No round follows: write the newest state in memory. FlushStarted and Flushed follow."""
+        self.end_kept()
         self._owner.send(messages.Flush())
 
     def close(self) -> None:
@@ -266,6 +286,8 @@ class WorkerManager:
             case messages.Unsaved(_, count, seconds):
                 ranks = f"{count} rank{'s' if count > 1 else ''}"
                 self._report(f"{ranks} of this node did not save the last step within {seconds:.1f} s of the fault")
+            case messages.KeptExited(pid, status):
+                self._kept_exited(pid, ExitStatus.of(os.waitstatus_to_exitcode(status)))
             case messages.WithoutWriter(why):
                 self._report(f"there are no more copies of the state in memory: {why}")
             case messages.Reaped(pid):
@@ -291,19 +313,51 @@ class WorkerManager:
                 group.pids, group.store_pid, group.started_at = pids, store, time.monotonic()
                 self._memory.track(pids, self._slots(group.round))
                 port = group.store_port if group.master is None else group.master[1]
-                return [GroupStarted(number, pids, store, group.warm, group.held_ranks, port)]
+                kept = tuple(at for at, pid in enumerate(group.kept) if pid == pids[at])
+                return [GroupStarted(number, pids, store, group.warm, group.held_ranks, port, kept)]
             case messages.Released(_, ranks):
                 return [WorkersReleased(number, ranks)]
             case messages.Exited():
                 return [self._exited(group, report)]
-            case messages.Ended(name, processes):
+            case messages.NotParked(_, late, seconds):
+                names = listing(group.round.ranks(self._node)[at] for at in late)
+                left = f"{plural(len(late), 'rank')} {names} did not leave it within {seconds:.1f} s"
+                self._report(f"round {number}: {left}: killed, and replaced by a new process")
+            case messages.Ended(name, processes, waiting):
                 del self._groups[name]
+                self._keep(group, waiting)
                 if group.store_pid and keeps_store(group.round):
                     self._stores.append(name)
                 unkillable = [self._process_unkillable(group.round, process) for process in processes]
                 self._unkillable.update(process.pid for process in unkillable)
-                return [*unkillable, GroupEnded(number)]
+                return [*unkillable, GroupEnded(number, tuple(waiting) if group.keep else ())]
         return []
+
+    def _keep(self, group: WorkerGroup, local_ranks: Sequence[int]) -> None:
+        """These wait at their entry, unless they are not wanted any more."""
+        ranks, slots = group.round.ranks(self._node), self._slots(group.round)
+        self._kept = {slots[at]: KeptWorker(group.pids[at], ranks[at], group.workers[at]) for at in local_ranks}
+        if not group.keep:
+            self.end_kept()
+
+    def _kept_exited(self, pid: int, status: ExitStatus) -> None:
+        for slot, kept in list(self._kept.items()):
+            if kept.pid == pid:
+                del self._kept[slot]
+                self._report(
+                    f"rank {kept.rank} {status.text} while it waited for the next round: a new process follows"
+                )
+
+    def _take_kept(self, round: Round, workers: tuple[WorkerSpec, ...]) -> list[int]:
+        """The process at its entry for each local rank, 0: a new one. The other processes there end now."""
+        taken = [0] * len(workers)
+        for at, (slot, worker) in enumerate(zip(self._slots(round), workers, strict=True)):
+            if (kept := self._kept.get(slot)) is not None and kept.can_become(worker):
+                taken[at] = kept.pid
+        if self._kept:
+            self._owner.send(messages.EndKept([pid for pid in taken if pid]))
+        self._kept = {slot: kept for slot, kept in self._kept.items() if kept.pid in taken}
+        return taken
 
     def _template_ended(self, why: str) -> None:
         if self._spare is not None and not self._spare.ready:
@@ -323,7 +377,7 @@ class WorkerManager:
             return [StartFailed(group.round.number, why, time.monotonic()), GroupEnded(group.round.number)]
         start = self._begun() if was_spare else None
         if group is not None:  # released, but its parked processes have ended
-            start = PendingStart(group.round, group.workers, group.master)
+            start = PendingStart(group.round, group.workers, group.master, [0] * len(group.workers))
         if start is not None:
             self._report(f"round {start.round.number}: {why}; starting its workers cold")
             self._execute(start)
@@ -379,7 +433,12 @@ class WorkerManager:
         if self._memory.due is None:
             return True
         is_parked = self._spare is not None and self._spare.ready and self._spare.fits(start)
-        return is_parked and len(self._memory.waiting_ranks(self._slots(start.round))) < len(start.workers)
+        return is_parked and len(self._waiting_ranks(start)) < len(start.workers)
+
+    def _waiting_ranks(self, start: PendingStart) -> tuple[int, ...]:
+        """Local ranks whose GPU is not free; what a kept process has there is its own."""
+        waiting = self._memory.waiting_ranks(self._slots(start.round))
+        return tuple(at for at in waiting if not start.kept[at])
 
     def _park_ahead(self, begun: PendingStart | None) -> None:
         """Request a group for the start, or the one that `park` asked for."""
@@ -403,15 +462,18 @@ class WorkerManager:
             self._spare = None
 
     def _release(self, spare: ParkedGroup, start: PendingStart) -> None:
-        busy = self._memory.waiting_ranks(self._slots(start.round))
-        self._groups[spare.name] = WorkerGroup(start.round, start.workers, start.master, warm=True, held_ranks=busy)
+        busy, kept = self._waiting_ranks(start), start.kept
+        group = WorkerGroup(start.round, start.workers, start.master, warm=True, held_ranks=busy, kept=kept)
+        self._groups[spare.name] = group
         self._spare = self._start = None
         workers, keep = [worker.fields() for worker in start.workers], keeps_store(start.round)
         has_store = start.master is None
-        self._owner.send(messages.Release(spare.name, has_store, keep, self._host, self._port, workers, busy))
+        self._kept.clear()
+        self._owner.send(messages.Release(spare.name, has_store, keep, self._host, self._port, workers, busy, kept))
 
     def _execute(self, start: PendingStart) -> None:
-        """Start the group cold."""
+        """Start the group cold, which no process at its entry can take part in."""
+        self.end_kept()
         self._start = None
         self._last_name += 1
         self._groups[self._last_name] = WorkerGroup(start.round, start.workers, start.master, warm=False)

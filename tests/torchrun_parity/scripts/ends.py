@@ -50,7 +50,7 @@ def report():
 
     found = {"random": random.random(), "argv": sys.argv, "again": "ENDS_AGAIN" in os.environ}
     found["python path"] = os.environ.get("PYTHONPATH")
-    found["launcher's"] = sorted(name for name in os.environ if name.startswith("ELASTICD_LAUNCH"))
+    found["launcher's"] = os.environ.get("ELASTICD_LAUNCH", "").startswith("{")
     if ATTEMPT < 2:
         import torch_facts
 

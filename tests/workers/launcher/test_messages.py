@@ -12,7 +12,7 @@ from elasticd import channel
 from elasticd_agent.workers.launcher import messages
 
 
-@pytest.mark.parametrize("record", [messages.Park(1, 2, True, "::", 0), messages.Signal(1, 9, save=3)])
+@pytest.mark.parametrize("record", [messages.Park(1, 2, True, "::", 0), messages.Signal(1, 9, save=3, keep=[0])])
 def test_request_arrives_as_sent(record: messages.Request) -> None:
     ours, theirs = channel.pair()
     with ours, theirs:
@@ -22,7 +22,7 @@ def test_request_arrives_as_sent(record: messages.Request) -> None:
     assert messages.request_of(message) == record
 
 
-@pytest.mark.parametrize("record", [messages.Refused("no memory"), messages.Flushed(7, "r1-s7"), messages.Ended(1, [])])
+@pytest.mark.parametrize("record", [messages.Refused("no"), messages.Flushed(7, "r1-s7"), messages.Ended(1, [], [0])])
 def test_report_arrives_as_sent(record: messages.Report) -> None:
     assert messages.report_of({**messages.to_message(record), "new": "in a later version"}) == record
 

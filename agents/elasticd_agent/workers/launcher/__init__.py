@@ -27,7 +27,10 @@ order of its steps:
    nodes never meet a refused connection, and the port is known before the round's ranks are.
 4. `Release` gives each worker its environment and its output files. A worker whose GPU still has memory of a dead
    process is held until that is free. Then the script begins: what runs is `python -u script.py`, and it cannot tell.
-5. A start that goes wrong at any of these steps ends in the same place: the round starts cold (`Execute`), in the
+5. At a fault a worker may stay: `session.run` leaves the round, and waits for another release on the same channel. The
+   next release names it in place of a forked process. Nothing depends on that: one that does not come back in time, or
+   has died meanwhile, is replaced by the forked one.
+6. A start that goes wrong at any of these steps ends in the same place: the round starts cold (`Execute`), in the
    interpreter of the job, without a template; and the log says why.
 
 What the order prevents: a release before the adoption would let a worker die with the intermediate process; a store

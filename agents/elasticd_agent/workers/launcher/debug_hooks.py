@@ -36,8 +36,13 @@ def write_on(signum: int, path: str) -> None:
     with contextlib.suppress(OSError, RuntimeError):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            lowest = HIGH_FD if limit > HIGH_FD or limit == resource.RLIM_INFINITY else max(0, limit - 1)
-            faulthandler.register(signum, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest), all_threads=True)
+            faulthandler.register(signum, out_of_the_way(fd), all_threads=True)
         finally:
             os.close(fd)
+
+
+def out_of_the_way(fd: int) -> int:
+    """A copy of the descriptor that stays, with a number that no script gets or counts. Raises OSError."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    lowest = HIGH_FD if limit > HIGH_FD or limit == resource.RLIM_INFINITY else max(0, limit - 1)
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest)

@@ -10,6 +10,7 @@ has STORE_RANK.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypedDict, get_args
 
 from elasticd import channel
@@ -78,7 +79,8 @@ class Release(NamedTuple):
 
     Without a `store` the group uses one on another node, which is in its workers' `env` already. With `keep` the store
     outlives a group that succeeds, until the group is sent SIGKILL. `held_ranks`: local ranks of workers that wait for
-    ReleaseHeld.
+    ReleaseHeld. `kept`: by local rank, the process at its entry that takes the place of the forked one, unless it has
+    ended meanwhile; 0, or nothing: the forked one. All other processes at their entry end.
     """
 
     group: int
@@ -88,6 +90,13 @@ class Release(NamedTuple):
     port: int
     workers: list[WorkerFields]
     held_ranks: tuple[int, ...] = ()
+    kept: Sequence[int] = ()
+
+
+class EndKept(NamedTuple):
+    """Kill processes at their entry, all but these."""
+
+    except_pids: list[int]
 
 
 class ReleaseHeld(NamedTuple):
@@ -96,8 +105,8 @@ class ReleaseHeld(NamedTuple):
 
 
 class Execute(NamedTuple):
-    """Start a group cold. A worker's `env` is added to the common one; `store` is {argv} of the round's store, None
-    where it is on another node; the other fields are as in Release."""
+    """Start a group cold; processes at their entry end. A worker's `env` is added to the common one; `store` is {argv}
+    of the round's store, None where it is on another node; the other fields are as in Release."""
 
     group: int
     store: dict[str, list[str]] | None
@@ -111,11 +120,18 @@ class Execute(NamedTuple):
 
 class Signal(NamedTuple):
     """Signal a group; SIGKILL also reaches the store, and what the workers left behind. With `save`, the number of the
-    round, workers first save the state of their last step, until a deadline."""
+    round, workers first save the state of their last step, until a deadline.
+
+    In place of SIGKILL the local ranks in `keep` that have Entered are asked to leave the round and wait at their
+    entry, because of `why`. They get SIGKILL if they are not there after `park_s`.
+    """
 
     group: int
     signal: int
     save: int | None = None
+    keep: Sequence[int] = ()
+    park_s: float = 0.0
+    why: str = ""
 
 
 class Flush(NamedTuple):
@@ -124,8 +140,23 @@ class Flush(NamedTuple):
 
 
 Request = (
-    HoldStates | StartTemplate | EndTemplate | Park | Release | ReleaseHeld | Execute | Signal | Flush
+    HoldStates | StartTemplate | EndTemplate | Park | Release | ReleaseHeld | EndKept | Execute | Signal | Flush
 )  # fmt: skip
+
+
+# --- between a worker and the owner, by the launch channel ------------------------------------------------------------
+
+
+class AtEntry(NamedTuple):
+    """The worker has left its round, and waits for a release as a forked process does, or for the end of file."""
+
+    step: int = 0
+
+
+class Unwind(NamedTuple):
+    """The round is over because of `why`: leave it, and say AtEntry."""
+
+    why: str
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
@@ -200,11 +231,35 @@ class Exited(NamedTuple):
     at: float
 
 
+class Entered(NamedTuple):
+    """This worker can be asked to leave the round and keep its process from now on."""
+
+    group: int
+    local_rank: int
+
+
+class NotParked(NamedTuple):
+    """These workers did not come to their entry within `seconds`, and get SIGKILL now."""
+
+    group: int
+    ranks: list[int]
+    seconds: float
+
+
 class Ended(NamedTuple):
-    """No process of the group is left, except the store if it is kept, and processes that survive SIGKILL."""
+    """No process of the group is left, except the store if it is kept, processes that survive SIGKILL, and the local
+    ranks in `kept`: these wait at their entry for another release."""
 
     group: int
     unkillable: list[UnkillableProcess]
+    kept: Sequence[int] = ()
+
+
+class KeptExited(NamedTuple):
+    """A process that waited at its entry has ended."""
+
+    pid: int
+    status: int
 
 
 class Reaped(NamedTuple):
@@ -243,13 +298,13 @@ class WithoutWriter(NamedTuple):
 
 Report = (
     Preloading | TemplateReady | TemplateUnfit | TemplateEnded | Parked | Refused | StoreListens | Started | Released
-    | Exited | Ended | Reaped | Unsaved | Flushing | Flushed | WithoutWriter
+    | Entered | Exited | NotParked | Ended | KeptExited | Reaped | Unsaved | Flushing | Flushed | WithoutWriter
 )  # fmt: skip
 _REQUESTS = {kind.__name__: kind for kind in get_args(Request)}
 _REPORTS = {kind.__name__: kind for kind in get_args(Report)}
 
 
-def to_message(record: Request | Report) -> channel.Message:
+def to_message(record: Request | Report | Unwind) -> channel.Message:
     return {"type": type(record).__name__, **record._asdict()}
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from elasticd import channel
 from elasticd_agent.system.processes.process import CLEANER_GRACE_S, kernel_state, session_of
-from elasticd_agent.workers.launcher.messages import STORE_RANK, UnkillableProcess
+from elasticd_agent.workers.launcher.messages import STORE_RANK, Signal, UnkillableProcess
 from elasticd_agent.workers.launcher.writer_process import SaveAtFault
 
 KILL_DEADLINE_S = 5.0
@@ -36,7 +36,7 @@ class OwnedGroup:
     def __init__(self, name: int, channels: dict[int, socket.socket]) -> None:
         self.name = name
         self.channels = channels
-        """Our ends by local rank. The store's stays open: its end of file ends the store."""
+        """Our ends by local rank. They stay open: end of file ends the store, and a worker that waits at its entry."""
         self.port = 0
         """The store's, once it listens."""
         self.since = time.monotonic()
@@ -52,6 +52,15 @@ class OwnedGroup:
         self.ended = False
         """Except for the store that it keeps."""
         self.failed = False
+        self.entered: set[int] = set()
+        """Local ranks that can be asked to leave the round and keep their process."""
+        self.end: Signal = Signal(name, 0)
+        """The newest request for the group's end."""
+        self.unwinding: dict[int, int] = {}
+        """pid -> local rank of those that were asked, and are not at their entry yet."""
+        self.unwound_at = 0.0
+        self.kept: list[int] = []
+        """Local ranks whose process waits at its entry: it is no member any more."""
         self.saving: SaveAtFault | None = None
         self.running_since = 0.0
         self.killed_at: float | None = None
@@ -75,6 +84,10 @@ class OwnedGroup:
         """Every worker has ended, or was killed."""
         return self.running and not self.ended and (self.killed_at is not None or not self.workers())
 
+    def is_late(self, now: float) -> bool:
+        """Some worker should be at its entry by now."""
+        return bool(self.unwinding) and now >= self.unwound_at + self.end.park_s
+
     def store_outlives(self) -> bool:
         return bool(self.alive) and self.keeps_store and not self.failed
 
@@ -86,7 +99,7 @@ class OwnedGroup:
 
     def members_may_die(self, now: float) -> bool:
         """False once every member that is left counts as unkillable."""
-        return self.killed_at is None or now <= self.killed_at + self.kill_deadline_s
+        return bool(self.unwinding) or self.killed_at is None or now <= self.killed_at + self.kill_deadline_s
 
     def leftovers_may_die(self, now: float) -> bool:
         """False once all leftovers had their grace period, then SIGKILL, then `kill_deadline_s`."""

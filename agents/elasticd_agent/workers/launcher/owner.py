@@ -13,6 +13,7 @@ Each process is covered by one of these:
     the owner dies          PDEATHSIG ends template, workers, store and writer; the agent, a subreaper as well, ends
                             what these leave behind, and starts another owner
     the template dies       workers that run are not its children; those that are parked read end of file and exit
+    a worker is kept        it is in no group, but still a child: see `end_kept`, and PDEATHSIG stays armed
     both at one instant     a daemonised grandchild may survive: nobody is left who knows of it
 
 The order of some operations keeps the invariant:
@@ -30,6 +31,13 @@ The order of some operations keeps the invariant:
    their first second on a refused connection.
 6. A signal with `save` waits for the ranks that save, until a deadline, and then becomes the signal that was asked for.
    A second SIGKILL does not shorten that; closing the socket does.
+
+7. A worker whose script can enter another round in its process (it says Entered) is kept if the agent wants it: it is
+   asked to leave (Unwind), destroys its process groups, and waits for a release like one that the template has forked
+   (AtEntry). Only then it leaves its group, so "the group has ended" means that each member is dead or parked, and no
+   rank is in two rounds. One that is not parked in time gets SIGKILL. The others get that at once, and the store when
+   nobody is asked any more: who leaves may use it. A release takes kept processes over by pid, and ends all others.
+8. What a kept worker has left behind in its session runs on with it, and is killed when it is reaped.
 
 The owner decides nothing about the job: what the death of a rank means is the agent's concern. Processes that survive
 SIGKILL are waited for until a deadline and then reported with `ended`; `reaped` follows when one of them ends after
@@ -93,6 +101,10 @@ class Owner:
         self.template_pid = 0
         self.writer: WriterProcess | None = None
         self.flushed_again = False
+        self.kept: dict[int, socket.socket] = {}
+        """Processes that have left their group and wait at their entry for a release: pid -> our end of its channel."""
+        self.surplus: set[int] = set()
+        """Those that were killed there, or have closed the channel, and are not reaped yet."""
         self.early_exits: dict[int, tuple[int, float]] = {}
         """Exits of children that the template has not reported yet: pid -> status, time."""
         self.unkillable: set[int] = set()
@@ -105,6 +117,7 @@ class Owner:
             messages.Park: self.park,
             messages.Release: self.release,
             messages.ReleaseHeld: self.release_held,
+            messages.EndKept: self.end_kept,
             messages.Execute: self.execute,
             messages.Signal: self.signal,
             messages.Flush: self.flush,
@@ -296,12 +309,19 @@ class Owner:
             group.port = 0  # the surplus store ends below
         for rank, worker in enumerate(request.workers):
             group.held_releases[rank] = {**worker, "env": self.with_port(group, worker["env"])}
+        taken = {rank: pid for rank, pid in enumerate(request.kept) if pid in self.kept}
         for pid, rank in list(group.alive.items()):
-            if rank >= len(request.workers) or (rank == STORE_RANK and not request.store):
+            if rank >= len(request.workers) or rank in taken or (rank == STORE_RANK and not request.store):
                 del group.alive[pid]
                 signal_child(pid, signal.SIGKILL)
         for rank in group.channels.keys() - group.alive.values():
             group.channels.pop(rank).close()
+        for rank, pid in taken.items():
+            group.alive[pid], group.channels[rank] = rank, self.kept.pop(pid)
+        self.end_kept(messages.EndKept([]))
+        for pid, rank in group.alive.items():
+            if rank != STORE_RANK and rank not in taken:
+                self.watch_worker(pid, group.channels[rank])
         self.release_workers(group, group.held_releases.keys() - set(request.held_ranks))
         self.begin(group, request.keep)
 
@@ -313,10 +333,71 @@ class Owner:
 
     def release_workers(self, group: OwnedGroup, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            with group.channels.pop(rank) as worker, contextlib.suppress(OSError):
-                channel.send(worker, group.held_releases.pop(rank))  # one that died while parked exits like any other
+            with contextlib.suppress(OSError, KeyError):  # one that died while parked exits like any other
+                channel.send(group.channels[rank], group.held_releases.pop(rank))
+
+    # --- processes that are kept --------------------------------------------------------------------------------
+
+    def watch_worker(self, pid: int, end: socket.socket) -> None:
+        self.watch(end.fileno(), lambda: self.receive_from_worker(pid, end))
+
+    def receive_from_worker(self, pid: int, end: socket.socket) -> None:
+        """A worker that ends its channel, or sends what nobody can read, is not kept any more."""
+        kind = ""
+        with contextlib.suppress(ValueError, RecursionError):
+            kind = str((channel.receive(end, socket.MSG_DONTWAIT) or {}).get("type"))
+        group = self.group_of(pid)
+        if group is None:
+            if kind != "AtEntry":
+                self.end_kept(messages.EndKept([other for other in self.kept if other != pid]))
+            return
+        rank = group.alive[pid]
+        if kind == messages.Entered.__name__:
+            group.entered.add(rank)
+            self.report(messages.Entered(group.name, rank))
+        elif kind == messages.AtEntry.__name__ and pid in group.unwinding:
+            del group.alive[pid], group.unwinding[pid]
+            group.kept.append(rank)
+            self.kept[pid] = group.channels.pop(rank)
+        else:
+            group.entered.discard(rank)
+            self.close_channel(group.channels.pop(rank))
+
+    def group_of(self, pid: int) -> OwnedGroup | None:
+        return next((group for group in self.groups.values() if pid in group.alive), None)
+
+    def close_channel(self, end: socket.socket) -> None:
+        if end.fileno() in self.watched:
+            self.unwatch(end.fileno())
+        end.close()
+
+    def unwind(self, group: OwnedGroup) -> None:
+        """Ask the workers that are to keep their process to leave the round."""
+        group.unwound_at = time.monotonic()
+        for pid, rank in group.alive.items():
+            if rank in group.entered.intersection(group.end.keep):
+                with contextlib.suppress(OSError):
+                    channel.send(group.channels[rank], messages.to_message(messages.Unwind(group.end.why)))
+                    group.unwinding[pid] = rank
+
+    def end_kept(self, request: messages.EndKept) -> None:
+        for pid in self.kept.keys() - set(request.except_pids):
+            self.close_channel(self.kept.pop(pid))
+            self.surplus.add(pid)
+            signal_child(pid, signal.SIGKILL)
+
+    def kept_exited(self, pid: int, status: int) -> None:
+        """A process ends with its orphans; the next group's end reaches what these have started."""
+        self.surplus.discard(pid)
+        if pid in self.kept:
+            self.close_channel(self.kept.pop(pid))
+        self.report(messages.KeptExited(pid, status))
+        for left in self.leftovers():
+            if session_of(left) == pid and not may_be_cleaner(left):
+                signal_child(left, signal.SIGKILL)
 
     def execute(self, request: messages.Execute) -> None:
+        self.end_kept(messages.EndKept([]))
         group = self.groups[request.group] = OwnedGroup(request.group, {})
         if request.store is not None:
             self.exec_store(group, request.store["argv"], request)
@@ -364,7 +445,9 @@ class Owner:
         if group is None:
             return
         if request.signal == signal.SIGKILL:
-            group.failed = True
+            group.failed, group.end = True, request
+            if not request.keep:
+                group.unwinding.clear()
             if not group.running or group.ended:
                 self.drop(group)
                 return
@@ -406,16 +489,19 @@ class Owner:
             group.saving = None
 
     def kill_members(self, group: OwnedGroup) -> None:
+        """All but those that are asked to leave the round; these may use the store until they have."""
         self.end_saving(group)
         if group.killed_at is None:
+            self.unwind(group)
             group.begin_kill(time.monotonic())
-        for pid in group.alive:
-            signal_child(pid, signal.SIGKILL)
+        for pid, rank in group.alive.items():
+            if pid not in group.unwinding and not (group.unwinding and rank == STORE_RANK):
+                signal_child(pid, signal.SIGKILL)
 
     def drop(self, group: OwnedGroup) -> None:
         self.end_saving(group)
         for end in group.channels.values():
-            end.close()
+            self.close_channel(end)
         for pid in group.alive:
             signal_child(pid, signal.SIGKILL)
         self.groups.pop(group.name, None)
@@ -432,9 +518,11 @@ class Owner:
             if not dead:
                 return
             now = time.monotonic()
-            group = next((g for g in self.groups.values() if dead in g.alive), None)
+            group = self.group_of(dead)
             if group is not None:
                 self.member_exited(group, dead, status, now)
+            elif dead in self.kept or dead in self.surplus:
+                self.kept_exited(dead, status)
             elif dead in self.unkillable:
                 self.unkillable.discard(dead)
                 self.report(messages.Reaped(dead))
@@ -452,6 +540,7 @@ class Owner:
 
     def member_exited(self, group: OwnedGroup, pid: int, status: int, at: float) -> None:
         rank = group.alive.pop(pid)
+        group.unwinding.pop(pid, None)
         group.last_exit_at = at
         if not group.running:
             self.drop(group)
@@ -459,6 +548,8 @@ class Owner:
             return
         if group.ended:  # this was the store that it kept
             self.drop(group)
+        elif rank != STORE_RANK and rank in group.channels:
+            self.close_channel(group.channels.pop(rank))
         self.report(messages.Exited(group.name, rank, pid, status, at))
         if group.stopped and not group.failed:
             self.end_by_signal(group, [left for left in self.leftovers() if session_of(left) == pid])
@@ -472,6 +563,10 @@ class Owner:
         if (saving := group.saving) is not None and now >= saving.until:
             self.report(messages.Unsaved(group.name, saving.unsaved or len(group.workers()), now - saving.since))
             self.saved(group, saving.signum)
+        if group.is_late(now):
+            late, group.unwinding = sorted(group.unwinding.values()), {}
+            self.report(messages.NotParked(group.name, late, now - group.unwound_at))
+            group.begin_kill(now)
         if not group.is_ending():
             return
         keeps_store = group.store_outlives()
@@ -513,20 +608,23 @@ class Owner:
         if not keeps_store:
             group.alive.clear()
             self.drop(group)
-        self.report(messages.Ended(group.name, unkillable))
+        self.report(messages.Ended(group.name, unkillable, sorted(group.kept)))
 
     def leftovers(self) -> list[int]:
-        """Our children that are neither template nor writer nor in a group: orphans of ended workers."""
-        known = {self.template_pid, *self.unkillable}.union(*(group.alive for group in self.groups.values()))
+        """Our children that are neither template nor writer nor in a group: orphans of ended workers, not of kept
+        ones."""
+        kept = set(self.kept).union(*(group.unwinding for group in self.groups.values()))
+        known = {self.template_pid, *self.unkillable, *kept}.union(*(group.alive for group in self.groups.values()))
         if self.writer is not None:
             known.add(self.writer.pid)
-        return [pid for pid in children() if pid not in known]
+        return [pid for pid in children() if pid not in known and not (kept and session_of(pid) in kept)]
 
     def end_everything(self) -> None:
         """Kill every descendant: each death makes more of them our children, until none is left. Bounded."""
         if self.writer is not None:
             for group in list(self.groups.values()):
                 self.drop(group)
+            self.end_kept(messages.EndKept([]))
             self.writer.end()
         end_children(2 * LEFTOVER_GRACE_S, except_pids=self.unkillable)
         with contextlib.suppress(RecursionError):  # the agent removes what a job has nested that deeply

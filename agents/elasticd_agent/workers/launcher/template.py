@@ -25,7 +25,8 @@ import, not the warm start. Only what torch itself breaks makes workers start co
 A worker has the owner as its parent, not the template, so that its exit status outlives both. Therefore the template
 forks an intermediate process, which forks the workers, reports their pids and exits; the owner, a child subreaper,
 adopts them. Each worker waits for that (`await_owner`) before it asks to die with its parent, and then for its release:
-groups are forked ahead, and wait parked until a round needs them. A parked worker that reads end of file exits.
+groups are forked ahead, and wait parked until a round needs them. A parked worker that reads end of file exits. The
+socket of the release stays open: `session.run` of the library parks a worker again, and it waits for another release.
 
 In a cold start (`"mode": "cold"`) the hook only installs the worker's heartbeat and returns.
 """
@@ -322,7 +323,7 @@ class Template:
         release: Config | None = self.channel.receive(channel)
         if release is None:
             os._exit(0)
-        channel.close()
+        self.launch = channel
         self.restore_signals()
         return release
 
@@ -360,6 +361,7 @@ class Template:
         os.environ.clear()
         os.environ.update(self.env)
         os.environ.update(release["env"])
+        self.keep_launch_channel()
         for path, fd in ((release["stdout"], 1), (release["stderr"], 2)):
             if path is not None:
                 opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -378,6 +380,13 @@ class Template:
             after_import("torch.optim.optimizer", begin)
         else:
             self.hidden.when_imported("torch.optim.optimizer", lambda: begin(optimizer))
+
+    def keep_launch_channel(self) -> None:
+        """`session.run` parks this process, which is released again by it; programs that the script starts lack it."""
+        hooks = load_file("_elasticd_hooks", self.config["debug_hooks"])
+        with contextlib.suppress(OSError):
+            os.environ["ELASTICD_LAUNCH"] = str(hooks.out_of_the_way(self.launch.fileno()))
+        self.launch.close()
 
     def reseed(self) -> None:
         """Fresh entropy for generators that a fork shares; Python's own `random` reseeds itself."""
