@@ -48,7 +48,7 @@ from elasticd_daemon.api.service import JobService
 from elasticd_daemon.config.agent_settings import NodeSettings
 from elasticd_daemon.config.allow_lists import refusal
 from elasticd_daemon.config.job_file import JobFile
-from elasticd_daemon.config.load import AGENT_FLAGS, load, merge_reloaded
+from elasticd_daemon.config.load import load, merge_reloaded
 from elasticd_daemon.config.store_options import store_policy, store_rendezvous
 from elasticd_daemon.dashboard.login import LoginCookies
 from elasticd_daemon.dashboard.routes import DashboardRoutes
@@ -57,7 +57,7 @@ from elasticd_daemon.health.monitor import HealthMonitor, health_file, report_ch
 from elasticd_daemon.health.policy import HealthVerdict
 from elasticd_daemon.journal import AgentJournal
 from elasticd_daemon.loop import LoopDependencies, Message, NodeLoop, SignalRequest, Wakeup
-from elasticd_daemon.metrics import REQUESTS, NodeMetrics, RunnerScraper, health_samples, merge_pages, process_metrics
+from elasticd_daemon.metrics import REQUESTS, NodeMetrics, RunnerScraper, health_samples, merge_pages
 from elasticd_daemon.registration import NodeStatusPublisher, inventory
 from elasticd_daemon.runners import versions
 from elasticd_daemon.runners.manager import RunnerManager
@@ -89,7 +89,7 @@ def agent(argv: Sequence[str]) -> int:
         from elasticd_daemon.supervisor import supervise
 
         return supervise(_own_command(without="--supervised"))
-    settings = _load_settings(options)
+    settings = load(options.config, os.environ)
     if (former := settings.state_dir / FORMER_LOCAL_STORE).exists() and settings.store.backend == "local":
         raise UsageError(f"{former} has jobs of an earlier version: end them with that version, then remove the file")
     if options.check:
@@ -101,7 +101,12 @@ def agent(argv: Sequence[str]) -> int:
         with contextlib.ExitStack() as stack:
             notifier = open_notifier(os.environ)
             replaces = _run(
-                settings, lambda: _load_settings(options), lambda: installed_version_error(argv), inbox, notifier, stack
+                settings,
+                lambda: load(options.config, os.environ),
+                lambda: installed_version_error(argv),
+                inbox,
+                notifier,
+                stack,
             )
         if replaces:
             _exec_replacement(notifier, inbox)
@@ -279,7 +284,7 @@ def _pages(loop: NodeLoop, parts: LoopDependencies, local: LocalJobs) -> Monitor
         jobs = scraper.scrape(loop.jobs())
         health = parts.health
         samples = health_samples(health.current(), health.failure_streak(), health.results, health.gpu_usage())
-        return merge_pages([parts.metrics.render({**loop.gauges(), **samples}), process_metrics(), *jobs])
+        return merge_pages([parts.metrics.render({**loop.gauges(), **samples}), *jobs])
 
     def healthy() -> HealthProbeResult:
         lag_s = loop.lag_s()
@@ -349,11 +354,6 @@ def installed_version_error(arguments: Sequence[str] = ()) -> str:
     return "" if done.returncode == 0 else f"the installed version does not start: {why}"
 
 
-def _load_settings(options: argparse.Namespace) -> NodeSettings:
-    given = {flag: text for flag in AGENT_FLAGS if (text := getattr(options, flag[2:].replace("-", "_"))) is not None}
-    return load(options.config, os.environ, given)
-
-
 def _exec_replacement(notifier: Notifier, inbox: queue.SimpleQueue[Message]) -> NoReturn:
     """Become the installed version: same process, same children. Signals stay blocked until it handles them.
 
@@ -380,10 +380,6 @@ def build_parser() -> argparse.ArgumentParser:
         "the installed version while jobs continue. Exit codes: 0 left on request, 2 usage. More: elasticd docs agent",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="agent.toml; otherwise defaults and ELASTICD_…")
-    for flag, key in AGENT_FLAGS.items():
-        parser.add_argument(
-            flag, metavar={"--bind": "ADDR", "--port": "PORT"}.get(flag, "TIME"), help=f"instead of {key} in FILE"
-        )
     parser.add_argument(
         "--supervised", action="store_true", help="start the agent again whenever it ends abnormally: for containers"
     )

@@ -16,10 +16,15 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from elasticd_agent.system.processes.process import STRAY_SIGNALS, prctl, signal_name
+from elasticd_agent.system.processes.process import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_NAME,
+    STRAY_SIGNALS,
+    prctl,
+    reap_children,
+    signal_name,
+)
 
-PR_SET_CHILD_SUBREAPER = 36
-PR_SET_NAME = 15
 BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 STABLE_S = 60.0
 """An agent that ran this long started correctly: the backoff begins again."""
@@ -136,7 +141,7 @@ def _watch_agent(
     watched_s = 0.0
     kill_at = float("inf")
     end_requested = False
-    while (status := _reap(child.pid)) is None:
+    while (status := reap_children().get(child.pid)) is None:
         received = signal.sigtimedwait(signals, poll_s)
         if received is not None and received.si_signo in FORWARDED:
             end_requested = end_requested or received.si_signo in (signal.SIGTERM, signal.SIGINT)
@@ -170,26 +175,12 @@ def _start(
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _reap(agent: int) -> int | None:
-    """Reap all ended children, orphans too; the agent's wait status if it is among them."""
-    agent_status = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return agent_status
-        if not pid:
-            return agent_status
-        if pid == agent:
-            agent_status = status
-
-
 def _pause(seconds: float, signals: set[signal.Signals]) -> bool:
     """Wait, and reap meanwhile. True if a signal requests the end."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         received = signal.sigtimedwait(signals, left)
-        _reap(0)
+        reap_children()
         if received is not None and received.si_signo in (signal.SIGTERM, signal.SIGINT):
             return True
     return False

@@ -75,8 +75,6 @@ unset. A variable that begins like one of the tables (`ELASTICD_STORE_…`) with
 only ever in files: there is no variable for a password or a token. The variables that elasticd sets for workers
 (`ELASTICD_JOB`, `ELASTICD_RUN`, `ELASTICD_ROUND` …) are never read here, and jobs do not see the agent's variables.
 
-**Options.** `elasticd agent` takes `--bind`, `--port` and `--drain-timeout`, which override variables.
-
 **SIGHUP** (`systemctl reload elasticd-agent`) reads the file and the variables of the agent's start again. After an
 error the sentence is logged and nothing changes. Otherwise the keys marked *reloads* take effect at once. For each
 other key that differs, one log line says that it takes effect at the next start: SIGUSR2, which replaces the agent

@@ -84,7 +84,7 @@ def test_failed_job_keeps_its_reason_for_a_while() -> None:
 
 
 def test_process_of_the_agent() -> None:
-    found = samples(specs.merge_pages([NodeMetrics("n1", "1.0").render(GAUGES), specs.process_metrics()]))
+    found = samples(NodeMetrics("n1", "1.0").render(GAUGES))
     assert found["process_resident_memory_bytes",] > 1e6
     assert found["process_open_fds",] > 2
 

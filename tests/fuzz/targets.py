@@ -49,7 +49,6 @@ from elasticd_daemon.api.schema import (
     NodeSummary,
     RankProgress,
     RoundStatus,
-    RunnerAnswer,
     ScalarSeries,
 )
 from elasticd_daemon.cli import tables
@@ -83,8 +82,9 @@ OTHERS: list[Document] = [
 ]
 """Records of a job's nodes, besides those of the API."""
 PROGRESS: dict[bytes, Record] = {
-    b"runner": RunnerAnswer(3, 2, "running", (MemberSlots("n1", (0, 1)),), 7, 1.5, ((1e9, 3, 7),),
-                            (RankProgress(0, "n1", 0, "training", 7, 0.5, "R"),), CheckpointStatus(3, 6, 1e9)),
+    b"runner": JobProgress("", 3, "running", 2, (MemberSlots("n1", (0, 1)),), None, 7, 1.5, None,
+                           CheckpointStatus(3, 6, 1e9), step_samples=((1e9, 3, 7),),
+                           ranks=(RankProgress(0, "n1", 0, "training", 7, 0.5, "R"),)),
     b"node": JobProgress("n2", 3, "running", 2, (MemberSlots("n2", (0, 1)),), 1, 7, 1.5, CheckpointStatus(3, 6, 1e9),
                          goodput=0.9, started_at=1e9, rounds=(RoundStatus(3, 1e9, 2, ("n2",), "start", "why"),),
                          step_samples=((1e9, 3, 7),), scalars=(ScalarSeries("loss", ((7, 0.5),)),),

@@ -28,7 +28,7 @@ from elasticd_agent.system.network import control_socket
 from elasticd_agent.telemetry.timeline import JobTimeline
 from elasticd_daemon.api import rank_logs
 from elasticd_daemon.api.rank_logs import LogRequest
-from elasticd_daemon.api.schema import Answer, JobProgress, LogChunk, RunnerAnswer, ScalarSeries
+from elasticd_daemon.api.schema import Answer, JobProgress, LogChunk, ScalarSeries
 from elasticd_daemon.health.result import GpuUsage
 from elasticd_daemon.job_dir import JobFiles, job_files
 from elasticd_daemon.runners.poller import ask_runner
@@ -139,17 +139,17 @@ class LocalJobs:
         answer = self._query_runner(self.files(job, number), {"do": "metrics"}, within_s)
         return str(answer.get("text", "")).encode(errors="replace")
 
-    def _runner_status(self, job: str, number: int) -> tuple[RunnerAnswer, str]:
-        """The runner's answer, checked; or an empty one and why."""
+    def _runner_status(self, job: str, number: int) -> tuple[JobProgress, str]:
+        """The runner's answer, checked; or an empty one and why. It may claim anything, so not all of it is used."""
         try:
             answer = self._query_runner(self.files(job, number), {"do": "status"}, STATUS_TIMEOUT_S)
             if "error" in answer:
-                return RunnerAnswer(), str(answer["error"])
-            return RunnerAnswer.from_dict(answer), ""
+                return JobProgress(), str(answer["error"])
+            return JobProgress.from_dict(answer), ""
         except control_socket.ControlSocketError as error:
-            return RunnerAnswer(), str(error)
+            return JobProgress(), str(error)
         except WireError as error:
-            return RunnerAnswer(), f"its runner's answer makes no sense: {error}"
+            return JobProgress(), f"its runner's answer makes no sense: {error}"
 
     def _read_evidence(self, where: Path, logs: Path, round: int | None) -> Answer:
         events = logs.parent / "events.jsonl"

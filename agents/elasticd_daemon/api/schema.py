@@ -45,21 +45,6 @@ class MemberSlots(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerAnswer(Record):
-    """The part of a runner's `status` answer that the API uses."""
-
-    round: int = 0
-    world_size: int = 0
-    phase: str = ""
-    members: tuple[MemberSlots, ...] = ()
-    step: int | None = None
-    steps_per_second: float | None = None
-    step_samples: tuple[StepSample, ...] = ()
-    ranks: tuple[RankProgress, ...] = ()
-    snapshot: CheckpointStatus | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class JobProgress(Record):
     """The progress of a job, as one node or all of its nodes together know it."""
 

@@ -54,6 +54,6 @@ def _check(file: Path, given: str | None, environ: Mapping[str, str]) -> str:
         read_job(data, kind, str(file))
         return "it is a job file"
     load(file, environ)
-    overrides = [override.name for override in read_overrides(NodeSettings, environ, {}).values()]
+    overrides = [override.name for override in read_overrides(NodeSettings, environ).values()]
     instead = f"; these variables count more than it: {listing(overrides, None)}" if overrides else ""
     return f"it is an agent's configuration{instead}"

@@ -137,12 +137,12 @@ def _submit_file(client: AgentClient, options: argparse.Namespace, path: Path, d
     if not options.follow:
         return shown
     job = str(made["job"])
-    _follow(client, LogQuery(job, 0, ("stdout", "stderr"), None, None, None, True, options.json), "submit")
+    _follow(client, LogQuery(job, 0, ("stdout", "stderr"), None, None, None, True), "submit")
     ended = JobStatus.from_dict(fetch_status(client, job))
     if rank := ended.failed_rank:  # the lines of rank 0 are here already
         print(f"elasticd submit: the end of rank {rank}'s stderr:", file=sys.stderr)
         with contextlib.suppress(RequestFailed):  # it has written nothing
-            _follow(client, LogQuery(job, rank, ("stderr",), None, None, _FAILURE_LINES, False, options.json), "submit")
+            _follow(client, LogQuery(job, rank, ("stderr",), None, None, _FAILURE_LINES, False), "submit")
     end = ": ".join(tables.visible(word) for word in (job, ended.state, ended.reason))
     print(f"elasticd submit: {end}", file=sys.stderr)
     return 0 if ended.state == "succeeded" else 1
@@ -193,7 +193,6 @@ def _logs(client: AgentClient, options: argparse.Namespace) -> int:
         options.round,
         options.tail,
         follow=options.follow,
-        as_json=options.json,
     )
     _follow(client, query, "logs")
     return 0
@@ -446,7 +445,9 @@ _OPTIONS = (
     ),
     _option("dump explain", "--node", metavar="NODE", help="only this node's evidence"),
     _option("explain", "--round", type=int, metavar="N", help="this round; default: the newest that hung"),
-    _option(_ALL, "--json", action="store_true", help="print the agent's JSON instead of a page"),
+    _option(
+        " ".join(_COMMANDS.keys() - {"logs"}), "--json", action="store_true", help="print the agent's JSON, not a page"
+    ),
     _option(_ALL, "--agent", metavar="URL", help="the agent: unix:PATH, http://HOST:PORT or https://HOST:PORT"),
     _option(_ALL, "--token-file", type=Path, metavar="FILE", help="the file with the token, needed over TCP"),
     _option(_ALL, "--ca", type=Path, metavar="FILE", help="the authority of the agent's certificate, PEM"),

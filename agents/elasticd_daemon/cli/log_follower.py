@@ -5,12 +5,10 @@ With --follow an outage of the agent is waited out for a while.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from elasticd.errors import WireError
 from elasticd_daemon.api.client import AgentClient, Reply, RequestFailed, Unreachable, job_path
@@ -19,7 +17,6 @@ from elasticd_daemon.api.schema import LogChunk
 POLL_S = 0.5
 RETRY_S = 120.0
 """The time for which -f waits for an agent that is being restarted or upgraded, or for its store."""
-_MAX_LINE_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 20
 
 
@@ -32,7 +29,6 @@ class LogQuery:
     round: int | None
     tail: int | None
     follow: bool
-    as_json: bool
 
 
 @dataclass(slots=True)
@@ -44,7 +40,6 @@ class _Stream:
     is_final: bool = False
     started: bool = False
     stop_at: int | None = None
-    partial_line: bytes = field(default=b"", repr=False)
 
 
 @dataclass(slots=True)
@@ -88,8 +83,6 @@ class LogFollower:
             if self._is_over():
                 break
             self.sleep(POLL_S)
-        for stream in self._streams:
-            self._put(stream, b"", last=True)
 
     def _await_start(self) -> None:
         """Raises RequestFailed for a job that does not exist."""
@@ -148,7 +141,6 @@ class LogFollower:
         self._round += 1
         self._node = self.query.node
         for stream in self._streams:
-            self._put(stream, b"", last=True)
             stream.offset, stream.ended = 0, False
         return True
 
@@ -184,27 +176,10 @@ class LogFollower:
                 logged = True
             self.sleep(POLL_S)
 
-    def _put(self, stream: _Stream, data: bytes, *, last: bool = False) -> None:
-        if not self.query.as_json:
-            if data:
-                stream.out.write(data)
-                stream.out.flush()
-            return
-        *lines, stream.partial_line = (stream.partial_line + data).split(b"\n")
-        if stream.partial_line and (last or len(stream.partial_line) > _MAX_LINE_BYTES):
-            lines, stream.partial_line = [*lines, stream.partial_line], b""
-        for line in lines:
-            row: dict[str, Any] = {
-                "job": self.query.job,
-                "node": self._node,
-                "round": self._round,
-                "rank": None if stream.name == "elasticd" else self.query.rank,
-                "stream": stream.name,
-                "line": line.decode("utf-8", "replace"),
-            }
-            sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
-        if lines:
-            sys.stdout.flush()
+    def _put(self, stream: _Stream, data: bytes) -> None:
+        if data:
+            stream.out.write(data)
+            stream.out.flush()
 
 
 def _last_lines(data: bytes, count: int) -> bytes:

@@ -19,10 +19,9 @@ from elasticd_daemon.api.schema import (
     JobStatus,
     JobSummary,
     NodeSummary,
-    RankProgress,
     RoundStatus,
 )
-from elasticd_daemon.dashboard.status import problem
+from elasticd_daemon.dashboard.status import condition, problem
 from elasticd_daemon.records import submitter
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -138,7 +137,7 @@ def job_page(job: JobStatus) -> str:
     ]
     lines = [f"{visible(job.job)}: {_state(job)}"]
     lines += [f"  {name:<{_NAME}} {value}" for name, value in facts if value]
-    page = problem_line(job) + "\n".join(lines) + "\n" + _ranks(progress.ranks)
+    page = problem_line(job) + "\n".join(lines) + "\n" + _ranks(progress)
     if progress.rounds:
         older = len(progress.rounds) - SHOWN_ROUNDS
         cells = [_round_row(row) for row in progress.rounds[-SHOWN_ROUNDS:]]
@@ -322,23 +321,23 @@ def _lost(one: RoundStatus) -> str:
     return f"{one.lost_seconds:.1f}s{steps}"
 
 
-def _ranks(rows: Sequence[RankProgress]) -> str:
+def _ranks(progress: JobProgress) -> str:
+    rows = progress.ranks
     if not rows:
         return ""
     shown = sorted(rows, key=lambda one: -one.idle_seconds)[:SHOWN_RANKS] if len(rows) > SHOWN_RANKS else rows
     cells = [
-        (str(rank.rank), visible(rank.node), _phase(rank), str(rank.step), f"{rank.idle_seconds:.1f}s ago")
+        (
+            str(rank.rank),
+            visible(rank.node),
+            visible(condition(rank, progress)[0]),
+            str(rank.step),
+            f"{rank.idle_seconds:.1f}s ago",
+        )
         for rank in shown
     ]
     more = f"and {len(rows) - SHOWN_RANKS} more with newer progress: --json\n" if len(rows) > SHOWN_RANKS else ""
     return "\n" + table(("RANK", "NODE", "PHASE", "STEP", "PROGRESS"), cells) + more
-
-
-def _phase(one: RankProgress) -> str:
-    if one.exited:
-        return "done"
-    word = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(one.state)
-    return word or visible(one.phase) + (f" {visible(one.barrier)}" if one.barrier else "")
 
 
 def _moment(at: float) -> str:

@@ -1,4 +1,4 @@
-"""Reads agent.toml, the ELASTICD_ variables and the flags of `elasticd agent` into one checked NodeSettings."""
+"""Reads agent.toml and the ELASTICD_ variables into one checked NodeSettings."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from elasticd_daemon.config.job_file import JobFile
 from elasticd_daemon.config.validate import check_settings
 
 PREFIX = "ELASTICD_"
-AGENT_FLAGS: Mapping[str, str] = {"--bind": "http.bind", "--port": "http.port", "--drain-timeout": "drain_timeout"}
-"""The options of `elasticd agent` that stand in for a key, and that count more than its variable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """One that was set: what it is called, and its value as a file would have it."""
+    """A variable that is set: its name, and its value as a file would have it."""
 
     name: str
     value: Any
@@ -50,10 +48,8 @@ def variable_name(key: str) -> str:
     return PREFIX + key.upper().replace(".", "_")
 
 
-def read_overrides(
-    kind: type[msgspec.Struct], environ: Mapping[str, str], flags: Mapping[str, str]
-) -> dict[str, Override]:
-    """The variables that are set, and what `flags` say instead, by key. An empty variable is as if not set.
+def read_overrides(kind: type[msgspec.Struct], environ: Mapping[str, str]) -> dict[str, Override]:
+    """The variables that are set, by key. An empty variable is as if not set.
 
     Raises UsageError: VARIABLE: …
     """
@@ -66,9 +62,6 @@ def read_overrides(
             given[key] = Override(name, _to_plain(text.strip(), field.type))
         elif name not in known and name.startswith(PREFIX):
             _reject_misspelled(name, known, kind)
-    fields = dict(known.values())
-    for flag, text in flags.items():
-        given[AGENT_FLAGS[flag]] = Override(flag, _to_plain(text.strip(), fields[AGENT_FLAGS[flag]].type))
     return given
 
 
@@ -143,10 +136,10 @@ KEY_HINTS: KeyHints = {
 """Likely words that are not keys: what to write instead."""
 
 
-def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str] | None = None) -> NodeSettings:
-    """The settings of `path` (None: the defaults); ELASTICD_ variables override the file, `flags` override both.
+def load(path: Path | None, environ: Mapping[str, str]) -> NodeSettings:
+    """The settings of `path` (None: the defaults); ELASTICD_ variables override the file.
 
-    Raises UsageError in one line, FILE: KEY: the error; its correction; or VARIABLE: …, or FLAG: ….
+    Raises UsageError in one line, FILE: KEY: the error; its correction; or VARIABLE: ….
     """
     where = str(path) if path is not None else "the environment"
     table: dict[str, Any] = {}
@@ -155,7 +148,7 @@ def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]
         if mode & 0o002:
             raise UsageError(f"{path}: anybody can write it, and so have this node run anything; chmod o-w {path}")
         table = parse(data, format_of(path.name), where, MAX_BYTES)
-    overrides = read_overrides(NodeSettings, environ, flags or {})
+    overrides = read_overrides(NodeSettings, environ)
     try:
         merged = _merge(table, overrides)
         if isinstance(store := merged.get("store"), dict) and store.get("backend") == "c10d":

@@ -7,7 +7,7 @@ has it, and kills everything it started when its standard input ends. It is the 
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
 import os
 import selectors
@@ -19,14 +19,23 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
 from elasticd_agent.model.phrases import shortened
-from elasticd_agent.system.processes.process import STRAY_SIGNALS, ignore_signal, signal_name, take_signals
+from elasticd_agent.system.processes.process import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    STRAY_SIGNALS,
+    children,
+    ignore_signal,
+    prctl,
+    reap_children,
+    signal_name,
+    take_signals,
+)
 from elasticd_agent.system.processes.procfs import read, stat
 from elasticd_daemon.health import directories, network_ports
 from elasticd_daemon.health.result import CheckResult, failed, passed, skipped
 
 Message = dict[str, Any]
 """A line of JSON."""
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MAX_OUTPUT_BYTES = 1 << 20
 KEPT_OUTPUT_BYTES = 16 * 1024
 MAX_REASON_CHARS = 200
@@ -148,13 +157,7 @@ class CheckRunner:
             self._kill(child, f"it wrote more than {MAX_OUTPUT_BYTES >> 20} MiB; only the first line counts")
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in reap_children().items():
             child = self._children.pop(pid, None)
             if child is not None:
                 self._forget(child)
@@ -186,7 +189,6 @@ class CheckRunner:
     def _kill(self, child: CheckChild, why: str) -> None:
         child.killed = why
         child.until = time.monotonic() + EXIT_TIMEOUT_S
-        _kill_group(child.pid)
         _kill(child.pid)
 
     def _report(self, child: CheckChild, result: CheckResult) -> None:
@@ -198,25 +200,18 @@ class CheckRunner:
     def _kill_descendants(self) -> None:
         """No descendant outlives this process, except unkillable ones."""
         until = time.monotonic() + EXIT_TIMEOUT_S
-        while True:
-            for child in read(f"/proc/self/task/{os.getpid()}/children", 1 << 20).split():
-                _kill_group(int(child))
-                _kill(int(child))
-            try:
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            except ChildProcessError:
-                return
-            if time.monotonic() >= until:
-                return
+        while (left := children()) and time.monotonic() < until:
+            for pid in left:
+                _kill(pid)
             time.sleep(0.01)
+            reap_children()
 
 
 def _become_child(parent: int, out: int, act: Callable[[], None]) -> NoReturn:
     """It holds no file of the parent open: a reader that waits for the parent's end must not wait for a hung child."""
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(CANNOT_RUN)
         for number in (signal.SIGPIPE, signal.SIGINT):
@@ -271,25 +266,18 @@ def _describe_exit(status: int) -> str:
     return f"it exited with {os.WEXITSTATUS(status)}"
 
 
-def _kill_group(leader: int) -> None:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # it leads no group, yet or any more
-        pass
-
-
 def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    """The process, and the group that it leads, if it leads one."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
 
 
 def main() -> None:
     line = sys.stdin.buffer.readline()
     if not line:
         return
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     def send(message: Message) -> None:
         os.write(1, json.dumps(message).encode() + b"\n")

@@ -13,9 +13,16 @@ import time
 from collections.abc import Iterable
 
 from elasticd_agent.system.processes import procfs
-from elasticd_agent.system.processes.process import IGNORED_SIGNALS, children, end_children, prctl
+from elasticd_agent.system.processes.process import (
+    IGNORED_SIGNALS,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_NAME,
+    children,
+    end_children,
+    prctl,
+    reap_children,
+)
 
-PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 OWNER_COMM = b"elasticd-owner"
 GRACE_S = 25.0
 """The time for the owner of a killed runner to end the workers and to remove their shared memory."""
@@ -57,17 +64,9 @@ def _wait_for_all(runner: int) -> int:
         pid, status = os.waitpid(-1, 0)
     until = time.monotonic() + GRACE_S
     while time.monotonic() < until and OWNER_COMM in [procfs.read(f"/proc/{pid}/comm").strip() for pid in children()]:
-        _reap()
+        reap_children()
         time.sleep(0.02)
     while children():
         end_children(PAUSE_S)
         time.sleep(PAUSE_S if children() else 0.0)
     return max(0, os.waitstatus_to_exitcode(status))
-
-
-def _reap() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass

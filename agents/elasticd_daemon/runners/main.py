@@ -32,7 +32,7 @@ from elasticd_agent.model.version import version
 from elasticd_agent.system.files import open_plain, replace_link
 from elasticd_agent.system.network.control_socket import Verb
 from elasticd_agent.system.processes.cgroups import join_group
-from elasticd_agent.system.processes.process import PR_SET_PDEATHSIG, prctl
+from elasticd_agent.system.processes.process import PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_PDEATHSIG, prctl
 from elasticd_agent.telemetry import event_log, metrics
 from elasticd_daemon.config import job_file
 from elasticd_daemon.config.agent_settings import Limits
@@ -44,7 +44,6 @@ from elasticd_daemon.runners.history import RecentRounds, RunnerMetrics
 from elasticd_daemon.runners.keeper import keep
 from elasticd_daemon.runners.spawn import Account, become, check_interpreter
 from elasticd_daemon.runners.spec import (
-    PR_SET_DUMPABLE,
     RunnerSpec,
     StoreSecrets,
     exit_for,
@@ -53,7 +52,6 @@ from elasticd_daemon.runners.spec import (
     write_exit,
 )
 
-PR_SET_NAME = 15
 MAX_LOG_BYTES = 1 << 20
 MAX_WAKE_DELAY_S = 2.0
 """A timer that is later was delayed because this process was stopped or starved, and could not answer meanwhile."""

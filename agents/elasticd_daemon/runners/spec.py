@@ -18,11 +18,10 @@ from elasticd.errors import UsageError, WireError
 from elasticd_agent.model.codec import Document
 from elasticd_agent.model.job import Rendezvous, Tls, check_identifier
 from elasticd_agent.system.files import open_plain, read_plain, rename_over, replace_file
-from elasticd_agent.system.processes.process import prctl
+from elasticd_agent.system.processes.process import PR_SET_DUMPABLE, prctl
 from elasticd_daemon.job_dir import JobFiles
 from elasticd_daemon.records import RoundSummary
 
-PR_SET_DUMPABLE = 4
 MAX_SPEC_BYTES = 16 << 20
 """A job file has at most 1 MiB; a spec contains it twice, once quoted twice."""
 MAX_EXIT_BYTES = 512 << 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from elasticd_daemon.records import JobResult, RunnerStatus
 from tests.daemon.served import Served
 
 Until = Callable[[Callable[[], object], float], object]
-ALL = LogQuery("llama", 0, ("stdout", "stderr"), None, None, None, follow=False, as_json=False)
+ALL = LogQuery("llama", 0, ("stdout", "stderr"), None, None, None, follow=False)
 
 
 @pytest.fixture
@@ -225,11 +224,3 @@ def test_outage_while_following_is_logged_once_and_bounded(
     one.store.is_down = True
     assert reading.wait()
     assert "gave up after" in reading.error
-
-
-def test_json_lines_name_rank_and_node(one: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    one.log(1, 3, "stdout", "one\n\xff half")
-    read(one, rank=3, as_json=True)
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == {"job": "llama", "node": "n1", "round": 1, "rank": 3, "stream": "stdout", "line": "one"}
-    assert [line["line"] for line in lines] == ["one", "\xff half"]

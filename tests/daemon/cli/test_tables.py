@@ -157,10 +157,10 @@ def test_job_page(monkeypatch: pytest.MonkeyPatch) -> None:
         "  submitted   2027-01-15 08:00:00+0000 by root, 3h20m ago, as number 7",
     ]
     assert of_ranks.splitlines() == [
-        "RANK  NODE  PHASE         STEP   PROGRESS",
-        "0     a     step          12345  0.1s ago",
-        "1     b     barrier eval  12345  3.0s ago",
-        "2     b     stopped       12340  3.0s ago",
+        "RANK  NODE  PHASE            STEP   PROGRESS",
+        "0     a     step             12345  0.1s ago",
+        "1     b     at barrier eval  12345  3.0s ago",
+        "2     b     stopped          12340  3.0s ago",
     ]
     assert table.splitlines()[0].split() == ["ROUND", "SINCE", "WORKERS", "NODES", "LOST", "REASON"]
     assert table.splitlines()[-2:] == [

@@ -212,15 +212,6 @@ def test_variables_count_more_than_the_file(here: Path) -> None:
     assert found.store.endpoints == ("https://b:1", "https://c:2")
 
 
-def test_flags_count_more_than_variables_and_are_named_when_they_are_wrong(here: Path) -> None:
-    told = {"--bind": "::", "--port": "0", "--drain-timeout": "2m"}
-    found = load(_file(here, FULL), {"ELASTICD_HTTP_PORT": "1", "ELASTICD_HTTP_BIND": "127.0.0.2"}, told)
-    assert (found.http.bind, found.http.port, found.drain_timeout_s) == ("::", 0, 120)
-    with pytest.raises(UsageError, match=r"^--drain-timeout: 'soon' is not a time"):
-        load(None, {}, {"--drain-timeout": "soon"})
-    assert main(["agent", "--port", "x"]) == 2
-
-
 def test_every_key_has_a_variable_and_words() -> None:
     names = [variable_name(key) for key, _ in config_keys(NodeSettings)]
     assert len(set(names)) == len(names) >= 40

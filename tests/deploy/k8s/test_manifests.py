@@ -146,7 +146,7 @@ def test_ipv6_patch_of_the_page_sets_a_known_variable() -> None:
     patch = re.search(r"`({op: add, path: /spec/template/spec/containers/0/env/-.*?})`", PAGE.read_text())
     assert patch is not None
     given = yaml.safe_load(patch[1])["value"]
-    read = variables.read_overrides(NodeSettings, {given["name"]: given["value"]}, {})
+    read = variables.read_overrides(NodeSettings, {given["name"]: given["value"]})
     assert {key: said.value for key, said in read.items()} == {"http.bind": "::"}
 
 
@@ -257,7 +257,7 @@ def test_variables_are_keys_of_agent_toml(name: str) -> None:
 def test_service_variables_of_kubernetes_are_refused() -> None:
     """Why enableServiceLinks is false."""
     with pytest.raises(UsageError, match="ELASTICD_STORE_PORT: is not a variable elasticd reads"):
-        variables.read_overrides(NodeSettings, {"ELASTICD_STORE_PORT": "tcp://10.0.0.1:29400"}, {})
+        variables.read_overrides(NodeSettings, {"ELASTICD_STORE_PORT": "tcp://10.0.0.1:29400"})
 
 
 def test_host_network_uses_cluster_dns_and_a_free_port() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from types import FrameType
 from typing import Any, TypedDict
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 4, 15, 36
 _ERRORS = {signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGSYS}
 _NO_END = {
     signal.SIGCHLD,
@@ -127,6 +127,17 @@ def end_children(within_s: float, except_pids: Collection[int] = ()) -> None:
             return
         time.sleep(0.002)
         now = time.monotonic()
+
+
+def reap_children() -> dict[int, int]:
+    """The wait status of each child that has ended, by pid; orphans that became ours are among them."""
+    ended = {}
+    try:
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[child[0]] = child[1]
+    except ChildProcessError:
+        pass
+    return ended
 
 
 def children(parent: int = 0) -> list[int]:
