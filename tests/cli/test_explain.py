@@ -116,7 +116,7 @@ def test_json_object(evidence: Path) -> None:
     done = explain("--json", str(evidence))
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    assert found["version"] == "1.0"
+    assert found["version"] == "2.0"
     assert (found["kind"], found["round"], found["verdict"]["cause"]) == ("hang", 1, "stopped")
     assert [rank["culprit"] for rank in found["ranks"]] == [False, False, True, False]
     assert json.loads(json.dumps(found, allow_nan=False)) == found
@@ -157,51 +157,10 @@ def test_summary_with_unwritten_verdict(evidence: Path) -> None:
     assert summary_lines(evidence, verdict)[:3] == said[:3]
 
 
-def redirect(evidence: Path, temporary: Path, job: str, names: Sequence[str]) -> Path:
-    """Move files to where an agent puts them while the log directory does not answer."""
-    place = temporary / f"elasticd-evidence-{os.getuid()}" / job / "round-1" / "evidence"
-    place.mkdir(parents=True)
-    for name in names:
-        (evidence / name).rename(place / name)
-    (place / "redirected.json").write_text(json.dumps({"directory": str(evidence)}))
-    return place
-
-
-@pytest.mark.parametrize("part", ["verdict", "all"])
-def test_redirected_evidence_is_found(
-    part: str, evidence: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The log directory's own, of whichever name the person gives; those of other jobs are not mentioned."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = json.loads(explain("--json", str(evidence)).stdout)
-    shutil.copytree(evidence, tmp_path / f"elasticd-evidence-{os.getuid()}" / "another" / "round-9" / "evidence")
-    names = ["verdict.json"] if part == "verdict" else [path.name for path in evidence.iterdir()]
-    place = redirect(evidence, tmp_path, "job", names)
-    if part == "all":
-        evidence.rmdir()
-    link = tmp_path / "link"
-    link.symlink_to(evidence.parents[1])
-    for path in (evidence.parents[1], evidence.parent, evidence, link):
-        found = json.loads(explain("--json", str(path)).stdout)
-        here = path / evidence.relative_to(path.resolve())
-        assert found["evidence"] == str(place if part == "all" else here)
-        assert found["elsewhere"] == (str(place) if part == "verdict" else None)
-        for each in (found, before):
-            each["evidence"] = each["elsewhere"] = None
-        assert found == before
-    assert "another" not in explain(str(link)).stdout
-    assert summary_lines(evidence)[0].startswith("Round 1 hung, and rank 2 is at fault")
-    if os.geteuid() == 0:
-        os.chown(place.parents[2], 1, -1)
-        assert str(place) not in explain("--json", str(evidence)).stdout, "of another user it may say anything"
-
-
-def test_no_evidence_says_how_the_job_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_no_evidence_says_how_the_job_ended(tmp_path: Path) -> None:
     reason = "rank 1 raised ValueError: no such column"
     (tmp_path / "events.jsonl").write_text(raw_line("round_published", 1.0))
-    assert explain(str(tmp_path)).stderr.endswith("nor elsewhere for it: no hang was suspected here\n")
+    assert explain(str(tmp_path)).stderr.endswith("no hang was suspected here\n")
     with open(tmp_path / "events.jsonl", "a") as log:
         log.write(raw_line("job_ended", 2.0, outcome="failed", reason=reason))
         log.write(raw_line("job_ended", 3.0, outcome="left", reason="another node's"))

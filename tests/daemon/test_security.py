@@ -366,7 +366,6 @@ PICKLE = {
     "elasticd/process_group.py": "ranks of one job send each other objects, as torch's own collectives for them do",
     "elasticd/checkpointing/state/shard_plan.py": "DCP's metadata is a pickle: its own classes only",
     "elasticd/checkpointing/state/layout.py": "writes what torch.load(weights_only=True) reads",
-    "agents/elasticd_agent/hangs/collector/flight_recorder.py": "NCCL writes pickles: reads plain values only",
 }
 LOADS_ITS_JOBS_OWN = {"elasticd/checkpointing/at_fault/committed_state.py", "elasticd/process_group.py"}
 """Of bytes that a process of the same job has made, within the process or over the job's process group."""

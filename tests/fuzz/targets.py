@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import socket
 import tempfile
@@ -19,7 +18,6 @@ from elasticd.checkpointing.storage import manifest
 from elasticd.errors import UsageError, WireError
 from elasticd.heartbeat import record
 from elasticd_agent.hangs import recordings
-from elasticd_agent.hangs.collector import flight_recorder
 from elasticd_agent.hangs.explain import load, locate
 from elasticd_agent.hangs.explain.flight import compare
 from elasticd_agent.hangs.explain.json_report import document
@@ -105,7 +103,6 @@ STORED = {
     b"Cordon": (keys.CORDONS, "a"),
 }
 NOW = 1_800_000_000.0
-RECORDINGS = "recordings"
 EVENT = {"kind": "round_published", "wall": 1.5, "mono": 1.0, "round": 1, "world_size": 2, "reason": "start"}
 REQUESTS = [
     b"GET /v1/jobs HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -220,7 +217,7 @@ def _evidence(logs: Path, data: bytes) -> None:
     before = file.read_bytes()
     file.write_bytes(content)
     try:
-        place = locate.choose_folder(locate.find_all(logs))
+        place = locate.choose_folder(locate.find_folders(logs))
         if place is not None:
             explained = load.explain(place, logs / "events.jsonl")
             json.dumps(document(explained), allow_nan=False)
@@ -247,7 +244,7 @@ def _job_file(data: bytes) -> None:
 
 
 def _recording(data: bytes) -> None:
-    found = json.loads(flight_recorder.as_json(data))
+    found = bounded_json.loads(data)
     one = recordings.parse(found) if isinstance(found, dict) else None
     if one is not None:
         compare({0: one.tails(), 1: one.tails()})
@@ -307,7 +304,6 @@ def targets() -> Iterator[dict[str, Target]]:
         shutil.copytree(EVIDENCE, logs)
 
         seeds = [f"{type(one).__name__} ".encode() + one.to_json() for one in (*RECORDS, *OTHERS)]
-        dumps = [json.dumps(RECORDING).encode(), pickle.dumps(RECORDING, 2)]
         yield {
             "records": Target(_records, seeds, (WireError,)),
             "stored": Target(lambda data: _stored(pages, data), seeds, ()),
@@ -326,8 +322,7 @@ def targets() -> Iterator[dict[str, Target]]:
             "beats": Target(beats, [beat.read_bytes()], (WireError,)),
             "events": Target(_events, [json.dumps(EVENT).encode()], (ValueError, RecursionError)),
             "http": Target(http, REQUESTS, (OSError,)),
-            # Last: a pickle may ask for any memory. A helper of the job itself reads it, until its deadline.
-            RECORDINGS: Target(_recording, dumps, (ValueError, RecursionError)),
+            "recordings": Target(_recording, [json.dumps(RECORDING).encode()], (ValueError, RecursionError)),
         }
 
 

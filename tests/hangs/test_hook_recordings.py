@@ -57,14 +57,10 @@ def test_ranks_that_wait_in_another_group(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", RECORDED)
-def test_rank_without_a_collective_is_missing(kind: Kind) -> None:
-    """Its recorder is empty, which gloo's is as well."""
+def test_recordings_of_two_recorders_prove_nothing(kind: Kind) -> None:
     others = dump(lambda torch: torch.group("0", ALL, kind).at(1, 0))
-    late = dump(lambda torch: torch.group("0", ALL, kind))
     gloo = dump(lambda torch: torch.group("0", ALL, "gloo").at(5, 5))
-    [group] = compare({0: others.tails(), 1: late.tails(), 2: gloo.tails()})
-    assert group.missing == (1,)
-    assert proven([others, others, gloo]) is None, "two recorders"
+    assert proven([others, others, gloo]) is None
 
 
 def test_message_of_a_hook_completes_no_collective() -> None:

@@ -37,7 +37,7 @@ def explain(argv: Sequence[str]) -> int:
 
 
 def _answer(args: argparse.Namespace, directory: Path) -> int:
-    folders = finding.find_all(directory)
+    folders = finding.find_folders(directory)
     if not folders and not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise UsageError(
@@ -53,7 +53,7 @@ def _answer(args: argparse.Namespace, directory: Path) -> int:
             return _nothing(f"no evidence of round {args.round} in {directory}; there is some of: {rounds}")
     if place is None:
         ended = reading.ending(args.event_log or _event_log(None, directory))
-        return _nothing(f"no evidence in {directory}, nor elsewhere for it: no hang was suspected here{ended}")
+        return _nothing(f"no evidence in {directory}: no hang was suspected here{ended}")
     show(reading.explain(place, args.event_log or _event_log(place, directory), folders), as_json=args.json)
     return 0
 

@@ -7,7 +7,6 @@ thread never waits, and what was reported by then counts.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import queue
@@ -16,9 +15,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,6 @@ from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.collector import files as disk
 from elasticd_agent.hangs.collector.record import NodeEvidence, RankEvidence
 from elasticd_agent.hangs.collector.request import (
-    REDIRECTED,
     CollectRequest,
     EvidenceTarget,
     PublishRequest,
@@ -57,7 +53,7 @@ ORPHAN_S = 5.0
 """A helper whose agent was killed ends this long after its deadline."""
 REAP_S = 0.5
 
-_LASTING = ("source", "processes", "log", "recording", "recorded")
+_LASTING = ("source", "processes", "log", "groups")
 """Fields of a rank that stay in the record when a later gathering could not take them."""
 
 _log = logging.getLogger("elasticd.evidence")
@@ -143,7 +139,6 @@ class EvidenceCollector:
         self._published: dict[Path, NodeEvidence] = {}
         self._fallback_dir = fallback_directory(temporary) / (job or scratch.name)
         self._requests: queue.SimpleQueue[_Gather | _Write | None] = queue.SimpleQueue()
-        self._next: deque[_Gather | _Write | None] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._helper: HelperProcess | None = None
@@ -218,28 +213,11 @@ class EvidenceCollector:
     # --- in the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (request := self._next.popleft() if self._next else self._requests.get()) is not None:
+        while (request := self._requests.get()) is not None:
             if isinstance(request, _Write):
-                self._write(self._batch(request))
+                self._publish_anywhere(request.round, request.final, file=(request.name, request.text))
             elif not self._closing:
                 self._take(request)
-
-    def _batch(self, first: _Write) -> list[_Write]:
-        """The file and the next ones for the same directory: one helper writes them all."""
-        batch = [first]
-        with suppress(queue.Empty):
-            while True:
-                request = self._requests.get_nowait()
-                if not isinstance(request, _Write) or request.final != first.final:
-                    self._next.append(request)
-                    break
-                batch.append(request)
-        return batch
-
-    def _write(self, batch: list[_Write]) -> None:
-        self._publish_anywhere(
-            batch[0].round, batch[0].final, files=tuple((request.name, request.text) for request in batch)
-        )
 
     def _take(self, request: _Gather) -> None:
         local = self._scratch / "evidence" / f"{request.round}-{request.final.name}"
@@ -330,23 +308,22 @@ class EvidenceCollector:
         return not trouble
 
     def _publish_anywhere(
-        self, number: int, final: Path, local: Path | None = None, files: tuple[tuple[str, str], ...] = ()
+        self, number: int, final: Path, local: Path | None = None, file: tuple[str, str] | None = None
     ) -> None:
         """Into the log directory or, if it does not answer, into another one. A message says what is lost."""
         source = "" if local is None else str(local)
         trouble, place = "", self.directory_for(final)
         if place == final:
-            request = PublishRequest(str(place), source, files, self._kept_rounds if local is not None else 0)
+            request = PublishRequest(str(place), source, file, self._kept_rounds if local is not None else 0)
             trouble, _ = self._publish(request, time.monotonic() + RETRY_S)
             if not trouble:
                 return
             place = self._redirect(number, final, trouble)
         if place != final:
-            origin = (REDIRECTED, json.dumps({"directory": str(final.absolute())}))
-            request = PublishRequest(str(place), source, (*files, origin), self._kept_rounds)
+            request = PublishRequest(str(place), source, file, self._kept_rounds)
             trouble, _ = self._publish(request, time.monotonic() + RETRY_S)
         if trouble and not self._closing:
-            lost = ", ".join(name for name, _ in files) or "the evidence"
+            lost = file[0] if file is not None else "the evidence"
             _log.warning("%s of round %d is lost: %s cannot be written: %s", lost, number, place, trouble)
 
     def _publish(self, request: PublishRequest, until: float) -> tuple[str, bool]:

@@ -77,9 +77,9 @@ class Recording:
         between = {second for first, second in usual if first == before}
         return "skipped" if any((kind, after) in usual for kind in between) else "other"
 
-    def tails(self, most: int = MOST_GROUPS) -> tuple[GroupTail, ...]:
+    def tails(self) -> tuple[GroupTail, ...]:
         """The end of what was issued in each group, those with an unfinished collective first."""
-        tails = [] if self.gloo is None else list(self.gloo.tails(most))
+        tails = [] if self.gloo is None else list(self.gloo.tails())
         for group, issued in self.groups.items():
             pending = next((number for number in sorted(issued) if not issued[number].done), 0)
             last = max(issued, default=0)
@@ -90,7 +90,7 @@ class Recording:
             tails.append(GroupTail(group, last, pending, tuple(kinds), backend, group in self.in_job))
         for group, backend in self.unrecorded.items():
             tails.append(GroupTail(group, 0, backend=backend, in_job=group in self.in_job, unrecorded=True))
-        return tuple(sorted(tails, key=lambda tail: not (tail.pending or tail.unrecorded))[:most])
+        return tuple(sorted(tails, key=lambda tail: not (tail.pending or tail.unrecorded))[:MOST_GROUPS])
 
 
 def parse(data: Mapping[str, Any]) -> Recording | None:

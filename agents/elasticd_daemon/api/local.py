@@ -155,7 +155,7 @@ class LocalJobs:
         events = logs.parent / "events.jsonl"
 
         def work() -> Answer:
-            folders, log = locate.find_all(where), events if events.is_file() else None
+            folders, log = locate.find_folders(where), events if events.is_file() else None
             place = locate.choose_folder([folder for folder in folders if round in (None, folder.round)])
             if place is None:
                 some = ", ".join(str(number) for number in sorted({folder.round for folder in folders}))

@@ -43,7 +43,7 @@ def main() -> None:
         from elasticd_agent.hangs.collector.request import PublishRequest
 
         try:
-            publish(PublishRequest.of(request))
+            publish(PublishRequest(**request))
         except OSError as error:
             emit({"trouble": error.strerror or str(error)})
             os._exit(1)

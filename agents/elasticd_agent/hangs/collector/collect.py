@@ -46,8 +46,6 @@ NCCL_S, NCCL_PART = 1.0, 0.1
 """NCCL's monitor thread reads its pipe four times a second (docs/nccl.md), or in an interval of the user's own."""
 CHILDREN, CHILDREN_S = 16, 1.0
 """The stacks of at most this many processes below a worker are read, too, one after the other: 40 ms each."""
-MOST_RECORDED = 256
-"""Process groups whose end of the recording a page can show."""
 
 
 class Collection:
@@ -185,31 +183,26 @@ class Collection:
         if procfs.state(worker.pid) in ("", "T", "t"):
             return
         request = flight.request_dump(worker.heartbeat) if worker.heartbeat and worker.flight else flight.NO_REQUEST
-        by_nccl, recorded = b"", b""
         if worker.pipe and worker.dump:
             until = time.monotonic() + max(NCCL_S, NCCL_PART * self._request.seconds)
-            by_nccl = flight.nccl_dump(worker.pipe, worker.dump, min(self._until, until))
-        if worker.heartbeat and worker.flight:
-            until = min(self._until, time.monotonic() + max(FLIGHT_S, FLIGHT_PART * self._request.seconds))
-            last = max(until, self._until - self._spare_s)
-            by_thread = flight.await_dump(worker.heartbeat, request, worker.flight, until, last)
-            if by_thread is None:
-                self._emit({"rank": worker.rank, "late": True})
-            recorded = by_thread or b""
-        # NCCL writes a dump at a timeout of its own, too. An older one is worth reading.
-        shown = by_nccl or recorded or (flight.read_as_json(worker.dump) if worker.dump else b"")
-        if by_nccl and recorded:
-            shown = json.dumps(json.loads(recorded) | json.loads(by_nccl)).encode()
-        if shown:
-            name = f"rank-{worker.rank}.flight.json"
-            disk.write(os.path.join(self._request.directory, name), shown)
-            recording = recordings.parse(json.loads(shown))
-            tails = recording.tails(MOST_RECORDED) if recording is not None else ()
-            self._emit({"rank": worker.rank, "recording": name, "recorded": [tail.to_dict() for tail in tails]})
-        # A dump of NCCL's own proves nothing: it does not say what other groups there are, in which the rank may wait.
-        if recorded and (recording := recordings.parse(json.loads(recorded))) is not None:
-            groups = [tail.to_dict() for tail in recording.tails()]
-            self._emit({"rank": worker.rank, "groups": groups, "deviation": recording.deviation()})
+            if dump := flight.nccl_dump(worker.pipe, worker.dump, min(self._until, until)):
+                self._keep(f"rank-{worker.rank}.nccl", dump)
+        if not (worker.heartbeat and worker.flight):
+            return
+        until = min(self._until, time.monotonic() + max(FLIGHT_S, FLIGHT_PART * self._request.seconds))
+        last = max(until, self._until - self._spare_s)
+        recorded = flight.await_dump(worker.heartbeat, request, worker.flight, until, last)
+        if recorded is None:
+            self._emit({"rank": worker.rank, "late": True})
+        elif recorded:
+            self._keep(f"rank-{worker.rank}.flight.json", recorded)
+            recording = recordings.parse(json.loads(recorded))
+            if recording is not None:
+                groups = [tail.to_dict() for tail in recording.tails()]
+                self._emit({"rank": worker.rank, "groups": groups, "deviation": recording.deviation()})
+
+    def _keep(self, name: str, content: bytes) -> None:
+        disk.write(os.path.join(self._request.directory, name), content)
 
     def _gpus(self) -> None:
         if self._request.nvml is None:

@@ -76,7 +76,8 @@ def publish(request: PublishRequest) -> None:
     if request.source:
         for path in _files(Path(request.source)):
             write(str(final / path.name), read(str(path), _CHUNK))
-    for name, text in request.files:
+    if request.file is not None:
+        name, text = request.file
         write(str(final / name), text.encode("utf-8", "surrogateescape"))
     if request.rounds > 0:
         rotate(final, request.rounds)

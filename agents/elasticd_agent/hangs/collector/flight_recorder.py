@@ -1,15 +1,12 @@
 """PyTorch's flight recorder of one worker, requested from its heartbeat thread, and from NCCL's own thread by a pipe.
 
-The heartbeat thread (elasticd/heartbeat/thread.py) needs the GIL to answer. NCCL's monitor thread writes when a byte
-comes through its pipe: a pickle of plain values, read by an unpickler that can make nothing else, and kept as JSON.
+The heartbeat thread (elasticd/heartbeat/thread.py) writes JSON, and needs the GIL to answer. NCCL's monitor thread
+writes a pickle when a byte comes through its pipe: it is kept as it is, for torch's own tools, and never read.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import pickle
 import time
 
 from elasticd.errors import WireError
@@ -20,6 +17,7 @@ from elasticd_agent.hangs.collector.request import FilePath
 LIMIT = 64 << 20
 """20,000 entries with stacks are some 20 MB."""
 POLL_S = 0.01
+_PICKLE_END = b"."
 
 
 DumpRequest = tuple[int, int]
@@ -58,16 +56,19 @@ def await_dump(beat: FilePath, request: DumpRequest, path: FilePath, until: floa
 
 
 def nccl_dump(pipe: FilePath, dump: FilePath, until: float) -> bytes:
-    """The dump, as JSON, that NCCL writes to `dump` when a byte comes through `pipe`; b"" without an answer by
-    `until`."""
+    """The dump that NCCL writes to `dump` when a byte comes through `pipe`, else an older one; b"" if there is none."""
     before = _changed(dump)
-    if not _poke_pipe(pipe):
+    if _poke_pipe(pipe):
+        while time.monotonic() < until and (_changed(dump) == before or not _content(dump).endswith(_PICKLE_END)):
+            time.sleep(POLL_S)
+    return _content(dump)
+
+
+def _content(path: FilePath) -> bytes:
+    try:
+        return disk.read(path, LIMIT)
+    except OSError:  # it does not exist yet
         return b""
-    while time.monotonic() < until:
-        if _changed(dump) != before and (content := read_as_json(dump)):
-            return content
-        time.sleep(POLL_S)
-    return b""
 
 
 def _poke_pipe(pipe: FilePath) -> bool:
@@ -88,36 +89,3 @@ def _changed(path: FilePath) -> int:
         return os.stat(path).st_mtime_ns
     except OSError:
         return 0
-
-
-def read_as_json(path: FilePath) -> bytes:
-    """The dump in the file, written at any time, as JSON; b"" if there is none."""
-    try:
-        return as_json(disk.read(path, LIMIT))
-    except (OSError, ValueError):  # it does not exist yet, or is incomplete
-        return b""
-
-
-_BROKEN = (
-    pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError, MemoryError, OverflowError,
-    RecursionError,
-)  # fmt: skip
-"""The exceptions that damaged data raise: a length in a pickle may be anything."""
-
-
-class _Plain(pickle.Unpickler):
-    """Reads a pickle of numbers, strings, lists and dicts, and refuses everything that would call a function."""
-
-    def find_class(self, module: str, name: str) -> object:
-        raise pickle.UnpicklingError(f"{module}.{name} in a flight recording")
-
-
-def as_json(data: bytes) -> bytes:
-    """A recording, JSON or pickle, as JSON. Raises ValueError for anything else, and for an incomplete one."""
-    try:
-        if data[:1] == b"{":
-            json.loads(data)
-            return data
-        return json.dumps(_Plain(io.BytesIO(data)).load(), default=str).encode()
-    except _BROKEN as error:
-        raise ValueError(f"not a flight recording: {error}") from error

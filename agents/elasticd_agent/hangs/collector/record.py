@@ -59,10 +59,8 @@ class RankEvidence(Record):
     processes: tuple[ProcessStacks, ...] = ()
     """The stacks of the worker's process, then of processes below it (DataLoader workers)."""
     # from its flight recorder
-    groups: tuple[GroupTail, ...] = ()  #: what may prove a hang, as in RankReport
+    groups: tuple[GroupTail, ...] = ()  #: its end in each group, as in RankReport; the whole is in rank-R.flight.json
     deviation: str = ""
-    recording: str = ""  #: the file with the whole recording, beside this one
-    recorded: tuple[GroupTail, ...] = ()  #: its end in every group
     late: bool = False  #: the heartbeat thread runs, and had no time to write it
     # from its output
     log: tuple[str, ...] = ()  #: the last lines, where output goes to files

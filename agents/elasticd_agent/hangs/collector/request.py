@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 VERDICT = "verdict.json"
-REDIRECTED = "redirected.json"
-"""A note in a folder whose evidence belongs into another one, which could not be written: {"directory": that one}."""
 
 FilePath = str | Path
 
@@ -54,16 +52,12 @@ class CollectRequest:
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """Put `files`, by name, and all of `source` ("": nothing) into `final`; keep that of the newest `rounds` only."""
+    """Put `file`, its name and text, or all of `source` into `final`; keep that of the newest `rounds` only."""
 
     final: str
     source: str = ""
-    files: tuple[tuple[str, str], ...] = ()
+    file: tuple[str, str] | None = None
     rounds: int = 0
-
-    @classmethod
-    def of(cls, data: dict[str, Any]) -> PublishRequest:
-        return cls(**{**data, "files": tuple((name, text) for name, text in data["files"])})
 
 
 def to_message(request: CollectRequest | PublishRequest) -> dict[str, Any]:

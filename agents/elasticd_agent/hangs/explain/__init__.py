@@ -23,7 +23,7 @@ def summary_lines(directory: Path, verdict: RecordedVerdict | None = None, secon
     from elasticd_agent.system import bounded_io
 
     def read() -> list[str]:
-        folder = locate.choose_folder(locate.find_all(directory))
+        folder = locate.choose_folder(locate.find_folders(directory))
         return text.summary(load.explain(folder, verdict=verdict)) if folder is not None else []
 
     try:

@@ -45,8 +45,7 @@ def compare(recorded: Mapping[int, Sequence[GroupTail]]) -> list[GroupComparison
     """One comparison for each process group, those with a difference first: of gloo's recordings only if all are."""
     known = {rank: [tail for tail in tails if not tail.unrecorded] for rank, tails in recorded.items()}
     device = {rank: [tail for tail in tails if tail.backend != "gloo"] for rank, tails in known.items()}
-    if any(device.values()):
-        known = {rank: device[rank] for rank, tails in known.items() if device[rank] or not tails}
+    known = {rank: tails for rank, tails in device.items() if tails} or known
     names = sorted({tail.group for tails in known.values() for tail in tails if tail.last})
     groups = [_compare(name, known) for name in names]
     groups.sort(key=lambda group: (group.differing is None and not group.missing, not group.pending))

@@ -13,10 +13,10 @@ from elasticd_agent.hangs.explain.flight import GroupComparison
 from elasticd_agent.hangs.explain.model import Aftermath, Explanation, StackGroup
 from elasticd_agent.model.reports import RecordedVerdict
 
-VERSION = "1.0"
+VERSION = "2.0"
 _NOT_SHOWN = (
     "kernel", "tree", "proc", "place", "stack", "alone", "loading", "source", "trouble", "processes", "groups",
-    "deviation", "recording", "recorded", "late", "unknown",
+    "deviation", "late", "unknown",
 )  # fmt: skip
 """Fields of a rank for the judge, or shown in other parts of the document."""
 
@@ -39,7 +39,6 @@ def document(explained: Explanation) -> dict[str, Any]:
         "gpus": [_plain(gpu) | {"facts": dict(gpu.facts)} for gpu in explained.gpus],
         "troubles": _plain(explained.troubles),
         "evidence": explained.directory,
-        "elsewhere": explained.elsewhere or None,
     }
 
 

@@ -89,7 +89,6 @@ def explain(
         round=folder.round,
         kind=kind,
         directory=str(folder.path),
-        elsewhere=str(folder.elsewhere.path) if folder.elsewhere is not None else "",
         headline=phrases.headline(folder.round, kind, judged, ranks, reason or why),
         taken_at=taken_at,
         job=log.job,
@@ -97,7 +96,7 @@ def explain(
         ranks=ranks,
         stack_groups=_stack_groups(ranks),
         waiting=phrases.describe_waits(ranks),
-        flight=tuple(compare({rank.rank: rank.recorded for rank in ranks if rank.recording})),
+        flight=tuple(compare({rank.rank: rank.groups for rank in ranks if rank.groups})),
         gpus=tuple(gpu for node in reader.evidence for gpu in _gpus(node)),
         aftermath=_aftermath(log, folder),
         troubles=(*reader.troubles, *_missing(reader.evidence, ranks)),
@@ -124,7 +123,7 @@ class _Reader:
 
     def document(self, kind: type[_Document], name: str) -> _Document | None:
         """The record in the file; None if there is none."""
-        file = files.read(self.folder.file(name), kind.MAX_BYTES)
+        file = files.read(self.folder.path / name, kind.MAX_BYTES)
         self.troubles += [file.trouble] if file.trouble else []
         return None if file.missing or file.trouble else self._decoded(kind, name, file.text)
 
@@ -160,7 +159,7 @@ class _Reader:
         reports = {report.node: report for report in (judged.reports if judged is not None else ())}
         for name in self.folder.names:
             if name.startswith("reports-") and name.endswith(".jsonl"):
-                file = files.read(self.folder.file(name), HangReport.MAX_BYTES, tail=True)
+                file = files.read(self.folder.path / name, HangReport.MAX_BYTES, tail=True)
                 self.troubles += [file.trouble] if file.trouble else []
                 for line in file.text.splitlines()[-1:]:
                     if (report := self._decoded(HangReport, name, line)) is not None:

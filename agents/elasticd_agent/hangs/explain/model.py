@@ -84,7 +84,6 @@ class Explanation:
     kind: EvidenceKind
     directory: str
     headline: str
-    elsewhere: str = ""  #: the directory of the part that could not be written to `directory`
     job: str = ""
     taken_at: float = 0.0  #: Unix time of the newest stacks
     verdict: RecordedVerdict | None = None

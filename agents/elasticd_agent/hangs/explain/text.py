@@ -93,8 +93,7 @@ def _facts(explained: Explanation, width: int) -> list[str]:
         rows.append(("done", _done_without_verdict(explained.aftermath)))
     if explained.job:
         rows.append(("job", explained.job))
-    elsewhere = f", and {explained.elsewhere}, where it went while that could not be written"
-    rows.append(("evidence", explained.directory + (elsewhere if explained.elsewhere else "")))
+    rows.append(("evidence", explained.directory))
     lines = []
     for name, value in rows:
         lines += _wrap(value, width, f"{name:<{_INDENT - 1}} ", " " * _INDENT)
