@@ -17,7 +17,7 @@
         ├── DirectoryInUse      another run holds the checkpoint directory
         └── ObjectStoreError    the object store of the checkpoints refuses, or does not answer; an OSError, too
 
-A message says what happened, where, and what to do about it.
+A message says what happened, where, and what to do about it. RoundChanged is no error, and stands beside the tree.
 """
 
 from __future__ import annotations
@@ -102,3 +102,10 @@ class DirectoryInUse(CheckpointError):
 
 class ObjectStoreError(CheckpointError, OSError):
     """The object store that holds the checkpoints refuses, or does not answer; or its copy has no room on this node."""
+
+
+class RoundChanged(BaseException):
+    """The ranks of the job change, and this process stays: raised in `train`, and caught by `session.run(train)`.
+
+    No Exception, so that `except Exception` in a script lets it pass.
+    """

@@ -68,16 +68,17 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> WorkerEnvir
     )
 
 
-def join(environment: WorkerEnvironment, timeout: timedelta | None) -> DefaultGroup:
+def join(environment: WorkerEnvironment, timeout: timedelta | None, device: torch.device | None = None) -> DefaultGroup:
     """Choose this rank's device and make the default process group, unless there is one already.
 
     The backend is the device's default: nccl for CUDA, gloo for the CPU. `timeout` is the group's, torch's default if
-    None. Raises UsageError when the local rank has no device, and what torch raises when the group cannot be made.
+    None; a process that stays keeps its `device`, also where its local rank is another one. Raises UsageError when the
+    local rank has no device, and what torch raises when the group cannot be made.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
-    device = _device(environment.local_rank)
+    device = device or _device(environment.local_rank)
     created = not dist.is_initialized()
     if created:
         arguments: dict[str, Any] = {"backend": _backend(device)}

@@ -61,13 +61,23 @@ class Usage:
     fetched_to_train: int = 0  #: those that were not fetched in `torch.no_grad()`
 
 
-_ITERATED: weakref.WeakSet[ElasticBatchSampler] = weakref.WeakSet()
+_SAMPLERS: weakref.WeakSet[ElasticBatchSampler] = weakref.WeakSet()
 """Samplers of this process: a session has to find those that it is not given."""
 
 
 def uncommitted() -> list[ElasticBatchSampler]:
     """Samplers that this process has iterated over, and that have never committed a step."""
-    return [sampler for sampler in _ITERATED if not sampler._usage.has_committed]
+    return [sampler for sampler in _SAMPLERS if sampler._usage.begun and not sampler._usage.has_committed]
+
+
+def follow_group() -> None:
+    """This process has another rank, or other ranks beside it: a sampler that has its rank from the process group takes
+    the new one. An iteration ends there: the next one starts at the cursor.
+    """
+    for sampler in _SAMPLERS:
+        if sampler._follows_group:
+            sampler._rank, sampler._world_size = _rank_in_group()
+            sampler._place_cursor(sampler._epoch, sampler._offset)
 
 
 def usage_of(sampler: ElasticBatchSampler) -> Usage:
@@ -150,6 +160,7 @@ class ElasticBatchSampler:
         self._seed = _integer("seed", seed, at_least=0)
         self._shuffle = bool(shuffle)
         self._drop_last = bool(drop_last)
+        self._follows_group = rank is None
         self._rank, self._world_size = _rank_in_world(rank, world_size)
         if self._seed >= 2**64:
             raise SamplerError(f"seed={seed} does not fit into 64 bits")
@@ -189,6 +200,7 @@ class ElasticBatchSampler:
         self._is_past = False
         self._consumption = _Consumption(_Loader())
         self._usage = Usage()
+        _SAMPLERS.add(self)
 
     @property
     def epoch(self) -> int:
@@ -371,7 +383,6 @@ class ElasticBatchSampler:
         if self.on_next is not None:
             self.on_next(True)
         self._usage.begun += 1
-        _ITERATED.add(self)
         # Not a generator itself: it starts at the cursor of iter(), not of the first next().
         return self._micro_batches(self._starts_left(), self._generation)
 

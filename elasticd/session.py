@@ -9,19 +9,20 @@ reads checkpoints, coordination/ makes ranks agree and meet; this module puts th
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, cast
 
-from elasticd import process_group
+from elasticd import in_place, launch_channel, process_group
 from elasticd.checkpointing import restore
 from elasticd.checkpointing.at_fault.donor import Donor
 from elasticd.checkpointing.at_fault.late_changes import BetweenSteps
@@ -35,14 +36,16 @@ from elasticd.coordination.barrier import Barriers, timeout_seconds
 from elasticd.coordination.decisions import Action, DecisionPoints
 from elasticd.coordination.rank_status import RankStatus, StatusPublisher
 from elasticd.coordination.store_channel import open_channel
-from elasticd.errors import CheckpointRefused, UsageError
+from elasticd.data_parallel import DataParallelModules
+from elasticd.errors import CheckpointError, CheckpointRefused, RoundChanged, UsageError
 from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat import worker_events
 from elasticd.heartbeat.collectives import Collectives, is_only_group
 from elasticd.heartbeat.main_thread import MainThread
 from elasticd.heartbeat.record import Phase
 from elasticd.heartbeat.scalars import ScalarSampler
-from elasticd.sampler import ElasticBatchSampler
+from elasticd.in_place import EntryState
+from elasticd.sampler import ElasticBatchSampler, follow_group
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["Resumed", "Session", "init"]
 
 logger = logging.getLogger("elasticd")
+T = TypeVar("T")
 
 MOST_PARTIAL = 256
 """Steps for which a save, a pause or a stop waits for an optimizer's step: gradients may also be old ones."""
@@ -70,7 +74,7 @@ def init(*, timeout: timedelta | None = None, decision_timeout: timedelta = time
     """
     environment = process_group.read_environment()
     group = process_group.join(environment, timeout)
-    return Session(environment, group, decision_timeout.total_seconds())
+    return Session(environment, group, decision_timeout.total_seconds(), timeout)
 
 
 class Session:
@@ -81,34 +85,63 @@ class Session:
         environment: process_group.WorkerEnvironment,
         group: process_group.DefaultGroup,
         decision_timeout_s: float,
+        timeout: timedelta | None = None,
     ) -> None:
-        self._environment = environment
-        self._group = group
+        self._timeout, self._decision_timeout_s = timeout, decision_timeout_s
+        self._launch = launch_channel.from_environment()
         self._heartbeat = heartbeat.from_environment()
-        self._heartbeat.use_session()
         self._issued = Collectives().issued
-        self._events = worker_events.from_environment(environment.round, group.rank)
-        self._channel = open_channel(
-            group.rank, group.world_size, environment.round, group.device, decision_timeout_s, self._heartbeat
-        )
-        self._channel.status = self._status_before_call
-        self._scalars = ScalarSampler(self._events) if group.rank == 0 else None
         self._main_thread = MainThread()
-        self._issued_at_step = self._issued_before = 0
-        self._decisions = DecisionPoints(self._channel, self._propose)
-        self._pauses = pause.PauseController(self._heartbeat, self._events, pause.timeout_from_environment())
-        self._context = SaveContext(environment, group, self._channel, self._events, self._heartbeat)
-        self._saver = Saver(self._context)
+        self._modules = DataParallelModules(self._issued)
+        if self._launch.is_connected:
+            self._modules.watch()
+        self._entry: EntryState | None = None
+        """State of this process at the call of `run`; None before."""
         self._attached: dict[str, Any] = {}
-        self._omissions = Omissions(self._context, self._attached)
         self._optional: set[str] = set()
         """Names of which a checkpoint may hold nothing."""
         self._committing: list[Any] = []
-        self._donor: Donor | None = None
         self._optimizers: list[Any] = []
         """Attached ones, which report each step that they begin."""
+        self._directory: str | os.PathLike[str] | None = None
+        """The argument of the script, if it gives one."""
+        self._said: set[str] = set()
+        self._thread = threading.get_ident()
+        """The thread that steps."""
+        self._sigterm = SigtermHandler()
+        self._should_stop = False
+        self._closed = self._is_running = False
+        self._barrier_s: float | None = None
+        self._begin_round(environment, group)
+
+    def _begin_round(self, environment: process_group.WorkerEnvironment, group: process_group.DefaultGroup) -> None:
+        """All that has to do with a round. All ranks make the same calls after it, also those of which the process is
+        new."""
+        self._environment = environment
+        self._group = group
+        self._heartbeat.use_session()
+        self._events = worker_events.from_environment(environment.round, group.rank)
+        self._channel = open_channel(
+            group.rank, group.world_size, environment.round, group.device, self._decision_timeout_s, self._heartbeat
+        )
+        self._channel.status = self._status_before_call
+        self._scalars = ScalarSampler(self._events) if group.rank == 0 else None
+        self._issued_at_step = self._issued_before = 0
+        self._issued_by_session = 0
+        """Collectives of a `restore()` before `run`."""
+        self._decisions = DecisionPoints(self._channel, self._propose)
+        self._pauses = pause.PauseController(self._heartbeat, self._events, pause.timeout_from_environment())
+        if self._entry is None:
+            self._context = SaveContext(environment, group, self._channel, self._events, self._heartbeat)
+        else:
+            self._context = self._context.in_round(environment, group, self._channel, self._events)
+        self._saver = Saver(self._context)
+        self._omissions = Omissions(self._context, self._attached)
+        if self._attached:
+            self._omissions.watch()
+        self._donor: Donor | None = None
         self._optimized = False
-        """One has begun a step since the last `step()`."""
+        """An optimizer has begun a step since the last `step()`."""
         self._was_optimized = True
         """The same of the step before that call."""
         self._is_put_off = self._is_requested = False
@@ -117,10 +150,7 @@ class Session:
         """The reason, on rank 0."""
         self._partial = 0
         """The steps for which rank 0 waited for an optimizer's step."""
-        self._said: set[str] = set()
         self._between_steps: BetweenSteps | None = None
-        self._thread = threading.get_ident()
-        """The thread that steps."""
         self._loop: ElasticBatchSampler | None = None
         """The attached sampler that a step asks first: where a step takes batches of two, the loop is over this one."""
         self._random_state: dict[str, Any] | None = None
@@ -130,19 +160,15 @@ class Session:
         """Samplers whose next iteration begins there."""
         self._before_seed: tuple[ElasticBatchSampler, torch.Tensor] | None = None
         """The random state before the seed of a second sampler, whose iteration begins in a step."""
-        self._sigterm = SigtermHandler()
         self._steps = 0
         self._calls = 0
         """The number of calls of `save()`."""
         self._stepped = False
         self._restored = self._has_called_restore = False
-        self._should_stop = False
-        self._closed = False
         self._publisher = StatusPublisher(
             self._channel.new_connection, self._channel.prefix, group.rank, group.world_size, self._status
         )
         self._barriers = Barriers(self._channel, self._publisher, self._heartbeat)
-        self._barrier_s: float | None = None
         if group.world_size > 1:
             self._publisher.start(self._channel.store)
 
@@ -251,11 +277,14 @@ class Session:
             raise UsageError("restore(): nothing is attached; call session.attach(model=..., optimizer=...) first")
         if self._stepped:
             raise UsageError("restore() after step(): restore before the first step")
+        self._directory = directory or self._directory
         self._channel.call = "restore()"
+        issued = self._issued()
+        self._saver.open(directory, "restore")
         with self._channel.one_of_many("restore"):
-            self._saver.open(directory, "restore")
             self._has_called_restore = True
             resumed = restore.restore(self._attached, self._optional, step, self._saver)
+        self._issued_by_session += self._issued() - issued
         if resumed is not None:
             self._restored = True
             self._steps = resumed.step
@@ -291,6 +320,7 @@ class Session:
         if keep_every < 0:
             raise UsageError(f"checkpoint(keep_every={keep_every!r}): give a number of steps, or 0")
         barrier_s = None if barrier is None else timeout_seconds(barrier, "checkpoint(barrier=...)")
+        self._directory = directory or self._directory
         self._channel.call = "checkpoint()"
         self._saver.open(directory, "checkpoint")
         self._context.every = parsed
@@ -318,6 +348,7 @@ class Session:
         Raises UsageError without a directory or with nothing attached, CheckpointRefused for a state that
         `torch.load(weights_only=True)` would not open, naming the key.
         """
+        self._launch.check()
         self._channel.call = "save()"
         self._saver.open(None, "save")
         if self._should_stop and self._saver.saved_step == self._steps:
@@ -370,6 +401,7 @@ class Session:
         Raises DecisionTimeout when rank 0's decision does not arrive, CheckpointRefused at the first save,
         BarrierTimeout where `checkpoint(barrier=...)` asks for a barrier.
         """
+        self._launch.check()
         if self._should_stop:
             self._say_stopped("step()")
             return
@@ -430,13 +462,111 @@ class Session:
             known: dict[str, Any] = (
                 {"every_seconds": every.seconds} if every is not None and every.seconds is not None else {}
             )
-            self._donor = Donor(self._context, self._attached, self._optimized, self._is_in_step)
+            self._donor = Donor(self._context, self._attached, self._optimized, self._is_in_step, self._launch)
             self._between_steps = BetweenSteps(
                 self._attached, self._donor, self._group.device, is_first_run=self._steps == 0
             )
             self._thread = threading.get_ident()
             known["saves_at_faults"] = self._donor.can_save
             self._events.write("attached", "a checkpoint is attached", self._steps, **known)
+
+    def run(self, train: Callable[[], T]) -> T:
+        """Restore, call `train`, and return what it returns; call it again when the ranks of the job change.
+
+        A rank that is lost then costs the others neither their process nor what the script did before this call:
+        `train` is left by an exception, the process joins the next round, the state of the newest commit is restored
+        into the same objects, and `train` is called again, with another `rank`, `world_size` and `round`. So `train`
+        begins where the attached objects are, as after a restart, and makes all that depends on the ranks itself.
+
+        Under torchrun, in plain python, and where a process cannot stay, `train` is called once.
+
+        Raises UsageError for a call inside `train`, and before DistributedDataParallel; what `train` raises.
+        """
+        if self._is_running:
+            raise UsageError("run() inside what session.run() calls: call it once, with the whole training")
+        if self._closed:
+            raise UsageError("run() after close()")
+        self._is_running = True
+        try:
+            why = self._reason_against_staying()
+            self._entry = EntryState(self._attached, self._group.device)
+            if self._attached and not self._has_called_restore and self._has_directory():
+                self.restore()
+            if why:
+                self._say(f"a change of ranks restarts every process: {why}")
+            if why or not self._launch.is_connected:
+                return train()
+            while True:
+                self._launch.enter()
+                is_over, result = self._call(train)
+                if is_over:
+                    return cast("T", result)
+                self._leave_round()
+                self._enter_round()
+        finally:
+            self._is_running = False
+
+    def _has_directory(self) -> bool:
+        return bool(self._context.directory or self._directory or os.environ.get("ELASTICD_CHECKPOINT_DIR"))
+
+    def _reason_against_staying(self) -> str:
+        """Return why this process cannot stay, "" if it can, or if no launcher would have it stay."""
+        if not self._launch.is_connected:
+            return ""
+        if not self._attached or not self._has_directory():
+            return "nothing is attached, or there is no checkpoint directory"
+        if self._stepped or self._calls or self._barriers.has_met:
+            return "the script calls step(), save() or barrier() of the session before run()"
+        collectives = self._issued() - self._issued_by_session
+        return in_place.reason_against(self._attached, self._modules, self._group, collectives)
+
+    def _call(self, train: Callable[[], T]) -> tuple[bool, T | None]:
+        """Call `train`; returns if it has ended, and its result. False: the ranks change; no frame of it is kept."""
+        try:
+            result = train()
+        except (Exception, RoundChanged) as error:
+            if not self._launch.explains(error):
+                raise
+            return False, None
+        return self._launch.leave(), result
+
+    def _leave_round(self) -> None:
+        """Give up all that belongs to the round, without waiting for the others: they do the same, or are gone."""
+        why = self._modules.reason_against()
+        if not why and not (self._restored or restore.may_restore(self._context)):
+            why = "nothing has been saved yet"
+        if why:  # a new process takes this one's place
+            logger.warning("this process ends, as it cannot stay: %s", why)
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._close_round()
+        self._modules.release()
+        process_group.leave(self._group)
+
+    def _enter_round(self) -> None:
+        """Wait for the next round, join it, and restore its state, as a new process of it does."""
+        assert self._entry is not None
+        self._launch.report_entry(self._steps)
+        gc.collect()  # what the frames of `train` have left
+        self._launch.follow(self._launch.released())
+        self._heartbeat.follow(os.environ["ELASTICD_HEARTBEAT"])
+        environment = process_group.read_environment()
+        group = process_group.join(environment, self._timeout, self._group.device)
+        self._begin_round(environment, group)
+        follow_group()
+        self._entry.put_back()
+        self._modules.rebuild()
+        if self.restore(self._directory) is None:
+            raise CheckpointError("the state of the round before is gone, and this process cannot begin anew")
+
+    def _close_round(self) -> None:
+        if self._scalars is not None:
+            self._scalars.close()
+        if self._donor is not None:
+            self._donor.close()
+        self._omissions.close(has_failed=True)
+        self._saver.close(wait=False)
+        self._barriers.close()
+        self._publisher.close()
 
     def log(self, **values: SupportsFloat) -> None:
         """Show numbers of the script on the dashboard: `session.log(loss=loss, lr=0.1)`, a float or tensor each.
@@ -459,6 +589,7 @@ class Session:
         Raises BarrierTimeout, with the last status of the missing ranks; UsageError on every rank where names differ,
         and for arguments that cannot work; torch.distributed's own error when the store is gone.
         """
+        self._launch.check()
         self._barriers.wait(name, timeout)
 
     @contextmanager
@@ -493,6 +624,7 @@ class Session:
         self._omissions.close(has_failed)
         self._saver.close(wait=not has_failed)
         self._sigterm.close()
+        self._modules.close()
         self._barriers.close()
         self._publisher.close()
         if not self._closed and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -546,6 +678,7 @@ class Session:
         return any(loop.is_at_end for loop in ([self._loop] if self._loop is not None else self._samplers()))
 
     def _on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
+        self._launch.check()
         self._optimized = True
         self._saver.rank_state.stepped.add(id(optimizer))
         if self._between_steps is not None and not self._between_steps.has_begun:
@@ -553,6 +686,7 @@ class Session:
 
     def _on_next(self, sampler: ElasticBatchSampler, is_iteration: bool) -> None:
         """An attached sampler is asked for a batch."""
+        self._launch.check()
         if threading.get_ident() != self._thread:
             return
         if self._loop is None or (self._between_steps is not None and not self._between_steps.has_begun):
@@ -642,6 +776,7 @@ class Session:
         return "continue", ""
 
     def _stop_reason(self) -> str:
+        self._launch.check()
         if self._heartbeat.request & heartbeat.REQUEST_KIND == heartbeat.STOP:
             return "the agent requested a stop"
         # Under an agent the agent decides: batch systems signal every process of a job, also where only one node has to

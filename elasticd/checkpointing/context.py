@@ -64,6 +64,14 @@ class SaveContext:
     writer: WriterClient | None = field(default_factory=writer_client.from_environment)
     """None: there is no writer on this node, and rank 0 writes checkpoints itself."""
 
+    def in_round(
+        self, environment: WorkerEnvironment, group: DefaultGroup, channel: StoreChannel, events: WorkerEventWriter
+    ) -> SaveContext:
+        """The same settings in another round of this process."""
+        whose: dict[str, Any] = {"environment": environment, "group": group, "channel": channel, "events": events}
+        ours: dict[str, Any] = {"directory": None, "round": 0, "parent": None, "is_sharded": False, "owed": ""}
+        return replace(self, **whose, **ours, saves=0, writer=writer_client.from_environment())
+
     @property
     def next_try(self) -> str:
         return f"it is tried again {self.every}" if self.every else "it is not tried again"

@@ -82,6 +82,16 @@ def restore(attached: Mapping[str, Any], optional: Collection[str], step: int | 
         return run.resume()
 
 
+def may_restore(context: SaveContext) -> bool:
+    """A state of this run is in this node's memory, or any in the directory."""
+    with contextlib.suppress(OSError, SnapshotRefused):
+        if context.writer is not None and context.writer.find_all():
+            return True
+    with contextlib.suppress(OSError):
+        return context.directory is not None and bool(lineage(context.directory)[0])
+    return True  # a disk or store that cannot be read now
+
+
 def check_unneeded(context: SaveContext) -> None:
     """Warn, at the first step of a script that has not called `restore()`, that a checkpoint is left unused.
 

@@ -84,6 +84,11 @@ class Barriers:
             self._heartbeat.set_phase(before)
             self._one_at_a_time.release()
 
+    @property
+    def has_met(self) -> bool:
+        """This rank has come to a barrier."""
+        return self._number > 0
+
     def close(self) -> None:
         """Refuse further barriers. The session closes the publisher's thread after this."""
         self._closed = True

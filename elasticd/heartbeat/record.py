@@ -105,6 +105,7 @@ _GROUPS_SEQ = _GROUPS_AT // 8
 _WAIT_TIMEOUT_AT = _GROUPS_AT - 8
 _REPORT_BYTES = _WAIT_TIMEOUT_AT - _REPORT_AT - 4
 _PYBUF_WRITE = 0x200  # from CPython's stable ABI
+_MAP_FIXED = 0x10  # of linux/mman.h
 _HEADER = struct.Struct("<8sIIQ8xiI24s QqQQQII64sQQ qQqQQqQQ I")
 _NOTHING_ISSUED = (_UNKNOWN, 0, _UNKNOWN, 0, 0, _UNKNOWN, 0, 0)
 # A writer killed between two stores leaves `seq` odd for good: after this many reads the words are taken as they are.
@@ -187,11 +188,33 @@ class HeartbeatWriter:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            _check_header(os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size, path)
+            status = os.fstat(fd)
+            _check_header(os.pread(fd, _HEADER.size, 0), status.st_size, path)
             self._use(_map_file(fd, SIZE))
         finally:
             os.close(fd)
+        self._file = status.st_ino, os.path.basename(path)
         os.register_at_fork(after_in_child=self._detach)
+        self._begin()
+
+    def follow(self, path: str | os.PathLike[str]) -> None:
+        """Continue in another file: this process stays, and a round has files of its own.
+
+        The new file takes the place of the old one at every address where this process has that, so the writers of the
+        launcher and of the script follow at once, with all who hold parts of them. Raises OSError, WireError.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            _check_header(os.pread(fd, _HEADER.size, 0), status.st_size, path)
+            for address in _mapped_at(self._file):
+                _map_file(fd, SIZE, address)
+        finally:
+            os.close(fd)
+        self._file = status.st_ino, os.path.basename(path)
+        self._begin()
+
+    def _begin(self) -> None:
         self._words[_PID] = os.getpid()
         if not self._words[_STARTED]:
             self._words[_STARTED] = time.monotonic_ns()
@@ -359,6 +382,9 @@ class NullHeartbeat(HeartbeatWriter):
     def __init__(self) -> None:
         self._detach()
 
+    def follow(self, path: str | os.PathLike[str]) -> None:
+        pass
+
 
 class HeartbeatReader:
     """The agent's side: read the heartbeat, write requests. Holds one descriptor; close it, or use it in `with`."""
@@ -462,14 +488,31 @@ def from_environment() -> HeartbeatWriter:
     return HeartbeatWriter(path) if path else NullHeartbeat()
 
 
-def _map_file(fd: int, size: int) -> memoryview:
-    """The first `size` bytes of the file, shared, without the descriptor that Python's mmap keeps before 3.13."""
+def _mapped_at(file: tuple[int, str]) -> list[int]:
+    """The addresses at which this process has mapped the file with this inode and name, also a deleted one."""
+    inode, name = file
+    addresses: list[int] = []
+    with open("/proc/self/maps", "rb") as maps:
+        for line in maps:
+            fields = line.split(maxsplit=5)
+            path = os.fsdecode(fields[5].strip()).removesuffix(" (deleted)") if len(fields) == 6 else ""
+            if int(fields[4]) == inode and os.path.basename(path) == name:
+                addresses.append(int(fields[0].split(b"-")[0], 16))
+    return addresses
+
+
+def _map_file(fd: int, size: int, at: int | None = None) -> memoryview:
+    """The first `size` bytes of the file, shared, without the descriptor that Python's mmap keeps before 3.13.
+
+    `at`: in place of what is mapped there.
+    """
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    flags = mmap.MAP_SHARED | (0 if at is None else _MAP_FIXED)
+    address = libc.mmap(at, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), "mmap of the heartbeat file failed")
     prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)

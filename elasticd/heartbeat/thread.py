@@ -66,7 +66,7 @@ class HeartbeatThread:
     def __init__(self, writer: HeartbeatWriter, dump_to: str = "", period_s: float = PERIOD_S) -> None:
         self._writer = writer
         self._dump_to = dump_to
-        self._given = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")  # a script may change them
+        self._read_given()
         self._period_s = period_s
         self._collectives = Collectives()
         self._groups = GroupCounts()
@@ -88,6 +88,11 @@ class HeartbeatThread:
         self._over = _thread.allocate_lock()
         os.register_at_fork(after_in_child=self._forked)
         atexit.register(self.stop)
+
+    def _read_given(self) -> None:
+        """Read what the agent has given this process for a round; a script may change the variables."""
+        self._given = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+        self._given_with = os.environ.get("ELASTICD_HEARTBEAT", "")
 
     def start(self) -> None:
         """Start the thread. Calls after the first do nothing, nor do calls in a forked child."""
@@ -151,6 +156,9 @@ class HeartbeatThread:
             report_exception(self._writer)  # exit handlers may take long, and peers fail before they are done
         requested = self._writer.dump_requested
         if requested != self._writer.dump_done:
+            if self._given_with != os.environ.get("ELASTICD_HEARTBEAT", ""):  # this process has stayed for a new round
+                self._dump_to = os.environ.get("ELASTICD_FLIGHT", "")
+                self._read_given()
             if self._dump_to:
                 write_flight_recorder(self._dump_to, *self._given)
             self._writer.dump_done = requested
@@ -191,6 +199,7 @@ class HeartbeatThread:
                 self._joining = True
                 self._writer.set_phase(Phase.STARTING, INIT_PROCESS_GROUP)
             return UNKNOWN
+        self._joining = False
         issued = self._collectives.issued()
         another = self._group() is not group
         if another:

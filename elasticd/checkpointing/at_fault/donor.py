@@ -59,6 +59,7 @@ from elasticd.checkpointing.state.layout import Layout
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.storage.manifest import Manifest
 from elasticd.errors import CheckpointError
+from elasticd.launch_channel import NoLaunchChannel
 
 LONGEST_COPY_S = 200e-6
 """The longest that the copies at a commit may take, or SHARE of a step if that is longer; else the rank is no donor."""
@@ -80,7 +81,7 @@ BEGIN_S = 0.1
 """The wait for a rank that is about to begin a step; its script may do something long before that, such as an
 evaluation."""
 LONGEST_STAY_S = 5.0
-"""The wait for the launcher to kill this rank, which it does at once."""
+"""The wait for the launcher to kill or unwind this rank, which it does at once."""
 LONGEST_WAIT_S = 5.0
 """The wait for another rank that copies the same step: the launcher waits for all."""
 _UNCLEAN = "it was between the optimizer's step and session.step()"
@@ -122,10 +123,12 @@ class Donor:
         attached: Mapping[str, Any],
         optimized: bool,
         is_in_step: Callable[[], bool] = lambda: False,
+        launch: NoLaunchChannel | None = None,
     ) -> None:
         """`optimized`: an optimizer has begun a step before. `is_in_step` returns whether this rank has begun to do
-        something with the others since the last commit.
+        something with the others since the last commit. `launch` may have this process leave the round.
         """
+        self._launch = launch or NoLaunchChannel()
         self._context = context
         self._is_in_step = is_in_step
         self._pid = os.getpid()
@@ -205,6 +208,9 @@ class Donor:
 
     def _begin_change(self) -> None:
         self._lock.acquire()
+        if self._launch.changed.is_set():  # the thread has kept the training thread waiting for that
+            self._lock.release()
+            self._launch.check()
         self._changing = True
         self._changing_since = time.monotonic()
 
@@ -435,7 +441,9 @@ class Donor:
         self._why = self._why or "the session is closed"
 
     def _save(self, wait_s: float, ends: bool = False) -> None:
-        """`ends`: the launcher kills this rank next. Until then it begins no step, which would be trained again."""
+        """`ends`: the launcher kills or unwinds this rank next. Until then it begins no step, which would be trained
+        again.
+        """
         if self._why:
             return
         if not self._lock.acquire(timeout=wait_s) and not self._waits_for_own_copy():
@@ -457,7 +465,7 @@ class Donor:
             if ends and self._socket is not None:
                 with contextlib.suppress(OSError):
                     channel.send(self._socket, {"do": "donated"})
-                time.sleep(LONGEST_STAY_S)
+                self._launch.changed.wait(LONGEST_STAY_S)
             self._lock.release()
 
     def _waits_for_own_copy(self) -> bool:

@@ -1,0 +1,111 @@
+"""DistributedDataParallel modules that follow their process into another process group.
+
+Each is built anew on the same object by its own constructor: gradients are summed by position in buckets, which a
+module lays out anew after its first backward pass, so modules of different ages would add up those of different
+parameters, without an error. Everything that a script may hold stays: the object, the module inside, its hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+_KEPT = ("_ddp_sink_clone", "training")
+_BUILT = ("reducer", "logger", "process_group")
+"""Attributes that belong to a process group, and keep it alive."""
+
+
+class DataParallelModules:
+    """The modules that this process has made since `watch()`, in their order. `issued` counts the default group's
+    collectives.
+    """
+
+    def __init__(self, issued: Callable[[], int]) -> None:
+        self._issued = issued
+        self._made: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
+        self.collectives = 0
+        """Collectives of the constructors."""
+        self._build: Callable[..., None] | None = None
+        self._watched: Callable[..., None] | None = None
+
+    def watch(self) -> None:
+        """Know each module that is made from now on, with its arguments: torch keeps not all of them."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        build = DistributedDataParallel.__init__
+        signature = inspect.signature(build)
+
+        @functools.wraps(build)
+        def init(module: Any, *args: Any, **kwargs: Any) -> None:
+            before = self._issued()
+            build(module, *args, **kwargs)
+            self.collectives += self._issued() - before
+            arguments = dict(signature.bind(module, *args, **kwargs).arguments)
+            del arguments["self"], arguments["module"]
+            self._made.append((weakref.ref(module), arguments))
+
+        self._build = build
+        self._watched = DistributedDataParallel.__init__ = init  # type: ignore[method-assign,assignment]
+
+    def close(self) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        if self._build is not None and DistributedDataParallel.__init__ is self._watched:
+            DistributedDataParallel.__init__ = self._build  # type: ignore[method-assign]
+
+    def alive(self) -> list[tuple[Any, dict[str, Any]]]:
+        self._made = [(of, arguments) for of, arguments in self._made if of() is not None]
+        return [(of(), arguments) for of, arguments in self._made]
+
+    def reason_against(self) -> str:
+        """Why one of them cannot be built anew, "" if all can."""
+        for module, arguments in self.alive():
+            if why := _reason_against(module, arguments):
+                return why
+        return ""
+
+    def knows(self, module: Any) -> bool:
+        return any(known is module for known, _ in self.alive())
+
+    def release(self) -> None:
+        """Drop what keeps the process group alive."""
+        for module, _ in self.alive():
+            for name in _BUILT:
+                module.__dict__.pop(name, None)
+
+    def rebuild(self) -> None:
+        """Build each of them anew, in the order in which a new process makes them. Every rank calls it."""
+        from torch.nn import Module
+
+        assert self._build is not None
+        own = vars(Module())
+        for module, arguments in self.alive():
+            kept = {name: module.__dict__[name] for name in (*own, *_KEPT) if name in module.__dict__}
+            hooks, is_static = module._comm_hooks, module.static_graph
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # said when it was made
+                self._build(module, module.module, **arguments)
+            module.__dict__.update(kept)
+            for hook, state in hooks:
+                module.register_comm_hook(state, hook)
+            if is_static and not module.static_graph:
+                module._set_static_graph()
+
+
+def _reason_against(module: Any, arguments: dict[str, Any]) -> str:
+    name = type(module.module).__name__
+    for argument in ("process_group", "device_mesh", "mixed_precision", "delay_all_reduce_named_params"):
+        if arguments.get(argument) is not None:
+            return f"DistributedDataParallel({name}, {argument}=...) depends on the process group of its round"
+    hooks = getattr(module, "_comm_hooks", [])
+    if any(state is not None for _, state in hooks):
+        return f"the communication hook of DistributedDataParallel({name}) has a state, which is in no checkpoint"
+    if not hooks and getattr(module, "logger", None) is not None and module._get_ddp_logging_data().get("comm_hook"):
+        return f"the communication hook of DistributedDataParallel({name}) is one that torch does not name"
+    if getattr(module, "_use_python_reducer", False):
+        return f"DistributedDataParallel({name}) has torch's Python reducer"
+    return ""
