@@ -1,7 +1,7 @@
 """The agent's control socket: requests of `elasticd dump`, and of the daemon that started the runner.
 
-One thread serves a few callers at a time, each with a deadline. A request becomes a message in the loop's inbox, whose
-answer arrives whenever the deciding thread gives it; verbs are answered at once. Only this user and root may call: the
+Each of a few callers has a thread. A request for evidence becomes a message in the loop's inbox, whose answer arrives
+whenever the deciding thread gives it; verbs are answered at once, one at a time. Only this user and root may call: the
 socket is in a private directory, and the kernel identifies the caller.
 """
 
@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import queue
-import selectors
 import socket
 import threading
 import time
@@ -23,7 +22,6 @@ from typing import Any
 from elasticd import bounded_json
 from elasticd.channel import Message
 from elasticd_agent.system.network.sockets import peer_credentials
-from elasticd_agent.system.waker import Waker
 
 SOCKET_NAME = "control"
 """The socket's name in the agent's runtime directory."""
@@ -32,11 +30,11 @@ REQUEST_BYTES = 16 << 10
 ANSWER_BYTES = 1 << 20
 ANSWER_S = 30.0
 """Evidence takes 3 s by default; an agent that has not answered by then is stuck."""
-_ORPHAN_S = 1.0
 
 Reply = Callable[[Path | str], None]
+_Replies = queue.SimpleQueue[Path | str | None]
 Verb = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Answers a request at once, on the server's thread, from known state."""
+"""Answers a request at once, on a caller's thread, from known state."""
 
 
 class ControlSocketError(Exception):
@@ -52,16 +50,8 @@ class DumpRequested:
     reply: Reply = field(compare=False)
 
 
-@dataclass(slots=True, eq=False)
-class _Caller:
-    sock: socket.socket
-    until: float
-    received: bytearray = field(default_factory=bytearray)
-    requested: bool = False
-
-
 class ControlServer:
-    """Listens at `path` until closed. `post` is called on the server's thread; `about` answers that request."""
+    """Listens at `path` until closed. `post` is called on a caller's thread; `about` answers that request."""
 
     def __init__(
         self,
@@ -77,7 +67,7 @@ class ControlServer:
         about = dict(about or {})
         self._verbs: dict[str, Verb] = {"about": lambda _: {**about, "pid": os.getpid()}, **(verbs or {})}
         self._users = (0, os.geteuid()) if users is None else tuple(users)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with short_path(path) as name:
                 self._listener.bind(name)
@@ -86,14 +76,11 @@ class ControlServer:
         except OSError:
             self._listener.close()
             raise
-        self._callers: set[_Caller] = set()
-        self._replies: queue.SimpleQueue[tuple[_Caller, Message]] = queue.SimpleQueue()
+        self._callers: dict[socket.socket, _Replies] = {}
+        self._lock = threading.Lock()  # guards the callers
+        self._answering = threading.Lock()  # verbs are not made for several threads
         self._closing = False
-        self._waker = Waker()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._waker, selectors.EVENT_READ, self._waker.drain)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._thread = threading.Thread(target=self._run, name="elasticd-control", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="elasticd-control", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -101,62 +88,46 @@ class ControlServer:
         if self._closing:
             return
         self._closing = True
-        self._waker.wake()
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept, which close would not
         self._thread.join(1.0)
+        self._listener.close()
+        with self._lock:
+            for sock, replies in self._callers.items():
+                replies.put(None)
+                _shut_down(sock)
         with contextlib.suppress(OSError):
             self._path.unlink()
 
-    def _run(self) -> None:
-        while not self._closing and threading.main_thread().is_alive():
-            until = min((caller.until for caller in self._callers), default=time.monotonic() + _ORPHAN_S)
-            for key, _ in self._selector.select(max(0.0, min(until - time.monotonic(), _ORPHAN_S))):
-                key.data()
-            while not self._replies.empty():
-                self._end(*self._replies.get())
-            for caller in [caller for caller in self._callers if caller.until <= time.monotonic()]:
-                self._end(caller, {"error": f"the agent did not answer within {ANSWER_S:.0f} s"})
-        for caller in list(self._callers):
-            self._drop(caller)
-        self._selector.close()
-        self._listener.close()
-        self._waker.close()
-
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:  # closed again, or no file descriptor left: the backlog keeps it
-            time.sleep(0.01)
-            return
-        sock.setblocking(False)
-        if len(self._callers) >= MAX_CALLERS or peer_credentials(sock)[1] not in self._users:
-            sock.close()
-            return
-        caller = _Caller(sock, time.monotonic() + ANSWER_S)
-        self._callers.add(caller)
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._receive(caller))
+        while not self._closing:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # closed, or no file descriptor left: the backlog keeps the caller
+                time.sleep(0.01)
+                continue
+            with self._lock:
+                if len(self._callers) >= MAX_CALLERS or peer_credentials(sock)[1] not in self._users:
+                    sock.close()
+                    continue
+                self._callers[sock] = queue.SimpleQueue()
+            threading.Thread(target=self._serve, args=(sock,), name="elasticd-control", daemon=True).start()
 
-    def _receive(self, caller: _Caller) -> None:
-        if caller not in self._callers:
-            return
+    def _serve(self, sock: socket.socket) -> None:
+        sock.settimeout(ANSWER_S)
         try:
-            data = caller.sock.recv(REQUEST_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        caller.received += data
-        if not data or len(caller.received) > REQUEST_BYTES or caller.requested:
-            self._drop(caller)  # closed, or sending without an end: its answer is dropped
-        elif b"\n" in caller.received:
-            caller.requested = True
-            answer = self._answer(caller)
-            if answer is not None:
-                self._end(caller, answer)
+            with contextlib.suppress(OSError), sock.makefile("rb") as lines:
+                line = lines.readline(REQUEST_BYTES)
+                if line.endswith(b"\n") and (answer := self._answer(line, self._callers[sock])) is not None:
+                    sock.sendall(json.dumps(answer).encode("utf-8", "backslashreplace") + b"\n")
+        finally:
+            with self._lock:
+                del self._callers[sock]
+                sock.close()
 
-    def _answer(self, caller: _Caller) -> Mapping[str, Any] | None:
-        """None if it comes later."""
+    def _answer(self, line: bytes, replies: _Replies) -> Mapping[str, Any] | None:
+        """None: the server was closed first."""
         try:
-            request = json.loads(bytes(caller.received))
+            request = json.loads(line)
         except (ValueError, RecursionError):
             request = None
         if not isinstance(request, dict):
@@ -165,32 +136,25 @@ class ControlServer:
         if name == "dump":
             if out is not None and not (isinstance(out, str) and os.path.isabs(out)):
                 return {"error": "out must be an absolute path"}
-            self._post(DumpRequested(None if out is None else Path(out), lambda reply: self._reply(caller, reply)))
-            return None
+            self._post(DumpRequested(None if out is None else Path(out), replies.put))
+            try:
+                reply = replies.get(timeout=ANSWER_S)
+            except queue.Empty:
+                return {"error": f"the agent did not answer within {ANSWER_S:.0f} s"}
+            return {"path": str(reply)} if isinstance(reply, Path) else None if reply is None else {"error": reply}
         if not isinstance(name, str) or name not in self._verbs:
             known = ", ".join(["about", "dump", *(verb for verb in self._verbs if verb != "about")])
             return {"error": f"unknown request {name!r:.100}; there are {known}"}
         try:
-            return self._verbs[name](request)
+            with self._answering:
+                return self._verbs[name](request)
         except Exception as error:  # noqa: BLE001 a failing verb concerns only its caller
             return {"error": f"{name}: {type(error).__name__}: {error}"}
 
-    def _reply(self, caller: _Caller, reply: Path | str) -> None:
-        self._replies.put((caller, {"path": str(reply)} if isinstance(reply, Path) else {"error": reply}))
-        self._waker.wake()
 
-    def _end(self, caller: _Caller, answer: Mapping[str, Any]) -> None:
-        if caller not in self._callers:
-            return
-        # An answer is far smaller than a socket's buffer: a full one belongs to a caller that does not read.
-        with contextlib.suppress(OSError):
-            caller.sock.send(json.dumps(answer).encode("utf-8", "backslashreplace") + b"\n")
-        self._drop(caller)
-
-    def _drop(self, caller: _Caller) -> None:
-        self._selector.unregister(caller.sock)
-        self._callers.remove(caller)
-        caller.sock.close()
+def _shut_down(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class NullControlServer:
