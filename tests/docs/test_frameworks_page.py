@@ -5,32 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from elasticd_agent.config.run_options import parse_run
-
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "frameworks.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-RUNS = [
-    shlex.split(line[line.index("elasticd run") :])
-    for kind, block in BLOCKS
-    for line in block.splitlines()
-    if kind == "sh" and "elasticd run" in line
-]
-
-
-def test_page_has_commands() -> None:
-    assert len(RUNS) == 2
-
-
-@pytest.mark.parametrize("words", RUNS, ids=" ".join)
-def test_commands_parse(words: list[str]) -> None:
-    spec, _, _ = parse_run(words[2:], {}, ROOT)
-    assert spec.entrypoint.endswith("train.py")
 
 
 def test_code_compiles_and_imports_what_exists() -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from elasticd_agent.config.run_options import parse_run
-
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 EXAMPLES = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
@@ -90,9 +88,3 @@ def test_commands_parse(words: list[str]) -> None:
     assert given.words
     for mount in (getattr(given, "container_mounts", None) or "").split(","):
         assert not mount or re.fullmatch(r"/[^:]*:/[^:]*", mount)
-    if "elasticd" not in given.words or "pip" in given.words:
-        return
-    own = given.words[given.words.index("elasticd") :]
-    assert own[1] == "run"
-    spec, _, _ = parse_run(own[2:], {}, ROOT)
-    assert spec.entrypoint.endswith("train.py")
