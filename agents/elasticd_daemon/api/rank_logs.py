@@ -10,14 +10,16 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
 
 from elasticd_agent.system.files import open_plain
 from elasticd_daemon.api.schema import LogChunk
 from elasticd_daemon.job_dir import JobFiles
 
-STREAMS = ("stdout", "stderr")
+Stream = Literal["stdout", "stderr", "elasticd", "events"]
 NODE_STREAMS = ("elasticd", "events")
 """Streams of a node and not of a rank: the runner's own output, and the event log."""
 MAX_BYTES = 1 << 20
@@ -26,24 +28,22 @@ _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,9})")
 _MAX_ENTRIES = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class LogRequest:
-    rank: int = 0
-    round: int | None = None  #: none: the rank's newest
-    stream: str = "stdout"
-    offset: int = 0  #: bytes from the start; below 0 from the end
-    limit: int = MAX_BYTES
+Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+
+
+class LogRequest(msgspec.Struct, frozen=True):
+    """The query of a request for a log, except the job's number."""
+
+    rank: Number = 0
+    round: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)] | None = None  #: none: the rank's newest
+    stream: Stream = "stdout"
+    offset: Annotated[int, msgspec.Meta(ge=-(1 << 50), le=1 << 50)] = 0  #: bytes from the start; below 0 from the end
+    limit: Number = MAX_BYTES
     node: str | None = None  #: search this node only
 
     def query(self) -> dict[str, object]:
         """The parameters of the HTTP request, except the node."""
-        return {
-            "rank": self.rank,
-            "round": self.round,
-            "stream": self.stream,
-            "offset": self.offset,
-            "limit": self.limit,
-        }
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if name != "node"}
 
     def __str__(self) -> str:
         if self.stream in NODE_STREAMS:

@@ -5,9 +5,9 @@ An invalid request is a 4xx with a sentence, an outage of the store a 503, of an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -27,13 +27,13 @@ from elasticd_agent.system.network.http_server import (
 from elasticd_agent.telemetry.metrics_server import MonitoringPages
 from elasticd_daemon.api import views
 from elasticd_daemon.api.node_files import NodesUnavailable, NotFound
-from elasticd_daemon.api.rank_logs import MAX_BYTES, LogRequest
+from elasticd_daemon.api.rank_logs import LogRequest, Number
 from elasticd_daemon.api.schema import LogChunk
 from elasticd_daemon.api.service import Conflict, JobService
+from elasticd_daemon.config.decode import ConfigError, decode
 from elasticd_daemon.config.documents import FileFormat
 
 PUBLIC_PATHS = ("/metrics", "/healthz", "/readyz")
-LogStream = Literal["stdout", "stderr", "elasticd", "events"]
 _JOB_FILE_TYPES: dict[str, FileFormat] = {"application/toml": "toml", "text/x-toml": "toml", "application/json": "json"}
 _MAX_PARAMETERS = 32
 _ERROR_STATUS: dict[type[Exception], int] = {
@@ -58,7 +58,9 @@ class ApiRoutes:
                 "POST /v1/jobs": self._submit,
                 "GET /v1/jobs/*": lambda request, job: json_response(service.job(job).to_dict()),
                 "POST /v1/jobs/*/cancel": lambda request, job: json_response(service.cancel(job, request.requested_by)),
-                "GET /v1/jobs/*/logs": lambda request, job: _log_response(service.logs(job, _log_request(request))),
+                "GET /v1/jobs/*/logs": lambda request, job: _log_response(
+                    service.logs(job, _asked(request, LogRequest))
+                ),
                 "POST /v1/jobs/*/dump": lambda request, job: json_response(service.dump(job)),
                 "GET /v1/jobs/*/explain": self._explain,
                 "GET /v1/nodes": lambda request: self._nodes(),
@@ -105,33 +107,36 @@ class ApiRoutes:
         name, token = query.get("id") or None, query.get("token", "")
         return json_response(self.service.submit(request.body, kind, name, request.requested_by, token), 201)
 
+    def _logs(self, request: HttpRequest, job: str) -> HttpResponse:
+        return _log_response(self.service.logs(job, _asked(request, LogRequest)))
+
     def _explain(self, request: HttpRequest, job: str) -> HttpResponse:
-        return json_response(self.service.explain(job, _integer(_query(request), "round")))
+        return json_response(self.service.explain(job, _asked(request, _OfRound).round))
 
     def _cordon(self, request: HttpRequest, node: str, *, drain: bool) -> HttpResponse:
         reason = _reason(request.body)
         return json_response(self.service.cordon(node, drain=drain, reason=reason, by=request.requested_by).to_dict())
 
     def _local_progress(self, request: HttpRequest, job: str) -> HttpResponse:
-        local, number = self.service.local, _job_number(request)
+        local, number = self.service.local, _asked(request, _OfJob).number
         if not local.has_job(job, number):
             raise NotFound(f"{local.node} has nothing of job {job!r} number {number}")
         brief = _query(request).get("brief") == "1"
         return json_response(local.progress(job, number, self.service.clock(), brief=brief).to_dict())
 
     def _local_logs(self, request: HttpRequest, job: str) -> HttpResponse:
-        local, number, log_request = self.service.local, _job_number(request), _log_request(request)
+        local, number, log_request = self.service.local, _asked(request, _OfJob).number, _asked(request, LogRequest)
         chunk = local.logs(job, number, log_request)
         if chunk is None:
             raise NotFound(f"{local.node} has no log {log_request} of job {job!r} number {number}")
         return _log_response(chunk)
 
     def _local_dump(self, request: HttpRequest, job: str) -> HttpResponse:
-        return json_response(self.service.local.dump(job, _job_number(request)))
+        return json_response(self.service.local.dump(job, _asked(request, _OfJob).number))
 
     def _local_explain(self, request: HttpRequest, job: str) -> HttpResponse:
-        round = _integer(_query(request), "round")
-        return json_response(self.service.local.explain(job, _job_number(request), round))
+        round = _asked(request, _OfRound).round
+        return json_response(self.service.local.explain(job, _asked(request, _OfJob).number, round))
 
 
 def _job_file_type(request: HttpRequest) -> FileFormat:
@@ -157,51 +162,35 @@ def _query(request: HttpRequest) -> dict[str, str]:
     return dict(pairs)
 
 
-def _integer(query: Mapping[str, str], name: str, least: int = 0) -> int | None:
-    text = query.get(name)
-    if text is None:
-        return None
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit() and len(digits) < 16) or int(text) < least:
-        raise HttpError(400, f"{name}={text[:40]!r}: not a whole number" + ("" if least < 0 else f" from {least} on"))
-    return int(text)
+class _Reason(msgspec.Struct, frozen=True):
+    reason: str = ""
 
 
-def _job_number(request: HttpRequest) -> int:
-    number = _integer(_query(request), "number")
-    if number is None:
-        raise HttpError(400, "number=N, the job's own, is missing")
-    return number
+class _OfJob(msgspec.Struct, frozen=True):
+    """The query of a request about one run of a job on this node."""
+
+    number: Number
 
 
-def _log_request(request: HttpRequest) -> LogRequest:
-    query = _query(request)
-    stream = query.get("stream", "stdout")
-    if stream not in get_args(LogStream):
-        raise HttpError(400, f"stream={stream[:40]!r}: one of {', '.join(get_args(LogStream))}")
-    limit = _integer(query, "limit")
-    return LogRequest(
-        rank=_integer(query, "rank") or 0,
-        round=_integer(query, "round", 1),
-        stream=stream,
-        offset=_integer(query, "offset", -(1 << 50)) or 0,
-        limit=MAX_BYTES if limit is None else min(limit, MAX_BYTES),
-        node=query.get("node"),
-    )
+class _OfRound(msgspec.Struct, frozen=True):
+    round: Number | None = None
+
+
+Q = TypeVar("Q", bound=msgspec.Struct)
+
+
+def _asked(request: HttpRequest, kind: type[Q]) -> Q:
+    """The query of a request. Raises ConfigError."""
+    return decode(_query(request), kind, {}, strict=False)
 
 
 def _reason(body: bytes) -> str:
-    if not body:
-        return ""
     try:
-        parsed = bounded_json.loads(body)
-        reason = parsed.get("reason", "") if isinstance(parsed, dict) else None
-        if isinstance(reason, str):
-            reason.encode()
-            return reason
-    except (ValueError, RecursionError):
-        pass
-    raise HttpError(400, 'the body must be {"reason": "…"} or empty')
+        reason = decode(bounded_json.loads(body or b"{}"), _Reason, {}).reason
+        reason.encode()
+    except (ValueError, RecursionError, ConfigError):
+        raise HttpError(400, 'the body must be {"reason": "…"} or empty') from None
+    return reason
 
 
 def _listing(name: str, rows: Sequence[msgspec.Raw], problems: Sequence[str]) -> HttpResponse:

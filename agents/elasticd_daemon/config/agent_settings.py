@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from elasticd_agent.config.quantities import Seconds, Size
+from elasticd_agent.config.quantities import MAX_SLOTS, Seconds, Size
 from elasticd_agent.system.gpus.devices import cpu_count, visible_gpus
 from elasticd_daemon.config.decode import RELOADABLE
+from elasticd_daemon.config.job_file import CpuWeight, Pids
+
+NotNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
 
 
 def _file_key(name: str) -> str:
@@ -57,7 +62,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "The address to listen on. Without the token only /metrics, /healthz and /readyz are open, on "
         "any address. Other nodes' agents, and `elasticd logs` from other machines, need one that they can reach.",
     ] = "127.0.0.1"
-    port: Annotated[int, "The port to listen on; 0 for a free one."] = 9411
+    port: Annotated[int, Meta(ge=0, le=65535), "The port to listen on; 0 for a free one."] = 9411
     token_file: Annotated[
         Path | None,
         "A file with the token in one line, the same on all nodes; only its owner and group may read "
@@ -121,7 +126,7 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         RELOADABLE,
     ] = ()
     gpus: Annotated[
-        int | None, "Expected number of GPUs. Not given: the highest number ever seen here.", "8", RELOADABLE
+        NotNegative | None, "Expected number of GPUs. Not given: the highest number ever seen here.", "8", RELOADABLE
     ] = None
     plugins_dir: Annotated[
         Path,
@@ -133,7 +138,7 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     all_reduce: Annotated[
         bool, "Test a short all-reduce among the slots before the node is registered.", RELOADABLE
     ] = True
-    strikes: Annotated[int, "The node is quarantined after this many consecutive failures.", RELOADABLE] = 2
+    strikes: Annotated[Positive, "The node is quarantined after this many consecutive failures.", RELOADABLE] = 2
     cooloff_s: Annotated[Seconds, "Duration of the first quarantine; it doubles each time.", RELOADABLE] = Seconds(60)
     cooloff_max_s: Annotated[Seconds, "Longest quarantine.", RELOADABLE] = Seconds(3600)
 
@@ -165,12 +170,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         '"256GB"',
         RELOADABLE,
     ] = None
-    job_pids: Annotated[int | None, "The most processes and threads of one job.", "8192", RELOADABLE] = None
+    job_pids: Annotated[Pids | None, "The most processes and threads of one job.", "8192", RELOADABLE] = None
     job_cpu_weight: Annotated[
-        int | None, "The highest share of one job in busy processors, 1 to 10,000; 100 is usual.", "100", RELOADABLE
+        CpuWeight | None,
+        "The highest share of one job in busy processors, 1 to 10,000; 100 is usual.",
+        "100",
+        RELOADABLE,
     ] = None
     jobs_per_submitter: Annotated[
-        int | None,
+        Positive | None,
         "Jobs that have not ended of one token, or of one user of the local socket. Not given: any number.",
         "20",
         RELOADABLE,
@@ -182,7 +190,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     node: Annotated[str, "The node's unique name. Not given: the host name.", '"node-17"']
     slots: Annotated[
-        int | Literal["auto"], "Workers this node takes at once. auto: one per GPU, or per CPU where there is no GPU."
+        Annotated[int, Meta(ge=1, le=MAX_SLOTS)] | Literal["auto"],
+        "Workers this node takes at once. auto: one per GPU, or per CPU where there is no GPU.",
     ] = "auto"
     labels: Annotated[
         tuple[str, ...], "Labels of the node, shown by elasticd nodes.", '["rack=7", "a100"]', RELOADABLE

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -39,10 +39,10 @@ KeyHints = Mapping[type, Mapping[str, str]]
 """Words for each struct about keys that are not its keys, but that people may well try."""
 
 
-def decode(table: Mapping[str, Any], kind: type[S], hints: KeyHints) -> S:
-    """Raises ConfigError."""
+def decode(table: Mapping[str, Any], kind: type[S], hints: KeyHints, *, strict: bool = True) -> S:
+    """Raises ConfigError. `strict` False: numbers may be text, as in the query of a URL."""
     try:
-        return msgspec.convert(table, kind, dec_hook=decode_quantity)
+        return msgspec.convert(table, kind, dec_hook=decode_quantity, strict=strict)
     except msgspec.ValidationError as error:
         raise _translate(str(error), table, kind, hints) from None
     except RecursionError:
@@ -95,6 +95,8 @@ def _type_problem(what: str, path: str, field: msgspec.structs.FieldInfo | None)
     types = re.match(r"Expected `([^`]*)`(?:, got `([^`]*)`)?", what)
     if types is None:
         return what
+    if re.match("Expected `int` [<>]=", what):
+        return f"must be {_range_of(_field_type(field))}"
     kinds = [] if "[" in path else _choices(_field_type(field))
     kinds = kinds or [_TYPE_NAMES.get(word, word) for word in types[1].split(" | ") if word != "null"]
     problem = f"must be {listing(kinds, conjunction='or')}, not {_TYPE_NAMES.get(types[2] or '', 'something else')}"
@@ -104,6 +106,18 @@ def _type_problem(what: str, path: str, field: msgspec.structs.FieldInfo | None)
     if struct_in(field.type) is not None and not example:
         return f"{problem}; write [{field.encode_name}]"
     return f"{problem}; write it as in {field.encode_name} = {example}" if example else problem
+
+
+def _range_of(kind: Any) -> str:
+    """The range of a whole number, from the msgspec.Meta in its type."""
+    meta = next(part for part in _parts(kind) if isinstance(part, msgspec.Meta))
+    return f"at least {meta.ge}" if meta.le is None else f"from {meta.ge} to {meta.le}"
+
+
+def _parts(kind: Any) -> Iterator[Any]:
+    yield kind
+    for part in (*typing.get_args(kind), *getattr(kind, "__metadata__", ())):
+        yield from _parts(part)
 
 
 def printable(text: str) -> str:
@@ -197,4 +211,4 @@ def _choices(kind: Any) -> list[str]:
     parts = [(part, _choices(part)) for part in typing.get_args(kind)]
     if not any(words for _, words in parts):
         return []
-    return [word for part, words in parts for word in (["a whole number"] if part is int else words)]
+    return [word for part, words in parts for word in words or ["a whole number"] * (int in _parts(part))]

@@ -71,12 +71,16 @@ def job_environment(daemon_env: Mapping[str, str], job_env: Mapping[str, str], u
     return {**env, **job_env}
 
 
+Pids = Annotated[int, msgspec.Meta(ge=1, le=2**22)]
+CpuWeight = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+
+
 class JobLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The limits of a job's control group on one node; None: no limit."""
 
     memory: Size | None = None
-    pids: int | None = None
-    cpu_weight: int | None = None
+    pids: Pids | None = None
+    cpu_weight: CpuWeight | None = None
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -355,7 +359,7 @@ def check_job(job: JobFile) -> None:
             parse_count_range(getattr(job, key))
         except ValueError as error:
             raise ConfigError(key, str(error)) from None
-    check_limits("limits.", job.limits.memory, job.limits.pids, job.limits.cpu_weight)
+    check_memory("limits.memory", job.limits.memory)
     _check_env(job.env)
     if (size := len(to_json(job).encode())) > MAX_JOB_FILE_BYTES:
         key = "env" if job.env else "command"
@@ -386,11 +390,10 @@ def check_new_job(job: JobFile) -> None:
         raise ConfigError("command", f"begins with a script, not with {job.command[0]!r}; write: {text}")
 
 
-def check_limits(prefix: str, memory: int | None, pids: int | None, cpu_weight: int | None) -> None:
-    """Raises ConfigError. `prefix`: of their keys."""
-    for key, value, most in (("memory", memory, 2**60), ("pids", pids, 2**22), ("cpu_weight", cpu_weight, 10_000)):
-        if value is not None and not 1 <= value <= most:
-            raise ConfigError(f"{prefix}{key}", f"{value} must be from 1 to {most}")
+def check_memory(key: str, limit: int | None) -> None:
+    """Raises ConfigError for a limit that no control group could have."""
+    if limit is not None and not 1 <= limit <= 2**60:
+        raise ConfigError(key, f"must be from 1 to {2**60}")
 
 
 def _check_texts(job: JobFile) -> None:

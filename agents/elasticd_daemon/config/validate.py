@@ -7,18 +7,18 @@ import pwd
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from elasticd.errors import UsageError
-from elasticd_agent.config.quantities import MAX_SLOTS
 from elasticd_agent.model.job import Rendezvous, Tls
 from elasticd_agent.store import tls as certificate_files
 from elasticd_agent.system.durations import setting_text
 from elasticd_agent.system.files import find_problem
 from elasticd_agent.system.gpus.devices import cpu_count, visible_gpus
 from elasticd_agent.system.network.http_auth import PeerCredentialAuth, read_token
-from elasticd_daemon.config.agent_settings import HealthSettings, HttpSettings, NodeSettings, StoreSettings
+from elasticd_daemon.config.agent_settings import HealthSettings, HttpSettings, Limits, NodeSettings, StoreSettings
 from elasticd_daemon.config.decode import ConfigError
-from elasticd_daemon.config.job_file import check_limits
+from elasticd_daemon.config.job_file import check_memory
 from elasticd_daemon.config.store_options import store_policy, store_rendezvous
 
 MAX_SOCKET_PATH = 107
@@ -27,29 +27,28 @@ SLOTS_PER_CPU, MIN_SLOT_LIMIT = 16, 64
 """More workers than this on a machine without GPUs are a slip of the keyboard."""
 
 
+_PAIRS = (
+    ("store.user", "store.password_file", "they come together"),
+    ("store.cert", "store.key", "they come together"),
+    ("http.tls_cert", "http.tls_key", "HTTPS needs both"),
+)
+_FILES = ("store.ca", "store.cert", "http.tls_cert", "http.tls_ca")
+_SECRETS = ("store.password_file", "store.key", "http.tls_key", "http.token_file", "http.agents_token_file")
+
+
 def check_settings(settings: NodeSettings, environ: Mapping[str, str]) -> None:
     """Raises ConfigError for the first contradiction."""
     _check_node(settings, environ)
     _check_directories(settings)
     store_policy(settings)
-    _at_least(1, {"health.strikes": settings.health.strikes, "refuse_timeout": settings.refuse_timeout_s})
+    if settings.refuse_timeout_s < 1:
+        raise ConfigError("refuse_timeout", f"{settings.refuse_timeout_s} must be at least 1")
     _check_store(settings.store)
+    _check_files(settings)
     store_rendezvous(settings)
     _check_http(settings.http)
     _check_health(settings.health)
-    for key, entries in (("commands", settings.limits.commands), ("users", settings.limits.users)):
-        for entry in entries or ():
-            if not entry.strip():
-                raise ConfigError(f"limits.{key}", "holds an empty entry; leave it out")
-            if key == "commands" and not entry.startswith("/"):
-                raise ConfigError("limits.commands", f"{entry!r} is not an absolute path; begin it with /")
-    limits = settings.limits
-    check_limits("limits.job_", limits.job_memory_bytes, limits.job_pids, limits.job_cpu_weight)
-    if settings.limits.jobs_per_submitter is not None:
-        _at_least(1, {"limits.jobs_per_submitter": settings.limits.jobs_per_submitter})
-
-
-# ---- one by one
+    _check_limits(settings.limits)
 
 
 def _check_node(settings: NodeSettings, environ: Mapping[str, str]) -> None:
@@ -64,9 +63,6 @@ def _check_node(settings: NodeSettings, environ: Mapping[str, str]) -> None:
     slots = settings.slots
     if slots == "auto":
         return
-    _at_least(1, {"slots": slots})
-    if slots > MAX_SLOTS:
-        raise ConfigError("slots", f"{slots}: a node has at most {MAX_SLOTS}")
     gpus, cpus = len(visible_gpus(environ)), cpu_count()
     if gpus and slots > gpus:
         raise ConfigError("slots", f"{slots}, but this machine has {gpus} GPU(s); write {gpus}, or auto")
@@ -117,17 +113,11 @@ def _check_store(store: StoreSettings) -> None:
         return
     if not store.endpoints:
         raise ConfigError("store.endpoints", 'is missing; where etcd is, as in endpoints = ["https://10.0.0.1:2379"]')
-    for given, other in (("user", "password_file"), ("password_file", "user"), ("cert", "key"), ("key", "cert")):
-        if getattr(store, given) is not None and getattr(store, other) is None:
-            raise ConfigError(f"store.{other}", f"is missing, but store.{given} is given; they come together")
-    _check_files("store", {"ca": store.ca, "cert": store.cert})
-    _check_secrets({"store.password_file": store.password_file, "store.key": store.key})
-    _check_certificates("store.", Tls(store.ca, store.cert, store.key))
 
 
 def _check_http(http: HttpSettings) -> None:
     _check_http_address(http)
-    _check_http_tls(http)
+    _check_tls_name(http)
     try:
         PeerCredentialAuth.from_names(http.users, http.groups)
     except UsageError as error:
@@ -143,14 +133,9 @@ def _check_http_address(http: HttpSettings) -> None:
         raise ConfigError(
             "http.bind", f"{http.bind!r} must be an address alone, without brackets; the port is http.port"
         )
-    if not 0 <= http.port <= 65535:
-        raise ConfigError("http.port", f"{http.port} is out of range; ports go from 1 to 65535, 0 is a free one")
 
 
-def _check_http_tls(http: HttpSettings) -> None:
-    for given, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
-        if getattr(http, given) is not None and getattr(http, other) is None:
-            raise ConfigError(f"http.{other}", f"is missing, but http.{given} is given; HTTPS needs both")
+def _check_tls_name(http: HttpSettings) -> None:
     if http.tls_name is not None:
         if http.tls_cert is None:
             raise ConfigError(
@@ -158,9 +143,6 @@ def _check_http_tls(http: HttpSettings) -> None:
             )
         if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", http.tls_name):
             raise ConfigError("http.tls_name", f"{http.tls_name[:60]!r} is no name that a certificate can be for")
-    _check_files("http", {"tls_cert": http.tls_cert, "tls_ca": http.tls_ca})
-    _check_secrets({"http.tls_key": http.tls_key})
-    _check_certificates("http.tls_", Tls(http.tls_ca, http.tls_cert, http.tls_key))
 
 
 def _check_http_tokens(http: HttpSettings) -> None:
@@ -176,7 +158,7 @@ def _check_http_tokens(http: HttpSettings) -> None:
         **named,
     }.items():
         if path is not None:
-            _check_secrets({key: path})
+            _check_secret(key, path)
             try:
                 read_token(path, "")
             except UsageError as error:
@@ -192,15 +174,13 @@ def _check_health(health: HealthSettings) -> None:
     for name in ("every_s", "plugin_timeout_s", "cooloff_s"):
         if not getattr(health, name) > 0:
             raise ConfigError(f"health.{name.removesuffix('_s')}", "0s must be more than 0 seconds")
-    _exceeds(
-        "health.every",
-        health.every_s,
-        health.plugin_timeout_s,
-        f"plugin_timeout {setting_text(health.plugin_timeout_s)}",
-        "one look is over before the next begins",
-    )
-    if health.gpus is not None:
-        _at_least(0, {"health.gpus": health.gpus})
+    if health.every_s <= health.plugin_timeout_s:
+        every, timeout = setting_text(health.every_s), setting_text(health.plugin_timeout_s)
+        raise ConfigError(
+            "health.every",
+            f"{every} must exceed plugin_timeout {timeout}, so that one look is over before the next begins; raise it "
+            f"by more than {health.plugin_timeout_s - health.every_s:.6g} s",
+        )
     if health.cooloff_max_s < health.cooloff_s:
         raise ConfigError(
             "health.cooloff_max",
@@ -211,41 +191,44 @@ def _check_health(health: HealthSettings) -> None:
         raise ConfigError("health.plugins_dir", f"{str(health.plugins_dir)!r} is a file, not a directory")
 
 
-def _at_least(least: int, values: Mapping[str, float]) -> None:
-    for key, value in values.items():
-        if value < least:
-            raise ConfigError(key, f"{value} must be at least {least}")
+def _check_limits(limits: Limits) -> None:
+    for key, entries in (("commands", limits.commands), ("users", limits.users)):
+        for entry in entries or ():
+            if not entry.strip():
+                raise ConfigError(f"limits.{key}", "holds an empty entry; leave it out")
+            if key == "commands" and not entry.startswith("/"):
+                raise ConfigError("limits.commands", f"{entry!r} is not an absolute path; begin it with /")
+    check_memory("limits.job_memory", limits.job_memory_bytes)
 
 
-def _exceeds(key: str, value: float, least: float, named: str, so_that: str) -> None:
-    if not value > least:
-        raise ConfigError(
-            key,
-            f"{setting_text(value)} must exceed {named}, so that {so_that}; raise it by more than "
-            f"{least - value:.6g} s",
-        )
+def _check_files(settings: NodeSettings) -> None:
+    """The files of [store] and [http] that are needed, readable, and closed to others where they hold a secret."""
+
+    def value_of(key: str) -> Any:
+        table, _, name = key.partition(".")
+        return getattr(getattr(settings, table), name)
+
+    for one, other, why in _PAIRS:
+        for given, missing in ((one, other), (other, one)):
+            if value_of(given) is not None and value_of(missing) is None:
+                raise ConfigError(missing, f"is missing, but {given} is given; {why}")
+    for key in _FILES:
+        path = value_of(key)
+        if path is not None and not path.is_file():
+            raise ConfigError(key, f"{str(path)!r} {'is not a file' if path.exists() else 'does not exist'}")
+        if path is not None and not os.access(path, os.R_OK):
+            raise ConfigError(key, f"{str(path)!r} cannot be read: permission denied")
+    for key in _SECRETS:
+        _check_secret(key, value_of(key))
+    store, http = settings.store, settings.http
+    for table, tls in (
+        ("store.", Tls(store.ca, store.cert, store.key)),
+        ("http.tls_", Tls(http.tls_ca, http.tls_cert, http.tls_key)),
+    ):
+        if (tls.ca or tls.cert) and (defect := certificate_files.find_problem(tls)) is not None:
+            raise ConfigError(table + defect[0], defect[1])
 
 
-def _check_files(table: str, files: Mapping[str, Path | None]) -> None:
-    for key, path in files.items():
-        if path is None:
-            continue
-        if not path.is_file():
-            raise ConfigError(
-                f"{table}.{key}", f"{str(path)!r} {'is not a file' if path.exists() else 'does not exist'}"
-            )
-        if not os.access(path, os.R_OK):
-            raise ConfigError(f"{table}.{key}", f"{str(path)!r} cannot be read: permission denied")
-
-
-def _check_certificates(keys: str, tls: Tls) -> None:
-    if (tls.ca or tls.cert) and (defect := certificate_files.find_problem(tls)) is not None:
-        which, why = defect
-        raise ConfigError(f"{keys}{which}", why)
-
-
-def _check_secrets(files: Mapping[str, Path | None]) -> None:
-    for key, path in files.items():
-        wrong = find_problem(path) if path is not None else None
-        if wrong is not None:
-            raise ConfigError(key, wrong)
+def _check_secret(key: str, path: Path | None) -> None:
+    if path is not None and (wrong := find_problem(path)) is not None:
+        raise ConfigError(key, wrong)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 from urllib.parse import urlencode
 
 from elasticd_agent.model.phrases import count
 from elasticd_agent.system.durations import in_words
+from elasticd_daemon.api.rank_logs import Stream
 from elasticd_daemon.api.schema import Answer, CheckpointStatus, JobProgress, JobStatus, RoundStatus, ScalarSeries
 from elasticd_daemon.dashboard import formatting, status
 from elasticd_daemon.dashboard.chart import chart
@@ -20,7 +22,7 @@ WINDOWS: dict[str, tuple[str, float | None]] = {
 }
 SHOWN_ROUNDS = 25
 _SHOWN_NODES = 6
-STREAMS = ("stdout", "stderr", "elasticd", "events")
+STREAMS: tuple[Stream, ...] = get_args(Stream)
 FAILURE_LINES = 40
 _TRACEBACK = "Traceback (most recent call last):"
 
@@ -31,7 +33,7 @@ class PageQuery:
 
     window: str = "1h"
     rank: int = 0
-    stream: str = "stdout"
+    stream: Stream = "stdout"
 
     def link(self, job: str, window: str) -> str:
         """The same with another window."""

@@ -335,7 +335,7 @@ def _view(query: str) -> PageQuery:
     return PageQuery(
         window=found if (found := values.get("window", "1h")) in WINDOWS else "1h",
         rank=int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 8 else 0,
-        stream=found if (found := values.get("stream", "stdout")) in STREAMS else "stdout",
+        stream=next((stream for stream in STREAMS if stream == values.get("stream")), "stdout"),
     )
 
 

@@ -361,7 +361,7 @@ def test_logs_are_read_in_pieces_from_the_newest_round(serve: Serve) -> None:
 @pytest.mark.parametrize(
     "query",
     [
-        "rank=../0", "rank=-1", "rank=1e3", "rank=", "rank=99999999999999999999", "round=0", "round=x", "offset=1.5",
+        "rank=../0", "rank=-1", "rank=", "rank=99999999999999999999", "round=0", "round=x", "offset=1.5",
         "stream=../../runner-spec",
         "stream=runner-spec.json", "stream=", "limit=-1", "rank=0&rank=1", "rank", "%00", "rank=%D9%A1",
     ],

@@ -36,7 +36,7 @@ TOML: list[tuple[str, str]] = [
     ),
     ('command = ["a"]\nworkdir=3', "workdir: 3 is not a path; write it as text, as in /srv/data"),
     ('command = ["a"]\nworkdir=""', "workdir: '' is not a path; write it as text, as in /srv/data"),
-    (ABOUT + "limits = { cpu_weight = 0 }", "limits.cpu_weight: 0 must be from 1 to 10000"),
+    (ABOUT + "limits = { cpu_weight = 0 }", "limits.cpu_weight: must be from 1 to 10000"),
     (ABOUT + "limits = { ram = 1 }", "limits.ram: is not a key; there are memory, pids, cpu_weight"),
     (ABOUT + "worker = 4", "worker: is not a key; did you mean workers?"),
     (ABOUT + 'nnodes="2"', 'nnodes: is not a key here: write nodes, as in nodes = "2:8"'),
