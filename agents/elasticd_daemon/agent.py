@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from elasticd.errors import UsageError
 from elasticd_agent.config.command_parser import CommandParser
+from elasticd_agent.config.notice_options import parse_service
 from elasticd_agent.model import log_events as events
 from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.model.version import version
@@ -132,6 +133,12 @@ def _run(
     stack.callback(journal.close)
     code = _prepare_code(state, journal)
     parts = _open_parts(settings, code, journal, inbox, notifier, stack)
+    if settings.preemption_notices:
+        from elasticd_agent.system.network.preemption import PreemptionMonitor  # it takes an HTTP client
+
+        services = tuple(map(parse_service, settings.preemption_notices))
+        monitor = PreemptionMonitor(services, lambda notice: inbox.put(SignalRequest("drain", notice)), journal.warn)
+        stack.callback(monitor.close)
     rendezvous = store_rendezvous(settings)
     specs = SpecBuilder(settings, rendezvous, settings.devices(os.environ))
     loop = NodeLoop(parts, specs, lambda old: _reload(parts, old, read()), replacement_error)

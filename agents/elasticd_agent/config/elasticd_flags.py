@@ -33,6 +33,13 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         value_type=ValueType.INT,
         default=_USUAL.max_restarts_per_hour,
     ),
+    _own(
+        "--preemption-notices SERVICE,…",
+        "Services that are asked whether this machine is about to be taken away: aws, gcp, azure, kubernetes, or "
+        "SERVICE=URL. A notice is a SIGTERM with a reason: the job saves, and continues on other nodes or stops.",
+        value_type=ValueType.LIST,
+        default=(),
+    ),
     _own("--no-live", "Plain log lines, also on a terminal."),
     _own("--quiet", "Only warnings and errors of elasticd; the workers' output is not changed."),
     _own(

@@ -18,6 +18,7 @@ from elasticd.checkpointing.storage.object_url import resolve
 from elasticd.errors import UsageError
 from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.flag import Flag, Treatment, ValueType
+from elasticd_agent.config.notice_options import parse_service
 from elasticd_agent.config.rendezvous_options import RendezvousOptions, read_rendezvous
 from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, name_of, policy_with, preloaded_modules
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
@@ -94,6 +95,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
         metrics_addr=parsed.metrics_addr,
         live=not (parsed.no_live or parsed.quiet),
         quiet=parsed.quiet,
+        notices=tuple(map(parse_service, parsed.preemption_notices)),
     )
     return RunModel(_job_spec(parsed, options, environ, cwd), policy, settings)
 

@@ -53,6 +53,7 @@ from elasticd_agent.workers.manager import WorkerManager
 
 if TYPE_CHECKING:
     from elasticd_agent.job.reporting import Reporting
+    from elasticd_agent.system.network.preemption import PreemptionMonitor
 
 
 _log = logging.getLogger("elasticd")
@@ -146,11 +147,25 @@ def _run(
     )
     loops.append(loop)
     membership.start()
+    if settings.notices:
+        stack.callback(_preemption_monitor(settings.notices, inbox, reporting.reporter.log).close)
     reporting.serve(lambda: status(spec, loop), loop, inbox.put)
     try:
         return loop.run()
     finally:
         running[0] = loop.workers
+
+
+def _preemption_monitor(
+    services: tuple[tuple[str, str], ...], inbox: queue.SimpleQueue[Message], log: Callable[[str], None]
+) -> PreemptionMonitor:
+    """A notice stops this node's part of the job as SIGTERM does, with the notice as the reason."""
+    from elasticd_agent.system.network.preemption import PreemptionMonitor  # it takes an HTTP client
+
+    def stop(notice: str) -> None:
+        inbox.put(StopRequested("SIGTERM", 128 + signal.SIGTERM, time.monotonic(), notice))
+
+    return PreemptionMonitor(services, stop, log)
 
 
 def _worker_factory(

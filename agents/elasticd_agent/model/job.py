@@ -277,6 +277,7 @@ class AgentSettings:
     metrics_addr: str = "127.0.0.1"
     live: bool = True
     quiet: bool = False  #: only warnings and errors
+    notices: tuple[tuple[str, str], ...] = ()  #: services that are asked for preemption notices, each with its URL
     runtime_dir: Path | None = None  #: None: a new private directory for sockets and heartbeats, deleted at the end
 
     def __post_init__(self) -> None:

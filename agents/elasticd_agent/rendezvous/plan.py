@@ -35,6 +35,7 @@ from types import MappingProxyType
 
 from elasticd_agent.model.exit_codes import TERMINATED
 from elasticd_agent.model.job import Policy
+from elasticd_agent.model.messages import StopRequested
 from elasticd_agent.model.phrases import count, listing, plural
 from elasticd_agent.model.records import (
     SHARED_ERRORS,
@@ -674,7 +675,10 @@ def _size_phrase(view: View, members: tuple[Member, ...]) -> str:
 def _stop_round(view: View) -> Round | None:
     """The end of a job that was asked to stop."""
     stop = view.stop
-    return _final_round(view, "stopped", stop.exit_code, f"stopped by {stop.signal}") if stop is not None else None
+    if stop is None:
+        return None
+    why = stop.why if isinstance(stop, StopRequested) else ""
+    return _final_round(view, "stopped", stop.exit_code, why or f"stopped by {stop.signal}")
 
 
 def _final_round(view: View, outcome: Outcome, exit_code: int, why: str) -> Round:

@@ -222,6 +222,12 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "node drained, before they are killed.",
         RELOADABLE,
     ] = Seconds(60)
+    preemption_notices: Annotated[
+        tuple[str, ...],
+        "Services that are asked whether this machine is about to be taken away: aws, gcp, azure, kubernetes, or "
+        "SERVICE=URL. A notice stops the agent as SIGTERM does, with the notice as the reason.",
+        '["aws"]',
+    ] = ()
     adopt_timeout_s: Annotated[
         Seconds, "How long jobs on this node continue without an agent before they leave by themselves.", RELOADABLE
     ] = Seconds(60)

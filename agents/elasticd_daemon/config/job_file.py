@@ -216,6 +216,7 @@ JOB_KEY_HINTS: Mapping[str, str] = {
     "print_completion": "elasticd has no scripts for shells",
     "numa_binding": "call os.sched_setaffinity in the script",
     "signals_to_handle": "elasticd cancel and drain stop a job",
+    "preemption_notices": "it is a key of the node's agent.toml",
     "no_live": "a daemon has no terminal",
     "quiet": "a daemon has no terminal",
     "run": "the daemon counts the runs of a job",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.errors import UsageError
+from elasticd_agent.config.notice_options import parse_service
 from elasticd_agent.model.job import Rendezvous, Tls
 from elasticd_agent.store import tls as certificate_files
 from elasticd_agent.system.durations import setting_text
@@ -59,6 +60,11 @@ def _check_node(settings: NodeSettings, environ: Mapping[str, str]) -> None:
     for label in settings.labels:
         if not re.fullmatch("[!-~]{1,128}", label) or "," in label:
             raise ConfigError("labels", f"{label!r} must be printable ASCII without spaces or commas, as in rack=7")
+    for service in settings.preemption_notices:
+        try:
+            parse_service(service)
+        except UsageError as error:
+            raise ConfigError("preemption_notices", str(error).removeprefix("preemption notices: ")) from None
     _check_user("user", settings.user)
     slots = settings.slots
     if slots == "auto":

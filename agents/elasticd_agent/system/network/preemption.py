@@ -1,0 +1,148 @@
+"""Notices that this machine or pod is about to be taken away, from the services of clouds and of Kubernetes.
+
+A notice is asked for, since none of these services sends one: every POLL_S, by one request or two that take
+milliseconds. Only services that the operator has named are asked, at their link-local address or at the one that he
+gives. A service that cannot be reached is reported once, and asked again.
+
+    aws         a spot interruption, two minutes ahead, and a rebalance recommendation, earlier: instance metadata, v2
+    gcp         the preemption of a spot VM, 30 s ahead, and a host's maintenance: the metadata server
+    azure       a Preempt, Terminate or Redeploy among the scheduled events, 30 s to 15 minutes ahead
+    kubernetes  the pod's DisruptionTarget condition or its deletion; a taint of its node that ends pods. Needs the
+                pod's service account, with the right to read this pod, and the node for its taints
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+POLL_S = 2.0
+"""A spot VM of GCP has 30 s from the notice."""
+TIMEOUT_S = 2.0
+MOST_BYTES = 1 << 20
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+TAINTS = (
+    *("ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted", "node.kubernetes.io/out-of-service"),
+    *("aws-node-termination-handler/spot-itn", "cloud.google.com/impending-node-termination"),
+)
+"""Taints of a node that is about to go; besides these every one with the effect NoExecute."""
+_ENDINGS = ("Preempt", "Terminate", "Redeploy")
+
+Notice = Callable[[str], str]
+"""Asks the service at a base URL. Returns the notice in words, "" for none. Raises OSError, ValueError."""
+
+
+def aws(base: str) -> str:
+    token = {"X-aws-ec2-metadata-token": _request(f"{base}/latest/api/token", _TOKEN_AGE, "PUT").decode()}
+    if action := _request(f"{base}/latest/meta-data/spot/instance-action", token):
+        told = json.loads(action)
+        return f"AWS will {told['action']} this spot instance at {told['time']}"
+    if advice := _request(f"{base}/latest/meta-data/events/recommendations/rebalance", token):
+        return f"AWS recommends to leave this spot instance (rebalance, {json.loads(advice)['noticeTime']})"
+    return ""
+
+
+def gcp(base: str) -> str:
+    headers = {"Metadata-Flavor": "Google"}
+    if _request(f"{base}/computeMetadata/v1/instance/preempted", headers).strip() == b"TRUE":
+        return "GCP preempts this VM"
+    event = _request(f"{base}/computeMetadata/v1/instance/maintenance-event", headers).decode().strip()
+    return f"GCP: {event} of this VM's host" if event.startswith("TERMINATE") else ""
+
+
+def azure(base: str) -> str:
+    text = _request(f"{base}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
+    for event in json.loads(text or b"{}").get("Events", []):
+        if event["EventType"] in _ENDINGS:
+            return f"Azure: {event['EventType']} of this VM, not before {event.get('NotBefore') or 'now'}"
+    return ""
+
+
+def kubernetes(base: str) -> str:
+    namespace = (SERVICE_ACCOUNT / "namespace").read_text().strip()
+    pod = os.environ.get("POD_NAME") or os.uname().nodename
+    told = _ask_api(base, f"/api/v1/namespaces/{namespace}/pods/{pod}")
+    for condition in told.get("status", {}).get("conditions", []):
+        if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
+            return f"Kubernetes disrupts pod {pod}: {condition.get('message') or condition.get('reason', '')}"
+    if told["metadata"].get("deletionTimestamp"):
+        return f"Kubernetes deletes pod {pod}"
+    name, node = told["spec"].get("nodeName", ""), {}
+    with suppress(urllib.error.HTTPError):  # this account may not read nodes
+        node = _ask_api(base, f"/api/v1/nodes/{name}")
+    for taint in node.get("spec", {}).get("taints", []):
+        if taint["effect"] == "NoExecute" or taint["key"] in TAINTS:
+            return f"node {name} has the taint {taint['key']}"
+    return ""
+
+
+SERVICES: Mapping[str, Notice] = {"aws": aws, "gcp": gcp, "azure": azure, "kubernetes": kubernetes}
+_TOKEN_AGE = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+
+
+class PreemptionMonitor:
+    """A thread that asks the services, until one has a notice: then `on_notice(words)` is called, once."""
+
+    def __init__(
+        self, services: tuple[tuple[str, str], ...], on_notice: Callable[[str], None], warn: Callable[[str], None]
+    ) -> None:
+        self._services, self._on_notice, self._warn = services, on_notice, warn
+        self._reported: set[str] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elasticd-notices", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(2 * TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            for name, base in self._services:
+                if notice := self._ask(name, base):
+                    self._on_notice(notice)
+                    return
+            self._stop.wait(POLL_S)
+
+    def _ask(self, name: str, base: str) -> str:
+        try:
+            return SERVICES[name](base)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if name not in self._reported:
+                self._reported.add(name)
+                self._warn(f"no preemption notices from {name} at {base} for now: {error}")
+            return ""
+
+
+def _request(url: str, headers: Mapping[str, str], method: str = "GET", context: ssl.SSLContext | None = None) -> bytes:
+    """The answer's body, empty for 404: the service has nothing to say. No proxy is asked."""
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), *([urllib.request.HTTPSHandler(context=context)] if context else [])
+    )
+    try:
+        with opener.open(urllib.request.Request(url, headers=dict(headers), method=method), timeout=TIMEOUT_S) as reply:
+            body: bytes = reply.read(MOST_BYTES)
+            return body
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code != 404:
+                raise
+        return b""
+
+
+def _ask_api(base: str, path: str) -> dict[str, Any]:
+    """An object of the Kubernetes API."""
+    token = (SERVICE_ACCOUNT / "token").read_text().strip()  # it is replaced while the pod runs
+    context = None
+    if base.startswith("https:"):
+        context = ssl.create_default_context(cafile=str(SERVICE_ACCOUNT / "ca.crt"))
+    told: dict[str, Any] = json.loads(_request(base + path, {"Authorization": f"Bearer {token}"}, context=context))
+    return told

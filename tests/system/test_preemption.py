@@ -1,0 +1,171 @@
+"""Preemption notices by stand-ins for each service: what is asked, what is a notice, and what a job does with one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from elasticd.errors import UsageError
+from elasticd_agent.config import notice_options
+from elasticd_agent.system.network import preemption
+from tests.faults.job import Job
+
+POD = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}, "metadata": {}, "spec": {"nodeName": "gpu-7"}}
+NODE = {"spec": {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}}
+PODS, NODES = "/api/v1/namespaces/ml/pods/pod-3", "/api/v1/nodes/gpu-7"
+TAINTED = {"spec": {"taints": [{"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}]}}
+DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+META, GCP = "/latest/meta-data", "/computeMetadata/v1/instance"
+EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+QUIET = {
+    "aws": {"/latest/api/token": "t"},
+    "gcp": {f"{GCP}/preempted": "FALSE", f"{GCP}/maintenance-event": "NONE"},
+    "azure": {EVENTS: json.dumps({"Events": [{"EventType": "Freeze", "NotBefore": ""}]})},
+    "kubernetes": {PODS: json.dumps(POD), NODES: json.dumps(NODE)},
+}
+HEADERS = {
+    "aws": ("X-aws-ec2-metadata-token", "t"),
+    "gcp": ("Metadata-Flavor", "Google"),
+    "azure": ("Metadata", "true"),
+    "kubernetes": ("Authorization", "Bearer secret"),
+}
+NOTICES = [
+    (
+        "aws",
+        {f"{META}/spot/instance-action": '{"action": "terminate", "time": "2026-01-01T00:00:00Z"}'},
+        "AWS will terminate this spot instance at 2026-01-01T00:00:00Z",
+    ),
+    ("aws", {f"{META}/events/recommendations/rebalance": '{"noticeTime": "now"}'}, "(rebalance, now)"),
+    ("gcp", {f"{GCP}/preempted": "TRUE\n"}, "GCP preempts this VM"),
+    ("gcp", {f"{GCP}/maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}, "GCP: TERMINATE_ON_HOST_MAINTENANCE"),
+    (
+        "azure",
+        {EVENTS: '{"Events": [{"EventType": "Preempt", "NotBefore": "noon"}]}'},
+        "Preempt of this VM, not before noon",
+    ),
+    ("kubernetes", {PODS: json.dumps({**POD, "status": {"conditions": [DISRUPTED]}})}, "EvictionByEvictionAPI"),
+    ("kubernetes", {PODS: json.dumps({**POD, "metadata": {"deletionTimestamp": "x"}})}, "deletes pod pod-3"),
+    ("kubernetes", {NODES: json.dumps(TAINTED)}, "node gpu-7 has the taint karpenter.sh/disrupted"),
+]
+Serve = Callable[[Mapping[str, str]], str]
+
+
+@pytest.fixture
+def asked() -> list[tuple[str, Mapping[str, str]]]:
+    """Path and headers of each request."""
+    return []
+
+
+@pytest.fixture
+def serve(asked: list[tuple[str, Mapping[str, str]]]) -> Iterator[Serve]:
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answers: Mapping[str, str]) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_PUT(self) -> None:
+                self.do_GET()
+
+            def do_GET(self) -> None:
+                asked.append((self.path, {name.lower(): value for name, value in self.headers.items()}))
+                body = answers.get(self.path)
+                self.send_response(200 if body is not None else 404)
+                self.end_headers()
+                self.wfile.write((body or "").encode())
+
+            def log_message(self, *_: object) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("token", "secret\n"), ("namespace", "ml")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(preemption, "SERVICE_ACCOUNT", tmp_path)
+    monkeypatch.setenv("POD_NAME", "pod-3")
+
+
+def test_every_service_can_be_named() -> None:
+    assert tuple(preemption.SERVICES) == notice_options.SERVICES
+
+
+@pytest.mark.parametrize(("service", "answers", "notice"), NOTICES)
+def test_notice_is_found(service: str, answers: Mapping[str, str], notice: str, serve: Serve) -> None:
+    assert notice in preemption.SERVICES[service](serve({**QUIET[service], **answers}))
+
+
+@pytest.mark.parametrize("service", QUIET)
+def test_quiet_service_has_no_notice(
+    service: str, serve: Serve, asked: list[tuple[str, Mapping[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert preemption.SERVICES[service](serve(QUIET[service])) == ""
+    name, value = HEADERS[service]
+    assert all(headers.get(name.lower()) == value for _, headers in asked[1:])
+
+
+def test_node_that_may_not_be_read_is_left_out(serve: Serve) -> None:
+    assert preemption.kubernetes(serve({PODS: json.dumps(POD), NODES: "{}"})) == ""
+
+
+def test_service_that_is_away_is_reported_once(serve: Serve) -> None:
+    said: list[str] = []
+    notices: list[str] = []
+    found = threading.Event()
+    services = (("azure", "http://127.0.0.1:1"), ("gcp", serve({**QUIET["gcp"], f"{GCP}/preempted": "TRUE"})))
+
+    def on_notice(notice: str) -> None:
+        notices.append(notice)
+        found.set()
+
+    monitor = preemption.PreemptionMonitor(services, on_notice, said.append)
+    assert found.wait(20)
+    monitor.close()
+    assert notices == ["GCP preempts this VM"]
+    assert [text.partition(" for now")[0] for text in said] == [
+        "no preemption notices from azure at http://127.0.0.1:1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("oracle", "none of aws, gcp"), ("aws=169.254.169.254", "SERVICE=http"), ("kubernetes", "outside of a pod")],
+)
+def test_service_that_cannot_be_asked_is_refused(text: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(UsageError, match=why):
+        notice_options.parse_service(text)
+
+
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    found = [notice_options.parse_service(text) for text in ("aws", "gcp=http://h:1/", "kubernetes")]
+    assert found == [("aws", "http://169.254.169.254"), ("gcp", "http://h:1"), ("kubernetes", "https://[fd00::1]:443")]
+
+
+def test_job_stops_with_the_notice_as_its_reason(serve: Serve, tmp_path: Path) -> None:
+    """As by SIGTERM: its workers hear of it, and it has a moment to save."""
+    answers = dict(QUIET["gcp"])
+    run = Job(tmp_path, "plain.py", "${local_rank}", "polite", flags=["--preemption-notices", f"gcp={serve(answers)}"])
+    try:
+        run.file("ready-0"), run.file("ready-1")
+        answers[f"{GCP}/preempted"] = "TRUE"
+        assert run.wait() == 128 + signal.SIGTERM
+        assert run.event("job_ended", outcome="stopped")["reason"] == "GCP preempts this VM"
+        assert run.file("got-0") == "SIGTERM"
+    finally:
+        run.end()
