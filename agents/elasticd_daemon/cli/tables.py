@@ -14,14 +14,13 @@ from typing import Any
 from elasticd_agent.model.phrases import count, plural, ranges
 from elasticd_daemon.api.schema import (
     AssignmentStatus,
-    CheckpointStatus,
     JobProgress,
     JobStatus,
     JobSummary,
     NodeSummary,
     RoundStatus,
 )
-from elasticd_daemon.dashboard.status import condition, problem
+from elasticd_daemon.dashboard.status import condition, facts, problem
 from elasticd_daemon.records import submitter
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -122,21 +121,16 @@ def problem_line(job: JobStatus, prefix: str = "elasticd: ") -> str:
 def job_page(job: JobStatus) -> str:
     """One job's page: its problem, its state and why, then its ranks and rounds."""
     progress = job.known
-    facts = [
+    known = [] if job.progress is None else facts(job)
+    rows = [
         ("reason", visible(job.reason)),
         *_where(job),
-        ("round", _round(progress)),
-        ("step", _step(progress)),
-        ("checkpoint", _saved(progress.checkpoint)),
-        ("in memory", _saved(progress.snapshot)),
-        ("donors", _donors(progress)),
-        ("goodput", _goodput(progress)),
-        ("restarts", "" if progress.restarts is None else str(progress.restarts)),
+        *((visible(name.lower()), visible(", ".join(filter(None, [value, more])))) for name, value, more in known),
         ("requested", _requested(job)),
         ("submitted", _submitted(job)),
     ]
     lines = [f"{visible(job.job)}: {_state(job)}"]
-    lines += [f"  {name:<{_NAME}} {value}" for name, value in facts if value]
+    lines += [f"  {name:<{_NAME}} {value}" for name, value in rows if value]
     page = problem_line(job) + "\n".join(lines) + "\n" + _ranks(progress)
     if progress.rounds:
         older = len(progress.rounds) - SHOWN_ROUNDS
@@ -254,41 +248,6 @@ def _assignment(one: AssignmentStatus) -> str:
     slots = f" {plural(len(one.slots), 'slot')} {','.join(ranges(one.slots))}" if one.slots else ""
     reason = f": {visible(one.reason)}" if one.reason else ""
     return f"{visible(one.node)}{slots}, {visible(one.state)}{reason}"
-
-
-def _round(progress: JobProgress) -> str:
-    if not progress.round:
-        return ""
-    size = progress.world_size
-    workers = count(size, "worker") if size else ""
-    return ", ".join(filter(None, [str(progress.round), visible(progress.phase or ""), workers]))
-
-
-def _step(progress: JobProgress) -> str:
-    if progress.step is None:
-        return ""
-    rate = progress.steps_per_second
-    return f"{progress.step:,}" + ("" if rate is None else f", {rate:.3g} steps/s")
-
-
-def _saved(saved: CheckpointStatus | None) -> str:
-    if saved is None:
-        return ""
-    ago = "" if saved.age_seconds is None else f"{age(saved.age_seconds)} ago"
-    return ", ".join(filter(None, [f"step {saved.step} of round {saved.round}", ago, saved.cost]))
-
-
-def _donors(progress: JobProgress) -> str:
-    if not progress.donor_resumes:
-        return ""
-    saved = count(progress.donor_resumes, "fault")
-    return f"{saved} resumed from a state saved after it: {count(progress.donor_steps, 'step')} not trained again"
-
-
-def _goodput(progress: JobProgress) -> str:
-    if progress.goodput is None:
-        return ""
-    return f"{100 * progress.goodput:.1f} % of the time since the first round made steps that count"
 
 
 def _requested(job: JobStatus) -> str:

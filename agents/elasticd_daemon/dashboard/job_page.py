@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from elasticd_agent.model.phrases import count
 from elasticd_agent.system.durations import in_words
 from elasticd_daemon.api.rank_logs import Stream
-from elasticd_daemon.api.schema import Answer, CheckpointStatus, JobProgress, JobStatus, RoundStatus, ScalarSeries
+from elasticd_daemon.api.schema import Answer, JobStatus, RoundStatus
 from elasticd_daemon.dashboard import formatting, status
 from elasticd_daemon.dashboard.chart import chart
 
@@ -77,7 +77,7 @@ def values(
     return {
         "job": job, "view": view, "tail": tail, "failure": failure, "form_key": form_key,
         "evidence": evidence, "state": status.state(job), "warnings": _warnings(job), "reason": _reason(job),
-        "last_words": _last_words, "tiles": _tiles(job), "windows": WINDOWS,
+        "last_words": _last_words, "tiles": status.facts(job), "windows": WINDOWS,
         "course": chart(job, now, WINDOWS[view.window][1]) if has_steps else None,
         "boxes": boxes, "more_ranks": more_ranks, "behind": lambda rank: status.behind(rank, progress),
         "rounds": progress.rounds[::-1], "shown_rounds": SHOWN_ROUNDS,
@@ -103,50 +103,6 @@ def _reason(job: JobStatus) -> str:
         return job.reason
     code = f" with exit code {job.exit_code}" if job.exit_code is not None else ""
     return f"Ended {in_words(job.ended_seconds)} ago{code}: {job.reason}"
-
-
-def _tiles(job: JobStatus) -> list[tuple[str, str, str]]:
-    """Name, value, and what is below it in small print."""
-    progress = job.known
-    rate, size, most = progress.steps_per_second, progress.world_size, job.max_workers
-    goodput = "–" if progress.goodput is None else f"{100 * progress.goodput:.1f} %"
-    return [
-        ("Step", "–" if progress.step is None else f"{progress.step:,}", "" if rate is None else formatting.rate(rate)),
-        ("Workers", "–", "")
-        if job.ended
-        else ("Workers", str(size or "–"), "" if most in (None, size) else f"of at most {most}"),
-        ("Round", str(progress.round or "–"), "" if progress.restarts is None else count(progress.restarts, "restart")),
-        _saved_tile("Checkpoint", progress.checkpoint),
-        *([_saved_tile("In memory", progress.snapshot)] if progress.snapshot else []),
-        ("Goodput", goodput, "of its time counted"),
-        _lost_tile(progress),
-        *(_number_tile(series) for series in progress.scalars if series.points),
-    ]
-
-
-def _saved_tile(name: str, saved: CheckpointStatus | None) -> tuple[str, str, str]:
-    if saved is None:
-        return name, "none", ""
-    age = "" if saved.age_seconds is None else f"{in_words(saved.age_seconds)} ago"
-    return name, f"step {saved.step:,}", ", ".join(filter(None, [age, saved.cost]))
-
-
-def _lost_tile(progress: JobProgress) -> tuple[str, str, str]:
-    faults = [row for row in progress.rounds if not row.planned]
-    lost = [row.lost_seconds for row in faults if row.lost_seconds is not None]
-    if not lost:
-        return "Lost", "nothing", ""
-    again = sum(row.lost_steps or 0 for row in faults)
-    more = f"{count(len(faults), 'fault')}, {count(again, 'step')} again"
-    if progress.donor_resumes:
-        more += f", {count(progress.donor_steps, 'step')} saved after a fault"
-    return "Lost", in_words(sum(lost)), more
-
-
-def _number_tile(series: ScalarSeries) -> tuple[str, str, str]:
-    """The newest value that the script has passed to `session.log`."""
-    step, value = series.points[-1]
-    return series.name, f"{value:.6g}", f"at step {step:,}"
 
 
 def _facts(one: RoundStatus, job: JobStatus, now: float) -> list[str]:

@@ -1,11 +1,20 @@
-"""A job's state and its ranks' in a word each, its present problem in a sentence, its ranks node by node. Pure."""
+"""A job's state and its ranks' in a word each, its problem in a sentence, its facts, its ranks node by node. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from elasticd_agent.model.phrases import count
 from elasticd_agent.system.durations import in_words
-from elasticd_daemon.api.schema import AssignmentStatus, JobProgress, JobStatus, RankProgress
+from elasticd_daemon.api.schema import (
+    AssignmentStatus,
+    CheckpointStatus,
+    JobProgress,
+    JobStatus,
+    RankProgress,
+    ScalarSeries,
+)
+from elasticd_daemon.dashboard import formatting
 from elasticd_daemon.health.result import GpuUsage
 
 JOB_STATE_STYLES = {
@@ -73,6 +82,50 @@ def state(job: JobStatus) -> tuple[str, str]:
     """The words of a chip, and its style."""
     wrong = problem(job)
     return (f"{job.state}, {wrong[0]}", "warn") if wrong else (job.state, JOB_STATE_STYLES.get(job.state, "idle"))
+
+
+def facts(job: JobStatus) -> list[tuple[str, str, str]]:
+    """Name, value, and more about it: the tiles of the page, and lines of `elasticd status JOB`."""
+    progress = job.known
+    rate, size, most = progress.steps_per_second, progress.world_size, job.max_workers
+    goodput = "–" if progress.goodput is None else f"{100 * progress.goodput:.1f} %"
+    return [
+        ("Step", "–" if progress.step is None else f"{progress.step:,}", "" if rate is None else formatting.rate(rate)),
+        ("Workers", "–", "")
+        if job.ended
+        else ("Workers", str(size or "–"), "" if most in (None, size) else f"of at most {most}"),
+        ("Round", str(progress.round or "–"), "" if progress.restarts is None else count(progress.restarts, "restart")),
+        _saved("Checkpoint", progress.checkpoint),
+        *([_saved("In memory", progress.snapshot)] if progress.snapshot else []),
+        ("Goodput", goodput, "the share of its time that counted"),
+        _lost(progress),
+        *(_number(series) for series in progress.scalars if series.points),
+    ]
+
+
+def _saved(name: str, saved: CheckpointStatus | None) -> tuple[str, str, str]:
+    if saved is None:
+        return name, "none", ""
+    age = "" if saved.age_seconds is None else f"{in_words(saved.age_seconds)} ago"
+    return name, f"step {saved.step:,}", ", ".join(filter(None, [age, saved.cost]))
+
+
+def _lost(progress: JobProgress) -> tuple[str, str, str]:
+    faults = [row for row in progress.rounds if not row.planned]
+    lost = [row.lost_seconds for row in faults if row.lost_seconds is not None]
+    if not lost:
+        return "Lost", "nothing", ""
+    again = sum(row.lost_steps or 0 for row in faults)
+    more = f"{count(len(faults), 'fault')}, {count(again, 'step')} again"
+    if progress.donor_resumes:
+        more += f", {count(progress.donor_steps, 'step')} saved after a fault"
+    return "Lost", in_words(sum(lost)), more
+
+
+def _number(series: ScalarSeries) -> tuple[str, str, str]:
+    """The newest value that the script has passed to `session.log`."""
+    step, value = series.points[-1]
+    return series.name, f"{value:.6g}", f"at step {step:,}"
 
 
 def grid(job: JobStatus) -> tuple[list[dict[str, object]], int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
+import select
 import signal
 import sys
 import time
@@ -39,6 +39,8 @@ Message = dict[str, Any]
 MAX_OUTPUT_BYTES = 1 << 20
 KEPT_OUTPUT_BYTES = 16 * 1024
 MAX_REASON_CHARS = 200
+PAUSE_S = 0.02
+"""Between two looks at the children; they run for a second of each minute."""
 EXIT_TIMEOUT_S = 1.0
 """After SIGKILL; a process that hangs in the kernel is left behind."""
 CANNOT_RUN = 125
@@ -49,12 +51,11 @@ CANNOT_RUN = 125
 class CheckChild:
     check: str
     pid: int
-    pidfd: int
     output_fd: int
     began: float
     until: float
     read: Callable[[CheckChild, int], CheckResult]
-    output: bytearray = field(default_factory=bytearray)
+    output: bytes = b""  #: the beginning of what it wrote
     output_bytes: int = 0
     killed: str = ""  # the reason
     ports: Message = field(default_factory=dict)  # the network's, for the next run
@@ -64,12 +65,10 @@ class CheckRunner:
     def __init__(self, send: Callable[[Message], None], stop_fd: int) -> None:
         """`stop_fd` becomes readable when the results are no longer needed."""
         self._send = send
-        self._selector = selectors.DefaultSelector()
+        self._stop_fd = stop_fd
         self._children: dict[int, CheckChild] = {}
         self._stopped = False
         take_signals(STRAY_SIGNALS, ignore_signal)
-        self._selector.register(stop_fd, selectors.EVENT_READ)
-        self._stop_fd = stop_fd
 
     def run(self, request: Message) -> None:
         waiting = [self._directory(asked, request) for asked in request["directories"]]
@@ -101,7 +100,7 @@ class CheckRunner:
             try:
                 result, child.ports = network_ports.judge_ports(asked["before"], json.loads(child.output))
             except (ValueError, TypeError):
-                return skipped(child.check, first_line(bytes(child.output)) or _describe_exit(status))
+                return skipped(child.check, first_line(child.output) or _describe_exit(status))
             return result
 
         return lambda: self._start(asked["check"], request["directory_s"], ask, judge)
@@ -126,58 +125,38 @@ class CheckRunner:
             _become_child(us, theirs, act)
         os.close(theirs)
         now = time.monotonic()
-        child = self._children[pid] = CheckChild(check, pid, os.pidfd_open(pid), ours, now, now + within_s, read)
-        for fd in (child.output_fd, child.pidfd):
-            self._selector.register(fd, selectors.EVENT_READ, child)
+        self._children[pid] = CheckChild(check, pid, ours, now, now + within_s, read)
 
     def _turn(self) -> None:
-        until = min(child.until for child in self._children.values())
-        for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
-            if key.fd == self._stop_fd:
-                self._stopped = True
-            elif key.fd == key.data.output_fd:
-                self._read_output(key.data)
-        self._reap()
-        now = time.monotonic()
+        if select.select([self._stop_fd], [], [], PAUSE_S)[0]:
+            self._stopped = True
+        for pid, status in reap_children().items():
+            if (child := self._children.pop(pid, None)) is not None:
+                self._close_output(child)
+                self._report(child, child.read(child, status))
         for child in list(self._children.values()):
-            if now >= child.until:
+            self._read_output(child)
+            if time.monotonic() >= child.until:
                 self._on_deadline(child)
+            elif not child.killed and child.output_bytes > MAX_OUTPUT_BYTES:
+                self._kill(child, f"it wrote more than {MAX_OUTPUT_BYTES >> 20} MiB; only the first line counts")
 
     def _read_output(self, child: CheckChild) -> None:
-        try:
-            data = os.read(child.output_fd, 1 << 16)
-        except BlockingIOError:
-            return
-        if not data:
-            self._selector.unregister(child.output_fd)
-            return
-        child.output_bytes += len(data)
-        child.output += data[: KEPT_OUTPUT_BYTES - len(child.output)]
-        if child.output_bytes > MAX_OUTPUT_BYTES and not child.killed:
-            self._kill(child, f"it wrote more than {MAX_OUTPUT_BYTES >> 20} MiB; only the first line counts")
+        with contextlib.suppress(BlockingIOError):
+            while child.output_bytes <= MAX_OUTPUT_BYTES and (data := os.read(child.output_fd, 1 << 16)):
+                child.output += data[: KEPT_OUTPUT_BYTES - len(child.output)]
+                child.output_bytes += len(data)
 
-    def _reap(self) -> None:
-        for pid, status in reap_children().items():
-            child = self._children.pop(pid, None)
-            if child is not None:
-                self._forget(child)
-                self._report(child, child.read(child, status))
-
-    def _forget(self, child: CheckChild) -> None:
-        """Read the rest of its output, and close what belongs to it."""
-        if child.output_fd in self._selector.get_map():
-            self._read_output(child)
-        for fd in (child.output_fd, child.pidfd):
-            if fd in self._selector.get_map():
-                self._selector.unregister(fd)
-            os.close(fd)
+    def _close_output(self, child: CheckChild) -> None:
+        self._read_output(child)
+        os.close(child.output_fd)
 
     def _on_deadline(self, child: CheckChild) -> None:
         if not child.killed:
             self._kill(child, f"no result within {child.until - child.began:g} s")
             return
         del self._children[child.pid]
-        self._forget(child)
+        self._close_output(child)
         process = stat(child.pid)
         state = process.state if process is not None else "?"
         where = read(f"/proc/{child.pid}/wchan").decode("ascii", "replace")
@@ -234,13 +213,11 @@ def _directory_result(child: CheckChild, status: int) -> CheckResult:
     try:
         return CheckResult(**json.loads(child.output))
     except (ValueError, TypeError):
-        return skipped(
-            child.check, f"it could not be checked: {first_line(bytes(child.output)) or _describe_exit(status)}"
-        )
+        return skipped(child.check, f"it could not be checked: {first_line(child.output) or _describe_exit(status)}")
 
 
 def _plugin_result(child: CheckChild, status: int) -> CheckResult:
-    reason = first_line(bytes(child.output))
+    reason = first_line(child.output)
     if child.killed:
         return failed(child.check, child.killed)
     if os.WIFSIGNALED(status):

@@ -125,7 +125,7 @@ def test_job_from_submit_to_cancel(node: MakeNode) -> None:
     page = ask("status", "llama")
     assert page.startswith("llama: running\n")
     facts = {line.split()[0] for line in page.partition("\n\n")[0].splitlines()[1:]}
-    assert {"reason", "nodes", "round", "step", "checkpoint", "goodput", "restarts"} <= facts
+    assert {"reason", "nodes", "round", "step", "checkpoint", "goodput", "lost"} <= facts
     (row,) = table(ask("nodes"))
     assert (row["NODE"], row["STATE"], row["USED"], row["JOBS"]) == ("n1", "ready", "2/2", "llama")
     assert "what 2 ranks did" in ask("dump", "llama")

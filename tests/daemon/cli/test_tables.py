@@ -130,9 +130,16 @@ def test_job_page(monkeypatch: pytest.MonkeyPatch) -> None:
         "round": 23, "phase": "running", "world_size": 8, "step": 12_345, "steps_per_second": 3.14159, "restarts": 22,
         "checkpoint": {"step": 12_000, "round": 22, "age_seconds": 34.0, "bytes": 600_000_000, "blocked_seconds": 0.04},
         "snapshot": {"step": 12_340, "round": 23, "age_seconds": 4.0}, "donor_resumes": 2, "donor_steps": 812,
-        "goodput": 0.9321, "rounds": rounds,
+        "goodput": 0.9321, "rounds": rounds, "scalars": [{"name": "loss", "points": [[1, 2.0], [12_340, 0.25]]}],
     }  # fmt: skip
-    rounds[-1] |= {"lost_seconds": 0.42, "lost_steps": 17, "resumed_step": 1237, "donor": 2, "first_step_at": 1.8e9}
+    rounds[-1] |= {
+        "cause": "crash",
+        "lost_seconds": 0.42,
+        "lost_steps": 17,
+        "resumed_step": 1237,
+        "donor": 2,
+        "first_step_at": 1.8e9,
+    }
     ranks = [
         {"rank": 0, "node": "a", "phase": "step", "step": 12_345, "idle_seconds": 0.1, "state": "S"},
         {"rank": 1, "node": "b", "phase": "barrier", "barrier": "eval", "step": 12_345, "idle_seconds": 3.0},
@@ -146,13 +153,14 @@ def test_job_page(monkeypatch: pytest.MonkeyPatch) -> None:
         "  reason      runs on a (slots 0-3) and b (slots 0-3)",
         "  nodes       a slots 0-3, running",
         "              b slots 0,2-3, starting: its environment is being made",
-        "  round       23, running, 8 workers",
         "  step        12,345, 3.14 steps/s",
-        "  checkpoint  step 12000 of round 22, 34s ago, 600 MB, training blocked 0.04 s",
-        "  in memory   step 12340 of round 23, 4s ago",
-        "  donors      2 faults resumed from a state saved after it: 812 steps not trained again",
-        "  goodput     93.2 % of the time since the first round made steps that count",
-        "  restarts    22",
+        "  workers     8",
+        "  round       23, 22 restarts",
+        "  checkpoint  step 12,000, 34 s ago, 600 MB, training blocked 0.04 s",
+        "  in memory   step 12,340, 4.0 s ago",
+        "  goodput     93.2 %, the share of its time that counted",
+        "  lost        0.4 s, 1 fault, 17 steps again, 812 steps saved after a fault",
+        "  loss        0.25, at step 12,340",
         "  requested   1 to 2 nodes with 4 slots each",
         "  submitted   2027-01-15 08:00:00+0000 by root, 3h20m ago, as number 7",
     ]

@@ -61,7 +61,7 @@ def text_of(answer: dict[str, Any]) -> str:
 def test_running_job() -> None:
     text = text_of(a_job())
     for part in (
-        "287", "1 steps/s", "of its time counted", "step 280", "7.0 s ago", "93.0 %", "4.0 s",
+        "287", "1 steps/s", "the share of its time that counted", "step 280", "7.0 s ago", "93.0 %", "4.0 s",
         "7.0 s ago, 600 MB, training blocked 0.04 s",
         "In memory", "step 286", "1 fault, 11 steps again, 12 steps saved after a fault",
         "rank 1 was killed by SIGKILL",
