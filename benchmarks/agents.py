@@ -1,13 +1,12 @@
 """Many agents as threads of one process: real members, stores and probe ports, but no workers.
 
 Started by rendezvous.py as `python -m benchmarks.agents STORE HOST PORT JOB MIN MAX LEASE NAME…`. It reads one command
-a line ("go", "kill NAME…", "fail NUMBER NAME", "start NAME…", "traffic", "end") and answers with JSON lines: the
+a line ("go", "kill NAME…", "fail NUMBER NAME", "start NAME…", "planners", "end") and answers with JSON lines: the
 notices of each agent, with time.monotonic(), which is one clock for the whole machine.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import resource
@@ -162,9 +161,8 @@ def main() -> None:
                     agent.release()
             case "fail":
                 agents[words[1]].fail(int(words[0]))
-            case "traffic":
-                used = {name: dataclasses.asdict(agent.store.traffic) for name, agent in agents.items()}
-                report(kind="traffic", nodes=used, plan=[name for name, agent in agents.items() if agent.plans])
+            case "planners":
+                report(kind="planners", nodes=[name for name, agent in agents.items() if agent.plans])
             case "end":
                 break
     for agent in agents.values():

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,13 +78,13 @@ class Agents:
     def __init__(
         self, store: str, endpoint: tuple[str, int], job: str, count: int, deadline_s: float, lease_s: float
     ) -> None:
+        self._store, self._endpoint = store, endpoint
         self.deadline_s = deadline_s
         self.reports: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         self.alive = [f"n{i}" for i in range(count)]
         self.sizes: dict[str, tuple[int, int, float]] = {}
         self.why: dict[int, str] = {}
         self.expected: int | None = None
-        self.planners: list[str] = []
         self.broken: list[str] = []
         processes = min(max(PROCESSES, count // TOGETHER), count)
         spread = [self.alive[i::processes] for i in range(processes)]
@@ -169,21 +170,29 @@ class Agents:
         """The highest Round that any agent has read."""
         return max(size[0] for size in self.sizes.values())
 
-    def traffic(self, whose: Sequence[str] | None = None) -> tuple[float, float, float]:
-        """Requests, bytes sent and received, of these agents, or all."""
-        self.broadcast("traffic")
-        sums, planners = [0.0, 0.0, 0.0], []
+    def planners(self) -> list[str]:
+        """The nodes that plan at this moment."""
+        self.broadcast("planners")
+        found: list[str] = []
         for _ in self._processes:
-            line = self._next("traffic", time.monotonic() + _START_S)
-            nodes, plan = line["nodes"], line["plan"]
-            assert isinstance(nodes, dict)
-            assert isinstance(plan, list)
-            planners += plan
-            for used in (used for node, used in nodes.items() if whose is None or node in whose):
-                for i, what in enumerate(("requests", "sent_bytes", "received_bytes")):
-                    sums[i] += used[what]
-        self.planners = planners
-        return sums[0], sums[1], sums[2]
+            nodes = self._next("planners", time.monotonic() + _START_S)["nodes"]
+            assert isinstance(nodes, list)
+            found += nodes
+        return found
+
+    def traffic(self) -> tuple[float, float, float]:
+        """Requests, bytes sent and received, of all agents so far, as etcd counts them; c10d counts nothing."""
+        if self._store != "etcd":
+            return 0.0, 0.0, 0.0
+        host, port = self._endpoint
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=_START_S) as answer:
+            lines = answer.read().decode().splitlines()
+        client = "etcd_network_client_grpc"
+        names = "grpc_server_msg_received_total", f"{client}_received_bytes_total", f"{client}_sent_bytes_total"
+        requests, sent, received = (
+            sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)) for name in names
+        )
+        return requests, sent, received
 
     def cpu_s(self) -> float:
         """Processor seconds of all agents so far."""
@@ -233,9 +242,9 @@ def measure_size(
         tenth = max(1, count // 10)
         for name, lost in (("lose one", 1), ("lose a tenth", tenth)):
             number = agents.number
-            agents.traffic()
-            gone = [node for node in agents.alive if node not in agents.planners][-lost:]
-            before = agents.traffic([node for node in agents.alive if node not in gone])
+            planners = agents.planners()
+            gone = [node for node in agents.alive if node not in planners][-lost:]
+            before = agents.traffic()
             cpu_s = agents.cpu_s()
             began = time.monotonic()
             agents.kill(gone)

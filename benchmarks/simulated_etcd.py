@@ -14,10 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticd.errors import StoreUnavailable
-from elasticd_agent.store import Lease, Traffic, Versioned, Watch
+from elasticd_agent.store import Lease, Versioned, Watch
 
 OVERHEAD_BYTES = 100
 """Of a request and of an answer: the headers of HTTP/2 and gRPC."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """One client's requests so far; renewals and watches count, too."""
+
+    requests: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,22 +82,6 @@ def test_identical_creations_have_one_winner(stores: list[C10dStore]) -> None:
     assert wins == keys
 
 
-def test_idle_agent_sends_few_requests(stores: list[C10dStore]) -> None:
-    """One renewal a second and four watches: what the design grants is 1.5 requests a second."""
-    lease = stores[1].announce("idle/n", b"", 60.0)
-    assert lease is not None
-    watches = [stores[1].watch(f"idle/{name}", lambda key: None) for name in ("round", "planner", "master", "hold")]
-    before = stores[1].traffic.requests
-    for _ in range(5):
-        assert lease.renew()
-        assert stores[0].compare_and_swap("elsewhere", None, b"") and stores[0].delete("elsewhere")
-    assert stores[1].traffic.requests - before == 5, "one a renewal, and nothing for what others write"
-    for watch in watches:
-        watch.close()
-    lease.withdraw()
-    assert stores[0].read("idle/n") is None
-
-
 def test_foreign_bytes_are_a_value_of_version_0(stores: list[C10dStore]) -> None:
     """The one who reads it can tell that it is no record of ours; nothing of ours is hurt by it."""
     wire = TcpStoreConnection(TCPStore, "127.0.0.1", stores[0].port, 10.0)
@@ -128,6 +112,7 @@ class HostedStore:
     def __init__(self) -> None:
         self._now = 1000.0
         self._server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.port = self._server.port
         self.wire = self.another_wire()
         self.verbs = Operations(self.wire)
         self.maintenance = HostMaintenance(self.wire)
@@ -135,7 +120,7 @@ class HostedStore:
         self.maintenance.turn(self._now)
 
     def another_wire(self, kind: type[W] = TcpStoreConnection) -> W:  # type: ignore[assignment]
-        return kind(TCPStore, "127.0.0.1", self._server.port, 10.0)
+        return kind(TCPStore, "127.0.0.1", self.port, 10.0)
 
     def close(self) -> None:
         """torch closes what is not referred to any more."""
@@ -228,6 +213,25 @@ def test_indexed_name_without_key_is_removed(place: HostedStore) -> None:
     assert place.verbs.compare_and_swap("other", None, VALUE)
     place.pass_time(2 * TOMBSTONE_S)
     assert place.wire.read(index_key("seen/")) is None
+
+
+def test_renewal_is_one_request(place: HostedStore) -> None:
+    """An agent makes one a second for as long as its job lasts."""
+    lease, first = place.verbs.announce("n/a", VALUE, 3.0) or ("", 0)
+    requests: list[str] = []
+
+    class Counted:
+        def __init__(self, *args: object, **options: object) -> None:
+            self._store = TCPStore(*args, **options)  # type: ignore[arg-type]
+
+        def __getattr__(self, name: str) -> object:
+            requests.append(name)
+            return getattr(self._store, name)
+
+    verbs = Operations(TcpStoreConnection(Counted, "127.0.0.1", place.port, 10.0))
+    requests.clear()
+    assert verbs.renew(lease, first)
+    assert requests == ["add"]
 
 
 class ReadCounter(TcpStoreConnection):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elasticd.errors import StoreUnavailable
-from elasticd_agent.store import Lease, Traffic, Versioned, Watch
+from elasticd_agent.store import Lease, Versioned, Watch
 from elasticd_agent.store.memory import MemoryStore
 
 
@@ -33,7 +33,6 @@ class InterruptedStore:
         self, memory: MemoryStore, before: Callable[[int, str, str], None] = lambda n, verb, key: None
     ) -> None:
         self.memory, self.before = memory, before
-        self.traffic = Traffic()
         self.requests: list[tuple[str, str]] = []
         self.lost_answers: set[int] = set()
         self.watches_silent = False

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.codec import VERSION
-from elasticd_agent.store import Lease, Traffic, Versioned, Watch
+from elasticd_agent.store import Lease, Versioned, Watch
 from elasticd_agent.store.memory import MemoryStore
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class NodeStore:
         version: str = VERSION,
     ) -> None:
         self._store, self._reachable, self._hints, self._version = store, reachable, hints, version
-        self.traffic = Traffic()
+        self.requests = 0
         self.compares_one_key, self.standalone, self.is_host = False, True, False
         self.fates: dict[int, Fate] = {}
 
@@ -58,7 +58,7 @@ class NodeStore:
         return json.dumps(record, sort_keys=True).encode()
 
     def ask(self, call: Callable[[], T]) -> T:
-        self.traffic.requests += 1
+        self.requests += 1
         self.fates = {at - 1: fate for at, fate in self.fates.items()}
         fate = self.fates.pop(0, None)
         if fate == "dies before":

@@ -41,24 +41,12 @@ class Lease(Protocol):
         """End the lease and delete its keys. Withdrawing an ended lease does nothing."""
 
 
-@dataclass(slots=True)
-class Traffic:
-    """This process's requests to a store so far; renewals and watches count, too."""
-
-    requests: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
-
-
 class Watch(Protocol):
     def close(self) -> None:
         """No call begins after this returns. Closing twice does nothing."""
 
 
 class Store(Protocol):
-    @property
-    def traffic(self) -> Traffic: ...
-
     def read(self, key: str) -> Versioned | None:
         """None: the key does not exist."""
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elasticd_agent.store import Lease, Traffic, Versioned, Watch
+from elasticd_agent.store import Lease, Versioned, Watch
 
 
 @dataclass(eq=False, slots=True)
@@ -31,7 +31,6 @@ class MemoryStore:
         self._entries: dict[str, _Entry] = {}
         self._watches: list[_MemoryWatch] = []
         self._version = 0
-        self.traffic = Traffic()
 
     def read(self, key: str) -> Versioned | None:
         with self._lock:

@@ -231,7 +231,7 @@ class C10dClient:
         protocol, _, start = (wire.read(tcp.MARKER) or b"").decode(errors="replace").partition(" ")
         if protocol != PROTOCOL:
             raise _Incompatible(f"the store uses elasticd's c10d protocol {protocol[:32]!r}, this agent {PROTOCOL}")
-        self._send({"ready": start, "counts": wire.take_counts()})
+        self._send({"ready": start})
         operations = Operations(wire)
         while True:
             request = self._requests.get()
@@ -248,7 +248,7 @@ class C10dClient:
                         answer = {"ok": getattr(operations, verb)(**request["args"])}
             except HostBusy:
                 answer = {"busy": True}
-            self._send({"id": request["id"], "counts": wire.take_counts(), **answer})
+            self._send({"id": request["id"], **answer})
 
     def _watch(self, wire: tcp.TcpStoreConnection, prefix: str) -> None:
         """Changes from now on will be reported."""
@@ -274,8 +274,8 @@ class C10dClient:
                 changed = tcp.to_text(wire.read(tcp.event_key(prefix, seen)) or b"") or prefix
             elif (count := register_watch(wire, prefix)) != seen:
                 seen, changed = count, prefix
-            message = {} if changed is None else {"changed": prefix, "key": changed}
-            self._send({**message, "counts": wire.take_counts()})
+            if changed is not None:
+                self._send({"changed": prefix, "key": changed})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"

@@ -24,7 +24,6 @@ from typing import Any
 
 from elasticd import channel as messages
 from elasticd.errors import StoreRefused, StoreUnavailable
-from elasticd_agent.store import Traffic
 from elasticd_agent.store.c10d.tcp_store import parse_start
 from elasticd_agent.system.installation import import_path, program
 from elasticd_agent.system.network.addresses import format_endpoint
@@ -148,8 +147,6 @@ class C10dConnection:
         start_timeout_s: float = 30.0,
         log: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        self.traffic = Traffic()
-        """The client's requests; the host's maintenance stays on its machine and is not counted."""
         self.standalone = standalone  #: the host is no agent of a job, as its marker says; False before it has answered
         self.term = term  #: the term of the store that answered last, or that is hosted here
         self._expected: int | None = None  #: the only term of a store that is used
@@ -472,7 +469,6 @@ class C10dConnection:
                 message: messages.Message = json.loads(lines.next(math.inf if ready else deadline, server))
             except HelperError:
                 break
-            self._count(message.get("counts", (0, 0, 0)))
             match message:
                 case {"ready": start}:
                     if not self._accepts(start):
@@ -526,11 +522,6 @@ class C10dConnection:
             self._log(f"the c10d store at {self.where} answers again")
         for prefix in prefixes:
             self.on_change(prefix, prefix)
-
-    def _count(self, counts: list[int]) -> None:
-        self.traffic.requests += counts[0]
-        self.traffic.sent_bytes += counts[1]
-        self.traffic.received_bytes += counts[2]
 
 
 def _shut_down(channel: socket.socket) -> None:

@@ -29,6 +29,7 @@ passes torch in, so that no agent process loads torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import secrets
 import time
@@ -41,10 +42,6 @@ from typing import Any
 
 _GET_S = 0.2
 _ROUNDING_S = 0.01
-_GREETING = [2, 22, 4]
-"""torch's VALIDATE and PING at the start of a connection: requests, bytes sent, bytes received."""
-_HEADER_BYTES = 9
-"""A request's type and one length, as in TCPStore.cpp."""
 
 # ---- key names
 
@@ -197,7 +194,7 @@ def set_host_lookup(where: bytes) -> None:
 
 
 class TcpStoreConnection:
-    """The requests that are used of a TCPStore, counted. Raises RuntimeError when the connection is lost.
+    """The requests that are used of a TCPStore. Raises RuntimeError when the connection is lost.
 
     Not thread-safe: torch runs one request of a connection at a time, and a blocking one would block the others.
     """
@@ -208,12 +205,6 @@ class TcpStoreConnection:
         self._unmatchable = b"?" + secrets.token_hex(8).encode()
         # Only multi_get uses it, and it waits only for a key that has just been removed.
         self._store.set_timeout(timedelta(seconds=_GET_S))
-        self._counts = list(_GREETING)
-
-    def take_counts(self) -> list[int]:
-        """Requests, bytes sent and bytes received since the last call; bytes of payload, approximately."""
-        counts, self._counts = self._counts, [0, 0, 0]
-        return counts
 
     def read(self, key: bytes) -> bytes | None:
         """One request; torch's get() makes two, and blocks if there is no value.
@@ -221,56 +212,43 @@ class TcpStoreConnection:
         It is a compare_set that cannot succeed, and that returns the expected value if there is none.
         """
         never = self._unmatchable
-        value = self._counted(self._store.compare_set(key, never, never), key, never, never)
+        value: bytes = self._store.compare_set(key, never, never)
         return None if value in (b"", never) else value
 
     def swap(self, key: bytes, expected: bytes | None, value: bytes) -> bool:
         """`value` must differ from every other one, or a lost race looks like a success."""
-        stored = self._counted(self._store.compare_set(key, expected or b"", value), key, expected or b"", value)
-        return bool(stored == value)
+        return bool(self._store.compare_set(key, expected or b"", value) == value)
 
     def read_all(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        if len(keys) > 2 and self._counted(self._store.check(keys), *keys):
-            try:
-                values: list[bytes] = self._store.multi_get(keys)
-            except RuntimeError:  # one was removed since; if the connection is alive, reading one by one works
-                self._counts[0] += 2
-            else:
-                self._counts[0] += 1  # it waits for the keys before it reads them
-                self._counted(b"".join(values), *keys, *keys)
-                return [value or None for value in values]
+        if len(keys) > 2 and self.check(keys):
+            # One may be removed meanwhile; if the connection is alive, reading one by one works.
+            with contextlib.suppress(RuntimeError):
+                return [value or None for value in self._store.multi_get(keys)]
         return [self.read(key) for key in keys]
 
     def set(self, key: bytes, value: bytes) -> None:
-        self._counted(self._store.set(key, value), key, value)
+        self._store.set(key, value)
 
     def add(self, key: bytes, amount: int) -> int:
-        return int(self._counted(self._store.add(key, amount), key, b"8 bytes."))
+        return int(self._store.add(key, amount))
 
     def append(self, key: bytes, value: bytes) -> None:
-        self._counted(self._store.append(key, value), key, value)
+        self._store.append(key, value)
 
     def check(self, keys: Sequence[bytes]) -> bool:
-        return bool(self._counted(self._store.check(keys), *keys))
+        return bool(self._store.check(keys))
 
     def delete(self, key: bytes) -> None:
-        self._counted(self._store.delete_key(key), key)
+        self._store.delete_key(key)
 
     def wait(self, key: bytes, seconds: float) -> bool:
         """Wait until `key` is there. The server answers when it appears, without polling. False: not in time."""
         started = time.monotonic()
         try:
-            self._counted(self._store.wait([key], timedelta(seconds=seconds)), key)
+            self._store.wait([key], timedelta(seconds=seconds))
         except RuntimeError:
             # What is raised for a lost connection and for a timeout differs from version to version.
             if time.monotonic() - started < seconds - _ROUNDING_S:
                 raise
-            self._counted(None, key)
             return False
         return True
-
-    def _counted(self, answer: Any, *sent: bytes) -> Any:
-        self._counts[0] += 1
-        self._counts[1] += sum(map(len, sent)) + _HEADER_BYTES * len(sent)
-        self._counts[2] += len(answer) + _HEADER_BYTES if isinstance(answer, bytes) else _HEADER_BYTES
-        return answer

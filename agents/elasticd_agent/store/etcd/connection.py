@@ -21,7 +21,6 @@ import tenacity
 
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.model.job import Tls
-from elasticd_agent.store import Traffic
 from elasticd_agent.store.etcd import diagnose
 from elasticd_agent.store.etcd.errors import ClassifiedError, ErrorKind, LeaseNotFound, classify
 from elasticd_agent.store.etcd.keys import key_range
@@ -83,10 +82,8 @@ class EtcdConnection:
         password: str | None,
         timeout_s: float,
         log: Callable[[str], None],
-        traffic: Traffic,
     ) -> None:
         self.timeout_s = timeout_s
-        self.traffic = traffic
         self.closing = threading.Event()
         self._log = log
         self._user = user
@@ -152,7 +149,7 @@ class EtcdConnection:
             except ValueError as error:  # the channel was closed meanwhile
                 raise StoreUnavailable("the store has been closed") from error
             member.streams.add(stream)
-        return WatchStream(self, stream, requests, lambda: self._discard_stream(member, stream))
+        return WatchStream(stream, requests, lambda: self._discard_stream(member, stream))
 
     def close(self) -> None:
         self.closing.set()
@@ -164,15 +161,6 @@ class EtcdConnection:
     def _discard_stream(self, member: _Member, stream: Any) -> None:
         with self._lock:
             member.streams.discard(stream)
-
-    def count_sent(self, message: Any) -> None:
-        with self._lock:
-            self.traffic.requests += 1
-            self.traffic.sent_bytes += message.ByteSize()
-
-    def count_received(self, message: Any) -> None:
-        with self._lock:
-            self.traffic.received_bytes += message.ByteSize()
 
     def _retrying(self) -> tenacity.Retrying:
         return tenacity.Retrying(
@@ -228,7 +216,6 @@ class EtcdConnection:
                 self._without_auth = True
             return None
         self._end_authentication(member, pending, str(answer.token))
-        self.count_received(answer)
         return str(answer.token)
 
     def _authentication(self, member: _Member) -> Any:
@@ -241,8 +228,6 @@ class EtcdConnection:
             if member.authentication is None:
                 request = rpc.AuthenticateRequest(name=self._user, password=self._password or "")
                 send = self._with_channel(member).methods["Authenticate"]
-                self.traffic.requests += 1
-                self.traffic.sent_bytes += request.ByteSize()
                 try:
                     member.authentication = send.future(request, timeout=AUTHENTICATE_S, metadata=self._metadata(None))
                 except ValueError as error:  # the channel was closed meanwhile
@@ -259,13 +244,10 @@ class EtcdConnection:
         left = deadline - time.monotonic()
         with self._lock:
             send = self._with_channel(member).methods[method]
-        self.count_sent(request)
         try:
-            answer = send(request, timeout=max(left, 0.001), metadata=self._metadata(token))
+            return send(request, timeout=max(left, 0.001), metadata=self._metadata(token))
         except ValueError as error:  # the channel was closed meanwhile
             raise StoreUnavailable("the store has been closed") from error
-        self.count_received(answer)
-        return answer
 
     def _find_member(self, deadline: float) -> _Member:
         """A member that answers. Raises StoreUnavailable, or StoreRefused if every member refuses us."""
@@ -397,14 +379,12 @@ class EtcdConnection:
 class WatchStream:
     """Watch responses, until the stream is cancelled or breaks; both end the iteration."""
 
-    _connection: EtcdConnection
     _stream: Any  #: gRPC's, which takes its requests out of `_requests`
     _requests: queue.SimpleQueue[Any]
     _on_end: Callable[[], None]  #: may be called twice
 
     def send(self, request: Any) -> None:
         """Never waits, and does nothing after the end."""
-        self._connection.count_sent(request)
         self._requests.put(request)
 
     def __iter__(self) -> WatchStream:
@@ -412,15 +392,13 @@ class WatchStream:
 
     def __next__(self) -> Any:
         try:
-            message = next(self._stream)
+            return next(self._stream)
         except grpc.RpcError:
             self._end()
             raise StopIteration from None
         except StopIteration:
             self._end()
             raise
-        self._connection.count_received(message)
-        return message
 
     def cancel(self) -> None:
         self._stream.cancel()

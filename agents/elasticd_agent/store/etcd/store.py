@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.job import Tls
-from elasticd_agent.store import Lease, Traffic, Versioned, Watch
+from elasticd_agent.store import Lease, Versioned, Watch
 from elasticd_agent.store.etcd.errors import LeaseNotFound
 from elasticd_agent.store.etcd.keys import to_bytes, to_text
 
@@ -44,8 +44,7 @@ class EtcdStore:
         timeout_s: float = 0.9,
         log: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        self.traffic = Traffic()
-        self._options = (list(endpoints), tls, user, password, timeout_s, log, self.traffic)
+        self._options = (list(endpoints), tls, user, password, timeout_s, log)
         self._lock = threading.Lock()
         self._connection: EtcdConnection | None = None
         self._closed = False
