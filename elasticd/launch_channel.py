@@ -210,7 +210,11 @@ def is_of_lost_peer(error: BaseException) -> bool:
 def disconnect() -> None:
     """Shut down the connections of gloo's process groups, and those to the round's store."""
     libc = ctypes.CDLL(None)
-    for fd in [*_pairs(), *_to_store(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))]:
+    for fd in list(_pairs()):
+        # For reading: gloo closes the pair then, and its next use raises. If a write failed before, gloo would wait for
+        # ever for the end of what it was sending (Pair::signalException signals no operation of tx_).
+        libc.shutdown(fd, socket.SHUT_RD)
+    for fd in list(_to_store(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))):
         libc.shutdown(fd, socket.SHUT_RDWR)
 
 

@@ -566,7 +566,7 @@ class Session:
         self._omissions.close(has_failed=True)
         self._saver.close(wait=False)
         self._barriers.close()
-        self._publisher.close()
+        self._publisher.abandon()
 
     def log(self, **values: SupportsFloat) -> None:
         """Show numbers of the script on the dashboard: `session.log(loss=loss, lr=0.1)`, a float or tensor each.

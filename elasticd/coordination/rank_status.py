@@ -166,7 +166,7 @@ class StatusPublisher:
         self._calls: list[Callable[[Any], None]] = []
         self._wakes_at = 0.0
         self._awake = False
-        self._closed = False
+        self._closed = self._abandoned = False
         self._published = 0
         self._failed = False
         self._last = RankStatus(0, "starting")
@@ -217,6 +217,11 @@ class StatusPublisher:
             atexit.unregister(self.close)
             self._thread.join(_CLOSE_TIMEOUT_S)
 
+    def abandon(self) -> None:
+        """End the thread without a word to the other ranks: its connection to the store is broken."""
+        self._abandoned = True
+        self.close()
+
     def _wake(self) -> None:
         self._awake = True
         self._changed.notify()
@@ -239,7 +244,7 @@ class StatusPublisher:
             if not is_tcp(store):
                 self.period_s = max(self.period_s, _FILE_PERIOD_S)
             publish_at = time.monotonic() + self.period_s
-            while True:
+            while not self._abandoned:
                 if time.monotonic() >= publish_at:
                     self._publish(store, self._status())
                     publish_at = time.monotonic() + self.period_s

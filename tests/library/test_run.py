@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 
 from elasticd import channel
 from elasticd.heartbeat import record as heartbeat
+from elasticd.heartbeat import worker_events
 from tests.library.conftest import SCRIPTS, read, wait_for
 
 
@@ -127,9 +128,10 @@ class Owner:
             members.append(member)
         return members
 
-    def change(self, members: list[Member], dead: int) -> list[Member | None]:
-        """Once that rank is dead: unwind the others, and await them at their entries."""
-        wait_for(lambda: members[dead].code is not None, f"the end of rank {dead}")
+    def change(self, members: list[Member], dead: int | None = None) -> list[Member | None]:
+        """Once that rank is dead: unwind the others, and await them at their entries. None: all live."""
+        if dead is not None:
+            wait_for(lambda: members[dead].code is not None, f"the end of rank {dead}")
         kept: list[Member | None] = [member if rank != dead else None for rank, member in enumerate(members)]
         for member in filter(None, kept):
             member.send({"type": "Unwind", "why": f"rank {dead} was killed"})
@@ -145,7 +147,7 @@ class Owner:
                 wait_for(lambda member=member: member.code is not None, "an end")
             if member.connection is not None:
                 member.connection.close()
-        self.server.close()
+            member.connection = None
         self.stores.clear()
 
 
@@ -161,6 +163,7 @@ def make_owner(zygote: subprocess.Popen[str], tmp_path: Path) -> Iterator[Callab
     yield make
     for owner in owners:
         owner.close()
+        owner.server.close()
 
 
 def results(members: list[Member]) -> list[dict[str, Any]]:
@@ -175,6 +178,16 @@ def enter(members: list[Member]) -> None:
         member.await_message("Entered")
 
 
+def remains(pid: int) -> tuple[int, int, int]:
+    """Descriptors, threads, and maps of heartbeats."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")), maps.count("/beat-")
+
+
+def notes(owner: Owner, rank: int) -> list[worker_events.WorkerEvent]:
+    return worker_events.WorkerEventReader(owner.folder / f"round-{owner.round}" / f"notes-{rank}").read()[0]
+
+
 def steps(member: Member) -> dict[int, tuple[str, float]]:
     return {line["step"]: (line["digest"], line["draw"]) for line in member.lines() if "step" in line}
 
@@ -183,7 +196,7 @@ def steps(member: Member) -> dict[int, tuple[str, float]]:
 def test_survivor_and_new_process_continue_as_undisturbed_run(make_owner: Callable[[str], Owner], dead: int) -> None:
     """Two ranks: a sum of two numbers does not depend on how gradients lie in buckets."""
     owner = make_owner("stays")
-    members = owner.start([None] * 2, {"die": [[1, dead, 5, "backward"]]})
+    members = owner.start([None] * 2, {"faults": {1: [5, dead, "backward"]}})
     enter(members)
     pid = members[1 - dead].pid
     again = owner.start(owner.change(members, dead), {})
@@ -191,7 +204,7 @@ def test_survivor_and_new_process_continue_as_undisturbed_run(make_owner: Callab
     ended = results(again)
     assert again[1 - dead].pid == pid
     assert [line["entries"] for line in ended] == ([1, 2] if dead == 0 else [2, 1])
-    assert [line["steps"] for line in ended] == [12] * 2
+    assert [line["steps"] for line in ended] == [20] * 2
     undisturbed = make_owner("whole").start([None] * 2, {})
     enter(undisturbed)
     assert [line["result"] for line in results(undisturbed)] == [line["result"] for line in ended]
@@ -201,15 +214,182 @@ def test_survivor_and_new_process_continue_as_undisturbed_run(make_owner: Callab
 
 def test_three_ranks_continue_as_after_restart_of_all(make_owner: Callable[[str], Owner]) -> None:
     owner = make_owner("stays")
-    members = owner.start([None] * 3, {"die": [[1, 1, 5, "optimizer"]]})
+    members = owner.start([None] * 3, {"faults": {1: [5, 1, "optimizer"]}})
     enter(members)
     again = owner.start(owner.change(members, 1), {})
     enter(again)
     ended = results(again)
     other = make_owner("restarted")
-    killed = other.start([None] * 3, {"die": [[1, rank, 5, "backward"] for rank in range(3)]})
+    killed = other.start([None] * 3, {"faults": {1: [5, 1, "backward"]}})
     enter(killed)
-    wait_for(lambda: all(member.code is not None for member in killed), "their ends")
+    wait_for(lambda: killed[1].code is not None, "the end of rank 1")
+    other.close()
     restarted = other.start([None] * 3, {})
     enter(restarted)
     assert [line["result"] for line in results(restarted)] == [line["result"] for line in ended]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {1: [2, 1, "barrier"], 2: [4, 0, "save"], 3: [6, 0, "group"], 4: [9, 0, "step"]},
+        {1: [2, 1, "computing"], 2: [4, 1, "swallowed"], 3: [6, 0, "optimizer"], 4: [8, 0, "backward"]},
+    ],
+    ids=["waits", "others"],
+)
+def test_survivor_leaves_every_place(make_owner: Callable[[str], Owner], faults: dict[int, list[Any]]) -> None:
+    """Wherever a rank stands when the other one dies: four faults in a row, and the result of an undisturbed run."""
+    owner = make_owner("stays")
+    members = owner.start([None] * 2, {"faults": faults, "workers": 1})
+    enter(members)
+    for _, dead, _ in faults.values():
+        survivor, pid = members[1 - dead], members[1 - dead].pid
+        members = owner.start(owner.change(members, dead), {"faults": faults, "workers": 1})
+        enter(members)
+        assert members[1 - dead] is survivor
+        assert survivor.pid == pid
+    ended = results(members)
+    undisturbed = make_owner("whole").start([None] * 2, {})
+    enter(undisturbed)
+    assert [line["result"] for line in results(undisturbed)] == [line["result"] for line in ended]
+
+
+def test_ranks_shrink_to_one_and_grow_again(make_owner: Callable[[str], Owner]) -> None:
+    owner = make_owner("stays")
+    options = {"faults": {1: [2, 0, "backward"], 2: [4, 1, "backward"]}, "pace": 0.05, "plain": True}
+    members = owner.start([None] * 3, options)
+    enter(members)
+    first = members[1]
+    members = owner.start([each for each in owner.change(members, 0) if each], options)
+    enter(members)
+    assert members[0] is first
+    members = owner.start([each for each in owner.change(members, 1) if each], options)
+    enter(members)
+    wait_for(lambda: 6 in steps(first), "a step of the only rank")
+    kept = owner.change(members)
+    members = owner.start([None, *kept], options)
+    enter(members)
+    ended = results(members)
+    assert ended[0]["parameters"] == ended[1]["parameters"]
+    assert [(line["world"], line["rank"]) for line in ended] == [(2, 0), (2, 1)]
+    entries = [(line["world"], line["rank"]) for line in first.lines() if "entry" in line]
+    assert entries == [(3, 1), (2, 0), (1, 0), (2, 1)]
+    assert sorted({line["step"] for line in first.lines() if "step" in line}) == list(range(1, 21))
+
+
+@pytest.mark.system
+def test_fifty_changes_leave_nothing_behind(make_owner: Callable[[str], Owner]) -> None:
+    """All ranks stay, and descriptors, threads and heartbeat maps are those of the first changes.
+
+    Without buffers: gloo may never end a broadcast whose connection breaks as it begins, and the launcher kills that
+    rank.
+    """
+    owner = make_owner("stays")
+    options = {"pace": 0.01, "epochs": 1000, "plain": True}  # no broadcasts, see `disconnect`
+    members = owner.start([None] * 2, options)
+    enter(members)
+    seen = []
+    for _ in range(50):
+        first = members[0]
+        at = len(first.lines())
+        wait_for(lambda first=first, at=at: len(first.lines()) > at + 2, "a step")
+        seen.append([remains(member.pid) for member in members])
+        members = owner.start([each for each in owner.change(members) if each], options)
+        enter(members)
+    assert seen[-1] == seen[2], seen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hooks": True, "ddp": {"static_graph": True}},
+        {"compile": "outside", "ddp": {"gradient_as_bucket_view": True}},
+        {"compile": "inside"},
+    ],
+    ids=["hooks", "compiled", "compiled inside"],
+)
+def test_model_follows_into_the_next_group(make_owner: Callable[[str], Owner], options: dict[str, Any]) -> None:
+    """The module object stays with all its hooks, and nothing is compiled again."""
+    owner = make_owner("stays")
+    members = owner.start([None] * 2, {**options, "faults": {1: [5, 1, "backward"]}})
+    enter(members)
+    members = owner.start(owner.change(members, 1), options)
+    enter(members)
+    ended = results(members)
+    undisturbed = make_owner("whole").start([None] * 2, options)
+    enter(undisturbed)
+    whole = results(undisturbed)
+    assert [line["result"] for line in whole] == [line["result"] for line in ended]
+    assert members[0].lines()[-2] == {**undisturbed[0].lines()[-2], "round": 2}
+    before, after = whole[0]["passes"], ended[0]["passes"]
+    if "hooks" in options:
+        assert before == {"inside": 20, "outside": 20, "optimizer": 20}
+        assert after == {"inside": 21, "outside": 21, "optimizer": 20}, "one forward pass was in vain"
+
+
+@pytest.mark.parametrize(("place", "code", "text"), [("exit", 3, ""), ("error", 1, "ValueError: the rank's own error")])
+def test_exit_and_own_error_are_no_change(make_owner: Callable[[str], Owner], place: str, code: int, text: str) -> None:
+    """SystemExit ends the script, also while the ranks change; an error without a change is raised at once."""
+    owner = make_owner("stays")
+    members = owner.start([None] * 2, {"faults": {1: [5, None, place]}})
+    enter(members)
+    if place == "exit":
+        wait_for(lambda: '"exiting"' in read(members[0].folder / "out"), "its place")
+        members[0].send({"type": "Unwind", "why": "a node joins"})
+    wait_for(lambda: members[0].code is not None, "the end of rank 0")
+    assert members[0].code == code
+    assert text in members[0].errors()
+
+
+@pytest.mark.parametrize(
+    ("preamble", "why"),
+    [
+        ("collective", "the script uses collectives before session.run()"),
+        ("group", "the script makes another process group before session.run()"),
+    ],
+)
+def test_script_whose_processes_cannot_stay_says_so(
+    make_owner: Callable[[str], Owner], preamble: str, why: str
+) -> None:
+    owner = make_owner("stays")
+    members = owner.start([None] * 2, {"preamble": preamble})
+    assert [line["entries"] for line in results(members)] == [1, 1]
+    found = [note.reason for note in notes(owner, 0) if note.kind == "message"]
+    assert [reason for reason in found if why in reason and "a change of ranks restarts" in reason]
+    wait_for(lambda: owner.accept(members[0]), "its connection")
+    assert members[0].connection is not None
+    assert channel.receive(members[0].connection) is None, "it has not entered"
+
+
+def test_rank_leaves_a_pause(make_owner: Callable[[str], Owner]) -> None:
+    owner = make_owner("stays")
+    options = {"pace": 0.02, "plain": True}
+    members = owner.start([None] * 2, options)
+    enter(members)
+    with heartbeat.HeartbeatReader(owner.folder / "round-1" / "beat-0") as reader:
+        reader.request(heartbeat.PAUSE)
+    wait_for(lambda: any(note.kind == "paused" for note in notes(owner, 0)), "the pause")
+    members = owner.start(owner.change(members), options)
+    enter(members)
+    assert [line["entries"] for line in results(members)] == [2, 2]
+    with (
+        heartbeat.HeartbeatReader(owner.folder / "round-1" / "beat-1") as old,
+        heartbeat.HeartbeatReader(owner.folder / "round-2" / "beat-1") as new,
+    ):
+        before, after = old.read(), new.read()
+    assert after.pid == before.pid == members[1].pid
+    assert before.step < after.step == 20
+    assert after.source == heartbeat.Source.SESSION
+
+
+def test_run_without_launcher_restores_and_calls_once(start: Any, tmp_path: Path) -> None:
+    """As under torchrun: each start is a process of its own."""
+    directory = str(tmp_path / "checkpoints")
+    for round, at in ((1, 0), (2, 8)):
+        job = start("stays.py", {"epochs": 2 * round}, round=round, ELASTICD_CHECKPOINT_DIR=directory)
+        for ended in job.results():
+            assert (ended["entries"], ended["steps"]) == (1, 8 * round)
+        assert json.loads(read(job.ranks[0].folder / "out").splitlines()[0])["at"] == at
+    nested = start("stays.py", {"nested": True, "epochs": 9}, round=3, ELASTICD_CHECKPOINT_DIR=directory)
+    assert nested.codes() == [1, 1]
+    assert "UsageError: run() inside what session.run() calls" in nested.ranks[0].errors()

@@ -1,7 +1,7 @@
 """Trains by `session.run`; argument: a JSON object of options. A line of JSON a step goes to stdout.
 
-The launcher's channel is a connection to the socket in OWNER, which the test serves. `die` is [round, rank, step,
-place]: there this process kills itself, or does what else the place says.
+The launcher's channel is a connection to the socket in OWNER, which the test serves. `faults` has, by round, the step
+after which a rank dies, that rank, and what the others do then: see `fault`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
-import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import elasticd
@@ -29,35 +32,104 @@ if "OWNER" in os.environ:
     owner.send(os.environ["SLOT"].encode())
     os.environ["ELASTICD_LAUNCH"] = str(owner.detach())
 
+
+class Counter:
+    """Attached, with a state of its own on every rank; its `commit()` is a place within `session.step()`."""
+
+    def __init__(self) -> None:
+        self.count = 100 * session.rank
+
+    def commit(self) -> None:
+        fault("step")
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world_size: int) -> str:
+        if rank < len(states):
+            self.load_state_dict(states[rank])
+        return ""
+
+
 torch.set_num_threads(1)
 session = elasticd.init()
 torch.manual_seed(7 + session.rank)
-net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
-model = DistributedDataParallel(net)
+norm = nn.Identity() if options.get("plain") else nn.BatchNorm1d(16)
+net = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+compiled: list[int] = []
+
+
+def backend(module: Any, inputs: Any) -> Any:
+    compiled.append(1)
+    return module
+
+
+if options.get("compile") == "inside":
+    model = DistributedDataParallel(torch.compile(net, backend=backend))
+else:
+    model = DistributedDataParallel(net, **options.get("ddp", {}))
+passes = {"inside": 0, "outside": 0, "optimizer": 0}
+
+
+def count(name: str) -> Any:
+    def add(*_: Any) -> None:
+        passes[name] += 1
+
+    return add
+
+
+if options.get("hooks"):
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    net.register_forward_hook(count("inside"))
+    model.register_forward_pre_hook(count("outside"))
+called = torch.compile(model, backend=backend) if options.get("compile") == "outside" else model
 optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
 data = torch.utils.data.TensorDataset(torch.arange(48 * 8.0).view(48, 8).sin(), torch.arange(48.0).view(48, 1).cos())
 sampler = elasticd.ElasticBatchSampler(data, 12, seed=3)
+optimizer.register_step_post_hook(count("optimizer"))
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=3)
+counter = Counter()
 loader = torch.utils.data.DataLoader(data, batch_sampler=sampler, num_workers=options.get("workers", 0))
-session.attach(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+session.attach(
+    model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, scaler=scaler, per_rank={"counter": counter}
+)
 session.checkpoint(every=1)
+if options.get("preamble") == "collective":
+    dist.barrier()
+if options.get("preamble") == "group":
+    dist.new_group()
 entries = 0
+server = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(server.getsockname())
+accepted, _ = server.accept()
+poll = select.epoll()
+poll.register(server)
+poll.register(accepted)
 
 
-def fault(place: str) -> None:
-    for round, rank, step, where in options.get("die", []):
-        if (session.round, session.rank, session.steps, where) == (round, rank, step, place):
-            os.kill(os.getpid(), signal.SIGKILL)
+def fault(place: str) -> bool:
+    """At the place of the round's fault its rank dies; True for the others."""
+    step, dead, where = options.get("faults", {}).get(str(session.round), (None, None, None))
+    if (step, where) != (session.steps, place):
+        return False
+    if session.rank == dead:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
 
 
-def digest() -> str:
+def digest(tensors: Iterable[torch.Tensor]) -> str:
     state = hashlib.sha256()
-    for tensor in net.state_dict().values():
-        state.update(tensor.numpy().tobytes())
+    for tensor in tensors:
+        state.update(tensor.detach().numpy().tobytes())
     for values in optimizer.state.values():
         for value in values.values():
             state.update(torch.as_tensor(value).numpy().tobytes())
-    state.update(repr([group["lr"] for group in optimizer.param_groups]).encode())
+    state.update(repr(([group["lr"] for group in optimizer.param_groups], scaler.get_scale(), counter.count)).encode())
     return state.hexdigest()[:12]
 
 
@@ -69,26 +141,52 @@ def train() -> str:
     global entries
     entries += 1
     say(entry=entries, at=session.steps, pid=os.getpid())
-    for epoch in range(sampler.epoch, options.get("epochs", 3)):
+    client.send(b"x")
+    assert accepted.recv(1) == b"x", "the script's own connection is as it was"
+    if options.get("nested"):
+        session.run(train)
+    group = dist.new_group()
+    for epoch in range(sampler.epoch, options.get("epochs", 5)):
         sampler.set_epoch(epoch)
         model.train()
         for x, y in loader:
-            fault("before")
-            loss = ((model(x) - y) ** 2).mean() * sampler.loss_scale()
+            if fault("barrier"):
+                session.barrier("all")
+            if fault("save"):
+                session.save()
+            if fault("group"):
+                dist.all_reduce(torch.ones(1), group=group)
+            if fault("computing"):
+                time.sleep(0.5)
+            if fault("exit"):
+                say(exiting=True)
+                time.sleep(0.5)
+                sys.exit(3)
+            if fault("error"):
+                raise ValueError("the rank's own error")
+            if fault("swallowed"):
+                try:
+                    dist.all_reduce(torch.ones(1))
+                except RuntimeError:
+                    say(swallowed=True)
+                session.save()
+            loss = ((called(x) - y) ** 2).mean() * sampler.loss_scale()
             optimizer.zero_grad()
             fault("backward")
-            loss.backward()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
             fault("optimizer")
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             scheduler.step()
             draw = float(torch.rand(1))
             session.step()
-            say(step=session.steps, digest=digest(), draw=draw)
+            say(step=session.steps, digest=digest(net.state_dict().values()), draw=draw)
             time.sleep(options.get("pace", 0.0))
-    return digest()
+    return digest(net.state_dict().values())
 
 
 result = session.run(train)
-descriptors = len(os.listdir("/proc/self/fd"))
-say(result=result, entries=entries, steps=session.steps, descriptors=descriptors, threads=threading.active_count())
+say(compiled=len(compiled))
+say(result=result, parameters=digest(net.parameters()), entries=entries, steps=session.steps, passes=passes)
 session.close()
