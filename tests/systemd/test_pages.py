@@ -128,9 +128,7 @@ def test_operations_page(fresh: Nspawn) -> None:
 def test_uninstall_removes_what_install_put_outside_of_its_prefix(fresh: Nspawn) -> None:
     """The man page is where man looks."""
     find = ["find", "/usr/local/share", "-type", "f", "-name", "*elasticd*", "-size", "+1k", "-perm", "644"]
-    assert sorted(fresh.output_of(*find).splitlines()) == [
-        "/usr/local/share/man/man1/elasticd.1",
-    ]
+    assert sorted(fresh.output_of(*find).splitlines()) == ["/usr/local/share/man/man1/elasticd.1"]
     fresh.run("/root/elasticd/deploy/systemd/uninstall.sh", "--purge", timeout=120)
     assert fresh.output_of(*find) == ""
     assert fresh.run("sh", "-c", "command -v elasticd || test -e /opt/elasticd", check=False).returncode == 1

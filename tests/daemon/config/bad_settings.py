@@ -70,10 +70,7 @@ BAD: list[tuple[str, str]] = [
         '[store]\nbackend="etcd"\nendpoints="h:1"',
         'store.endpoints: must be a list, not text; write it as in endpoints = ["https://10.0.0.1:2379"]',
     ),
-    (
-        '[store]\nbackend="etcd"\nendpoints=["h:99999"]',
-        "store.endpoints: 'h:99999' has no valid port; …",
-    ),
+    ('[store]\nbackend="etcd"\nendpoints=["h:99999"]', "store.endpoints: 'h:99999' has no valid port; …"),
     (
         '[store]\nbackend="etcd"\nendpoints=["https://h:1","h2:1"]',
         "store.endpoints: 'https://h:1,h2:1': write https:// before all of them, or before none",

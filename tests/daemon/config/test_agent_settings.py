@@ -93,10 +93,7 @@ def test_what_is_wrong_is_one_line(here: Path, text: str, says: str) -> None:
     ("environ", "says"),
     [
         ({"SLOTS": "many"}, "ELASTICD_SLOTS: must be a whole number or auto, not 'many'"),
-        (
-            {"HTTP_PORT": "70000"},
-            "ELASTICD_HTTP_PORT: must be from 0 to 65535",
-        ),
+        ({"HTTP_PORT": "70000"}, "ELASTICD_HTTP_PORT: must be from 0 to 65535"),
         ({"HTTP_PRT": "1"}, "ELASTICD_HTTP_PRT: is not a variable elasticd reads; did you mean ELASTICD_HTTP_PORT?"),
         ({"SLOT": "4"}, "ELASTICD_SLOT: is not a variable elasticd reads; did you mean ELASTICD_SLOTS?"),
         (

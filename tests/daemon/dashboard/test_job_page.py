@@ -42,13 +42,7 @@ def job_html(job: JobStatus, tail: LogTail, evidence: Evidence | None = None, fa
 
 
 def overview_html(
-    jobs: JobList,
-    nodes: list[NodeSummary],
-    here: str,
-    *,
-    problems: Sequence[str] = (),
-    state: str = "",
-    key: str = "",
+    jobs: JobList, nodes: list[NodeSummary], here: str, *, problems: Sequence[str] = (), state: str = "", key: str = ""
 ) -> str:
     values = overview.values(jobs, nodes, here, problems, state, key)
     return page("overview.html", "jobs", here, "0", values, now=NOW, logout=True)
