@@ -28,12 +28,15 @@ from elasticd_daemon.config.job_file import JobFile, read_job
 from elasticd_daemon.config.load import config_keys, load, merge_reloaded, variable_name
 from elasticd_daemon.config.reference import agent_keys, job_keys, template
 from elasticd_daemon.config.store_options import store_policy, store_rendezvous
-from tests.daemon.config.bad_settings import BAD, ETCD
+from tests.daemon.config.wrong_files import cases_of
 from tests.etcd import Authority
 
 ROOT = Path(__file__).parents[3]
 
 
+ETCD = '[store]\nbackend="etcd"\nendpoints=["h:2379"]\n'
+TLS = ETCD.replace("h:2379", "https://h")
+BAD = cases_of("bad_settings.txt", ETCD=ETCD, TLS=TLS)
 SECRET = "s3cret-of-32-characters-or-more-x"
 
 
@@ -187,7 +190,7 @@ def test_a_whole_one(here: Path) -> None:
 
 
 def test_https_alone_means_tls_by_the_systems_authorities(here: Path) -> None:
-    assert store_rendezvous(_load(here, ETCD.replace("h:2379", "https://h"))).tls == Tls()
+    assert store_rendezvous(_load(here, TLS)).tls == Tls()
     assert store_rendezvous(_load(here, ETCD)).tls is None
 
 

@@ -34,7 +34,21 @@ from elasticd_daemon.config.job_file import (
     to_json,
 )
 from elasticd_daemon.job_dir import JobFiles
-from tests.daemon.config.bad_jobs import ABOUT, JSON, TOML
+from tests.daemon.config.wrong_files import cases_of
+
+ABOUT = 'command = ["train.py"]\nworkdir = "/tmp"\n'
+TOML = cases_of("bad_jobs.txt", ABOUT=ABOUT)
+JSON: list[tuple[bytes, str]] = [
+    (b"\xff", "is not text: byte 0 is not UTF-8"),
+    (b'{"a":1,"a":2}', "a: is given twice; keep one"),
+    (b"[1]", "must be a table of keys and values, not a list"),
+    (b'{"a":NaN}', "NaN is not a number JSON knows"),
+    (b'{"a":"\\ud800"}', "'\\ud800' holds half a character (a lone surrogate)"),
+    (b'{"command":["a"],"workdir":"/tmp","id":1e999}', 'id: must be text, not a number; write it as in id = "llm-7b"'),
+    (b"null", "must be a table of keys and values, not nothing"),
+    (b"", "is not JSON: …"),
+    (b'{"command":["a"],"workdir":"/tmp","\\ud800":1}', "'\\ud800' holds half a character (a lone surrogate)"),
+]
 
 
 @pytest.mark.parametrize(("text", "says"), TOML, ids=range(len(TOML)))
