@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import socket
 import ssl
 import subprocess
@@ -183,28 +182,8 @@ def test_named_and_read_only_tokens(serve: Serve, tmp_path: Path) -> None:
     assert (grafana.get("/v1/jobs").code, alice.get("/v1/jobs").code, one.tcp().get("/v1/jobs").code) == (401, 200, 200)
 
 
-def test_an_agents_credential_opens_one_agent_and_only_what_it_has_itself(serve: Serve) -> None:
-    """A forged node record names the attacker's address: what is sent there is neither the token nor good elsewhere."""
+def test_an_agents_credential_opens_what_a_node_has_itself(serve: Serve) -> None:
     one, other = serve(), serve(node="n2")
-    received = []
-    with socket.create_server(("127.0.0.1", 0)) as attacker:
-        address = f"127.0.0.1:{attacker.getsockname()[1]}"
-
-        def accept() -> None:
-            client, _ = attacker.accept()
-            with client:
-                received.append(client.recv(65536).decode())
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        with contextlib.suppress(Unreachable):
-            one.service.peers.request(address, "GET", "/v1/local/jobs/x", within_s=5)
-        thread.join(DEADLINE)
-    assert TOKEN not in received[0]
-    credential = re.findall("Authorization: Elasticd-Agent ([0-9a-f]{64})", received[0])[0]
-    head = f"Authorization: Elasticd-Agent {credential}\r\n\r\n"
-    for path in ("/v1/local/jobs/x?number=1", "/v1/jobs"):
-        assert raw(other, f"GET {path} HTTP/1.1\r\n{head}".encode()).startswith(b"HTTP/1.1 401 ")
     peers, address = one.service.peers, "{}:{}".format(*other.address)
     assert peers.request(address, "GET", "/v1/local/jobs/x", {"number": 1}).code == 404
     with pytest.raises(Unreachable, match="may only ask for /v1/local/"):

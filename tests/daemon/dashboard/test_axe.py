@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not AXE.exists(), reason="no axe-core: tests/install-servers system fetches it with npm"),
 ]
 MAX_PAGE_BYTES = 150_000
+TAB, ENTER = "\ue004", "\ue007"
 _PARTS = """performance.getEntriesByType("resource").filter((one) => one.initiatorType !== "fetch")
   .reduce((sum, one) => sum + one.decodedBodySize, 0)"""
 _RUN = """(async () => {
@@ -87,6 +88,11 @@ def test_pages_have_no_findings(serve: Serve, browser: Browse) -> None:
         check(path)
         weight = evaluated(page, "new TextEncoder().encode(document.documentElement.outerHTML).length")
         assert weight + evaluated(page, _PARTS) <= MAX_PAGE_BYTES, path
+    page.open(base + "/jobs/llama")
+    page.press(TAB)
+    assert page.run("return document.activeElement.textContent") == "Skip to the content"
+    page.press(ENTER, TAB)
+    assert page.run("return document.activeElement.closest('main') !== null")
     assert {name: found for name, found in checked.items() if found} == {}
 
 

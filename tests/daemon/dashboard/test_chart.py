@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,3 +84,23 @@ def test_drawing_names_each_round_and_its_cost() -> None:
     ]
     assert [lost["title"] for lost in drawn["lost"]] == ["4.0 s without a step"]
     assert "onerror" in drawn["marks"][-1]["title"]
+
+
+_SHADES = [("text", "card"), ("text", "back"), ("quiet", "card"), ("quiet", "back"), ("link", "card"), ("bad", "card")]
+_SHADES += [("block-text", "block"), *((name, f"{name}-back") for name in ("good", "busy", "warn", "bad"))]
+
+
+@pytest.mark.parametrize(("ink", "ground"), _SHADES)
+def test_text_can_be_read_in_both_schemes(ink: str, ground: str) -> None:
+    """WCAG's contrast of 4.5; axe-core (test_axe.py) sees what is text of HTML, and not the drawing's."""
+    style = Path(chart.__file__).with_name("style.css").read_text()
+    for scheme in re.split("@media", style)[:2]:
+        shades = {name: _light(shade) for name, shade in re.findall(r"--([a-z-]+): #([0-9a-f]{6})", scheme)}
+        dark, light = sorted((shades[ink], shades[ground]))
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+def _light(shade: str) -> float:
+    parts = [part / 255 for part in bytes.fromhex(shade)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
