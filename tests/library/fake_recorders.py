@@ -20,6 +20,9 @@ Kind = Literal["nccl", "nccl2", "nccl2 of 2.14", "gloo", "wrapped"]
 it; that of the CPU; NCCL with TORCH_DISTRIBUTED_DEBUG=DETAIL.
 """
 
+C10D = "torch._C._distributed_c10d"
+"""torch's extension module that has the functions of recorders."""
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -186,6 +189,6 @@ class FakeTorch:
             return self.dump(backend, includeCollectives, onlyActive)
 
         functions = SimpleNamespace(_dump_nccl_trace_json=nccl, _dump_fr_trace_json=others)
-        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", functions)
+        monkeypatch.setitem(sys.modules, C10D, functions)
         monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=self.world))
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import binascii
+import importlib
 import json
 import sys
 import time
@@ -17,7 +18,7 @@ from elasticd.heartbeat.record import HeartbeatReader, HeartbeatWriter
 from elasticd.heartbeat.recorders import UNKNOWN, GroupCounts, flight_recorder_dump
 from elasticd.heartbeat.thread import GROUPS_AFTER_NS, HeartbeatThread
 from tests.faults.job import until
-from tests.library.fake_recorders import FakeTorch, Kind
+from tests.library.fake_recorders import C10D, FakeTorch, Kind
 
 ALL, PAIR = (0, 1, 2), (2, 0)
 RECORDED: tuple[Kind, ...] = ("nccl", "nccl2")
@@ -135,7 +136,7 @@ def test_pending_groups_come_first(torch: FakeTorch, kind: Kind) -> None:
 )
 def test_other_torch_says_nothing(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, functions: dict[str, Any]) -> None:
     torch.group("0", ALL, "nccl").at(5, 4)
-    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**functions))
+    monkeypatch.setitem(sys.modules, C10D, SimpleNamespace(**functions))
     assert GroupCounts().read(8) == ()
 
 
@@ -185,10 +186,10 @@ def test_gloo_is_dumped_beside_nccl(torch: FakeTorch, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("missing", ["_dump_nccl_trace_json", "_dump_fr_trace_json"])
 def test_torch_with_one_recorder(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     torch.group("0", ALL, "gloo")
-    functions = sys.modules["torch._C._distributed_c10d"]
+    functions = sys.modules[C10D]
     monkeypatch.delattr(functions, missing)
     assert dumped()["recorder"] == ("gloo" if "nccl" in missing else "nccl")
-    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, C10D, SimpleNamespace())  # type: ignore[arg-type]
     assert flight_recorder_dump() is None
 
 
@@ -209,7 +210,7 @@ def test_recorder_is_read_only_while_quiet(torch: FakeTorch, monkeypatch: pytest
         return torch.dump("nccl", False, False)
 
     torch.group("0", ALL, "nccl").at(7, 6)
-    monkeypatch.setattr(sys.modules["torch._C._distributed_c10d"], "_dump_nccl_trace_json", dump)
+    monkeypatch.setattr(sys.modules[C10D], "_dump_nccl_trace_json", dump)
     thread = HeartbeatThread(writer, period_s=0.01)
     monkeypatch.setattr(thread, "_read_collectives", lambda: 7)
     thread.start()
@@ -254,7 +255,7 @@ def test_recorder_is_read_late_while_python_moves(
 
 def test_recorder_of_this_torch_is_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo's recorder has the format of NCCL's; the names of its groups are missing."""
-    import torch._C._distributed_c10d as c10d
+    c10d = importlib.import_module(C10D)
 
     if not hasattr(c10d, "_dump_fr_trace_json"):
         pytest.skip("torch records gloo's collectives from 2.8 on")

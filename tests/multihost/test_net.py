@@ -107,12 +107,6 @@ def test_hosts_have_own_names_and_addresses(net: Network) -> None:
     assert socket.gethostname() not in ("node0", "node1", "node2", "store", "switch")
 
 
-def test_no_name_resolves_without_names(network: StartNetwork) -> None:
-    node = network(hosts=1, names=False).hosts[0]
-    assert node.popen(["getent", "hosts", "node0"]).wait(DEADLINE_S) == 2  # not found
-    assert node.run(["getent", "ahostsv4", "localhost"]).split()[0] == "127.0.0.1"
-
-
 def test_link_down_delays_packets_both_ways(net: Network, wire: Wire) -> None:
     net.hosts[1].link(up=False)
     wire.assert_silent(wire.near)
@@ -229,27 +223,6 @@ def test_host_kill_is_atomic(net: Network) -> None:
         thread.submit(kill_slowly).result(DEADLINE_S)
         assert not node.processes()
         assert watchers.stdout.read() == b""
-
-
-def test_host_kill_includes_forking_processes(net: Network) -> None:
-    node = net.hosts[0]
-    forks = "import os\nwhile True: os.fork() or os._exit(0); os.waitpid(-1, 0)"
-    for _ in range(3):
-        node.popen([sys.executable, "-c", forks])
-    node.popen([sys.executable, "-c", DAEMON]).wait(DEADLINE_S)
-    assert len(node.processes()) >= 4
-    node.kill_all()
-    assert not node.processes()
-
-
-def test_network_leaves_nothing_behind() -> None:
-    links = os.listdir("/sys/class/net")
-    with Network(hosts=2) as net:
-        net.hosts[0].popen([sys.executable, "-c", DAEMON]).wait(DEADLINE_S)
-        networks = [network_of(host.pid) for host in net.hosts]
-        assert net.hosts[0].processes()
-    assert not any(processes_in(network, 0) for network in networks)
-    assert os.listdir("/sys/class/net") == links
 
 
 RUN = f"""

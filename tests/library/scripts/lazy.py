@@ -1,4 +1,4 @@
-"""What elasticd's modules import besides: no torch where a script may not have imported it, else no torch._dynamo."""
+"""What elasticd's modules import besides: no torch where a script may not have imported it, else no compiler."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 import subprocess
 import sys
 
-HEAVY = "('torch', 'numpy', 'torch._dynamo')"
-IMPORTS = f"import sys, elasticd.sampler, elasticd.process_group; print([m for m in {HEAVY} if m in sys.modules])"
-SESSION = "import sys, elasticd.session; print([m for m in ['torch._dynamo'] if m in sys.modules])"
-HOOK = """
+COMPILER = "torch._dynamo"
+SHOW = "print([name for name in {} if name in sys.modules])"
+IMPORTS = f"import sys, elasticd.sampler, elasticd.process_group; {SHOW.format(['torch', 'numpy', COMPILER])}"
+SESSION = f"import sys, elasticd.session; {SHOW.format([COMPILER])}"
+HOOK = f"""
 import sys
 import torch
 from elasticd.heartbeat import optimizer_hook, record as heartbeat
-before = 'torch._dynamo' in sys.modules
+before = set(sys.modules)
 optimizer_hook.install_optimizer_hook(heartbeat.NullHeartbeat())
-print(['torch._dynamo'] if 'torch._dynamo' in sys.modules and not before else [])
+{SHOW.format([COMPILER]).replace("sys.modules", "sys.modules.keys() - before")}
 """
 
 

@@ -124,7 +124,8 @@ def identities():
     import torch
     from torch import nn
 
-    dynamo = importlib.import_module("torch._dynamo")
+    name_of_dynamo = "torch._dynamo"
+    dynamo = importlib.import_module(name_of_dynamo)
     buffer = io.BytesIO()
     torch.save({"layer": nn.Linear(2, 2).state_dict()}, buffer)
     buffer.seek(0)
@@ -137,10 +138,10 @@ def identities():
         "one torch": [torch is sys.modules["torch"], torch is importlib.import_module("torch")],
         "one dynamo": [
             dynamo is torch._dynamo,
-            dynamo is sys.modules["torch._dynamo"],
+            dynamo is sys.modules[name_of_dynamo],
             dynamo.config is torch._dynamo.config,
         ],
-        "specs": [spec_of(name) for name in ("torch", "torch._dynamo", "torch.nn.functional", "numpy.linalg")],
+        "specs": [spec_of(name) for name in ("torch", name_of_dynamo, "torch.nn.functional", "numpy.linalg")],
         "attributes are modules": sorted(
             name
             for name, module in sys.modules.items()
