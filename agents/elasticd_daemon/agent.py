@@ -30,7 +30,6 @@ from elasticd_agent.model.job import Rendezvous
 from elasticd_agent.model.version import version
 from elasticd_agent.store import Store
 from elasticd_agent.store.cache import StoreCache
-from elasticd_agent.store.file import FileStore
 from elasticd_agent.store.open import open_store
 from elasticd_agent.system import installation
 from elasticd_agent.system.network.addresses import format_endpoint, local_address
@@ -316,6 +315,8 @@ def _advertised_address(settings: NodeSettings, rendezvous: Rendezvous, bound_to
 
 def _open_store(settings: NodeSettings, journal: AgentJournal) -> Store:
     if settings.store.backend == "local":
+        from elasticd_agent.store.file import FileStore  # with SQLite, 2 MB that other agents need not have
+
         return FileStore(settings.state_dir / LOCAL_STORE, log=journal.warn)
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # our forks exec at once; gRPC would log a warning for each
     return open_store(store_rendezvous(settings), sys.executable, store_policy(settings), journal.warn)
