@@ -1,4 +1,7 @@
-"""Usual ways to train, with a fault: the next round has, bit for bit, the state of a step, or an older save."""
+"""Ways to train, with a fault: the next round has, bit for bit, the state of a step, or an older save.
+
+The usual ways are in `test_exact.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,35 +24,22 @@ DIFFERS = "the parameters of model on rank 1 differ from rank 0's, which alone a
 @pytest.mark.parametrize(
     "kind",
     [
-        "gan",
-        "averaged",
         "averaged_in_steps_left_out",
         "sent",
-        "clamped",
         "clamped_data",
-        "scaled",
         "overflown",
-        "scheduled_by_epoch",
-        "accumulated",
-        "evaluated",
-        "loaded",
-        "drawn",
         "convolved",
-        "tied",
         "frozen",
-        "compiled",
         "growing",
-        "unfrozen",
         "frozen_later",
         "extended",
         "reloaded",
         "replaced_buffer",
         "reshaped_buffer",
         "plateau_averaged",
-        "counted",
     ],
 )
-def test_usual_way_to_train_repeats_no_step_and_loses_no_bit(job: StartJob, kind: str) -> None:
+def test_way_to_train_repeats_no_step_and_loses_no_bit(job: StartJob, kind: str) -> None:
     whole = job("kinds.py", kind, flags=FLAGS)
     assert whole.wait() == 0
     run = job("kinds.py", kind, faults=[Fault(0, 13, "SIGKILL"), Fault(1, 17, "SIGKILL")], flags=FLAGS)
@@ -141,15 +131,6 @@ def test_rank_that_trains_a_layer_by_itself_is_named_at_the_save_at_which_it_fir
     assert [event["step"] for event in run.events("resumed")] == [10]
     saved = [(event["round"], event["step"]) for event in run.events("checkpoint_saved")]
     assert (2, 20) in saved
-
-
-@pytest.mark.parametrize(("kind", "what"), [("averaged_late", "ema"), ("clamped_late", "model")])
-def test_change_after_each_step_ends_the_job_in_its_first_steps(job: StartJob, kind: str, what: str) -> None:
-    run = job("kinds.py", kind, flags=FLAGS)
-    assert run.wait() == 1
-    reason = run.event("job_ended", outcome="failed")["reason"]
-    assert f"{what} changed after session.step() of step 3" in reason
-    assert max(step for _, step in run.steps()) == 3
 
 
 @pytest.mark.parametrize("kind", ["plateau_on_rank_0", "plateau_apart"])

@@ -1,12 +1,10 @@
-"""Trains in one of many usual ways, notes a digest of all that is attached at every step, and what it has restored."""
+"""Trains in one of many ways, notes a digest of all that is attached at every step, and what it has restored."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import math
-import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,11 +32,8 @@ class Kind:
         torch.manual_seed(self.session.rank)
         self.net: Any = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
         self.attached: dict[str, Any] = {}
-        self.accumulate = 1
-        self.workers = 0
         self.train: Step = self.plain
         self.after: Callable[[], None] = lambda: None
-        self.per_epoch: Callable[[], None] = lambda: None
 
     def ddp(self, **how: Any) -> None:
         self.model = DistributedDataParallel(self.net, **how)
@@ -80,26 +75,6 @@ def kind(setup: Callable[[Kind], None]) -> Callable[[Kind], None]:
 
 
 @kind
-def gan(job: Kind) -> None:
-    job.ddp()
-    other = DistributedDataParallel(torch.nn.Linear(1, 1))
-    second = torch.optim.SGD(other.parameters(), lr=0.01, momentum=0.9)
-    job.attached |= {"critic": other, "critic_optimizer": second}
-
-    def train(x: torch.Tensor, y: torch.Tensor) -> None:
-        if job.session.steps % 2:
-            second.zero_grad()
-            (other(job.model(x).detach()) - other(y)).mean().square().backward()
-            second.step()
-        else:
-            other(job.model(x)).mean().square().backward()
-            job.optimizer.step()
-            job.optimizer.zero_grad()
-
-    job.train = train
-
-
-@kind
 def gan_both(job: Kind) -> None:
     job.ddp()
     other = DistributedDataParallel(torch.nn.Linear(1, 1))
@@ -115,17 +90,6 @@ def gan_both(job: Kind) -> None:
         second.step()
 
     job.train = train
-
-
-@kind
-def averaged(job: Kind) -> None:
-    job.net.insert(1, torch.nn.BatchNorm1d(32))
-    job.ddp()
-    ema = torch.optim.swa_utils.AveragedModel(
-        job.net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
-    )
-    job.attached["ema"] = ema
-    job.then(lambda: ema.update_parameters(job.net))
 
 
 @kind
@@ -160,41 +124,9 @@ def sent(job: Kind) -> None:
 
 
 @kind
-def clamped(job: Kind) -> None:
-    job.ddp()
-
-    def clamp() -> None:
-        with torch.no_grad():
-            for parameter in job.net.parameters():
-                parameter.clamp_(-0.2, 0.2)
-
-    job.then(clamp)
-
-
-@kind
 def clamped_data(job: Kind) -> None:
     job.ddp()
     job.then(lambda: [p.data.clamp_(-0.2, 0.2) for p in job.net.parameters()] and None)
-
-
-@kind
-def scaled(job: Kind) -> None:
-    """The first steps overflow: the scaler leaves the optimizer's step out."""
-    job.ddp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=4)
-    job.attached["scaler"] = scaler
-
-    def train(x: torch.Tensor, y: torch.Tensor) -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = job.loss(x, y)
-        scaler.scale(loss).backward()
-        scaler.unscale_(job.optimizer)
-        torch.nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
-        scaler.step(job.optimizer)
-        scaler.update()
-        job.optimizer.zero_grad()
-
-    job.train = train
 
 
 @kind
@@ -216,49 +148,6 @@ def overflown(job: Kind) -> None:
 
 
 @kind
-def scheduled_by_epoch(job: Kind) -> None:
-    job.ddp()
-    scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 1, gamma=0.7)
-    job.attached["scheduler"] = scheduler
-    job.per_epoch = scheduler.step
-
-
-@kind
-def accumulated(job: Kind) -> None:
-    job.ddp()
-    job.accumulate = 2
-    number = 0
-
-    def train(x: torch.Tensor, y: torch.Tensor) -> None:
-        nonlocal number
-        number += 1
-        last = number % job.accumulate == 0
-        with contextlib.nullcontext() if last else job.model.no_sync():
-            job.loss(x, y).backward()
-        if last:
-            job.optimizer.step()
-            job.optimizer.zero_grad()
-
-    job.train = train
-
-
-@kind
-def evaluated(job: Kind) -> None:
-    """An evaluation between the optimizer's step and `session.step()`, as long as many steps."""
-    job.net.insert(1, torch.nn.Dropout(0.2))
-    job.ddp()
-
-    def evaluate() -> None:
-        job.model.eval()
-        with torch.no_grad():
-            for _ in range(200):
-                job.net(torch.ones(64, 16))
-        job.model.train()
-
-    job.then(evaluate)
-
-
-@kind
 def slowly_changed(job: Kind) -> None:
     """An optimizer's step of a large model takes long."""
     job.ddp()
@@ -272,41 +161,9 @@ def slowly_changed(job: Kind) -> None:
 
 
 @kind
-def drawn(job: Kind) -> None:
-    """Python's and numpy's generators are used in every step."""
-    job.ddp()
-    random.seed(job.session.rank)
-    numpy.random.seed(job.session.rank)
-    job.train = lambda x, y: job.plain(x * random.gauss(1.0, 0.1) + numpy.random.randn(*x.shape).astype("float32"), y)
-
-
-@kind
-def loaded(job: Kind) -> None:
-    job.ddp()
-    job.workers = 2
-
-
-@kind
 def convolved(job: Kind) -> None:
     layers = [torch.nn.Unflatten(1, (1, 4, 4)), torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten()]
     job.net = torch.nn.Sequential(*layers, torch.nn.Linear(32, 1)).to(memory_format=torch.channels_last)
-    job.ddp()
-
-
-class Tied(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.second(self.first(x).relu()).mean(dim=1, keepdim=True)
-        return result
-
-
-@kind
-def tied(job: Kind) -> None:
-    job.net = Tied()
     job.ddp()
 
 
@@ -314,13 +171,6 @@ def tied(job: Kind) -> None:
 def frozen(job: Kind) -> None:
     job.net[0].requires_grad_(False)
     job.ddp()
-
-
-@kind
-def compiled(job: Kind) -> None:
-    job.ddp()
-    job.model = torch.compile(job.model, backend="eager")
-    job.attached["model"] = job.model
 
 
 class Growing:
@@ -355,21 +205,6 @@ def growing_tensor(job: Kind) -> None:
     job.ddp()
     job.attached["growing"] = own = Growing(job.session.rank, lambda values: torch.tensor([values, values]))
     job.then(lambda: own.add(job.session.steps + 1))
-
-
-@kind
-def averaged_late(job: Kind) -> None:
-    """Averaged weights that change after `session.step()`: no commit has them."""
-    job.ddp()
-    ema = torch.optim.swa_utils.AveragedModel(job.net)
-    job.attached["ema"] = ema
-    job.after = lambda: ema.update_parameters(job.net)
-
-
-@kind
-def clamped_late(job: Kind) -> None:
-    job.ddp()
-    job.after = lambda: [p.data.mul_(0.99) for p in job.net.parameters()] and None
 
 
 @kind
@@ -413,14 +248,6 @@ def hooked_optimizer(job: Kind) -> None:
 def lr_in_a_tensor(job: Kind) -> None:
     job.ddp()
     job.optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
-
-
-@kind
-def unfrozen(job: Kind) -> None:
-    """From step 12 on another layer is trained, which DistributedDataParallel averages."""
-    job.ddp(find_unused_parameters=True)
-    job.net[0].requires_grad_(False)
-    job.first(lambda: job.net[0].requires_grad_(job.session.steps >= 11) and None)
 
 
 @kind
@@ -542,13 +369,6 @@ class Own:
 
 
 @kind
-def counted(job: Kind) -> None:
-    """An object that nothing says is equal on all ranks, and that is."""
-    job.ddp()
-    job.attached["own"] = Own(lambda: job.session.steps)
-
-
-@kind
 def unloadable(job: Kind) -> None:
     job.ddp()
     job.attached["own"] = Own(lambda: numpy.float32(1.0))
@@ -649,7 +469,7 @@ def main(args: argparse.Namespace) -> None:
     session = job.session
     inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
     dataset = TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
-    sampler = elasticd.ElasticBatchSampler(dataset, global_batch=8 * job.accumulate, accumulate=job.accumulate)
+    sampler = elasticd.ElasticBatchSampler(dataset, global_batch=8)
     job.attached["sampler"] = sampler
     session.attach(**job.attached)
 
@@ -662,18 +482,15 @@ def main(args: argparse.Namespace) -> None:
         note("restored")
     for epoch in range(sampler.epoch, sampler.epoch + 1000):
         sampler.set_epoch(epoch)
-        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=job.workers, generator=torch.Generator())
-        for number, (x, y) in enumerate(loader):
+        loader = DataLoader(dataset, batch_sampler=sampler, generator=torch.Generator())
+        for x, y in loader:
             faults.at(session.steps + 1)
             job.train(x, y)
-            if (number + 1) % job.accumulate:
-                continue
             session.step()
             note("steps")
             job.after()
             if session.steps >= args.steps:
                 return
-        job.per_epoch()
 
 
 def own_part(attached: dict[str, Any], rank: int) -> Iterator[Any]:
