@@ -1,4 +1,4 @@
-"""Run by test_checkpoint_faults.py: saves checkpoints in processes that die, or on a disk that is full or read-only.
+"""Run by test_checkpoint_faults.py: saves checkpoints in processes that die or are stopped, or on a disk that is full.
 
 torch is imported once; each writer that shall die is a fork. Prints one JSON line for each thing that happened.
 """
@@ -8,14 +8,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import resource
 import select
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ import torch
 
 from elasticd.checkpointing.storage.checkpoint_files import relink
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
-from elasticd.checkpointing.storage.lineage import Entry, lineage
+from elasticd.checkpointing.storage.lineage import lineage
 from elasticd.checkpointing.storage.retention import retain
 from tests.library import checkpoints
 from tests.library.checkpoints import verified_lineage
@@ -137,61 +134,6 @@ def die_at_every_file_operation(base: Path) -> None:
             return
 
 
-def die_at_random_moments(base: Path, times: int, seed: int) -> None:
-    """Kill -9 while saving a few megabytes over and over, where the size makes most kills hit the writing itself."""
-    chance = random.Random(seed)
-    directory, last = base / "random", 0
-    save(directory, 1, 1, None)
-    for round in range(2, times + 2):
-        entry = lineage(directory)[0][0]
-        first = entry.manifest.step
-
-        def body(done: Callable[[int], None], round: int = round, entry: Entry = entry) -> None:
-            relink(directory, entry, round)
-            for step in range(entry.manifest.step + 1, entry.manifest.step + 10_000):
-                save(directory, round, step, (entry.manifest.round, entry.manifest.step), 1_000_000)
-                done(step)
-                retain(directory, round, 2)
-
-        pid, read = fork(body)
-        told = b""
-        for _ in range(chance.randrange(3)):
-            assert select.select([read], [], [], 60)[0], "the writer saves nothing"
-            told = os.read(read, 4)
-        time.sleep(chance.uniform(0, 0.03))
-        os.kill(pid, signal.SIGKILL)
-        status, saved = reaped(pid, read, told)
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        unfinished = any(name.endswith(".staging") for name in os.listdir(directory))
-        last = loadable(directory)
-        tell(round=round, first=first, saved=saved or first, loadable=last, unfinished=unfinished)
-
-
-def die_at_a_byte(base: Path) -> None:
-    """The kernel kills the writer exactly at a byte of state.pt (SIGXFSZ at a file-size limit)."""
-    directory = base / "byte"
-    save(directory, 1, 10, None)
-    size = lineage(directory)[0][0].manifest.bytes
-    for limit in (1, 63, 64, size // 2, size - 22, size - 1):
-
-        def body(done: Callable[[int], None], limit: int = limit) -> None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            save(directory, 1, 20, None)
-
-        status, _ = reaped(*fork(body))
-        (left,) = (path for path in directory.iterdir() if path.name.endswith(".staging"))
-        tell(
-            limit=limit,
-            signal=os.WTERMSIG(status),
-            written=(left / "state.pt").stat().st_size,
-            loadable=loadable(directory),
-        )
-        save(directory, 1, 5, None)  # clears what the dead one left
-        assert not [name for name in os.listdir(directory) if name.startswith(".")], os.listdir(directory)
-
-
 def stop_in_the_middle(base: Path) -> None:
     """A writer that only sleeps is no dead one: its half-written checkpoint stays, until it is killed."""
     directory, gate = base / "stopped", base / "gate"
@@ -228,29 +170,23 @@ def refuse(directory: Path, step: int, size: int) -> tuple[str, list[str]]:
     return "saved", sorted(os.listdir(directory))
 
 
-def full_disk(directory: Path, mounted: bool) -> None:
-    """4 MB hold one checkpoint of 3 MB and not two. Without the right to mount, a file-size limit stands for it."""
+def full_disk(directory: Path) -> None:
+    """A limit on file sizes stands for a disk that holds one checkpoint and not two."""
     megabytes = 250_000
     save(directory, 1, 10, None, megabytes * 3)
-    if not mounted:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     error, left = refuse(directory, 20, megabytes * 3)
     again, _ = refuse(directory, 20, megabytes * 3)
     tell(full=error, again=again, left=left, loadable=loadable(directory))
-    if not mounted:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     save(directory, 1, 30, None, megabytes // 2)
     tell(loadable=loadable(directory))
 
 
-def read_only(directory: Path, mounted: bool) -> None:
-    """After `full_disk`: nothing can be written, everything can be read. Without mounts: below a plain file."""
-    if mounted:
-        subprocess.run(["mount", "-o", "remount,ro", directory], check=True)
-        where = directory
-    else:
-        (directory.parent / "file").write_text("")
-        where = directory.parent / "file" / "below"
+def no_directory(directory: Path) -> None:
+    """After `full_disk`: nothing can be written below a plain file, and everything can be read."""
+    (directory.parent / "file").write_text("")
+    where = directory.parent / "file" / "below"
     errors = []
     entry = lineage(directory)[0][0]
     attempts: list[Callable[[], object]] = [
@@ -264,20 +200,18 @@ def read_only(directory: Path, mounted: bool) -> None:
             errors.append("worked")
         except OSError as error:
             errors.append(errno.errorcode[error.errno or 0])
-    tell(read_only=errors, loadable=loadable(directory), left=sorted(os.listdir(directory)))
+    tell(refused=errors, loadable=loadable(directory), left=sorted(os.listdir(directory)))
 
 
 def main() -> None:
     what, base = sys.argv[1], Path(sys.argv[2])
     if what == "kill":
         die_at_every_file_operation(base)
-    elif what == "random":
-        die_at_random_moments(base, int(sys.argv[3]), int(sys.argv[4]))
-        die_at_a_byte(base)
+    elif what == "stop":
         stop_in_the_middle(base)
     else:
-        full_disk(base, mounted=what == "mounted")
-        read_only(base, mounted=what == "mounted")
+        full_disk(base)
+        no_directory(base)
 
 
 main()
