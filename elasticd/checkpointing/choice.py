@@ -203,7 +203,7 @@ class Chooser:
         return Choice(
             source=Source.MEMORY,
             manifest=draft,
-            name=f"r{draft.round}-s{draft.step}",
+            name=draft.name,
             number=snapshot.number,
             key=snapshot.key,
             files=state.nodes,

@@ -73,6 +73,12 @@ class SaveContext:
         return replace(self, **whose, **ours, saves=0, writer=writer_client.from_environment())
 
     @property
+    def place(self) -> Path:
+        """The directory, once one is chosen."""
+        assert self.directory is not None
+        return self.directory
+
+    @property
     def next_try(self) -> str:
         return f"it is tried again {self.every}" if self.every else "it is not tried again"
 
@@ -97,9 +103,8 @@ class SaveContext:
 
     def task(self, why: str, blocked_s: float) -> WriteTask:
         """The writer's task with a state of this session."""
-        assert self.directory is not None
         return WriteTask(
-            directory=str(self.directory),
+            directory=str(self.place),
             keep=self.keep,
             why=why,
             again=self.next_try,
@@ -117,8 +122,7 @@ class SaveContext:
 
     def path(self, step: int) -> Path:
         """The place of this round's checkpoint of `step`."""
-        assert self.directory is not None
-        return self.directory / f"r{self.round}-s{step}"
+        return self.place / f"r{self.round}-s{step}"
 
     def warn(self, kind: str, reason: str, path: Path | None = None, step: int | None = None) -> None:
         """Report an event of the directory, or of a path in it, on this rank's stderr and in the job's log."""

@@ -52,17 +52,16 @@ class DirectoryWrites:
     def write_now(self, draft: Manifest, write: Callable[[Path], Entry], why: str, start: float) -> bool:
         """Write the checkpoint while training waits; False if that fails. `start` is when the save began."""
         context = self._context
-        assert context.directory is not None
         try:
             if self._lock is None:
-                self.take_lock(context.directory)
-            entry = write(context.directory)
+                self.take_lock(context.place)
+            entry = write(context.place)
             path, seconds = str(context.path(draft.step)), time.monotonic() - start
             fields = {"path": path, "bytes": entry.manifest.total_bytes, "seconds": seconds}
             context.events.write(
                 "checkpoint_saved", f"checkpoint of step {draft.step} saved ({why})", draft.step, **fields
             )
-            retain(context.directory, context.round, context.keep, context.keep_every)
+            retain(context.place, context.round, context.keep, context.keep_every)
         except OSError as error:
             context.warn_failed(draft.step, str(error))
             return False

@@ -98,8 +98,7 @@ def check_unneeded(context: SaveContext) -> None:
     Raises UsageError, on every rank, where a restart has left a checkpoint of its own run unused; a checkpoint of
     another run may be unused on purpose.
     """
-    own, directory = context.environment, context.directory
-    assert directory is not None
+    own, directory = context.environment, context.place
 
     def find() -> Message:
         manifests: list[Manifest] = []
@@ -133,8 +132,7 @@ class Restore:
     def __init__(self, saver: Saver, attached: Mapping[str, Any], optional: Collection[str], step: int | None) -> None:
         """`step`: that to go back to, once in a directory; None: the newest one."""
         context = saver.context
-        assert context.directory is not None
-        self._saver, self._context, self._directory = saver, context, context.directory
+        self._saver, self._context, self._directory = saver, context, context.place
         self._attached, self._optional, self._goes_back = attached, optional, step is not None
         self.opened = OpenState()
         self._held: list[Snapshot] = []

@@ -53,9 +53,7 @@ class ShardedSaver:
         except UsageError as error:
             mine = {"error": str(error)}
         probe = self._agree("sharded objects", "what is attached there", mine, self._compare)["probe"]
-        directory = context.directory
-        assert directory is not None
-        sees = not probe or url_of(directory) is not None or (directory / probe).exists()
+        sees = not probe or url_of(context.place) is not None or (context.place / probe).exists()
         self._agree("shared directory", "whether it sees the checkpoint directory", sees, self._check_shared)
 
     def _compare(self, every: list[dict[str, str]]) -> Message:
@@ -69,9 +67,7 @@ class ShardedSaver:
                     f"attach({name}=...): its class, parameters, settings, mesh or placements on rank "
                     f"{', '.join(different)} are not those of rank 0; a sharded state needs the same on all ranks"
                 )
-        directory = self._context.directory
-        assert directory is not None
-        self._probe = directory / f".probe-{secrets.token_hex(4)}"
+        self._probe = self._context.place / f".probe-{secrets.token_hex(4)}"
         try:
             self._probe.touch(0o600)
         except OSError:
@@ -307,8 +303,7 @@ class ShardedSaver:
         if group.rank != 0:
             folder = context.channel.on_rank0(key, "the staging directory", dict)["folder"]
             if folder:
-                assert context.directory is not None
-                part = shard_files.write_other_part(context.directory, draft, token, group.rank, contents)
+                part = shard_files.write_other_part(context.place, draft, token, group.rank, contents)
                 context.channel.collect(key, json.dumps(part).encode(), what)
             return False
         opened = False

@@ -70,7 +70,10 @@ class WholeSaver:
             return False
         if not has_copied:
             return self._writes.write_now(
-                draft, lambda path: checkpoint_files.write(path, draft, layout.fill), why, start
+                draft,
+                lambda path: checkpoint_files.write(path, draft, lambda file: layout.write(file.write)),
+                why,
+                start,
             )
         return self._writes.wait() if wait else True
 

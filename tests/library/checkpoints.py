@@ -30,7 +30,7 @@ def save(
     check_loadable(state)
     draft = Manifest(round, step, parent, world_size, 0, "", job, run, cursor, time.time())
     checkpoint_files.check_cursor(draft)
-    return checkpoint_files.write(directory, draft, Layout(state).fill)
+    return checkpoint_files.write(directory, draft, lambda file: Layout(state).write(file.write))
 
 
 def load(entry: Entry) -> dict[str, Any]:

@@ -492,7 +492,7 @@ class Donor:
         content = self._committed.content(commit)
         check_loadable(content)
         layout = Layout(content, at_once=self._committed.copies)
-        draft = self._draft(commit, layout.bytes)
+        draft = context.draft(commit.step, layout.bytes, self._committed.cursor(commit))
         number = donated_number(commit.step, context.group.rank)
         fd = self._borrow(client, draft, number, layout.shared_digest)
         if fd is None:
@@ -503,9 +503,6 @@ class Donor:
             os.close(fd)
         self._check_unchanged(commit)
         client.copied(draft, number, 0)
-
-    def _draft(self, commit: Commit, size: int) -> Manifest:
-        return self._context.draft(commit.step, size, self._committed.cursor(commit))
 
     def _is_saved(self, client: WriterClient, step: int) -> bool:
         """Another rank was faster, or it was saved at that step, and not changed since."""

@@ -102,10 +102,6 @@ class Snapshot:
         """It is to be written as soon as possible, and not only if no round follows."""
         return self.task is not None and donated_step(self.number) is None
 
-    def as_copy(self) -> Snapshot:
-        """The state as another node keeps it."""
-        return replace(self, task=None, path="", is_copy=True)
-
     def written(self, path: Path | None) -> Snapshot:
         """This state once its task is over; None: without success."""
         return replace(self, task=None, path=str(path or ""))

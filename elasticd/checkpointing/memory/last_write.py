@@ -118,7 +118,7 @@ class LastWrite:
         assert task is not None
         directory = Path(task.directory)
         folder = staging_path(directory, draft.round, draft.step, _TOKEN)
-        final = directory / f"r{draft.round}-s{draft.step}"
+        final = directory / draft.name
         contents = self._contents(number, snapshot)
         needed = shard_names(draft.world_size) if snapshot.files else [STATE]
         if (store := store_of(directory)) is not None:
@@ -144,7 +144,7 @@ class LastWrite:
         task, draft = snapshot.task, snapshot.draft
         assert task is not None
         directory, deadline = Path(task.directory), time.monotonic() + PARTS_S
-        path = directory / f"r{draft.round}-s{draft.step}.again"
+        path = directory / f"{draft.name}.again"
 
         def fill(staging: Staging) -> dict[str, FileState]:
             return shard_files.merge({"this node": shard_files.write_part(staging.path, contents)})

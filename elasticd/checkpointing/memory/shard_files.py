@@ -56,7 +56,7 @@ def write_snapshot(fd: int, snapshot: Snapshot, gives_up: Callable[[], str]) -> 
         _wait(lambda: (folder / MANIFEST).exists() or None, gives_up, "the first node has not begun to write")
     part = write_other_part(directory, draft, task.token, task.node, own)
     if store is not None:
-        store.put_part(store.free_name(_name(draft)), _part_name(task, task.node), json.dumps(part).encode())
+        store.put_part(store.free_name(draft.name), _part_name(task, task.node), json.dumps(part).encode())
     else:
         put_part(folder / _part_name(task, task.node), part)
     return None
@@ -64,7 +64,10 @@ def write_snapshot(fd: int, snapshot: Snapshot, gives_up: Callable[[], str]) -> 
 
 def contents(fd: int, snapshot: Snapshot) -> dict[str, Content]:
     """The files of a sharded state in the buffer `fd`."""
-    return {name: _range(fd, start, size) for name, (start, size) in snapshot.files.items()}
+    return {
+        name: functools.partial(HashingFile.copy, source=fd, start=at, size=size)
+        for name, (at, size) in snapshot.files.items()
+    }
 
 
 def write_part(folder: Path, contents: Mapping[str, Content]) -> Message:
@@ -98,7 +101,7 @@ def write_other_part(
         store.assume_claimed(draft.job, draft.run)
         with Staging(directory, draft.round, draft.step, f"{token}{number:04x}") as staging:
             part = write_part(staging.path, contents)
-            store.put(staging.path, store.free_name(_name(draft)), part.get("files", ()))
+            store.put(staging.path, store.free_name(draft.name), part.get("files", ()))
             return part
     except OSError as error:
         return {"error": str(error)}
@@ -123,14 +126,10 @@ def _commit(
         if store is None:
             taken = _wait(functools.partial(_take, staging.path / name), gives_up, slow)
         else:
-            take = functools.partial(store.take_part, store.free_name(_name(draft)), name)
+            take = functools.partial(store.take_part, store.free_name(draft.name), name)
             taken = _wait(take, gives_up, f"node {node} has not put its part", _STORE_POLL_S)
         parts[f"node {node}"] = json.loads(taken)
     return merge(parts)
-
-
-def _name(draft: Manifest) -> str:
-    return f"r{draft.round}-s{draft.step}"
 
 
 def _part_name(task: WriteTask, node: int) -> str:
@@ -156,10 +155,6 @@ def _wait(ready: Callable[[], Found | None], gives_up: Callable[[], str], slow: 
             raise OSError(why)
         time.sleep(poll_s)
     return result
-
-
-def _range(fd: int, start: int, size: int) -> Content:
-    return lambda file: file.copy(fd, start, size)
 
 
 def stream(content: Iterator[bytes | memoryview]) -> Content:

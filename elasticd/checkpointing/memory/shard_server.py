@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from elasticd.channel import Message
@@ -214,9 +215,6 @@ class PartnerCopy:
         self._said = ""
         events.write("snapshot", f"node {node}'s part of step {own.draft.step} is in memory here", own.draft.step)
 
-    def _has_next(self) -> bool:
-        return self._wanted is not None
-
     def _copy(self, wanted: Message) -> bool:
         """False: the state was never whole there, and a later save has begun."""
         draft, key = wanted["own"].draft, wanted["own"].key
@@ -239,18 +237,18 @@ class PartnerCopy:
                     part = piece[: min(len(piece), length - start)]
                     remote.read(name, start, part)
                     write_at(self._buffers.fds[PARTNER], offset + start, part)
-                    if self._has_next():
+                    if self._wanted is not None:
                         raise CheckpointError("the next save began before it was copied")
             remote.state()  # it was there all the time
             with self._changed:
-                copy = snapshot.as_copy()
+                copy = replace(snapshot, task=None, path="", is_copy=True)
                 self._buffers.trim(PARTNER, copy)
                 self._buffers.describe(PARTNER, copy)
         return True
 
     def _wait_for_state(self, remote: RemoteNode) -> Snapshot | None:
         deadline = time.monotonic() + WHOLE_S
-        while not self._has_next():
+        while self._wanted is None:
             try:
                 return remote.state(1.0)
             except CheckpointError:

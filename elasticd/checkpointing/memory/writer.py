@@ -487,7 +487,7 @@ class Writer:
         reason = f"checkpoint of step {draft.step} failed ({why}); {task.again}"
         if kind == "checkpoint_dropped":
             reason = f"checkpoint of step {draft.step} was not written: {why}"
-        events.write(kind, reason, draft.step, path=str(Path(task.directory, f"r{draft.round}-s{draft.step}")))
+        events.write(kind, reason, draft.step, path=str(Path(task.directory, draft.name)))
 
     # --- the writing thread ---------------------------------------------------------------------------------------
 

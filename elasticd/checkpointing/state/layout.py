@@ -157,10 +157,6 @@ class Layout:
             part[at : at + len(data)] = data
         return bytes(before), bytes(after)
 
-    def fill(self, file: Any) -> None:
-        """Write the whole file by `file.write`."""
-        self.write(file.write)
-
     def write(self, write: Callable[[memoryview], Any]) -> None:
         """Pass the whole file to `write`, from its beginning to its end."""
         at = 0

@@ -246,11 +246,7 @@ def _keep_copies(state: Mapping[Any, Any], before: Mapping[Any, Any], mapped: se
         if alike and (old.shape, old.stride()) == (value.shape, value.stride()):
             values[key] = old.detach().copy_(value)
         else:
-            values[key] = _clone(value)
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    return empty_like(tensor, tensor.device).copy_(tensor)
+            values[key] = empty_like(value, value.device).copy_(value)
 
 
 def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

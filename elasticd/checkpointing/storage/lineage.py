@@ -140,7 +140,8 @@ def walk(directory: str | os.PathLike[str]) -> LineageWalk:
                 continue
             manifests.append(manifest)
             links.setdefault(number, named.path)
-            why = _beyond(manifest, limit, newer, parent_checksum) or _state_damage(named.path, manifest)
+            damage = (_file_damage(named.path, name, state) for name, state in manifest.all_files.items())
+            why = _beyond(manifest, limit, newer, parent_checksum) or next(filter(None, damage), None)
             if why is None:
                 entries.append(Entry(named.path, manifest))
             else:
@@ -266,10 +267,6 @@ def _beyond(found: Manifest, limit: int | None, newer: int, parent_checksum: str
     if found.step == limit and parent_checksum is not None and found.checksum != parent_checksum:
         return f"round {found.round} wrote it again after round {newer} continued from step {limit}"
     return None
-
-
-def _state_damage(path: Path, found: Manifest) -> str | None:
-    return next((why for name, file in found.all_files.items() if (why := _file_damage(path, name, file))), None)
 
 
 def _file_damage(path: Path, name: str, expected: FileState) -> str | None:

@@ -80,6 +80,11 @@ class Manifest:
             )
 
     @property
+    def name(self) -> str:
+        """The name of the checkpoint's directory."""
+        return f"r{self.round}-s{self.step}"
+
+    @property
     def all_files(self) -> dict[str, FileState]:
         """All files of the checkpoint: state.pt and the shards."""
         return {STATE: (self.bytes, self.checksum), **self.files}

@@ -66,7 +66,11 @@ def _to_delete(
     older: list[CheckpointName] = []
     if max((named.round for named in present), default=0) > own_round:
         # A newer round exists, so this writer is a zombie: it bounds its own files, and keeps what the lineage needs.
-        newest = sorted((named for named in own if _is_readable(named)), key=lambda each: each.step, reverse=True)
+        newest = sorted(
+            (named for named in own if not isinstance(examine(named), Unreadable)),
+            key=lambda each: each.step,
+            reverse=True,
+        )
         staying.update(named.path for named in newest[:keep])
     elif found.entries:
         good = found.entries[anchor].manifest
@@ -130,10 +134,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _is_readable(named: CheckpointName) -> bool:
-    return not isinstance(examine(named), Unreadable)
 
 
 def _is_deletable(named: CheckpointName) -> bool:
