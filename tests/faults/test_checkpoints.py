@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -16,8 +15,6 @@ import pytest
 from tests.etcd import free_ports
 from tests.faults.conftest import StartJob
 from tests.faults.job import Fault, Job, comm_of, descendants, until
-
-KEPT = ["--keep", "100"]
 
 
 def losses(run: Job) -> dict[int, float]:
@@ -98,36 +95,6 @@ def test_a_crash_during_a_checkpoint_write(job: StartJob, tmp_path: Path) -> Non
 def unfinished(directory: Path) -> set[str]:
     """What lies in the directory and is no checkpoint under its final name."""
     return {name for name in os.listdir(directory) if not name.startswith("r") and "lock" not in name}
-
-
-@pytest.mark.system
-def test_damaged_checkpoints_are_skipped(job: StartJob, tmp_path: Path) -> None:
-    """Damaged checkpoints are passed over and said."""
-    directory = tmp_path / "checkpoints"
-    flags = ["--checkpoint-dir", str(directory)]
-    assert job("resume.py", "--steps", "25", *KEPT, flags=flags).wait() == 0
-    truncate(directory / "r1-s25" / "state.pt")
-    flip(directory / "r1-s20" / "state.pt")
-    (directory / "r1-s15" / "manifest.json").unlink()
-    manifest = directory / "r1-s10" / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": "7.0"}))
-    again = job("resume.py", "--steps", "30", *KEPT, flags=flags)
-    assert again.wait() == 0
-    assert again.event("resumed", from_round=1)["step"] == 5
-    said = {Path(event["path"]).name: event["reason"] for event in again.events("checkpoint_skipped")}
-    assert set(said) == {"r1-s25", "r1-s20", "r1-s15", "r1-s10"}
-    assert "7.0" in said["r1-s10"]
-    assert min(again.steps())[1] == 6
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_two_jobs_into_one_directory(job: StartJob, tmp_path: Path) -> None:

@@ -183,13 +183,6 @@ def test_max_restarts_is_a_hard_total(job: StartJob, most: int) -> None:
 
 
 @pytest.mark.system
-def test_max_restarts_despite_progress(job: StartJob) -> None:
-    run = job("train.py", "9", faults=[Fault(0, 5, "SIGKILL", times=2)], flags=["--max-restarts", "1"])
-    assert run.wait() == 1
-    assert run.event("job_ended", outcome="failed", restarts=1)
-
-
-@pytest.mark.system
 def test_restarts_an_hour_have_a_bound_even_with_progress(job: StartJob) -> None:
     faults = [Fault(0, 4, "SIGKILL", times=3)]
     run = job("train.py", "9", faults=faults, flags=["--max-restarts-per-hour", "2"])

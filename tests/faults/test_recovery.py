@@ -61,17 +61,6 @@ def test_a_slot_that_keeps_failing_is_set_aside(job: StartJob) -> None:
 
 
 @pytest.mark.system
-def test_two_jobs_at_once(job: StartJob) -> None:
-    first, second = (job("train.py", "40", faults=[Fault(rank, 10, "SIGKILL", round=1)]) for rank in (0, 1))
-    for run in (first, second):
-        assert run.process.wait(90) == 0
-    for run in (first, second):
-        assert run.wait() == 0
-        assert run.event("job_ended", outcome="succeeded", restarts=1)
-        assert run.steps(0)[-40:] == [(2, step) for step in range(1, 41)]
-
-
-@pytest.mark.system
 def test_a_group_without_any_progress_is_ended_and_started_anew(job: StartJob) -> None:
     flags, command = ["--hang-floor", "1500ms", "--evidence-timeout", "1s"], [str(SCRIPTS / "impatient.py")]
     run = job("train.py", "20", faults=[Fault(1, 5, "stop", round=1)], flags=flags, command=command)

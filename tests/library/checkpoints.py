@@ -17,10 +17,10 @@ from elasticd.checkpointing.storage.manifest import Manifest
 def save(
     directory: Path,
     *,
-    round: int,
-    step: int,
-    parent: tuple[int, int] | None,
     state: dict[str, Any],
+    round: int = 1,
+    step: int = 1,
+    parent: tuple[int, int] | None = None,
     world_size: int = 2,
     job: str = "job",
     run: str = "run",

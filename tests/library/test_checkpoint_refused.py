@@ -173,9 +173,7 @@ ACCEPTED: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("kind", ACCEPTED)
 def test_accepted_state_opens_with_torch_load(tmp_path: Path, kind: str) -> None:
-    entry = checkpoints.save(
-        tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state={"value": ACCEPTED[kind]}
-    )
+    entry = checkpoints.save(tmp_path, state={"value": ACCEPTED[kind]})
     loaded = torch.load(entry.path / "state.pt", weights_only=True)["value"]
     assert type(loaded) is type(ACCEPTED[kind])
     assert str(checkpoints.load(entry)["value"]) == str(loaded)
@@ -229,9 +227,7 @@ def test_refused_value_names_key_and_replacement(tmp_path: Path, kind: str) -> N
     value, instead, unloadable = REFUSED[kind]
     assert not (opens(value) and unloadable)
     with pytest.raises(CheckpointRefused) as refused:
-        checkpoints.save(
-            tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state={"model": {"value": value}}
-        )
+        checkpoints.save(tmp_path, state={"model": {"value": value}})
     assert str(refused.value).startswith("model.value")
     assert instead in str(refused.value)
     assert os.listdir(tmp_path) == []
@@ -266,12 +262,10 @@ def test_shared_values_are_checked_once() -> None:
 def test_non_json_cursor_is_refused(tmp_path: Path) -> None:
     for cursor in ({"a": torch.ones(1)}, {"a": float("nan")}, {"a": {1, 2}}):
         with pytest.raises(CheckpointRefused, match=r"^cursor: "):
-            checkpoints.save(
-                tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state={}, cursor=cursor
-            )
+            checkpoints.save(tmp_path, state={}, cursor=cursor)
     assert os.listdir(tmp_path) == []
     cursor = {"7": [1, (2, 3)], "name": "\udc80", "big": 1 << 80, "x": 0.1}
-    checkpoints.save(tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state={}, cursor=cursor)
+    checkpoints.save(tmp_path, state={}, cursor=cursor)
     (found,), _ = verified_lineage(tmp_path)
     assert found.manifest.cursor == {"7": [1, [2, 3]], "name": "\udc80", "big": 1 << 80, "x": 0.1}
 
@@ -285,7 +279,7 @@ def test_unpicklable_state_leaves_no_checkpoint(tmp_path: Path) -> None:
     tensor._backward_hooks = Fails()  # type: ignore[assignment]  # pickled beside the attributes the walk looks at
     state: Any = {"value": tensor}
     with pytest.raises(CheckpointRefused, match="the state cannot be pickled: "):
-        checkpoints.save(tmp_path, round=1, step=1, parent=None, world_size=1, job="j", run="r", state=state)
+        checkpoints.save(tmp_path, state=state)
     assert os.listdir(tmp_path) == []
 
 
@@ -323,8 +317,7 @@ def test_tensor_class_that_its_package_has_registered_is_saved(tmp_path: Path) -
         check_loadable(kept)
     with torch.serialization.safe_globals([Halves]):
         check_loadable(kept)
-        numbers = {"round": 1, "step": 1, "parent": None, "world_size": 1, "job": "job", "run": "run"}
-        loaded = checkpoints.load(checkpoints.save(tmp_path, **numbers, state=kept))  # type: ignore[arg-type]
+        loaded = checkpoints.load(checkpoints.save(tmp_path, state=kept))
     found = loaded["optimizer"]["state"][0]["exp_avg"]
     assert type(found) is Halves
     assert [each.tolist() for each in states.tensors(found)] == [[1.0, 1.0], [3.0, 3.0]]

@@ -19,7 +19,7 @@ from elasticd.errors import WireError
 from elasticd.heartbeat import record as heartbeat
 from elasticd.heartbeat.exit_report import ExitReport
 from elasticd.heartbeat.optimizer_hook import install_optimizer_hook
-from elasticd.heartbeat.record import HeartbeatReader, HeartbeatWriter, NullHeartbeat, Phase, Source
+from elasticd.heartbeat.record import HeartbeatReader, HeartbeatWriter, Phase, Source
 
 
 @pytest.fixture
@@ -260,17 +260,6 @@ def test_forked_child_writes_private_copy(path: Path) -> None:
     assert read(path).exit_report is None
 
 
-def test_hook_in_forked_child_writes_private_copy(path: Path) -> None:
-    step = HeartbeatWriter(path).hook_step(lambda: 3)
-    for count in (1, 2):
-        step(count)
-    if (pid := os.fork()) == 0:
-        step(3)
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert read(path).step == 2
-
-
 def test_hook_step_equals_step(path: Path, tmp_path: Path) -> None:
     """Whatever happens between two steps: another phase, another group, one that cannot count."""
     heartbeat.create(tmp_path / "other")
@@ -291,14 +280,6 @@ def test_hook_step_equals_step(path: Path, tmp_path: Path) -> None:
     one.step(100)
     step(101)
     assert (read(path).step, read(path).source) == (100, Source.SESSION)
-
-
-def test_null_heartbeat_accepts_every_call() -> None:
-    null = NullHeartbeat()
-    null.step(1)
-    null.set_phase(Phase.BARRIER, "x")
-    null.write_exit_report(ExitReport("exit"))
-    assert null.request == 0
 
 
 GARBAGE = {

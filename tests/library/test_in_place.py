@@ -163,8 +163,7 @@ CASES: dict[str, tuple[Callable[[], Objects], Callable[[], Objects], int]] = {
 
 
 def saved(directory: Path, objects: Objects) -> Entry:
-    who = {"round": 1, "step": 1, "parent": None, "world_size": 1, "job": "job", "run": "run"}
-    return checkpoints.save(directory, state=training_state.gather(objects), **who)  # type: ignore[arg-type]
+    return checkpoints.save(directory, state=training_state.gather(objects))
 
 
 @contextmanager
@@ -219,6 +218,20 @@ def test_read_in_place_is_what_mapped_tensors_load(
     del content
     gc.collect()
     assert str(entry.path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.LBFGS, torch.optim.Adagrad])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_optimizer_keeps_its_own_memory_where_tensors_are_mapped(tmp_path: Path, make: Any, steps: int) -> None:
+    entry, target = saved(tmp_path, optimized(3, make)), optimized(steps, make)
+    before = training_state.addresses(target["optimizer"].state)
+    loaded = checkpoints.load(entry)
+    training_state.scatter(target, loaded)
+    own = training_state.addresses(target["optimizer"].state)
+    assert training_state.addresses(loaded).isdisjoint(own)
+    assert equal(content_of(target), loaded)
+    if steps and make is torch.optim.Adam:
+        assert own == before
 
 
 def test_damage_after_verification_is_found(tmp_path: Path) -> None:

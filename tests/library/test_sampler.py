@@ -22,7 +22,6 @@ from torch.utils.data import (
     IterableDataset,
     Sampler,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -109,20 +108,6 @@ def test_prefetching_workers_do_not_move_the_cursor(eager_loader: tuple[ElasticB
     assert [sample for batch in loader for sample in batch.tolist()] == order(20, epoch=1)
 
 
-def test_long_epoch_follows_specified_order() -> None:
-    n, ranks = 60_000, 3
-    samplers = [ElasticBatchSampler(n, 7, accumulate=2, rank=rank, world_size=ranks) for rank in range(ranks)]
-    everything: list[int] = []
-    iterators = [iter(sampler) for sampler in samplers]
-    for _ in range(samplers[0].steps_per_epoch):
-        for micro in range(2):
-            for sampler, iterator in zip(samplers, iterators, strict=True):
-                everything += next(iterator)[: sampler.samples(micro)]
-        for sampler in samplers:
-            sampler.commit()
-    assert everything == order(n, epoch=0)
-
-
 def test_order_without_shuffle_is_sequential() -> None:
     assert train(alone(6, 4, shuffle=False)) == [[0, 1, 2, 3], [4, 5]]
 
@@ -135,20 +120,6 @@ def test_set_epoch_keeps_position_or_starts_over() -> None:
     sampler.set_epoch(1)
     assert (sampler.epoch, sampler.offset) == (1, 0)
     assert [sample for batch in train(sampler) for sample in batch] == order(20, epoch=1)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_resume_at_end_of_epoch_repeats_nothing(drop_last: bool) -> None:
-    before = alone(22, drop_last=drop_last)
-    train(before)
-    resumed = alone(22, drop_last=drop_last)
-    resumed.load_state_dict(before.state_dict())
-    batches = []
-    for epoch in range(resumed.epoch, 2):
-        resumed.set_epoch(epoch)
-        batches.append(len(resumed))
-        assert len(train(resumed)) == batches[-1]
-    assert batches == [0, 5 if drop_last else 6]
 
 
 def test_iteration_of_finished_epoch_raises() -> None:
@@ -415,19 +386,6 @@ def test_default_device_does_not_matter() -> None:
         assert train(alone(20, 20)) == [order(20, epoch=0)]
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_even_division_matches_distributed_sampler(drop_last: bool) -> None:
-    dataset = TensorDataset(torch.arange(48))
-    for rank in range(3):
-        ours = DataLoader(
-            dataset, batch_sampler=ElasticBatchSampler(dataset, 12, drop_last=drop_last, rank=rank, world_size=3)
-        )
-        theirs = DataLoader(
-            dataset, batch_size=4, sampler=DistributedSampler(dataset, num_replicas=3, rank=rank), drop_last=drop_last
-        )
-        assert len(ours) == len(theirs) == len(list(ours)) == len(list(theirs))
-
-
 class SecondDivision:
     """Gives this rank every second batch of a batch sampler, as Accelerate's BatchSamplerShard does."""
 
@@ -522,13 +480,6 @@ def test_epoch_that_is_left_early_may_be_followed(
         epoch_of(sampler, wrapper, workers, accumulate, limit)
     assert sampler.epoch == 1
     assert sampler.offset == min(8 * limit, n)
-
-
-def test_list_of_batches_may_be_trained_on_in_part() -> None:
-    sampler = shared(400)
-    for _ in list(sampler)[:25]:
-        sampler.commit()
-    sampler.set_epoch(1)
 
 
 @pytest.mark.parametrize("wrapper", [None, Unchanged])

@@ -88,19 +88,6 @@ def test_resume_from_memory_is_exact(
         assert all(result[name] == reference[name] for name in ("digest", "lr", "draw"))
 
 
-def test_resume_from_disk_equals_resume_from_memory(
-    start: Any, nodes: Nodes, tmp_path: Path, uninterrupted: Uninterrupted
-) -> None:
-    """All memory of all nodes is lost."""
-    options = {"directory": str(tmp_path / "checkpoints"), "every": 2}
-    where = nodes(1)
-    die(start_on(start, where, {**options, "die": 7}))
-    assert where[0].end() == 0
-    results = start_on(start, nodes(1), options, round=2).results()
-    assert results[0]["resumed"] == [1, 6, 2]
-    assert digests(results) == digests(uninterrupted())
-
-
 def test_resumed_state_that_becomes_a_checkpoint_deletes_no_others(start: Any, nodes: Nodes, tmp_path: Path) -> None:
     """Also after the round's first save: `restore()` comes before `checkpoint()`, which says how many are kept."""
     directory, (node,) = tmp_path / "checkpoints", nodes(1)
@@ -264,26 +251,3 @@ def test_node_without_copies_saves_at_a_fault(start: Any, nodes: Nodes, tmp_path
     job.kill()
     again = start_on(start, where, {**options, "every": None, "steps": step}, round=2).results()
     assert [result["resumed"] for result in again] == [[1, step, 2]] * 2
-
-
-@pytest.mark.system
-def test_save_on_bad_machine_is_whole(start: Any, nodes: Nodes, tmp_path: Path) -> None:
-    """Fifty kills of all ranks at any moment: a whole state is always there, and never an older one than before."""
-    where = nodes(1)
-    directory = str(tmp_path / "checkpoints")
-    steps = 0
-    for round in range(1, 51):
-        job = start_on(start, where, {"directory": directory, "every": 1, "steps": 100_000, "keep": 2}, round=round)
-        target = steps + 1 + round % 5
-        wait_for(lambda job=job, target=target: job.ranks[0].read_heartbeat().step >= target, "some steps")
-        for rank in job.ranks:
-            os.kill(rank.pid, signal.SIGKILL)
-        assert job.codes() == [-signal.SIGKILL] * 2
-        held = where[0].client()
-        found = held.find()
-        held.close()
-        assert found is not None and found.draft.step >= steps
-        steps = found.draft.step
-    last = start_on(start, where, {"directory": directory, "every": None, "steps": 0}, round=60).results()
-    assert last[0]["resumed"][1] == steps > 20
-    assert json.dumps(last[0]["resumed"]) == json.dumps(last[1]["resumed"])
