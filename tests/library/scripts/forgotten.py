@@ -39,17 +39,13 @@ class Loop:
         self.sampler = elasticd.ElasticBatchSampler(data, 4, rank=0, world_size=1)
         self.loader: Any = DataLoader(data, batch_sampler=self.sampler)
 
-    def attach(self, restore: bool = True, every: Any = 4, **more: Any) -> None:
-        self.session.attach(**{"model": self.model, "optimizer": self.optimizer, "sampler": self.sampler, **more})
+    def attach(self, without: str = "", restore: bool = True, every: Any = 4, **more: Any) -> None:
+        """All objects but one, and more; restore and save as usual."""
+        usual = {"model": self.model, "optimizer": self.optimizer, "sampler": self.sampler}
+        self.session.attach(**{name: obj for name, obj in usual.items() if name != without}, **more)
         if restore:
             self.session.restore(self.directory)
         self.session.checkpoint(every, self.directory)
-
-    def attach_all_but(self, *names: str) -> None:
-        every = {"model": self.model, "optimizer": self.optimizer, "sampler": self.sampler}
-        self.session.attach(**{name: each for name, each in every.items() if name not in names})
-        self.session.restore(self.directory)
-        self.session.checkpoint(4, self.directory)
 
     def learn(self, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
         optimizer = optimizer or self.optimizer
@@ -71,33 +67,48 @@ class Loop:
                 then()
 
 
-@case
-def usual(loop: Loop) -> None:
-    loop.attach()
-    loop.train()
+def usual(name: str, before: Callable[[Loop], object] = lambda loop: None, **attach: Any) -> None:
+    """A case that trains as usual, after `before`, which changes the loop."""
+
+    def run(loop: Loop) -> None:
+        before(loop)
+        loop.attach(**attach)
+        loop.train()
+
+    CASES[name] = run
 
 
-@case
-def workers(loop: Loop) -> None:
-    loop.loader = DataLoader(data, batch_sampler=loop.sampler, num_workers=2)
-    loop.attach()
-    loop.train()
+def batches(**how: Any) -> Callable[[Loop], None]:
+    """Another DataLoader."""
+    return lambda loop: setattr(loop, "loader", DataLoader(data, **{"batch_sampler": loop.sampler, **how}))
+
+
+def of_sampler(batch_size: int | None) -> Callable[[Loop], None]:
+    """A DataLoader that takes the sampler's batches for samples."""
+    return lambda loop: setattr(loop, "loader", DataLoader(data, sampler=loop.sampler, batch_size=batch_size))
+
+
+def optimizer(make: Callable[..., torch.optim.Optimizer], **how: Any) -> Callable[[Loop], None]:
+    return lambda loop: setattr(loop, "optimizer", make(loop.model.parameters(), **how))
+
+
+def of_two(loop: Loop) -> None:
+    loop.loader = DataLoader(data, batch_sampler=BatchSampler(loop.sampler, 2, drop_last=False))  # type: ignore[arg-type]
+
+
+usual("usual")
+usual("workers", batches(num_workers=2))
+usual("unattached_sampler", without="sampler")
+usual("unattached_sampler_with_workers", batches(num_workers=2), without="sampler")
+usual("no_optimizer_attached", without="optimizer")
+usual("no_optimizer_attached_and_no_state", optimizer(torch.optim.SGD, lr=0.01), without="optimizer")
+usual("no_restore", restore=False)
+usual("batch_of_batches", of_sampler(16))
+usual("batch_sampler_of_batches", of_two)
+usual("whole_batches_from_the_dataset", of_sampler(None))
 
 
 # --- an ElasticBatchSampler that is not attached ----------------------------------------------------------------------
-
-
-@case
-def unattached_sampler(loop: Loop) -> None:
-    loop.attach_all_but("sampler")
-    loop.train()
-
-
-@case
-def unattached_sampler_with_workers(loop: Loop) -> None:
-    loop.loader = DataLoader(data, batch_sampler=loop.sampler, num_workers=2)
-    loop.attach_all_but("sampler")
-    loop.train()
 
 
 @case
@@ -113,7 +124,7 @@ def unattached_second_sampler(loop: Loop) -> None:
 def evaluation_sampler(loop: Loop) -> None:
     other = elasticd.ElasticBatchSampler(data, 4, shuffle=False, rank=0, world_size=1)
     loader = DataLoader(data, batch_sampler=other)
-    loop.attach_all_but("sampler")
+    loop.attach(without="sampler")
     loader_of_own = DataLoader(data, batch_size=4)
     for _ in range(3):
         for batch in loader_of_own:
@@ -135,7 +146,7 @@ def evaluation_in_turn(loop: Loop) -> None:
     """One batch of an evaluation after each step."""
     other = elasticd.ElasticBatchSampler(data, 4, shuffle=False, rank=0, world_size=1)
     loader_of_own = DataLoader(data, batch_size=4)
-    loop.attach_all_but("sampler")
+    loop.attach(without="sampler")
     batches = iter(DataLoader(data, batch_sampler=other))
     for batch in loader_of_own:
         loop.learn(batch)
@@ -148,7 +159,7 @@ def evaluation_in_turn(loop: Loop) -> None:
 def evaluation_that_is_left_early(loop: Loop) -> None:
     other = elasticd.ElasticBatchSampler(data, 4, shuffle=False, rank=0, world_size=1)
     loader = DataLoader(data, batch_sampler=other, num_workers=1, persistent_workers=True)
-    loop.attach_all_but("sampler")
+    loop.attach(without="sampler")
     for _ in range(2):
         for batch in DataLoader(data, batch_size=4):
             loop.learn(batch)
@@ -171,7 +182,7 @@ def sampler_that_commits_by_itself(loop: Loop) -> None:
         def commit(self) -> None:
             loop.sampler.commit()
 
-    loop.attach(sampler=Position())
+    loop.attach(without="sampler", sampler=Position())
     loop.train()
 
 
@@ -202,7 +213,7 @@ def no_step_in_one_epoch(loop: Loop) -> None:
 
 @case
 def no_step_for_long(loop: Loop) -> None:
-    loop.attach_all_but("sampler")
+    loop.attach(without="sampler")
     for number in range(1100):
         loop.learn(data[number % 48 : number % 48 + 1])
 
@@ -222,7 +233,7 @@ def nothing_left_to_train(loop: Loop) -> None:
 @case
 def many_optimizer_steps_for_each_step(loop: Loop) -> None:
     """As in reinforcement learning."""
-    loop.attach_all_but("sampler")
+    loop.attach(without="sampler")
     for _ in range(4):
         for batch in DataLoader(data, batch_size=4):
             loop.learn(batch)
@@ -279,24 +290,8 @@ def second_optimizer_unattached(loop: Loop) -> None:
 
 
 @case
-def no_optimizer_attached(loop: Loop) -> None:
-    loop.attach_all_but("optimizer")
-    loop.train()
-
-
-@case
 def no_optimizer_attached_but_its_scheduler(loop: Loop) -> None:
-    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 10)
-    loop.session.attach(model=loop.model, scheduler=scheduler, sampler=loop.sampler)
-    loop.session.restore(loop.directory)
-    loop.session.checkpoint(4, loop.directory)
-    loop.train()
-
-
-@case
-def no_optimizer_attached_and_no_state(loop: Loop) -> None:
-    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
-    loop.attach_all_but("optimizer")
+    loop.attach(without="optimizer", scheduler=torch.optim.lr_scheduler.StepLR(loop.optimizer, 10))
     loop.train()
 
 
@@ -375,11 +370,7 @@ class Outer(torch.optim.Optimizer):
         self.inner.step()
 
 
-@case
-def optimizer_inside_another_one(loop: Loop) -> None:
-    loop.optimizer = Outer(loop.model.parameters())
-    loop.attach()
-    loop.train()
+usual("optimizer_inside_another_one", optimizer(Outer))
 
 
 @case
@@ -401,49 +392,35 @@ def wrapper_that_saves_copies(loop: Loop) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.inner.load_state_dict(state["inner"])
 
-    loop.session.attach(model=loop.model, wrapper=Wrapper(loop.optimizer), sampler=loop.sampler)
-    loop.session.restore(loop.directory)
-    loop.session.checkpoint(4, loop.directory)
+    loop.attach(without="optimizer", wrapper=Wrapper(loop.optimizer))
     loop.train()
 
 
 # --- the order of the two steps ---------------------------------------------------------------------------------------
 
 
-@case
-def steps_in_wrong_order(loop: Loop) -> None:
-    loop.attach()
-    for batch in loop.loader:
-        loop.model(batch[0]).square().mean().backward()
-        loop.session.step()
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
+def in_wrong_order(name: str, clips: bool = False, **attach: Any) -> None:
+    def run(loop: Loop) -> None:
+        loop.attach(**attach)
+        for batch in DataLoader(data, batch_size=4) if attach else loop.loader:
+            loop.optimizer.zero_grad()
+            loop.model(batch[0]).square().mean().backward()
+            loop.session.step()
+            if clips:
+                nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+            loop.optimizer.step()
+
+    CASES[name] = run
 
 
-@case
-def steps_in_wrong_order_with_clipping(loop: Loop) -> None:
-    loop.attach()
-    for batch in loop.loader:
-        loop.optimizer.zero_grad()
-        loop.model(batch[0]).square().mean().backward()
-        loop.session.step()
-        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
-        loop.optimizer.step()
-
-
-@case
-def steps_in_wrong_order_without_sampler(loop: Loop) -> None:
-    loop.attach_all_but("sampler")
-    for batch in DataLoader(data, batch_size=4):
-        loop.optimizer.zero_grad()
-        loop.model(batch[0]).square().mean().backward()
-        loop.session.step()
-        loop.optimizer.step()
+in_wrong_order("steps_in_wrong_order")
+in_wrong_order("steps_in_wrong_order_with_clipping", clips=True)
+in_wrong_order("steps_in_wrong_order_without_sampler", without="sampler")
 
 
 @case
 def gradients_in_place(loop: Loop) -> None:
-    loop.attach_all_but("sampler")
+    loop.attach(without="sampler")
     for batch in DataLoader(data, batch_size=4):
         loop.optimizer.zero_grad(set_to_none=False)
         loop.model(batch[0]).square().mean().backward()
@@ -469,7 +446,7 @@ def closure(loop: Loop) -> None:
 
 @case
 def accumulation(loop: Loop) -> None:
-    loop.attach_all_but("sampler")
+    loop.attach(without="sampler")
     for number, batch in enumerate(DataLoader(data, batch_size=4), 1):
         loop.model(batch[0]).square().mean().backward()
         if number % 4 == 0:
@@ -479,12 +456,6 @@ def accumulation(loop: Loop) -> None:
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
-
-
-@case
-def no_restore(loop: Loop) -> None:
-    loop.attach(restore=False)
-    loop.train()
 
 
 @case
@@ -498,27 +469,6 @@ def attached_in_a_second_phase(loop: Loop) -> None:
     loop.attach()
     loop.train()
     loop.session.attach(ema=copy.deepcopy(loop.model))
-
-
-@case
-def batch_of_batches(loop: Loop) -> None:
-    loop.loader = DataLoader(data, sampler=loop.sampler, batch_size=16)
-    loop.attach()
-    loop.train()
-
-
-@case
-def batch_sampler_of_batches(loop: Loop) -> None:
-    loop.loader = DataLoader(data, batch_sampler=BatchSampler(loop.sampler, 2, drop_last=False))  # type: ignore[arg-type]
-    loop.attach()
-    loop.train()
-
-
-@case
-def whole_batches_from_the_dataset(loop: Loop) -> None:
-    loop.loader = DataLoader(data, sampler=loop.sampler, batch_size=None)
-    loop.attach()
-    loop.train()
 
 
 @case
