@@ -86,10 +86,10 @@ def test_what_the_job_becomes(command: str, wanted: dict[str, object]) -> None:
 def test_rules_and_presentation() -> None:
     _, policy, settings = parse(
         "--max-restarts 5 --max-restarts-per-hour 9 --shutdown-timeout 3 --event-log e.jsonl --metrics-port 9401 "
-        "--metrics-addr :: --no-live t.py"
+        "--metrics-addr :: t.py"
     )
     assert policy == Policy(max_restarts=5, max_restarts_per_hour=9, shutdown_timeout_s=3.0)
-    assert settings == AgentSettings(HERE / "e.jsonl", 9401, "::", live=False)
+    assert settings == AgentSettings(HERE / "e.jsonl", 9401, "::")
 
 
 def test_how_long_a_group_may_be_quiet() -> None:

@@ -89,7 +89,7 @@ def test_error_of_all_ranks_before_the_first_step(
     """In the first `failing` rounds all ranks raise it."""
     script = tmp_path / "attempt.py"
     script.write_text(ATTEMPT.format(error=error))
-    run = job(script, COLD, str(failing), flags=["--no-live", *flags])
+    run = job(script, COLD, str(failing), flags=flags)
     assert run.wait() == code
     ended = run.event("job_ended", restarts=restarts)
     assert ended["reason"].startswith(why or "2 workers ended with code 0"), ended["reason"]

@@ -40,7 +40,7 @@ ELASTICD_FLAGS: tuple[Flag, ...] = (
         value_type=ValueType.LIST,
         default=(),
     ),
-    _own("--no-live", "Plain log lines, also on a terminal."),
+    _own("--no-live", "Accepted and ignored: log lines are plain on a terminal, too."),
     _own("--quiet", "Only warnings and errors of elasticd; the workers' output is not changed."),
     _own(
         "--run TOKEN",

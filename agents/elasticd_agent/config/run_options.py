@@ -93,7 +93,6 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run
         event_log=_path(parsed.event_log, cwd),
         metrics_port=parsed.metrics_port,
         metrics_addr=parsed.metrics_addr,
-        live=not (parsed.no_live or parsed.quiet),
         quiet=parsed.quiet,
         notices=tuple(map(parse_service, parsed.preemption_notices)),
     )

@@ -30,7 +30,7 @@ from elasticd_agent.rendezvous import restart_budget as budget
 from elasticd_agent.system.network.control_socket import SOCKET_NAME, Verb, open_control
 from elasticd_agent.system.nonblocking_writer import open_std_writers
 from elasticd_agent.telemetry import event_log, metrics
-from elasticd_agent.telemetry.console import Console, ConsoleLogHandler, PlainConsole, QuietConsole, open_console
+from elasticd_agent.telemetry.console import Console, ConsoleLogHandler, PlainConsole, QuietConsole
 from elasticd_agent.telemetry.goodput import follows_fault, lost_nodes
 from elasticd_agent.workers.logs import PREFIX_VARIABLE, JobLogs, is_told_apart
 
@@ -211,7 +211,7 @@ class Reporting(contextlib.ExitStack):
         out, err = open_std_writers()
         for outlet in {out, err}:
             self.callback(outlet.close)
-        console: Console = open_console(err, STDERR, spec.job_id) if settings.live else PlainConsole(err, spec.job_id)
+        console: Console = PlainConsole(err, spec.job_id)
         if settings.quiet:
             console = QuietConsole(console)
         self.callback(console.close)

@@ -275,7 +275,6 @@ class AgentSettings:
     event_log: Path | None = None
     metrics_port: int | None = None  #: None: no metrics are served; 0: any free port
     metrics_addr: str = "127.0.0.1"
-    live: bool = True
     quiet: bool = False  #: only warnings and errors
     notices: tuple[tuple[str, str], ...] = ()  #: services that are asked for preemption notices, each with its URL
     runtime_dir: Path | None = None  #: None: a new private directory for sockets and heartbeats, deleted at the end

@@ -217,7 +217,7 @@ JOB_KEY_HINTS: Mapping[str, str] = {
     "numa_binding": "call os.sched_setaffinity in the script",
     "signals_to_handle": "elasticd cancel and drain stop a job",
     "preemption_notices": "it is a key of the node's agent.toml",
-    "no_live": "a daemon has no terminal",
+    "no_live": "it is ignored",
     "quiet": "a daemon has no terminal",
     "run": "the daemon counts the runs of a job",
     "node_id": "it is node in the node's agent.toml",
@@ -340,7 +340,7 @@ def runner_model(
         rendezvous=replace(rendezvous, node=node, min_nodes=fewest, max_nodes=most),
         environment=job_environment(os.environ, job.env, job.user or user),
     )
-    return RunModel(spec, job_policy(job), AgentSettings(files.events, live=False, runtime_dir=files.runtime))
+    return RunModel(spec, job_policy(job), AgentSettings(files.events, runtime_dir=files.runtime))
 
 
 def job_policy(job: JobFile) -> Policy:

@@ -166,7 +166,7 @@ def checked_model(runner_spec: RunnerSpec, secrets: StoreSecrets, files: JobFile
         user=runner_spec.job_user,
     )
     spec = replace(spec, signals=tuple(dict.fromkeys(("SIGTERM", *spec.signals))))
-    settings = replace(settings, metrics_port=None, live=False, runtime_dir=None)
+    settings = replace(settings, metrics_port=None, runtime_dir=None)
     try:
         preflight.check(spec, settings, spec.base_environment(os.environ))
     except UsageError as error:

@@ -149,7 +149,6 @@ def _choices(job: JobFile, **given: Any) -> tuple[JobSpec, Policy]:
     }
     spec, policy, agent = runner_model(job, **{**asked, **given})
     assert agent.event_log == Path("/state/jobs/llm.7/events.jsonl")
-    assert not agent.live
     return spec, policy
 
 
