@@ -52,12 +52,12 @@ class Outcome:
         return f"{self.kind:<44}{self.result:<9}{self.what}".rstrip()
 
 
-def run(directory: Path, kind: str, faults: Sequence[tuple[str, int, int]]) -> Job:
+def run(directory: Path, kind: str, faults: Sequence[tuple[str, int, int]], more: Sequence[str] = ()) -> Job:
     """To its end."""
     directory.mkdir(parents=True)
     (directory / "places.json").write_text(json.dumps(faults))
     steps = ["--steps", str(3 * STEPS)]
-    job = Job(directory, "exact.py", kind, *steps, flags=FLAGS, env={"OMP_NUM_THREADS": "1"})
+    job = Job(directory, "exact.py", kind, *steps, *more, flags=FLAGS, env={"OMP_NUM_THREADS": "1"})
     try:
         job.wait(within=600)
     finally:
@@ -72,9 +72,9 @@ def noted(job: Job, rank: int) -> list[tuple[int, int, str]]:
     return [(int(round_), int(step), found) for round_, step, found in (line.split() for line in lines)]
 
 
-def compare(kind: str, directory: Path) -> Outcome:
+def compare(kind: str, directory: Path, more: Sequence[str]) -> Outcome:
     with ThreadPoolExecutor() as pool:
-        killed = pool.submit(run, directory / "killed", kind, FAULTS)
+        killed = pool.submit(run, directory / "killed", kind, FAULTS, more)
         whole = run(directory / "whole", kind, [])
     expected = [{step: found for _, step, found in noted(whole, rank)} for rank in (0, 1)]
     if refused := REFUSED.search(whole.err):
@@ -100,13 +100,20 @@ def compare(kind: str, directory: Path) -> Outcome:
         return Outcome(kind, "said" if said else "SILENT", f"{what}: {said[0] if said else 'not a word'}")
     if missing := [rank for rank in (0, 1) if expected[rank].keys() - {step for _, step, _ in noted(job, rank)}]:
         return Outcome(kind, "SILENT", f"steps of rank {missing[0]} are missing")
-    return Outcome(kind, "exact")
+    return Outcome(kind, "exact", in_place(job) if more else "")
 
 
-def judge(kind: str, directory: Path) -> Outcome:
+def in_place(job: Job) -> str:
+    """The rounds in which the rank that lived kept its process, and else why it did not."""
+    kept = sum(bool(event.get("kept")) for event in job.events("group_started"))
+    why = re.search(r"a change of ranks restarts every process: .*", job.err)
+    return f"{kept} of {len(FAULTS)} in place{f'; {why[0]}' if why else ''}"
+
+
+def judge(kind: str, directory: Path, more: Sequence[str]) -> Outcome:
     """As `compare`; a job that does not end, or leaves something behind, ends only the part of this kind."""
     try:
-        return compare(kind, directory)
+        return compare(kind, directory, more)
     except AssertionError as error:
         return Outcome(kind, "FAILED", str(error)[-600:])
 
@@ -123,12 +130,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("kinds", nargs="*")
     parser.add_argument("--jobs", type=int, default=1, help="kinds at a time, each with two jobs")
     parser.add_argument("--keep", type=Path, help="the jobs' files, in a directory that does not exist yet")
+    parser.add_argument(
+        "--in-place", action="store_true", help="by session.run: the rank that is not killed stays in its process"
+    )
     args = parser.parse_args(argv)
+    more = ["--in-place"] * args.in_place
     kinds = args.kinds or all_kinds()
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="elasticd-exact-") as made, ThreadPoolExecutor(args.jobs) as pool:
         directory = args.keep or Path(made)
-        for outcome in pool.map(lambda kind: judge(kind, directory / kind), kinds):
+        for outcome in pool.map(lambda kind: judge(kind, directory / kind, more), kinds):
             print(outcome, flush=True)
             outcomes.append(outcome)
     found = {result: sum(each.result == result for each in outcomes) for result in sorted({o.result for o in outcomes})}

@@ -48,9 +48,6 @@ def main(args: argparse.Namespace) -> None:
         loader = DataLoader(job.dataset, batch_sampler=place, **job.loader)
     job.place = place
     session.attach(**job.attached, per_rank=job.per_rank)
-    if session.restore() is None:
-        for hook in job.start:
-            hook()
     session.checkpoint(every=args.every)
 
     def note() -> None:
@@ -58,32 +55,42 @@ def main(args: argparse.Namespace) -> None:
         drawn = [torch.get_rng_state(), random.getstate()]
         faults.write(f"steps-{session.rank}", f"{session.round} {session.steps + 1} {digest([held, drawn])}\n")
 
-    for epoch in itertools.count(place.epoch):
-        if session.steps >= args.steps:
-            break
-        place.set_epoch(epoch)
-        for number, (x, y) in enumerate(loader):
-            if job.most and place.offset >= 8 * job.most:  # a run may resume there
+    def train() -> None:
+        if session.steps == 0:
+            for hook in job.start:
+                hook()
+        for epoch in itertools.count(place.epoch):
+            if session.steps >= args.steps:
                 break
-            if number % job.accumulate == 0:
-                note()
-            for hook in job.top:
+            place.set_epoch(epoch)
+            for number, (x, y) in enumerate(loader):
+                if job.most and place.offset >= 8 * job.most:  # a run may resume there
+                    break
+                if number % job.accumulate == 0:
+                    note()
+                for hook in job.top:
+                    hook()
+                job.at("forward")
+                job.train(x, y)
+                if (number + 1) % job.accumulate:
+                    continue
+                for hook in job.before:
+                    hook()
+                job.at("optimizer")
+                session.step()
+                job.at("step")
+                for hook in job.after:
+                    hook()
+            for hook in job.tail:
                 hook()
-            job.at("forward")
-            job.train(x, y)
-            if (number + 1) % job.accumulate:
-                continue
-            for hook in job.before:
-                hook()
-            job.at("optimizer")
-            session.step()
-            job.at("step")
-            for hook in job.after:
-                hook()
-        for hook in job.tail:
-            hook()
-        job.at("tail")
-    note()
+            job.at("tail")
+        note()
+
+    if args.in_place:
+        session.run(train)
+    else:
+        session.restore()
+        train()
     session.close()
 
 
@@ -92,4 +99,5 @@ if __name__ == "__main__":
     parser.add_argument("kind", choices=sorted(KINDS))
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--in-place", action="store_true", help="survivors stay in their processes")
     main(parser.parse_args())

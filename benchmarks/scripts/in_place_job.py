@@ -1,0 +1,121 @@
+"""A job whose start takes time of its own, with a state of a given size; for `benchmarks.in_place`.
+
+Each process appends "STEP MONOTONIC RANK WORLD ROUND HASH SAMPLES" to DIRECTORY/steps-PID.log at the end of each step:
+a hash of the parameters and the optimizer's state (0 without --hashes), and this rank's samples, separated by commas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+import elasticd
+
+LAYERS = 8
+WIDTH = 16
+
+
+class Samples(Dataset[tuple[torch.Tensor, int]]):
+    """Numbers that follow from the sample's index."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(WIDTH, generator=generator), index
+
+
+class Net(torch.nn.Module):
+    """Parameters of the given size, of which a step uses all."""
+
+    def __init__(self, megabytes: float) -> None:
+        super().__init__()
+        self.input = torch.nn.Linear(WIDTH, WIDTH)
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+        rows = max(int(megabytes * 1e6 / 4 / 3 / LAYERS / WIDTH), 1)  # Adam keeps twice the parameters' size
+        self.large = torch.nn.ParameterList(torch.randn(rows, WIDTH) / WIDTH for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.input(x))
+        loss: torch.Tensor = hidden.square().mean()
+        for rows in self.large:
+            loss = loss + (hidden.mean(0) * rows).square().mean()
+        return loss
+
+
+def digest(optimizer: torch.optim.Optimizer) -> str:
+    """A hash of what all ranks have alike: parameters and Adam's moments. Buffers are those of each rank's samples."""
+    total = hashlib.sha256()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = optimizer.state[parameter]
+            for tensor in (parameter, moments["exp_avg"], moments["exp_avg_sq"]):
+                total.update(tensor.detach().contiguous().numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--megabytes", type=float, default=1.0)
+    parser.add_argument("--startup", type=float, default=0.0, help="seconds that the script needs before it trains")
+    parser.add_argument("--step", type=float, default=0.02, help="seconds that a step takes beside its computation")
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--samples", type=int, default=4096)
+    parser.add_argument("--way", choices=("in place", "restart"), default="in place")
+    parser.add_argument("--hashes", action="store_true")
+    args = parser.parse_args()
+    session = elasticd.init()
+    torch.manual_seed(1)
+    time.sleep(args.startup)
+    model = DistributedDataParallel(Net(args.megabytes).to(session.device))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    data = Samples(args.samples)
+    sampler = elasticd.ElasticBatchSampler(data, global_batch=12, seed=3)
+    session.attach(model=model, optimizer=optimizer, sampler=sampler)
+    session.checkpoint(every="60s")
+    log = (args.directory / f"steps-{os.getpid()}.log").open("a", buffering=1)
+
+    def train() -> None:
+        loader = DataLoader(data, batch_sampler=sampler)
+        for epoch in itertools.count(sampler.epoch):
+            sampler.set_epoch(epoch)
+            for x, samples in loader:
+                scale = sampler.loss_scale()
+                loss = model(x.to(session.device)) * scale
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(args.step)
+                session.step()
+                state = digest(optimizer) if args.hashes else "0"
+                trained = ",".join(map(str, samples.tolist())) if scale else "-"
+                log.write(
+                    f"{session.steps} {time.monotonic():.6f} {session.rank} {session.world_size} {session.round} "
+                    f"{state} {trained}\n"
+                )
+                if session.should_stop or session.steps >= args.steps:
+                    return
+
+    if args.way == "in place":
+        session.run(train)
+    else:
+        session.restore()
+        train()
+    session.close()
+
+
+if __name__ == "__main__":
+    main()
