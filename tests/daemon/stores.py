@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 from elasticd.errors import StoreUnavailable
 from elasticd_agent.store import Lease, Versioned, Watch
 from elasticd_agent.store.memory import MemoryStore
+
+T = TypeVar("T")
 
 
 class Clock:
@@ -23,10 +27,10 @@ class Clock:
 
 
 class InterruptedStore:
-    """What one client sees of `memory`. `before[n]` is called before its n-th request, and may raise.
+    """What one client sees of `memory`. `before` is called before each request, with its number, and may raise.
 
-    `late` requests are done, and only their answer is lost; a `deaf` client's watches
-    say nothing. Calls of the store by what is called count as nothing.
+    The answers to the requests in `lost_answers` are lost after they were done; while `watches_silent`, new watches say
+    nothing. Calls of `memory` itself count as nothing.
     """
 
     def __init__(
@@ -37,37 +41,36 @@ class InterruptedStore:
         self.lost_answers: set[int] = set()
         self.watches_silent = False
 
-    def _request(self, verb: str, key: str) -> None:
+    def ask(self, verb: str, key: str, call: Callable[[], T]) -> T:
+        """One request."""
         self.requests.append((verb, key))
-        self.before(len(self.requests), verb, key)
-
-    def _answer(self) -> None:
-        if len(self.requests) in self.lost_answers:
+        number = len(self.requests)
+        self.before(number, verb, key)
+        answer = call()
+        if number in self.lost_answers:
             raise StoreUnavailable("etcd at 10.0.0.1:2379 does not answer")
+        return answer
+
+    def written(self, value: bytes) -> bytes:
+        """The bytes that this client writes for `value`."""
+        return value
 
     def read(self, key: str) -> Versioned | None:
-        self._request("read", key)
-        return self.memory.read(key)
+        return self.ask("read", key, lambda: self.memory.read(key))
 
     def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
-        self._request("list", prefix)
-        return self.memory.list(prefix, known)
+        return self.ask("list", prefix, lambda: self.memory.list(prefix, known))
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
     ) -> bool:
-        self._request("write", key)
-        done = self.memory.compare_and_swap(key, expected, value, guard)
-        self._answer()
-        return done
+        return self.ask("write", key, lambda: self.memory.compare_and_swap(key, expected, self.written(value), guard))
 
     def delete(self, key: str) -> bool:
-        self._request("delete", key)
-        return self.memory.delete(key)
+        return self.ask("delete", key, lambda: self.memory.delete(key))
 
     def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
-        self._request("announce", key)
-        lease = self.memory.announce(key, value, ttl_s)
+        lease = self.ask("announce", key, lambda: self.memory.announce(key, self.written(value), ttl_s))
         return None if lease is None else InterruptedLease(self, lease)
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
@@ -77,22 +80,20 @@ class InterruptedStore:
         self.memory.close()
 
 
+@dataclass(frozen=True, slots=True)
 class InterruptedLease:
-    def __init__(self, store: InterruptedStore, lease: Lease) -> None:
-        self._store, self._lease = store, lease
+    store: InterruptedStore
+    lease: Lease
 
     @property
     def ttl_s(self) -> float:
-        return self._lease.ttl_s
+        return self.lease.ttl_s
 
     def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
-        self._store._request("put", key)
-        return self._lease.put(key, value, expected)
+        return self.store.ask("put", key, lambda: self.lease.put(key, self.store.written(value), expected))
 
     def renew(self) -> bool:
-        self._store._request("renew", "")
-        return self._lease.renew()
+        return self.store.ask("renew", "", self.lease.renew)
 
     def withdraw(self) -> None:
-        self._store._request("withdraw", "")
-        self._lease.withdraw()
+        self.store.ask("withdraw", "", self.lease.withdraw)

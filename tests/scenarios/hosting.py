@@ -90,7 +90,7 @@ class HostedStore(NodeStore):
             return
         self._life = life
         if life is not None:
-            self._store = life.data
+            self.memory = life.data
             for prefix, (callback, watches) in self.followed.items():
                 watches[:] = [super().watch(prefix, callback)] if self.answers else []
                 callback(prefix)

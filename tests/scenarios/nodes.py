@@ -156,7 +156,7 @@ class ScriptedCluster:
         c, out = self.cluster, []
         elapsed_s, self.shown_at = c.now - self.shown_at, c.now
         for label, node in sorted(c.nodes.items()):
-            asked = node.store.requests
+            asked = len(node.store.requests)
             rate = (asked - self._requests.get(label, 0)) / elapsed_s if elapsed_s else 0.0
             self._requests[label] = asked
             if node.dead or node.left:

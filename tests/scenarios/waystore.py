@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from elasticd.errors import StoreUnavailable
 from elasticd_agent.model.codec import VERSION
-from elasticd_agent.store import Lease, Versioned, Watch
+from elasticd_agent.store import Watch
 from elasticd_agent.store.memory import MemoryStore
+from tests.daemon.stores import InterruptedStore
 
 T = TypeVar("T")
 Fate = Literal["answer lost", "dies before", "dies after"]
@@ -24,7 +24,7 @@ class Killed(BaseException):
     """The agent has died in the middle of a turn. No handler in the agent's code may see it."""
 
 
-class NodeStore:
+class NodeStore(InterruptedStore):
     """A Store. `fates`: what becomes of the n-th request from now on, counted from 1; each happens once.
 
     `hints(deliver)` is given every hint and delivers it when, as often and if it likes. `version`: what its agent's
@@ -39,8 +39,8 @@ class NodeStore:
         hints: Callable[[Callable[[], None]], None],
         version: str = VERSION,
     ) -> None:
-        self._store, self._reachable, self._hints, self._version = store, reachable, hints, version
-        self.requests = 0
+        super().__init__(store)
+        self._reachable, self._hints, self._version = reachable, hints, version
         self.compares_one_key, self.standalone, self.is_host = False, True, False
         self.fates: dict[int, Fate] = {}
 
@@ -57,26 +57,23 @@ class NodeStore:
             record |= {"version": self._version, f"news_of_{self._version}": {"why": [1, None]}}
         return json.dumps(record, sort_keys=True).encode()
 
-    def ask(self, call: Callable[[], T]) -> T:
-        self.requests += 1
+    def ask(self, verb: str, key: str, call: Callable[[], T]) -> T:
         self.fates = {at - 1: fate for at, fate in self.fates.items()}
         fate = self.fates.pop(0, None)
         if fate == "dies before":
             raise Killed
-        if not self._reachable():
-            raise StoreUnavailable("the store does not answer")
-        answer = call()
+
+        def reached() -> T:
+            if not self._reachable():
+                raise StoreUnavailable("the store does not answer")
+            return call()
+
+        answer = super().ask(verb, key, reached)
         if fate == "dies after":
             raise Killed
         if fate == "answer lost":
             raise StoreUnavailable("the store's answer was lost")
         return answer
-
-    def read(self, key: str) -> Versioned | None:
-        return self.ask(lambda: self._store.read(key))
-
-    def list(self, prefix: str, known: dict[str, Versioned] | None = None) -> dict[str, Versioned]:
-        return self.ask(lambda: self._store.list(prefix, known))
 
     def compare_and_swap(
         self, key: str, expected: int | None, value: bytes, guard: tuple[str, int] | None = None
@@ -86,42 +83,14 @@ class NodeStore:
             if found is None or found.version != guard[1]:
                 return False
             guard = None
-        return self.ask(lambda: self._store.compare_and_swap(key, expected, self.written(value), guard))
-
-    def delete(self, key: str) -> bool:
-        return self.ask(lambda: self._store.delete(key))
-
-    def announce(self, key: str, value: bytes, ttl_s: float) -> Lease | None:
-        lease = self.ask(lambda: self._store.announce(key, self.written(value), ttl_s))
-        return None if lease is None else NodeLease(self, lease)
+        return super().compare_and_swap(key, expected, value, guard)
 
     def watch(self, prefix: str, callback: Callable[[str], None]) -> Watch:
         def changed(key: str) -> None:
             if self._reachable():
                 self._hints(lambda: callback(key))
 
-        return self.ask(lambda: self._store.watch(prefix, changed))
+        return self.ask("watch", prefix, lambda: self.memory.watch(prefix, changed))
 
     def close(self) -> None:
         """The store is everybody's."""
-
-
-@dataclass(slots=True)
-class NodeLease:
-    """A lease that can be reached as its store can."""
-
-    way: NodeStore
-    lease: Lease
-
-    @property
-    def ttl_s(self) -> float:
-        return self.lease.ttl_s
-
-    def put(self, key: str, value: bytes, expected: int | None = None) -> int | None:
-        return self.way.ask(lambda: self.lease.put(key, self.way.written(value), expected))
-
-    def renew(self) -> bool:
-        return self.way.ask(lambda: self.lease.renew())
-
-    def withdraw(self) -> None:
-        self.way.ask(lambda: self.lease.withdraw())
