@@ -218,6 +218,15 @@ def test_thread_of_the_script_may_still_enqueue(idle_s: float) -> None:
     assert found is None or not found.ends
 
 
+@pytest.mark.parametrize(("facts", "ends"), [(SLEEPS, True), (IN_GLOO, False)])
+def test_main_thread_in_gloo_may_wait_for_a_healthy_rank(facts: dict[str, Any], ends: bool) -> None:
+    """Their devices wait for each other."""
+    ranks = [rank({PAIR: (1, 0), OTHER: (0, 0)}, facts), rank({PAIR: (0, 0), OTHER: (1, 0)}, SLEEPS)]
+    found = verdict(Cuda(ranks, 0, None), 61)
+    assert found is not None
+    assert found.ends is ends
+
+
 def test_ceiling_ends_a_group_of_unknown_kind() -> None:
     found = verdict(SITUATIONS["two groups in opposite order"], 1850, "nccl2 of 2.14")
     assert found is not None
@@ -314,3 +323,6 @@ def test_verdict_names_collective_and_group() -> None:
     assert found.why.startswith(
         "rank 1 on n0 (step 100) has not enqueued collective 6 of the NCCL group of ranks 0, 1: it waits in data.py:3"
     )
+    behind_two = verdict(SITUATIONS["the culprit is behind two groups"], 61)
+    assert behind_two is not None
+    assert "; 1 rank waits in an NCCL collective" in behind_two.why, "rank 0 waits in another group than the culprit's"

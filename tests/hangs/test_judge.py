@@ -152,6 +152,14 @@ def test_done_node_is_blamed_by_waiting_ranks() -> None:
     assert found.culprits == (("b", 1, 4),)
 
 
+def test_hang_lasts_as_long_as_no_running_rank_made_progress() -> None:
+    """Here the store is at fault, and no rank waits for another one."""
+    stopped = replace(A, store_state="T", store_stopped_s=9.0)
+    found = HangJudge(POLICY).turn(ROUND, [stopped], frozenset({"b"}), NOW)
+    assert found is not None
+    assert (found.cause, found.hung_s) == ("store", 6.0)
+
+
 def test_on_hang_report() -> None:
     judge = HangJudge(replace(POLICY, on_hang="report"))
     assert judge.turn(ROUND, [A, B], NOBODY, NOW) is None

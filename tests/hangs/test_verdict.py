@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from elasticd_agent.hangs import verdict as hang
+from elasticd_agent.hangs.blame import blame
+from elasticd_agent.hangs.rank import RankState
 from elasticd_agent.hangs.verdict import Hang, NoHang, RankLocation, SuspectedHang, judge, reason_to_suspect
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.reports import HangReport, RankReport
@@ -72,13 +74,30 @@ def test_unreaped_zombie_is_suspected() -> None:
 
 def test_stopped_store_is_suspected() -> None:
     calm = report(replace(WAITS, idle_s=0.1))
-    assert reason_to_suspect(replace(calm, store_state="T", store_stopped_s=1.4), POLICY) is None
+    early_s = hang.EARLY_FRACTION * POLICY.stopped_after_s
+    assert reason_to_suspect(replace(calm, store_state="T", store_stopped_s=early_s - 0.1), POLICY) is None
     assert "round's store on a is stopped" in str(
-        reason_to_suspect(replace(calm, store_state="T", store_stopped_s=1.6), POLICY)
+        reason_to_suspect(replace(calm, store_state="T", store_stopped_s=early_s), POLICY)
     )
 
 
+@pytest.mark.parametrize(("collectives", "anything"), [(-1, False), (0, True)])
+def test_rank_with_a_group_may_meet_another_program(collectives: int, anything: bool) -> None:
+    rank = RankReport(0, 0, where="init", function="rendezvous", collectives=collectives)
+    assert RankState("a", rank).waits_for_anything is anything
+
+
 # ---- the verdict
+
+
+def test_rank_at_the_store_is_blamed_only_where_all_others_make_the_group() -> None:
+    early = RankReport(0, 0, phase="starting", where="init", function="rendezvous", idle_s=70, state="S")
+    joins = replace(early, rank=1, function="_new_process_group_helper")
+    waits = replace(early, rank=2, where="barrier", function="session.barrier")
+    causes = [
+        blame([RankState("a", one) for one in ranks], [], 1).cause for ranks in ((early, joins), (early, joins, waits))
+    ]
+    assert causes == ["never_joined", "mismatched_collectives"]
 
 
 def test_hang_at_deadline_names_culprit() -> None:

@@ -79,6 +79,7 @@ def test_newest_step_rounds_and_checkpoint_are_kept() -> None:
         line("round_published", 132.0, 2, world_size=1, nodes=("b",), restarts=1, reason="rank 1 was killed"),
         line("job_ended", 150.0, 2, outcome="failed", step=40, restarts=1, reason="no progress"),
     )
+    assert (progress.began_at, progress.ended_at) == (100.0, 150.0)
     assert (progress.step, progress.checkpoint, progress.restarts) == (
         40,
         CheckpointStatus(6, 1, 115.0, bytes=0, blocked_seconds=0.0),

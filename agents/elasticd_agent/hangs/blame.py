@@ -209,7 +209,7 @@ def _not_joined(group: _Group) -> Blame | None:
 def _at_rendezvous(group: _Group) -> list[RankState]:
     """The ranks that have not even reached the store, where all live ranks make the group."""
     early = [rank for rank in group.live if rank.is_joining and rank.report.function == RENDEZVOUS]
-    return early if all(rank.is_joining for rank in group.live) and len(early) < len(group.live) else []
+    return early if all(rank.is_joining for rank in group.live) else []
 
 
 def _missing_in_group(group: _Group) -> Blame | None:
