@@ -80,15 +80,6 @@ def test_page_of_recorded_evidence(name: str, request: pytest.FixtureRequest) ->
         assert done.stdout == path.read_text()
 
 
-def test_page_order(evidence: Path) -> None:
-    """The headline comes first, then the facts, then the table."""
-    headline, facts, table, *_ = page(explained(evidence)).split("\n\n")
-    assert headline.startswith("Round 1 hung, and rank 2 is at fault: ")
-    assert "stopped" in headline
-    assert "found hung after" in facts
-    assert [line.startswith(" > ") for line in table.splitlines()] == [False, False, False, False, True, False]
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -101,15 +92,6 @@ def test_page_of_other_verdicts(changes: dict[str, Any], words: Sequence[str], e
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     shown = " ".join(page(explained(evidence)).split())
     assert all(word in shown for word in words)
-
-
-def test_verdict_without_reports(evidence: Path) -> None:
-    """Earlier versions kept the reports in a file of their own; each node's own reports say the same."""
-    path, before = evidence / "verdict.json", explained(evidence)
-    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "reports"}))
-    after = explained(evidence)
-    assert (after.headline, after.troubles, len(after.ranks)) == (before.headline, (), 4)
-    assert [(rank.node, rank.step) for rank in after.ranks] == [(rank.node, rank.step) for rank in before.ranks]
 
 
 def test_json_object(evidence: Path) -> None:

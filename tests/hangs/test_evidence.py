@@ -126,15 +126,6 @@ def test_workers_are_not_stopped(
     assert (rank.source, rank.function.partition(" ")[2]) == ("py-spy", "turn_round")
 
 
-def test_equal_stacks_have_equal_digests(
-    worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path
-) -> None:
-    pids = [worker(SLEEPS), worker(SLEEPS), worker(DEAD_LOCK)]
-    assert evidence.gather(1, [EvidenceTarget(rank, pid) for rank, pid in enumerate(pids)], tmp_path / "log", "")
-    stacks = [rank.stack for rank in posted.get(timeout=30).ranks]
-    assert stacks[0] == stacks[1] != stacks[2]
-
-
 def test_stacks_by_faulthandler_without_py_spy(
     takes: MakeEvidence, worker: StartWorker, posted: Posted, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,17 +35,6 @@ MAIN = ThreadStack(
 LOADER = ThreadStack("loader", "74", (Frame("read", "/home/ann/llama/src/data.py", 7),), "active+gil")
 CHILD = ThreadStack("", "80", (Frame("__getitem__", "/home/ann/llama/src/data.py", 19),), "idle")
 STACKS = (ProcessStacks(71, "python", (MAIN, LOADER)), ProcessStacks(80, "pt_data_worker", (CHILD,)))
-
-
-def test_stacks_survive_their_json() -> None:
-    rank = RankEvidence.from_dict(json.loads(json.dumps(RankEvidence(0, processes=STACKS).to_dict())))
-    assert (rank.processes, rank.main) == (STACKS, MAIN)
-    assert [(thread.label, thread.holds_gil) for thread in rank.threads] == [
-        ("MainThread", False),
-        ("loader", True),
-        ("80", False),
-    ]
-    assert str(STACKS[1]) == "pt_data_worker (pid 80)"
 
 
 def test_record_that_is_too_long_keeps_main_threads() -> None:
