@@ -107,8 +107,7 @@ class LaunchChannel(NoLaunchChannel):
             raise RoundChanged(self.why)
 
     def enter(self) -> None:
-        if self._thread.ident is None:
-            self._thread.start()
+        self._begin()
         self._is_inside = True
         self._send({"type": "Entered"})
 
@@ -123,6 +122,7 @@ class LaunchChannel(NoLaunchChannel):
         return is_of_lost_peer(error) and self.is_connected and self.changed.wait(PEER_S)
 
     def report_entry(self, step: int) -> None:
+        self._begin()
         self._send({"type": "AtEntry", "step": step})
 
     def released(self) -> Message:
@@ -133,7 +133,7 @@ class LaunchChannel(NoLaunchChannel):
 
     def follow(self, release: Message) -> None:
         stacks = os.environ.get("ELASTICD_STACKS", "")
-        for name in self._names - release["env"].keys():
+        for name in {"ELASTICD_NEWCOMER", *self._names} - release["env"].keys():
             os.environ.pop(name, None)
         self._names = set(release["env"])
         os.environ.update(release["env"])
@@ -149,6 +149,10 @@ class LaunchChannel(NoLaunchChannel):
         self._is_inside = False
         self.why = ""
         self.changed.clear()
+
+    def _begin(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
 
     def _send(self, message: Message) -> None:
         try:

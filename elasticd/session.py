@@ -22,7 +22,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, cast
 
-from elasticd import in_place, launch_channel, process_group
+from elasticd import in_place, launch_channel, newcomer, process_group
 from elasticd.checkpointing import restore
 from elasticd.checkpointing.at_fault.donor import Donor
 from elasticd.checkpointing.at_fault.late_changes import BetweenSteps
@@ -35,7 +35,7 @@ from elasticd.coordination import pause
 from elasticd.coordination.barrier import Barriers, timeout_seconds
 from elasticd.coordination.decisions import Action, DecisionPoints
 from elasticd.coordination.rank_status import RankStatus, StatusPublisher
-from elasticd.coordination.store_channel import open_channel
+from elasticd.coordination.store_channel import StoreChannel, open_channel
 from elasticd.data_parallel import DataParallelModules
 from elasticd.errors import CheckpointError, CheckpointRefused, RoundChanged, UsageError
 from elasticd.heartbeat import record as heartbeat
@@ -73,7 +73,8 @@ def init(*, timeout: timedelta | None = None, decision_timeout: timedelta = time
     Raises UsageError for an environment that cannot work, and what torch raises when the group cannot be made.
     """
     environment = process_group.read_environment()
-    group = process_group.join(environment, timeout)
+    is_newcomer = newcomer.is_newcomer()
+    group = newcomer.join(environment) if is_newcomer else process_group.join(environment, timeout)
     return Session(environment, group, decision_timeout.total_seconds(), timeout)
 
 
@@ -92,6 +93,8 @@ class Session:
         self._heartbeat = heartbeat.from_environment()
         self._issued = Collectives().issued
         self._main_thread = MainThread()
+        self._is_ahead = newcomer.is_newcomer()
+        """This process has no round before its entry."""
         self._modules = DataParallelModules(self._issued)
         if self._launch.is_connected:
             self._modules.watch()
@@ -121,9 +124,12 @@ class Session:
         self._group = group
         self._heartbeat.use_session()
         self._events = worker_events.from_environment(environment.round, group.rank)
-        self._channel = open_channel(
-            group.rank, group.world_size, environment.round, group.device, self._decision_timeout_s, self._heartbeat
-        )
+        if self._is_ahead:
+            self._channel = StoreChannel(group.rank, 1, None, "", self._decision_timeout_s)
+        else:
+            self._channel = open_channel(
+                group.rank, group.world_size, environment.round, group.device, self._decision_timeout_s, self._heartbeat
+            )
         self._channel.status = self._status_before_call
         self._scalars = ScalarSampler(self._events) if group.rank == 0 else None
         self._issued_at_step = self._issued_before = 0
@@ -169,7 +175,7 @@ class Session:
             self._channel.new_connection, self._channel.prefix, group.rank, group.world_size, self._status
         )
         self._barriers = Barriers(self._channel, self._publisher, self._heartbeat)
-        if group.world_size > 1:
+        if self._channel.store is not None:
             self._publisher.start(self._channel.store)
 
     @property
@@ -278,6 +284,9 @@ class Session:
         if self._stepped:
             raise UsageError("restore() after step(): restore before the first step")
         self._directory = directory or self._directory
+        if self._is_ahead:  # `run` restores in the round
+            self._has_called_restore = True
+            return None
         self._channel.call = "restore()"
         issued = self._issued()
         self._saver.open(directory, "restore")
@@ -322,7 +331,8 @@ class Session:
         barrier_s = None if barrier is None else timeout_seconds(barrier, "checkpoint(barrier=...)")
         self._directory = directory or self._directory
         self._channel.call = "checkpoint()"
-        self._saver.open(directory, "checkpoint")
+        if not self._is_ahead:
+            self._saver.open(directory, "checkpoint")
         self._context.every = parsed
         self._context.keep = keep
         self._context.keep_every = keep_every
@@ -348,7 +358,7 @@ class Session:
         Raises UsageError without a directory or with nothing attached, CheckpointRefused for a state that
         `torch.load(weights_only=True)` would not open, naming the key.
         """
-        self._launch.check()
+        self._check_call("save()")
         self._channel.call = "save()"
         self._saver.open(None, "save")
         if self._should_stop and self._saver.saved_step == self._steps:
@@ -401,7 +411,7 @@ class Session:
         Raises DecisionTimeout when rank 0's decision does not arrive, CheckpointRefused at the first save,
         BarrierTimeout where `checkpoint(barrier=...)` asks for a barrier.
         """
-        self._launch.check()
+        self._check_call("step()")
         if self._should_stop:
             self._say_stopped("step()")
             return
@@ -490,7 +500,9 @@ class Session:
         try:
             why = self._reason_against_staying()
             self._entry = EntryState(self._attached, self._group.device)
-            if self._attached and not self._has_called_restore and self._has_directory():
+            if self._is_ahead:
+                self._enter_first_round(why)
+            elif self._attached and not self._has_called_restore and self._has_directory():
                 self.restore()
             if why:
                 self._say(f"a change of ranks restarts every process: {why}")
@@ -506,6 +518,20 @@ class Session:
         finally:
             self._is_running = False
 
+    def _enter_first_round(self, why: str) -> None:
+        """Wait at the entry, as a newcomer. The others have entered, so a reason against it is this process' own."""
+        if why or not self._launch.is_connected:
+            raise UsageError(f"this process cannot join the job that runs: {why or 'its launcher is gone'}")
+        self._close_round()
+        self._modules.release()
+        process_group.leave(self._group)
+        self._enter_round()
+
+    def _check_call(self, call: str) -> None:
+        if self._is_ahead:
+            raise UsageError(newcomer.refusal(f"session.{call}"))
+        self._launch.check()
+
     def _has_directory(self) -> bool:
         return bool(self._context.directory or self._directory or os.environ.get("ELASTICD_CHECKPOINT_DIR"))
 
@@ -517,7 +543,7 @@ class Session:
             return "nothing is attached, or there is no checkpoint directory"
         if self._stepped or self._calls or self._barriers.has_met:
             return "the script calls step(), save() or barrier() of the session before run()"
-        collectives = self._issued() - self._issued_by_session
+        collectives = self._modules.collectives if self._is_ahead else self._issued() - self._issued_by_session
         return in_place.reason_against(self._attached, self._modules, self._group, collectives)
 
     def _call(self, train: Callable[[], T]) -> tuple[bool, T | None]:
@@ -548,6 +574,7 @@ class Session:
         self._launch.report_entry(self._steps)
         gc.collect()  # what the frames of `train` have left
         self._launch.follow(self._launch.released())
+        self._is_ahead = False
         self._heartbeat.follow(os.environ["ELASTICD_HEARTBEAT"])
         environment = process_group.read_environment()
         group = process_group.join(environment, self._timeout, self._group.device)
@@ -589,7 +616,7 @@ class Session:
         Raises BarrierTimeout, with the last status of the missing ranks; UsageError on every rank where names differ,
         and for arguments that cannot work; torch.distributed's own error when the store is gone.
         """
-        self._launch.check()
+        self._check_call("barrier()")
         self._barriers.wait(name, timeout)
 
     @contextmanager

@@ -137,3 +137,28 @@ def test_a_failure_is_answered_with_the_slots_there_are() -> None:
     after = decided(replace(view(present("a"), present("b", (1,))), failures=(crash,), failed_at=NOW - 5))
     assert [(m.node, m.slots) for m in after.members] == [("a", (0, 1)), ("b", (1,))]
     assert after.budget.counted == 1
+
+
+# ---- slots whose process starts ahead of its round
+
+
+def test_slot_starts_until_its_process_is_ready() -> None:
+    slots = Slots("b", (0, 1, 2), min_workers=2)
+    slots.starts([2, 1])
+    assert (slots.starting, slots.usable) == ((1, 2), (0, 1, 2)), "the leader decides whether they are waited for"
+    slots.ready([1])
+    assert slots.starting == (2,)
+    slots.handle(stuck(70, 2))
+    slots.handle(ProcessReaped(70))
+    assert slots.starting == (), "no process was released for it meanwhile"
+
+
+def test_slots_of_a_job_whose_processes_do_not_come_ahead() -> None:
+    slots = Slots("b", (0, 1, 2), min_workers=2)
+    slots.starts([1, 2])
+    assert slots.start_with_round(2, "exited with code 1") == (
+        "the new process of slot 2 exited with code 1 before session.run: from now on new processes start together "
+        "with their round, and the other ranks wait for them"
+    )
+    slots.starts([0])
+    assert slots.starting == ()

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from elasticd_agent.model.messages import GroupEnded, WorkerExited
 from elasticd_agent.model.records import Member, Round
-from elasticd_agent.workers.events import GroupStarted, LauncherReady
+from elasticd_agent.workers.events import GroupStarted, LauncherReady, NewcomerEnded, NewcomerReady
 from elasticd_agent.workers.groups import Keep
 from elasticd_agent.workers.launcher import messages
 from elasticd_agent.workers.launcher.owner_client import OwnerLost
@@ -72,6 +73,15 @@ class Job:
     def end(self, keep: Keep = ALL, number: int = 1) -> GroupEnded:
         assert self.node.workers.signal(number, signal.SIGKILL, save=True, keep=keep) == []
         return self.node.until(GroupEnded)
+
+    def begin_ahead(self, slot: int) -> int:
+        """The pid of a newcomer, which waits for the file `come` before its entry."""
+        spec = self.node.group(Round(9, (Member("a", "a", (slot,)),)))[0]
+        self.node.workers.release_ahead({slot: replace(spec, env={**spec.env, "ELASTICD_NEWCOMER": "1"})})
+        assert self.node.workers.newcomers == {slot}
+        self.node.report(messages.ReleasedAhead)
+        wait_for(lambda: (self.work / "newcomer").exists() and (self.work / "newcomer").read_text(), "its start")
+        return int((self.work / "newcomer").read_text())
 
     def exits(self) -> dict[int, str]:
         return {exit.rank: exit.status.text for exit in self.node.received if isinstance(exit, WorkerExited)}
@@ -212,3 +222,57 @@ def test_nothing_is_left_when_owner_or_agent_dies_meanwhile(job: StartJob, dies:
         wait_for(lambda: isinstance(three.node.inbox.get(), OwnerLost), "the loss")
     three.node.workers.close()
     assert all(map(is_gone, three.pids))
+
+
+# ---- workers that are released ahead of their round
+
+
+def test_newcomer_waits_at_its_entry_for_a_round_with_its_slot(job: StartJob) -> None:
+    """Rounds without the slot leave it alone, on its way and at its entry."""
+    three = job()
+    three.kill(1)
+    three.end()
+    three.start(2, 0, 2)
+    newcomer = three.begin_ahead(1)
+    three.end(number=2)
+    three.start(3, 0, 2)
+    (three.work / "come").touch()
+    assert three.node.until(NewcomerReady) == NewcomerReady(1)
+    assert three.node.workers.newcomers == set()
+    three.end(number=3)
+    assert three.start(4, 0, 2).kept == (0, 1)
+    three.end(number=4)
+    started = three.start(5, 0, 1, 2)
+    assert started.pids == [three.pids[0], newcomer, three.pids[2]] and started.kept == (0, 1, 2)
+    assert three.end(number=5) == GroupEnded(5, (0, 1, 2)), "it can be kept, as any other"
+
+
+def test_newcomer_on_its_way_ends_where_a_round_needs_its_slot(job: StartJob) -> None:
+    three = job()
+    three.kill(1)
+    three.end()
+    three.start(2, 0, 2)
+    newcomer = three.begin_ahead(1)
+    three.end(number=2)
+    started = three.start(3, 0, 1, 2)
+    assert started.kept == (0, 2)
+    assert three.node.until(NewcomerEnded) == NewcomerEnded(1, "")
+    wait_for(lambda: is_gone(newcomer), "its end")
+
+
+def test_newcomer_that_dies_is_reported(job: StartJob) -> None:
+    three = job()
+    os.kill(three.begin_ahead(3), signal.SIGTERM)
+    assert three.node.until(NewcomerEnded) == NewcomerEnded(3, "was killed by SIGTERM")
+    assert three.node.workers.newcomers == set()
+    three.end()
+    assert three.start(2, 0, 1, 2).kept == (0, 1, 2)
+
+
+def test_newcomers_end_with_the_processes_that_are_kept(job: StartJob) -> None:
+    three = job()
+    newcomer = three.begin_ahead(3)
+    three.node.workers.end_kept()
+    assert three.node.until(NewcomerEnded) == NewcomerEnded(3, "")
+    wait_for(lambda: is_gone(newcomer), "its end")
+    assert not any(map(is_gone, three.pids))

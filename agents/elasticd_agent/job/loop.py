@@ -13,7 +13,7 @@ import queue
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elasticd.errors import StoreRefused
@@ -32,6 +32,8 @@ from elasticd_agent.rendezvous.member import DriverFailed, RendezvousMember, Tur
 from elasticd_agent.system.network.control_socket import DumpRequested
 from elasticd_agent.workers.events import (
     GroupStarted,
+    NewcomerEnded,
+    NewcomerReady,
     OwnerEvent,
     ProcessReaped,
     ProcessUnkillable,
@@ -88,6 +90,7 @@ class JobLoop:
         workers: WorkerManager,
         make_workers: Callable[[], WorkerManager],
         prepare: Callable[[Round, str], GroupSetup],
+        prepare_ahead: Callable[[Round, Sequence[int], str], Mapping[int, WorkerSpec]],
         listener: JobListener,
         inbox: queue.SimpleQueue[Message],
         max_workers: int,
@@ -102,7 +105,7 @@ class JobLoop:
         self._address = address
         self._monitor = monitor
         self._make_workers = make_workers
-        self._prepare = prepare
+        self._prepare, self._prepare_ahead = prepare, prepare_ahead
         self._listener = listener
         self._inbox = inbox
         self._max_workers = max_workers
@@ -178,6 +181,8 @@ class JobLoop:
             case OwnerMessage():
                 for event in self.workers.handle(message):
                     self._handle(event, now)
+                if self._slots.starting and not self.workers.can_release_ahead:
+                    self._start_with_round(None, "workers start cold")
                 if self._rules.multi_node and not self._launcher_settled and self.workers.settled:
                     self._launcher_settled = True
                     self._rendezvous.update_node_record(warm=1)
@@ -195,6 +200,12 @@ class JobLoop:
                     self._rendezvous.report_master(number, self._address(), port)
             case ProcessUnkillable() | ProcessReaped():
                 self._slot_changed(message, now)
+            case NewcomerReady(slot):
+                self._slots.ready([slot])
+                self._announce_slots()
+            case NewcomerEnded(slot, why):
+                if why:
+                    self._start_with_round(slot, why)
             case messages.WorkerExited(number):
                 if number == self._monitor.number:
                     self._observe(now)  # a first step that the worker made comes before its exit
@@ -280,6 +291,8 @@ class JobLoop:
                 if round.member(self.node) is None:
                     self.workers.end_store()
                     self.workers.end_kept()
+                    if not round.terminal:
+                        self._release_ahead(round)
             case messages.GroupEnded(number):
                 self._kill_at.pop(number, None)
                 self._waiting_for_master = None
@@ -320,6 +333,7 @@ class JobLoop:
             case messages.KillGroup(number, _, save):
                 self._saved_last = save
                 keep = self._monitor.workers_to_keep(action) if action.keep else Keep()
+                self._slots_start(number, keep)
                 self._end_group(number, signal.SIGKILL, save=save, keep=keep)
             case messages.StopGroup(number, why, grace_s, name):
                 self._listener.log(why)
@@ -378,7 +392,35 @@ class JobLoop:
             self._listener.on(SlotChanged(cause, sentence), now)
         if (round := self._slots.unblocked()) is not None:
             self._start(round)  # before the slot is announced: a node that has it and has not started counts as late
-        self._rendezvous.update_node_record(slots=self._slots.usable, unusable=self._slots.why)
+        self._announce_slots()
+
+    def _announce_slots(self) -> None:
+        slots = {"slots": self._slots.usable, "unusable": self._slots.why, "starting": self._slots.starting}
+        self._rendezvous.update_node_record(**slots)
+
+    def _slots_start(self, number: int, keep: Keep) -> None:
+        """Before the failure is reported: the next Round need not wait for the workers that have to start anew."""
+        kept, others = self.workers.slots_to_keep(number, keep)
+        if not others:
+            return
+        if self.workers.can_release_ahead and (kept or self._rules.multi_node):
+            self._slots.starts(others)
+        else:  # nobody would wait for one of them alone
+            self._slots.ready(self._slots.starting)
+        self._announce_slots()
+
+    def _start_with_round(self, slot: int | None, why: str) -> None:
+        self._listener.log(self._slots.start_with_round(slot, why))
+        self._announce_slots()
+
+    def _release_ahead(self, round: Round) -> None:
+        """Release the workers of slots that start and are in no round."""
+        slots = sorted(set(self._slots.starting) - self.workers.newcomers)
+        if slots:
+            try:
+                self.workers.release_ahead(self._prepare_ahead(round, slots, self._address()))
+            except OSError as error:
+                self._start_with_round(None, str(error))
 
     def _start(self, round: Round) -> None:
         if self._slots.blocks(round):
@@ -390,6 +432,9 @@ class JobLoop:
             self._events.append(messages.StartFailed(round.number, str(error), time.monotonic()))
             return
         self._saved_last = False
+        if member := round.member(self.node):
+            self._slots.ready(member.slots)
+            self._announce_slots()
         self._monitor.begin(round, prepared, time.monotonic())
         if round.group_rank(self.node) == 0:
             self.workers.start(round, prepared.workers, None)
@@ -428,6 +473,8 @@ class JobLoop:
     def _stepped(self, first: messages.FirstStep | None) -> None:
         if first is not None:
             self._events.append(first)
+            if self.round is not None and self.round.number == first.number:
+                self._release_ahead(self.round)
             # With a store, wherever rank 0 is now: if it is here in the next round, there is no time to fork one.
             self.workers.park(self._max_workers, with_store=True)
 

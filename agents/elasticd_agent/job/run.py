@@ -130,6 +130,7 @@ def _run(
     )
     evidence = EvidenceCollector(runtime, inbox.put, policy.evidence_timeout_s, job=spec.job_id, node=membership.node)
     stack.callback(evidence.close)
+    setup = WorkerSetup(spec, policy, node, runtime, reporting.logs, gpus=bool(gpus))
     loop = JobLoop(
         node=node,
         rules=_step_rules(policy, membership, context),
@@ -139,7 +140,8 @@ def _run(
         monitor=_group_monitor(spec, policy, membership, evidence, reporting),
         workers=running[0],
         make_workers=lambda: make_workers(start_owner()),
-        prepare=WorkerSetup(spec, policy, node, runtime, reporting.logs, gpus=bool(gpus)).prepare,
+        prepare=setup.prepare,
+        prepare_ahead=setup.prepare_ahead,
         listener=reporting.reporter,
         inbox=inbox,
         max_workers=spec.max_workers,

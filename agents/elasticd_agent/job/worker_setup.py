@@ -6,6 +6,8 @@ Files of older rounds are removed, except the last one's, which may still be rea
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from elasticd.heartbeat import record
@@ -13,7 +15,7 @@ from elasticd_agent.hangs.evidence import EvidenceTarget
 from elasticd_agent.hangs.observer import GroupObserver
 from elasticd_agent.job.monitor import GroupSetup
 from elasticd_agent.model.job import JobSpec, Policy
-from elasticd_agent.model.records import Round
+from elasticd_agent.model.records import Member, Round
 from elasticd_agent.system.files import remove_tree
 from elasticd_agent.system.network.addresses import gloo_environment
 from elasticd_agent.system.python_packages import installed_version
@@ -50,7 +52,6 @@ class WorkerSetup:
 
     def prepare(self, round: Round, address: str) -> GroupSetup:
         """The workers of `round` on this node. `address`: this machine's for other nodes."""
-        spec = self._spec
         directory = self._runtime / f"round-{round.number}"
         directory.mkdir(mode=0o700)
         # By the existing directories, since this node is not in every round.
@@ -59,41 +60,11 @@ class WorkerSetup:
             remove_tree(self._runtime / f"round-{number}")
         member = round.member(self._node)
         assert member is not None
-        workers, targets, max_restarts = [], [], self._policy.max_restarts
-        if max_restarts is None:
-            max_restarts = self._policy.max_restarts_per_hour
-        inherited = spec.base_environment(os.environ)
-        for local_rank, rank in enumerate(round.ranks(self._node)):
-            files = self._logs.worker(round.number, local_rank, rank)
-            paths = WorkerPaths(
-                heartbeat=str(directory / f"heartbeat-{rank}"),
-                events=str(directory / f"worker-events-{rank}.jsonl"),
-                error_file=files.error,
-                writer=str(self._runtime / SOCKET),
-            )
-            record.create(paths.heartbeat)
-            env = worker_environment(round, self._node, local_rank, paths, spec, max_restarts, address)
-            if spec.rendezvous.backend != "memory":
-                env |= gloo_environment(inherited, address)
-            if self._gpus:
-                env |= nccl_environment(inherited, directory, self._torch)
-            if spec.devices:
-                only = local_rank if spec.virtual_local_rank else None
-                env["CUDA_VISIBLE_DEVICES"] = visible_devices(member.slots, spec.devices, only)
-            pipe, dump = flight_recorder({**inherited, **env}, rank) or (None, None)
-            target = EvidenceTarget(
-                rank,
-                0,
-                tuple(Path(log) for log in (files.stdout, files.stderr) if log not in (None, os.devnull)),
-                heartbeat=Path(paths.heartbeat),
-                stacks=directory / f"stacks-{rank}",
-                flight=directory / f"flight-{rank}.json",
-                pipe=pipe,
-                dump=dump,
-            )
-            env |= {"ELASTICD_STACKS": str(target.stacks), "ELASTICD_FLIGHT": str(target.flight)}
-            workers.append(WorkerSpec(env, files.stdout, files.stderr, paths.heartbeat))
-            targets.append(target)
+        prepared = [
+            self._worker(round, local_rank, rank, directory, address)
+            for local_rank, rank in enumerate(round.ranks(self._node))
+        ]
+        workers, targets = tuple(worker for worker, _ in prepared), tuple(target for _, target in prepared)
         ranks = round.ranks(self._node)
         watch = GroupObserver(
             round.number,
@@ -101,4 +72,69 @@ class WorkerSetup:
             [directory / f"heartbeat-{rank}" for rank in ranks],
             [directory / f"worker-events-{rank}.jsonl" for rank in ranks],
         )
-        return GroupSetup(tuple(workers), watch, tuple(targets), self._logs.evidence_dir(round.number))
+        return GroupSetup(workers, watch, targets, self._logs.evidence_dir(round.number))
+
+    def prepare_ahead(self, round: Round, slots: Sequence[int], address: str) -> dict[int, WorkerSpec]:
+        """Workers on these slots that run the script up to its entry, ahead of a round that has them beside those of
+        `round`. Their ranks follow those of `round`; they have no store, and save nothing.
+        """
+        member = round.member(self._node)
+        every = tuple(sorted({*slots, *(member.slots if member is not None else ())}))
+        here = replace(member, slots=every) if member is not None else Member(self._node, "", every)
+        others = tuple(m for m in round.members if m.node != self._node)
+        larger = replace(round, members=(*others, here))
+        directory = self._runtime / f"ahead-{round.number}"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        older = sorted(int(path.name[6:]) for path in self._runtime.glob("ahead-*") if path != directory)
+        for number in older[:-1]:
+            remove_tree(self._runtime / f"ahead-{number}")
+        workers = {}
+        for rank, slot in enumerate(slots, round.world_size):
+            worker, _ = self._worker(larger, every.index(slot), rank, directory, address)
+            provisional = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(round.world_size + len(slots)),
+                "ELASTICD_NEWCOMER": "1",
+            }
+            env = {name: value for name, value in worker.env.items() if name not in ("MASTER_ADDR", "ELASTICD_WRITER")}
+            workers[slot] = replace(worker, env=env | provisional)
+        return workers
+
+    def _worker(
+        self, round: Round, local_rank: int, rank: int, directory: Path, address: str
+    ) -> tuple[WorkerSpec, EvidenceTarget]:
+        spec, max_restarts = self._spec, self._policy.max_restarts
+        if max_restarts is None:
+            max_restarts = self._policy.max_restarts_per_hour
+        member = round.member(self._node)
+        assert member is not None
+        inherited = spec.base_environment(os.environ)
+        files = self._logs.worker(round.number, local_rank, rank)
+        paths = WorkerPaths(
+            heartbeat=str(directory / f"heartbeat-{rank}"),
+            events=str(directory / f"worker-events-{rank}.jsonl"),
+            error_file=files.error,
+            writer=str(self._runtime / SOCKET),
+        )
+        record.create(paths.heartbeat)
+        env = worker_environment(round, self._node, local_rank, paths, spec, max_restarts, address)
+        if spec.rendezvous.backend != "memory":
+            env |= gloo_environment(inherited, address)
+        if self._gpus:
+            env |= nccl_environment(inherited, directory, self._torch)
+        if spec.devices:
+            only = local_rank if spec.virtual_local_rank else None
+            env["CUDA_VISIBLE_DEVICES"] = visible_devices(member.slots, spec.devices, only)
+        pipe, dump = flight_recorder({**inherited, **env}, rank) or (None, None)
+        target = EvidenceTarget(
+            rank,
+            0,
+            tuple(Path(log) for log in (files.stdout, files.stderr) if log not in (None, os.devnull)),
+            heartbeat=Path(paths.heartbeat),
+            stacks=directory / f"stacks-{rank}",
+            flight=directory / f"flight-{rank}.json",
+            pipe=pipe,
+            dump=dump,
+        )
+        env |= {"ELASTICD_STACKS": str(target.stacks), "ELASTICD_FLIGHT": str(target.flight)}
+        return WorkerSpec(env, files.stdout, files.stderr, paths.heartbeat), target

@@ -66,10 +66,28 @@ class ProcessUnkillable:
 
 
 @dataclass(frozen=True, slots=True)
+class NewcomerReady:
+    """The process that was released ahead on `slot` waits at its entry for a round."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewcomerEnded:
+    """The process that was released ahead on `slot` has ended before its entry."""
+
+    slot: int
+    why: str  #: "" where it was ended by us
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessReaped:
     """An unkillable process has ended."""
 
     pid: int
 
 
-OwnerEvent = Event | GroupStarted | WorkersReleased | StoreReady | ProcessUnkillable | ProcessReaped
+OwnerEvent = (
+    Event | GroupStarted | WorkersReleased | StoreReady | ProcessUnkillable | ProcessReaped
+    | NewcomerReady | NewcomerEnded
+)  # fmt: skip

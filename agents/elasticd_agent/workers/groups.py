@@ -43,6 +43,10 @@ class WorkerGroup:
     held_ranks: tuple[int, ...] = ()  #: local ranks whose GPU's memory is not free yet
     store_port: int = 0
     kept: list[int] = field(default_factory=list)  #: by local rank, as in PendingStart
+    entered: set[int] = field(
+        default_factory=set
+    )  #: local ranks of workers that could leave the round in their process
+    exited: set[int] = field(default_factory=set)
     keep: tuple[int, ...] = ()  #: local ranks that are to be kept at its end
 
 
@@ -69,13 +73,34 @@ class Keep:
     why: str = ""  #: the group ends
 
 
+@dataclass(slots=True)
+class Newcomers:
+    """Workers that are released ahead of their round, by slot: requested, released, on their way."""
+
+    wanted: dict[int, WorkerSpec] = field(default_factory=dict)
+    released: dict[int, dict[int, WorkerSpec]] = field(default_factory=dict)  #: by the name of the group
+    by_pid: dict[int, tuple[int, WorkerSpec]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)  #: pids and names of groups that we have ended
+
+    @property
+    def slots(self) -> set[int]:
+        released = (slot for workers in self.released.values() for slot in workers)
+        return {*self.wanted, *released, *(slot for slot, _ in self.by_pid.values())}
+
+    def end(self, slots: set[int]) -> None:
+        """The owner is asked to end those of these slots, and all of which it has not told the pids yet."""
+        self.wanted = {slot: worker for slot, worker in self.wanted.items() if slot not in slots}
+        self.ended |= self.released.keys() | {pid for pid, (slot, _) in self.by_pid.items() if slot in slots}
+
+
 @dataclass(frozen=True, slots=True)
 class KeptWorker:
     """A worker that waits at its entry for another round: its process, and how it was started last."""
 
     pid: int
-    rank: int
+    who: str
     spec: WorkerSpec
+    is_new: bool = False  #: it has not been in a round yet
 
     def can_become(self, worker: WorkerSpec) -> bool:
         """CUDA has chosen the process' device when it was initialised: there it must be that of `worker`."""

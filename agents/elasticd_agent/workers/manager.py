@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -35,6 +35,8 @@ from elasticd_agent.system.processes import procfs
 from elasticd_agent.workers.events import (
     GroupStarted,
     LauncherReady,
+    NewcomerEnded,
+    NewcomerReady,
     OwnerEvent,
     ProcessReaped,
     ProcessUnkillable,
@@ -46,6 +48,7 @@ from elasticd_agent.workers.groups import (
     Keep,
     KeptWorker,
     Master,
+    Newcomers,
     ParkedGroup,
     PendingStart,
     WorkerGroup,
@@ -100,6 +103,7 @@ class WorkerManager:
         """Groups that have ended except for their store."""
         self._kept: dict[int, KeptWorker] = {}
         """Workers that wait at their entry for the next round, by slot."""
+        self._newcomers = Newcomers()
         self._owner.send(self._requests.writer())
         if preload.cold is None:
             self._launcher.begin()
@@ -141,7 +145,7 @@ class WorkerManager:
         """
         self.end_store()
         kept = self._take_kept(round, workers)
-        self._memory.begin(self._unkillable.union(kept))
+        self._memory.begin(self._unkillable.union(kept, self._newcomers.by_pid))
         self._start = PendingStart(round, with_master(master, workers), master, kept)
         self._park_request = (len(workers), master is None)  # if it waits for memory
         self._advance()
@@ -178,9 +182,39 @@ class WorkerManager:
             self._owner.send(messages.Signal(name, signal.SIGKILL))
         self._stores.clear()
 
+    def release_ahead(self, workers: Mapping[int, WorkerSpec]) -> None:
+        """Have these workers, by slot, run the script up to its entry, and wait there for a round that has their slots.
+
+        NewcomerReady or NewcomerEnded follows for each.
+        """
+        self._newcomers.wanted.update(workers)
+        self._advance()
+
+    @property
+    def newcomers(self) -> set[int]:
+        """The slots of workers that are on their way to their entry."""
+        return self._newcomers.slots
+
+    @property
+    def can_release_ahead(self) -> bool:
+        return self._launcher.cold_reason is None
+
+    def slots_to_keep(self, number: int, keep: Keep) -> tuple[list[int], list[int]]:
+        """The slots of the round's workers that may keep their process, and the others: none of both if none has ever
+        entered, so that all start anew together."""
+        kept: list[int] = []
+        others: list[int] = []
+        for group in self._groups.values():
+            if group.round.number == number and group.entered:
+                for at, slot in enumerate(self._slots(group.round)):
+                    stays = at in group.entered - group.exited and at in keep.local_ranks
+                    (kept if stays else others).append(slot)
+        return kept, others
+
     def end_kept(self) -> None:
-        """End processes that wait at their entry: no round of this node follows, or it starts cold."""
-        if self._kept:
+        """End processes at their entry, or on their way: no round of this node follows, or it starts cold."""
+        if self._kept or self._newcomers.slots:
+            self._newcomers.end(self._newcomers.slots)
             self._kept.clear()
             self._owner.send(messages.EndKept([]))
 
@@ -286,8 +320,21 @@ class WorkerManager:
             case messages.Unsaved(_, count, seconds):
                 ranks = f"{count} rank{'s' if count > 1 else ''}"
                 self._report(f"{ranks} of this node did not save the last step within {seconds:.1f} s of the fault")
+            case messages.ReleasedAhead(name, pids):
+                workers = self._newcomers.released.pop(name, {})
+                self._newcomers.by_pid.update(zip(pids, workers.items(), strict=True))
+                if name in self._newcomers.ended:
+                    self._newcomers.ended.update(pids)
+                    self._newcomers.ended.discard(name)
+                self._memory.track(pids, list(workers))
+            case messages.Waits(pid):
+                if pid not in self._newcomers.by_pid:
+                    return []
+                slot, worker = self._newcomers.by_pid.pop(pid)
+                self._kept[slot] = KeptWorker(pid, f"the new process of slot {slot}", worker, is_new=True)
+                return [NewcomerReady(slot)]
             case messages.KeptExited(pid, status):
-                self._kept_exited(pid, ExitStatus.of(os.waitstatus_to_exitcode(status)))
+                return self._kept_exited(pid, ExitStatus.of(os.waitstatus_to_exitcode(status)))
             case messages.WithoutWriter(why):
                 self._report(f"there are no more copies of the state in memory: {why}")
             case messages.Reaped(pid):
@@ -317,7 +364,10 @@ class WorkerManager:
                 return [GroupStarted(number, pids, store, group.warm, group.held_ranks, port, kept)]
             case messages.Released(_, ranks):
                 return [WorkersReleased(number, ranks)]
+            case messages.Entered(_, local_rank):
+                group.entered.add(local_rank)
             case messages.Exited():
+                group.exited.add(report.local_rank)
                 return [self._exited(group, report)]
             case messages.NotParked(_, late, seconds):
                 names = listing(group.round.ranks(self._node)[at] for at in late)
@@ -336,27 +386,39 @@ class WorkerManager:
     def _keep(self, group: WorkerGroup, local_ranks: Sequence[int]) -> None:
         """These wait at their entry, unless they are not wanted any more."""
         ranks, slots = group.round.ranks(self._node), self._slots(group.round)
-        self._kept = {slots[at]: KeptWorker(group.pids[at], ranks[at], group.workers[at]) for at in local_ranks}
+        for at in local_ranks:
+            self._kept[slots[at]] = KeptWorker(group.pids[at], f"rank {ranks[at]}", group.workers[at])
         if not group.keep:
             self.end_kept()
 
-    def _kept_exited(self, pid: int, status: ExitStatus) -> None:
+    def _kept_exited(self, pid: int, status: ExitStatus) -> list[OwnerEvent]:
+        if pid in self._newcomers.by_pid:
+            slot, worker = self._newcomers.by_pid.pop(pid)
+            if pid in self._newcomers.ended:
+                self._newcomers.ended.discard(pid)
+                return [NewcomerEnded(slot, "")]
+            report = read_exit_report(worker.heartbeat)
+            why = f"{status.text} ({report.type}: {report.message})" if report is not None else status.text
+            return [NewcomerEnded(slot, why)]
         for slot, kept in list(self._kept.items()):
             if kept.pid == pid:
                 del self._kept[slot]
-                self._report(
-                    f"rank {kept.rank} {status.text} while it waited for the next round: a new process follows"
-                )
+                self._report(f"{kept.who} {status.text} while it waited for the next round: a new process follows")
+        return []
 
     def _take_kept(self, round: Round, workers: tuple[WorkerSpec, ...]) -> list[int]:
-        """The process at its entry for each local rank, 0: a new one. The other processes there end now."""
-        taken = [0] * len(workers)
-        for at, (slot, worker) in enumerate(zip(self._slots(round), workers, strict=True)):
+        """The process at its entry for each local rank, 0: a new one. The other processes there end now, except new
+        ones for other slots."""
+        taken, slots = [0] * len(workers), self._slots(round)
+        for at, (slot, worker) in enumerate(zip(slots, workers, strict=True)):
             if (kept := self._kept.get(slot)) is not None and kept.can_become(worker):
                 taken[at] = kept.pid
-        if self._kept:
-            self._owner.send(messages.EndKept([pid for pid in taken if pid]))
-        self._kept = {slot: kept for slot, kept in self._kept.items() if kept.pid in taken}
+        others = {slot: kept for slot, kept in self._kept.items() if kept.is_new and slot not in slots}
+        if self._kept or self._newcomers.slots:
+            self._newcomers.end(set(slots))
+            pids = {*taken, *self._newcomers.by_pid, *(kept.pid for kept in others.values())} - self._newcomers.ended
+            self._owner.send(messages.EndKept(sorted(pids - {0})))
+        self._kept = others | {slot: kept for slot, kept in self._kept.items() if kept.pid in taken}
         return taken
 
     def _template_ended(self, why: str) -> None:
@@ -372,6 +434,8 @@ class WorkerManager:
         was_spare = self._spare is not None and self._spare.name == name
         if was_spare:
             self._spare = None
+        if name is not None and name in self._newcomers.released:  # they have died while they were parked
+            return [NewcomerEnded(slot, f"did not start ({why})") for slot in self._newcomers.released.pop(name)]
         group = None if name is None else self._groups.pop(name, None)
         if group is not None and not group.warm:
             return [StartFailed(group.round.number, why, time.monotonic()), GroupEnded(group.round.number)]
@@ -425,6 +489,8 @@ class WorkerManager:
                 self._execute(begun)
         elif begun is not None and spare is not None and spare.ready and spare.fits(begun):
             self._release(spare, begun)
+        elif self._start is None and (wanted := self._newcomers.wanted):
+            self._release_newcomers(spare, wanted)
         else:
             self._park_ahead(begun)
 
@@ -468,8 +534,23 @@ class WorkerManager:
         self._spare = self._start = None
         workers, keep = [worker.fields() for worker in start.workers], keeps_store(start.round)
         has_store = start.master is None
-        self._kept.clear()
+        self._kept = {slot: one for slot, one in self._kept.items() if one.pid not in kept}
         self._owner.send(messages.Release(spare.name, has_store, keep, self._host, self._port, workers, busy, kept))
+
+    def _release_newcomers(self, spare: ParkedGroup | None, wanted: dict[int, WorkerSpec]) -> None:
+        """Release them by the parked group, and park another one for the next round."""
+        if spare is None or spare.size < len(wanted):
+            size, with_store = self._park_request or (0, False)
+            self._park_request = max(size, len(wanted)), with_store
+            if spare is not None and spare.ready:
+                self._end_spare()
+            self._park_ahead(None)
+        elif spare.ready:
+            self._park_request = spare.size, spare.with_store
+            self._newcomers.released[spare.name], self._newcomers.wanted = wanted, {}
+            self._spare = None
+            self._owner.send(messages.ReleaseAhead(spare.name, [worker.fields() for worker in wanted.values()]))
+            self._park_ahead(None)
 
     def _execute(self, start: PendingStart) -> None:
         """Start the group cold, which no process at its entry can take part in."""

@@ -80,7 +80,7 @@ class Release(NamedTuple):
     Without a `store` the group uses one on another node, which is in its workers' `env` already. With `keep` the store
     outlives a group that succeeds, until the group is sent SIGKILL. `held_ranks`: local ranks of workers that wait for
     ReleaseHeld. `kept`: by local rank, the process at its entry that takes the place of the forked one, unless it has
-    ended meanwhile; 0, or nothing: the forked one. All other processes at their entry end.
+    ended meanwhile; 0, or nothing: the forked one.
     """
 
     group: int
@@ -91,6 +91,14 @@ class Release(NamedTuple):
     workers: list[WorkerFields]
     held_ranks: tuple[int, ...] = ()
     kept: Sequence[int] = ()
+
+
+class ReleaseAhead(NamedTuple):
+    """Release workers of a parked group ahead of their round: they run the script up to their entry, and wait there as
+    those that are kept. The parked group is gone."""
+
+    group: int
+    workers: list[WorkerFields]
 
 
 class EndKept(NamedTuple):
@@ -140,7 +148,8 @@ class Flush(NamedTuple):
 
 
 Request = (
-    HoldStates | StartTemplate | EndTemplate | Park | Release | ReleaseHeld | EndKept | Execute | Signal | Flush
+    HoldStates | StartTemplate | EndTemplate | Park | Release | ReleaseAhead | ReleaseHeld | EndKept | Execute | Signal
+    | Flush
 )  # fmt: skip
 
 
@@ -255,8 +264,19 @@ class Ended(NamedTuple):
     kept: Sequence[int] = ()
 
 
+class ReleasedAhead(NamedTuple):
+    group: int
+    pids: list[int]
+
+
+class Waits(NamedTuple):
+    """A worker that was released ahead is at its entry."""
+
+    pid: int
+
+
 class KeptExited(NamedTuple):
-    """A process that waited at its entry has ended."""
+    """A process that waited at its entry, or was on its way there, has ended."""
 
     pid: int
     status: int
@@ -298,7 +318,8 @@ class WithoutWriter(NamedTuple):
 
 Report = (
     Preloading | TemplateReady | TemplateUnfit | TemplateEnded | Parked | Refused | StoreListens | Started | Released
-    | Entered | Exited | NotParked | Ended | KeptExited | Reaped | Unsaved | Flushing | Flushed | WithoutWriter
+    | Entered | Exited | NotParked | Ended | ReleasedAhead | Waits | KeptExited | Reaped | Unsaved
+    | Flushing | Flushed | WithoutWriter
 )  # fmt: skip
 _REQUESTS = {kind.__name__: kind for kind in get_args(Request)}
 _REPORTS = {kind.__name__: kind for kind in get_args(Report)}

@@ -116,6 +116,7 @@ class Owner:
             messages.EndTemplate: self.end_template,
             messages.Park: self.park,
             messages.Release: self.release,
+            messages.ReleaseAhead: self.release_ahead,
             messages.ReleaseHeld: self.release_held,
             messages.EndKept: self.end_kept,
             messages.Execute: self.execute,
@@ -318,7 +319,6 @@ class Owner:
             group.channels.pop(rank).close()
         for rank, pid in taken.items():
             group.alive[pid], group.channels[rank] = rank, self.kept.pop(pid)
-        self.end_kept(messages.EndKept([]))
         for pid, rank in group.alive.items():
             if rank != STORE_RANK and rank not in taken:
                 self.watch_worker(pid, group.channels[rank])
@@ -336,6 +336,21 @@ class Owner:
             with contextlib.suppress(OSError, KeyError):  # one that died while parked exits like any other
                 channel.send(group.channels[rank], group.held_releases.pop(rank))
 
+    def release_ahead(self, request: messages.ReleaseAhead) -> None:
+        group = self.groups.get(request.group)
+        if group is None or not group.alive:
+            raise OSError("there is no such parked group")
+        processes = {rank: pid for pid, rank in group.alive.items()}
+        pids = [processes[rank] for rank in range(len(request.workers))]
+        for rank, (pid, worker) in enumerate(zip(pids, request.workers, strict=True)):
+            del group.alive[pid]
+            self.kept[pid] = group.channels.pop(rank)
+            self.watch_worker(pid, self.kept[pid])
+            with contextlib.suppress(OSError):
+                channel.send(self.kept[pid], {**worker})
+        self.drop(group)
+        self.report(messages.ReleasedAhead(group.name, pids))
+
     # --- processes that are kept --------------------------------------------------------------------------------
 
     def watch_worker(self, pid: int, end: socket.socket) -> None:
@@ -348,7 +363,9 @@ class Owner:
             kind = str((channel.receive(end, socket.MSG_DONTWAIT) or {}).get("type"))
         group = self.group_of(pid)
         if group is None:
-            if kind != "AtEntry":
+            if kind == messages.AtEntry.__name__:
+                self.report(messages.Waits(pid))
+            else:
                 self.end_kept(messages.EndKept([other for other in self.kept if other != pid]))
             return
         rank = group.alive[pid]

@@ -1,0 +1,56 @@
+"""Trains by `session.run`; each step writes its samples before it is committed. `newcomer` is what a process does that
+runs ahead of its round: "" enters; "fails" raises an error; "waits" does not come to its entry.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import faults
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import elasticd
+
+SAMPLES, BATCH = 1200, 12
+how, epochs = sys.argv[1], int(sys.argv[2])
+if how and "ELASTICD_NEWCOMER" in os.environ:
+    faults.write("newcomer", how)
+    if how == "waits":
+        time.sleep(600)
+    raise OSError("no licence left")
+session = elasticd.init()
+torch.manual_seed(1)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+data = TensorDataset(torch.arange(float(SAMPLES)).view(-1, 1).repeat(1, 4) / SAMPLES, torch.arange(SAMPLES))
+sampler = elasticd.ElasticBatchSampler(data, BATCH, seed=3)
+session.attach(model=model, optimizer=optimizer, sampler=sampler)
+session.checkpoint(every=100)
+
+
+def train() -> None:
+    entered = {"pid": os.getpid(), "round": session.round, "rank": session.rank, "size": session.world_size}
+    faults.write("entered", f"{json.dumps(entered)}\n")
+    for epoch in range(sampler.epoch, epochs):
+        sampler.set_epoch(epoch)
+        for x, which in DataLoader(data, batch_sampler=sampler):
+            loss = model(x).square().mean() * sampler.loss_scale()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            used = {"step": session.steps + 1, "round": session.round, "samples": which.tolist(), "epoch": epoch}
+            faults.write("samples", f"{json.dumps(used)}\n")
+            session.step()
+            faults.write(f"steps-{session.rank}", f"{session.round} {session.steps}\n")
+            time.sleep(0.01)
+            if session.should_stop:
+                return
+
+
+session.run(train)
+session.close()

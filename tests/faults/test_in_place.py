@@ -1,0 +1,83 @@
+"""`session.run` under `elasticd run`: the job shrinks at once, and grows between two steps; the others stay."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import Any
+
+import pytest
+
+from tests.faults.conftest import StartJob
+from tests.faults.job import Job, until
+
+ELASTIC = {"workers": "2:3", "flags": ["--checkpoint-dir", "checkpoints"]}
+
+
+def lines(run: Job, name: str) -> list[dict[str, Any]]:
+    path = run.work / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def entries(run: Job, round: int) -> dict[int, int]:
+    """The pids of the ranks that have entered this round."""
+    return {entry["rank"]: entry["pid"] for entry in lines(run, "entered") if entry["round"] == round}
+
+
+def each_sample_once(run: Job, epochs: int) -> bool:
+    """In the steps as they were committed: those of the last round that trained them."""
+    used = lines(run, "samples")
+    last: dict[int, int] = {}
+    for one in used:
+        last[one["step"]] = max(one["round"], last.get(one["step"], 0))
+    seen = [(one["epoch"], s) for one in used if last[one["step"]] == one["round"] for s in one["samples"]]
+    return sorted(seen) == [(epoch, sample) for epoch in range(epochs) for sample in range(1200)]
+
+
+def test_survivors_continue_at_once_and_the_third_returns_without_a_restart(job: StartJob) -> None:
+    run = job("stays.py", "", "6", **ELASTIC)
+    run.step(20)
+    run.kill(1, round=1)
+    run.step(1, round=3)
+    assert run.wait() == 0
+    first, second, third = (entries(run, number) for number in (1, 2, 3))
+    assert [second[0], second[1]] == [first[0], first[2]], "both survivors keep their process"
+    assert {third[0], third[2]} == {first[0], first[2]} and third[1] not in first.values()
+    shrunk, grown = (run.event("round_published", round=number) for number in (2, 3))
+    assert "rank 1 was killed by SIGKILL; slot 1 of " in shrunk["reason"] and " starts; restart" in shrunk["reason"]
+    assert "slot 1 of " in grown["reason"] and "is back; restart with 3 workers" in grown["reason"]
+    assert run.event("group_started", round=3)["kept"] == 3
+    assert each_sample_once(run, 6)
+    assert run.event("job_ended", outcome="succeeded", restarts=2)
+
+
+@pytest.mark.system
+def test_a_newcomer_that_fails_is_replaced_by_a_process_of_the_round(job: StartJob) -> None:
+    """From then on the job changes its size by restarts, and says so once."""
+    run = job("stays.py", "fails", "6", **ELASTIC)
+    run.step(20)
+    run.kill(1, round=1)
+    run.step(1, round=3)
+    run.kill(1, round=3)
+    run.step(1, round=4)
+    assert run.wait() == 0
+    assert [len(entries(run, number)) for number in (1, 2, 3, 4)] == [3, 2, 3, 3]
+    why = "the new process of slot 1 exited with code 1 (OSError: no licence left) before session.run: from now on"
+    assert run.err.count(why) == 1, run.err
+    assert run.event("group_started", round=3)["kept"] == 2
+    assert each_sample_once(run, 6)
+
+
+@pytest.mark.system
+def test_job_ends_while_a_newcomer_is_on_its_way(job: StartJob) -> None:
+    """With success as with a signal: nothing is left, and nobody waits."""
+    ends, stops = (job("stays.py", "waits", epochs, **ELASTIC) for epochs in ("3", "60"))
+    for run in (ends, stops):
+        run.step(20)
+        run.kill(2, round=1)
+        assert run.file("newcomer") == "waits"
+    stops.process.send_signal(signal.SIGTERM)
+    assert ends.wait() == 0
+    assert stops.wait() == 128 + signal.SIGTERM
+    until(lambda: not entries(ends, 3) and not entries(stops, 3), "no third round")
+    assert each_sample_once(ends, 3)

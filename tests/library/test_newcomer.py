@@ -1,0 +1,24 @@
+"""A process that runs the script ahead of its round: what its group passes and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.library.conftest import SCRIPTS
+
+
+def test_ddp_can_be_built_and_every_other_collective_is_refused() -> None:
+    env = {**os.environ, "RANK": "2", "WORLD_SIZE": "3", "ELASTICD_NEWCOMER": "1"}
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "newcomer.py"], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["passed"] == []
+    assert seen["sizes"] == [2, 3, True, 2, 3] and seen["is_left"]
+    assert len(seen["refused"]) == 16
+    for name, error in seen["refused"].items():
+        assert "before session.run()" in error or "No backend type" in error, (name, error)  # torch 2.15: by itself
