@@ -36,6 +36,7 @@ from elasticd_agent.store.c10d.tcp_store import (
     set_host_lookup,
     value_key,
 )
+from tests.contract.reading import found
 
 W = TypeVar("W", bound=TcpStoreConnection)
 Until = Callable[[Callable[[], object], float], object]
@@ -56,12 +57,6 @@ def stores() -> Iterator[list[C10dStore]]:
         for store in made:
             assert store.read("nothing") is None
         yield made
-
-
-def found(store: C10dStore, key: str) -> Versioned:
-    value = store.read(key)
-    assert value is not None
-    return value
 
 
 def test_identical_creations_have_one_winner(stores: list[C10dStore]) -> None:

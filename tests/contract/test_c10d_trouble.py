@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store.c10d.store import C10dStore
 from elasticd_agent.system.installation import import_path, program
+from tests.contract.reading import answers, found
 
 Until = Callable[[Callable[[], object], float], object]
 SOON_S = 60.0
@@ -63,14 +64,6 @@ def process(store: C10dStore, name: str) -> psutil.Process:
     """The child of its helper that is called `name`: -h hosts, -c is the client."""
     (found,) = (child for child in helper(store).children() if child.name() == f"elasticd-c10d-{name}")
     return found
-
-
-def answers(store: C10dStore) -> bool:
-    try:
-        store.read("anything")
-    except StoreUnavailable:
-        return False
-    return True
 
 
 def gone(found: psutil.Process) -> bool:
@@ -181,9 +174,7 @@ def killed_helper_or_client(agents: Agents, until: Until) -> None:
         victim.kill()
         until(lambda ended=with_it: all(map(gone, ended)), SOON_S)
         until(lambda: answers(agents.client), SOON_S)
-        found = agents.client.read("k")
-        assert found is not None
-        assert found.value == b"1"
+        assert found(agents.client, "k").value == b"1"
         assert lease.renew(), "the lease is the agent's, not its helper's"
 
 

@@ -12,11 +12,11 @@ from contextlib import ExitStack
 import pytest
 
 from elasticd.errors import StoreUnavailable
-from elasticd_agent.store import Store
 from elasticd_agent.store.etcd.connection import WatchStream
 from elasticd_agent.store.etcd.store import EtcdStore
 from elasticd_agent.store.etcd.watch import EtcdWatches
 from tests.contract.proxy import Proxy
+from tests.contract.reading import answers, found, put
 from tests.etcd import EtcdServers, etcd_servers
 
 Until = Callable[[Callable[[], object], float], object]
@@ -51,15 +51,6 @@ def three() -> Iterator[EtcdServers]:
         yield servers
 
 
-def answers(store: Store) -> bool:
-    """Whether it does just now; also a way to wait until it does."""
-    try:
-        store.read("k")
-    except StoreUnavailable:
-        return False
-    return True
-
-
 def fails_promptly(call: Callable[[], object], within_s: float) -> None:
     """A slow machine has three tries."""
     took = []
@@ -71,17 +62,6 @@ def fails_promptly(call: Callable[[], object], within_s: float) -> None:
         if took[-1] <= within_s + 0.3:
             return
     raise AssertionError(f"took {took} s, should have taken {within_s} s")
-
-
-def version(store: Store, key: str) -> int:
-    found = store.read(key)
-    assert found is not None
-    return found.version
-
-
-def put(store: Store, key: str, value: bytes) -> None:
-    found = store.read(key)
-    assert store.compare_and_swap(key, found.version if found else None, value)
 
 
 def test_restart_of_etcd_is_logged_twice(etcd: EtcdServers, opened: Open, until: Until) -> None:
@@ -157,9 +137,7 @@ def test_change_before_the_watch_is_confirmed(etcd: EtcdServers, opened: Open, u
     heard: list[str] = []
     watches = EtcdWatches(store.connection())
     watches.begin("job/", heard.append)
-    found = store.read("job/round")
-    assert found is not None
-    assert found.value == b"2"
+    assert found(store, "job/round").value == b"2"
     put(store, "job/round", b"3")
     until(lambda: heard, SOON_S)
     assert set(heard) == {"job/round"}, "a watch that began in time has nothing else to say"
@@ -219,9 +197,7 @@ def test_announce_again_after_a_lost_answer(etcd: EtcdServers, opened: Open, unt
         proxy.heal()
         until(lambda: answers(store), SOON_S)
         assert store.announce("node", b"second try", 60.0) is not None
-        found = other.read("node")
-        assert found is not None
-        assert found.value == b"second try"
+        assert found(other, "node").value == b"second try"
     finally:
         proxy.close()
 

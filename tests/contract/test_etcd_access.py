@@ -24,6 +24,7 @@ from elasticd_agent.model.job import Tls
 from elasticd_agent.store.etcd.diagnose import check_tls, make_context
 from elasticd_agent.store.etcd.proto import rpc
 from elasticd_agent.store.etcd.store import EtcdStore
+from tests.contract.reading import answers
 from tests.etcd import Authority, EtcdServers, etcd_servers
 
 Until = Callable[[Callable[[], object], float], object]
@@ -234,7 +235,7 @@ def _survives_its_token(etcd: EtcdServers, until: Until) -> None:
         until(lambda: f"job/{pause_s}" in heard, SOON_S)
         # Simple tokens are in etcd's memory only.
         etcd.restart()
-        until(lambda: _answers(store), SOON_S)
+        until(lambda: answers(store), SOON_S)
         heard.clear()
         assert store.compare_and_swap("job/second", None, b"")
         until(lambda: {"job/second", "job/"} & set(heard), SOON_S)
@@ -246,14 +247,6 @@ def _tokens(etcd: EtcdServers) -> int:
     with urllib.request.urlopen(f"http://127.0.0.1:{etcd.port}/metrics", timeout=SOON_S) as answer:
         lines = answer.read().decode().splitlines()
     return sum(int(line.split()[-1]) for line in lines if "grpc_server_handled" in line and '"Authenticate"' in line)
-
-
-def _answers(store: EtcdStore) -> bool:
-    try:
-        store.read("job/k")
-    except StoreUnavailable:
-        return False
-    return True
 
 
 # --- endpoints that are something else

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.store.file import FileStore
 from elasticd_agent.store.memory import MemoryStore
+from tests.contract.reading import put, values
 
 
 @pytest.fixture
@@ -28,10 +29,6 @@ def folder() -> Iterator[Path]:
     """In memory: thousands of fsyncs would take long elsewhere."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=f"elasticd-kept-{os.getpid()}-") as made:
         yield Path(made)
-
-
-def values(store: MemoryStore) -> dict[str, bytes]:
-    return {key: found.value for key, found in store.list("").items()}
 
 
 def opened(path: Path) -> tuple[dict[str, bytes], list[str]]:
@@ -42,11 +39,6 @@ def opened(path: Path) -> tuple[dict[str, bytes], list[str]]:
         return values(store), messages
     finally:
         store.close()
-
-
-def put(store: MemoryStore, key: str, value: bytes) -> None:
-    found = store.read(key)
-    assert store.compare_and_swap(key, None if found is None else found.version, value)
 
 
 def crashed(path: Path) -> Path:

@@ -8,25 +8,16 @@ from collections.abc import Callable
 from elasticd_agent.store import Lease, Store, Versioned
 from elasticd_agent.store.etcd.store import EtcdStore
 from tests.contract.conftest import Backend
+from tests.contract.reading import found, values, version
 
 Until = Callable[[Callable[[], object], float], object]
 SOON_S = 20.0
-
-
-def version(store: Store, key: str) -> int:
-    found = store.read(key)
-    assert found is not None
-    return found.version
 
 
 def announced(store: Store, key: str, value: bytes = b"", ttl_s: float = 3.0) -> Lease:
     lease = store.announce(key, value, ttl_s)
     assert lease is not None
     return lease
-
-
-def values(store: Store, prefix: str) -> dict[str, bytes]:
-    return {key: found.value for key, found in store.list(prefix).items()}
 
 
 def test_missing_key(store: Store) -> None:
@@ -50,9 +41,7 @@ def test_compare_and_swap(store: Store) -> None:
 def test_values_are_bytes_and_keys_any_text(store: Store) -> None:
     for key, value in (("jobs/ü ñ/€", b"\x00\xff\n"), ("jobs/empty", b""), ("jobs/long", b"x" * 100_000)):
         assert store.compare_and_swap(key, None, value)
-        found = store.read(key)
-        assert found is not None
-        assert found.value == value
+        assert found(store, key).value == value
         assert key in store.list("jobs/")
 
 
