@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import stat
-import subprocess
 from pathlib import Path
 
 from elasticd.errors import UsageError
@@ -96,6 +95,8 @@ def remove_tree(path: Path) -> None:
     try:
         shutil.rmtree(path, ignore_errors=True)
     except RecursionError:
+        import subprocess  # it would double the command line's start time
+
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(["rm", "-rf", "--one-file-system", "--", path], stderr=subprocess.DEVNULL, timeout=REMOVAL_S)
 
