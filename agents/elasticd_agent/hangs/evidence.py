@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from elasticd.channel import Message
 from elasticd.errors import WireError
 from elasticd_agent.hangs.causes import DUMP_REASON
 from elasticd_agent.hangs.collector import files as disk
@@ -92,12 +92,12 @@ class _Reported:
     """A helper's reports so far."""
 
     began: float  #: unix time
-    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
-    gpus: list[dict[str, Any]] = field(default_factory=list)
+    ranks: dict[int, Message] = field(default_factory=dict)
+    gpus: list[Message] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
     gpu_troubles: list[str] = field(default_factory=list)
 
-    def receive(self, message: dict[str, Any]) -> None:
+    def receive(self, message: Message) -> None:
         if "rank" in message:
             known = self.ranks.setdefault(message["rank"], {"processes": []})
             processes = [*known["processes"], *message.get("processes", ())]
@@ -345,7 +345,7 @@ class EvidenceCollector:
         verb: str,
         request: CollectRequest | PublishRequest,
         until: float,
-        receive: Callable[[dict[str, Any]], object],
+        receive: Callable[[Message], object],
     ) -> tuple[str, bool]:
         """Run a helper to its end, or to its deadline. Returns what went wrong, and whether that was the deadline."""
         began = time.monotonic()

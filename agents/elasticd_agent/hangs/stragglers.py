@@ -95,4 +95,4 @@ class PersistentStragglers:
             self._slow_windows[rank] = self._slow_windows.get(rank, 0) + (windows[rank] != self._windows.get(rank))
         self._slow_windows = {rank: number for rank, number in self._slow_windows.items() if rank in dict(slow)}
         self._windows = windows
-        return tuple(one for one in slow if self._slow_windows[one[0]] >= CONSECUTIVE_WINDOWS)
+        return tuple((rank, factor) for rank, factor in slow if self._slow_windows[rank] >= CONSECUTIVE_WINDOWS)

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
+from elasticd.channel import Message
 from elasticd.errors import WireError
 from elasticd.heartbeat.record import HeartbeatReader
 from elasticd_agent.hangs import recordings
@@ -52,7 +52,7 @@ class Collection:
     """The work of one helper process. `emit` sends the agent one JSON object: fields of a RankEvidence, by its "rank",
     or of the NodeEvidence."""
 
-    def __init__(self, request: CollectRequest, emit: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, request: CollectRequest, emit: Callable[[Message], None]) -> None:
         self._request = request
         self._emit = emit
         self._began = time.monotonic()
@@ -70,7 +70,7 @@ class Collection:
         self._join(others, self._until)
         self._join(logs, min(self._until, time.monotonic() + LOG_GRACE_S))
 
-    def _start(self, act: Callable[[], None], about: dict[str, Any]) -> threading.Thread:
+    def _start(self, act: Callable[[], None], about: Message) -> threading.Thread:
         """`about` names the rank in the report of a failure."""
 
         def guarded() -> None:
@@ -127,10 +127,10 @@ class Collection:
         self,
         worker: EvidenceTarget,
         threads: Sequence[ThreadStack],
-        known: dict[str, Any],
+        known: Message,
         active: dict[int, int],
         since: float,
-    ) -> dict[str, Any]:
+    ) -> Message:
         """The fields of RankEvidence that say where the rank is. `active`: run times of its threads at `since`."""
         stacks_of = [thread.frames for thread in threads]
         thread = threads[classify.representative_thread(stacks_of)]
@@ -162,7 +162,7 @@ class Collection:
             "loading": classify.is_loading(threads[0].frames),
         }
 
-    def _children(self, worker: EvidenceTarget, known: dict[str, Any]) -> Iterator[ProcessStacks]:
+    def _children(self, worker: EvidenceTarget, known: Message) -> Iterator[ProcessStacks]:
         """The stacks of Python processes below, DataLoader workers for instance."""
         until = min(self._until - self._spare_s, time.monotonic() + CHILDREN_S)
         exe = _exe(worker.pid)
@@ -225,7 +225,7 @@ class Collection:
         self._emit(facts)
 
 
-def _heartbeat(path: FilePath | None) -> dict[str, Any]:
+def _heartbeat(path: FilePath | None) -> Message:
     if not path:
         return {}
     try:

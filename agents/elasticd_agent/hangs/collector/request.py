@@ -7,7 +7,8 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from elasticd.channel import Message
 
 VERDICT = "verdict.json"
 
@@ -45,7 +46,7 @@ class CollectRequest:
     nvml: str | None = None  #: the directory of pynvml, "" if it is not installed; None without GPUs
 
     @classmethod
-    def of(cls, data: dict[str, Any]) -> CollectRequest:
+    def of(cls, data: Message) -> CollectRequest:
         ranks = tuple(EvidenceTarget(**{**target, "logs": tuple(target["logs"])}) for target in data["ranks"])
         return cls(**{**data, "ranks": ranks})
 
@@ -60,5 +61,5 @@ class PublishRequest:
     rounds: int = 0
 
 
-def to_message(request: CollectRequest | PublishRequest) -> dict[str, Any]:
+def to_message(request: CollectRequest | PublishRequest) -> Message:
     return dict(json.loads(json.dumps(asdict(request), default=str)))

@@ -59,11 +59,11 @@ def _compare(name: str, recorded: Mapping[int, Sequence[GroupTail]]) -> GroupCom
     reached = {rank: tail.last for rank, tail in members.items()}
     least, most = min(reached.values()), max(reached.values())
     missing = tuple(rank for rank in sorted(reached) if reached[rank] == least < most and not members[rank].pending)
-    first_missing = next((one for tail in members.values() if (one := _issued(tail, least + 1))), None)
+    first_missing = next(filter(None, (_issued(tail, least + 1) for tail in members.values())), None)
     return GroupComparison(
         name,
         {rank: _issued(tail, tail.last) for rank, tail in members.items()},
-        {rank: one for rank, tail in members.items() if (one := _issued(tail, tail.pending))},
+        {rank: first for rank, tail in members.items() if (first := _issued(tail, tail.pending))},
         missing,
         first_missing if missing else None,
         _differing(members),

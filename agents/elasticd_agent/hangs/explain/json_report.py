@@ -45,11 +45,11 @@ def document(explained: Explanation) -> dict[str, Any]:
 def _plain(value: Any, without: Collection[str] = ()) -> Any:
     """The value as JSON has it; "" and -1, the model's unknown values, as null."""
     if is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value) if one.name not in without}
+        return {known.name: _plain(getattr(value, known.name)) for known in fields(value) if known.name not in without}
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return None if value in ("", -1) else value
 
 

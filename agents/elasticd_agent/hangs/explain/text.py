@@ -39,7 +39,7 @@ _INDENT = 11
 def page(explained: Explanation, width: int = WIDTH) -> str:
     """The whole page, with its last newline."""
     culprits = [rank for rank in explained.blamed if rank.log]
-    moments = [f"  {_clock(one.wall)}  {one.what[:300]}" for one in explained.aftermath.moments]
+    moments = [f"  {_clock(moment.wall)}  {moment.what[:300]}" for moment in explained.aftermath.moments]
     parts = [
         _wrap(_capital(explained.headline) + ".", width),
         _facts(explained, width),
@@ -51,7 +51,7 @@ def page(explained: Explanation, width: int = WIDTH) -> str:
         _section("GPUS", _gpus(explained, width)),
         *[_section(f"LAST LINES OF RANK {rank.rank}", _log(rank, width)) for rank in culprits[:3]],
         _section("WHAT HAPPENED WHEN", moments),
-        _section("NOT HERE", [line for one in explained.troubles for line in _wrap(one, width, "  ")]),
+        _section("NOT HERE", [line for trouble in explained.troubles for line in _wrap(trouble, width, "  ")]),
         _others(explained, width),
     ]
     return "\n\n".join("\n".join(_visible(line) for line in part) for part in parts if part) + "\n"
