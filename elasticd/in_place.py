@@ -9,6 +9,7 @@ that hold a process group of the round before would use it. Such scripts change 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,8 @@ def reason_against(
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import _world
 
+    if group.device.type != "cpu":
+        return f"collectives of {group.device.type} devices cannot be left"
     if not group.created:
         return "the script makes the process group itself, before elasticd.init()"
     if len(_world.pg_map) > 1:
@@ -49,6 +52,14 @@ def reason_against(
     if collectives != modules.collectives:
         return "the script uses collectives before session.run(): a new process would wait for the others in them"
     return modules.reason_against()
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop what the frames have held through which an error was raised: iterators, outputs, groups of the round."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
 
 
 class EntryState:

@@ -9,7 +9,6 @@ reads checkpoints, coordination/ makes ranks agree and meet; this module puts th
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
 import signal
@@ -553,6 +552,7 @@ class Session:
         except (Exception, RoundChanged) as error:
             if not self._launch.explains(error):
                 raise
+            in_place.clear_frames(error)
             return False, None
         return self._launch.leave(), result
 
@@ -572,7 +572,6 @@ class Session:
         """Wait for the next round, join it, and restore its state, as a new process of it does."""
         assert self._entry is not None
         self._launch.report_entry(self._steps)
-        gc.collect()  # what the frames of `train` have left
         self._launch.follow(self._launch.released())
         self._is_ahead = False
         self._heartbeat.follow(os.environ["ELASTICD_HEARTBEAT"])
@@ -594,6 +593,7 @@ class Session:
         self._saver.close(wait=False)
         self._barriers.close()
         self._publisher.abandon()
+        self._channel.store = None  # closes the connection
 
     def log(self, **values: SupportsFloat) -> None:
         """Show numbers of the script on the dashboard: `session.log(loss=loss, lr=0.1)`, a float or tensor each.

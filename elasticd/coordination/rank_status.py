@@ -221,6 +221,7 @@ class StatusPublisher:
         """End the thread without a word to the other ranks: its connection to the store is broken."""
         self._abandoned = True
         self.close()
+        self._store = self._connection = None
 
     def _wake(self) -> None:
         self._awake = True

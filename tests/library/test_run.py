@@ -139,6 +139,13 @@ class Owner:
             member.await_message("AtEntry")
         return kept
 
+    def pause(self) -> None:
+        """As the agent does before a change without a fault. In a collective gloo may never end a write whose
+        connection breaks, see `disconnect`; the launcher would kill that rank."""
+        with heartbeat.HeartbeatReader(self.folder / f"round-{self.round}" / "beat-0") as reader:
+            reader.request(heartbeat.PAUSE)
+        wait_for(lambda: any(note.kind == "paused" for note in notes(self, 0)), "the pause")
+
     def close(self) -> None:
         for member in self.members:
             if member.code is None:
@@ -256,7 +263,7 @@ def test_survivor_leaves_every_place(make_owner: Callable[[str], Owner], faults:
 
 def test_ranks_shrink_to_one_and_grow_again(make_owner: Callable[[str], Owner]) -> None:
     owner = make_owner("stays")
-    options = {"faults": {1: [2, 0, "backward"], 2: [4, 1, "backward"]}, "pace": 0.05, "plain": True}
+    options = {"faults": {1: [2, 0, "backward"], 2: [4, 1, "backward"]}, "pace": 0.05}
     members = owner.start([None] * 3, options)
     enter(members)
     first = members[1]
@@ -266,6 +273,7 @@ def test_ranks_shrink_to_one_and_grow_again(make_owner: Callable[[str], Owner]) 
     members = owner.start([each for each in owner.change(members, 1) if each], options)
     enter(members)
     wait_for(lambda: 6 in steps(first), "a step of the only rank")
+    owner.pause()
     kept = owner.change(members)
     members = owner.start([None, *kept], options)
     enter(members)
@@ -274,29 +282,25 @@ def test_ranks_shrink_to_one_and_grow_again(make_owner: Callable[[str], Owner]) 
     assert [(line["world"], line["rank"]) for line in ended] == [(2, 0), (2, 1)]
     entries = [(line["world"], line["rank"]) for line in first.lines() if "entry" in line]
     assert entries == [(3, 1), (2, 0), (1, 0), (2, 1)]
-    assert sorted({line["step"] for line in first.lines() if "step" in line}) == list(range(1, 21))
+    printed = [line["step"] for line in first.lines() if "step" in line]
+    assert len(printed) == len(set(printed)) == 19, "the step that ended in the pause is not printed"
 
 
 @pytest.mark.system
 def test_fifty_changes_leave_nothing_behind(make_owner: Callable[[str], Owner]) -> None:
-    """All ranks stay, and descriptors, threads and heartbeat maps are those of the first changes.
-
-    Without buffers: gloo may never end a broadcast whose connection breaks as it begins, and the launcher kills that
-    rank.
-    """
+    """All ranks stay, and descriptors, threads and heartbeat maps are those of the first changes."""
     owner = make_owner("stays")
-    options = {"pace": 0.01, "epochs": 1000, "plain": True}  # no broadcasts, see `disconnect`
+    options = {"pace": 0.01, "epochs": 1000}
     members = owner.start([None] * 2, options)
     enter(members)
     seen = []
     for _ in range(50):
-        first = members[0]
-        at = len(first.lines())
-        wait_for(lambda first=first, at=at: len(first.lines()) > at + 2, "a step")
+        owner.pause()
         seen.append([remains(member.pid) for member in members])
         members = owner.start([each for each in owner.change(members) if each], options)
         enter(members)
-    assert seen[-1] == seen[2], seen
+    for kind, values in enumerate(zip(*[first + second for first, second in seen], strict=True)):
+        assert max(values[-10:]) <= max(values[:10]), (kind, values)
 
 
 @pytest.mark.parametrize(
@@ -363,12 +367,10 @@ def test_script_whose_processes_cannot_stay_says_so(
 
 def test_rank_leaves_a_pause(make_owner: Callable[[str], Owner]) -> None:
     owner = make_owner("stays")
-    options = {"pace": 0.02, "plain": True}
+    options = {"pace": 0.02}
     members = owner.start([None] * 2, options)
     enter(members)
-    with heartbeat.HeartbeatReader(owner.folder / "round-1" / "beat-0") as reader:
-        reader.request(heartbeat.PAUSE)
-    wait_for(lambda: any(note.kind == "paused" for note in notes(owner, 0)), "the pause")
+    owner.pause()
     members = owner.start(owner.change(members), options)
     enter(members)
     assert [line["entries"] for line in results(members)] == [2, 2]
