@@ -268,7 +268,6 @@ def test_event_log_of_several_runs(evidence: Path) -> None:
     found = explained(evidence, log).aftermath
     assert found.ended.startswith("failed")
     assert found.resumed == (1, 20)
-    assert all(1.7e9 < moment.wall < 1.8e9 or moment.wall == 1.0 for moment in found.moments)
 
 
 def test_folder_of_an_earlier_version(evidence: Path) -> None:

@@ -1,7 +1,7 @@
-"""Pure: the event log's lines -> when a round hung, what was done about it, and what came of that.
+"""Pure: the event log's lines -> the verdict on a round, what was done about it, and what came of that.
 
 Evidence ends with the verdict, and a person's first question is whether the job runs. Lines of other jobs, of unknown
-kinds and without sense are skipped. Times are the lines' own; those of several nodes are each node's own clock.
+kinds and without sense are skipped.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from elasticd_agent.hangs.explain.model import Aftermath, TimelineEntry
+from elasticd_agent.hangs.explain.model import Aftermath
 from elasticd_agent.model import log_events as events
 from elasticd_agent.model.log_events import LogEvent, LogLine, decode
-from elasticd_agent.model.phrases import count
 from elasticd_agent.model.reports import RankLocation, RecordedVerdict
 
 _CLOCKS_S = 60.0
 """The clocks of two nodes may differ by this much; a larger difference means another run."""
-_MOST_ENTRIES = 24
 
 _E = TypeVar("_E", bound=LogEvent)
 
@@ -60,7 +58,7 @@ class RunLog:
             recovery_s=next((seconds for seconds in took if seconds is not None), None),
             survivors=tuple(pid for event in self._events(events.GroupEndedEvent) for pid in event.survivors),
             ended=f"{ended.outcome}: {ended.reason}" if isinstance(ended, events.JobEndedEvent) else "",
-            moments=self._timeline(following),
+            logged=bool(self.lines),
         )
 
     def verdict(self) -> RecordedVerdict | None:
@@ -103,16 +101,6 @@ class RunLog:
         number = self.round if round is None else round
         return [line.event for line in self.lines if isinstance(line.event, kind) and line.event.round == number]
 
-    def _timeline(self, following: int) -> tuple[TimelineEntry, ...]:
-        """Each sentence once, by the first node that wrote it: several nodes log the same Round, suspicions flicker."""
-        entries: dict[str, TimelineEntry] = {}
-        for line in sorted(self.lines, key=lambda line: line.wall):
-            if line.event.round in (self.round, following or self.round):
-                sentence = _moment(line.event, line.node, after=line.event.round != self.round)
-                entries.setdefault(sentence, TimelineEntry(line.wall, sentence, line.node))
-        entries.pop("", None)
-        return tuple(entries.values())[:_MOST_ENTRIES]
-
 
 def _span(lines: Sequence[LogLine], round: int, at: float) -> tuple[int, int]:
     """The run's lines: from behind the job end before the last one that publishes `round` in time, to the next end."""
@@ -127,32 +115,6 @@ def _span(lines: Sequence[LogLine], round: int, at: float) -> tuple[int, int]:
     ends = [i for i, line in enumerate(lines) if ends_job(line.event)]
     start = max((i + 1 for i in ends if i < in_time[-1]), default=0)
     return start, min((i + 1 for i in ends if i >= start), default=len(lines))
-
-
-def _moment(event: LogEvent, node: str, *, after: bool) -> str:
-    """A sentence about an event of the round, or of the round `after` it; "" for those that a timeline leaves out."""
-    match event:
-        case events.HangSuspectedEvent(reason=why) if not after:
-            return f"suspected: {why}"
-        case events.HangClearedEvent(reason=why) | events.WaitingEvent(reason=why) if not after:
-            return why
-        case events.HangDetectedEvent(seconds=seconds) if not after:
-            return f"found hung after {seconds:.1f} s without progress"
-        case events.GroupEndedEvent(round=number, survivors=survivors) if not after:
-            survive = f", except processes {list(survivors)}, which survive SIGKILL" if survivors else ""
-            return f"the workers of round {number} were gone{survive}"
-        case events.RoundPublishedEvent(round=number, world_size=size, nodes=nodes) if after:
-            return f"round {number} agreed on: {count(size, 'worker')} on {', '.join(nodes)}"
-        case events.ResumedEvent(round=number, from_round=origin, step=step) if after:
-            return f"round {number} resumed from checkpoint r{origin}-s{step}"
-        case events.FirstStepEvent(round=number, step=step) if after:
-            return f"round {number} trains: step {step} done"
-        case events.JobEndedEvent(outcome="left", reason=why):
-            return f"{node} left the job: {why}"
-        case events.JobEndedEvent(outcome=outcome, reason=why):
-            return f"the job has {outcome}: {why}"
-        case _:
-            return ""
 
 
 def ends_job(event: LogEvent) -> bool:

@@ -55,15 +55,6 @@ class GpuFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class TimelineEntry:
-    """One event: unix time by its node's clock, and a sentence."""
-
-    wall: float
-    what: str
-    node: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Aftermath:
     """The round after this one; `resumed` is the (round, step) of its checkpoint."""
 
@@ -75,7 +66,7 @@ class Aftermath:
     recovery_s: float | None = None
     survivors: tuple[int, ...] = ()
     ended: str = ""
-    moments: tuple[TimelineEntry, ...] = ()
+    logged: bool = False  #: the round is in an event log
 
 
 @dataclass(frozen=True, slots=True)

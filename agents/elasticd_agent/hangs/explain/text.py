@@ -39,7 +39,6 @@ _INDENT = 11
 def page(explained: Explanation, width: int = WIDTH) -> str:
     """The whole page, with its last newline."""
     culprits = [rank for rank in explained.blamed if rank.log]
-    moments = [f"  {_clock(moment.wall)}  {moment.what[:300]}" for moment in explained.aftermath.moments]
     parts = [
         _wrap(_capital(explained.headline) + ".", width),
         _facts(explained, width),
@@ -50,7 +49,6 @@ def page(explained: Explanation, width: int = WIDTH) -> str:
         _section("FLIGHT RECORDER", _recorders(explained, width)),
         _section("GPUS", _gpus(explained, width)),
         *[_section(f"LAST LINES OF RANK {rank.rank}", _log(rank, width)) for rank in culprits[:3]],
-        _section("WHAT HAPPENED WHEN", moments),
         _section("NOT HERE", [line for trouble in explained.troubles for line in _wrap(trouble, width, "  ")]),
         _others(explained, width),
     ]
@@ -117,7 +115,7 @@ def _done_without_verdict(followed: Aftermath) -> str:
         return f"no verdict is here; round {followed.round} followed: {followed.reason}"
     if followed.ended:
         return f"no verdict is here; the job has {followed.ended}"
-    if followed.moments and not followed.round:
+    if followed.logged and not followed.round:
         return "nothing so far, by the event log"
     known = f"why round {followed.round} followed" if followed.round else "whether the group was killed"
     return f"{known} is not known here: neither a verdict nor an event log is (--event-log FILE)"
@@ -365,10 +363,6 @@ def _capital(text: str) -> str:
 
 def _moment(wall: float) -> str:
     return _at("%Y-%m-%d %H:%M:%S %Z", wall)
-
-
-def _clock(wall: float) -> str:
-    return _at("%H:%M:%S", wall) + f".{int(wall % 1 * 10)}"
 
 
 def _at(form: str, wall: float) -> str:
