@@ -19,6 +19,7 @@ from elasticd.errors import UsageError
 from elasticd_agent.config.elasticd_flags import ELASTICD_FLAGS
 from elasticd_agent.config.flag import Flag, Treatment, ValueType
 from elasticd_agent.config.notice_options import parse_service
+from elasticd_agent.config.quantities import parse_count_range
 from elasticd_agent.config.rendezvous_options import RendezvousOptions, read_rendezvous
 from elasticd_agent.config.run_model import POLICY_FIELDS, RunModel, name_of, policy_with, preloaded_modules
 from elasticd_agent.config.torchrun_flags import TORCHRUN_FLAGS
@@ -223,29 +224,18 @@ def _mode(parsed: argparse.Namespace) -> Mode:
 
 
 def _workers(text: str, environ: Mapping[str, str]) -> tuple[int, int]:
-    parts = text.split(":")
-    if len(parts) > 2:
-        raise UsageError(f"--nproc-per-node {text!r} is neither a number, gpu, cpu, auto nor MIN:MAX")
-    low, high = _count(parts[0], environ), _count(parts[-1], environ)
-    if low < 1 or high < 1:
-        raise UsageError(f"--nproc-per-node {text}: a job needs at least 1 worker")
-    if low > high:
-        raise UsageError(f"--nproc-per-node {text}: MIN {low} exceeds MAX {high}; write {high}:{low}")
-    return low, high
-
-
-def _count(text: str, environ: Mapping[str, str]) -> int:
-    if text == "cpu":
-        return cpu_count()
-    if text in ("gpu", "auto"):
-        gpus = len(visible_gpus(environ))
-        if text == "gpu" and not gpus:
-            raise UsageError("--nproc-per-node gpu: no NVIDIA GPU can be seen from here; give a number, or cpu")
-        return gpus or cpu_count()
+    counts = [str(_devices(word, environ)) if word in ("gpu", "cpu", "auto") else word for word in text.split(":")]
     try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"--nproc-per-node {text!r} is neither a number, gpu, cpu, auto nor MIN:MAX") from None
+        return parse_count_range(":".join(counts))
+    except ValueError as error:
+        raise UsageError(f"--nproc-per-node {error}") from None
+
+
+def _devices(kind: str, environ: Mapping[str, str]) -> int:
+    gpus = 0 if kind == "cpu" else len(visible_gpus(environ))
+    if kind == "gpu" and not gpus:
+        raise UsageError("--nproc-per-node gpu: no NVIDIA GPU can be seen from here; give a number, or cpu")
+    return gpus or cpu_count()
 
 
 def _store_address(parsed: argparse.Namespace) -> tuple[str, int | None]:
