@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.conftest import StartJob
 from tests.faults.job import Job, until
+from tests.faults.nodes import Nodes
+
+StartNodes = Callable[[str], Nodes]
 
 ELASTIC = {"workers": "2:3", "flags": ["--checkpoint-dir", "checkpoints"]}
 
@@ -81,3 +86,24 @@ def test_job_ends_while_a_newcomer_is_on_its_way(job: StartJob) -> None:
     assert stops.wait() == 128 + signal.SIGTERM
     until(lambda: not entries(ends, 3) and not entries(stops, 3), "no third round")
     assert each_sample_once(ends, 3)
+
+
+@pytest.mark.system
+def test_node_whose_only_worker_died_returns_between_two_steps(nodes: StartNodes, tmp_path: Path) -> None:
+    group = nodes("2:3")
+    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    a, b, c = (group.agent(name, "stays.py", "", "12", flags=flags, warm=True) for name in "abc")
+    until(lambda: any(entry["size"] == 3 for entry in lines(c, "entered")), "a round of all three")
+    first = lines(c, "entered")[-1]["round"]
+    c.step(20, round=first, rank=next(iter(entries(c, first))))
+    before = {run: entries(run, first) for run in (a, b, c)}
+    b.kill(next(iter(before[b])), round=first)
+    until(lambda: entries(c, first + 2), "the round that has b again")
+    assert [run.wait() for run in (a, b, c)] == [0, 0, 0]
+    assert not entries(b, first + 1)
+    for run in (a, c):
+        assert {*entries(run, first + 1).values()} == {*before[run].values()}
+        assert {*entries(run, first + 2).values()} == {*before[run].values()}
+    grown = a.event("round_published", round=first + 2)
+    assert "b joined; restart with 3 workers on 3 nodes" in grown["reason"]
+    assert b.event("group_started", round=first + 2)["kept"] == 1
