@@ -272,7 +272,10 @@ def test_newcomer_that_dies_is_reported(job: StartJob) -> None:
 def test_newcomers_end_with_the_processes_that_are_kept(job: StartJob) -> None:
     three = job()
     newcomer = three.begin_ahead(3)
+    three.node.workers.end_kept(newcomers=False)
+    three.kill(1)
+    assert not is_gone(newcomer)
     three.node.workers.end_kept()
     assert three.node.until(NewcomerEnded) == NewcomerEnded(3, "")
     wait_for(lambda: is_gone(newcomer), "its end")
-    assert not any(map(is_gone, three.pids))
+    assert [is_gone(pid) for pid in three.pids] == [False, True, False]

@@ -206,6 +206,8 @@ class JobLoop:
             case NewcomerEnded(slot, why):
                 if why:
                     self._start_with_round(slot, why)
+                elif self.round is not None and self._may_release_ahead(self.round):
+                    self._release_ahead(self.round)
             case messages.WorkerExited(number):
                 if number == self._monitor.number:
                     self._observe(now)  # a first step that the worker made comes before its exit
@@ -290,7 +292,7 @@ class JobLoop:
                 self.round = round
                 if round.member(self.node) is None:
                     self.workers.end_store()
-                    self.workers.end_kept()
+                    self.workers.end_kept(newcomers=round.terminal)
                     if not round.terminal:
                         self._release_ahead(round)
             case messages.GroupEnded(number):
@@ -412,6 +414,12 @@ class JobLoop:
     def _start_with_round(self, slot: int | None, why: str) -> None:
         self._listener.log(self._slots.start_with_round(slot, why))
         self._announce_slots()
+
+    def _may_release_ahead(self, round: Round) -> bool:
+        """The round trains, or runs without this node."""
+        if round.member(self.node) is not None:
+            return isinstance(self.phase, messages.Running) and self.phase.first_step
+        return isinstance(self.phase, messages.Joining) and not round.terminal
 
     def _release_ahead(self, round: Round) -> None:
         """Release the workers of slots that start and are in no round."""

@@ -211,12 +211,17 @@ class WorkerManager:
                     (kept if stays else others).append(slot)
         return kept, others
 
-    def end_kept(self) -> None:
-        """End processes at their entry, or on their way: no round of this node follows, or it starts cold."""
+    def end_kept(self, *, newcomers: bool = True) -> None:
+        """End processes at their entry, or on their way: no round of this node follows, or it starts cold.
+
+        Without `newcomers`, only those that have been in a round.
+        """
+        self._newcomers.end(self._newcomers.slots if newcomers else set())
+        stay = {slot: kept for slot, kept in self._kept.items() if kept.is_new and not newcomers}
         if self._kept or self._newcomers.slots:
-            self._newcomers.end(self._newcomers.slots)
-            self._kept.clear()
-            self._owner.send(messages.EndKept([]))
+            on_their_way = self._newcomers.by_pid.keys() - self._newcomers.ended
+            self._owner.send(messages.EndKept([*on_their_way, *(kept.pid for kept in stay.values())]))
+        self._kept = stay
 
     def signal(self, number: int, signum: int, *, save: bool = False, keep: Keep | None = None) -> list[GroupEnded]:
         """Signal every process of the round's group at once. Any signal ends a group that has not started yet.
