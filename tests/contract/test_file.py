@@ -63,9 +63,9 @@ def test_reopened_store_has_all_but_leased_keys(folder: Path) -> None:
     assert taken is not None
     assert lease.put("taken", b"2", taken.version) is not None
     versions = {key: found.version for key, found in store.list("").items()}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()} == {0o600}
     after_a_crash = crashed(path)
     store.close()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
     for left in (path, after_a_crash):
