@@ -11,7 +11,6 @@ from pathlib import Path
 
 from elasticd.errors import UsageError
 from elasticd_agent.config.command_parser import CommandParser
-from elasticd_agent.hangs.collector.request import VERDICT
 from elasticd_agent.hangs.explain import load as reading
 from elasticd_agent.hangs.explain import locate as finding
 from elasticd_agent.hangs.explain.json_report import document
@@ -71,9 +70,8 @@ def _list(found: Sequence[finding.EvidenceFolder], directory: Path) -> int:
     if not found:
         return _nothing(f"no evidence in {directory}")
     for place in found:
-        cause = ""
-        if place.has_verdict and (verdict := files.read_json(place.path / VERDICT)[0]) is not None:
-            cause = f" ({str(verdict.get('cause', '?'))[:40]})"
+        verdict = reading.verdict_in(place)
+        cause = f" ({verdict.cause[:40]})" if verdict is not None else ""
         print(f"round {place.round or '?'}  {place.what}{cause}  {place.path}")
     return 0
 

@@ -100,17 +100,6 @@ def read(path: Path, most: int = TEXT_LIMIT, *, tail: bool = False) -> FileText:
     return FileText(data.decode("utf-8", "replace"), trouble)
 
 
-def read_json(path: Path, most: int = TEXT_LIMIT) -> tuple[JsonObject | None, str]:
-    """The JSON object in the file, or None, and the error."""
-    file = read(path, most)
-    if file.missing or (file.trouble and not file.text):
-        return None, file.trouble
-    if not file.text.strip():
-        return None, f"{path.name} is empty"
-    data = _object(file.text)
-    return data, "" if data is not None else file.trouble or f"{path.name} is cut short or is not JSON"
-
-
 def read_lines(path: Path, most: int = TEXT_LIMIT) -> tuple[list[JsonObject], str]:
     """The JSON objects of the file's last `most` bytes, one a line, and the error."""
     file = read(path, most, tail=True)

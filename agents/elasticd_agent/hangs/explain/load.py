@@ -104,6 +104,11 @@ def explain(
     )
 
 
+def verdict_in(folder: EvidenceFolder) -> RecordedVerdict | None:
+    """The verdict in the folder, if it can be read."""
+    return _Reader(folder).document(RecordedVerdict, VERDICT)
+
+
 def ending(events: Path | None) -> str:
     """The end of the job, by the event log, as the end of a sentence; "" if it runs or there is no log."""
     lines = files.read_lines(events, EVENT_LOG_LIMIT)[0] if events is not None else []
