@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 
 from elasticd_agent.hangs.collector.record import NodeEvidence, RankEvidence
 from elasticd_agent.hangs.explain import flight, load, phrases
+from elasticd_agent.hangs.explain.event_log import RunLog
 from elasticd_agent.hangs.explain.locate import find_folders
 from elasticd_agent.hangs.explain.model import Explanation, RankFacts
 from elasticd_agent.hangs.explain.text import FoldedFrames, fold_frames, page
 from elasticd_agent.hangs.recordings import parse
 from elasticd_agent.hangs.stacks import Frame, ProcessStacks, ThreadStack
-from elasticd_agent.model.reports import RankLocation, RecordedVerdict
+from elasticd_agent.model.reports import GroupTail, RankLocation, RecordedVerdict
+from tests.log_lines import raw_line
 
 SITE = "/venv/lib/python3.12/site-packages"
 PYTHON = "/usr/lib/python3.12"
@@ -143,6 +146,17 @@ def test_groups_with_one_description_are_separate() -> None:
     assert (groups[0].group, groups[0].missing) == ("mesh_tp (group 99)", (1,))
 
 
+def test_gloo_is_compared_only_where_no_rank_has_another_recorder() -> None:
+    waits = GroupTail("default group", 8, 8, ((7, "all_reduce"), (8, "all_reduce")), "nccl")
+    behind = replace(waits, last=7, pending=0, kinds=((7, "all_reduce"),))
+    gloo = GroupTail("group 2", 3, kinds=((3, "barrier"),), backend="gloo")
+    (group,) = flight.compare({0: (waits, gloo), 1: (behind, gloo)})
+    assert (group.group, group.missing) == ("default group", (1,))
+    assert [last is not None and last.done for last in group.last.values()] == [False, True]
+    pending = replace(gloo, group="group 3", pending=3)
+    assert [group.group for group in flight.compare({0: (gloo, pending), 1: (gloo, pending)})] == ["group 3", "group 2"]
+
+
 def test_culprit_that_waits_in_another_group() -> None:
     """Nobody counts the collectives of other groups: the odd one of the default group may have done nothing wrong."""
     more = {"process_group": ["1", "tp"], "pg_id": 1}
@@ -178,6 +192,33 @@ def test_retired_entry_of_nccl_is_not_done() -> None:
 def test_parse_without_recording(data: dict[str, Any]) -> None:
     found = parse(data)
     assert found is None or not found.groups
+
+
+# --- the event log ----------------------------------------------------------------------------------------------------
+
+
+def test_run_is_the_last_one_that_had_the_round_in_time() -> None:
+    log = [
+        json.loads(raw_line(kind, wall, number, **({"outcome": "failed"} if kind == "job_ended" else values)))
+        for kind, wall, number, values in (
+            ("round_published", 1000.0, 1, {}),
+            ("group_started", 1001.0, 1, {"ranks": [0, 1]}),
+            ("round_published", 1100.0, 2, {}),
+            ("group_started", 1101.0, 2, {"ranks": [2]}),
+            ("job_ended", 1200.0, 2, {}),
+            ("round_published", 2000.0, 1, {}),
+            ("job_ended", 2100.0, 1, {}),
+        )
+    ]
+
+    def times(round: int, at: float) -> list[float]:
+        return [line.wall for line in RunLog.of(log, round, at).lines]
+
+    first = [1000.0, 1001.0, 1100.0, 1101.0, 1200.0]
+    assert times(2, 0) == times(1, 1150.0) == first
+    assert times(1, 0) == times(1, 2050.0) == [2000.0, 2100.0]
+    assert times(9, 0) == []
+    assert set(RunLog.of(log, 2, 0).node_by_rank()) == {2}
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
