@@ -38,7 +38,7 @@ from benchmarks.processes import adopt_orphans, end_all
 
 SCRIPT = Path(__file__).with_name("scripts") / "in_place_job.py"
 DEADLINE_S = 120.0
-SAMPLES, BATCH = 4096, 12
+SAMPLES, BATCH = 4080, 12
 """Of the script."""
 STEPS_BEFORE = 15
 """Steps at the full size before a kill: the job is in its stride."""

@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--startup", type=float, default=0.0, help="seconds that the script needs before it trains")
     parser.add_argument("--step", type=float, default=0.02, help="seconds that a step takes beside its computation")
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--samples", type=int, default=4096)
+    parser.add_argument("--samples", type=int, default=4080)
     parser.add_argument("--way", choices=("in place", "restart"), default="in place")
     parser.add_argument("--hashes", action="store_true")
     args = parser.parse_args()
