@@ -99,6 +99,24 @@ def test_wait_without_frame_is_found_by_source_line(
     assert located(evidence, posted, target, tmp_path / "log").where == where
 
 
+@pytest.mark.parametrize(("steps", "barrier"), [(0, "epoch"), (1, "")])
+def test_barrier_is_named_while_the_rank_waits_there(
+    worker: StartWorker,
+    evidence: EvidenceCollector,
+    posted: Posted,
+    tmp_path: Path,
+    joined: Path,
+    steps: int,
+    barrier: str,
+) -> None:
+    writer = beat.HeartbeatWriter(joined)
+    writer.set_phase(beat.Phase.BARRIER, "epoch")
+    if steps:
+        writer.step(steps)
+    target = EvidenceTarget(0, worker("import time; print('ready', flush=True); time.sleep(1e6)"), heartbeat=joined)
+    assert located(evidence, posted, target, tmp_path / "log").barrier == barrier
+
+
 def test_source_on_dead_file_system_is_skipped(
     worker: StartWorker, evidence: EvidenceCollector, posted: Posted, tmp_path: Path, joined: Path
 ) -> None:

@@ -18,7 +18,7 @@ from functools import partial
 
 from elasticd.channel import Message
 from elasticd.errors import WireError
-from elasticd.heartbeat.record import HeartbeatReader
+from elasticd.heartbeat.record import HeartbeatReader, Phase
 from elasticd_agent.hangs import recordings
 from elasticd_agent.hangs.collector import classify, stacks
 from elasticd_agent.hangs.collector import files as disk
@@ -238,7 +238,7 @@ def _heartbeat(path: FilePath | None) -> Message:
         "step": beat.step,
         "collectives": max(beat.collectives, beat.collectives_at_step),
         "usual": beat.collectives_per_step,
-        "barrier": beat.barrier,
+        "barrier": beat.barrier if beat.phase == Phase.BARRIER else "",  # a step leaves the name of the last one
     }
 
 
