@@ -364,11 +364,15 @@ PICKLE = {
     "elasticd/checkpointing/at_fault/committed_state.py": "copies small objects within its own process",
     "elasticd/checkpointing/at_fault/late_changes.py": "compares small objects of its own process, loads none",
     "elasticd/process_group.py": "ranks of one job send each other objects, as torch's own collectives for them do",
+    "elasticd/launching.py": "a function and its values, between a process and its workers, by private files",
     "elasticd/checkpointing/state/shard_plan.py": "DCP's metadata is a pickle: its own classes only",
     "elasticd/checkpointing/state/layout.py": "writes what torch.load(weights_only=True) reads",
 }
-LOADS_ITS_JOBS_OWN = {"elasticd/checkpointing/at_fault/committed_state.py", "elasticd/process_group.py"}
-"""Of bytes that a process of the same job has made, within the process or over the job's process group."""
+LOADS_ITS_JOBS_OWN = {
+    *("elasticd/checkpointing/at_fault/committed_state.py", "elasticd/process_group.py", "elasticd/launching.py"),
+}
+"""Of bytes that a process of the same job has made, within the process, over the job's process group, or in a directory
+that only its user may open."""
 CALLS = {"eval", "exec", "__import__"}
 
 
