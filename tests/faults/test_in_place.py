@@ -107,3 +107,21 @@ def test_node_whose_only_worker_died_returns_between_two_steps(nodes: StartNodes
     grown = a.event("round_published", round=first + 2)
     assert "b joined; restart with 3 workers on 3 nodes" in grown["reason"]
     assert b.event("group_started", round=first + 2)["kept"] == 1
+
+
+@pytest.mark.system
+def test_node_joins_between_two_steps(nodes: StartNodes, tmp_path: Path) -> None:
+    """Its worker runs the script up to its entry while the others train."""
+    group = nodes("2:3")
+    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    a, b = (group.agent(name, "stays.py", "", "16", flags=flags, warm=True) for name in "ab")
+    until(lambda: entries(a, 1), "the first round")
+    rank = next(iter(entries(a, 1)))
+    a.step(5, round=1, rank=rank)
+    c = group.agent("c", "stays.py", "", "16", flags=flags, warm=True)
+    until(lambda: entries(c, 2), "the round that has c")
+    assert [run.wait() for run in (a, b, c)] == [0, 0, 0]
+    for run in (a, b):
+        assert {*entries(run, 2).values()} == {*entries(run, 1).values()}
+    assert c.event("group_started", round=2)["kept"] == 1
+    assert "c joined; restart with 3 workers" in a.event("round_published", round=2)["reason"]

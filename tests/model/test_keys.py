@@ -18,7 +18,7 @@ from elasticd_daemon.records import JobResult, NodeStatus, Submission
 def test_watched_keys_are_not_written_by_every_node() -> None:
     """Or a hang of N nodes is N² messages, each with a node's report in it."""
     keys = Keys("job")
-    for watched in (keys.round, keys.planner, keys.master(), keys.pause, keys.hang_report_request):
+    for watched in (keys.round, keys.planner, keys.master(), keys.pause, keys.ahead, keys.hang_report_request):
         for written in (keys.nodes, keys.failures(), keys.done(), keys.hang_reports()):
             assert not written.startswith(watched), f"a watch on {watched} hears of {written}"
 

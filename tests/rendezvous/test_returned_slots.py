@@ -269,3 +269,20 @@ def test_no_job_waits_longer_or_loses_its_checkpoints_because_slots_start(
         assert len(prompt.members) >= asked.min_nodes
         assert prompt.directory == patient.directory
         assert all(len(m.slots) >= least for m in prompt.members)
+
+
+def test_a_node_joins_ranks_that_keep_their_processes_once_its_own_are_ready() -> None:
+    """It was asked to start them, and they are at their entry; or none will come so far."""
+    steps = {**STEPS, "entered": 3}
+    asked = Requirements(2, 3, 1, 3)
+    for fields, joins in (
+        ({}, False),
+        ({"ahead": 2}, False),
+        ({"ahead": 3, "starting": (0, 1, 2)}, False),
+        ({"ahead": 3, "starting": (2,)}, True),
+        ({"ahead": 3}, True),
+    ):
+        joiner = present("c", ready_round=0, **fields)  # type: ignore[arg-type]
+        full = present("a", (0, 1), **steps)
+        seen = view(full, requirements=asked, nodes=(full, present("b"), joiner))
+        assert plan(seen, POLICY, NOW) == (Pause(3, "c joined") if joins else RUNS), fields

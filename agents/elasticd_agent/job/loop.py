@@ -31,6 +31,7 @@ from elasticd_agent.model.reports import HangVerdict
 from elasticd_agent.rendezvous.member import DriverFailed, RendezvousMember, TurnResult
 from elasticd_agent.system.network.control_socket import DumpRequested
 from elasticd_agent.workers.events import (
+    GroupEntered,
     GroupStarted,
     NewcomerEnded,
     NewcomerReady,
@@ -119,6 +120,8 @@ class JobLoop:
         self._master: notices.MasterKnown | None = None
         self._saved_last = False
         """The ranks of the last group had a moment to save their state before they were killed."""
+        self._ahead_of = 0
+        """The round that this node may join, once its workers are at their entry."""
         self._pause_round = 0
         """The round for which the leader wants a pause."""
         self._launcher_settled = False
@@ -200,6 +203,8 @@ class JobLoop:
                     self._rendezvous.report_master(number, self._address(), port)
             case ProcessUnkillable() | ProcessReaped():
                 self._slot_changed(message, now)
+            case GroupEntered(number):
+                self._rendezvous.update_node_record(entered=number)
             case NewcomerReady(slot):
                 self._slots.ready([slot])
                 self._announce_slots()
@@ -221,6 +226,9 @@ class JobLoop:
             case notices.PauseRequested(number, on):
                 self._pause_round = number if on else 0  # its group may start later
                 self._request_pause(number, on)
+            case notices.AheadRequested(number):
+                self._ahead_of = number
+                self._start_ahead()
             case notices.HangReportRequested(number, on):
                 detector.report_requested(number, on)
                 self._monitor.observe_next_turn(now)
@@ -295,6 +303,7 @@ class JobLoop:
                     self.workers.end_kept(newcomers=round.terminal)
                     if not round.terminal:
                         self._release_ahead(round)
+                        self._start_ahead()
             case messages.GroupEnded(number):
                 self._kill_at.pop(number, None)
                 self._waiting_for_master = None
@@ -396,9 +405,9 @@ class JobLoop:
             self._start(round)  # before the slot is announced: a node that has it and has not started counts as late
         self._announce_slots()
 
-    def _announce_slots(self) -> None:
+    def _announce_slots(self, **fields: int) -> None:
         slots = {"slots": self._slots.usable, "unusable": self._slots.why, "starting": self._slots.starting}
-        self._rendezvous.update_node_record(**slots)
+        self._rendezvous.update_node_record(**slots, **fields)
 
     def _slots_start(self, number: int, keep: Keep) -> None:
         """Before the failure is reported: the next Round need not wait for the workers that have to start anew."""
@@ -414,6 +423,16 @@ class JobLoop:
     def _start_with_round(self, slot: int | None, why: str) -> None:
         self._listener.log(self._slots.start_with_round(slot, why))
         self._announce_slots()
+
+    def _start_ahead(self) -> None:
+        """This node may join a round whose workers keep their processes."""
+        round, number = self.round, self._ahead_of
+        if round is None or round.number != number or not self._may_release_ahead(round):
+            return
+        if self.workers.can_release_ahead:
+            self._slots.starts(set(self._slots.usable) - self.workers.ready_slots)
+        self._announce_slots(ahead=number)
+        self._release_ahead(round)
 
     def _may_release_ahead(self, round: Round) -> bool:
         """The round trains, or runs without this node."""

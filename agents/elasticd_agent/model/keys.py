@@ -72,6 +72,7 @@ class Keys:
         self.round = f"{root}/round"
         self.ended = f"{root}/ended"
         self.pause = f"{root}/pause"
+        self.ahead = f"{root}/ahead"
         self.nodes = f"{root}/nodes/"
         self.hang_report_request = f"{root}/hang_report_request"  # no prefix of `hang_reports`: watches are separate
 

@@ -26,6 +26,13 @@ class PauseRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class AheadRequested:
+    """The leader requests that this node, which is not in round `number`, starts its workers ahead of the next one."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class HangReportRequested:
     """The leader requests every node's hang report of round `number` (`on`), or withdraws the request."""
 
@@ -98,6 +105,7 @@ Notice = (
     | Probed
     | MasterKnown
     | PauseRequested
+    | AheadRequested
     | HangReportRequested
     | HangVerdict
     | StragglersFound

@@ -260,6 +260,8 @@ class NodeRecord(Document):
     leaving_soon: bool = False  #: its time is nearly over, so that its state is saved even where too few nodes remain
     unreachable: tuple[str, ...] = ()  #: members of `seen_round` that do not answer its probes
     starting: tuple[int, ...] = ()  #: those of `slots` whose new process is not ready, while other ranks keep theirs
+    entered: int = 0  #: the round whose workers here can leave it in their process
+    ahead: int = 0  #: the round for which this node, in none yet, was asked to start its workers ahead
     pending_exception: str = ""  #: of a rank of `ready_round` that has raised and not exited yet, in words
     node_rank: int = NO_NODE_RANK  #: its place among nodes that have not been in a Round before, as its user gave it
 

@@ -300,10 +300,30 @@ def _cooloff_ends(view: View, current: Round, member: Member) -> list[float]:
     return [view.round_at + q.left_s for q in slots]
 
 
+def keeps_processes(view: View, current: Round) -> bool:
+    """True if the workers of `current` can leave it in their process."""
+    first = view.record(current.members[0].node)
+    return first is not None and first.entered == current.number
+
+
 def joiners(view: View, current: Round, policy: Policy, now: float) -> list[PresentNode]:
-    """Nodes outside `current` that may join it, the longest waiting first."""
-    excluded = exclusions(view, current, {}, now)
+    """Nodes outside `current` that may join it, the longest waiting first.
+
+    Where workers keep their processes, those whose own are ready, or will not come ahead of their round.
+    """
     avoided = avoided_slots(view, current_quarantine(view, current, now))
+    is_asked = keeps_processes(view, current)
+    waiting = waiting_nodes(view, current, policy, now)
+    return [
+        p
+        for p in waiting
+        if has_enough_slots(p.record, view, avoided) and (not is_asked or p.record.ahead == current.number)
+    ]
+
+
+def waiting_nodes(view: View, current: Round, policy: Policy, now: float) -> list[PresentNode]:
+    """Nodes outside `current` that could be in the next Round, the longest waiting first."""
+    excluded = exclusions(view, current, {}, now)
     here = {m.identity for m in current.members}
     members = {m.node for m in current.members}
     waiting = [
@@ -315,7 +335,6 @@ def joiners(view: View, current: Round, policy: Policy, now: float) -> list[Pres
         and _can_take_part(p.record, view)
         and not members.intersection(p.record.unreachable)
         and not cooloff_left_s(p.record.id, excluded, policy)
-        and has_enough_slots(p.record, view, avoided)
     ]
     return sorted(waiting, key=lambda p: (p.joined_at, p.record.id))
 

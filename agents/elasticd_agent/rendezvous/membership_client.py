@@ -22,7 +22,7 @@ from typing import Any
 from elasticd.errors import StoreRefused, StoreUnavailable
 from elasticd_agent.model.job import Policy
 from elasticd_agent.model.keys import Keys, decode_address, decode_record, encode_record
-from elasticd_agent.model.notices import HangReportRequested, MasterKnown, Notice, PauseRequested
+from elasticd_agent.model.notices import AheadRequested, HangReportRequested, MasterKnown, Notice, PauseRequested
 from elasticd_agent.model.records import Failure, Identity, LeaderRecord, NodeRecord, Round
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.peers import PeerObservations
@@ -152,7 +152,7 @@ class RoundFollower:
         self._me = me
         self._run = terms.requirements.run
         # what every agent watches
-        self.keys = (keys.round, keys.planner, keys.master(), keys.pause, keys.hang_report_request)
+        self.keys = (keys.round, keys.planner, keys.master(), keys.pause, keys.ahead, keys.hang_report_request)
         self._stale: set[str] = set()
         self.round: Round | None = None
         self.stored: Versioned | None = None  #: the round key as last read: what a planner's verdict builds on
@@ -242,7 +242,7 @@ class RoundFollower:
         self.round = round
         self._is_member = any(m.identity == self._me for m in round.members)
         self._hosts_rank_0 = bool(round.members) and round.members[0].node == self._me[0]
-        self._stale.add(self._keys.pause)
+        self._stale |= {self._keys.pause, self._keys.ahead}
         # The round's store usually starts later, and its watch names it then; it may also have started earlier.
         if self._master_of >= round.number:
             self._stale.add(self._keys.master())
@@ -266,8 +266,10 @@ class RoundFollower:
     def read_requests(self) -> list[Notice]:
         """The leader's requests to this node, and where the workers' store is. Raises StoreUnavailable."""
         round, keys = self.running, self._keys
-        if round is None or not self._is_member:
+        if round is None:
             return []
+        if not self._is_member:
+            return [AheadRequested(round.number)] if self.take(keys.ahead) and self._is_asked_ahead(round) else []
         notices: list[Notice] = []
         if self.take(keys.hang_report_request) and self._is_changed(keys.hang_report_request, round):
             notices.append(HangReportRequested(round.number, bool(self._requested[keys.hang_report_request])))
@@ -286,6 +288,11 @@ class RoundFollower:
         self._agreement.restore()
         self._store.compare_and_swap(self._keys.round, version, encode_record(round))
         self._stale.add(self._keys.round)
+
+    def _is_asked_ahead(self, round: Round) -> bool:
+        stored = self._store.read(self._keys.ahead)
+        number, *nodes = stored.value.decode(errors="replace").split("\n") if stored is not None else [""]
+        return number == str(round.number) and self._me[0] in nodes
 
     def _is_changed(self, key: str, round: Round) -> bool:
         """Read a request; True if it begins or ends."""

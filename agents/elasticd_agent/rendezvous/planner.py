@@ -38,6 +38,7 @@ from elasticd_agent.model.notices import FaultDetected, Notice, StragglersFound
 from elasticd_agent.model.records import Failure, Identity, NodeRecord, Round, StoreLife
 from elasticd_agent.model.reports import HangReport
 from elasticd_agent.rendezvous.faults import FaultLog
+from elasticd_agent.rendezvous.membership import keeps_processes, waiting_nodes
 from elasticd_agent.rendezvous.membership_client import JobTerms
 from elasticd_agent.rendezvous.peers import LivenessProber, PeerObservations
 from elasticd_agent.rendezvous.plan import plan
@@ -82,6 +83,7 @@ class Planner:
         self._persistent_stragglers = PersistentStragglers(self._policy)
         self._stragglers: tuple[tuple[int, float], ...] = ()
         self._notices: list[Notice] = []
+        self._asked_ahead: bytes | None = None
         self._garbage: list[str] = []
         self._decoded: tuple[Versioned, Round] | None = None
         self._refreshed_at = float("-inf")
@@ -93,6 +95,7 @@ class Planner:
 
     def reset(self) -> None:
         """Another node led, or the store was away: what was read and seen so far is not to be trusted."""
+        self._asked_ahead = None
         self._cache.clear()
         self._judge.reset()
         self._reader.reset()
@@ -156,6 +159,7 @@ class Planner:
         if current is not None:
             pause = str(verdict.number).encode() if isinstance(verdict, Pause) else None
             self._set_request(self._keys.pause, pause)
+            self._request_ahead(view, now)
         self._request_hang_reports(round)
         self._delete_garbage()
         return self._turn_again(verdict, now)
@@ -180,7 +184,7 @@ class Planner:
             self._garbage += self._store.list(prefix)  # an earlier leader may have died before it deleted its own
         while self._garbage:
             self._delete_garbage()
-        for key in (keys.pause, keys.hang_report_request):
+        for key in (keys.pause, keys.ahead, keys.hang_report_request):
             self._store.delete(key)
         lease = self._store.announce(keys.ended, b"", ENDED_S) if self._requirements.max_nodes > 1 else None
         if lease is not None:
@@ -271,6 +275,19 @@ class Planner:
         elif wanted is not None and (stored is None or stored.value != wanted):
             self._store.compare_and_swap(key, None if stored is None else stored.version, wanted)
             self._cache.invalidate(key)
+
+    def _request_ahead(self, view: View, now: float) -> None:
+        """The nodes that may join start their workers ahead, where the others keep their processes."""
+        current, nodes = view.current, list[str]()
+        if self._requirements.max_nodes == 1 or current is None:
+            return
+        if not current.terminal and keeps_processes(view, current):
+            room = max(0, self._requirements.max_nodes - len(current.members))
+            nodes = [p.record.id for p in waiting_nodes(view, current, self._policy, now)[:room]]
+        wanted = "\n".join([str(current.number), *nodes]).encode() if nodes else None
+        if wanted != self._asked_ahead:  # an earlier leader's names an earlier round, or the same nodes
+            self._set_request(self._keys.ahead, wanted)
+            self._asked_ahead = wanted
 
     def _request_hang_reports(self, round: Round | None) -> None:
         """While one node suspects a hang, all nodes report their ranks."""

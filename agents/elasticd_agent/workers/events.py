@@ -66,6 +66,13 @@ class ProcessUnkillable:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupEntered:
+    """All workers of round `number` here can leave it in their process."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class NewcomerReady:
     """The process that was released ahead on `slot` waits at its entry for a round."""
 
@@ -89,5 +96,5 @@ class ProcessReaped:
 
 OwnerEvent = (
     Event | GroupStarted | WorkersReleased | StoreReady | ProcessUnkillable | ProcessReaped
-    | NewcomerReady | NewcomerEnded
+    | GroupEntered | NewcomerReady | NewcomerEnded
 )  # fmt: skip

@@ -33,6 +33,7 @@ from elasticd_agent.model.phrases import listing, plural
 from elasticd_agent.model.records import Round
 from elasticd_agent.system.processes import procfs
 from elasticd_agent.workers.events import (
+    GroupEntered,
     GroupStarted,
     LauncherReady,
     NewcomerEnded,
@@ -194,6 +195,11 @@ class WorkerManager:
     def newcomers(self) -> set[int]:
         """The slots of workers that are on their way to their entry."""
         return self._newcomers.slots
+
+    @property
+    def ready_slots(self) -> set[int]:
+        """The slots of workers that have come to their entry ahead of their round."""
+        return {slot for slot, kept in self._kept.items() if kept.is_new}
 
     @property
     def can_release_ahead(self) -> bool:
@@ -371,6 +377,7 @@ class WorkerManager:
                 return [WorkersReleased(number, ranks)]
             case messages.Entered(_, local_rank):
                 group.entered.add(local_rank)
+                return [GroupEntered(number)] if len(group.entered) == len(group.workers) else []
             case messages.Exited():
                 group.exited.add(report.local_rank)
                 return [self._exited(group, report)]
