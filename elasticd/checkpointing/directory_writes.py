@@ -14,9 +14,10 @@ from pathlib import Path
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.memory.buffers import KILLED
 from elasticd.checkpointing.memory.writer_client import SnapshotRefused
+from elasticd.checkpointing.storage import checkpoint_files
+from elasticd.checkpointing.storage.atomic_write import Staging
 from elasticd.checkpointing.storage.directory_lock import DirectoryLock
-from elasticd.checkpointing.storage.lineage import Entry
-from elasticd.checkpointing.storage.manifest import Manifest
+from elasticd.checkpointing.storage.manifest import FileState, Manifest
 from elasticd.checkpointing.storage.object_store import store_of
 from elasticd.checkpointing.storage.retention import retain
 from elasticd.heartbeat.record import Phase
@@ -49,13 +50,17 @@ class DirectoryWrites:
         if lock.unlocked:
             self._context.events.write("message", lock.unlocked, None, path=str(path))
 
-    def write_now(self, draft: Manifest, write: Callable[[Path], Entry], why: str, start: float) -> bool:
-        """Write the checkpoint while training waits; False if that fails. `start` is when the save began."""
+    def write_now(
+        self, draft: Manifest, fill: Callable[[Staging], dict[str, FileState]], why: str, start: float, token: str = ""
+    ) -> bool:
+        """Write the checkpoint while training waits, as `checkpoint_files.write` does; False if that fails. `start` is
+        when the save began.
+        """
         context = self._context
         try:
             if self._lock is None:
                 self.take_lock(context.place)
-            entry = write(context.place)
+            entry = checkpoint_files.write(context.place, draft, fill, token)
             path, seconds = str(context.path(draft.step)), time.monotonic() - start
             fields = {"path": path, "bytes": entry.manifest.total_bytes, "seconds": seconds}
             context.events.write(

@@ -20,7 +20,7 @@ from typing import Any
 from elasticd.channel import Message
 from elasticd.checkpointing.context import SaveContext
 from elasticd.checkpointing.directory_writes import DirectoryWrites
-from elasticd.checkpointing.memory import held_states, shard_files
+from elasticd.checkpointing.memory import held_states, state_files
 from elasticd.checkpointing.memory.buffers import WriteTask
 from elasticd.checkpointing.memory.mapped_buffer import MappedBuffers
 from elasticd.checkpointing.memory.shard_server import Server
@@ -30,8 +30,8 @@ from elasticd.checkpointing.state.layout import Layout
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.state.shard_plan import ShardPlan
 from elasticd.checkpointing.state.training_state import RESERVED, StateDict, no_garbage_collection
-from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.atomic_write import Staging
+from elasticd.checkpointing.storage.checkpoint_files import check_cursor
 from elasticd.checkpointing.storage.manifest import METADATA, STATE, FileState, Manifest, shard_name
 from elasticd.checkpointing.storage.object_url import url_of
 from elasticd.errors import UsageError
@@ -109,7 +109,7 @@ class ShardedSaver:
             # A part that no node is writing and that has not come is lost: with its node's writer, during the copy.
             if self.is_busy(wait, None if others_write else LOST_PART_S):
                 return {"event": "checkpoint_dropped", "why": _BUSY}
-            checkpoint_files.check_cursor(draft)
+            check_cursor(draft)
             if is_new:
                 check_loadable(sharded.values(state))
             small = content()
@@ -298,12 +298,12 @@ class ShardedSaver:
         """All ranks write their files; rank 0 commits them."""
         context, group = self._context, self._context.group
         names = [shard_name(group.rank), *((METADATA, STATE) if layout is not None else ())]
-        contents = {name: shard_files.stream(self._content(name, plan, layout)) for name in names}
+        contents = {name: state_files.stream(self._content(name, plan, layout)) for name in names}
         key, what = f"part/{context.saves}", f"its part of the checkpoint of step {draft.step}"
         if group.rank != 0:
             folder = context.channel.on_rank0(key, "the staging directory", dict)["folder"]
             if folder:
-                part = shard_files.write_other_part(context.place, draft, token, group.rank, contents)
+                part = state_files.write_other_part(context.place, draft, token, group.rank, contents)
                 context.channel.collect(key, json.dumps(part).encode(), what)
             return False
         opened = False
@@ -312,13 +312,11 @@ class ShardedSaver:
             nonlocal opened
             opened = True
             context.channel.on_rank0(key, what, lambda: {"folder": str(staging.path)})
-            own = json.dumps(shard_files.write_part(staging.path, contents)).encode()
+            own = json.dumps(state_files.write_part(staging.path, contents)).encode()
             every = [json.loads(part) for part in context.channel.collect(key, own, what)]
-            return shard_files.merge({f"rank {rank}": part for rank, part in enumerate(every)})
+            return state_files.merge({f"rank {rank}: ": part for rank, part in enumerate(every)})
 
-        saved = self._writes.write_now(
-            draft, lambda path: checkpoint_files.write_files(path, draft, fill, token), why, start
-        )
+        saved = self._writes.write_now(draft, fill, why, start, token)
         if not opened:
             context.channel.on_rank0(key, what, lambda: {"folder": ""})
         return saved

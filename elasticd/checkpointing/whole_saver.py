@@ -19,8 +19,8 @@ from elasticd.checkpointing.state import training_state
 from elasticd.checkpointing.state.layout import Layout, write_packed
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.state.training_state import StateDict
-from elasticd.checkpointing.storage import checkpoint_files
-from elasticd.checkpointing.storage.manifest import Manifest, parse
+from elasticd.checkpointing.storage.checkpoint_files import check_cursor
+from elasticd.checkpointing.storage.manifest import STATE, Manifest, parse
 
 MOST_SENT_BYTES = 8 << 20
 """The most that rank 0 sends to every node at a save: buffers, random states, numbers. A larger part that is not equal
@@ -61,7 +61,7 @@ class WholeSaver:
         layout = Layout(state, training_state.replicated(attached, context.group.world_size), save=context.saves)
         draft = context.draft(draft.step, layout.bytes, draft.cursor)
         if is_rank0:
-            checkpoint_files.check_cursor(draft)
+            check_cursor(draft)
         exchanged = self._exchange_own(draft, layout)
         if exchanged is None:
             return False
@@ -69,12 +69,7 @@ class WholeSaver:
         if not is_rank0:
             return False
         if not has_copied:
-            return self._writes.write_now(
-                draft,
-                lambda path: checkpoint_files.write(path, draft, lambda file: layout.write(file.write)),
-                why,
-                start,
-            )
+            return self._writes.write_now(draft, lambda staging: {STATE: layout.write_file(staging.path)}, why, start)
         return self._writes.wait() if wait else True
 
     def _send_own(self, make: Callable[[], bytes]) -> None:

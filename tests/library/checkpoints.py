@@ -11,7 +11,7 @@ from elasticd.checkpointing.state.layout import Layout, load_mapped
 from elasticd.checkpointing.state.safe_types import check_loadable
 from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.lineage import Entry, SkippedCheckpoint, find_damage, lineage, open_verified
-from elasticd.checkpointing.storage.manifest import Manifest
+from elasticd.checkpointing.storage.manifest import STATE, Manifest
 
 
 def save(
@@ -30,7 +30,7 @@ def save(
     check_loadable(state)
     draft = Manifest(round, step, parent, world_size, 0, "", job, run, cursor, time.time())
     checkpoint_files.check_cursor(draft)
-    return checkpoint_files.write(directory, draft, lambda file: Layout(state).write(file.write))
+    return checkpoint_files.write(directory, draft, lambda staging: {STATE: Layout(state).write_file(staging.path)})
 
 
 def load(entry: Entry) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 from elasticd.checkpointing.memory import last_write
 from elasticd.checkpointing.memory.buffers import Buffers, WriteTask, donated_number
-from elasticd.checkpointing.memory.shard_files import stream
+from elasticd.checkpointing.memory.state_files import stream
 from elasticd.checkpointing.memory.writer_client import WriterClient
 from elasticd.checkpointing.storage.manifest import METADATA, NO_CHECKSUM, STATE, Manifest, shard_name, shard_names
 from tests.library.checkpoints import verified_lineage

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from elasticd.checkpointing.choice import Choice, OpenState, Source
-from elasticd.checkpointing.memory import last_write, shard_files
+from elasticd.checkpointing.memory import last_write, state_files
 from elasticd.checkpointing.memory.buffers import Buffers, Snapshot, WriteTask, donated_number
 from elasticd.checkpointing.state_opener import StateOpener
 from elasticd.checkpointing.storage import object_store, object_url
@@ -36,7 +36,7 @@ from elasticd_agent.cli.checkpoints import checkpoints as command
 from tests.library import checkpoints
 from tests.library.checkpoints import verified_lineage
 from tests.library.test_last_write import LATER, NAMES, LastNode, content, end
-from tests.library.test_shard_files import FILES, snapshot
+from tests.library.test_state_files import FILES, held
 from tests.s3_server import BUCKET, ROOT, S3
 
 JOB = "lm"
@@ -543,13 +543,11 @@ def put_together(made: list[Node], token: str, gives_up: str = "") -> list[Any]:
     """What becomes of a sharded checkpoint on each node, its result or its error; None in the list: a lost node."""
 
     def write(number: int) -> Any:
-        fd, held = snapshot(made[number].directory, number, token)
-        try:
-            return shard_files.write_snapshot(fd, held, lambda: gives_up)
-        except OSError as error:
-            return str(error)
-        finally:
-            os.close(fd)
+        with held(made[number].directory, number, token) as (own, snapshot):
+            try:
+                return state_files.write(own, snapshot, lambda: gives_up)
+            except OSError as error:
+                return str(error)
 
     with ThreadPoolExecutor(len(made)) as pool:
         return list(pool.map(write, range(len(made))))
@@ -576,10 +574,8 @@ def test_nodes_put_a_sharded_checkpoint_together(s3: S3, nodes: Any) -> None:
 def test_no_node_puts_its_part_once_a_later_run_has_taken_the_store(nodes: Any) -> None:
     node = nodes("a")
     nodes("b", run="2")
-    fd, held = snapshot(node.directory, 1)
-    contents = {"__1_0.distcp": shard_files.stream(iter([b"b"]))}
-    part = shard_files.write_other_part(node.directory, held.draft, "aa", 1, contents)
-    os.close(fd)
+    with held(node.directory, 1) as (own, snapshot):
+        part = state_files.write_other_part(node.directory, snapshot.draft, "aa", 1, own)
     assert "was taken by run '2' of job 'lm'" in part["error"]
     assert node.keys() == set()
 
@@ -691,9 +687,11 @@ def test_without_conditional_puts_rank_0s_node_puts_the_last_state(
     draft = Manifest(1, 12, None, 2, len(content(STATE, 12)), NO_CHECKSUM, JOB, "1", None, time.time())
     with open(os.memfd_create("headers"), "rb") as headers, open(os.memfd_create("buffer"), "r+b", 0) as buffer:
         buffer.write(content(STATE, 12))
-        last = last_write.LastWrite(Buffers(headers.fileno(), [buffer.fileno()]), lambda: False)
+        buffers, snapshot = Buffers(headers.fileno(), [buffer.fileno()]), Snapshot(draft, donated_number(12, 1), task)
+        buffers.describe(0, snapshot)
+        last = last_write.LastWrite(buffers, lambda: False)
         with pytest.raises(OSError, match="no node has put all of it") if number else contextlib.nullcontext():
-            last.write(0, Snapshot(draft, donated_number(12, 1), task))
+            last.write(snapshot)
     assert left(node) == ([] if number else [12])
 
 

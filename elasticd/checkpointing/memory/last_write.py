@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.channel import Message
-from elasticd.checkpointing.memory import shard_files
+from elasticd.checkpointing.memory import state_files
 from elasticd.checkpointing.memory.buffers import Buffers, Snapshot, WriteTask
-from elasticd.checkpointing.memory.shard_files import Content
+from elasticd.checkpointing.memory.state_files import Content
 from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.atomic_write import Staging, is_abandoned, staging_path
 from elasticd.checkpointing.storage.lineage import Entry, lineage
@@ -112,14 +112,14 @@ class LastWrite:
         every = [(at, snapshot) for at, snapshot in enumerate(self._buffers.held) if snapshot is not None]
         return sorted(every, key=lambda each: (each[1].draft.round, each[1].draft.step, each[1].number), reverse=True)
 
-    def write(self, number: int, snapshot: Snapshot) -> Entry:
-        """Make the state in this buffer a checkpoint; returns the newest one then. Raises OSError, CheckpointError."""
+    def write(self, snapshot: Snapshot) -> Entry:
+        """Make this state in memory a checkpoint; returns the newest one then. Raises OSError, CheckpointError."""
         task, draft = snapshot.task, snapshot.draft
         assert task is not None
         directory = Path(task.directory)
         folder = staging_path(directory, draft.round, draft.step, _TOKEN)
         final = directory / draft.name
-        contents = self._contents(number, snapshot)
+        contents = self._contents(snapshot)
         needed = shard_names(draft.world_size) if snapshot.files else [STATE]
         if (store := store_of(directory)) is not None:
             return self._put(store, snapshot, contents, set(needed))
@@ -131,7 +131,7 @@ class LastWrite:
             if self._gives_up() or (joined and not contents.keys() >= set(needed)):
                 break
             try:
-                return checkpoint_files.write_files(
+                return checkpoint_files.write(
                     directory, draft, lambda staging: self._commit(staging.path, final, contents, needed), _TOKEN
                 )
             except FileExistsError:
@@ -147,7 +147,7 @@ class LastWrite:
         path = directory / f"{draft.name}.again"
 
         def fill(staging: Staging) -> dict[str, FileState]:
-            return shard_files.merge({"this node": shard_files.write_part(staging.path, contents)})
+            return state_files.merge({"": state_files.write_part(staging.path, contents)})
 
         def publish(staging: Staging, manifest: Manifest) -> Path:
             store.commit(staging.path, path.name, manifest, None)
@@ -158,7 +158,7 @@ class LastWrite:
             if newest and (newest[0].manifest.round, newest[0].manifest.step) >= (draft.round, draft.step):
                 return newest[0]
             if contents.keys() >= needed and self._may_put(store, path.name, task):
-                return checkpoint_files.write_files(directory, draft, fill, publish=publish)
+                return checkpoint_files.write(directory, draft, fill, publish=publish)
             if self._gives_up() or (time.monotonic() > deadline and not store.is_reserved(path.name)):
                 raise OSError("no node has put all of it into the object store")
             time.sleep(_LOOK_S)
@@ -169,14 +169,12 @@ class LastWrite:
         except NotImplementedError:  # without conditional puts it is always the same node
             return task.node == 0
 
-    def _contents(self, number: int, snapshot: Snapshot) -> dict[str, Content]:
+    def _contents(self, snapshot: Snapshot) -> dict[str, Content]:
         """The files of this state that are in this node's memory, also as a copy for another node."""
-        if not snapshot.files:
-            return {STATE: lambda file: file.write_pages(self._buffers.pages(number, snapshot.draft.bytes))}
         contents: dict[str, Content] = {}
-        for fd, in_buffer in zip(self._buffers.fds, self._buffers.held, strict=True):
+        for at, in_buffer in enumerate(self._buffers.held):
             if in_buffer is not None and in_buffer.saved == snapshot.saved:
-                contents |= shard_files.contents(fd, in_buffer)
+                contents |= state_files.contents(self._buffers, at, in_buffer)
         return contents
 
     def _commit(
@@ -185,11 +183,11 @@ class LastWrite:
         """Write this node's files, and wait for the others'; or for `final`, which another node may still be writing
         as usual. Raises OSError: FileExistsError once that is there.
         """
-        parts = {"this node": shard_files.write_part(folder, contents)}
+        parts = {"": state_files.write_part(folder, contents)}
         deadline, seen = time.monotonic() + PARTS_S, dict[str, int]()
-        while missing := set(needed) - set(merged := shard_files.merge(parts)):
+        while missing := set(needed) - set(merged := state_files.merge(parts)):
             for path in folder.glob("part-*.json"):
-                parts[f"another node ({path.stem})"] = json.loads(path.read_bytes())
+                parts[f"another node ({path.stem}): "] = json.loads(path.read_bytes())
                 path.unlink()
             begun = {name: (folder / name).stat().st_size for name in missing & set(os.listdir(folder))}
             if begun and (begun != seen or not missing <= contents.keys()):  # another node writes
@@ -200,7 +198,7 @@ class LastWrite:
             if begun and late:  # that node has died, and this one has them, too
                 for name in missing:
                     (folder / name).unlink(missing_ok=True)
-                parts["this node, again"] = shard_files.write_part(folder, {name: contents[name] for name in missing})
+                parts["again: "] = state_files.write_part(folder, {name: contents[name] for name in missing})
             if why := self._gives_up() or ("no other node has written them" if late and not begun else ""):
                 raise OSError(f"{', '.join(sorted(missing))}: {why}")
             time.sleep(_POLL_S)
@@ -214,9 +212,9 @@ class LastWrite:
 
     def _add(self, folder: Path, contents: Mapping[str, Content]) -> None:
         """Write what is not there yet; returns when the other node has ended with it."""
-        part = shard_files.write_part(folder, contents)
+        part = state_files.write_part(folder, contents)
         if part.get("files", True):
             with contextlib.suppress(FileNotFoundError):  # the other node has given up
-                shard_files.put_part(folder / f"part-{os.getpid():x}{time.time_ns():x}.json", part)
+                state_files.put_part(folder / f"part-{os.getpid():x}{time.time_ns():x}.json", part)
         while not is_abandoned(folder) and not self._gives_up():
             time.sleep(_POLL_S)

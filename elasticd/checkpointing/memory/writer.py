@@ -61,7 +61,7 @@ if __name__ == "__main__":  # run as a file, isolated: the package of this copy 
 
 from elasticd import channel
 from elasticd.channel import Message
-from elasticd.checkpointing.memory import peer, shard_files
+from elasticd.checkpointing.memory import peer, state_files
 from elasticd.checkpointing.memory.buffers import (
     ANOTHER_SAVES,
     COUNT,
@@ -547,13 +547,11 @@ class Writer:
             )
             lock.acquire()
             if is_last:
-                return self._last.write(number, snapshot), ""
-            if snapshot.files:
-                return shard_files.write_snapshot(self._buffers.fds[number], snapshot, self._gives_up(snapshot)), ""
+                return self._last.write(snapshot), ""
             if snapshot.path:  # an older round's checkpoint is this state
                 return checkpoint_files.relink(task.directory, _entry(snapshot.path), draft.round), ""
-            pages = self._buffers.pages(number, draft.bytes)
-            return checkpoint_files.write(task.directory, draft, lambda file: file.write_pages(pages)), ""
+            own = state_files.contents(self._buffers, number, snapshot)
+            return state_files.write(own, snapshot, self._gives_up(snapshot)), ""
         except (OSError, ValueError, CheckpointError) as error:
             if snapshot.path:
                 return self._write(number, replace(snapshot, path=""), is_last)

@@ -16,6 +16,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ import torch
 from elasticd.checkpointing.state import device_copy
 from elasticd.checkpointing.state.device_copy import GpuCopies, Part
 from elasticd.checkpointing.state.training_state import StateDict, components
-from elasticd.checkpointing.storage.atomic_write import write_at
-from elasticd.checkpointing.storage.manifest import STATE
+from elasticd.checkpointing.storage.atomic_write import write_at, write_file
+from elasticd.checkpointing.storage.manifest import STATE, FileState
 from elasticd.errors import CheckpointCorrupt, CheckpointRefused
 
 _ALIGNMENT = 64
@@ -156,6 +157,10 @@ class Layout:
             part, at = (before, offset) if offset < start else (after, offset - end)
             part[at : at + len(data)] = data
         return bytes(before), bytes(after)
+
+    def write_file(self, folder: Path) -> FileState:
+        """Write state.pt into a directory; returns its size and checksum. Raises OSError."""
+        return write_file(folder / STATE, lambda file: self.write(file.write))
 
     def write(self, write: Callable[[memoryview], Any]) -> None:
         """Pass the whole file to `write`, from its beginning to its end."""

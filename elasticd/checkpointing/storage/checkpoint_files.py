@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from elasticd.checkpointing.storage.atomic_write import HashingFile, Staging, sweep, write_file
+from elasticd.checkpointing.storage.atomic_write import Staging, sweep
 from elasticd.checkpointing.storage.lineage import Entry, examine, names
 from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, FileState, Manifest, Unreadable, parse
 from elasticd.errors import CheckpointRefused
@@ -28,22 +28,19 @@ def check_cursor(draft: Manifest) -> None:
         raise CheckpointRefused(f"cursor: a sampler's state must be JSON, and this is not: {error}") from error
 
 
-def write(directory: str | os.PathLike[str], draft: Manifest, fill: Callable[[HashingFile], None]) -> Entry:
-    """Write the checkpoint that `draft` describes, without its size and checksum; `fill` writes state.pt.
-
-    `save` describes what is raised.
-    """
-    return write_files(directory, draft, lambda staging: {STATE: write_file(staging.path / STATE, fill)})
-
-
-def write_files(
+def write(
     directory: str | os.PathLike[str],
     draft: Manifest,
     fill: Callable[[Staging], dict[str, FileState]],
     token: str = "",
     publish: Callable[[Staging, Manifest], Path] = Staging.publish,
 ) -> Entry:
-    """The same for any files: `fill` writes them, state.pt among them, and returns what they are."""
+    """Write a checkpoint; when this returns it is on the disk under its name, and replaces one of the same step.
+
+    `draft` describes it without sizes and checksums; `fill` writes its files, state.pt among them, and returns what
+    they are. A round has one parent: once it has a checkpoint, that one's parent counts. Raises OSError, and leaves no
+    checkpoint then; FileExistsError if `token` names a staging directory that another process has made.
+    """
     base = Path(directory)
     draft = replace(draft, parent=_parent(base, draft.round, draft.parent))
     base.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""A sharded checkpoint while it is written: each node writes its files, the first one commits them all. No torch here.
+"""A state's files on their way to a checkpoint: each node writes its own, the first one commits them all. No torch.
+
+A whole state is one file, state.pt, of the first node. A sharded one has a file of each rank:
 
     .r3-s1200.<token>.staging/__5_0.distcp    what rank 5 has, in torch.distributed.checkpoint's format
     .r3-s1200.<token>.staging/.metadata       from rank 0: which tensor lies where
@@ -22,11 +24,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elasticd.channel import Message
-from elasticd.checkpointing.memory.buffers import Snapshot, WriteTask
+from elasticd.checkpointing.memory.buffers import Buffers, Snapshot, WriteTask
 from elasticd.checkpointing.storage import checkpoint_files
 from elasticd.checkpointing.storage.atomic_write import HashingFile, Staging, staging_path, write_file
 from elasticd.checkpointing.storage.lineage import Entry
-from elasticd.checkpointing.storage.manifest import MANIFEST, FileState, Manifest
+from elasticd.checkpointing.storage.manifest import MANIFEST, STATE, FileState, Manifest
 from elasticd.checkpointing.storage.object_store import store_of
 
 PART_S = 600.0
@@ -37,16 +39,15 @@ Content = Callable[[HashingFile], None]
 Found = TypeVar("Found")
 
 
-def write_snapshot(fd: int, snapshot: Snapshot, gives_up: Callable[[], str]) -> Entry | None:
-    """This node's part of a checkpoint, from the buffer `fd`; the first node's result is the checkpoint.
+def write(own: Mapping[str, Content], snapshot: Snapshot, gives_up: Callable[[], str]) -> Entry | None:
+    """Write this node's own files of a state in memory; the first node's result is the checkpoint.
 
     Raises OSError, also when another node does not write its part, or when `gives_up` returns a reason.
     """
     task, draft = snapshot.task, snapshot.draft
     assert task is not None
-    own = contents(fd, snapshot)
     if task.node == 0:
-        return checkpoint_files.write_files(
+        return checkpoint_files.write(
             task.directory, draft, lambda staging: _commit(staging, draft, own, task, gives_up), task.token
         )
     directory = Path(task.directory)
@@ -62,12 +63,12 @@ def write_snapshot(fd: int, snapshot: Snapshot, gives_up: Callable[[], str]) -> 
     return None
 
 
-def contents(fd: int, snapshot: Snapshot) -> dict[str, Content]:
-    """The files of a sharded state in the buffer `fd`."""
-    return {
-        name: functools.partial(HashingFile.copy, source=fd, start=at, size=size)
-        for name, (at, size) in snapshot.files.items()
-    }
+def contents(buffers: Buffers, number: int, snapshot: Snapshot) -> dict[str, Content]:
+    """The files of a state in a buffer."""
+    if not snapshot.files:
+        return {STATE: lambda file: file.write_pages(buffers.pages(number, snapshot.draft.bytes))}
+    fd, places = buffers.fds[number], snapshot.files.items()
+    return {name: functools.partial(HashingFile.copy, source=fd, start=at, size=size) for name, (at, size) in places}
 
 
 def write_part(folder: Path, contents: Mapping[str, Content]) -> Message:
@@ -108,17 +109,17 @@ def write_other_part(
 
 
 def merge(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, FileState]:
-    """All files of all parts. Raises OSError for a part with an error."""
+    """All files of all parts, each by what its error begins with. Raises OSError for a part with an error."""
     for who, part in parts.items():
         if "error" in part:
-            raise OSError(f"{who}: {part['error']}")
+            raise OSError(who + part["error"])
     return {name: (size, checksum) for part in parts.values() for name, (size, checksum) in part["files"].items()}
 
 
 def _commit(
     staging: Staging, draft: Manifest, contents: Mapping[str, Content], task: WriteTask, gives_up: Callable[[], str]
 ) -> dict[str, FileState]:
-    parts = {"node 0": write_part(staging.path, contents)}
+    parts = {"": write_part(staging.path, contents)}
     store = store_of(task.directory)
     for node in range(1, task.nodes):
         slow = f"node {node} has not written its part; do all nodes share {task.directory}?"
@@ -128,7 +129,7 @@ def _commit(
         else:
             take = functools.partial(store.take_part, store.free_name(draft.name), name)
             taken = _wait(take, gives_up, f"node {node} has not put its part", _STORE_POLL_S)
-        parts[f"node {node}"] = json.loads(taken)
+        parts[f"node {node}: "] = json.loads(taken)
     return merge(parts)
 
 

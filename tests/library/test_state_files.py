@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elasticd.checkpointing.memory import shard_files
-from elasticd.checkpointing.memory.buffers import Snapshot, WriteTask
+from elasticd.checkpointing.memory import state_files
+from elasticd.checkpointing.memory.buffers import Buffers, Snapshot, WriteTask
+from elasticd.checkpointing.memory.state_files import Content
 from elasticd.checkpointing.storage.checkpoint_files import relink
 from elasticd.checkpointing.storage.lineage import Entry, find_damage, lineage
 from elasticd.checkpointing.storage.manifest import NO_CHECKSUM, STATE, Manifest
@@ -23,8 +26,9 @@ FILES = {
 }
 
 
-def snapshot(directory: Path, node: int, token: str = "abcd") -> tuple[int, Snapshot]:
-    """A node's buffer with its files, each somewhere in it."""
+@contextlib.contextmanager
+def held(directory: Path, node: int, token: str = "abcd") -> Iterator[tuple[dict[str, Content], Snapshot]]:
+    """A node's files, each somewhere in a buffer."""
     fd, files, at = os.memfd_create("test"), {}, 123
     for name, content in FILES[node].items():
         os.pwrite(fd, content, at)
@@ -32,7 +36,11 @@ def snapshot(directory: Path, node: int, token: str = "abcd") -> tuple[int, Snap
         at += len(content) + 77
     draft = Manifest(1, 10, None, 3, 0, NO_CHECKSUM, "lm", "1", None, time.time())
     task = WriteTask(str(directory), 3, "a test", "", "", 0, 0.0, token=token, node=node, nodes=len(FILES))
-    return fd, Snapshot(draft, 1, task, files=files)
+    snapshot = Snapshot(draft, 1, task, files=files)
+    try:
+        yield state_files.contents(Buffers(fd, [fd]), 0, snapshot), snapshot
+    finally:
+        os.close(fd)
 
 
 def write(directory: Path, nodes: list[int], gives_up: Any = lambda: "") -> dict[int, Any]:
@@ -40,13 +48,11 @@ def write(directory: Path, nodes: list[int], gives_up: Any = lambda: "") -> dict
     results: dict[int, Any] = {}
 
     def run(node: int) -> None:
-        fd, held = snapshot(directory, node)
-        try:
-            results[node] = shard_files.write_snapshot(fd, held, gives_up)
-        except OSError as error:
-            results[node] = str(error)
-        finally:
-            os.close(fd)
+        with held(directory, node) as (own, snapshot):
+            try:
+                results[node] = state_files.write(own, snapshot, gives_up)
+            except OSError as error:
+                results[node] = str(error)
 
     threads = [threading.Thread(target=run, args=(node,)) for node in nodes]
     for thread in threads:
@@ -85,13 +91,13 @@ def test_lost_node_leaves_no_checkpoint(tmp_path: Path, there: list[int]) -> Non
 
 
 def test_error_of_a_node_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = shard_files.write_file
+    usual = state_files.write_file
 
     def write_file(path: Path, fill: Any) -> Any:
         if path.name == "__2_0.distcp":
             raise OSError(28, "No space left on device")
         return usual(path, fill)
 
-    monkeypatch.setattr(shard_files, "write_file", write_file)
+    monkeypatch.setattr(state_files, "write_file", write_file)
     assert write(tmp_path, [0, 1, 2])[0] == "node 2: [Errno 28] No space left on device"
     assert [*tmp_path.iterdir()] == []
