@@ -687,11 +687,9 @@ def test_without_conditional_puts_rank_0s_node_puts_the_last_state(
     draft = Manifest(1, 12, None, 2, len(content(STATE, 12)), NO_CHECKSUM, JOB, "1", None, time.time())
     with open(os.memfd_create("headers"), "rb") as headers, open(os.memfd_create("buffer"), "r+b", 0) as buffer:
         buffer.write(content(STATE, 12))
-        buffers, snapshot = Buffers(headers.fileno(), [buffer.fileno()]), Snapshot(draft, donated_number(12, 1), task)
-        buffers.describe(0, snapshot)
-        last = last_write.LastWrite(buffers, lambda: False)
+        last = last_write.LastWrite(Buffers(headers.fileno(), [buffer.fileno()]), lambda: False)
         with pytest.raises(OSError, match="no node has put all of it") if number else contextlib.nullcontext():
-            last.write(snapshot)
+            last.write(0, Snapshot(draft, donated_number(12, 1), task))
     assert left(node) == ([] if number else [12])
 
 

@@ -112,14 +112,14 @@ class LastWrite:
         every = [(at, snapshot) for at, snapshot in enumerate(self._buffers.held) if snapshot is not None]
         return sorted(every, key=lambda each: (each[1].draft.round, each[1].draft.step, each[1].number), reverse=True)
 
-    def write(self, snapshot: Snapshot) -> Entry:
-        """Make this state in memory a checkpoint; returns the newest one then. Raises OSError, CheckpointError."""
+    def write(self, number: int, snapshot: Snapshot) -> Entry:
+        """Make the state in this buffer a checkpoint; returns the newest one then. Raises OSError, CheckpointError."""
         task, draft = snapshot.task, snapshot.draft
         assert task is not None
         directory = Path(task.directory)
         folder = staging_path(directory, draft.round, draft.step, _TOKEN)
         final = directory / draft.name
-        contents = self._contents(snapshot)
+        contents = self._contents(number, snapshot)
         needed = shard_names(draft.world_size) if snapshot.files else [STATE]
         if (store := store_of(directory)) is not None:
             return self._put(store, snapshot, contents, set(needed))
@@ -169,12 +169,12 @@ class LastWrite:
         except NotImplementedError:  # without conditional puts it is always the same node
             return task.node == 0
 
-    def _contents(self, snapshot: Snapshot) -> dict[str, Content]:
+    def _contents(self, number: int, snapshot: Snapshot) -> dict[str, Content]:
         """The files of this state that are in this node's memory, also as a copy for another node."""
-        contents: dict[str, Content] = {}
-        for at, in_buffer in enumerate(self._buffers.held):
-            if in_buffer is not None and in_buffer.saved == snapshot.saved:
-                contents |= state_files.contents(self._buffers, at, in_buffer)
+        contents = state_files.contents(self._buffers, number, snapshot)
+        for at, other in enumerate(self._buffers.held):
+            if other is not None and at != number and other.saved == snapshot.saved:
+                contents |= state_files.contents(self._buffers, at, other)
         return contents
 
     def _commit(

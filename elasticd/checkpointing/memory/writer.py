@@ -547,7 +547,7 @@ class Writer:
             )
             lock.acquire()
             if is_last:
-                return self._last.write(snapshot), ""
+                return self._last.write(number, snapshot), ""
             if snapshot.path:  # an older round's checkpoint is this state
                 return checkpoint_files.relink(task.directory, _entry(snapshot.path), draft.round), ""
             own = state_files.contents(self._buffers, number, snapshot)
