@@ -17,7 +17,7 @@ def test_every_optimizer_step_counts_once(start: Any) -> None:
     (seen,) = job.results()
     assert seen.pop("taken_over") == [100, "SESSION"]
     assert seen == {name: [STEPS.get(name, 5), "HOOK"] for name in seen}
-    assert len(seen) == 13
+    assert len(seen) == 9
 
 
 def test_session_steps_report_collectives_per_step(start: Any) -> None:

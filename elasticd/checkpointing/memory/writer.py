@@ -137,10 +137,10 @@ class Writer:
             "open": self._do_open,
             "adopt": self._do_adopt,
             "serve": self._do_serve,
-            "donor": self._do_donor,
+            "donor": lambda rank, message: self._donors.add(rank, message["round"]),
             "donate": self._do_donate,
-            "saving": self._do_saving,
-            "donated": self._do_donated,
+            "saving": lambda rank, _: self._donors.begun(rank),
+            "donated": lambda rank, _: self._donors.done(rank),
             "flush": self._do_flush,
             "wait": self._do_wait,
             "settle": self._do_settle,
@@ -395,21 +395,12 @@ class Writer:
 
     # --- saving at a fault ----------------------------------------------------------------------------------------
 
-    def _do_donor(self, rank: socket.socket, message: Message) -> None:
-        self._donors.add(rank, message["round"])
-
     def _do_donate(self, launcher: socket.socket, message: Message) -> None:
         self._donors.request(launcher, message["round"], message.get("ends", False))
         if oom_kills() > self._oom_kills:
             # The copies may be what was too much: the disk gets them, and no more are made.
             self._is_last = self._gives_up_copies = True
             self._changed.notify_all()
-
-    def _do_saving(self, rank: socket.socket, message: Message) -> None:
-        self._donors.begun(rank)
-
-    def _do_donated(self, rank: socket.socket, message: Message) -> None:
-        self._donors.done(rank)
 
     # --- results --------------------------------------------------------------------------------------------------
 

@@ -39,14 +39,6 @@ def train(make: Callable[..., torch.optim.Optimizer], steps: int = 5, **options:
         optimizer.step()
 
 
-def fused() -> None:
-    train(torch.optim.AdamW, fused=True)
-
-
-def foreach() -> None:
-    train(torch.optim.SGD, foreach=True)
-
-
 def closure() -> None:
     net = model()
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
@@ -75,17 +67,6 @@ def scaled() -> None:
         scaler.update()
 
 
-def scaled_fused() -> None:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for _ in range(5):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(net)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-
 def accumulated() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -110,8 +91,8 @@ def adversarial() -> None:
 
 
 def one_after_another() -> None:
-    train(torch.optim.SGD, steps=2)
-    train(torch.optim.Adam, steps=3)
+    train(torch.optim.SGD, steps=2, foreach=True)
+    train(torch.optim.AdamW, steps=3, fused=True)
 
 
 def own_optimizer() -> None:
@@ -122,15 +103,6 @@ def own_optimizer() -> None:
                     parameter.data.add_(parameter.grad, alpha=-0.01)
 
     train(lambda parameters, lr: Own(parameters, {"lr": lr}))
-
-
-def compiled_model() -> None:
-    net = torch.compile(model(), backend="eager")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss_of(net).backward()
-        optimizer.step()
 
 
 def compiled_step() -> None:
@@ -179,16 +151,12 @@ def taken_over(path: str) -> None:
 
 
 CASES = {
-    "fused": fused,
-    "foreach": foreach,
     "closure": closure,
     "scaled": scaled,
-    "scaled_fused": scaled_fused,
     "accumulated": accumulated,
     "adversarial": adversarial,
     "one_after_another": one_after_another,
     "own_optimizer": own_optimizer,
-    "compiled_model": compiled_model,
     "compiled_step": compiled_step,
     "compiled_train_step": compiled_train_step,
     "copied": copied,
