@@ -24,6 +24,19 @@ def digests(run: Job, what: str, rank: int = 0) -> list[tuple[int, int, str]]:
     return [(int(round_), int(step), found) for round_, step, found in (line.split() for line in lines)]
 
 
+def assert_undisturbed(run: Job, whole: Job, rank: int) -> None:
+    """The run has trained each step of the whole one, and each state that it had or resumed from is that one's."""
+    expected = {(step, found) for _, step, found in digests(whole, "steps", rank)}
+    noted = {(step, found) for what in ("steps", "restored") for _, step, found in digests(run, what, rank)}
+    assert noted == expected
+
+
+def assert_no_step_twice(run: Job, rank: int = 0, since: int = 1) -> None:
+    """`since`: the first round that counts."""
+    trained = [step for round_, step, _ in digests(run, "steps", rank) if round_ >= since]
+    assert trained == sorted(set(trained)), "a step was trained twice"
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The run without a fault."""
@@ -54,13 +67,9 @@ def test_state_saved_at_a_fault_equals_that_of_an_undisturbed_run(job: StartJob,
         assert "after the fault" in event["reason"]
         assert rank is None or f"saved by rank {rank} " in event["reason"]
     for rank in (0, 1):
-        expected = {step: each for _, step, each in digests(whole, "steps", rank)}
-        restored = digests(run, "restored", rank)
-        assert {step: each for _, step, each in [*restored, *digests(run, "steps", rank)]} == expected
-        assert [step for _, step, _ in restored] == [step for step, _ in saved]
-        assert all(expected[step] == each for _, step, each in restored)
-        trained = [step for _, step, _ in digests(run, "steps", rank)]
-        assert trained == sorted(set(trained)), "a step was trained twice"
+        assert_undisturbed(run, whole, rank)
+        assert [step for _, step, _ in digests(run, "restored", rank)] == [step for step, _ in saved]
+        assert_no_step_twice(run, rank)
 
 
 @pytest.mark.system
@@ -88,8 +97,7 @@ def test_ranks_save_at_a_fault_after_the_writer_has_died(job: StartJob) -> None:
     run.step(resumed["step"] + 5, round=2)
     noted = {step: found for _, step, found in digests(run, "steps")}
     assert [noted[step] == found for _, step, found in digests(run, "restored")] == [True]
-    trained = [step for _, step, _ in digests(run, "steps")]
-    assert trained == sorted(set(trained)), "a step was trained twice"
+    assert_no_step_twice(run)
     run.process.terminate()
     assert run.wait() == 128 + signal.SIGTERM
 
@@ -143,8 +151,8 @@ def test_any_survivor_saves_and_without_one_the_last_save_is_used(
         noted = {step: found for round_, step, found in reference if round_ == 1}
         ((_, step, found),) = digests(run, "restored", rank)
         assert noted[step] == found
-        trained = [step for _, step, _ in digests(run, "steps", rank)]
-        assert saved is None or trained == sorted(set(trained))
+        if saved is not None:
+            assert_no_step_twice(run, rank)
 
 
 @pytest.mark.system
@@ -193,8 +201,7 @@ def test_lost_node_costs_no_step(nodes: Callable[[str], Nodes], tmp_path: Path) 
     assert [agent.wait(within=120) for agent in left] == [0, 0]
     for agent in left:
         for rank in (0, 1):
-            trained = [step for round_, step, _ in digests(agent, "steps", rank) if round_ >= whole["round"]]
-            assert trained == sorted(set(trained)), "a step was trained twice"
+            assert_no_step_twice(agent, rank, since=whole["round"])
     noted = {step: found for _, step, found in digests(rank0, "steps", 0)}
     restored = {step: found for round_, step, found in digests(rank0, "restored", 0) if round_ > whole["round"]}
     assert all(noted[step] == found for step, found in restored.items())
@@ -379,5 +386,4 @@ def test_evicted_node_that_is_killed_costs_the_others_no_step(nodes: Callable[[s
     assert len(reasons) == 1 and "after the fault" in reasons[0]
     for agent in left:
         for rank in (0, 1):
-            trained = [step for _, step, _ in digests(agent, "steps", rank)]
-            assert trained == sorted(set(trained)), "a step was trained twice"
+            assert_no_step_twice(agent, rank)

@@ -14,61 +14,41 @@ import pytest
 from tests.faults.conftest import StartJob
 from tests.faults.job import Fault
 from tests.faults.nodes import Nodes
-from tests.faults.test_save_at_failure import digests
+from tests.faults.test_save_at_failure import assert_undisturbed, digests
 
 pytestmark = pytest.mark.system
 FLAGS = ["--checkpoint-dir", "checkpoints"]
 DIFFERS = "the parameters of model on rank 1 differ from rank 0's, which alone are saved. Train it in Distributed"
 
 
+KINDS = """averaged_in_steps_left_out sent clamped_data overflown convolved frozen growing frozen_later extended
+reloaded replaced_buffer reshaped_buffer plateau_averaged"""
+
+
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "kills", "resumes"),
     [
-        "averaged_in_steps_left_out",
-        "sent",
-        "clamped_data",
-        "overflown",
-        "convolved",
-        "frozen",
-        "growing",
-        "frozen_later",
-        "extended",
-        "reloaded",
-        "replaced_buffer",
-        "reshaped_buffer",
-        "plateau_averaged",
+        *((kind, (13, 17), [12, 16]) for kind in KINDS.split()),
+        ("noisy", (1013, 1017), [13, 17]),  # between the backward pass and `session.step()`
     ],
 )
-def test_way_to_train_repeats_no_step_and_loses_no_bit(job: StartJob, kind: str) -> None:
+def test_way_to_train_repeats_no_step_and_loses_no_bit(
+    job: StartJob, kind: str, kills: tuple[int, int], resumes: list[int]
+) -> None:
+    """Each rank dies once."""
     whole = job("kinds.py", kind, flags=FLAGS)
     assert whole.wait() == 0
-    run = job("kinds.py", kind, faults=[Fault(0, 13, "SIGKILL"), Fault(1, 17, "SIGKILL")], flags=FLAGS)
+    run = job("kinds.py", kind, faults=[Fault(rank, step, "SIGKILL") for rank, step in enumerate(kills)], flags=FLAGS)
     assert run.wait() == 0
-    steps = [event["step"] for event in run.events("resumed")]
-    assert steps == [12, 16], run.err
-    for each in (0, 1):
-        expected = {step: found for _, step, found in digests(whole, "steps", each)}
-        assert {step: found for _, step, found in digests(run, "steps", each)} == expected
-        assert all(expected[step] == found for _, step, found in digests(run, "restored", each))
+    assert [event["step"] for event in run.events("resumed")] == resumes, run.err
+    for rank in (0, 1):
+        assert_undisturbed(run, whole, rank)
 
 
 def test_step_that_the_survivor_is_about_to_end_is_waited_for(job: StartJob) -> None:
     run = job("kinds.py", "slowly_changed", faults=[Fault(1, 1013, "SIGKILL")], flags=FLAGS)
     assert run.wait() == 0
     assert [event["step"] for event in run.events("resumed")] == [13], run.err
-
-
-def test_noise_that_all_ranks_draw_stays_the_same_on_all(job: StartJob) -> None:
-    """Each rank dies once between the backward pass and `session.step()`."""
-    whole = job("kinds.py", "noisy", flags=FLAGS)
-    assert whole.wait() == 0
-    run = job("kinds.py", "noisy", faults=[Fault(0, 1013, "SIGKILL"), Fault(1, 1017, "SIGKILL")], flags=FLAGS)
-    assert run.wait() == 0
-    assert [event["step"] for event in run.events("resumed")] == [13, 17], run.err
-    for each in (0, 1):
-        expected = {step: found for _, step, found in digests(whole, "steps", each)}
-        noted = [*digests(run, "steps", each), *digests(run, "restored", each)]
-        assert {step: found for _, step, found in noted} == expected
 
 
 @pytest.mark.parametrize(("kind", "resumes"), [("noisy", 13), ("sampled", 10)])
@@ -92,9 +72,7 @@ def test_rank_on_another_node_than_the_one_that_saves(
     assert "draws other numbers" not in resumed["reason"]
     assert (kind == "sampled") == ("rank 1 had not finished step 13, and draws random numbers" in agents[0].err)
     for rank, agent in enumerate(agents):
-        expected = {step: found for _, step, found in digests(whole, "steps", rank)}
-        noted = [*digests(agent, "steps", rank), *digests(agent, "restored", rank)]
-        assert {step: found for _, step, found in noted} == expected
+        assert_undisturbed(agent, whole, rank)
 
 
 @pytest.mark.parametrize(
