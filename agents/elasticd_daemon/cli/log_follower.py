@@ -1,6 +1,18 @@
 """`elasticd logs`: a rank's output, read in pieces from wherever it is, through all rounds of the job.
 
-With --follow an outage of the agent is waited out for a while.
+Every round has a log of its own, on the node that the rank had in that round. A piece (`LogChunk`) says which round and
+node it is of, where the next one begins (`next`), how long the log is now (`size`), the newest round the agents know of
+(`newest`), and whether the job has ended and left all its nodes (`over`). The first piece decides the round to begin
+with; from then on one round follows the other without a gap:
+
+- A round is left only when a read found nothing more *after* a later round was known. The workers of a round have ended
+  before the next one begins, so nothing can be added to it then; a read that was made before proves nothing.
+- Without --follow the end is where the log ended at the first read, however much is written meanwhile.
+- With --follow it is where every stream is read to its end and a piece was `over`. A stream that has nothing in some
+  round gets a 404 there, which says nothing of the job: the job itself is asked.
+
+With --follow an outage of the agent or of its store is waited out for a while. Nothing is lost by that: the position is
+the follower's, and agents keep none.
 """
 
 from __future__ import annotations

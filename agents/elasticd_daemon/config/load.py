@@ -1,4 +1,13 @@
-"""Reads agent.toml and the ELASTICD_ variables into one checked NodeSettings."""
+"""Reads agent.toml and the ELASTICD_ variables into one checked NodeSettings.
+
+A key counts as its variable says; else as the file says; else as its default. The variables are merged into the table
+of the file before anything is decoded, so that a value is checked alike wherever it is from, and an error names where
+it was written: FILE: KEY, or VARIABLE. A variable that is no key but nearly one is an error, too: a misspelled
+ELASTICD_HTTP_TOKEN_FILE must not leave an agent without its token. Names that resemble none may be another program's.
+
+SIGHUP loads everything again, and an error leaves all as it was. Keys that can change under running jobs (RELOADABLE in
+agent_settings.py) count at once; for the others the old value stays, with a sentence that says when the new one counts.
+"""
 
 from __future__ import annotations
 
